@@ -129,8 +129,7 @@ def _add_cuts(made: argparse.ArgumentParser) -> None:
 
 def serve(arguments: argparse.Namespace) -> int:
     """Serves until it is stopped."""
-    from dapo_jax.serving.http import HttpOptions, serve_http
-    from dapo_jax.serving.serve import ServeOptions, serve
+    from dapo_jax.serving.serve import HttpOptions, ServeOptions, serve, serve_http
 
     # A process manager sends SIGTERM where a person presses Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -171,9 +170,9 @@ def _add_serve(made: argparse.ArgumentParser) -> None:
     option(made, "--seed", "of requests without one (default 0)", type=int, default=0)
     add_conversation(made)
     option(made, "--model-name", "over HTTP: the model's name in requests (default MODEL)", "NAME")
-    text = "over HTTP: responses that may wait for a slot; further requests are asked to retry (default 1024)"
+    text = "responses that may wait for a slot; further requests are asked to retry (default 1024)"
     option(made, "--queue", text, "RESPONSES", type=int)
-    text = "over HTTP: no bit of a response depends on other requests; needs a multiple of 8 slots for each device"
+    text = "no bit of a response depends on other requests; needs a multiple of 8 slots for each device"
     option(made, "--batch-invariant", text)
     option(made, "--steps-per-call", "tokens per streamed message (default 4)", type=int, default=4)
     option(

@@ -1,6 +1,1 @@
-"""Servers on the engine that training samples from: JetStream's over gRPC (extra `jetstream`), and an HTTP server (extra `http`)."""
-
-import os
-
-# JetStream imports TensorFlow, which would log messages about GPU libraries.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+"""Servers on the engine that training samples from: HTTP (extra `http`), and JetStream's protocol over gRPC (extra `jetstream`)."""

@@ -48,9 +48,8 @@ class Connections:
         free = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/dev/fd")) - _OWN_DESCRIPTORS
         self.most = max(_LEAST, min(most, free))
         self.answer, self.say = answer, say
-        self._waiting: dict[_Handler, float] = {}
+        self._waiting: dict[_ClientConnection, float] = {}
         """The time until which each may wait, in the order in which they began to wait."""
-        self._working: set[_Handler] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._listener: socket.socket | None = None
 
@@ -77,30 +76,15 @@ class Connections:
         if self._listener is not None:
             self._listener.close()
 
-    def waits(self, handler: Any, seconds: float) -> None:
+    def waits(self, handler: Any, seconds: float = _IDLE_S) -> None:
         """Marks a connection as waiting for its client, for at most `seconds`."""
-        self._working.discard(handler)
-        self._waiting.pop(handler, None)
+        self.works(handler)
         if handler.transport is not None:
             self._waiting[handler] = asyncio.get_running_loop().time() + seconds
 
     def works(self, handler: Any) -> None:
-        """Marks a connection whose whole request has arrived."""
-        if self._waiting.pop(handler, None) is not None:
-            self._working.add(handler)
-
-    def idles(self, handler: Any) -> None:
-        """Marks a connection whose request is answered."""
-        self.waits(handler, _IDLE_S)
-
-    def gone(self, handler: Any) -> None:
-        """Forgets a connection."""
+        """Marks a connection whose whole request has arrived, or which is closed."""
         self._waiting.pop(handler, None)
-        self._working.discard(handler)
-
-    @property
-    def _full(self) -> bool:
-        return len(self._waiting) + len(self._working) >= self.most
 
     async def _accept(self, listener: socket.socket, server: web.Server) -> None:
         loop = asyncio.get_running_loop()
@@ -111,17 +95,17 @@ class Connections:
                 self._make_room()
                 await asyncio.sleep(_LOOK_S / 10)
                 continue
-            if self._full:
+            if len(server.connections) >= self.most:
                 for _ in range(_TURNS):
                     await asyncio.sleep(0)
-            if self._full and not self._make_room():
+            if len(server.connections) >= self.most and not self._make_room():
                 with suppress(OSError):
                     accepted.send(_REFUSAL)
                     accepted.recv(1 << 16)  # closing with an unread request would discard the refusal
                 accepted.close()
                 continue
             with suppress(OSError):
-                await loop.connect_accepted_socket(lambda: _Handler(self, server, loop), accepted)
+                await loop.connect_accepted_socket(lambda: _ClientConnection(self, server, loop), accepted)
 
     def _make_room(self) -> bool:
         """Closes the connection that has waited longest. Returns False if no connection waits."""
@@ -138,13 +122,13 @@ class Connections:
             for handler in [each for each, until in self._waiting.items() if until < loop.time()]:
                 self._abort(handler)
 
-    def _abort(self, handler: "_Handler") -> None:
-        self.gone(handler)
+    def _abort(self, handler: "_ClientConnection") -> None:
+        self.works(handler)
         if isinstance(handler.transport, asyncio.WriteTransport):
             handler.transport.abort()
 
 
-class _Handler(web.RequestHandler):
+class _ClientConnection(web.RequestHandler):
     """The connection of a client."""
 
     __slots__ = ("_connections",)
@@ -159,7 +143,7 @@ class _Handler(web.RequestHandler):
         self._connections.waits(self, _HEAD_S)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._connections.gone(self)
+        self._connections.works(self)
         super().connection_lost(exc)
 
     def handle_error(

@@ -5,8 +5,7 @@ A field that this server does not support is accepted with a value that changes 
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from datetime import date
+from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -15,10 +14,9 @@ from jaxtyping import Int
 from msgspec import Meta
 
 from dapo_jax.hints import nearest
-from dapo_jax.sampling.decoding import DecodingOptions
+from dapo_jax.serving.served_requests import CheckedRequest, RequestError, ServedLimits
 from dapo_jax.text.conversations import conversation_ids
 from dapo_jax.text.stop_strings import StopStrings
-from dapo_jax.text.tokenizers import Tokenizer
 
 _SHOWN = 80
 """Characters of a value that an error quotes."""
@@ -49,72 +47,6 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _Stop = Annotated[str, Meta(min_length=1, max_length=256)]
-
-
-class RequestError(Exception):
-    """A request that is answered with an error.
-
-    Args:
-        message: the value found, the value needed, and the remedy.
-        status: the HTTP status.
-        code: a name for programs.
-        retry_after_s: seconds after which the same request may succeed.
-    """
-
-    def __init__(
-        self, message: str, *, status: int = 400, code: str = "invalid_value", retry_after_s: int | None = None
-    ) -> None:  # fmt: skip
-        super().__init__(message)
-        self.status, self.code, self.retry_after_s = status, code, retry_after_s
-
-    @property
-    def content(self) -> dict[str, Any]:
-        """OpenAI's error object."""
-        kind = "authentication_error" if self.status == 401 else "invalid_request_error"
-        kind = "server_error" if self.status >= 500 else kind
-        return {"error": {"message": str(self), "type": kind, "code": self.code}}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServedLimits:
-    """The limits of a server's requests, and the objects that requests are read with."""
-
-    model: str
-    """Name of the model. Requests may leave it out."""
-    tokenizer: Tokenizer
-    vocabulary: int
-    """Number of the model's token ids. The tokenizer may know fewer."""
-    max_prompt_tokens: int
-    max_response_tokens: int
-    most_responses: int
-    """Number of responses that may run or wait, and so the largest `n` of a request."""
-    decoding: DecodingOptions = field(default_factory=DecodingOptions)
-    """Defaults of requests."""
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults of `chat_template_kwargs`."""
-    today: date | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class HttpRequest:
-    """A request whose prompt is tokenized and whose values are within the server's limits."""
-
-    prompt: Int[np.ndarray, " prompt"]
-    max_tokens: int
-    count: int
-    """Number of responses."""
-    decoding: DecodingOptions
-    seed: int | None
-    """None: every request is sampled with other random numbers."""
-    stop: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]
-    logprobs: bool
-    request_id: str = ""
-    return_token_ids: bool = False
-    tokens_as_ids: bool = False
-    """Log-probabilities name tokens by their ids instead of their texts."""
-    stream: bool = False
-    include_usage: bool = False
 
 
 class _Sampling(msgspec.Struct, kw_only=True, frozen=True):
@@ -175,7 +107,7 @@ class _StreamOptions(msgspec.Struct, kw_only=True, frozen=True):
     include_usage: bool = False
 
 
-def read_generate(content: bytes, limits: ServedLimits) -> HttpRequest:
+def read_generate(content: bytes, limits: ServedLimits) -> CheckedRequest:
     """Reads the body of `/inference/v1/generate`.
 
     Raises:
@@ -183,13 +115,13 @@ def read_generate(content: bytes, limits: ServedLimits) -> HttpRequest:
     """
     body = _struct(_json(content), _GenerateBody, "the body")
     _check_model(body.model, limits)
-    prompt = np.array(_checked_ids("token_ids", body.token_ids, limits), np.int32)
+    prompt = np.array(limits.checked_ids("token_ids", body.token_ids), np.int32)
     options = _struct(body.sampling_params, _SamplingParams, "sampling_params")
     logprobs = options.logprobs is not None
     return _request(options, prompt, limits, logprobs=logprobs, request_id=body.request_id[:200])
 
 
-def read_chat(content: bytes, limits: ServedLimits) -> HttpRequest:
+def read_chat(content: bytes, limits: ServedLimits) -> CheckedRequest:
     """Reads the body of `/v1/chat/completions` and renders its prompt. Takes as long as tokenizing its texts.
 
     Raises:
@@ -269,24 +201,11 @@ def _struct(given: object, kind: type[_Struct], where: str) -> _Struct:
 
 def _request(
     options: _Sampling, prompt: Int[np.ndarray, " prompt"], limits: ServedLimits, **others: Any
-) -> HttpRequest:  # fmt: skip
+) -> CheckedRequest:  # fmt: skip
     """Returns the request, after checking it against the server's limits."""
-    if not 0 < len(prompt) <= limits.max_prompt_tokens:
-        raise RequestError(
-            f"the prompt has {len(prompt)} tokens; the server takes 1 to {limits.max_prompt_tokens}: shorten it, or serve with a larger --max-prompt-tokens",
-            code="context_length_exceeded" if len(prompt) else "invalid_value",
-        )
-    asked = [(name, getattr(options, name, None)) for name in ("max_completion_tokens", "max_tokens")]
-    given = [(name, value) for name, value in asked if value is not None]
-    named, max_tokens = (*given, ("max_tokens", limits.max_response_tokens))[0]
-    for name, value, most, remedy in (
-        (named, max_tokens, limits.max_response_tokens, "--max-response-tokens"),
-        ("n", options.n, limits.most_responses, "--queue"),
-    ):
-        if not 0 < value <= most:
-            raise RequestError(
-                f"{name} is {value}; the server takes 1 to {most}: lower it, or serve with a larger {remedy}"
-            )
+    names = ("max_completion_tokens", "max_tokens")
+    given = {name: value for name in names if (value := getattr(options, name, None)) is not None}
+    named, max_tokens = next(iter(given.items()), ("max_tokens", limits.max_response_tokens))
     changed = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k")}
     stop = (options.stop,) if isinstance(options.stop, str) else options.stop
     try:
@@ -298,24 +217,10 @@ def _request(
             limits.tokenizer.decode(np.array([limits.vocabulary - 1], np.int32))  # which may be sampled
     except ValueError as error:
         raise RequestError(str(error)) from error
-    return HttpRequest(
-        prompt=prompt,
-        max_tokens=max_tokens,
-        count=options.n,
-        decoding=decoding,
-        seed=options.seed,
-        stop=stop,
-        stop_token_ids=tuple(_checked_ids("stop_token_ids", options.stop_token_ids, limits)),
-        **others,
-    )
-
-
-def _checked_ids(name: str, ids: Any, limits: ServedLimits) -> Any:
-    if outside := [token for token in ids if not 0 <= token < limits.vocabulary]:
-        raise RequestError(
-            f"{name} has the token id {outside[0]}, which is not in the vocabulary of {limits.vocabulary} ids, 0 to {limits.vocabulary - 1}"
-        )
-    return ids
+    stop_token_ids = tuple(limits.checked_ids("stop_token_ids", options.stop_token_ids))
+    return limits.request(
+        prompt, max_tokens, count=options.n, named=named, decoding=decoding, seed=options.seed, stop=stop, stop_token_ids=stop_token_ids, **others
+    )  # fmt: skip
 
 
 def _check_model(name: str, limits: ServedLimits) -> None:

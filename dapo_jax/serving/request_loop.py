@@ -1,4 +1,4 @@
-"""The decode loop of the HTTP server, in a thread of its own: continuous batching of requests that arrive at any time.
+"""The decode loop of both servers, in a thread of its own: continuous batching of requests that arrive at any time.
 
 Only this thread sends programs to the devices. Other threads submit and cancel requests and bring new weights; the loop takes them between two calls
 of the engine.
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -58,36 +58,19 @@ class ServedRequest:
     listener: Listener
     streams: bool
     """The listener is called after every call of the engine, not only at the end of a response."""
+    sent: list[int]
+    """Number of tokens of each response that the listener has received."""
 
-
-@dataclass(eq=False)
-class _Growing:
-    """A running response."""
-
-    served: ServedRequest
-    request: Request
-    sent: int = 0
-    """Number of tokens that the listener has received."""
-    noted: int = 0
-    """Number of tokens in `spans`."""
-    spans: list[Span] = field(default_factory=list)
-
-    def note(self, length: int, version: int) -> None:
-        """Notes that the weights of `version` sampled the new tokens up to `length`."""
-        if length > self.noted and (not self.spans or self.spans[-1].version != version):
-            self.spans.append(Span(self.noted, version))
-        self.noted = max(length, self.noted)
-
-    def send(self, length: int, reason: FinishReason | None) -> None:
-        """Sends the listener its missing tokens up to `length`."""
-        new, request = slice(self.sent, length), self.request
-        self.sent = length
-        self.served.listener(
+    def send(self, request: Request, length: int, reason: FinishReason | None) -> None:
+        """Sends the listener the missing tokens of a response up to `length`."""
+        new = slice(self.sent[request.index], length)
+        self.sent[request.index] = length
+        self.listener(
             NewTokens(
                 index=request.index,
                 tokens=request.tokens[new].copy(),
                 logprobs=request.logprobs[new].copy(),
-                spans=tuple(self.spans),
+                spans=request.spans,
                 finish_reason=reason,
             )
         )
@@ -117,12 +100,10 @@ class RequestLoop:
         self._ordinals = itertools.count()
         self._changed = threading.Condition()
         self._new: deque[ServedRequest] = deque()
-        self._actions: list[Callable[[], None]] = []
+        self._actions: deque[Callable[[], None]] = deque()
         """Calls that other threads asked for."""
-        self._taking: list[Future[None]] = []
         self._stopping = False
-        self._under_way = 0
-        self._growing: dict[int, _Growing] = {}
+        self._running: dict[Request, ServedRequest] = {}
         self._loop = DecodeLoop(
             engine,
             weights,
@@ -139,7 +120,8 @@ class RequestLoop:
     @property
     def under_way(self) -> int:
         """Number of running and waiting responses."""
-        return self._under_way
+        with self._changed:
+            return sum(len(each.requests) for each in self._new) + len(self._running)
 
     def submit(
         self, prompt: Int[np.ndarray, " prompt"], options: OwnOptions, *, count: int, max_tokens: int, listener: Listener,
@@ -154,14 +136,13 @@ class RequestLoop:
         with self._changed:
             if self._stopping:
                 raise RuntimeError("the server is stopping")
-            if self._under_way + count > self._most:
+            if (under_way := self.under_way) + count > self._most:
                 raise QueueFullError(
-                    f"{self._under_way} responses are running or waiting, and this request needs {count} more; the server takes {self._most}"
+                    f"{under_way} responses are running or waiting, and this request needs {count} more; the server takes {self._most}"
                 )
             asked = Prompt(ordinal=next(self._ordinals), tokens=prompt, text="", answer="")
             requests = [Request(asked, index, max_tokens, options=options) for index in range(count)]
-            served = ServedRequest(requests, listener, streams)
-            self._under_way += count
+            served = ServedRequest(requests, listener, streams, [0] * count)
             self._new.append(served)
             self._changed.notify()
         return served
@@ -186,13 +167,9 @@ class RequestLoop:
         with self._changed:
             if self._stopping:
                 raise RuntimeError("the server is stopping")
-            self._taking.append(taken)
             self._actions.append(partial(self._take, weights, version, taken))
             self._changed.notify()
-        try:
-            taken.result()
-        finally:
-            self._taking.remove(taken)
+        taken.result()
 
     def __enter__(self) -> "RequestLoop":
         self._thread.start()
@@ -214,10 +191,8 @@ class RequestLoop:
             self.failure = error = failure
         with self._changed:
             self._stopping = True
-            left = [*self._new, *dict.fromkeys(each.served for each in self._growing.values())]
-            for taken in self._taking:
-                if not taken.done():
-                    taken.set_exception(RuntimeError(str(error)))
+            left = dict.fromkeys([*self._new, *self._running.values()])
+        self._act()  # `_take` fails, because the loop is stopping
         for served in left:
             with suppress(Exception):
                 served.listener(error)
@@ -226,32 +201,38 @@ class RequestLoop:
     def _wait(self) -> bool:
         """Waits for work, and does what other threads asked for. Returns False if the loop is to stop."""
         with self._changed:
-            while not (self._stopping or self._new or self._growing or self._actions):
+            while not (self._stopping or self._new or self._running or self._actions):
                 self._changed.wait()
-            actions, self._actions = self._actions, []
-        for action in actions:
-            action()
+        self._act()
         return not self._stopping
+
+    def _act(self) -> None:
+        while self._actions:
+            self._actions.popleft()()
 
     def _drop(self, served: ServedRequest) -> None:
         with self._changed:
             if served in self._new:
                 self._new.remove(served)
-                self._under_way -= len(served.requests)
-            left = [each for each in served.requests if self._growing.pop(id(each), None) is not None]
-            self._under_way -= len(left)
-        if left:
+            left = [each for each in served.requests if self._running.pop(each, None) is not None]
+        if left and not self._stopping:
             self._loop.drop(left)
 
     def _take(self, weights: Callable[[], PyTree], version: int, taken: Future[None]) -> None:
         try:
+            if self._stopping:
+                raise RuntimeError("the server is stopping")
             made = jax.block_until_ready(weights())
         except Exception as error:
             taken.set_exception(error)
             return
-        self._loop.take(made)
-        self.version = version
-        taken.set_result(None)
+        try:
+            self._loop.take(made)
+            self.version = version
+            for request in self._running:
+                request.version = version
+        finally:
+            taken.set_result(None)
 
     def _more(self) -> list[Sequence[Request]]:
         """Returns the requests to prefill next, at most one per slot."""
@@ -259,21 +240,20 @@ class RequestLoop:
         with self._changed:
             while self._new and len(taken) < self._engine.slots:
                 served = self._new.popleft()
-                self._growing.update((id(each), _Growing(served, each)) for each in served.requests)
+                for request in served.requests:
+                    request.version = self.version
+                    self._running[request] = served
                 taken.append(served.requests)
         return taken
 
     def _send(self, ended: Sequence[tuple[Request, int, FinishReason]]) -> None:
-        over = {id(request): (length, reason) for request, length, reason in ended}
-        for name, growing in list(self._growing.items()):
-            length, reason = over.get(name, (growing.request.drawn, None))
-            growing.note(length, self.version)
+        over = {request: (length, reason) for request, length, reason in ended}
+        for request, served in list(self._running.items()):
+            length, reason = over.get(request, (request.drawn, None))
             if reason is not None:
-                del self._growing[name]
-                with self._changed:
-                    self._under_way -= 1
-            if reason is not None or (growing.served.streams and length > growing.sent):
-                growing.send(length, reason)
+                del self._running[request]
+            if reason is not None or (served.streams and length > served.sent[request.index]):
+                served.send(request, length, reason)
 
 
 def seeded_key(seed: int) -> PRNGKeyArray:

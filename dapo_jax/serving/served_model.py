@@ -1,4 +1,4 @@
-"""The parts that both servers share: options, the model, the engine, and following a run's checkpoints. Imports no server."""
+"""The parts of the command that both servers share: options, the model, its request loop, and following a run's checkpoints."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -6,10 +6,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import date
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
+import jax
 from flax import nnx
-from jax.sharding import Mesh
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer, Restored
 from dapo_jax.config import ConfigError, DataConfig, ParallelConfig, SamplingConfig, load_config
@@ -24,15 +24,19 @@ from dapo_jax.run.policy import (
     optimizer_of,
     state_structs,
 )
-from dapo_jax.run.programs import Transfer, sharing, transfer_of
+from dapo_jax.run.programs import Transfer, compile_sampling, sharing, transfer_of
 from dapo_jax.run.prompt_sets import dated, prompt_format
 from dapo_jax.run.records import use_compilation_cache
-from dapo_jax.sampling.decoding import DecodingOptions
+from dapo_jax.sampling.decoding import DecodingOptions, decoding_of_slots
 from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.serving.request_loop import RequestLoop
+from dapo_jax.serving.served_requests import ServedLimits
 from dapo_jax.terminal import visible
 
 Take = Callable[[nnx.State, int], None]
 """Serves parameters of a version (number of steps done) from now on."""
+_LONGEST = 1024
+"""Default length of a prompt, and of a response, if the model has room for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,18 +47,20 @@ class ServingOptions:
         ConfigError: a value is out of its range.
     """
 
-    least_length: ClassVar[int] = 1
-
     host: str = "127.0.0.1"
     """The interface; [::] is all interfaces."""
     port: int = 9000
     """0 takes a free port."""
     slots: int = 16
     """Number of responses that are decoded in parallel."""
-    max_prompt_tokens: int = 64
-    max_response_tokens: int = 64
-    temperature: float = 0.0
-    """0 is greedy."""
+    queue: int = 1024
+    """Number of responses that may wait for a slot."""
+    max_prompt_tokens: int = 0
+    """0: 1,024, or as many as the model has room for."""
+    max_response_tokens: int = 0
+    """0: 1,024, or as many as the model has room for."""
+    temperature: float = 1.0
+    """Default of requests; 0 is greedy."""
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
@@ -64,6 +70,8 @@ class ServingOptions:
     page_tokens: int = 0
     """Tokens per page of the KV cache; 0: the default of `sampling.page_tokens`."""
     compute_dtype: str = "float32"
+    batch_invariant: bool = False
+    """No bit of a response depends on other requests."""
     follow_s: float | None = None
     """Seconds between two searches for a new checkpoint of the run; None: the weights do not change."""
     compilation_cache: str = "~/.cache/dapo_jax/xla"
@@ -72,8 +80,9 @@ class ServingOptions:
         ranges: dict[str, tuple[float, float]] = {
             "slots": (1, 1 << 31),
             "steps_per_call": (1, 1 << 31),
-            "max_prompt_tokens": (self.least_length, 1 << 31),
-            "max_response_tokens": (self.least_length, 1 << 31),
+            "queue": (0, 1 << 31),
+            "max_prompt_tokens": (0, 1 << 31),
+            "max_response_tokens": (0, 1 << 31),
             "page_tokens": (0, 1 << 31),
             "seed": (0, (1 << 32) - 1),
             "port": (0, (1 << 16) - 1),
@@ -165,10 +174,38 @@ def served_policy(
         yield policy, lambda take: None if follower is None else follower.start(policy, take)
 
 
-def engine_of(
-    policy: Policy, options: ServingOptions, *, capacity: int, batch_invariant: bool = False
-) -> tuple[DecoderEngine, Transfer, Mesh]:
-    """Returns the engine, the function that turns the policy's parameters into its weights, and its mesh.
+def limits_of(source: str, policy: Policy, options: ServingOptions, *, name: str = "") -> ServedLimits:
+    """Returns the limits of requests: the lengths of `options`, or as far as the model has room. `name` is the model's; empty: `source`.
+
+    Raises:
+        ConfigError: the model has no room for them.
+    """
+    positions = policy.decoder.max_positions
+    prompt, response = options.max_prompt_tokens, options.max_response_tokens
+    response = response or min(_LONGEST, (positions - prompt) // (1 if prompt else 2))
+    prompt = prompt or min(_LONGEST, positions - response)
+    if not (prompt > 0 and response > 0 and prompt + response <= positions):
+        raise ConfigError(
+            f"--max-prompt-tokens {prompt} and --max-response-tokens {response} are {prompt + response} positions; "
+            f"the model has {positions}: lower one"
+        )
+    return ServedLimits(
+        model=name or source,
+        tokenizer=policy.tokenizer,
+        vocabulary=policy.decoder.vocab_size,
+        max_prompt_tokens=prompt,
+        max_response_tokens=response,
+        most_responses=options.slots + options.queue,
+        decoding=DecodingOptions(temperature=options.temperature, top_p=options.top_p, top_k=options.top_k),
+        template_kwargs=options.chat_template_kwargs,
+        today=today_of(source),
+    )
+
+
+def request_loop(
+    policy: Policy, options: ServingOptions, limits: ServedLimits
+) -> tuple[RequestLoop, Transfer]:
+    """Returns the loop that samples responses, with its programs compiled, and the function that turns parameters into its weights.
 
     Raises:
         ConfigError: the slots do not fit the devices.
@@ -179,17 +216,26 @@ def engine_of(
         engine = DecoderEngine(
             policy.decoder,
             slots=options.slots,
-            capacity=capacity,
+            capacity=limits.max_prompt_tokens + limits.max_response_tokens,
             steps_per_call=options.steps_per_call,
             stop_ids=policy.tokenizer.stop_ids,
             mesh=mesh,
             compute_dtype=options.compute_dtype,
             page_tokens=options.page_tokens,
-            batch_invariant=batch_invariant,
+            batch_invariant=options.batch_invariant,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return engine, transfer, mesh
+    decoding = jax.eval_shape(partial(decoding_of_slots, [None] * options.slots))
+    compile_sampling(engine, transfer.shapes, [decoding])
+    loop = RequestLoop(
+        engine,
+        transfer(policy.params),
+        key=jax.random.key(options.seed),
+        version=policy.step,
+        most_responses=limits.most_responses,
+    )
+    return loop, transfer
 
 
 def today_of(source: str) -> date | None:

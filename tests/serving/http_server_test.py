@@ -27,9 +27,9 @@ from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.serving import http_connections
-from dapo_jax.serving.http_requests import ServedLimits
 from dapo_jax.serving.http_server import HttpServer, is_loopback
 from dapo_jax.serving.request_loop import RequestLoop
+from dapo_jax.serving.served_requests import ServedLimits
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.text.conversations import conversation_ids
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
@@ -39,7 +39,7 @@ from dapo_jax.training.row_packing import pack
 from dapo_jax.training.state import init_state
 from dapo_jax.training.update import UpdateOptions, Updater
 from tests.serving.http_flood_test import flooded
-from tests.serving.servers import ask, events, left_alone
+from tests.serving.servers import ask, events, left_alone, until
 from tests.text.folders import files_of
 
 TOKENIZER = HuggingFaceTokenizer(files_of(generation={"eos_token_id": [2, *range(200, 216)]}))
@@ -151,13 +151,6 @@ def trained(examples, *, params=0, temperature=1.0):
         batch = jax.device_get(second.microbatches)
         found.append(batch.old_logprobs[batch.mask])
     return found
-
-
-def until(found, what):
-    deadline = time.monotonic() + 60
-    while not found():
-        assert time.monotonic() < deadline, f"waited for {what}"
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
@@ -342,7 +335,7 @@ def test_new_weights_are_taken_while_requests_run(address, engine, loop, transfe
         if engine.calls == third and not taking:
             taking.append(Thread(target=loop.take, args=(lambda: transfer(PARAMS[1]), 6)))
             taking[0].start()
-            until(lambda: loop._taking, "the weights")
+            until(lambda: loop._actions, "the weights")
 
     third = engine.calls + 3
     try:
@@ -392,52 +385,31 @@ def talk(**given):
 
 MALFORMED = [
     (GENERATE, b"", "not JSON"),
-    (GENERATE, b"\xff\xfe", "not JSON"),
-    (GENERATE, b"[1, 2]", "the body: Expected `object`, got `array`"),
     (GENERATE, nested(100_000), "nested too deeply"),
-    (GENERATE, nested(900), "token_ids[0]: Expected `int`, got `array`"),
     (GENERATE, b'{"token_ids": [5], "sampling_params": {"temperature": NaN}}', "not JSON"),
     (GENERATE, b'{"token_ids": [5], "sampling_params": {"temperature": 1e999}}', "out of range"),
     (GENERATE, b'{"token_ids": [1' + b"0" * 30 + b"]}", "vocabulary of 324"),
     (GENERATE, {}, "`token_ids`"),
     (GENERATE, {"token_ids": []}, "0 tokens; the server takes 1 to 64"),
     (GENERATE, {"token_ids": [5] * 65}, "65 tokens; the server takes 1 to 64: shorten it, or serve with a larger --max-prompt-tokens"),
-    (GENERATE, {"token_ids": "5"}, "token_ids: Expected `array`, got `str`; found '5'"),
     (GENERATE, {"token_ids": [5, "6"]}, "token_ids[1]: Expected `int`, got `str`; found '6'"),
-    (GENERATE, {"token_ids": [True]}, "token_ids[0]: Expected `int`, got `bool`"),
     (GENERATE, {"token_ids": [-1]}, "the token id -1, which is not in the vocabulary of 324 ids, 0 to 323"),
-    (GENERATE, {"token_ids": [324]}, "the token id 324"),
     (GENERATE, {"token_ids": [5], "model": "other"}, "model is 'other'; this server has 'tiny'"),
-    (GENERATE, {"token_ids": [5], "sampling_params": [1]}, "sampling_params: Expected `object`, got `array`"),
     (GENERATE, {"token_ids": [5], "sampling_param": {}}, "did you mean 'sampling_params'"),
     (GENERATE, {"token_ids": [5], "stream": True}, "'stream'=True, which this server does not support: leave it out, or set it to False"),
-    (GENERATE, {"token_ids": [5], "features": {"a": 1}}, "'features'={'a': 1}"),
     (GENERATE, params(max_tokens=0), "max_tokens is 0; the server takes 1 to 32: lower it, or serve with a larger --max-response-tokens"),
-    (GENERATE, params(max_tokens=33), "max_tokens is 33"),
-    (GENERATE, params(max_tokens="9"), "max_tokens: Expected `int"),
-    (GENERATE, params(temperature=-0.1), "temperature=-0.1"),
     (GENERATE, params(temperature=1e-9), "temperature=1e-09"),
-    (GENERATE, params(temperature=1001), "temperature=1001"),
-    (GENERATE, params(temperature=True), "temperature: Expected `float"),
-    (GENERATE, params(top_p=0), "top_p=0"),
     (GENERATE, params(top_k=2**31), "top_k=2147483648"),
-    (GENERATE, params(n=0), "n is 0"),
     (GENERATE, params(n=MOST + 1), f"n is {MOST + 1}; the server takes 1 to {MOST}: lower it, or serve with a larger --queue"),
     (GENERATE, params(seed=-1), "seed: Expected `int` >= 0; found -1"),
     (GENERATE, params(logprobs=5), "logprobs: Expected `int` <= 1; found 5"),
     (GENERATE, params(stop=""), "stop: Expected `str` of length >= 1"),
-    (GENERATE, params(stop=[1]), "stop[0]: Expected `str`, got `int`; found 1"),
     (GENERATE, params(stop=["a"] * 17), "stop: Expected `array` of length <= 16"),
-    (GENERATE, params(stop="a" * 257), "stop: Expected `str` of length <= 256"),
     (GENERATE, params(stop="\ufffd"), "U+FFFD"),
     (GENERATE, params(stop_token_ids=[999]), "stop_token_ids has the token id 999"),
     (GENERATE, params(min_tokens=2), "'min_tokens'=2, which this server does not support: leave it out, or set it to 0"),
-    (GENERATE, params(ignore_eos=True), "'ignore_eos'=True"),
-    (GENERATE, params(logit_bias={"5": 1}), "'logit_bias'={'5': 1}"),
-    (GENERATE, params(prompt_logprobs=1), "'prompt_logprobs'=1"),
     (GENERATE, params(temperatur=1), "did you mean 'temperature'?"),
     (CHAT, {}, "`messages`"),
-    (CHAT, {"messages": "hi"}, "messages: Expected `array`, got `str`; found 'hi'"),
     (CHAT, {"messages": ["hi"]}, "messages[0]: Expected `object`, got `str`; found 'hi'"),
     (CHAT, {"messages": [{"role": "user"}]}, "message 0: 'content' must be a string"),
     (CHAT, {"messages": [{"role": "<|im_end|>", "content": "a"}]}, "messages[0].role is '<|im_end|>'"),
@@ -447,14 +419,10 @@ MALFORMED = [
     (CHAT, talk(tools=[{"type": "function"}]), "tools[0]: Object missing required field `function`; found {'type': 'function'}"),
     (CHAT, talk(tools=[{"type": "function", "function": deep(300)}]), "messages: "),
     (CHAT, talk(tool_choice="required"), "tool_choice: Invalid enum value 'required'"),
-    (CHAT, talk(response_format={"type": "json_object"}), "'response_format'="),
-    (CHAT, talk(stream="yes"), "stream: Expected `bool`, got `str`; found 'yes'"),
     (CHAT, talk(stream_options={"what": 1}), "stream_options has the field 'what'=1"),
     (CHAT, talk(max_completion_tokens=99, max_tokens=3), "max_completion_tokens is 99"),
-    (CHAT, talk(chat_template="{{ 1 }}"), "'chat_template'='{{ 1 }}'"),
     *((CHAT, talk(chat_template_kwargs={name: 1}), f"chat_template_kwargs has '{name}'") for name in ("messages", "self", "eos_token", "raise_exception", "a b")),
     (CHAT, talk(chat_template_kwargs={"a": deep(300)}), "messages: "),
-    (CHAT, talk(chat_template_kwargs={"a": "x" * (1 << 20)}), "messages: "),
 ]  # fmt: skip
 
 
@@ -471,8 +439,8 @@ def test_a_request_that_cannot_be_served_is_refused_by_field_value_and_need(addr
 @pytest.mark.parametrize(
     ("path", "method", "body", "headers", "status", "message"),
     [
-        ("/nothing", "GET", None, {}, 404, "there is nothing at /nothing; there are /inference/v1/generate"),
-        (GENERATE, "GET", None, {}, 405, "/inference/v1/generate takes POST; found GET"),
+        ("/nothing", "GET", None, {}, 404, "GET /nothing; there are POST /inference/v1/generate"),
+        (GENERATE, "GET", None, {}, 405, "GET /inference/v1/generate; there are POST /inference/v1/generate"),
         (GENERATE, "POST", {}, {"Content-Type": "text/plain"}, 415, "the server takes application/json"),
         (GENERATE, "POST", {}, {"Content-Encoding": "gzip"}, 415, "the server takes identity"),
         (GENERATE, "POST", b" " * (2 << 20), {}, 413, "the body is larger than"),
@@ -608,18 +576,12 @@ def test_connections_with_running_requests_stay_and_further_ones_get_503(loop):
 NO_HTTP = [
     b"\x16\x03\x01\x00\xa5\x01\x00\r\n\r\n",
     b"hello\r\n\r\n",
-    b"GET / HTTP/9.9\r\n\r\n",
-    b"GET /\x00 HTTP/1.1\r\nHost: a\r\n\r\n",
     b"GET / HTTP/1.1\r\nHost a\r\n\r\n",
     b"GET / HTTP/1.1\r\nA: " + b"x" * 10_000 + b"\r\n\r\n",
     b"GET / HTTP/1.1\r\n" + b"A: x\r\n" * 1000 + b"\r\n",
     b"POST /v1/models HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
-    b"POST /v1/models HTTP/1.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
     b"POST /inference/v1/generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-    b"POST /inference/v1/generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{}\r\n\r\n",
-    b"GET http://[::1 HTTP/1.1\r\nHost: localhost\r\n\r\n",
     b"GET /v1/models HTTP/1.1\r\nHost: [\r\n\r\n",
-    b"GET /\xff HTTP/1.1\r\nHost: localhost\r\n\r\n",
     b"GET /v1/models HTTP/1.1\r\nHost: \xff\r\n\r\n",
 ]  # fmt: skip
 

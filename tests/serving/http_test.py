@@ -9,15 +9,18 @@ from contextlib import redirect_stdout
 from io import StringIO
 from queue import Queue
 
+import jax
 import numpy as np
 import pytest
 
 from dapo_jax.cli import main
 from dapo_jax.config import ConfigError
 from dapo_jax.sampling.decoding import DecodingOptions
+from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.sampling.requests import OwnOptions
-from dapo_jax.serving.http import HttpOptions, limits_of, request_loop, serve_http
-from dapo_jax.serving.serve import ServeOptions, serve
+from dapo_jax.serving import served_model
+from dapo_jax.serving.serve import HttpOptions, ServeOptions, serve, serve_http
+from dapo_jax.serving.served_model import limits_of, request_loop
 from tests.serving.servers import LIMIT, PROMPTS, ROOT, TOKENIZER, ask, running, save
 
 
@@ -54,7 +57,6 @@ def test_other_machines_need_a_key(host):
         (HttpOptions, {"slots": 0}, "slots=0"),
         (HttpOptions, {"queue": -1}, "queue=-1"),
         (HttpOptions, {"max_prompt_tokens": -1}, "max_prompt_tokens=-1"),
-        (ServeOptions, {"max_prompt_tokens": 0}, "max_prompt_tokens=0"),
         (HttpOptions, {"port": 65536}, "port=65536"),
         (HttpOptions, {"temperature": math.nan}, "temperature=nan"),
         (HttpOptions, {"temperature": 1e-9}, "temperature=1e-09"),
@@ -74,7 +76,7 @@ def test_an_option_out_of_range_is_a_configuration_error(kind, options, message)
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--http", "--chat"], ["--http", "--system-prompt", "a"], ["--queue", "0"], ["--batch-invariant"]],
+    [["--http", "--chat"], ["--http", "--system-prompt", "a"], ["--model-name", "a"]],
 )
 def test_options_of_the_other_server_are_refused(arguments, capsys):
     assert main(["serve", "shipped:quickstart", *arguments]) == 2
@@ -133,6 +135,31 @@ def test_greedy_tokens_equal_those_of_the_sample_command(server, greedy):
     assert {text: choice["token_ids"] for text, choice in found.items()} == greedy_tokens(greedy[0])
     assert {choice["finish_reason"] for choice in found.values()} == {"stop", "length"}
     assert {str(choice["spans"]) for choice in found.values()} == {"[{'first': 0, 'version': 1}]"}
+
+
+def test_every_option_reaches_the_loop(policies, monkeypatch):
+    made = []
+
+    class Noted(DecoderEngine):
+        def __init__(self, config, **options):
+            made.append(options)
+            super().__init__(config, **options)
+
+    monkeypatch.setattr(served_model, "DecoderEngine", Noted)
+    monkeypatch.setattr(served_model, "compile_sampling", lambda *_: None)
+    options = HttpOptions(
+        slots=64, queue=3, max_prompt_tokens=17, max_response_tokens=7, temperature=0.7, top_p=0.9, top_k=5, seed=3, steps_per_call=2,
+        page_tokens=4, compute_dtype="bfloat16", batch_invariant=True,
+    )  # fmt: skip
+    limits = limits_of("preset:none", policies[0], options)
+    loop, transfer = request_loop(policies[0], options, limits)
+    assert limits.decoding == DecodingOptions(temperature=0.7, top_p=0.9, top_k=5)
+    assert limits.most_responses == loop._most == 67
+    assert loop._loop._key == jax.random.key(3)
+    [given] = made
+    expected = {"slots": 64, "capacity": 24, "steps_per_call": 2, "page_tokens": 4, "compute_dtype": "bfloat16", "batch_invariant": True}  # fmt: skip
+    assert expected.items() <= given.items()
+    assert jax.tree.leaves(transfer.shapes["ends"]["embedding"])[0].dtype == "bfloat16"
 
 
 @pytest.mark.slow  # compiles for eight devices; tests/sampling has the same of the sampler

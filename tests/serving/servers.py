@@ -98,6 +98,14 @@ def left_alone(address, path, body):
     return client
 
 
+def until(found, what):
+    """Waits until `found()` is true."""
+    deadline = time.monotonic() + 60
+    while not found():
+        assert time.monotonic() < deadline, f"waited for {what}"
+        time.sleep(0.01)
+
+
 class Running:
     """`dapo-jax serve` in a process of its own."""
 

@@ -12,7 +12,7 @@ from dapo_jax.text.tokenizers import ByteTokenizer, CharTokenizer
 
 def grown(tokenizer, pieces):
     text = GrowingText(tokenizer)
-    return [*(text.add(piece) for piece in pieces), text.rest()]
+    return [*(text.add(piece) for piece in pieces), text.add([], last=True)]
 
 
 def test_half_a_character_is_held_back():

@@ -1,0 +1,220 @@
+"""The parts of requests that both servers share: limits, errors, tokens as they arrive, and the thread of a server."""
+
+import asyncio
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import date
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from dapo_jax.sampling.decoding import DecodingOptions
+from dapo_jax.sampling.requests import OwnOptions
+from dapo_jax.serving.request_loop import NewTokens, QueueFullError, RequestLoop, seeded_key, stop_rule
+from dapo_jax.text.stop_strings import StopStrings
+from dapo_jax.text.tokenizers import Tokenizer
+
+GRACE_S = 10
+"""Seconds that running requests have to finish when a server stops."""
+
+
+class RequestError(Exception):
+    """A request that is answered with an error.
+
+    Args:
+        message: the value found, the value needed, and the remedy.
+        status: the HTTP status.
+        code: a name for programs.
+        retry_after_s: seconds after which the same request may succeed.
+    """
+
+    def __init__(
+        self, message: str, *, status: int = 400, code: str = "invalid_value", retry_after_s: int | None = None
+    ) -> None:  # fmt: skip
+        super().__init__(message)
+        self.status, self.code, self.retry_after_s = status, code, retry_after_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedRequest:
+    """A request whose prompt is tokenized and whose values are within the server's limits."""
+
+    prompt: Int[np.ndarray, " prompt"]
+    max_tokens: int
+    count: int = 1
+    """Number of responses."""
+    decoding: DecodingOptions
+    seed: int | None = None
+    """None: every request is sampled with other random numbers."""
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: bool = False
+    request_id: str = ""
+    return_token_ids: bool = False
+    tokens_as_ids: bool = False
+    """Log-probabilities name tokens by their ids instead of their texts."""
+    stream: bool = False
+    include_usage: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedLimits:
+    """The limits of a server's requests, and the objects that requests are read with."""
+
+    model: str
+    """Name of the model. Requests may leave it out."""
+    tokenizer: Tokenizer
+    vocabulary: int
+    """Number of the model's token ids. The tokenizer may know fewer."""
+    max_prompt_tokens: int
+    max_response_tokens: int
+    most_responses: int
+    """Number of responses that may run or wait, and so the largest `n` of a request."""
+    decoding: DecodingOptions = field(default_factory=DecodingOptions)
+    """Defaults of requests."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults of `chat_template_kwargs`."""
+    today: date | None = None
+
+    def request(
+        self, prompt: Int[np.ndarray, " prompt"], max_tokens: int, *, count: int = 1, named: str = "max_tokens", **others: Any
+    ) -> CheckedRequest:  # fmt: skip
+        """Returns the request, after checking it. `named` is the request's field of `max_tokens`.
+
+        Raises:
+            RequestError: the prompt, `max_tokens` or `count` is too large, or zero.
+        """
+        if not 0 < len(prompt) <= self.max_prompt_tokens:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens; the server takes 1 to {self.max_prompt_tokens}: shorten it, or serve with a larger --max-prompt-tokens",
+                code="context_length_exceeded" if len(prompt) else "invalid_value",
+            )
+        for name, value, most, remedy in (
+            (named, max_tokens, self.max_response_tokens, "--max-response-tokens"),
+            ("n", count, self.most_responses, "--queue"),
+        ):
+            if not 0 < value <= most:
+                raise RequestError(
+                    f"{name} is {value}; the server takes 1 to {most}: lower it, or serve with a larger {remedy}"
+                )
+        decoding = others.pop("decoding", self.decoding)
+        return CheckedRequest(prompt=prompt, max_tokens=max_tokens, count=count, decoding=decoding, **others)
+
+    def checked_ids(self, name: str, ids: Sequence[int]) -> Sequence[int]:
+        """Returns `ids`.
+
+        Raises:
+            RequestError: an id is outside the vocabulary.
+        """
+        if outside := [token for token in ids if not 0 <= token < self.vocabulary]:
+            raise RequestError(
+                f"{name} has the token id {outside[0]}, which is not in the vocabulary of {self.vocabulary} ids, 0 to {self.vocabulary - 1}"
+            )
+        return ids
+
+
+@asynccontextmanager
+async def sampled(
+    requests: RequestLoop, asked: CheckedRequest, tokenizer: Tokenizer
+) -> AsyncIterator[AsyncIterator[NewTokens]]:
+    """Yields the tokens of a request's responses as they arrive. Leaving the context ends unfinished responses.
+
+    Raises:
+        RequestError: the queue is full, the loop is ending, or the weights give log-probabilities that are not finite.
+    """
+    queue: asyncio.Queue[NewTokens | BaseException] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def listener(new: NewTokens | BaseException) -> None:
+        with suppress(RuntimeError):  # the server has stopped
+            loop.call_soon_threadsafe(queue.put_nowait, new)
+
+    strings = StopStrings(tokenizer, asked.stop).find if asked.stop else None
+    options = OwnOptions(
+        decoding=asked.decoding,
+        key=None if asked.seed is None else seeded_key(asked.seed),
+        stop=stop_rule(strings, asked.stop_token_ids),
+    )
+    try:
+        served = requests.submit(
+            asked.prompt, options, count=asked.count, max_tokens=asked.max_tokens, listener=listener, streams=asked.stream
+        )  # fmt: skip
+    except QueueFullError as error:
+        text = f"{error}: ask again later, or serve with a larger --queue"
+        raise RequestError(text, status=503, code="queue_full", retry_after_s=1) from error
+    except RuntimeError as error:
+        raise stopping() from error
+
+    async def arriving() -> AsyncIterator[NewTokens]:
+        left = asked.count
+        while left:
+            new = await queue.get()
+            if isinstance(new, BaseException):
+                raise stopping() from new
+            if not np.isfinite(new.logprobs).all():
+                text = "the weights give log-probabilities that are not finite: serve others"
+                raise RequestError(text, status=500, code="not_finite")
+            yield new
+            left -= new.finish_reason is not None
+
+    try:
+        yield arriving()
+    finally:
+        requests.cancel(served)
+
+
+def stopping() -> RequestError:
+    """Returns the error of a server that ends."""
+    return RequestError("the server is stopping", status=503, code="stopping")
+
+
+class ServerThread(ABC):
+    """A server on an event loop in a thread of its own; a context manager.
+
+    Args:
+        host: the interface, such as 127.0.0.1, or [::] for all.
+        port: 0 takes a free port.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self.address = f"{host}:{port}"
+        """HOST:PORT, with the port that was taken."""
+        self._host, self._port = host, port
+
+    @abstractmethod
+    async def _listen(self) -> int:
+        """Starts to answer requests, and returns the port."""
+
+    @abstractmethod
+    async def _close(self) -> None:
+        """Refuses new requests, gives running ones `GRACE_S` to finish, and ends the rest."""
+
+    def __enter__(self) -> "ServerThread":
+        """Listens.
+
+        Raises:
+            OSError: the address cannot be bound.
+        """
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=type(self).__name__, daemon=True)
+        self._thread.start()
+        try:
+            self.address = f"{self._host}:{self._result(self._listen())}"
+        except (OSError, RuntimeError) as error:
+            self.__exit__()
+            reason = getattr(error, "strerror", None) or error
+            raise OSError(f"cannot listen at {self.address}: {reason}; --port 0 takes a free port") from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._result(self._close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _result(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
