@@ -195,7 +195,7 @@ def sealed_files(folder: epath.Path) -> dict[str, SealedFile]:
 def check_digests(
     folder: epath.Path, files: Mapping[str, SealedFile], *, share: tuple[int, int] = (0, 1)
 ) -> None:
-    """Compares the content of files with their sha256. A file of which the bucket still keeps the same md5 is not read.
+    """Compares the content of files with their sha256. A file is not read if the bucket reports its recorded md5.
 
     Args:
         folder: a complete checkpoint.

@@ -182,7 +182,7 @@ def _options(parser: argparse.ArgumentParser, verbs: Sequence[str]) -> list[str]
 
 
 def _key_of(name: str) -> str:
-    """Returns the key that an option names, completely or by its last part if it is unique; empty if there is none."""
+    """Returns the key that an option names, in full or by a unique last part; an empty string if it names no key."""
     key = name.lstrip("-").replace("-", "_")
     keys = leaf_types(TrainConfig)
     named = [known for known in keys if known == key or known.endswith(f".{key}")]

@@ -39,7 +39,7 @@ class Microbatch:
     old_logprobs: Float[Array, "rows seq"] | Any
     """Log-probabilities in the denominator of the importance ratio; zeros until they are computed."""
     ref_logprobs: Float[Array, "rows seq"] | Any
-    """Log-probabilities under the reference policy; zeros if there is none."""
+    """Log-probabilities under the reference policy; zeros without a reference policy."""
 
 
 def microbatch_structs(shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> Microbatch:

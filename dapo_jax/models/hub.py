@@ -22,7 +22,6 @@ def download(
     name: str,
     *,
     revision: str | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
     weights: bool = True,
 ) -> Path:
     """Returns the folder of a repository's model, which is downloaded if it is not in the cache.
@@ -33,7 +32,6 @@ def download(
     Args:
         name: `ORG/NAME`.
         revision: a branch, a tag or a commit; None: the main branch.
-        cache_dir: the cache; None: huggingface_hub's.
         weights: False: only configuration and tokenizer are needed.
 
     Raises:
@@ -41,16 +39,14 @@ def download(
             be reached and the model is not in the cache, or the repository has no safetensors but needs weights.
     """
     hub = _client()
-    with _explained(name, revision, cache_dir):
-        folder = _snapshot(hub, name, revision, cache_dir, PATTERNS if weights else _SMALL)
+    with _explained(name, revision):
+        folder = _snapshot(hub, name, revision, PATTERNS if weights else _SMALL)
     if weights and not any(folder.glob("*.safetensors")):
         raise ValueError(_without_weights(name, revision))
     return folder
 
 
-def look_up(
-    name: str, *, revision: str | None = None, cache_dir: str | os.PathLike[str] | None = None
-) -> tuple[Path, int]:
+def look_up(name: str, *, revision: str | None = None) -> tuple[Path, int]:
     """Returns a folder with a repository's configuration and tokenizer, and the bytes of its weights, which are not downloaded.
 
     If the hub cannot be reached, both come from the model in the cache.
@@ -60,20 +56,20 @@ def look_up(
     """
     hub = _client()
     try:
-        with _explained(name, revision, cache_dir):
+        with _explained(name, revision):
             listed = hub.HfApi().model_info(name, revision=revision, files_metadata=True).siblings or []
     except ValueError:
         raise
     except Exception:  # offline: each HTTP client of the hub raises its own errors
-        folder = download(name, revision=revision, cache_dir=cache_dir)
+        folder = download(name, revision=revision)
         return folder, sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     weights = [
         file for file in listed if file.rfilename.endswith(".safetensors") and "/" not in file.rfilename
     ]
     if not weights:
         raise ValueError(_without_weights(name, revision))
-    with _explained(name, revision, cache_dir):
-        return _snapshot(hub, name, revision, cache_dir, _SMALL), sum(file.size or 0 for file in weights)
+    with _explained(name, revision):
+        return _snapshot(hub, name, revision, _SMALL), sum(file.size or 0 for file in weights)
 
 
 def _client() -> Any:
@@ -89,19 +85,15 @@ def _snapshot(
     hub: Any,
     name: str,
     revision: str | None,
-    cache_dir: str | os.PathLike[str] | None,
     patterns: Sequence[str],
 ) -> Path:
-    cache = Path(cache_dir).expanduser() if cache_dir else None
     patterns, ignored = list(patterns), list(_NOT_OURS)
-    found = hub.snapshot_download(
-        name, revision=revision, cache_dir=cache, allow_patterns=patterns, ignore_patterns=ignored
-    )
+    found = hub.snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=ignored)
     return Path(found)
 
 
 @contextmanager
-def _explained(name: str, revision: str | None, cache_dir: str | os.PathLike[str] | None) -> Iterator[None]:
+def _explained(name: str, revision: str | None) -> Iterator[None]:
     """Turns the hub's errors into ValueErrors with a remedy."""
     errors = importlib.import_module("huggingface_hub.errors")
     try:
@@ -120,7 +112,7 @@ def _explained(name: str, revision: str | None, cache_dir: str | os.PathLike[str
     except errors.RevisionNotFoundError as error:
         raise ValueError(f"{name} has no revision {revision!r}; name a branch, a tag or a commit") from error
     except errors.LocalEntryNotFoundError as error:
-        raise ValueError(_unreachable(name, _at(revision), cache_dir)) from error
+        raise ValueError(_unreachable(name, _at(revision))) from error
     except errors.HfHubHTTPError as error:
         raise ValueError(f"the hub refuses {name}{_at(revision)}: {str(error).splitlines()[0]}") from error
 
@@ -136,12 +128,11 @@ def _without_weights(name: str, revision: str | None) -> str:
     )
 
 
-def _unreachable(name: str, at: str, cache_dir: str | os.PathLike[str] | None) -> str:
+def _unreachable(name: str, at: str) -> str:
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
     why = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached"
     remedy = "unset it" if offline else "check the connection"
-    where = f"the cache {cache_dir}" if cache_dir else "the cache (HF_HOME)"
     return (
-        f"{why}, and {name}{at} is not, or not completely, in {where}; {remedy}, download the model before, or name the "
+        f"{why}, and {name}{at} is not, or not completely, in the cache (HF_HOME); {remedy}, download the model before, or name the "
         "folder of a copy"
     )

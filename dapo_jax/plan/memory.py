@@ -58,7 +58,7 @@ class Resident:
     prefix: int = 0
     """Prefilled prompts of one call."""
     buffers: int = 0
-    """KV cache and activations of a sequence that is prefilled in chunks; 0 if there is none."""
+    """KV cache and activations of a sequence during prefill in chunks; 0 if no sequence is that long."""
     reread: int = 0
     """The same sequence after its prefill, for its slot."""
     waiting: int = 0

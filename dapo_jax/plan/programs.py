@@ -175,7 +175,7 @@ class Programs:
 
     @property
     def _in_flight(self) -> int:
-        """The largest number of responses in flight in one sampler; 0 if there are none."""
+        """The largest number of responses in flight in one sampler; 0 in waves."""
         return -(-self.config.rollout.in_flight // self.sizes.samplers)
 
     @property

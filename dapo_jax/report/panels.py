@@ -23,7 +23,7 @@ class Series:
     label: str
     """The name in the legend; in `PANELS`, it may have groups of the pattern, as `\\1`."""
     band: str = ""
-    """The metric with its standard error, which is drawn as a band; empty if there is none."""
+    """The metric with the standard error, plotted as a band; empty for a series without a band."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +160,7 @@ _KNOWN = tuple(series for panel in (*PANELS, _BY_SCORE) for series in panel.seri
 
 
 def panels_for(by_score: Collection[bool]) -> Sequence[Panel]:
-    """Returns the panels for runs, each of which is judged by scores or not.
+    """Returns the panels for some runs. For each run it is known whether scores or verdicts count.
 
     If some are, rewards come first; if all are, panels of right and wrong are omitted.
     """

@@ -41,7 +41,7 @@ class Index:
 
     `tokens` and `clipped` are numbers of sampled and clipped tokens. Of a group, `group_first` is the number of its first rollout,
     `group_question` the index in `heads`, which groups with the same prompt and answer share. `group_before` is the last group of an
-    earlier logged step with the same question; -1 if there is none. `group_place` is the index of a group in its chunk.
+    earlier logged step with the same question, or -1. `group_place` is the index of a group in its chunk.
     """
 
     TYPES: ClassVar = {

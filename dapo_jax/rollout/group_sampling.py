@@ -170,10 +170,8 @@ class GroupSampling:
             mine = deque(filter(self._exchange.takes, ordinals))
 
             def prompts(count: int, mine: deque[int] = mine) -> list[Prompt]:
-                if (
-                    alone and not mine
-                ):  # the next wave starts while the last responses of this one are sampled
-                    mine.extend(certain())
+                if alone and not mine:
+                    mine.extend(certain())  # the next wave overlaps the last responses of this one
                 self._watch.note("reading prompts")
                 return [self._stream.at(mine.popleft()) for _ in range(min(count, len(mine)))]
 

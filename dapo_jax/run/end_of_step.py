@@ -166,7 +166,7 @@ class EndOfStep(Observer):
         return ""
 
     def _last(self) -> int:
-        """The last checkpoint's step; 0 if there is none."""
+        """The step of the last checkpoint; 0 before the first checkpoint."""
         return max(self._checkpointer.steps(), default=0)
 
     def _way_on(self) -> str:

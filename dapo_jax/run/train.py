@@ -236,7 +236,7 @@ class TracedSteps(Observer):
 
 
 def _written(start: ResumePoint) -> int:
-    """Returns the last step whose metrics are final if a run resumes at `start`; -1 if there is none.
+    """Returns the last step whose metrics are final if a run resumes at `start`, or -1.
 
     Without a checkpoint, the evaluation before training is repeated too.
     """

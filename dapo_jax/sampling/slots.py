@@ -212,7 +212,7 @@ class Slots:
         )
 
     def _preempts_paused(self, pool: int) -> bool:
-        """Preempts the paused response that started last; it has to be re-prefilled. Returns False if there is none."""
+        """Preempts the paused response that started last; it has to be re-prefilled. Returns False without such a response."""
         pausing = [*self.aside, *(owner for _, owner in self.pausing())]
         if not (held := [each for each in pausing if self._holds(each, pool)]):
             return False
@@ -228,7 +228,7 @@ class Slots:
         return True
 
     def _preempts_waiting(self, pool: int, waiting: deque[Request], but: Request | None = None) -> bool:
-        """Preempts the last response in line with pages; it has to be re-prefilled. Returns False if there is none."""
+        """Preempts the last response in line with pages; it has to be re-prefilled. Returns False without such a response."""
         last = next((each for each in reversed(waiting) if self._holds(each, pool) and each is not but), None)
         if last is None:
             return False

@@ -34,8 +34,7 @@ class PromptFormat:
     """A name in `TEMPLATES`, or a text in which every `{prompt}` is replaced by the question. In a conversation, the
     question is the user's last message."""
     examples: tuple[Example, ...] = ()
-    """Asked and answered before the question: as text joined by `separator`, or as turns of a conversation."""
-    separator: str = "\n\n"
+    """Asked and answered before the question: as text with a blank line between, or as turns of a conversation."""
     """Separates the examples and the question in plain text."""
     chat: bool = False
     """Ask a plain-text question as a user's message. Rows with messages are always conversations."""
@@ -70,7 +69,7 @@ class PromptFormat:
                     "conversations use; set data.chat=true (--chat) to ask it as a user's message"
                 )
             shown = [self._around(each.prompt) + each.response for each in self.examples]
-            text = self.separator.join([*shown, self._around(prompt)])
+            text = "\n\n".join([*shown, self._around(prompt)])
             return text, tokenizer.encode_prompt(text)
         text = self._conversation(prompt, tokenizer)
         # The template itself writes the special tokens, including the beginning of the text.

@@ -34,7 +34,7 @@ ASK = """
 import sys
 from dapo_jax.models.hub import download
 try:
-    print(download(sys.argv[1], revision=sys.argv[2] or None, cache_dir=sys.argv[3]))
+    print(download(sys.argv[1], revision=sys.argv[2] or None))
 except ValueError as error:
     print("refused:", error)
 """
@@ -46,9 +46,10 @@ def start(address, cache, *, name="org/model", revision="", **environment):
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "HF_HOME": str(cache / "home"),
+        "HF_HUB_CACHE": str(cache),
     }
     return subprocess.Popen(
-        [sys.executable, "-c", ASK, name, revision, str(cache)],
+        [sys.executable, "-c", ASK, name, revision],
         env={**plain, **quiet, "HF_ENDPOINT": address, "no_proxy": "127.0.0.1", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -174,12 +175,12 @@ def test_an_offline_look_finds_a_cached_model(tmp_path):
             LOOK.replace("look_up as download", "download"),
             "org/model",
             "",
-            str(tmp_path),
         ]
         assert ask(address, tmp_path, HF_HUB_OFFLINE="1").startswith("refused: HF_HUB_OFFLINE is set")
         environment = os.environ | {
             "HF_ENDPOINT": address,
             "HF_HOME": str(tmp_path / "home"),
+            "HF_HUB_CACHE": str(tmp_path),
             "no_proxy": "127.0.0.1",
         }
         subprocess.run(command, env=environment, check=True, capture_output=True)

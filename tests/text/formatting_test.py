@@ -125,9 +125,9 @@ EXAMPLES = (Example(prompt="1+1", response="2"), Example(prompt="1+2", response=
 
 
 def test_examples_of_plain_text_come_before_the_question():
-    shown = PromptFormat(template="Q: {prompt}\nA: ", examples=EXAMPLES, separator="\n---\n")
+    shown = PromptFormat(template="Q: {prompt}\nA: ", examples=EXAMPLES)
     text, _ = shown.encode("2+2", ByteTokenizer())
-    assert text == "Q: 1+1\nA: 2\n---\nQ: 1+2\nA: 3\n---\nQ: 2+2\nA: "
+    assert text == "Q: 1+1\nA: 2\n\nQ: 1+2\nA: 3\n\nQ: 2+2\nA: "
 
 
 def turns(*messages):

@@ -7,19 +7,9 @@ import pytest
 
 from dapo_jax.trackers import JsonlTracker, read_metrics
 from dapo_jax.trackers.json_lines import LINES_PER_OBJECT
+from tests.trackers.json_lines_test import steps_of, write
 
 PATH = "gs://bucket/run/metrics.jsonl"
-
-
-def write(path, steps, resume_step=None):
-    tracker = JsonlTracker(path, resume_step)
-    for step in steps:
-        tracker.log(step, {"reward/mean": step / 10})
-    tracker.close()
-
-
-def steps_of(path):
-    return [row["step"] for row in read_metrics(path)]
 
 
 def objects(bucket):
