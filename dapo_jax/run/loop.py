@@ -18,7 +18,7 @@ from dapo_jax.dapo.metrics import Metric, to_scalars
 from dapo_jax.dapo.rollouts import Group
 from dapo_jax.rollout.collector import Collector, Position
 from dapo_jax.rollout.group_sampling import GroupSampling
-from dapo_jax.run.step_batches import StepBatches
+from dapo_jax.run.training_pass import StepBatches
 from dapo_jax.training.minibatch import Minibatch
 from dapo_jax.training.state import TrainState
 from dapo_jax.training.step_metrics import rollout_metrics

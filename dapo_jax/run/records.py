@@ -12,8 +12,8 @@ import numpy as np
 from dapo_jax.config import ConfigError, TrainConfig, to_yaml
 from dapo_jax.dapo.advantages import group_advantages
 from dapo_jax.dapo.dynamic_sampling import Collected
-from dapo_jax.run.folders import place_of
-from dapo_jax.run.token_ratios import TokenRatios
+from dapo_jax.run.observers import TokenRatios
+from dapo_jax.run.run_dir import place_of
 from dapo_jax.storage import AnyPath, in_bucket, write_whole
 from dapo_jax.trackers import (
     JsonlTracker,

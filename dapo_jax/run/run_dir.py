@@ -1,4 +1,4 @@
-"""The folder of a run: its lock, the checks before a run begins there, and its removal by `overwrite`."""
+"""Folders that a configuration or a command names: access and locks; and the checks of a run's folder before it begins, or is removed by `overwrite`."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import shutil
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import zip_longest
+from pathlib import Path
 
 from etils import epath
 
@@ -14,12 +15,11 @@ from dapo_jax import locks
 from dapo_jax.config import ConfigError, TrainConfig, load_config, to_yaml
 from dapo_jax.config.loading import changed_keys
 from dapo_jax.config.schema import FREE_TO_CHANGE
-from dapo_jax.locks import Lock, Lost
+from dapo_jax.locks import Lock, LockedError, Lost, take
 from dapo_jax.nearest import nearest
 from dapo_jax.parallel.gather import all_gather_bytes, by_first
-from dapo_jax.run.folders import locked, place_of
 from dapo_jax.run.prompt_sets import dated
-from dapo_jax.storage import AnyPath, entries, in_bucket
+from dapo_jax.storage import AnyPath, check_access, entries, in_bucket, path_of
 from dapo_jax.trackers import check_trackers
 
 OF_A_RUN = (
@@ -162,3 +162,40 @@ def _similar_run(run_dir: AnyPath) -> AnyPath | None:
     runs = {place.name: place for place in entries(run_dir.parent) if (place / "config.yaml").is_file()}
     alike = [name for name in runs if re.findall(r"\d+", name) == re.findall(r"\d+", run_dir.name)]
     return next((runs[name] for name in nearest(run_dir.name, alike, least=0.75)), None)
+
+
+def place_of(value: str | AnyPath, *, key: str, write: bool) -> AnyPath:
+    """Returns the folder that `value` names, and checks access. A local one is absolute: a reward function may change the working folder.
+
+    Args:
+        value: a local path, or `gs://BUCKET/FOLDER`.
+        key: names the value in the message.
+        write: whether something will be written there.
+
+    Raises:
+        ConfigError: gcsfs is not installed, there is no such bucket, or nothing can be written there.
+    """
+    try:
+        folder = path_of(value)
+        check_access(folder, write=write)
+        return folder if in_bucket(folder) else Path(folder).absolute()
+    except (ValueError, FileNotFoundError) as error:  # the working folder was removed
+        raise ConfigError(f"{key}={value}: {error}") from error
+
+
+def locked(folder: AnyPath, *, value: str, key: str, lost: Lost) -> Lock:
+    """Takes the lock of a folder from `place_of`, before anything is read or written in it; makes the folder if necessary.
+
+    Args:
+        folder: to lock.
+        value: names it in the message.
+        key: names the value in the message.
+        lost: see `dapo_jax.locks.Lost`.
+
+    Raises:
+        ConfigError: another process has it, or the folder cannot be written.
+    """
+    try:
+        return take(folder, lost=lost)
+    except LockedError as error:
+        raise ConfigError(f"{key}={value}: {error}") from error

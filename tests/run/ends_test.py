@@ -34,7 +34,7 @@ def last_line(config):
 
 
 def goes_on_from(config, step):
-    return f"the last good checkpoint is that of step {step} in {config.run_dir}/checkpoints: --resume goes on from it"
+    return f"the last good checkpoint is that of step {step} in {config.run_dir}/checkpoints: --resume continues from it"
 
 
 def raises(sample):
@@ -74,7 +74,7 @@ def test_before_the_first_step_no_checkpoint_is_promised(micro, run_micro, rows)
     with pytest.raises(RewardError) as caught:
         run_micro(config, eval_rows=rows, reward=raises)
     assert caught.value.__notes__ == [
-        "there is no checkpoint yet: --resume begins anew, also with another configuration"
+        "there is no checkpoint yet: --resume begins at step 0, also with another configuration"
     ]
     assert not saved(config)
 
@@ -115,7 +115,7 @@ def test_a_step_whose_weights_are_being_changed_is_not_promised(micro, run_micro
         run_micro(config)
     [note] = caught.value.__notes__
     assert note == (
-        "there is no checkpoint yet: --resume begins anew, also with another configuration (step 1 cannot be saved any more: the next one was changing its weights)"
+        "there is no checkpoint yet: --resume begins at step 0, also with another configuration (step 1 cannot be saved any more: the next one was changing its weights)"
     )
     assert not saved(config)
 

@@ -84,7 +84,7 @@ from dapo_jax.trackers.progress import Progress
 from dapo_jax.rollout.collector import Collector, Position
 from dapo_jax.rollout.virtual_clock import ClockSizes
 from dapo_jax.run.resume_point import ResumePoint
-from dapo_jax.run.step_batches import StepBatches
+from dapo_jax.run.training_pass import StepBatches
 from dapo_jax.training.state import TrainState
 
 processes.start()
