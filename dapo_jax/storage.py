@@ -117,7 +117,7 @@ def entries(folder: AnyPath) -> list[AnyPath]:
     """Returns the sorted entries of `folder`; none if it does not exist."""
     try:
         return sorted(folder.iterdir())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
 
 
