@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
-from dapo_jax.checkpoints.last_intact import restore_last
 from dapo_jax.config import TrainConfig
 from dapo_jax.health.stalls import Watch
 from dapo_jax.health.stopping import Stop
@@ -182,7 +181,7 @@ class Run:
                 self.identity = with_weights_of(self.identity, found.progress)
                 return point
 
-            found = restore_last(checkpointer, restore, say=say, aside=True)
+            found = checkpointer.restore_last(restore, say=say, aside=True)
             assert found is not None
             return found
         if not self._has_weights:  # the checkpoint was removed meanwhile

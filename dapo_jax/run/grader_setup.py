@@ -178,15 +178,22 @@ def weighted(reward: object) -> list[tuple[str | RewardFunction, float]]:
     found = []
     for place, pair in enumerate(reward):
         key = f"reward[{place}]"
-        is_pair = isinstance(pair, list | tuple) and len(pair) == 2
-        if not is_pair or not (isinstance(pair[0], str) or callable(pair[0])):
+        if (
+            not isinstance(pair, list | tuple)
+            or len(pair) != 2
+            or not (isinstance(pair[0], str) or callable(pair[0]))
+        ):
             raise ConfigError(
                 f"{key}: found {pair!r:.80}, needs a pair of a function (or a grader's name) and its weight; write "
                 "(function, 1.0)"
             )
         function, weight = pair
-        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not is_number or not math.isfinite(weight) or weight == 0:
+        if (
+            isinstance(weight, bool)
+            or not isinstance(weight, int | float)
+            or not weight
+            or not math.isfinite(weight)
+        ):
             raise ConfigError(
                 f"{key}: found the weight {weight!r}, needs a finite number that is not 0; change it, or leave the pair out"
             )
@@ -204,7 +211,7 @@ def environment_of(config: EnvironmentConfig, *, reward: Rewards | None = None) 
         return None
     if reward is not None:
         raise ConfigError(
-            f"environment.source={config.source!r} gives the reward of an episode, and a reward function was given as well: leave one of the two out"
+            f"environment.source={config.source!r} gives the reward of an episode, and a reward function was given as well: leave out one of them"
         )
     try:
         if config.workers:

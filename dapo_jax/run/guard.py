@@ -20,9 +20,9 @@ from dapo_jax.dapo.dynamic_sampling import Collected, ShortfallError
 from dapo_jax.dapo.metrics import Max, Metric
 from dapo_jax.dapo.rollouts import Group
 from dapo_jax.health.watchdogs import Watchdogs
-from dapo_jax.parallel.gather import all_gather_bytes, broadcast_from_first
 from dapo_jax.parallel.processes import is_first
 from dapo_jax.parallel.sharding import replicated
+from dapo_jax.parallel.together import all_gather_bytes, broadcast_from_first
 from dapo_jax.rollout.collector import Collector, Position
 from dapo_jax.run.loop import Observer, StepResult
 from dapo_jax.run.records import Records

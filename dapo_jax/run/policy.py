@@ -17,7 +17,6 @@ from flax import nnx
 from jaxtyping import PyTree
 
 from dapo_jax.checkpoints.checkpointer import Check, Checkpointer
-from dapo_jax.checkpoints.last_intact import restore_last
 from dapo_jax.checkpoints.manifest import CheckpointError
 from dapo_jax.config import (
     ConfigError,
@@ -40,8 +39,7 @@ from dapo_jax.models.safetensors_files import A_PICKLE, PICKLED
 from dapo_jax.models.tensors import TensorFile, adapter_tensors, exported, place_adapters, shapes_of
 from dapo_jax.parallel.mesh import BATCH_AXES, Meshes, make_mesh, make_meshes
 from dapo_jax.parallel.processes import is_first
-from dapo_jax.parallel.sharding import shardings
-from dapo_jax.parallel.shared_reading import read_by_rows
+from dapo_jax.parallel.sharding import read_by_rows, shardings
 from dapo_jax.run.resume_point import check_identity, identity_of, model_files
 from dapo_jax.run.run_dir import place_of
 from dapo_jax.run.training_pass import for_mesh
@@ -307,8 +305,8 @@ def find_policy(
             check=check_of_readers(config, policy),
         )
         try:
-            restored = restore_last(
-                checkpointer, restore, say=lambda text: warnings.warn(visible(text), stacklevel=2)
+            restored = checkpointer.restore_last(
+                restore, say=lambda text: warnings.warn(visible(text), stacklevel=2)
             )
         except (CheckpointError, ValueError) as error:
             raise ConfigError(f"the run {source} cannot be used: {error}") from error

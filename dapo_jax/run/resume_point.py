@@ -17,7 +17,7 @@ from dapo_jax.config.schema import FREE_TO_CHANGE
 from dapo_jax.config.values import shown
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.models.folder import CONFIG
-from dapo_jax.parallel.gather import broadcast_from_first
+from dapo_jax.parallel.together import broadcast_from_first
 from dapo_jax.rollout.collector import Position
 from dapo_jax.rollout.packed import flight_of, groups_of, split_flight
 from dapo_jax.storage import AnyPath, entries, files_of, ranges_bytes, size_of

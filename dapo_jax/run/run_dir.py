@@ -17,7 +17,7 @@ from dapo_jax.config.loading import changed_keys
 from dapo_jax.config.schema import FREE_TO_CHANGE
 from dapo_jax.locks import Lock, LockedError, Lost, take
 from dapo_jax.nearest import nearest
-from dapo_jax.parallel.gather import all_gather_bytes, by_first
+from dapo_jax.parallel.together import all_gather_bytes, by_first
 from dapo_jax.run.prompt_sets import dated
 from dapo_jax.storage import AnyPath, check_access, entries, in_bucket, path_of
 from dapo_jax.trackers import check_trackers

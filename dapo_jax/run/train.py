@@ -12,8 +12,8 @@ from dapo_jax.config import TrainConfig, load_config, to_yaml
 from dapo_jax.health.stalls import Watch, interrupt
 from dapo_jax.health.stopping import Stop
 from dapo_jax.parallel import processes
-from dapo_jax.parallel.gather import by_first
 from dapo_jax.parallel.processes import is_first, tell_others
+from dapo_jax.parallel.together import by_first
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.run.build import Run
 from dapo_jax.run.disk_space import check_room

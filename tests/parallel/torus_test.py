@@ -45,8 +45,6 @@ def mean_links(devices):
         # The mesh of the 32B recipe, and its slice.
         ("v5p:4x4x8", {"tensor": 4}, {"fsdp": 3.44, "tensor": 1.5}, {"fsdp": 1.12, "tensor": 1.0}),
         ("v5p:4x4x8", {}, {"fsdp": 1.98}, {"fsdp": 1.03}),
-        ("v5p:4x4x8", {"tensor": 2}, {"fsdp": 2.47, "tensor": 1.0}, {"fsdp": 1.06, "tensor": 1.0}),
-        ("v5p:4x4x8", {"tensor": 8}, {"fsdp": 2.88, "tensor": 1.75}, {"fsdp": 2.0, "tensor": 1.0}),
         (
             "v5p:4x4x8",
             {"tensor": 4, "data": 2},

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo_jax.checkpoints import sealing
+from dapo_jax.checkpoints import manifest
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.checkpoints.manifest import CheckpointError
 from dapo_jax.cli import _outcome
@@ -143,7 +143,7 @@ def unwritable(monkeypatch):
     whether one failed sees how it ended."""
 
     def make(*steps):
-        write, failure, left = sealing.write_manifest, Checkpointer.failure, list(steps)
+        write, failure, left = manifest.write_manifest, Checkpointer.failure, list(steps)
 
         def full(folder, known):
             if (step := int(folder.name.partition(".")[0])) in left:
@@ -156,7 +156,7 @@ def unwritable(monkeypatch):
                 time.sleep(0.01)
             return failure(self)
 
-        monkeypatch.setattr(sealing, "write_manifest", full)
+        monkeypatch.setattr(manifest, "write_manifest", full)
         monkeypatch.setattr(Checkpointer, "failure", later)
 
     return make
