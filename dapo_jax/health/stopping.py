@@ -61,7 +61,7 @@ class Stop:
         self.reason = ""
         """Who requested the stop, such as SIGTERM; empty without a request."""
         self.failed = ""
-        """The failure of another process, which ends the run; empty if there is none."""
+        """The failure of another process, which ends the run; empty without a failure."""
         self.grace_s = GRACE_S
         self._held = False
         self._wake: Callable[[], None] | None = None

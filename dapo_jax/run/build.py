@@ -124,11 +124,11 @@ class Run:
         )
         self.notes += sampler.notes
         self.evaluates = prompts is None or eval_rows is not None
-        if config.eval.every_steps and not self.evaluates:
-            self.notes.append("no eval_rows were given with prompts: there is no evaluation")
         self.held_out = {}
         if self.evaluates:
             self.held_out = held_out_prompts(data, config.eval, self.policy.tokenizer, rows=eval_rows)
+        elif config.eval.every_steps:
+            self.notes.append("no eval_rows were given with prompts: there is no evaluation")
         self.sampling = GroupSampling(
             config,
             sampler=sampler,

@@ -20,7 +20,7 @@ from dapo_jax.dapo.rollouts import Group
 from dapo_jax.evaluation import lost_verdicts, problem_record, responses_kept, summarize
 from dapo_jax.health.stopping import Stop, StoppedError, first_reason
 from dapo_jax.parallel import processes
-from dapo_jax.parallel.processes import go_on_by, is_first
+from dapo_jax.parallel.processes import is_first, resume_by
 from dapo_jax.parallel.together import all_gather_bytes, broadcast_from_first
 from dapo_jax.rollout.packed import flight_arrays, group_arrays
 from dapo_jax.run.guard import GuardError
@@ -238,7 +238,7 @@ class EndOfStep(Observer):
     def _announce_resume(self) -> None:
         """Prepares the message about how to resume, in case a process dies without one."""
         begun = f"the save of step {self._saved} in {self._checkpointer.folder} has begun, and --resume takes the last whole checkpoint"
-        go_on_by(f"Start all processes again: {begun if self._saved else 'there is no checkpoint yet'}")
+        resume_by(f"Start all processes again: {begun if self._saved else 'there is no checkpoint yet'}")
 
     def _stop_if_asked(self) -> None:
         """Raises StoppedError in every process if one was asked to stop, and CheckpointError if the last save of one has failed."""

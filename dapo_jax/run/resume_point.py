@@ -35,21 +35,18 @@ class ResumePoint:
     state: TrainState
     position: Position
     unfinished: Mapping[str, float | int] | None = None
-    """The step's metrics while its evaluation is missing."""
+    """The metrics of a step whose evaluation is missing."""
 
     def progress(self, identity: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the progress that a checkpoint keeps, with the `identity` of the run; carried groups are stored as arrays."""
-        progress: dict[str, Any] = {
-            "cursor": self.position.cursor,
-            IDENTITY: dict(identity),
-        }
+        progress: dict[str, Any] = {"cursor": self.position.cursor, IDENTITY: dict(identity)}
         if self.unfinished is not None:
-            progress[UNFINISHED] = json.dumps(self.unfinished)  # as text: some may be nan
+            progress[UNFINISHED] = json.dumps(self.unfinished)  # as text, since JSON has no NaN
         return progress
 
 
 def has_checkpoint(folder: AnyPath) -> bool:
-    """Returns whether the folder holds a checkpoint, even a damaged one; in all processes the answer of the first.
+    """Returns whether the folder holds a checkpoint, even a damaged one; all processes return the answer of the first.
 
     Raises:
         CheckpointError: it cannot be listed.
@@ -106,7 +103,7 @@ def identity_of(
 
 
 def model_files(folder: AnyPath | None, *, weights: bool) -> dict[str, str]:
-    """Returns a digest of each file of a model folder that decides what a run learns; none of a preset, which is configured.
+    """Returns a digest of each file of a model folder that the result of a run depends on; none for a preset.
 
     The digest of weights covers their size and 64 blocks of 4 KiB spread over the file. Training changes every block, and
     gigabytes are not read twice.
@@ -150,7 +147,7 @@ def check_identity(where: str, progress: Mapping[str, Any], own: Mapping[str, An
     ]
     if own["prompts"] is not None and kept["prompts"] != own["prompts"]:
         problems.append(f"the prompts were {_described(kept['prompts'])}, are {_described(own['prompts'])}")
-    else:  # the date that templates may print is in none of them
+    else:  # no prompt depends on the date
         problems = [problem for problem in problems if not problem.startswith("data.template_date ")]
     # Initial weights matter to the KL penalty, and to adapters, which depend on their base.
     needs_weights = own["config"]["loss.kl_coef"] or own["config"]["lora.rank"]
