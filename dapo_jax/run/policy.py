@@ -73,7 +73,7 @@ class Policy:
     frozen: nnx.State = field(default_factory=lambda: nnx.State({}))
     """The base of LoRA adapters: layers stacked, or apart if the sampler uses the same arrays (`parallel.weights.shares_base`)."""
     base: str = ""
-    """With LoRA, the `model.source` of the base."""
+    """The `model.source` of the base; an adapter folder names it."""
     revision: str = ""
     """The revision of the base that was requested from the hub."""
     step: int = 0
@@ -110,11 +110,9 @@ class Policy:
         if alone:
             name = self.base.removeprefix("hf:")
             return save_adapter(path, decoder, adapters, base=name, revision=self.revision, dtype=dtype)
-        ends, pad = self.tokenizer.stop_ids, self.tokenizer.pad_id
+        ids = {"eos_ids": self.tokenizer.stop_ids, "pad_id": self.tokenizer.pad_id}
         named = token_ids(self.tokenizer)
-        return save_model(
-            folder, decoder, base, adapters=adapters, dtype=dtype, eos_ids=ends, pad_id=pad, token_ids=named
-        )
+        return save_model(folder, decoder, base, adapters=adapters, dtype=dtype, token_ids=named, **ids)
 
 
 def load_policy(
@@ -288,22 +286,12 @@ def find_policy(
     # Not the mesh of the training: the devices here may be others.
     mesh = mesh_of(ParallelConfig()) if mesh is None else mesh
     # The checkpoint has the trained weights; with LoRA, the weights of the base come from the model.
-    policy = load_policy(
-        config.model,
-        lora=lora_of(config.lora),
-        seed=config.seed,
-        mesh=mesh,
-        weights=config.lora.rank > 0,
-        shares=shares,
-    )
+    weights, lora = config.lora.rank > 0, lora_of(config.lora)
+    policy = load_policy(config.model, lora=lora, seed=config.seed, mesh=mesh, weights=weights, shares=shares)
     target = state_structs(policy.params, optimizer_of(config.optimizer), mesh)
     with Checkpointer(run / "checkpoints") as checkpointer:
-        restore = partial(
-            checkpointer.restore,
-            target,
-            rows=policy.decoder.vocab_size,
-            check=check_of_readers(config, policy),
-        )
+        rows, check = policy.decoder.vocab_size, check_of_readers(config, policy)
+        restore = partial(checkpointer.restore, target, rows=rows, check=check)
         try:
             restored = checkpointer.restore_last(
                 restore, say=lambda text: warnings.warn(visible(text), stacklevel=2)

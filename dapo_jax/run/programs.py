@@ -147,21 +147,10 @@ def updater_of(
         offload=config.optimizer.offload,
     )
     clips = (loss.clip_ratio_low, loss.clip_ratio_high, loss.dual_clip)
-    made = (
-        _shared_updater
-        if objective is None and reference is None and not frozen
-        else partial(_new_updater, objective=objective, reference=reference, frozen=frozen)
-    )
-    return made(
-        decoder,
-        optimizer,
-        mesh,
-        layout,
-        compute_dtype=model.compute_dtype,
-        remat=model.remat,
-        clips=clips,
-        options=options,
-    )
+    arguments = (decoder, optimizer, mesh, layout, model.compute_dtype, model.remat, clips, options)
+    if objective is None and reference is None and not frozen:
+        return _shared_updater(*arguments)
+    return _new_updater(*arguments, objective=objective, reference=reference, frozen=frozen)
 
 
 def _new_updater(
@@ -169,11 +158,11 @@ def _new_updater(
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
     layout: Layout,
-    *,
     compute_dtype: str,
     remat: str,
     clips: tuple[float, float, float | None],
     options: UpdateOptions,
+    *,
     objective: Objective | None = None,
     reference: nnx.State | None = None,
     frozen: nnx.State | None = None,
