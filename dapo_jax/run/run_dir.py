@@ -143,9 +143,7 @@ def check_run_dir(run_dir: AnyPath, config: TrainConfig, *, resume: bool, overwr
             f"run_dir={config.run_dir}: there is no run to resume, but one in {near}; name that one, or leave --resume out "
             "to begin a new run"
         )
-    if (
-        kept.exists() and has_saved
-    ):  # before the first checkpoint nothing was learnt under another configuration
+    if kept.exists() and has_saved:  # before the first checkpoint any key may change
         changed = changed_keys(load_config(kept).resolved(), config.resolved())
         bad = {key: pair for key, pair in changed.items() if not key.startswith(FREE_TO_CHANGE)}
         if "" in bad.get("data.template_date", ()):
@@ -158,7 +156,7 @@ def check_run_dir(run_dir: AnyPath, config: TrainConfig, *, resume: bool, overwr
 
 
 def _similar_run(run_dir: AnyPath) -> AnyPath | None:
-    """Returns a run in the same folder whose name is almost the same; another number, as of a seed, makes another run."""
+    """Returns a run in the same folder whose name differs by a few characters, but not in a number such as a seed."""
     runs = {place.name: place for place in entries(run_dir.parent) if (place / "config.yaml").is_file()}
     alike = [name for name in runs if re.findall(r"\d+", name) == re.findall(r"\d+", run_dir.name)]
     return next((runs[name] for name in nearest(run_dir.name, alike, least=0.75)), None)
@@ -169,7 +167,7 @@ def place_of(value: str | AnyPath, *, key: str, write: bool) -> AnyPath:
 
     Args:
         value: a local path, or `gs://BUCKET/FOLDER`.
-        key: names the value in the message.
+        key: the key of the value in the message.
         write: whether something will be written there.
 
     Raises:
@@ -187,9 +185,9 @@ def locked(folder: AnyPath, *, value: str, key: str, lost: Lost) -> Lock:
     """Takes the lock of a folder from `place_of`, before anything is read or written in it; makes the folder if necessary.
 
     Args:
-        folder: to lock.
-        value: names it in the message.
-        key: names the value in the message.
+        folder: the folder to lock.
+        value: its name in the message.
+        key: the key of the value in the message.
         lost: see `dapo_jax.locks.Lost`.
 
     Raises:
