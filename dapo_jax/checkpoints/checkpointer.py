@@ -47,8 +47,8 @@ from dapo_jax.checkpoints.manifest import (
 )
 from dapo_jax.config import ConfigError
 from dapo_jax.parallel.together import all_gather_bytes, broadcast_from_first, by_first
-from dapo_jax.plain_json import read_object
 from dapo_jax.storage import file_bytes, in_bucket, path_of
+from dapo_jax.text.plain_json import read_object
 
 SCHEMA_VERSION = 1
 """Version of the layout above and of the `meta` item; must be raised when an older reader could not read it."""

@@ -15,8 +15,8 @@ from dapo_jax import locks
 from dapo_jax.config import ConfigError, TrainConfig, load_config, to_yaml
 from dapo_jax.config.loading import changed_keys
 from dapo_jax.config.schema import FREE_TO_CHANGE
+from dapo_jax.hints import nearest
 from dapo_jax.locks import Lock, LockedError, Lost, take
-from dapo_jax.nearest import nearest
 from dapo_jax.parallel.together import all_gather_bytes, by_first
 from dapo_jax.run.prompt_sets import dated
 from dapo_jax.storage import AnyPath, check_access, entries, in_bucket, path_of
@@ -175,6 +175,7 @@ def place_of(value: str | AnyPath, *, key: str, write: bool) -> AnyPath:
     """
     try:
         folder = path_of(value)
+        folder.exists()  # raises for a name that the file system does not take
         check_access(folder, write=write)
         return folder if in_bucket(folder) else Path(folder).absolute()
     except (ValueError, OSError) as error:

@@ -17,7 +17,7 @@ import tensorflow_datasets as tfds
 
 from dapo_jax.data.file_builder import FileBuilder, Files
 from dapo_jax.data.rows import LoadedRows
-from dapo_jax.nearest import nearest
+from dapo_jax.hints import nearest
 
 
 def builder_names() -> list[str]:
