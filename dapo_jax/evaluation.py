@@ -129,9 +129,8 @@ def responses_kept(problems: int, responses: int = LOGGED_RESPONSES) -> list[int
 def problem_record(group: Group, responses: int = 0) -> dict[str, Any]:
     """Returns the scores of one problem with their inputs, as plain values for a log.
 
-    `place` is the row's place in its file, or None. `extracted` has every extracted answer, the most frequent first, with the number of
-    responses that gave it and the number of correct ones; None is a missing answer. `responses` has the first `responses` responses with
-    their verdicts; a score that is not finite is None.
+    `place` is the row's place in its file, if known. `extracted` has every extracted answer (null if missing), the most frequent first,
+    with its number of responses and of correct ones. `responses` has the first `responses` responses with their verdicts.
     """
     rollouts = group.rollouts
     given = Counter(rollout.verdict.extracted for rollout in rollouts)
@@ -157,8 +156,7 @@ def problem_record(group: Group, responses: int = 0) -> dict[str, Any]:
 
 
 def _response_record(rollout: Rollout) -> dict[str, Any]:
-    verdict = rollout.verdict
-    score = verdict.score
+    verdict, score = rollout.verdict, rollout.verdict.score
     return {
         "response": rollout.text,
         "correct": rollout.correct,
@@ -195,15 +193,10 @@ def table(scores: Mapping[str, float | int | None], *, metric: str = "correct") 
     if any("reward" in metrics for metrics in datasets.values()):
         columns.append("reward")
     rows = [["dataset", *columns, "tokens", "truncated", "problems"]]
+    numbers = (("response_tokens", 1), ("truncated_frac", 3), ("problems", 0))
     for name, metrics in datasets.items():
-        numbers = (("response_tokens", 1), ("truncated_frac", 3), ("problems", 0))
-        rows.append(
-            [
-                name,
-                *(score_text(metrics.get(key), metrics.get(f"{key}_stderr")) for key in columns),
-                *(_decimal(metrics.get(key), digits) for key, digits in numbers),
-            ]
-        )
+        scored = [score_text(metrics.get(key), metrics.get(f"{key}_stderr")) for key in columns]
+        rows.append([name, *scored, *(_decimal(metrics.get(key), digits) for key, digits in numbers)])
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
     return "".join(_line(row, widths) for row in rows)
 

@@ -1,4 +1,4 @@
-"""Who holds a folder's lock, who is refused, and how a lock ends."""
+"""One process holds the lock of a folder, others are refused, and a lock ends with its process or is lost."""
 
 import errno
 import fcntl
@@ -103,7 +103,7 @@ def test_two_in_one_process_are_refused_and_one_after_the_other_are_not(tmp_path
     lock.release()  # a second time
 
 
-@pytest.mark.parametrize("left", [b"", b"{", b'{"pid": 12, "ho', b"\0" * 99])
+@pytest.mark.parametrize("left", [b"", b'{"pid": 12, "ho'])
 def test_the_file_of_a_killed_holder_may_be_cut_short(left, tmp_path):
     (tmp_path / ".lock").write_bytes(left)
     with (tmp_path / ".lock").open("rb") as file:
@@ -132,10 +132,9 @@ def test_a_full_disk_is_an_error_of_the_disk_and_leaves_no_lock(tmp_path, monkey
     assert free(tmp_path)
 
 
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
-def test_without_locks_in_the_file_system_the_run_continues_with_a_note(number, tmp_path, monkeypatch):
+def test_without_locks_in_the_file_system_the_run_continues_with_a_note(tmp_path, monkeypatch):
     def refuse(*_):
-        raise OSError(number, os.strerror(number))
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     with take(tmp_path, lost=never) as lock:
@@ -162,9 +161,7 @@ def test_a_file_that_was_replaced_while_it_was_locked_is_not_the_lock(tmp_path, 
 
 DEEDS = {
     "removed": lambda folder: (folder / ".lock").unlink(),
-    "replaced": lambda folder: ((folder / ".lock").unlink(), (folder / ".lock").touch()),
     "its folder renamed": lambda folder: folder.rename(folder.with_name("elsewhere")),
-    "its folder a file": lambda folder: (folder.rename(folder.with_name("elsewhere")), folder.touch()),
 }
 
 

@@ -1,4 +1,1 @@
-"""Checkpoints: written and restored (`checkpointer`), sealed (`sealing`), verified (`manifest`), kept or removed (`retention`).
-
-`last_intact` finds the checkpoint from which a run resumes.
-"""
+"""Checkpoints: written, restored and kept (`checkpointer`), described and verified (`manifest`)."""

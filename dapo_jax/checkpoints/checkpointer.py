@@ -10,24 +10,29 @@ its manifest included. In a bucket nothing can be renamed: there a step is compl
 
 import errno
 import json
+import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from os import PathLike
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jaxtyping import PyTree
+from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
 from dapo_jax.checkpoints.manifest import (
     META,
     CheckpointError,
     DamagedError,
+    Sealing,
     check_digests,
     check_shapes,
     checked_json,
@@ -40,10 +45,8 @@ from dapo_jax.checkpoints.manifest import (
     unpack_arrays,
     unreadable,
 )
-from dapo_jax.checkpoints.retention import Keeping, quiet_orbax
-from dapo_jax.checkpoints.sealing import Sealing
 from dapo_jax.config import ConfigError
-from dapo_jax.parallel.gather import all_gather_bytes, by_first
+from dapo_jax.parallel.together import all_gather_bytes, broadcast_from_first, by_first
 from dapo_jax.storage import file_bytes, in_bucket, path_of
 from dapo_jax.text.plain_json import read_object
 
@@ -52,6 +55,8 @@ SCHEMA_VERSION = 1
 
 Check = Callable[[str, Mapping[str, Any]], None]
 """Checks (the checkpoint's name for messages, its progress); raises DamagedError, or ConfigError for a checkpoint of another run."""
+
+_Read = TypeVar("_Read")
 
 _AGREED = (DamagedError, CheckpointError, ConfigError, ValueError)
 """Errors about a checkpoint that all processes raise once one has found them; subclasses first."""
@@ -211,14 +216,14 @@ class Checkpointer:
             target_state: a pytree of jax arrays or of `jax.ShapeDtypeStruct`s (without a sharding: the default
                 device). A tree of structs costs no memory. A leaf of another dtype than the saved one is cast.
             step: to restore; None is the latest.
-            rows: number of vocabulary entries in embedding and unembedding. Further rows, by which a mesh can split them, may
-                differ between checkpoint and target. None: all rows must agree.
+            rows: number of vocabulary entries in embedding and unembedding. The padding rows after them may differ between
+                checkpoint and target. None: all rows must agree.
             check: is called with the checkpoint's progress.
 
         Raises:
             FileNotFoundError: there is no such checkpoint.
-            ValueError: the target has other parameters or shapes than were saved; nothing was read yet.
-            DamagedError: a file differs from what was written; raised in every process.
+            ValueError: the target has other parameters or shapes than the checkpoint; nothing was read yet.
+            DamagedError: a file differs from the written one; raised in every process.
             CheckpointError: the checkpoint is of another version; or memory, rights or the disk failed, and it may be whole.
         """
         self.wait()
@@ -249,6 +254,41 @@ class Checkpointer:
             progress=meta["progress"],
             carry=unpack_arrays(packed, meta["carry"]),
         )
+
+    def restore_last(
+        self, restore: Callable[[int], _Read], *, say: Callable[[str], None], aside: bool = False
+    ) -> _Read | None:
+        """Returns the result of `restore` on the last intact checkpoint; None without checkpoints.
+
+        Args:
+            restore: reads the checkpoint of a step, with `Checkpointer.restore`.
+            say: called with a message for each damaged checkpoint.
+            aside: rename damaged checkpoints to STEP.damaged, so that the run can save those steps again.
+
+        Raises:
+            DamagedError: all checkpoints are damaged; they stay.
+            CheckpointError: a checkpoint cannot be read, and may be whole; all stay.
+            ValueError: as `restore`; another run's checkpoint is not skipped.
+        """
+        self.wait()
+        steps: list[int] = json.loads(broadcast_from_first(json.dumps(self.steps()).encode()))
+        damaged: dict[int, str] = {}
+        for step in reversed(steps):
+            try:
+                found = restore(step)
+            except DamagedError as error:
+                damaged[step] = str(error)
+                continue
+            for skipped, problem in damaged.items():
+                place = f"; it is now {self.set_aside(skipped)}" if aside else ""
+                say(f"{problem}{place}. Taking step {step} instead")
+            return found
+        if damaged:
+            raise DamagedError(
+                f"none of the checkpoints in {self.folder} can be restored: {'; '.join(damaged.values())}. Restore one from a "
+                "backup, or remove that folder to start over"
+            )
+        return None
 
     def set_aside(self, step: int) -> str:
         """Renames a damaged checkpoint so that its step can be saved again, and returns its new path."""
@@ -345,3 +385,49 @@ def _agreed_errors() -> Iterator[None]:
         if found:
             kind, message = json.loads(found)
             raise _AGREED[kind](message) from mine
+
+
+class Keeping(PreservationPolicy):
+    """Keeps the last `count` checkpoints and the best one."""
+
+    def __init__(self, count: int, best: Callable[[], tuple[int, float] | None]) -> None:
+        self._count, self._best = count, best
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Returns one flag per checkpoint; each has a `step` (orbax's protocols cannot be checked at run time)."""
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        kept = {*sorted(steps)[-self._count :], *(self._best() or ())[:1]}
+        return [step in kept for step in steps]
+
+
+def quiet_orbax() -> None:
+    """Keeps orbax's log out of the terminal: remarks about its defaults, and tracebacks of errors that it also raises.
+
+    After a failed save its other writes fail too. Messages about these from asyncio and tensorstore are dropped as well.
+    """
+    absl = logging.getLogger("absl")
+    if _not_from_orbax not in absl.filters:
+        absl.addFilter(_not_from_orbax)
+        logging.getLogger("asyncio").addFilter(_not_raised_in_orbax)
+        sys.unraisablehook = _without_closed_loops(sys.unraisablehook)
+
+
+def _not_from_orbax(record: logging.LogRecord) -> bool:
+    return "/orbax/" not in record.pathname
+
+
+def _not_raised_in_orbax(record: logging.LogRecord) -> bool:
+    trace = record.exc_info[2] if record.exc_info else None
+    return not any("/orbax/" in frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace))
+
+
+def _without_closed_loops(shown: Callable[[Any], Any]) -> Callable[[Any], None]:
+    """Wraps an unraisable hook so that it ignores errors about a closed loop raised from C code, which have no object."""
+
+    def hook(unraisable: Any) -> None:
+        error = unraisable.exc_value
+        closed = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+        if not closed or unraisable.object is not None:
+            shown(unraisable)
+
+    return hook

@@ -1,7 +1,13 @@
-"""The files of a checkpoint: their names, sizes and sha256 in a manifest, what is stored in them, and how damage is reported.
+"""The files of a checkpoint, their manifest with name, size and sha256 of each, and the errors about damaged checkpoints.
 
 Orbax restores flipped bits without an error (its format has no checksum over a chunk). So every step has a manifest, which is
 compared with the files before anything is restored.
+
+Each process hashes the files that it has written, and the first process writes all digests into the manifest. In each item of a step
+orbax gives every process its own folder, such as `ocdbt.process_3`, which holds the data. The first process then merges the indices of
+these folders and adds descriptions, a few kilobytes; it reads only these to write the manifest. So the time between the last byte
+and the step's final name does not grow with the state. The digests travel through the key-value store of JAX's coordination service:
+a save runs in threads next to training, whose collectives must keep their order.
 """
 
 import errno
@@ -9,7 +15,7 @@ import hashlib
 import itertools
 import json
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +23,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 from etils import epath
 from jaxtyping import PyTree, UInt8
 
@@ -26,7 +33,10 @@ from dapo_jax.text.plain_json import read_object
 MANIFEST = "sha256.json"
 
 META = "meta/metadata"
-"""The file that orbax makes of the item `meta`."""
+"""Orbax writes the item `meta` into this file."""
+
+_ALL_WRITTEN = "async_write_complete"
+"""Orbax's name for the barrier that each process of a save reaches after writing. If it is renamed, the first process hashes everything."""
 
 _UNFINISHED = ".orbax-checkpoint-tmp"
 """Orbax appends this to the name of a step that is being written."""
@@ -47,7 +57,7 @@ class CheckpointError(RuntimeError):
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint differs from what was written."""
+    """The files of a checkpoint differ from the written ones."""
 
 
 def unreadable(folder: epath.Path, error: Exception) -> CheckpointError:
@@ -142,7 +152,11 @@ def write_manifest(folder: epath.Path, known: Mapping[str, SealedFile]) -> None:
     Raises:
         CheckpointError: a known file is missing, or has another size.
     """
-    there = {name: size for name, (size, _) in stored_files(folder).items() if not _unsealed(name)}
+    there = {
+        name: size
+        for name, (size, _) in stored_files(folder).items()
+        if name.rpartition("/")[2] not in _UNSEALED
+    }
     for name, file in known.items():
         if there.get(name) != file.bytes:
             found = f"{there[name]:,} bytes" if name in there else "no such file"
@@ -155,7 +169,7 @@ def write_manifest(folder: epath.Path, known: Mapping[str, SealedFile]) -> None:
     (folder / MANIFEST).write_text(json.dumps({"files": content}, indent=1))
 
 
-def digested(folder: epath.Path, names: "set[str] | None" = None) -> dict[str, SealedFile]:
+def digested(folder: epath.Path, names: Set[str] | None = None) -> dict[str, SealedFile]:
     """Reads files under `folder` and returns their entries by path; None reads all."""
     # Listed before reading: the md5 of an object that is replaced meanwhile then differs, and a restore reads the object.
     there = stored_files(folder)
@@ -181,7 +195,8 @@ def sealed_files(folder: epath.Path) -> dict[str, SealedFile]:
         files = {name: SealedFile(**entry) for name, entry in listed.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise unreadable(folder, error) from error
-    if difference := sorted(files.keys() ^ {name for name in there if not _unsealed(name)}):
+    sealed = {name for name in there if name.rpartition("/")[2] not in _UNSEALED}
+    if difference := sorted(files.keys() ^ sealed):
         state = "missing" if difference[0] in files else "not of this checkpoint"
         raise DamagedError(f"checkpoint {folder} is damaged: {difference[0]} is {state}")
     for name, file in files.items():
@@ -222,10 +237,6 @@ def check_digests(
             )
 
 
-def _unsealed(name: str) -> bool:
-    return name.rpartition("/")[2] in _UNSEALED
-
-
 def _digests(folder: epath.Path, sizes: Mapping[str, int]) -> dict[str, str]:
     with ThreadPoolExecutor(max_workers=8) as pool:  # hashing and reading both release the interpreter lock
         return dict(zip(sizes, pool.map(lambda name: _sha256(folder / name), sizes), strict=True))
@@ -237,6 +248,55 @@ def _sha256(path: epath.Path) -> str:
         while block := file.read(_READ_BYTES):
             digest.update(block)
     return digest.hexdigest()
+
+
+class Sealing:
+    """Writes the manifests of the steps in one folder, one step at a time."""
+
+    def __init__(self, folder: epath.Path) -> None:
+        self._folder, self._step = folder, -1
+        self._barrier = ocp.multihost.get_barrier_sync_fn()
+
+    def begin(self, step: int) -> None:
+        """Must be called before orbax begins to save the step."""
+        self._step = step
+
+    def options(self) -> ocp.AsyncOptions:
+        """Returns options by which orbax calls `_meet` before each of its barriers and, in the first process, `_seal` after the last byte."""
+        return ocp.AsyncOptions(barrier_sync_fn=self._meet, post_finalization_callback=self._seal)
+
+    def _meet(self, *, key: str, timeout_ms: int) -> None:
+        if _ALL_WRITTEN in key and jax.process_count() > 1:
+            own = json.dumps({name: vars(file) for name, file in self._own().items()})
+            _store().key_value_set(f"{self._place}{jax.process_index()}", own, allow_overwrite=True)
+        self._barrier(key=key, timeout_ms=timeout_ms)
+
+    def _own(self) -> dict[str, SealedFile]:
+        """Returns the entries of the files in this process's own folders, by their path in the step."""
+        step, found = being_written(self._folder / str(self._step)), {}
+        for item in ("state", "carry"):
+            name = f"ocdbt.process_{jax.process_index()}"
+            if (place := being_written(step / item) / name).exists():
+                found |= {f"{item}/{name}/{path}": file for path, file in digested(place).items()}
+        return found
+
+    def _seal(self) -> None:
+        known: dict[str, SealedFile] = {}
+        if jax.process_count() > 1:
+            for _, text in _store().key_value_dir_get(self._place):
+                known |= {name: SealedFile(**file) for name, file in json.loads(text).items()}
+            _store().key_value_delete(self._place)
+        write_manifest(being_written(self._folder / str(self._step)), known)
+
+    @property
+    def _place(self) -> str:
+        return f"dapo_jax/digests/{self._folder}/{self._step}/"
+
+
+def _store() -> Any:
+    from jax._src import distributed  # JAX has no public name for its coordination service
+
+    return distributed.global_state.client
 
 
 def pack_arrays(

@@ -25,13 +25,12 @@ from dapo_jax.data.rows import checked_rows
 from dapo_jax.evaluation import problem_record, summarize
 from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.rewards.functions import Rewards
-from dapo_jax.run.environment_setup import environment_of, episodes_of
-from dapo_jax.run.folders import place_of
-from dapo_jax.run.grader_setup import check_graders, grading
+from dapo_jax.run.grader_setup import check_graders, environment_of, episodes_of, grading
 from dapo_jax.run.policy import data_of_run, find_policy, mesh_of, meshes_of, run_at
 from dapo_jax.run.programs import sharing
 from dapo_jax.run.prompt_sets import GivenRows, dated, held_out_prompts, prompt_format
 from dapo_jax.run.records import use_compilation_cache
+from dapo_jax.run.run_dir import place_of
 from dapo_jax.run.sampler_setup import response_sampler
 from dapo_jax.storage import AnyPath
 from dapo_jax.trackers.rollout_log import write_problems, write_rollouts
@@ -95,7 +94,7 @@ def evaluate(
         compute_dtype=config.compute_dtype,
         group_size=config.eval.samples_per_prompt,
         has_turns=bool(config.environment.source),
-        beside=bytes_on_device((policy.params, policy.unshared), mesh.shape),
+        resident=bytes_on_device((policy.params, policy.unshared), mesh.shape),
     )
     # Scores count verdicts, so the length penalty of training does not apply.
     unshaped = replace(config.reward, overlong=_NO_SHAPING)
@@ -217,7 +216,7 @@ def sample(
         max_prompt_tokens=max(len(prompt.tokens) for prompt in found),
         compute_dtype="float32",
         group_size=samples_per_prompt,
-        beside=bytes_on_device((policy.params, policy.unshared), mesh.shape),
+        resident=bytes_on_device((policy.params, policy.unshared), mesh.shape),
     )
     ungraded = grading(
         RewardConfig(overlong=_NO_SHAPING),

@@ -21,7 +21,6 @@ from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.parallel.mesh import Meshes
 from dapo_jax.rewards.grading import Grading
 from dapo_jax.run.end_of_step import evaluates_after
-from dapo_jax.run.folders import locked, place_of
 from dapo_jax.run.grader_setup import grading
 from dapo_jax.run.policy import (
     Policy,
@@ -31,11 +30,11 @@ from dapo_jax.run.policy import (
     mesh_of,
     meshes_of,
     optimizer_of,
-    state_structs,
 )
 from dapo_jax.run.programs import sharing
 from dapo_jax.run.prompt_sets import dated, held_out_prompts, prompt_format, training_rows
 from dapo_jax.run.records import use_compilation_cache
+from dapo_jax.run.run_dir import locked, place_of
 from dapo_jax.run.sampler_setup import response_sampler
 from dapo_jax.run.training_pass import TrainingPass, training_pass
 from dapo_jax.storage import AnyPath, write_whole
@@ -43,7 +42,7 @@ from dapo_jax.trackers import JsonlTracker
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.training.optimizer import warmed_up
 from dapo_jax.training.row_packing import pack
-from dapo_jax.training.state import init_state
+from dapo_jax.training.state import init_state, state_structs
 from dapo_jax.training.supervised import supervised_loss
 from dapo_jax.training.update import UpdateOptions, Updater
 
@@ -90,7 +89,7 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
     limit, stop = config.sampling.max_response_tokens, config.sampling.stop
     graders = grading(reward, policy, max_response_tokens=limit, stop=stop)
     held_out = held_out_prompts(config.data, config.eval, policy.tokenizer)
-    state = state_structs(policy, optimizer, mesh, offload=config.optimizer.offload)
+    state = state_structs(policy.params, optimizer, mesh, offload=config.optimizer.offload)
     evaluate = _evaluation(
         config,
         policy,
@@ -202,7 +201,7 @@ def _evaluation(
         max_prompt_tokens=config.data.max_prompt_tokens,
         compute_dtype=config.model.compute_dtype,
         group_size=config.eval.samples_per_prompt,
-        beside=beside,
+        resident=beside,
     )
 
     def evaluate(params: PyTree, step: int) -> dict[str, float]:

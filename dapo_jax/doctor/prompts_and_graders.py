@@ -8,9 +8,8 @@ from dapo_jax.dapo.rollouts import Prompt, Verdict
 from dapo_jax.doctor.check import Found, shortened
 from dapo_jax.doctor.subject import Subject
 from dapo_jax.rewards.sample import Sample
-from dapo_jax.run.environment_setup import environment_of
-from dapo_jax.run.grader_setup import submit_of
-from dapo_jax.run.prompt_sets import dated, drawn_too_often, held_out_prompts
+from dapo_jax.run.grader_setup import environment_of, submit_of
+from dapo_jax.run.prompt_sets import asked_too_often, dated, held_out_prompts
 from dapo_jax.text.tokenizers import Tokenizer
 
 FORMS = (
@@ -35,7 +34,7 @@ def training_data(subject: Subject) -> Found:
     source, notes = subject.training
     details = tuple(line for prompt in subject.prompts(SHOWN) for line in _shown(prompt, subject.tokenizer))
     message = "; ".join([f"{source.rows_per_epoch:,} prompts to train on", *notes])
-    if found := drawn_too_often(subject.config, source.rows_per_epoch):
+    if found := asked_too_often(subject.config, source.rows_per_epoch):
         often, remedy = found
         return Found(f"{message}; {often}", "warning", remedy, details)
     return Found(message, details=details)

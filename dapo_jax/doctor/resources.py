@@ -14,9 +14,8 @@ from dapo_jax.locks import LockedError, check_free
 from dapo_jax.parallel.device_memory import device_bytes
 from dapo_jax.plan.memory import MARGIN, together
 from dapo_jax.run.disk_space import gib, written_by
-from dapo_jax.run.folders import place_of
 from dapo_jax.run.policy import lora_of, mesh_of, meshes_of
-from dapo_jax.run.run_dir import check_run_dir
+from dapo_jax.run.run_dir import check_run_dir, place_of
 from dapo_jax.storage import AnyPath, in_bucket
 from dapo_jax.trackers import missing_requirement
 from dapo_jax.trackers.wandb import wandb_mode, wandb_project

@@ -38,11 +38,10 @@ from dapo_jax.rewards.shaping import samples_of
 from dapo_jax.rollout.collector import Position
 from dapo_jax.run.build import Run
 from dapo_jax.run.disk_space import SPARE, gib
-from dapo_jax.run.environment_setup import environment_of, episodes_of
-from dapo_jax.run.grader_setup import grading
-from dapo_jax.run.identity import IDENTITY
+from dapo_jax.run.grader_setup import environment_of, episodes_of, grading
 from dapo_jax.run.loop import Observer, StepResult, run_steps
 from dapo_jax.run.policy import mesh_of, meshes_of
+from dapo_jax.run.resume_point import IDENTITY
 from dapo_jax.sampling.engine import BLOCK_SLOTS
 from dapo_jax.training.minibatch import Minibatch
 from dapo_jax.training.state import TrainState

@@ -5,6 +5,7 @@ reward. Then only the first in the order of `NAMES` is raised.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,14 @@ NAMES = ("length_collapse", "entropy_collapse", "truncation", "flat_groups", "re
 
 START, RECENT = 3, 3
 """Number of steps whose mean is the first, or the present, value of a metric."""
+
+WINDOW = 10
+"""Number of steps after which a reward may count as stuck; half of it for flat groups."""
+
+MIN_ENTROPY = 0.05
+MIN_LENGTH_FRAC = 0.333
+MAX_TRUNCATED_FRAC = 0.5
+MIN_MIXED_FRAC = 0.02
 
 NEARLY_ALL_RIGHT = 0.9
 """Accuracy above which low entropy and a constant reward are expected."""
@@ -36,38 +45,20 @@ StepMetrics = Mapping[str, Any]
 """Metrics of a step. A value that was not measured is absent, None or NaN."""
 
 Seen = Mapping[str, Sequence[float]]
-"""The measured values of each metric of `SEEN`, step by step."""
+"""The measured values of each metric, step by step."""
 
 
 class Watchdogs:
     """Raises warnings step by step. They depend on metrics alone, so a resumed run that is given the earlier lines raises the same ones."""
 
-    def __init__(
-        self,
-        *,
-        window: int = 10,
-        min_entropy: float = 0.05,
-        min_length_frac: float = 0.333,
-        max_truncated_frac: float = 0.5,
-        min_mixed_frac: float = 0.02,
-        metric: str = "correct",
-        history: Iterable[StepMetrics] = (),
-    ) -> None:
+    def __init__(self, *, metric: str = "correct", history: Iterable[StepMetrics] = ()) -> None:
         """`metric` is `dynamic_sampling.metric`; `history` has the metrics of earlier steps."""
         self._metric = metric
-        self._limits = {
-            "window": window,
-            "min_entropy": min_entropy,
-            "min_length_frac": min_length_frac,
-            "max_truncated_frac": max_truncated_frac,
-            "min_mixed_frac": min_mixed_frac,
-        }
-        self._reach = max(window, START, RECENT)
-        self._seen: dict[str, list[float]] = {name: [] for name in SEEN}
+        self._seen: dict[str, list[float]] = defaultdict(list)
         for step in history:
             if "update/learning_rate" in step:
                 self._see(step)
-        self._raised = next(iter(self._holds()), "")
+        self._raised = next(iter(warnings(self._seen, metric=metric)), "")
 
     def step(self, metrics: StepMetrics) -> tuple[dict[str, int], list[str]]:
         """Adds a finished step.
@@ -76,42 +67,27 @@ class Watchdogs:
             `watchdog/NAME` for each warning, 1 while it is raised; and the text of a warning that was not raised at the previous step.
         """
         self._see(metrics)
-        holds = self._holds()
+        holds = warnings(self._seen, metric=self._metric)
         before, self._raised = self._raised, next(iter(holds), "")
         new = [holds[self._raised]] if self._raised not in ("", before) else []
         return {f"watchdog/{name}": int(name == self._raised) for name in NAMES}, new
 
     def _see(self, step: StepMetrics) -> None:
-        """Keeps the first and the last values of each metric; the warnings need no others."""
-        for name, values in self._seen.items():
+        for name in SEEN:
             value = step.get(name)
             if value is not None and math.isfinite(value):
-                values.append(float(value))
-            if len(values) > 2 * self._reach:
-                del values[self._reach]
-
-    def _holds(self) -> dict[str, str]:
-        return warnings(self._seen, metric=self._metric, **self._limits)
+                self._seen[name].append(float(value))
 
 
-def warnings(
-    seen: Seen,
-    *,
-    window: int,
-    min_entropy: float,
-    min_length_frac: float,
-    max_truncated_frac: float,
-    min_mixed_frac: float,
-    metric: str = "correct",
-) -> dict[str, str]:
+def warnings(seen: Seen, *, metric: str) -> dict[str, str]:
     """Returns the name and text of each warning that holds after the last step, in the order of `NAMES`.
 
-    * `length_collapse`: responses are shorter than `min_length_frac` of their first length.
-    * `entropy_collapse`: the entropy is below `min_entropy` and below a tenth of its first value, and accuracy is below 0.9.
-    * `truncation`: more than `max_truncated_frac` of the responses are truncated, and 0.25 more than at first.
-    * `flat_groups`: for half of `window`, less than `min_mixed_frac` of the groups had both right and wrong responses; with the
+    * `length_collapse`: responses are shorter than `MIN_LENGTH_FRAC` of their first length.
+    * `entropy_collapse`: the entropy is below `MIN_ENTROPY` and below a tenth of its first value, and accuracy is below 0.9.
+    * `truncation`: more than `MAX_TRUNCATED_FRAC` of the responses are truncated, and 0.25 more than at first.
+    * `flat_groups`: for half of `WINDOW`, less than `MIN_MIXED_FRAC` of the groups had both right and wrong responses; with the
       `metric` score, different scores.
-    * `reward_stuck`: after `window` steps at the full learning rate, the mean reward of their last half is not above the mean reward of
+    * `reward_stuck`: after `WINDOW` steps at the full learning rate, the mean reward of their last half is not above the mean reward of
       the run's first steps by twice the noise, and accuracy is below 0.9.
 
     A first value is the mean over the first three steps, a present value the mean over the last three. With the `metric` score the
@@ -119,20 +95,19 @@ def warnings(
     """
     accuracy = seen["rollout/accuracy"][-RECENT:]
     done = metric == "correct" and bool(accuracy) and _mean(accuracy) >= NEARLY_ALL_RIGHT
-    flat = _equal_scores if metric == "score" else _flat_groups
     found = {
-        "length_collapse": _length_collapse(seen, min_length_frac),
-        "entropy_collapse": "" if done else _entropy_collapse(seen, min_entropy),
-        "truncation": _truncation(seen, max_truncated_frac),
-        "flat_groups": flat(seen, window // 2, min_mixed_frac),
-        "reward_stuck": "" if done else _reward_stuck(seen, window),
+        "length_collapse": _length_collapse(seen),
+        "entropy_collapse": "" if done else _entropy_collapse(seen),
+        "truncation": _truncation(seen),
+        "flat_groups": _equal_scores(seen) if metric == "score" else _flat_groups(seen),
+        "reward_stuck": "" if done else _reward_stuck(seen),
     }
     return {name: found[name] for name in NAMES if found[name]}
 
 
-def _length_collapse(seen: Seen, least: float) -> str:
+def _length_collapse(seen: Seen) -> str:
     first, now = _first_and_now(seen, "rollout/response_tokens")
-    if not now < least * first:
+    if not now < MIN_LENGTH_FRAC * first:
         return ""
     return (
         f"length collapse: responses have {now:.1f} tokens on average, at first {first:.1f}. Usual causes: the reward prefers "
@@ -142,9 +117,9 @@ def _length_collapse(seen: Seen, least: float) -> str:
     )
 
 
-def _entropy_collapse(seen: Seen, least: float) -> str:
+def _entropy_collapse(seen: Seen) -> str:
     first, now = _first_and_now(seen, "policy/entropy")
-    if not now < min(least, 0.1 * first):
+    if not now < min(MIN_ENTROPY, 0.1 * first):
         return ""
     return (
         f"entropy collapse: {now:.2g} nats per token, at first {first:.2g}: the policy hardly explores. Usual causes: "
@@ -153,9 +128,9 @@ def _entropy_collapse(seen: Seen, least: float) -> str:
     )
 
 
-def _truncation(seen: Seen, most: float) -> str:
+def _truncation(seen: Seen) -> str:
     first, now = _first_and_now(seen, "rollout/truncated_frac")
-    if not now > max(most, first + 0.25):
+    if not now > max(MAX_TRUNCATED_FRAC, first + 0.25):
         return ""
     return (
         f"truncation: {now:.0%} of the responses are truncated at the length limit, at first {first:.0%}. Usual causes: the "
@@ -164,13 +139,14 @@ def _truncation(seen: Seen, most: float) -> str:
     )
 
 
-def _flat_groups(seen: Seen, span: int, least: float) -> str:
+def _flat_groups(seen: Seen) -> str:
+    span = WINDOW // 2
     mixed = seen["rollout/mixed_frac"][-span:]
-    if len(mixed) < span or _mean(mixed) >= least:
+    if len(mixed) < span or _mean(mixed) >= MIN_MIXED_FRAC:
         return ""
     head = f"flat groups: in the last {span} steps {_mean(mixed):.1%} of the groups had both right and wrong responses"
     differ = seen["rollout/scores_differ_frac"][-span:]
-    if differ and _mean(differ) >= least:
+    if differ and _mean(differ) >= MIN_MIXED_FRAC:
         return (
             f"{head}, where a score counts as right above 0; yet the scores differ in {_mean(differ):.0%} of them. "
             "If the reward is a number rather than a verdict, set dynamic_sampling.metric=score"
@@ -183,9 +159,10 @@ def _flat_groups(seen: Seen, span: int, least: float) -> str:
     )
 
 
-def _equal_scores(seen: Seen, span: int, least: float) -> str:
+def _equal_scores(seen: Seen) -> str:
+    span = WINDOW // 2
     differ = seen["rollout/scores_differ_frac"][-span:]
-    if len(differ) < span or _mean(differ) >= least:
+    if len(differ) < span or _mean(differ) >= MIN_MIXED_FRAC:
         return ""
     return (
         f"flat groups: in the last {span} steps the scores differed in {_mean(differ):.1%} of the groups; the policy learns nothing from a "
@@ -194,10 +171,10 @@ def _equal_scores(seen: Seen, span: int, least: float) -> str:
     )
 
 
-def _reward_stuck(seen: Seen, window: int) -> str:
-    rates = seen["update/learning_rate"][-window:]
-    rewards, half = seen["reward/mean"], window // 2
-    warming_up = len(rates) < window or max(rates) != min(rates)
+def _reward_stuck(seen: Seen) -> str:
+    rates = seen["update/learning_rate"][-WINDOW:]
+    rewards, half = seen["reward/mean"], WINDOW // 2
+    warming_up = len(rates) < WINDOW or max(rates) != min(rates)
     if warming_up or len(rewards) < 2 * half:
         return ""
     first, now = _mean(rewards[:half]), _mean(rewards[-half:])

@@ -40,7 +40,7 @@ def load_model(
         config: the result of `read_config`, perhaps with a larger `vocab_multiple`; None: reads it.
         shardings: returns the sharding of each parameter from their shapes; None: the default device.
         dtype: of the parameters in memory; norms are in float32.
-        by_rows: `dapo_jax.parallel.shared_reading.read_by_rows` for a folder in a bucket, so that no two processes read the same rows.
+        by_rows: `dapo_jax.parallel.sharding.read_by_rows` for a folder in a bucket, so that no two processes read the same rows.
         apart: each layer has its own arrays, as in `Decoder` with `apart`; False: they are stacked.
 
     Raises:

@@ -1,1 +1,1 @@
-"""The mesh, where arrays lie on it, and how weights get from the trainer to the sampler."""
+"""Meshes, the sharding of arrays, the weight transfer from trainer to sampler, and the processes of a run."""

@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from dapo_jax.config import ConfigError
-from dapo_jax.parallel.gather import all_gather_bytes
-from dapo_jax.parallel.together import meet
+from dapo_jax.parallel.sharding import axes_of
+from dapo_jax.parallel.together import all_gather_bytes, meet
 
 OFFLOADED = "pinned_host"
 """JAX's memory kind for host memory that a device can read."""
@@ -50,12 +50,12 @@ def bytes_on_device(structs: PyTree, sizes: Mapping[str, int]) -> int:
 def _cut(leaf: Any, sizes: Mapping[str, int]) -> list[int]:
     cut = []
     for size, entry in zip_longest(leaf.shape, leaf.sharding.spec):
-        axes = (entry,) if isinstance(entry, str) else entry or ()
+        axes = axes_of(entry)
         parts = math.prod(sizes[axis] for axis in axes)
         if size % parts:
             raise ConfigError(
                 f"an array of shape {leaf.shape} has a dimension of {size}, which the mesh axes {' x '.join(axes)} = {parts} "
-                f"do not divide; choose other sizes of parallel.{', parallel.'.join(axes)}, or of what is spread over them"
+                f"do not divide; choose other sizes of parallel.{', parallel.'.join(axes)}, or of the arrays that are spread over them"
             )
         cut.append(size // parts)
     return cut

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from dapo_jax.config import ConfigError
 from dapo_jax.parallel.torus import along_links
 
 AXES = ("data", "fsdp", "tensor", "context")
@@ -31,7 +32,7 @@ def make_mesh(
     """Returns a mesh with the axes `data`, `fsdp`, `tensor`, `context`; one size may be -1 and takes the remaining devices.
 
     Raises:
-        ValueError: the sizes do not multiply to the number of devices, or another axis than `data` would cross slices.
+        ConfigError: the sizes do not multiply to the number of devices, or another axis than `data` would cross slices.
     """
     devices = jax.devices() if devices is None else devices
     sizes = dict(zip(AXES, (data, fsdp, tensor, context), strict=True))
@@ -39,9 +40,9 @@ def make_mesh(
     wild = [name for name, size in sizes.items() if size == -1]
     arithmetic = " x ".join(f"{name} {size}" for name, size in sizes.items())
     if len(wild) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
-        raise ValueError(f"mesh axes must be positive, at most one of them -1; got {arithmetic}")
+        raise ConfigError(f"mesh axes must be positive, at most one of them -1; got {arithmetic}")
     if len(devices) % known or (not wild and known != len(devices)):
-        raise ValueError(
+        raise ConfigError(
             f"mesh axes {arithmetic} need {'a multiple of ' if wild else ''}{known} devices, {len(devices)} are there; "
             f"set one of parallel.{', parallel.'.join(AXES)} to -1 to take what the others leave"
         )
@@ -79,31 +80,31 @@ def make_meshes(train: Mesh, *, sampler_tensor: int = 0, sampler_hosts: int = 1)
         sampler_hosts: 1 unless the weights do not fit the devices of one process.
 
     Raises:
-        ValueError: the processes do not divide into samplers, a sampler would cross slices, or `sampler_tensor` does not divide
+        ConfigError: the processes do not divide into samplers, a sampler would cross slices, or `sampler_tensor` does not divide
             its devices.
     """
     flat = train.devices.reshape(-1)
     hosts = len({device.process_index for device in flat})
     if hosts % sampler_hosts:
-        raise ValueError(
+        raise ConfigError(
             f"parallel.sampler_hosts={sampler_hosts} must divide the {hosts} processes of the run: each sampler has as many"
         )
     rows = flat.reshape(hosts // sampler_hosts, -1)
     for row in rows:
         found = len({device.process_index for device in row})
         if found != sampler_hosts:
-            raise ValueError(
+            raise ConfigError(
                 f"the devices of {found} processes are in one sampler, of {sampler_hosts} were needed: {row}"
             )
         if len(slices := sorted({_slice_of(device) for device in row})) > 1:
-            raise ValueError(
+            raise ConfigError(
                 f"parallel.sampler_hosts={sampler_hosts} puts processes of the slices {' and '.join(map(str, slices))} into one sampler, whose "
                 f"sums would cross the data-centre network; choose a divisor of the {hosts // len(_slices(list(flat)))} processes of a slice"
             )
     each = rows.shape[1]
     tensor = sampler_tensor or math.gcd(train.shape["tensor"], each)
     if each % tensor:
-        raise ValueError(f"parallel.sampler_tensor={tensor} must divide the {each} devices of a sampler")
+        raise ConfigError(f"parallel.sampler_tensor={tensor} must divide the {each} devices of a sampler")
     shape, automatic = (len(rows), each // tensor, 1, tensor, 1), (AxisType.Auto,) * (len(AXES) + 1)
     grid = rows.reshape(shape)
     index = _row_of_this_process(rows)
@@ -132,12 +133,12 @@ def _flat(slices: Sequence[Sequence[jax.Device]], sizes: Mapping[str, int]) -> l
     """Returns all devices slice by slice, each along the links of its chips if they report coordinates."""
     count, data = len(slices), sizes["data"]
     if len({len(each) for each in slices}) > 1:
-        raise ValueError(
+        raise ConfigError(
             f"the slices have {', '.join(str(len(each)) for each in slices)} devices, and need as many each"
         )
     if data % count:
         crossing = next(axis for axis in AXES[1:] if sizes[axis] > 1)
-        raise ValueError(
+        raise ConfigError(
             f"{count} slices, parallel.data={data}: {crossing} would cross the data-centre network between the slices, which only data may; "
             f"set parallel.data={count} or a multiple of it, and the other axes for the {len(slices[0])} devices of a slice"
         )

@@ -65,7 +65,7 @@ def start(environment: Mapping[str, str] = os.environ, *, stop: Stop | None = No
     A stop of one process stops the others, through their `stop`.
 
     Raises:
-        ConfigError: the environment does not tell which of how many processes this is, or they do not meet.
+        ConfigError: the environment does not give this process's number and the count, or the processes do not meet.
     """
     global _member
     import jax
@@ -113,10 +113,10 @@ def received() -> dict[int, str]:
     return {} if _member is None else _member.others(_DOING)
 
 
-def go_on_by(way_on: str) -> None:
+def resume_by(remedy: str) -> None:
     """Sets the sentence about how the run can be resumed, for the message after another process has died."""
     if _member is not None:
-        _member.way_on = way_on
+        _member.remedy = remedy
 
 
 def fail(status: int, message: str, *, shown: str | None = None, by_all: bool = False) -> NoReturn:
@@ -175,7 +175,7 @@ class _Member:
         self._leaving, self._told = threading.Event(), threading.Event()
         self._limit: threading.Timer | None = None
         self._stop, self._stop_passed, self._cause = stop, False, ""
-        self.way_on = "Start all processes again, with --resume"
+        self.remedy = "Start all processes again, with --resume"
         self._listener = threading.Thread(target=self._listen, name="other processes", daemon=True)
         self._listener.start()
 
@@ -212,7 +212,7 @@ class _Member:
             if _LOST_CONNECTION.search(message) and not self._wait_for_failure(GRACE_S):
                 self._cause = message = (
                     f"process {self._index} of {self._count} ends: another process is gone: it was killed, or its machine is lost "
-                    f"(found as {message.splitlines()[0]}). {self.way_on}"
+                    f"(found as {message.splitlines()[0]}). {self.remedy}"
                 )
             if all(told == message for _, told in self._failures().values()):
                 self.put(_FAILED, json.dumps([status, message]))

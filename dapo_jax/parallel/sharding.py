@@ -1,15 +1,20 @@
-"""The mesh axis of each logical axis of an array: one table and one function for parameters and optimizer."""
+"""The sharding of arrays: a table from logical axes to mesh axes, and tensors that all processes read together from a file."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from dapo_jax.dapo.precision import Quantized
+from dapo_jax.models.tensors import Cut, Rows, Shape
 from dapo_jax.parallel.mesh import BATCH_AXES
+from dapo_jax.parallel.together import Together, meet
 
 TRAINER_RULES: Mapping[str, str | None] = {
     "vocab": "tensor",
@@ -65,3 +70,66 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def by_row(mesh: Mesh) -> NamedSharding:
     """Returns the sharding of the first dimension (rows of a batch, slots of a sampler) over the batch axes."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Returns the mesh axes of one entry of a `PartitionSpec`."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def read_by_rows(rows: Rows, stored: Shape, shape: Shape, target: NamedSharding) -> jax.Array:
+    """Returns an array on `target`. Each process reads as large a share of the rows as it has of the devices. Every process must call it.
+
+    A stored matrix is contiguous by rows, and the trainer's matrices are mostly split along their columns. If each process fetched the
+    columns of its own devices, it would fetch the whole model.
+
+    Args:
+        rows: reads rows; zeros beyond the last.
+        stored: shape of the tensor in the file.
+        shape: of the array, with the same values in the same order: an axis of `stored` may be two axes here.
+        target: the array's sharding.
+    """
+    mesh = target.mesh
+    whole = (-(-stored[0] // mesh.size) * mesh.size, *stored[1:])
+
+    def range_of(index: Cut | None) -> tuple[int, int]:
+        return (index[0] if index else slice(None)).indices(whole[0])[:2]
+
+    by_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    held = [range_of(index) for index in by_device.addressable_devices_indices_map(whole).values()]
+    # The devices of a process are adjacent on the mesh, so their rows are one range.
+    first, last = min(start for start, _ in held), max(stop for _, stop in held)
+    own = rows(first, last)
+
+    def part(index: Cut | None) -> np.ndarray:
+        start, stop = range_of(index)
+        return own[start - first : stop - first]
+
+    spread = jax.make_array_from_callback(whole, by_device, part)
+    meet()  # one process may read for longer than a collective waits
+    # Waits, so that the host does not fill its memory with tensors in transfer.
+    return jax.block_until_ready(_mover(stored, shape, target)(spread))
+
+
+@functools.lru_cache(maxsize=64)
+def _mover(stored: Shape, shape: Shape, target: NamedSharding) -> Together:
+    """Returns the program that moves rows from all devices to the target."""
+    stages = [NamedSharding(target.mesh, spec) for spec in _stages(stored, shape, target)]
+
+    def move(spread: Array) -> Array:
+        for stage in stages:
+            spread = lax.with_sharding_constraint(spread, stage)
+        return spread[: stored[0]].reshape(shape)
+
+    return Together(jax.jit(move, out_shardings=target))
+
+
+def _stages(stored: Shape, shape: Shape, target: NamedSharding) -> list[PartitionSpec]:
+    """Returns the shardings on the way to the target, so that no device gathers the whole: first the axes of the columns leave the rows."""
+    spec = [*target.spec, *[None] * (len(shape) - len(target.spec))]
+    if len(shape) > len(stored):
+        merged = next(axis for axis, size in enumerate(stored) if shape[axis] != size)
+        del spec[merged + 1]
+    columns = {axis for entry in spec[1:] for axis in axes_of(entry)}
+    others = tuple(axis for axis in target.mesh.axis_names if axis not in columns)
+    return [PartitionSpec(others, *spec[1:])]

@@ -171,66 +171,35 @@ class MeshLayout(Layout):
         return jax.tree.map(mine, specs, kernel, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gather(x: Array, axis: str, dim: int, dtype: str) -> Array:
-    """All-gathers along a mesh axis; its gradient is a reduce-scatter."""
-    return _all_gather(x, axis, dim, dtype)
-
-
-def _gather_forward(x: Array, axis: str, dim: int, dtype: str) -> tuple[Array, None]:
-    return _all_gather(x, axis, dim, dtype), None
-
-
-def _gather_backward(axis: str, dim: int, dtype: str, _: None, cotangent: Array) -> tuple[Array]:
-    return (_sum_scatter(cotangent, axis, dim, dtype),)
-
-
-_gather.defvjp(_gather_forward, _gather_backward)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _scatter(x: Array, axis: str, dim: int, dtype: str) -> Array:
-    """Reduce-scatters along a mesh axis; its gradient is an all-gather."""
-    return _sum_scatter(x, axis, dim, dtype)
-
-
-def _scatter_forward(x: Array, axis: str, dim: int, dtype: str) -> tuple[Array, None]:
-    return _scatter(x, axis, dim, dtype), None
-
-
-def _scatter_backward(axis: str, dim: int, dtype: str, _: None, cotangent: Array) -> tuple[Array]:
-    return (_all_gather(cotangent, axis, dim, dtype),)
-
-
-_scatter.defvjp(_scatter_forward, _scatter_backward)
+def _rounded(x: Array, dtype: str, collective: Callable[[Array], Array]) -> Array:
+    """Calls a collective on an array in the dtype to which the products round it (see `product`); on CPU in its own dtype."""
+    if np.dtype(dtype) == x.dtype:
+        return collective(x)
+    return lax.platform_dependent(
+        x, cpu=collective, default=lambda x: collective(x.astype(dtype)).astype(x.dtype)
+    )
 
 
 def _all_gather(x: Array, axis: str, dim: int, dtype: str) -> Array:
-    """All-gathers an array in the dtype to which the products round it (see `product`)."""
-
-    def narrow(x: Array) -> Array:
-        return lax.all_gather(x.astype(dtype), axis, axis=dim, tiled=True).astype(x.dtype)
-
-    def in_full(x: Array) -> Array:
-        return lax.all_gather(x, axis, axis=dim, tiled=True)
-
-    return (
-        in_full(x) if np.dtype(dtype) == x.dtype else lax.platform_dependent(x, cpu=in_full, default=narrow)
-    )
+    return _rounded(x, dtype, lambda x: lax.all_gather(x, axis, axis=dim, tiled=True))
 
 
 def _sum_scatter(x: Array, axis: str, dim: int, dtype: str) -> Array:
-    """Reduce-scatters an array in the products' dtype."""
+    return _rounded(x, dtype, lambda x: lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True))
 
-    def narrow(x: Array) -> Array:
-        return in_full(x.astype(dtype)).astype(x.dtype)
 
-    def in_full(x: Array) -> Array:
-        return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
-
-    return (
-        in_full(x) if np.dtype(dtype) == x.dtype else lax.platform_dependent(x, cpu=in_full, default=narrow)
+def _differentiable(forward: Callable[..., Array], backward: Callable[..., Array]) -> Callable[..., Array]:
+    """Returns the collective `forward` along a mesh axis, with the collective `backward` of the cotangent as its gradient."""
+    collective = jax.custom_vjp(forward, nondiff_argnums=(1, 2, 3))
+    collective.defvjp(
+        lambda x, axis, dim, dtype: (forward(x, axis, dim, dtype), None),
+        lambda axis, dim, dtype, _, cotangent: (backward(cotangent, axis, dim, dtype),),
     )
+    return collective
+
+
+_gather = _differentiable(_all_gather, _sum_scatter)
+_scatter = _differentiable(_sum_scatter, _all_gather)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))

@@ -19,7 +19,7 @@ from dapo_jax.models.decoder import is_apart
 from dapo_jax.models.layout import output_dimensions
 from dapo_jax.models.lora import merged, put_together
 from dapo_jax.parallel.mesh import AXES, Meshes
-from dapo_jax.parallel.sharding import SAMPLER_RULES, TRAINER_RULES, shardings
+from dapo_jax.parallel.sharding import SAMPLER_RULES, TRAINER_RULES, axes_of, shardings
 from dapo_jax.parallel.together import Together
 
 SamplerWeights = dict[str, PyTree]
@@ -261,9 +261,7 @@ def stages(shape: tuple[int, ...], source: NamedSharding, target: NamedSharding)
 def _cut(sharding: NamedSharding, dimensions: int) -> list[tuple[str, ...]]:
     """Returns the mesh axes over which each dimension is split."""
     entries = (*sharding.spec, *[None] * (dimensions - len(sharding.spec)))
-    return [
-        () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in entries
-    ]
+    return [axes_of(entry) for entry in entries]
 
 
 def _busy(sharding: NamedSharding, cut: list[tuple[str, ...]]) -> set[str]:

@@ -16,8 +16,8 @@ import numpy as np
 from dapo_jax.checkpoints.manifest import pack_arrays, unpack_arrays
 from dapo_jax.dapo.rollouts import Continuation, Group, Prompt, Response, Standing
 from dapo_jax.health.stopping import Stop, StoppedError, first_reason
-from dapo_jax.parallel.gather import BUFFER_BYTES, all_gather_bytes
 from dapo_jax.parallel.mesh import Meshes
+from dapo_jax.parallel.together import BUFFER_BYTES, all_gather_bytes
 from dapo_jax.rewards.functions import RewardError
 from dapo_jax.rollout.packed import PromptAt, drawn_arrays, drawn_of, group_arrays, groups_of
 from dapo_jax.rollout.response_sampler import Grade, Sampled

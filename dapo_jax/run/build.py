@@ -1,4 +1,4 @@
-"""The objects of a training run, made from its configuration: the one place where all rooms meet."""
+"""Makes the objects of a training run from its configuration."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
-from dapo_jax.checkpoints.last_intact import restore_last
 from dapo_jax.config import TrainConfig
 from dapo_jax.health.stalls import Watch
 from dapo_jax.health.stopping import Stop
@@ -19,9 +18,7 @@ from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.rollout.collector import Position
 from dapo_jax.rollout.group_sampling import GroupSampling
-from dapo_jax.run.environment_setup import environment_of, episodes_of
-from dapo_jax.run.grader_setup import check_graders, grading
-from dapo_jax.run.identity import check_identity, identity_of, model_files, with_weights_of
+from dapo_jax.run.grader_setup import check_graders, environment_of, episodes_of, grading
 from dapo_jax.run.policy import (
     check_trains,
     load_policy,
@@ -29,17 +26,23 @@ from dapo_jax.run.policy import (
     mesh_of,
     meshes_of,
     optimizer_of,
-    state_structs,
 )
 from dapo_jax.run.programs import sharing, updater_of
-from dapo_jax.run.prompt_sets import GivenRows, drawn_too_often, held_out_prompts, training_prompts
-from dapo_jax.run.resume_point import ResumePoint, has_checkpoint, resume_point
+from dapo_jax.run.prompt_sets import GivenRows, asked_too_often, held_out_prompts, training_prompts
+from dapo_jax.run.resume_point import (
+    ResumePoint,
+    check_identity,
+    has_checkpoint,
+    identity_of,
+    model_files,
+    resume_point,
+    with_weights_of,
+)
 from dapo_jax.run.sampler_setup import response_sampler
-from dapo_jax.run.step_batches import StepBatches
-from dapo_jax.run.training_pass import training_pass
+from dapo_jax.run.training_pass import StepBatches, training_pass
 from dapo_jax.sampling.caches import without_kernel
 from dapo_jax.training.optimizer import warmed_up
-from dapo_jax.training.state import init_state
+from dapo_jax.training.state import init_state, state_structs
 from dapo_jax.training.update import Objective
 
 
@@ -57,11 +60,11 @@ class Run:
         stop: Stop | None = None,
         watch: Watch | None = None,
         say: Callable[[str], None] = lambda what: None,
-        goes_on: bool = False,
+        resumes: bool = False,
     ) -> None:
         """Reads the model and the data, and starts the graders; reports progress to `say`.
 
-        With `goes_on` a checkpoint gives the state, so the initial weights are read only if a KL penalty needs them.
+        If the run resumes from a checkpoint (`resumes`), the initial weights are read only for a KL penalty or as a LoRA base.
         """
         self.config, model, data = config, config.model, config.data
         self._mesh = mesh_of(config.parallel, rows_per_microbatch=config.batch.rows_per_microbatch)
@@ -80,8 +83,8 @@ class Run:
             sampler=meshes.sampler,
             shares=sharing(meshes, config.sampling, dtype=model.compute_dtype, remat=model.remat),
         )
-        # The reference of a KL penalty is the policy that training starts from, and adapters have a base below them, whatever training goes on from.
-        self._has_weights = not goes_on or config.loss.kl_coef > 0 or config.lora.rank > 0
+        # A KL penalty compares with the initial policy, and adapters need their base, also in a resumed run.
+        self._has_weights = not resumes or config.loss.kl_coef > 0 or config.lora.rank > 0
         self.policy = self._load(weights=self._has_weights)
         check_trains(self.policy, config.lora, model.source)
         how = training_pass(model, config.batch, self._mesh, row_tokens=config.row_tokens)
@@ -89,7 +92,7 @@ class Run:
         say("preparing prompts")
         self._prompts, asked = training_prompts(data, self.policy.tokenizer, seed=config.seed, rows=prompts)
         self.notes = [*asked.notes]
-        if often := drawn_too_often(config, self._prompts.rows_per_epoch):
+        if often := asked_too_often(config, self._prompts.rows_per_epoch):
             self.notes.append("; ".join(often))
         if slower := without_kernel(meshes.sampler):
             self.notes.append(slower)
@@ -116,18 +119,16 @@ class Run:
             group_size=config.batch.group_size,
             in_flight=-(-config.rollout.in_flight // meshes.count),
             has_turns=episodes is not None,
-            beside=self._resident,
-            on_look=lambda: watch.note("sampling: drawing tokens"),
+            resident=self._resident,
+            on_look=lambda: watch.note("sampling tokens"),
         )
         self.notes += sampler.notes
         self.evaluates = prompts is None or eval_rows is not None
-        if config.eval.every_steps and not self.evaluates:
+        self.held_out = {}
+        if self.evaluates:
+            self.held_out = held_out_prompts(data, config.eval, self.policy.tokenizer, rows=eval_rows)
+        elif config.eval.every_steps:
             self.notes.append("no eval_rows were given with prompts: there is no evaluation")
-        self.held_out = (
-            held_out_prompts(data, config.eval, self.policy.tokenizer, rows=eval_rows)
-            if self.evaluates
-            else {}
-        )
         self.sampling = GroupSampling(
             config,
             sampler=sampler,
@@ -157,10 +158,9 @@ class Run:
         return params if self.config.lora.rank == 0 else jax.tree.map(jnp.zeros_like, params)
 
     def start(self, checkpointer: Checkpointer, *, resume: bool, say: Callable[[str], None]) -> ResumePoint:
-        """Returns the last intact checkpoint if there is one to resume, else the beginning. Called once.
+        """Returns the last intact checkpoint if there is one to resume from, else step 0. Call it once: afterwards `policy` has only shapes.
 
-        The initial weights become the state, or are dropped for those of a checkpoint: from here on `policy` has only their shapes. With a KL penalty they stay as the
-        reference. Damaged checkpoints are set aside, and reported to `say`.
+        Damaged checkpoints are renamed, and reported to `say`. With a KL penalty the initial weights stay in memory as the reference.
 
         Raises:
             ConfigError: the checkpoint is of another run.
@@ -171,7 +171,7 @@ class Run:
         self.policy = replace(self.policy, params=parted(shapes_of(decoder))[0])
         if resume and has_checkpoint(checkpointer.folder):
             del initial
-            target = state_structs(self.policy, self._optimizer, self._mesh, offload=offload)
+            target = state_structs(self.policy.params, self._optimizer, self._mesh, offload=offload)
             check = partial(check_identity, own=self.identity)
 
             def restore(step: int) -> ResumePoint:
@@ -181,10 +181,10 @@ class Run:
                 self.identity = with_weights_of(self.identity, found.progress)
                 return point
 
-            found = restore_last(checkpointer, restore, say=say, aside=True)
+            found = checkpointer.restore_last(restore, say=say, aside=True)
             assert found is not None
             return found
-        if not self._has_weights:  # the checkpoint that was seen is gone
+        if not self._has_weights:  # the checkpoint was removed meanwhile
             initial = self._load(weights=True).params
             files = model_files(self.policy.folder, weights=True)
             self.identity = {**self.identity, "model": files}
@@ -194,10 +194,10 @@ class Run:
 
     @property
     def _resident(self) -> int:
-        """Bytes on each device while the run samples, without those of sampling itself: the train state, the reference policy, and a base of which the sampler has its own
-        copy."""
+        """Bytes on each device while the run samples, except the sampler's own: train state, reference policy, and a base that the sampler copies."""
         config, sizes = self.config, self._mesh.shape
-        state = state_structs(self.policy, self._optimizer, self._mesh, offload=config.optimizer.offload)
+        offload = config.optimizer.offload
+        state = state_structs(self.policy.params, self._optimizer, self._mesh, offload=offload)
         held = bytes_on_device((state, self.policy.unshared), sizes)
         return held + bytes_on_device(state.params, sizes) if config.loss.kl_coef else held
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from dapo_jax.config import ConfigError, TrainConfig
-from dapo_jax.parallel.gather import by_first
+from dapo_jax.parallel.together import by_first
 from dapo_jax.storage import AnyPath, files_below, in_bucket, path_of, size_of
 
 STATE_BYTES, EXPORT_BYTES = 12, 4
@@ -35,11 +35,11 @@ def check_room(config: TrainConfig, parameters: int) -> str:
     """
 
     def checked() -> bytes:
-        room = room_for(written_by(config, parameters))
-        said = f"{room.message}: {room.remedy}"
-        if room.state == "failed":
-            raise ConfigError(f"the disk has too little room for this run: {said}")
-        return f"the disk has little room for this run: {said}".encode() if room.state == "warning" else b""
+        message, state, remedy = room_for(written_by(config, parameters))
+        if state == "failed":
+            raise ConfigError(f"the disk has too little room for this run: {message}: {remedy}")
+        warns = state == "warning"
+        return f"the disk has little room for this run: {message}: {remedy}".encode() if warns else b""
 
     return by_first(checked).decode()
 
@@ -49,9 +49,7 @@ def written_by(config: TrainConfig, parameters: int) -> dict[str, tuple[str, int
     checkpoint, evaluates = config.checkpoint, config.checkpoint.keep_best and config.eval.every_steps
     saved = 1 + (config.steps // checkpoint.every_steps if checkpoint.every_steps else 0)
     saved += config.steps // config.eval.every_steps if evaluates else 0
-    most = (
-        checkpoint.keep + 2 if evaluates else checkpoint.keep + 1
-    )  # the best one; the newest while it is written
+    most = checkpoint.keep + 1 + bool(evaluates)  # also the newest while it is written, and the best
     size = parameters * (min(saved, most) * STATE_BYTES + EXPORT_BYTES)
     if not in_bucket(config.run_dir):
         folders = [path_of(config.run_dir) / name for name in ("checkpoints", "model")]

@@ -1,10 +1,12 @@
 """The end of a step: metrics, evaluation, checkpoint; and the checkpoint of a run that ends early."""
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,15 +20,14 @@ from dapo_jax.dapo.rollouts import Group
 from dapo_jax.evaluation import lost_verdicts, problem_record, responses_kept, summarize
 from dapo_jax.health.stopping import Stop, StoppedError, first_reason
 from dapo_jax.parallel import processes
-from dapo_jax.parallel.gather import all_gather_bytes, broadcast_from_first
-from dapo_jax.parallel.processes import go_on_by, is_first
+from dapo_jax.parallel.processes import is_first, resume_by
+from dapo_jax.parallel.together import all_gather_bytes, broadcast_from_first
 from dapo_jax.rollout.packed import flight_arrays, group_arrays
 from dapo_jax.run.guard import GuardError
 from dapo_jax.run.loop import Observer, StepResult
-from dapo_jax.run.memory_metrics import memory_metrics
+from dapo_jax.run.observers import TokenRatios
 from dapo_jax.run.records import Records
 from dapo_jax.run.resume_point import ResumePoint
-from dapo_jax.run.token_ratios import TokenRatios
 from dapo_jax.storage import AnyPath, path_of
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.trackers.rollout_log import write_problems
@@ -64,8 +65,10 @@ class EndOfStep(Observer):
         identity: Mapping[str, Any],
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`identity` is stored in checkpoints. `evaluate` gives the graded groups of each held-out dataset, `ratios` the ratios of the last step. `records` is None in
-        processes that do not write. `check` raises if nothing may be written any more."""
+        """`identity` is stored in checkpoints, `ratios` returns the ratios of the last step, and `check` raises if the run may no longer write.
+
+        Only the process that writes has `records`.
+        """
         self._config, self._run_dir, self._evaluate = config, run_dir, evaluate
         self._ratios = ratios
         self._checkpointer, self._records, self._shown = checkpointer, records, shown
@@ -74,14 +77,14 @@ class EndOfStep(Observer):
         self._saved = 0
 
     def start(self, now: ResumePoint) -> None:
-        """Called with the point from which a run starts or resumes, before its first step. Evaluates if that is still to be done.
+        """Takes the point from which the run starts or resumes, before the first step. Runs an evaluation that is missing there.
 
         Raises:
-            StoppedError: the run was told to stop.
+            StoppedError: the run was asked to stop.
         """
         self._now, step = now, now.position.step
         self._saved = step
-        self._say_way_on()
+        self._announce_resume()
         if now.unfinished is not None:
             self._finish(dict(now.unfinished))
         elif step == 0 and self._evaluate is not None:
@@ -89,10 +92,10 @@ class EndOfStep(Observer):
             self._record(0, scores)
 
     def after_step(self, result: StepResult) -> None:
-        """Shows and writes the step's metrics; evaluates and saves if that is due.
+        """Shows and writes the step's metrics, and evaluates and saves if this is due.
 
         Raises:
-            StoppedError: the run was told to stop.
+            StoppedError: the run was asked to stop.
             CheckpointError: an earlier checkpoint could not be saved.
         """
         step, metrics = result.position.step, {**result.metrics, **memory_metrics()}
@@ -102,43 +105,41 @@ class EndOfStep(Observer):
         self._now = ResumePoint(state=result.state, position=result.position, unfinished=metrics)
         self._finish(metrics)
         if step < self._config.steps:
-            self._stop_if_told()
+            self._stop_if_asked()
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Within, a run that stops or fails saves its last point first; a note of the error names the checkpoint that `--resume` continues from.
+        """Saves the last whole step if the run stops or fails within the block.
+
+        A note of the error names the checkpoint from which `--resume` continues.
 
         Raises:
-            CheckpointError: a run that was told to stop could not save.
+            CheckpointError: a run that was asked to stop could not save.
         """
         try:
             yield
         except StoppedError as stopped:
             try:
-                self._leave()
+                if self._now is not None and self._now.position.step > self._saved:
+                    self._save(None)
+                self._checkpointer.wait()
             except CheckpointError as error:
-                error.add_note(self._way_on())
+                error.add_note(self._where_to_resume())
                 raise
-            stopped.add_note(self._way_on())
+            stopped.add_note(self._where_to_resume())
             raise
         except Exception as error:
             if isinstance(error, GuardError) and (whole := error.whole) is not None:
-                # Its metrics are written, and it ends without an evaluation.
+                # The step's metrics are written, and it has no evaluation.
                 self._now = ResumePoint(state=whole.state, position=whole.position, unfinished=whole.metrics)
-            lost = self._rescued(error)
-            error.add_note(self._way_on() + (f" ({lost})" if lost else ""))
+            lost = self._rescue(error)
+            error.add_note(self._where_to_resume() + (f" ({lost})" if lost else ""))
             raise
 
-    def _leave(self) -> None:
-        """Saves the last point, unless that was done or nothing has been learnt."""
-        if self._now is not None and self._now.position.step > self._saved:
-            self._save(None)
-        self._checkpointer.wait()
+    def _rescue(self, error: Exception) -> str:
+        """Saves the last whole step of a run that fails. Returns why this is impossible; an empty text if it is done or not needed.
 
-    def _rescued(self, error: Exception) -> str:
-        """Saves the last point of a run that fails. Returns why that is impossible; an empty text if it is done or not needed.
-
-        All processes are needed to save, so they only try if every one of them failed after this step with this error.
+        A save needs all processes, so they try it only if all of them failed after the same step with the same error.
         """
         assert self._now is not None
         step = self._now.position.step
@@ -146,13 +147,11 @@ class EndOfStep(Observer):
             return ""
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._now.state)):
             return f"step {step} cannot be saved any more: the next one was changing its weights"
-        several = jax.process_count() > 1
-        if several and not processes.all_say(f"step {step}: {type(error).__name__}"):
-            return f"step {step} is not saved: that takes all processes, and not all have failed alike"
-        if several and isinstance(error, CheckpointError):
-            return (
-                f"step {step} is not saved: processes may still wait for each other in the save that failed"
-            )
+        if jax.process_count() > 1:
+            if not processes.all_say(f"step {step}: {type(error).__name__}"):
+                return f"step {step} is not saved: a save needs all processes, and not all have failed alike"
+            if isinstance(error, CheckpointError):
+                return f"step {step} is not saved: processes may still wait in the save that failed"
         try:
             with suppress(CheckpointError):  # of an earlier step
                 self._checkpointer.wait()
@@ -169,18 +168,18 @@ class EndOfStep(Observer):
         """The step of the last checkpoint; 0 before the first checkpoint."""
         return max(self._checkpointer.steps(), default=0)
 
-    def _way_on(self) -> str:
+    def _where_to_resume(self) -> str:
         if not (latest := self._last()):
-            return "there is no checkpoint yet: --resume begins anew, also with another configuration"
+            return "there is no checkpoint yet: --resume begins at step 0, also with another configuration"
         folder = path_of(self._config.run_dir) / "checkpoints"
-        return f"the last good checkpoint is that of step {latest} in {folder}: --resume goes on from it"
+        return f"the last good checkpoint is that of step {latest} in {folder}: --resume continues from it"
 
     def _finish(self, metrics: dict[str, float | int]) -> None:
         """Evaluates if this is due, writes the step's metrics, and saves if this is due."""
         assert self._now is not None
         step, config, score = self._now.position.step, self._config, None
         if self._evaluate is not None and evaluates_after(config, step):
-            self._stop_if_told()
+            self._stop_if_asked()
             scores, score = self._evaluated(self._evaluate, self._now)
             metrics |= scores
         self._record(step, metrics)
@@ -197,7 +196,7 @@ class EndOfStep(Observer):
             self._records.step(step, metrics)
 
     def _evaluated(self, evaluate: Evaluate, now: ResumePoint) -> tuple[dict[str, float], float | None]:
-        """Returns the metrics, and the one that chooses the best checkpoint: avg@k on the first dataset, or its mean reward where scores count."""
+        """Returns the metrics, and the score that chooses the best checkpoint: avg@k on the first dataset, or its mean reward if scores count."""
         self._shown.phase("evaluate")
         began, step = time.perf_counter(), now.position.step
         counts = self._config.dynamic_sampling.metric == "correct"
@@ -222,7 +221,7 @@ class EndOfStep(Observer):
         return {**scores, "time/eval_s": time.perf_counter() - began}, score
 
     def _is_best(self, score: float) -> bool:
-        """Lets the first process decide, so that all save or none: one may be unable to read what another can."""
+        """Returns the first process's decision in all processes, so that either all save or no process does."""
         best = self._checkpointer.best()
         return broadcast_from_first(b"best" if best is None or score > best[1] else b"") != b""
 
@@ -234,23 +233,39 @@ class EndOfStep(Observer):
         carry = {**group_arrays(position.carry), **flight_arrays(position.in_flight)}
         self._checkpointer.save(position.step, self._now.state, progress, carry, score=score)
         self._saved = position.step
-        self._say_way_on()
+        self._announce_resume()
 
-    def _say_way_on(self) -> None:
+    def _announce_resume(self) -> None:
         """Prepares the message about how to resume, in case a process dies without one."""
-        begun = (
-            f"the last checkpoint that was begun is that of step {self._saved} in {self._checkpointer.folder}, and --resume takes the "
-            "last whole one"
-        )
-        go_on_by(f"Start all processes again: {begun if self._saved else 'there is no checkpoint yet'}")
+        begun = f"the save of step {self._saved} in {self._checkpointer.folder} has begun, and --resume takes the last whole checkpoint"
+        resume_by(f"Start all processes again: {begun if self._saved else 'there is no checkpoint yet'}")
 
-    def _stop_if_told(self) -> None:
-        """Raises StoppedError in every process if one of them was told to stop, and CheckpointError if its last save has failed."""
+    def _stop_if_asked(self) -> None:
+        """Raises StoppedError in every process if one was asked to stop, and CheckpointError if the last save of one has failed."""
         own = json.dumps([self._stop.reason, self._checkpointer.failure()]).encode()
-        said = [json.loads(message) for message in all_gather_bytes(own, buffer_bytes=1024)]
-        if reason := first_reason(
-            {process: told for process, (told, _) in enumerate(said)}, jax.process_index()
-        ):
+        reasons, failures = zip(*map(json.loads, all_gather_bytes(own, buffer_bytes=1024)), strict=True)
+        if reason := first_reason(dict(enumerate(reasons)), jax.process_index()):
             raise StoppedError(reason)
-        if failures := [failure for _, failure in said if failure]:
-            raise CheckpointError(failures[0])
+        if failure := next(filter(None, failures), ""):
+            raise CheckpointError(failure)
+
+
+GIB = 2**30
+_STATM = Path("/proc/self/statm")
+"""Linux's file with the number of pages of this process; the second number counts the resident ones."""
+
+
+def memory_metrics(devices: Sequence[Any] | None = None, *, statm: Path = _STATM) -> dict[str, float]:
+    """Returns `memory/host_gib` of this process, and `memory/device_gib` and `memory/device_peak_gib` of its fullest device.
+
+    A number that the system (`statm`, Linux only) or the backend (not on CPU) does not report is left out. `devices` is None for the local
+    devices.
+    """
+    found = {}
+    if statm.is_file():
+        found["memory/host_gib"] = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / GIB
+    stats = [device.memory_stats() or {} for device in (jax.local_devices() if devices is None else devices)]
+    for name, key in (("device_gib", "bytes_in_use"), ("device_peak_gib", "peak_bytes_in_use")):
+        if known := [each[key] for each in stats if key in each]:
+            found[f"memory/{name}"] = max(known) / GIB
+    return found

@@ -1,13 +1,23 @@
-"""Makes graders from a configuration: one, or several that are summed; in this process, in workers, or on an event loop."""
+"""Makes graders and the environment from a configuration. Graders run in this process, in workers, or on an event loop; several are summed."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import date
 from functools import partial
 
-from dapo_jax.config import ConfigError, GraderConfig, RewardConfig
+from dapo_jax.config import (
+    ConfigError,
+    EnvironmentConfig,
+    EvaluateConfig,
+    GraderConfig,
+    RewardConfig,
+    TrainConfig,
+)
 from dapo_jax.config.section import entries
-from dapo_jax.environments import Episodes
+from dapo_jax.environments import Environment, Episodes, load_environment
+from dapo_jax.environments.rendering import Rendering
+from dapo_jax.environments.worker_environment import WorkerEnvironment, worker_environment
 from dapo_jax.rewards import TEXT_RULES
 from dapo_jax.rewards.async_calls import AsyncCalls
 from dapo_jax.rewards.functions import LoadedReward, RewardFunction, Rewards, load_reward
@@ -168,17 +178,76 @@ def weighted(reward: object) -> list[tuple[str | RewardFunction, float]]:
     found = []
     for place, pair in enumerate(reward):
         key = f"reward[{place}]"
-        is_pair = isinstance(pair, list | tuple) and len(pair) == 2
-        if not is_pair or not (isinstance(pair[0], str) or callable(pair[0])):
+        if (
+            not isinstance(pair, list | tuple)
+            or len(pair) != 2
+            or not (isinstance(pair[0], str) or callable(pair[0]))
+        ):
             raise ConfigError(
                 f"{key}: found {pair!r:.80}, needs a pair of a function (or a grader's name) and its weight; write "
                 "(function, 1.0)"
             )
         function, weight = pair
-        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not is_number or not math.isfinite(weight) or weight == 0:
+        if (
+            isinstance(weight, bool)
+            or not isinstance(weight, int | float)
+            or not weight
+            or not math.isfinite(weight)
+        ):
             raise ConfigError(
                 f"{key}: found the weight {weight!r}, needs a finite number that is not 0; change it, or leave the pair out"
             )
         found.append((function, float(weight)))
     return found
+
+
+def environment_of(config: EnvironmentConfig, *, reward: Rewards | None = None) -> Environment | None:
+    """Returns the environment of a run, or None if none is configured. Call it once, before slow work.
+
+    Raises:
+        ConfigError: it cannot be made, or `reward` was given as well.
+    """
+    if not config.source:
+        return None
+    if reward is not None:
+        raise ConfigError(
+            f"environment.source={config.source!r} gives the reward of an episode, and a reward function was given as well: leave out one of them"
+        )
+    try:
+        if config.workers:
+            return worker_environment(
+                config.source,
+                workers=config.workers,
+                timeout_s=config.timeout_s,
+                memory_mb=WORKER_MEMORY_MB,
+            )
+        return load_environment(config.source)
+    except ValueError as error:
+        raise ConfigError(f"environment.source: {error}") from error
+
+
+def episodes_of(
+    environment: Environment | None, config: TrainConfig | EvaluateConfig, policy: Policy
+) -> Episodes | None:
+    """Returns the episodes of a run or an evaluation, which the caller closes; None without an environment."""
+    if environment is None:
+        return None
+    limits, data, tokenizer = config.environment, config.data, policy.tokenizer
+    in_workers = isinstance(environment, WorkerEnvironment)
+    text = StopStrings(tokenizer, config.sampling.stop) if config.sampling.stop else tokenizer
+    return Episodes(
+        environment,
+        Rendering(
+            tokenizer=tokenizer,
+            template_kwargs=data.chat_template_kwargs,
+            today=date.fromisoformat(data.template_date) if data.template_date else None,
+        ),
+        text_of=text.decode,
+        seed=config.seed,
+        max_turns=limits.max_turns,
+        turn_tokens=limits.turn_tokens,
+        episode_tokens=limits.episode_tokens,
+        timeout_s=math.inf if in_workers else limits.timeout_s,  # workers keep the time limit
+        name=limits.source,
+        on_close=environment.close if in_workers else lambda: None,
+    )

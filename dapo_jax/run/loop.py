@@ -18,7 +18,7 @@ from dapo_jax.dapo.metrics import Metric, to_scalars
 from dapo_jax.dapo.rollouts import Group
 from dapo_jax.rollout.collector import Collector, Position
 from dapo_jax.rollout.group_sampling import GroupSampling
-from dapo_jax.run.step_batches import StepBatches
+from dapo_jax.run.training_pass import StepBatches
 from dapo_jax.training.minibatch import Minibatch
 from dapo_jax.training.state import TrainState
 from dapo_jax.training.step_metrics import rollout_metrics
@@ -135,19 +135,10 @@ def run_steps(
         scalars = with_effective_share(to_scalars(measured))
         minibatches = minibatch = ()  # frees device memory before the next step samples
 
-        position = Position(
-            step=step,
-            cursor=collected.cursor,
-            carry=collected.carry,
-            in_flight=collector.going_on(),
-        )
+        cursor, carry = collected.cursor, collected.carry
+        position = Position(step=step, cursor=cursor, carry=carry, in_flight=collector.going_on())
         times = _times(collected, began, sampled, clock())
-        metrics = {
-            **rollout_metrics(collected),
-            **scalars,
-            "update/learning_rate": rate,
-            **times,
-        }
+        metrics = {**rollout_metrics(collected), **scalars, "update/learning_rate": rate, **times}
         result = StepResult(position=position, state=state, collected=collected, metrics=metrics)
         for observer in observers:
             observer.after_step(result)
@@ -156,14 +147,14 @@ def run_steps(
 
 def _times(collected: Collected, began: float, sampled: float, ended: float) -> dict[str, float]:
     """Returns the timing metrics. The device has finished: the step's metrics are on the host."""
-    drawn = collected.drawn_tokens
-    if drawn is None:
-        drawn = sum(rollout.response_tokens for group in collected.sampled for rollout in group.rollouts)
+    tokens = collected.drawn_tokens
+    if tokens is None:
+        tokens = sum(rollout.response_tokens for group in collected.sampled for rollout in group.rollouts)
     trained = sum(rollout.response_tokens for group in collected.groups for rollout in group.rollouts)
     return {
         "time/sample_s": sampled - began,
         "time/update_s": ended - sampled,
         "time/step_s": ended - began,
-        "speed/sampled_tokens_per_s": drawn / max(sampled - began, 1e-9),
+        "speed/sampled_tokens_per_s": tokens / max(sampled - began, 1e-9),
         "speed/trained_tokens_per_s": trained / max(ended - sampled, 1e-9),
     }

@@ -17,7 +17,6 @@ from flax import nnx
 from jaxtyping import PyTree
 
 from dapo_jax.checkpoints.checkpointer import Check, Checkpointer
-from dapo_jax.checkpoints.last_intact import restore_last
 from dapo_jax.checkpoints.manifest import CheckpointError
 from dapo_jax.config import (
     ConfigError,
@@ -40,10 +39,9 @@ from dapo_jax.models.safetensors_files import A_PICKLE, PICKLED
 from dapo_jax.models.tensors import TensorFile, adapter_tensors, exported, place_adapters, shapes_of
 from dapo_jax.parallel.mesh import BATCH_AXES, Meshes, make_mesh, make_meshes
 from dapo_jax.parallel.processes import is_first
-from dapo_jax.parallel.sharding import shardings
-from dapo_jax.parallel.shared_reading import read_by_rows
-from dapo_jax.run.folders import place_of
-from dapo_jax.run.identity import check_identity, identity_of, model_files
+from dapo_jax.parallel.sharding import read_by_rows, shardings
+from dapo_jax.run.resume_point import check_identity, identity_of, model_files
+from dapo_jax.run.run_dir import place_of
 from dapo_jax.run.training_pass import for_mesh
 from dapo_jax.storage import AnyPath, check_access, in_bucket, path_of
 from dapo_jax.terminal import visible
@@ -56,8 +54,7 @@ from dapo_jax.text.tokenizers import (
     token_ids,
 )
 from dapo_jax.training.optimizer import make_optimizer
-from dapo_jax.training.state import TrainState
-from dapo_jax.training.state import state_structs as structs_of
+from dapo_jax.training.state import state_structs
 
 _Read = TypeVar("_Read")
 
@@ -113,11 +110,9 @@ class Policy:
         if alone:
             name = self.base.removeprefix("hf:")
             return save_adapter(path, decoder, adapters, base=name, revision=self.revision, dtype=dtype)
-        ends, pad = self.tokenizer.stop_ids, self.tokenizer.pad_id
+        ids = {"eos_ids": self.tokenizer.stop_ids, "pad_id": self.tokenizer.pad_id}
         named = token_ids(self.tokenizer)
-        return save_model(
-            folder, decoder, base, adapters=adapters, dtype=dtype, eos_ids=ends, pad_id=pad, token_ids=named
-        )
+        return save_model(folder, decoder, base, adapters=adapters, dtype=dtype, token_ids=named, **ids)
 
 
 def load_policy(
@@ -148,7 +143,12 @@ def load_policy(
     try:
         adapter = _adapter_of(model, weights=weights)
         if adapter is not None and lora is not None and lora != adapter.shape:
-            raise ValueError(_another_shape(adapter.shape, lora))
+            differ = [
+                f"lora.{name} is {getattr(lora, name)!r}, the adapter's is {getattr(adapter.shape, name)!r}"
+                for name in ("rank", "alpha", "targets")
+                if getattr(lora, name) != getattr(adapter.shape, name)
+            ]
+            raise ValueError(f"it is an adapter of another shape: {'; '.join(differ)}")
         source, lora = (model, lora) if adapter is None else (adapter.base, adapter.shape)
         decoder, tokenizer, base_folder = _read_base(model, adapter, partial(description_of, weights=weights))
         decoder = replace(
@@ -270,15 +270,6 @@ def _no_base(key: str, why: str) -> str:
     return f"{key}: {why}; write the folder of the model below the adapter there, or its name ORG/NAME on the hub"
 
 
-def _another_shape(found: LoraShape, asked: LoraShape) -> str:
-    differ = [
-        f"lora.{name} is {getattr(asked, name)!r}, the adapter's is {getattr(found, name)!r}"
-        for name in ("rank", "alpha", "targets")
-        if getattr(asked, name) != getattr(found, name)
-    ]
-    return f"it is an adapter of another shape: {'; '.join(differ)}"
-
-
 def find_policy(
     source: str,
     *,
@@ -292,28 +283,18 @@ def find_policy(
     if (run := run_at(source)) is None:
         return load_policy(ModelConfig(source=source), mesh=mesh, shares=shares)
     config = load_config(run / "config.yaml")
-    # Shapes only: the run's weights come from its checkpoint, which is read onto the devices here
-    # and not onto the mesh that it was trained on.
+    # Not the mesh of the training: the devices here may be others.
     mesh = mesh_of(ParallelConfig()) if mesh is None else mesh
-    # With LoRA, the base's weights come from the model.
-    policy = load_policy(
-        config.model,
-        lora=lora_of(config.lora),
-        seed=config.seed,
-        mesh=mesh,
-        weights=config.lora.rank > 0,
-        shares=shares,
-    )
-    decoder = policy.decoder
-    target = state_structs(policy, optimizer_of(config.optimizer), mesh)
+    # The checkpoint has the trained weights; with LoRA, the weights of the base come from the model.
+    weights, lora = config.lora.rank > 0, lora_of(config.lora)
+    policy = load_policy(config.model, lora=lora, seed=config.seed, mesh=mesh, weights=weights, shares=shares)
+    target = state_structs(policy.params, optimizer_of(config.optimizer), mesh)
     with Checkpointer(run / "checkpoints") as checkpointer:
+        rows, check = policy.decoder.vocab_size, check_of_readers(config, policy)
+        restore = partial(checkpointer.restore, target, rows=rows, check=check)
         try:
-            restored = restore_last(
-                checkpointer,
-                lambda step: checkpointer.restore(
-                    target, step, rows=decoder.vocab_size, check=check_of_readers(config, policy)
-                ),
-                say=lambda text: warnings.warn(visible(text), stacklevel=2),
+            restored = checkpointer.restore_last(
+                restore, say=lambda text: warnings.warn(visible(text), stacklevel=2)
             )
         except (CheckpointError, ValueError) as error:
             raise ConfigError(f"the run {source} cannot be used: {error}") from error
@@ -372,7 +353,11 @@ def folder_of(model: ModelConfig, *, weights: bool) -> AnyPath:
     """
     kind, _, name = model.source.partition(":")
     if kind == "shipped":
-        return _shipped(name)
+        assets = Path(str(resources.files("dapo_jax"))) / "assets"
+        there = sorted(path.name for path in assets.iterdir() if path.is_dir()) if assets.is_dir() else []
+        if name not in there:
+            raise ValueError(f"no model {name!r} is shipped; these are: {', '.join(there)}")
+        return assets / name
     if kind == "hf":
         return download(name, revision=model.revision or None, weights=weights)
     folder = path_of(model.source)
@@ -406,12 +391,8 @@ def mesh_of(
     Raises:
         ConfigError: the axes do not fit the devices, or the rows of a microbatch do not spread over the mesh.
     """
-    try:
-        mesh = make_mesh(
-            data=axes.data, fsdp=axes.fsdp, tensor=axes.tensor, context=axes.context, devices=devices
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    sizes = {"data": axes.data, "fsdp": axes.fsdp, "tensor": axes.tensor, "context": axes.context}
+    mesh = make_mesh(**sizes, devices=devices)
     spread = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     if rows_per_microbatch is not None and rows_per_microbatch % spread:
         raise ConfigError(
@@ -427,21 +408,7 @@ def meshes_of(axes: ParallelConfig, mesh: jax.sharding.Mesh) -> Meshes:
     Raises:
         ConfigError: the samplers do not fit the processes or their devices.
     """
-    try:
-        return make_meshes(mesh, sampler_tensor=axes.sampler_tensor, sampler_hosts=axes.sampler_hosts)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
-def state_structs(
-    policy: Policy,
-    optimizer: optax.GradientTransformation,
-    mesh: jax.sharding.Mesh,
-    *,
-    offload: bool = False,
-) -> TrainState:
-    """Returns shape, dtype and sharding of every array of the train state, as the target of restoring a checkpoint."""
-    return structs_of(parted(shapes_of(policy.decoder))[0], optimizer, mesh, offload=offload)
+    return make_meshes(mesh, sampler_tensor=axes.sampler_tensor, sampler_hosts=axes.sampler_hosts)
 
 
 def _held(params: nnx.State, *, dtype: str, apart: bool) -> nnx.State:
@@ -492,11 +459,3 @@ def _random(
 
     placed = None if where is None else where(jax.eval_shape(program))
     return jax.jit(program, out_shardings=placed)()
-
-
-def _shipped(name: str) -> Path:
-    assets = Path(str(resources.files("dapo_jax"))) / "assets"
-    there = sorted(path.name for path in assets.iterdir() if path.is_dir()) if assets.is_dir() else []
-    if name not in there:
-        raise ValueError(f"no model {name!r} is shipped; these are: {', '.join(there)}")
-    return assets / name

@@ -59,7 +59,7 @@ class Lowering(Protocol):
 def compile_sampling(engine: Lowering, weights: SamplerWeights, decodings: Iterable[Decoding]) -> None:
     """Compiles all sampling programs of `engine`, several at a time. `weights` and `decodings` may be shapes.
 
-    Compiling before sampling also keeps the processes together: none waits long in a collective for another one that compiles.
+    Compiling before sampling also keeps the processes together: no process waits long in a collective for a compilation of another.
     """
     for each in decodings:
         leaves, structure = jax.tree.flatten((weights, each))
@@ -69,7 +69,7 @@ def compile_sampling(engine: Lowering, weights: SamplerWeights, decodings: Itera
 
 @lru_cache(maxsize=2 * _KEPT)
 def _compiled(engine: Lowering, structure: Any, leaves: tuple[Any, ...]) -> None:
-    # Programs compiled for another `decoding` are found in the cache: only the one that samples depends on it.
+    # Only the program that samples depends on `decoding`; the others are in the cache then.
     lowered = [lower() for lower in engine.programs(*jax.tree.unflatten(structure, leaves)).values()]
     with ThreadPoolExecutor(max_workers=_AT_ONCE) as threads:
         for _ in threads.map(Lowered.compile, lowered):
@@ -147,21 +147,10 @@ def updater_of(
         offload=config.optimizer.offload,
     )
     clips = (loss.clip_ratio_low, loss.clip_ratio_high, loss.dual_clip)
-    made = (
-        _shared_updater
-        if objective is None and reference is None and not frozen
-        else partial(_new_updater, objective=objective, reference=reference, frozen=frozen)
-    )
-    return made(
-        decoder,
-        optimizer,
-        mesh,
-        layout,
-        compute_dtype=model.compute_dtype,
-        remat=model.remat,
-        clips=clips,
-        options=options,
-    )
+    arguments = (decoder, optimizer, mesh, layout, model.compute_dtype, model.remat, clips, options)
+    if objective is None and reference is None and not frozen:
+        return _shared_updater(*arguments)
+    return _new_updater(*arguments, objective=objective, reference=reference, frozen=frozen)
 
 
 def _new_updater(
@@ -169,11 +158,11 @@ def _new_updater(
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
     layout: Layout,
-    *,
     compute_dtype: str,
     remat: str,
     clips: tuple[float, float, float | None],
     options: UpdateOptions,
+    *,
     objective: Objective | None = None,
     reference: nnx.State | None = None,
     frozen: nnx.State | None = None,

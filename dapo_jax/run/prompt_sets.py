@@ -52,7 +52,7 @@ def prompt_format(data: DataConfig) -> PromptFormat:
 
 
 def dated(data: DataConfig, *, like: DataConfig | None = None) -> DataConfig:
-    """Returns `data` with the day that chat templates print: its own, else that of `like`, else today."""
+    """Returns `data` with the day that chat templates print: its own, else the day of `like`, else today."""
     day = data.template_date or (like.template_date if like else "") or date.today().isoformat()
     return replace(data, template_date=day)
 
@@ -93,13 +93,13 @@ def training_rows(data: DataConfig, tokenizer: Tokenizer, *, rows: GivenRows | N
     )
 
 
-def drawn_too_often(config: TrainConfig, rows: int) -> tuple[str, str] | None:
+def asked_too_often(config: TrainConfig, rows: int) -> tuple[str, str] | None:
     """Returns problem and remedy if a step samples more prompts at once than there are; else None."""
-    drawn = config.prompts_per_wave if config.dynamic_sampling.enabled else config.batch.prompts_per_step
-    if drawn <= rows:
+    count = config.prompts_per_wave if config.dynamic_sampling.enabled else config.batch.prompts_per_step
+    if count <= rows:
         return None
     return (
-        f"the {drawn:,} prompts that are drawn at once ask each of {rows:,} {drawn / rows:.3g} times",
+        f"{count:,} prompts are sampled together, and there are {rows:,}: each is asked {count / rows:.3g} times",
         f"set dynamic_sampling.prompts_per_wave to at most {rows} and batch.prompts_per_step to no more, or bring more data",
     )
 

@@ -1,6 +1,5 @@
-"""The records of a run: metrics to the trackers, readable rollouts; and the compilation cache."""
+"""Writes the metrics and rollouts of a run, and sets the compilation cache."""
 
-import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from types import TracebackType
@@ -12,8 +11,8 @@ import numpy as np
 from dapo_jax.config import ConfigError, TrainConfig, to_yaml
 from dapo_jax.dapo.advantages import group_advantages
 from dapo_jax.dapo.dynamic_sampling import Collected
-from dapo_jax.run.folders import place_of
-from dapo_jax.run.token_ratios import TokenRatios
+from dapo_jax.run.observers import TokenRatios
+from dapo_jax.run.run_dir import place_of
 from dapo_jax.storage import AnyPath, in_bucket, write_whole
 from dapo_jax.trackers import (
     JsonlTracker,
@@ -25,25 +24,22 @@ from dapo_jax.trackers import (
 )
 from dapo_jax.trackers.rollout_log import LOGGED_GROUPS, format_rollouts, write_rollouts
 
-_RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-"""W&B names folders after it."""
-
 
 def use_compilation_cache(folder: str) -> None:
-    """Keeps compiled programs in `folder`, which may be in a bucket, for later processes; an empty name does nothing.
+    """Stores compiled programs in `folder` (local or in a bucket) for later processes; an empty name does nothing.
 
     Raises:
         ConfigError: the folder is in a bucket and cannot be written to.
     """
     if not folder:
         return
-    # For a local folder that cannot be written to, jax only warns.
+    # A local folder is not checked: jax warns if it cannot be written.
     place = place_of(folder, key="compilation_cache", write=in_bucket(folder))
     jax.config.update("jax_compilation_cache_dir", str(place))
     if in_bucket(place):
-        # On GPUs, XLA keeps a cache of its own, in local files only.
+        # XLA's own cache on GPUs can only be in local files.
         jax.config.update("jax_persistent_cache_enable_xla_caches", None)
-    # Also programs that compile in a moment: a small run has dozens of them. A lower setting of the user stays.
+    # A small run has dozens of programs that compile quickly. A lower setting of the user stays.
     shortest = "jax_persistent_cache_min_compile_time_secs"
     jax.config.update(shortest, min(0.1, getattr(jax.config, shortest)))
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -53,10 +49,10 @@ class Records:
     """The trackers and the rollout log of one run; a context manager."""
 
     def __init__(self, config: TrainConfig, run_dir: AnyPath, *, resume_step: int | None) -> None:
-        """Opens the trackers; with `resume_step`, later lines are cut from metrics.jsonl.
+        """Opens the trackers; with `resume_step`, later lines are removed from metrics.jsonl.
 
         Raises:
-            ConfigError: metrics.jsonl is damaged, or of another run.
+            ConfigError: metrics.jsonl is damaged, or belongs to another run.
         """
         self._config = config
         self._log, self._run_dir, self._normalize_std = config.log, run_dir, config.loss.normalize_std
@@ -78,13 +74,9 @@ class Records:
         self._trackers = MultiTracker(trackers)
 
     def _wandb(self, config: TrainConfig) -> WandbTracker:
-        """Opens the W&B run of this folder: its id is kept there, so a resumed run continues it."""
+        """Opens the W&B run whose id is stored in this folder, or a new one: a resumed run continues its W&B run."""
         kept = self._run_dir / "wandb_run_id"
         run_id = kept.read_text().strip() if kept.exists() else None
-        if run_id is not None and not _RUN_ID.fullmatch(run_id):
-            raise ConfigError(
-                f"{kept} holds {run_id!r:.80}, which is no id of a W&B run; remove the file, and a new run is started there"
-            )
         tracker = WandbTracker(self._run_dir, run_id, {"yaml": to_yaml(config)})
         write_whole(kept, tracker.run_id.encode())
         return tracker
@@ -113,7 +105,7 @@ class Records:
         write_whole(written.with_suffix(".txt"), text.encode("utf-8", errors="replace"))
 
     def read(self) -> list[dict[str, Any]]:
-        """Returns all lines of metrics.jsonl; a bucket has no such file before the first line."""
+        """Returns all lines of metrics.jsonl; none before the first line is written."""
         try:
             return read_metrics(self._path)
         except FileNotFoundError:

@@ -1,21 +1,27 @@
-"""The point between two steps from which a run can resume, and its form in a checkpoint."""
+"""The point between two steps from which a run can resume, its form in a checkpoint, and the identity by which a run recognises its checkpoints."""
 
+import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from typing import Any
 
 from etils import epath
 
 from dapo_jax.checkpoints.checkpointer import Restored
 from dapo_jax.checkpoints.manifest import DamagedError, step_folders
-from dapo_jax.config import ConfigError
+from dapo_jax.config import ConfigError, TrainConfig
+from dapo_jax.config.loading import leaf_values
+from dapo_jax.config.schema import FREE_TO_CHANGE
+from dapo_jax.config.values import shown
 from dapo_jax.dapo.rollouts import Prompt
-from dapo_jax.parallel.gather import broadcast_from_first
+from dapo_jax.models.folder import CONFIG
+from dapo_jax.parallel.together import broadcast_from_first
 from dapo_jax.rollout.collector import Position
 from dapo_jax.rollout.packed import flight_of, groups_of, split_flight
-from dapo_jax.run.identity import IDENTITY
-from dapo_jax.storage import AnyPath
+from dapo_jax.storage import AnyPath, entries, files_of, ranges_bytes, size_of
+from dapo_jax.text.huggingface import TOKENIZER_FILES
 from dapo_jax.training.state import TrainState
 
 UNFINISHED = "unfinished_metrics"
@@ -29,21 +35,18 @@ class ResumePoint:
     state: TrainState
     position: Position
     unfinished: Mapping[str, float | int] | None = None
-    """The step's metrics while its evaluation is missing."""
+    """The metrics of a step whose evaluation is missing."""
 
     def progress(self, identity: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the progress that a checkpoint keeps, with the `identity` of the run; carried groups are stored as arrays."""
-        progress: dict[str, Any] = {
-            "cursor": self.position.cursor,
-            IDENTITY: dict(identity),
-        }
+        progress: dict[str, Any] = {"cursor": self.position.cursor, IDENTITY: dict(identity)}
         if self.unfinished is not None:
-            progress[UNFINISHED] = json.dumps(self.unfinished)  # as text: some may be nan
+            progress[UNFINISHED] = json.dumps(self.unfinished)  # as text, since JSON has no NaN
         return progress
 
 
 def has_checkpoint(folder: AnyPath) -> bool:
-    """Returns whether the folder holds a checkpoint, even a damaged one; in all processes the answer of the first.
+    """Returns whether the folder holds a checkpoint, even a damaged one; all processes return the answer of the first.
 
     Raises:
         CheckpointError: it cannot be listed.
@@ -74,4 +77,91 @@ def resume_point(found: Restored, where: str, *, prompt_at: Callable[[int], Prom
         state=found.state,
         position=Position(step=found.step, cursor=cursor, carry=groups, in_flight=in_flight),
         unfinished=None if unfinished is None else json.loads(unfinished),
+    )
+
+
+IDENTITY = "run"
+"""The key of a checkpoint's progress that holds the result of `identity_of`."""
+
+_WEIGHTS = ".safetensors"
+_BLOCKS, _BLOCK_BYTES = 64, 1 << 12
+
+
+def identity_of(
+    config: TrainConfig, *, prompts: Sequence[Mapping[str, Any]] | None, model: Mapping[str, str]
+) -> dict[str, Any]:
+    """Returns the identity of a run, as JSON stores it.
+
+    Args:
+        config: of the run; keys that are free to change are left out.
+        prompts: name, number of prompts and their sha256 for each training dataset; None are not compared.
+        model: file -> digest of the initial model, from `model_files`.
+    """
+    kept = {key: value for key, value in leaf_values(config).items() if not key.startswith(FREE_TO_CHANGE)}
+    text = json.dumps({"config": kept, "prompts": prompts, "model": dict(model)}, default=repr)
+    return json.loads(text, parse_constant=str)
+
+
+def model_files(folder: AnyPath | None, *, weights: bool) -> dict[str, str]:
+    """Returns a digest of each file of a model folder that the result of a run depends on; none for a preset.
+
+    The digest of weights covers their size and 64 blocks of 4 KiB spread over the file. Training changes every block, and
+    gigabytes are not read twice.
+    """
+    if folder is None:
+        return {}
+    files = files_of(folder, (CONFIG, *TOKENIZER_FILES))
+    found = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    stored = [path for path in entries(folder) if weights and fnmatch(path.name, f"model*{_WEIGHTS}")]
+    for path in stored:
+        size = size_of(path)
+        starts = [max(0, size - _BLOCK_BYTES) * number // (_BLOCKS - 1) for number in range(_BLOCKS)]
+        blocks = ranges_bytes(path, [(start, min(start + _BLOCK_BYTES, size)) for start in starts])
+        found[path.name] = hashlib.sha256(b"".join([str(size).encode(), *blocks])).hexdigest()
+    return found
+
+
+def with_weights_of(own: Mapping[str, Any], progress: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the identity of a resumed run, which reads no initial weights, with their digests from the checkpoint's `progress`."""
+    began = {name: each for name, each in progress[IDENTITY]["model"].items() if name.endswith(_WEIGHTS)}
+    return {**own, "model": {**began, **own["model"]}}
+
+
+def check_identity(where: str, progress: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Refuses a checkpoint of another run. A checkpoint without an identity, from a training loop of the user, is accepted.
+
+    Args:
+        where: the checkpoint, for messages.
+        progress: of the checkpoint.
+        own: the identity of the run that asks. Prompts that are None, and files that `model` leaves out, are not compared.
+
+    Raises:
+        ConfigError: names the differences and the remedy.
+    """
+    if (kept := progress.get(IDENTITY)) is None:
+        return
+    problems = [
+        f"{key} was {shown(kept['config'].get(key))}, is {shown(own['config'].get(key))}"
+        for key in kept["config"] | own["config"]
+        if kept["config"].get(key) != own["config"].get(key)
+    ]
+    if own["prompts"] is not None and kept["prompts"] != own["prompts"]:
+        problems.append(f"the prompts were {_described(kept['prompts'])}, are {_described(own['prompts'])}")
+    else:  # no prompt depends on the date
+        problems = [problem for problem in problems if not problem.startswith("data.template_date ")]
+    # Initial weights matter to the KL penalty, and to adapters, which depend on their base.
+    needs_weights = own["config"]["loss.kl_coef"] or own["config"]["lora.rank"]
+    for name, digest in own["model"].items():
+        if (needs_weights or not name.endswith(_WEIGHTS)) and kept["model"].get(name) != digest:
+            problems.append(f"the model's {name} is not the one that the run began with")
+    if problems:
+        raise ConfigError(
+            f"{where} is of another run, or the run was changed since: {'; '.join(problems)}. Restore the old values, or choose "
+            "another run_dir; move a checkpoint away that is there by mistake"
+        )
+
+
+def _described(prompts: Sequence[Mapping[str, Any]]) -> str:
+    return " and ".join(
+        f"{each['count']:,} of {each['source']} (sha256 {each['sha256'][:12]}...)" for each in prompts
     )

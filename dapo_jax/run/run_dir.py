@@ -1,4 +1,4 @@
-"""The folder of a run: its lock, the checks before a run begins there, and its removal by `overwrite`."""
+"""Folders that a configuration or a command names: access and locks; and the checks of a run's folder before it begins, or is removed by `overwrite`."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import shutil
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import zip_longest
+from pathlib import Path
 
 from etils import epath
 
@@ -15,11 +16,10 @@ from dapo_jax.config import ConfigError, TrainConfig, load_config, to_yaml
 from dapo_jax.config.loading import changed_keys
 from dapo_jax.config.schema import FREE_TO_CHANGE
 from dapo_jax.hints import nearest
-from dapo_jax.locks import Lock, Lost
-from dapo_jax.parallel.gather import all_gather_bytes, by_first
-from dapo_jax.run.folders import locked, place_of
+from dapo_jax.locks import Lock, LockedError, Lost, take
+from dapo_jax.parallel.together import all_gather_bytes, by_first
 from dapo_jax.run.prompt_sets import dated
-from dapo_jax.storage import AnyPath, entries, in_bucket
+from dapo_jax.storage import AnyPath, check_access, entries, in_bucket, path_of
 from dapo_jax.trackers import check_trackers
 
 OF_A_RUN = (
@@ -143,9 +143,7 @@ def check_run_dir(run_dir: AnyPath, config: TrainConfig, *, resume: bool, overwr
             f"run_dir={config.run_dir}: there is no run to resume, but one in {near}; name that one, or leave --resume out "
             "to begin a new run"
         )
-    if (
-        kept.exists() and has_saved
-    ):  # before the first checkpoint nothing was learnt under another configuration
+    if kept.exists() and has_saved:  # before the first checkpoint any key may change
         changed = changed_keys(load_config(kept).resolved(), config.resolved())
         bad = {key: pair for key, pair in changed.items() if not key.startswith(FREE_TO_CHANGE)}
         if "" in bad.get("data.template_date", ()):
@@ -158,7 +156,45 @@ def check_run_dir(run_dir: AnyPath, config: TrainConfig, *, resume: bool, overwr
 
 
 def _similar_run(run_dir: AnyPath) -> AnyPath | None:
-    """Returns a run in the same folder whose name is almost the same; another number, as of a seed, makes another run."""
+    """Returns a run in the same folder whose name differs by a few characters, but not in a number such as a seed."""
     runs = {place.name: place for place in entries(run_dir.parent) if (place / "config.yaml").is_file()}
     alike = [name for name in runs if re.findall(r"\d+", name) == re.findall(r"\d+", run_dir.name)]
     return next((runs[name] for name in nearest(run_dir.name, alike, least=0.75)), None)
+
+
+def place_of(value: str | AnyPath, *, key: str, write: bool) -> AnyPath:
+    """Returns the folder that `value` names, and checks access. A local one is absolute: a reward function may change the working folder.
+
+    Args:
+        value: a local path, or `gs://BUCKET/FOLDER`.
+        key: the key of the value in the message.
+        write: whether something will be written there.
+
+    Raises:
+        ConfigError: gcsfs is not installed, there is no such bucket, or nothing can be written there.
+    """
+    try:
+        folder = path_of(value)
+        folder.exists()  # raises for a name that the file system does not take
+        check_access(folder, write=write)
+        return folder if in_bucket(folder) else Path(folder).absolute()
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{key}={value}: {error}") from error
+
+
+def locked(folder: AnyPath, *, value: str, key: str, lost: Lost) -> Lock:
+    """Takes the lock of a folder from `place_of`, before anything is read or written in it; makes the folder if necessary.
+
+    Args:
+        folder: the folder to lock.
+        value: its name in the message.
+        key: the key of the value in the message.
+        lost: see `dapo_jax.locks.Lost`.
+
+    Raises:
+        ConfigError: another process has it, or the folder cannot be written.
+    """
+    try:
+        return take(folder, lost=lost)
+    except LockedError as error:
+        raise ConfigError(f"{key}={value}: {error}") from error

@@ -1,4 +1,4 @@
-"""The sampler of a configuration: its engine, the rows of its prefill, and the memory that is left for its KV cache."""
+"""Makes the sampler of a configuration: its engine, the shape of its prefill, and the memory for its KV cache."""
 
 import math
 from collections.abc import Callable
@@ -19,18 +19,18 @@ from dapo_jax.sampling.prompt_packing import PrefillShape, prefill_shape
 from dapo_jax.text.stop_strings import StopStrings, stop_ids
 
 _TURNS_AT_ONCE = 16
-"""Rows that are prefilled together where each turn of an episode is prefilled: they are many, and mostly short."""
+"""Least number of contexts in one prefill if each turn of an episode is prefilled: these are many and mostly short."""
 
 KNOWN_SHARE = 0.9
-"""The fraction of a device's memory for arrays whose sizes are known before anything is compiled. The rest is for programs while they run, and for
-fragments; vLLM's `gpu_memory_utilization` leaves as much by default."""
+"""The fraction of a device's memory for arrays of known sizes. The rest is for running programs and fragments, as with vLLM's
+`gpu_memory_utilization`."""
 
 _LOGITS = 4
-"""Copies of a slot's logits: in the state, and while a token is sampled."""
+"""Copies of a slot's logits: one in the state, the others while a token is sampled."""
 
 
 def prompts_at_once(sampling: SamplingConfig, group_size: int) -> int:
-    """Returns how many prompts are asked for together: their groups fill the slots."""
+    """Returns how many prompts are sampled together, so that their groups fill the slots."""
     return max(1, sampling.slots // group_size)
 
 
@@ -42,11 +42,9 @@ def prefill_of(
     in_flight: int = 0,
     has_turns: bool = False,
 ) -> PrefillShape:
-    """Returns the rows of one prefill: prompts, and with responses in flight or episodes also whole contexts."""
-    capacity, prompts = (
-        max_prompt_tokens + sampling.max_response_tokens,
-        prompts_at_once(sampling, group_size),
-    )
+    """Returns the shape of one prefill. Its rows hold prompts; with responses in flight or episodes also whole contexts."""
+    capacity = max_prompt_tokens + sampling.max_response_tokens
+    prompts = prompts_at_once(sampling, group_size)
     return prefill_shape(
         longest=capacity if in_flight or has_turns else max_prompt_tokens,
         capacity=capacity,
@@ -67,24 +65,24 @@ def response_sampler(
     group_size: int,
     in_flight: int = 0,
     has_turns: bool = False,
-    beside: int = 0,
+    resident: int = 0,
     memory: int | None = None,
     on_look: Callable[[], None] = lambda: None,
 ) -> ResponseSampler:
     """Makes a sampler; nothing is compiled yet.
 
     Args:
-        policy: whose decoder samples.
-        meshes: of the run.
+        policy: its decoder samples.
+        meshes: the meshes of the run.
         sampling: the configuration's section.
-        seed: of all random numbers.
+        seed: the seed of all random numbers.
         max_prompt_tokens: the longest prompt.
-        compute_dtype: of products, and unless `sampling` names others, of weights and cache.
-        group_size: responses to a prompt.
-        has_turns: responses are episodes of several turns.
+        compute_dtype: the dtype of products, and unless `sampling` names others, of weights and cache.
+        group_size: number of responses to a prompt.
         in_flight: the most responses in flight in this sampler; 0: each response is sampled to its end.
-        beside: bytes on each device while it samples, without the sampler's weights and cache.
-        memory: bytes of a device; None: as the devices report, which those of a CPU do not.
+        has_turns: responses are episodes of several turns.
+        resident: bytes on each device while it samples, without the sampler's weights and cache.
+        memory: bytes of a device; None: as the devices report, which CPUs do not.
         on_look: called before each call of the engine that samples tokens.
 
     Raises:
@@ -95,10 +93,8 @@ def response_sampler(
             "sampling.merge_lora=true needs a model with an adapter, and this model has none: leave it out"
         )
     transfer = transfer_of(policy, meshes, sampling, dtype=compute_dtype)
-    decoder, capacity = (
-        sampled_decoder(policy.decoder, sampling),
-        max_prompt_tokens + sampling.max_response_tokens,
-    )
+    decoder = sampled_decoder(policy.decoder, sampling)
+    capacity = max_prompt_tokens + sampling.max_response_tokens
     shape = prefill_of(
         sampling, group_size, max_prompt_tokens=max_prompt_tokens, in_flight=in_flight, has_turns=has_turns
     )
@@ -112,7 +108,7 @@ def response_sampler(
         compute_dtype=compute_dtype,
         in_flight=in_flight,
         has_turns=has_turns,
-        resident=beside + bytes_on_device(transfer.shapes, meshes.sampler.shape),
+        resident=resident + bytes_on_device(transfer.shapes, meshes.sampler.shape),
         memory=memory,
     )
     try:
@@ -162,19 +158,21 @@ def room_for_cache(
     in_flight: int = 0,
     has_turns: bool = False,
 ) -> int | None:
-    """Returns the bytes of a device that the cache may take, 0 or less if nothing is left. None if memory does not decide the size: `sampling.cache_tokens`
-    is set, the cache has no pages, or the device does not report its memory.
+    """Returns the bytes of a device that the KV cache may take, 0 or less if nothing is left.
+
+    Returns None if memory does not decide the size: `sampling.cache_tokens` is set, the cache has no pages, or the device does not
+    report its memory.
 
     Args:
         decoder: the sizes of the model.
-        mesh: of the sampler.
+        mesh: the sampler's mesh.
         sampling: the configuration's section.
-        shape: the rows of one prefill.
+        shape: the shape of one prefill.
         capacity: tokens of the longest prompt and response together.
-        compute_dtype: of the cache, unless `sampling` names another.
+        compute_dtype: the dtype of the cache, unless `sampling` names another.
         resident: bytes on a device while it samples, without the arrays that sampling makes.
         memory: bytes of a device.
-        in_flight: responses in flight, which take turns if there are fewer slots.
+        in_flight: number of responses in flight; they wait for each other if there are fewer slots.
         has_turns: responses are episodes, which keep their pages while their environments work.
     """
     dtype = sampling.cache_dtype or compute_dtype
@@ -194,7 +192,7 @@ def room_for_cache(
     room -= max(0, in_flight - sampling.slots) * decoder.vocab_rows * 4
     # The responses of one prefill still wait for slots when the next one begins.
     rows = 2 * prefix_bytes(decoder, shape, token_bytes=each)
-    # A sequence that is prefilled in chunks is kept as it was computed, and at its end as the cache has it.
+    # A context that is prefilled in chunks needs both its computed keys and values and the cached ones.
     width = -(-capacity // shape.width) * shape.width
     parts = width * (computed + each) + shape.row_prompts * decoder.vocab_rows * 4
     if (
@@ -217,7 +215,7 @@ def prefix_bytes(decoder: DecoderConfig, shape: PrefillShape, *, token_bytes: in
 
 
 def cache_note(sizes: PageSizes, *, room: int, memory: int) -> str:
-    """Returns the sentence about the size of the cache that a run shows."""
+    """Returns the message about the size of the KV cache, given its bytes and the bytes of a device."""
     tokens, most = (
         sizes.pools * pages * sizes.page_tokens
         for pages in (sizes.pool_pages, sizes.holders // sizes.pools * sizes.table_pages)

@@ -14,7 +14,6 @@ from flax import nnx
 from dapo_jax.checkpoints.checkpointer import Checkpointer, Restored
 from dapo_jax.config import ConfigError, DataConfig, ParallelConfig, SamplingConfig, load_config
 from dapo_jax.parallel.weights import both_on
-from dapo_jax.run.folders import place_of
 from dapo_jax.run.policy import (
     Policy,
     check_of_readers,
@@ -22,16 +21,17 @@ from dapo_jax.run.policy import (
     find_policy,
     mesh_of,
     optimizer_of,
-    state_structs,
 )
 from dapo_jax.run.programs import Transfer, compile_sampling, sharing, transfer_of
 from dapo_jax.run.prompt_sets import dated, prompt_format
 from dapo_jax.run.records import use_compilation_cache
+from dapo_jax.run.run_dir import place_of
 from dapo_jax.sampling.decoding import DecodingOptions, decoding_of_slots
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.serving.request_loop import RequestLoop
 from dapo_jax.serving.served_requests import ServedLimits
 from dapo_jax.terminal import visible
+from dapo_jax.training.state import state_structs
 
 Take = Callable[[nnx.State, int], None]
 """Serves parameters of a version (number of steps done) from now on."""
@@ -122,7 +122,7 @@ class Follower:
     def start(self, policy: Policy, take: Take) -> None:
         """Starts the thread, which calls `take` with the parameters of each new checkpoint."""
         config = load_config(self._run / "config.yaml")
-        target = state_structs(policy, optimizer_of(config.optimizer), mesh_of(ParallelConfig()))
+        target = state_structs(policy.params, optimizer_of(config.optimizer), mesh_of(ParallelConfig()))
         restore = partial(self._checkpointer.restore, target, check=check_of_readers(config, policy))
         self._thread = threading.Thread(target=self._follow, args=(restore, take))
         self._thread.start()

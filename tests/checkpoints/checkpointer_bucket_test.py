@@ -116,21 +116,21 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dapo_jax.checkpoints.checkpointer import Checkpointer
-from dapo_jax.checkpoints import sealing
+from dapo_jax.checkpoints import manifest
 from dapo_jax.parallel import processes
 
 processes.start()
 spread = NamedSharding(Mesh(np.array(jax.devices()), ("all",)), PartitionSpec("all"))
 w = np.arange(4096, dtype=np.float32)
 state = {"w": jax.make_array_from_callback(w.shape, spread, lambda cut: w[cut])}
-own = sealing.Sealing._own
+own = manifest.Sealing._own
 
 def told(self):
     found = own(self)
     print("hashed", *sorted(found), flush=True)
     return found
 
-sealing.Sealing._own = told
+manifest.Sealing._own = told
 with Checkpointer(sys.argv[1]) as checkpointer:
     checkpointer.save(1, state, {}, {})
     checkpointer.wait()

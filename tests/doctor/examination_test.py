@@ -17,7 +17,7 @@ from dapo_jax.doctor.check import Finding, Found
 from dapo_jax.doctor.examination import show, verdict
 from dapo_jax.locks import take
 from dapo_jax.parallel.weights import WeightTransfer
-from dapo_jax.run import sampler_setup, step_batches
+from dapo_jax.run import sampler_setup, training_pass
 from tests.doctor.conftest import write_model
 
 UNSURE = {"devices", "grade"}
@@ -276,7 +276,7 @@ def test_a_phase_that_raises(examined, monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("the update\nis broken")
 
-    monkeypatch.setattr(step_batches, "example_weights", broken)
+    monkeypatch.setattr(training_pass, "example_weights", broken)
     found = examined()
     message = "RuntimeError: the update is broken (in the tiny step, while updating)"
     assert only_fails(found, "step").message == message

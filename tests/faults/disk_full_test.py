@@ -1,6 +1,6 @@
-"""A disk that is full while a run saves, and while it writes metrics or rollouts: it ends, says why, and nothing earlier is damaged.
+"""If the disk is full while a run writes checkpoints, metrics or rollouts, it ends with the reason, and earlier files are whole.
 
-Each part lies on a file system of its own that has too little room: a tmpfs in a mount namespace.
+Each part is on its own small file system: a tmpfs in a mount namespace.
 """
 
 import shutil
@@ -13,7 +13,7 @@ from tests.faults.micro import assert_the_same_run, make_run
 from tests.several import ROOT
 
 ALONE = ["unshare", "--map-root-user", "--mount"]
-"""Root's rights in a namespace of mounts, which ends with the process."""
+"""Gives the rights of root in a mount namespace, which ends with the process."""
 
 SCRIPT = """
 set -e
@@ -28,7 +28,7 @@ exit $status
 """
 
 PARTS = {
-    # A checkpoint of this run takes some 100 kB: the first two or three have room, and four are to be kept.
+    # A checkpoint has about 100 kB: there is room for two or three of the four.
     "checkpoints": ("360k", "saving checkpoint step"),
     "rollouts": ("4k", "rollouts"),
     # A line is 2 kB.
@@ -56,7 +56,7 @@ def whole(tmp_path_factory):
     not can_mount(), reason="needs unshare and user namespaces, for a file system without room"
 )
 @pytest.mark.parametrize("part", PARTS)
-def test_a_run_without_room_ends_and_goes_on_where_there_is_room(part, whole, tmp_path):
+def test_a_run_on_a_full_disk_ends_and_resumes_on_a_larger_one(part, whole, tmp_path):
     room, said = PARTS[part]
     run, out = make_run(tmp_path / "full", steps=12), tmp_path / "out"
     command = [sys.executable, "-m", "dapo_jax.cli", "train", str(run.config)]

@@ -1,4 +1,4 @@
-"""Several processes: all of them stop or none, all correct or none; one says why, and one writes."""
+"""The guard of several processes stops all of them together; the first prints the reason and writes."""
 
 import json
 
@@ -51,8 +51,8 @@ def written(micro, rows, tmp_path):
     return write
 
 
-def test_all_stop_and_the_first_writes_what_was_in_the_update(written):
-    """Two updates a step, so that the second step has the fourth skipped one in a row."""
+def test_all_stop_and_the_first_writes_the_skipped_updates(written):
+    """Two updates per step: the fourth skipped update in a row is in the second step."""
     config, run = written()
     done = several.finish(several.start(NAN_LOSS, "train", config, processes=2, devices=4), within_s=600)
     assert [status for status, _ in done] == [1, 1], done

@@ -1,4 +1,4 @@
-"""A run so small that it can be killed hundreds of times: what it needs in a folder, and its command as a process of its own."""
+"""A run so small that it can be killed hundreds of times: its files, and its command as a process."""
 
 import json
 import os
@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 
 def seventh(sample):
-    """Right for about a third; waits where a file beside this one says so."""
+    """Accepts about a third of the responses; waits if there is a file grader_waits."""
     waiting = Path(__file__).with_name("grader_waits")
     if waiting.exists():
         waiting.with_name("grader_waits_now").touch()
@@ -52,7 +52,7 @@ log: {{rollouts_every_steps: 5}}
 
 @dataclass(frozen=True)
 class Run:
-    """One run's folder: its configuration, and what it leaves in `run`."""
+    """The folder of one run: its configuration, and its results in `run`."""
 
     folder: Path
 
@@ -65,7 +65,7 @@ class Run:
         return self.folder / "micro.yaml"
 
     def steps(self):
-        """Of the complete checkpoints."""
+        """Returns the steps of the complete checkpoints."""
         folder = self.run_dir / "checkpoints"
         return (
             sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
@@ -74,18 +74,18 @@ class Run:
         )
 
     def start(self, *options, **how):
-        """The command as a process."""
+        """Starts the command as a process."""
         return started("train", self.config, *options, **how)
 
     def finish(self, *options, within_s=600):
-        """Runs to the end; a failure if it does not end well."""
+        """Runs to the end, and fails if the status is not 0."""
         process = self.start(*options)
         output, _ = process.communicate(timeout=within_s)
         assert process.returncode == 0, output
         return output
 
     def wait_for(self, process, happened, within_s=120):
-        """Until that is true, while the process lives."""
+        """Waits until `happened()` is true, while the process is alive."""
         end = time.monotonic() + within_s
         while not happened():
             assert process.poll() is None, process.communicate()[0]
@@ -94,7 +94,7 @@ class Run:
 
 
 def started(*arguments, program=("-m", "dapo_jax.cli"), alone=False):
-    """`dapo-jax`, or another program of Python, as a process with one device; `alone`: in a session of its own, its output dropped."""
+    """Starts `dapo-jax` or another Python program with one device; with `alone` in its own session and without output."""
     environment = {"JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     return subprocess.Popen(
         [sys.executable, *program, *map(str, arguments)],
@@ -108,7 +108,7 @@ def started(*arguments, program=("-m", "dapo_jax.cli"), alone=False):
 
 
 def make_run(folder, *, steps, eval_every=0):
-    """A run that has not begun."""
+    """Returns a run that has not begun."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = CharTokenizer("0123456789+=:,?")
     decoder = tiny_decoder_config(
@@ -127,10 +127,7 @@ def make_run(folder, *, steps, eval_every=0):
 
 
 def kill_often(start, run_dir, *, kills, rng, longest_s):
-    """Starts a run and kills it (-9), `kills` times: each time at a random moment after it has saved a further step.
-
-    Returns how many steps were saved when it was killed last.
-    """
+    """Starts a run and kills it (-9), `kills` times: each time at a random moment after it has saved a further step."""
     run = Run(run_dir.parent)
     for _ in range(kills):
         before, process = max(run.steps(), default=0), start()
@@ -141,11 +138,10 @@ def kill_often(start, run_dir, *, kills, rng, longest_s):
         finally:
             process.kill()
             process.communicate()
-    return max(run.steps())
 
 
 def assert_the_same_run(found, expected):
-    """Bit for bit: every metric but the clock's, the weights; and all checkpoints that are left can be read."""
+    """Compares weights and all metrics that do not depend on time, bit for bit; all checkpoints must be whole."""
     assert learnt(found) == learnt(expected)
     for one, other in zip(weights_of(found), weights_of(expected), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -155,7 +151,7 @@ def assert_the_same_run(found, expected):
 
 
 def learnt(run_dir):
-    """The lines of metrics.jsonl without the clock's."""
+    """Returns the lines of metrics.jsonl without times and memory."""
     return [
         {key: value for key, value in line.items() if not key.startswith(("time/", "speed/", "memory/"))}
         for line in read_metrics(run_dir / "metrics.jsonl")

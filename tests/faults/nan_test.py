@@ -158,7 +158,7 @@ def test_a_loss_that_is_never_finite_stops_the_run_which_goes_on_from_the_last_g
         "update 2 of 2 was skipped: not finite: loss, gradient (",
         "post_mortem/step_000002_update_2 has the batch",
         # Its weights are those of before the skipped updates.
-        f"the last good checkpoint is that of step 2 in {config.run_dir}/checkpoints: --resume goes on from it",
+        f"the last good checkpoint is that of step 2 in {config.run_dir}/checkpoints: --resume continues from it",
     ):
         assert words in message
     assert [line["update/skipped_frac"] for line in steps_of(config)] == [1.0, 1.0]

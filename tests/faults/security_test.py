@@ -6,9 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from dapo_jax.cli import _parser, main
 from dapo_jax.config import load_config, to_yaml
+from dapo_jax.config.reading import _Loader
 from dapo_jax.serving.serve import ServeOptions
 from dapo_jax.text.chat import ChatTemplate
 from tests.malformed.models import model_files
@@ -17,16 +19,16 @@ ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "dapo_jax").rglob("*.py"))
 TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in SOURCES}
 RUN_CODE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "torch", "tarfile", "zipfile", "pty", "code"}  # fmt: skip
-"""Modules that run what a file says, or that unpack paths."""
+"""Modules that run code from a file, or that unpack paths."""
 CALLS = {
     "eval", "exec", "compile", "__import__", "os.system", "os.popen", "os.execv", "yaml.load", "yaml.load_all", "yaml.unsafe_load",
     "yaml.full_load", "pandas.read_pickle", "np.load", "numpy.load", "np.fromregex", "jax.numpy.load", "jnp.load", "shutil.unpack_archive",
 }  # fmt: skip
 BY_NAME = {
-    "dapo_jax/rewards/functions.py",  # what the configuration names
-    "dapo_jax/data/builders/__init__.py",  # one of the package's own builders
-    "dapo_jax/__init__.py",  # one of the package's own
-    "dapo_jax/workers/inside.py",  # the package's own loader of graders or environments
+    "dapo_jax/rewards/functions.py",  # a module of the configuration
+    "dapo_jax/workers/inside.py",  # a function of the package
+    "dapo_jax/data/builders/__init__.py",  # a builder of the package
+    "dapo_jax/__init__.py",  # a module of the package
 }
 """Files that import a module whose name is no constant."""
 SECRET = "hf_ThisIsNotToBeSeen0123456789"
@@ -47,9 +49,15 @@ def calls():
     ]
 
 
-def test_nothing_in_the_package_runs_what_a_file_says():
-    """Of `yaml`, the safe loaders; numpy's own files are not read at all."""
-    found = [f"{file}:{node.lineno} {name}" for file, node, name in calls() if name in CALLS]
+def test_nothing_in_the_package_runs_code_from_a_file():
+    """YAML is read with a subclass of `SafeLoader` only, and numpy's own files are not read at all."""
+    assert issubclass(_Loader, yaml.SafeLoader)
+    safe = ("dapo_jax/config/reading.py", "yaml.load", "Loader=_Loader")
+    found = [
+        f"{file}:{node.lineno} {name}"
+        for file, node, name in calls()
+        if name in CALLS and (file, name, ", ".join(map(ast.unparse, node.keywords))) != safe
+    ]
     for file, tree in TREES.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
@@ -72,7 +80,7 @@ def test_no_shell_is_started():
     ]
 
 
-def test_modules_are_imported_by_a_constant_name_but_where_it_is_said_why():
+def test_modules_are_imported_by_a_constant_name_except_in_the_listed_files():
     named = {
         file
         for file, node, name in calls()
@@ -102,7 +110,7 @@ def test_pickled_weights_are_refused_and_safetensors_named(suffix, inside, tmp_p
     assert not Path("opened").exists()
 
 
-def test_a_model_folder_s_own_code_is_never_looked_at(tmp_path, monkeypatch, capsys):
+def test_the_code_in_a_model_folder_is_never_read(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     files = model_files()
     files["modeling.py"] = files["tokenizer.py"] = b"open('opened', 'w')"
@@ -121,7 +129,7 @@ def test_a_model_folder_s_own_code_is_never_looked_at(tmp_path, monkeypatch, cap
 
 
 def test_a_row_cannot_name_a_reward(tmp_path, monkeypatch):
-    """Whatever a dataset says of graders, the configuration's is the one."""
+    """The grader comes from the configuration, whatever names a row has."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     Path("evil.py").write_text("open('opened', 'w')\n")
@@ -137,6 +145,8 @@ def test_a_row_cannot_name_a_reward(tmp_path, monkeypatch):
     ("source", "message"),
     [
         ("{{ ''.__class__.__mro__ }}", "tries to leave its sandbox"),
+        ("{{ messages.append(1) }}", "tries to leave its sandbox"),
+        ("{{ cycler.__init__.__globals__.os }}", "tries to leave its sandbox"),
         ("{% for i in range(10**12) %}{% endfor %}", "Range too big"),
         ("{% for i in range(9999) %}{{ 'x' * 9999 }}{% endfor %}", "4,194,304 characters"),
     ],
@@ -144,13 +154,6 @@ def test_a_row_cannot_name_a_reward(tmp_path, monkeypatch):
 def test_a_template_neither_leaves_its_sandbox_nor_runs_on(source, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         ChatTemplate(source, name="t").render([{"role": "user", "content": "1+1"}])
-
-
-def test_a_conversation_of_a_million_characters_is_rendered():
-    """The limits are far from what models are asked: 1,000 turns of 1,000 characters."""
-    turns = [{"role": ("user", "assistant")[i % 2], "content": "x" * 1000} for i in range(1000)]
-    source = "{% for m in messages %}{{ m.role ~ ': ' ~ (m.content | trim) ~ '\n' }}{% endfor %}"
-    assert len(ChatTemplate(source, name="t").render(turns)) > 1_000_000
 
 
 def test_the_server_listens_at_this_machine_alone_unless_told():
@@ -189,21 +192,12 @@ def test_a_usage_error_repeats_no_token(words, monkeypatch, capsys):
     "key", ["run_dir", "compilation_cache", "model.source", "data.path", "data.data_dir"]
 )
 def test_a_password_in_a_place_is_refused_and_not_repeated(key, capsys):
-    """It would stand in config.yaml and in what trackers are sent."""
+    """It would be written to config.yaml and sent to trackers."""
     override = f"{key}=https://me:{SECRET}@host/x"
     assert main(["config", str(ROOT / "configs" / "quickstart.yaml"), override]) == 2
     said = capsys.readouterr().err
     assert SECRET not in said
     assert f"{key}: found 'https://me:...@host/x', needs a place without a password" in said
-
-
-@pytest.mark.parametrize(
-    "source",
-    ["{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}", "{{ cycler.__init__.__globals__.os }}"],
-)
-def test_a_chat_template_does_not_leave_its_sandbox(source):
-    with pytest.raises(ValueError, match="t"):
-        ChatTemplate(source, name="t").render([{"role": "user", "content": "1+1"}])
 
 
 def test_the_readme_links_to_the_threat_model():

@@ -1,4 +1,4 @@
-"""Long runs hold their memory, and leave no process behind."""
+"""The memory of long runs does not grow, and no process is left."""
 
 import os
 import time
@@ -11,13 +11,13 @@ from tests.faults.micro import make_run, started
 from tests.several import ROOT
 
 GROWTH = 0.02
-"""Of what it holds at half time, a run may have gained so much at the end."""
+"""The growth of memory from half of the steps to the end may be at most this fraction."""
 GIVES_BACK = """
 import ctypes, sys, threading, time
 from dapo_jax.cli import main
 
 libc = ctypes.CDLL("libc.so.6")
-libc.mallopt(-8, 1)  # M_ARENA_MAX: with an arena for every few threads, what is held lies scattered over many pages
+libc.mallopt(-8, 1)  # M_ARENA_MAX: several arenas would scatter allocations over many pages
 
 def trim():
     while True:
@@ -27,11 +27,11 @@ def trim():
 threading.Thread(target=trim, daemon=True).start()
 sys.exit(main(sys.argv[1:]))
 """
-"""`dapo-jax` that gives back what it has freed: what malloc keeps else, for later, varies by more than may be gained."""
+"""`dapo-jax` that returns freed memory to the system: the memory that malloc keeps otherwise varies by more than the limit."""
 
 
 def members(session):
-    """Process ids of a session."""
+    """Returns the process ids of a session."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -44,7 +44,7 @@ def members(session):
 
 
 def held(session):
-    """Bytes of memory of its own that a session holds: without the libraries' files."""
+    """Returns the bytes of private memory of a session, without the files of libraries."""
     total = 0
     for pid in members(session):
         try:
@@ -56,7 +56,7 @@ def held(session):
 
 
 def soak(process, metrics, every_s):
-    """[(steps done, bytes held)] until the process has ended."""
+    """Returns [(steps done, bytes held)] until the process has ended."""
     seen = []
     while process.poll() is None:
         lines = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
@@ -66,7 +66,7 @@ def soak(process, metrics, every_s):
 
 
 def assert_flat(seen, steps):
-    """The least that was held in the last twentieth of the steps, against that around half of them: between a step's work and the next's."""
+    """Compares the least memory in the last twentieth of the steps with the least around half of them."""
     done, memory = seen[:, 0], seen[:, 1]
     half = memory[(done >= 0.50 * steps) & (done < 0.55 * steps)].min()
     last = memory[(done >= 0.95 * steps) & (done < steps)].min()

@@ -1,4 +1,4 @@
-"""A run whose terminal is closed, does not know a character, or was never there; and one whose output nobody reads."""
+"""A run whose terminal is closed, knows only ASCII or is missing, or whose output is no longer read."""
 
 import fcntl
 import os
@@ -31,7 +31,7 @@ sys.exit(main(sys.argv[2:]))
 
 @pytest.fixture(scope="module")
 def ascii_only(tmp_path_factory):
-    """(run, what it printed) of a run with an evaluation whose terminal knows only ASCII."""
+    """Returns a run with an evaluation in an ASCII terminal, and its output."""
     run = make_run(tmp_path_factory.mktemp("ascii"), steps=2, eval_every=2)
     process = started(run, environment=ASCII, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     shown, _ = process.communicate(timeout=300)
@@ -47,7 +47,7 @@ def started(run, *options, before=(), program=("-m", "dapo_jax.cli"), environmen
 def test_a_terminal_that_knows_only_ascii_shows_question_marks(ascii_only):
     shown = ascii_only[1].splitlines()
     [line] = [line for line in shown if line.startswith(b"eval ") and b"(step 2)" in line]
-    assert b" ? " in line, "the standard error stands behind a sign that ASCII does not have"
+    assert b" ? " in line, "the sign before the standard error is not in ASCII"
 
 
 def test_a_reader_that_leaves_does_not_end_it(ascii_only, tmp_path):
@@ -63,8 +63,8 @@ def test_a_reader_that_leaves_does_not_end_it(ascii_only, tmp_path):
 
 
 @pytest.mark.slow  # a whole process; terminal_test has the streams of commands
-def test_what_a_library_says_without_standard_streams_is_in_no_file_of_the_run(ascii_only, tmp_path):
-    """The next to be opened would have their numbers: of the pair by which signals are heard of, a line's end would be SIGUSR1."""
+def test_without_standard_streams_no_output_of_a_library_gets_into_a_file_of_the_run(ascii_only, tmp_path):
+    """Files opened later would get the numbers of the closed streams, such as the socket pair of the signal handler."""
     whole, _ = ascii_only
     run = make_run(tmp_path, steps=2, eval_every=2)
     grader = (tmp_path / "grader.py").read_text()
@@ -86,7 +86,7 @@ def test_what_a_library_says_without_standard_streams_is_in_no_file_of_the_run(a
     ("hangups", "steps"), [("stop", 40), pytest.param("nohup", 12, marks=pytest.mark.slow)]
 )
 def test_a_terminal_that_is_closed_stops_it_unless_hangups_are_ignored(hangups, steps, ascii_only, tmp_path):
-    """While the live view draws in it. The system tells the session's processes, and each write fails from there on."""
+    """While the live view is shown. The system signals the processes of the session, and each later write fails."""
     run = make_run(tmp_path, steps=steps)
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, b"\x28\0\x78\0\0\0\0\0")  # 40 lines of 120 columns
@@ -114,7 +114,7 @@ def test_a_terminal_that_is_closed_stops_it_unless_hangups_are_ignored(hangups, 
 
 
 def _read(descriptor):
-    """What the terminal shows now; the process would wait for a reader."""
+    """Reads the output of the terminal, since the process would wait for a reader."""
     os.set_blocking(descriptor, False)
     time.sleep(0.02)
     try:

@@ -1,4 +1,4 @@
-"""A run that is killed (-9) while an environment works, and resumed, is the run that was not."""
+"""A run that is killed (-9) while an environment works, and resumed, equals the uninterrupted one."""
 
 import pytest
 
@@ -15,7 +15,7 @@ from dapo_jax.environments import Step
 WAITING = Path(__file__).with_name("tool_waits")
 
 class Sums:
-    """Right is a turn whose digits add up to a number that three divides; the sum's last digit is appended. Waits where a file beside this one says so."""
+    """A turn is right if three divides the sum of its digits; the last digit of the sum is appended. Waits if there is a file tool_waits."""
 
     def episode(self, row, seed):
         return Episode()
@@ -42,7 +42,7 @@ TURNS = [
     "reward.grader=exact",
 ]
 HOW = {"waves": ["sampling.batch_invariant=true"], "in flight": IN_FLIGHT}
-"""In waves, what is read together depends on when environments answer, so that equal bits take batch-invariant sampling."""
+"""In waves the contexts of one prefill depend on when environments answer, so equal bits need batch-invariant sampling."""
 
 
 def a_run(folder, **told):
@@ -58,7 +58,7 @@ def options(run, how):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", HOW)
 def test_a_run_killed_in_the_middle_of_a_tool_call_is_the_uninterrupted_one(how, tmp_path):
-    """Twice: while the tool is called in the first step, of which there is no checkpoint, and in a later one."""
+    """Twice: in the first step, before there is a checkpoint, and in a later step."""
     whole, killed = a_run(tmp_path / "whole", steps=6), a_run(tmp_path / "killed", steps=6)
     waits, works = (killed.folder / name for name in ("tool_waits", "tool_works_now"))
     for saved in (0, 2):

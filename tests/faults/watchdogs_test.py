@@ -1,4 +1,4 @@
-"""Runs into which the cause of one warning is put: within 20 steps it is raised, and no other; a run that learns raises none."""
+"""Runs with the cause of one warning: within 20 steps it raises this warning and no other. A run that learns raises none."""
 
 import jax.numpy as jnp
 import pytest
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow
 
 
 def sure_of_itself(logprobs, old_logprobs, advantages, mask, *, weights):
-    """What is likely becomes likelier, whatever its reward."""
+    """Raises the probability of likely tokens, whatever the reward."""
     probability = jnp.exp(jnp.where(mask, logprobs, 0.0))
     return -(weights * probability).sum(), {"policy/sure": Mean(probability.sum(), weights.sum())}
 
@@ -28,7 +28,7 @@ def begins_even(sample):
 
 
 def asked_for(sample):
-    """Even or odd, by the prompt: who always says the same is right half of the time."""
+    """Wants an even or an odd token, by the prompt: a constant response is right half of the time."""
     return (int(sample.tokens[0]) + sample.prompt.ordinal) % 2 == 0
 
 
@@ -49,7 +49,7 @@ CAUSES = {
 
 @pytest.fixture
 def run(micro, run_micro, shown):
-    """Twenty steps of 8 prompts x 8 responses of up to 30 tokens; returns the metrics and what was printed."""
+    """Runs twenty steps of 8 prompts x 8 responses of up to 30 tokens, and returns the metrics and the output."""
 
     def go(**how):
         changes = {name: how.pop(name) for name in list(how) if "__" in name}
@@ -77,7 +77,7 @@ def test_each_cause_raises_its_own_warning_and_no_other(name, run):
 
 
 def begins_even_and_ends(sample):
-    """What is cut off is wrong, as it is for a real grader: or nothing would keep responses from growing to the limit."""
+    """A truncated response is wrong, as for a real grader: otherwise responses would grow to the limit."""
     return begins_even(sample) and len(sample.tokens) < 30
 
 

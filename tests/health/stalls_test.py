@@ -67,13 +67,10 @@ def test_progress_defers_the_limit(ended):
     assert not ended
 
 
-def test_without_a_limit_nothing_watches(ended):
+def test_without_a_limit_and_after_the_block_nothing_watches(ended):
     before = threading.active_count()
     with Watch(0.0, end=ended):
         assert threading.active_count() == before
-
-
-def test_after_the_block_nothing_watches(ended):
     with Watch(0.1, end=ended):
         pass
     time.sleep(0.3)

@@ -185,7 +185,6 @@ def test_a_process_that_cannot_stop_is_ended(grace_s, again, status, message):
     [
         (["", ""], 0, ""),
         (["", "SIGTERM", ""], 1, "SIGTERM"),
-        (["", "SIGTERM", ""], 0, "SIGTERM (process 1)"),
         (["", "SIGTERM", ""], 2, "SIGTERM (process 1)"),
         (["SIGTERM", "SIGINT"], 1, "SIGTERM (process 0)"),
         # Process 0 knows it from process 1, and process 2 does not know it yet.

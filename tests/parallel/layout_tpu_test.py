@@ -1,4 +1,4 @@
-"""What the TPU compiler makes of a training pass: kernels that compile, and the collectives that the layout writes out, no others."""
+"""A training pass compiled for TPU: its kernels compile, and it has only the collectives of the layout."""
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +30,10 @@ def mesh_of(topology, **axes):
 
 
 def test_weights_are_gathered_and_gradients_reduce_scattered():
-    """fsdp 2 x tensor 2. What one device receives, over axes of two devices half of what comes out of a gather:
+    """fsdp 2 x tensor 2. Over axes of two devices, a device receives half of the result of a gather:
 
-    * bfloat16 weights of a layer for the forward pass, for rematerialisation and for the gradient of what flows; embedding
-      and unembedding once, the unembedding's gradient pass gathers nothing;
+    * bfloat16 weights of a layer for the forward pass, for rematerialization and for the gradient of activations; embedding
+      and unembedding once: the gradient pass of the unembedding gathers nothing;
     * gradients of all weights in float32, reduce-scattered once.
     """
     mesh = mesh_of("v5p:2x2x1", fsdp=2, tensor=2)

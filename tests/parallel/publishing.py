@@ -1,9 +1,8 @@
-"""One of two processes with four devices each, for `weights_test.py`: `python publishing.py PORT INDEX`.
+"""One of two processes with four devices each, for `weights_test.py`.
 
 One trainer over all devices; a sampler for each process, or one for both. Prints a line after all checks have passed.
 """
 
-import sys
 from functools import cache
 
 import jax
@@ -13,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 from dapo_jax.models.folder import shapes_of
+from dapo_jax.parallel import processes
 from dapo_jax.parallel.mesh import make_mesh, make_meshes
 from dapo_jax.parallel.sharding import SAMPLER_RULES, shardings
 from dapo_jax.parallel.weights import local, weight_transfer
@@ -116,13 +116,9 @@ def check_the_wrap(meshes):
     assert pointers(local(whole, here)) == pointers(whole)
 
 
-def main(port, index):
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 4)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        f"localhost:{port}", num_processes=2, process_id=index, heartbeat_timeout_seconds=20
-    )
+def main():
+    processes.start()
+    index = jax.process_index()
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, seconds, **_: COMPILED.append(event) if "backend_compile" in event else None
     )
@@ -131,8 +127,4 @@ def main(port, index):
     meshes, _ = check({"data": 2, "fsdp": 2, "tensor": 2}, dtype="bfloat16", sampler_hosts=2)
     check_the_wrap(meshes)
     print(f"process {index} has its weights", flush=True)
-    jax.distributed.shutdown()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    processes.leave()

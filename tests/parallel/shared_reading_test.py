@@ -14,8 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dapo_jax.models.folder import load_model, save_model
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.parallel.sharding import shardings
-from dapo_jax.parallel.shared_reading import _mover, read_by_rows
+from dapo_jax.parallel.sharding import _mover, read_by_rows, shardings
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from tests import several
 
@@ -141,7 +140,7 @@ import numpy as np
 from dapo_jax.models.folder import load_model
 from dapo_jax.parallel import processes
 from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.parallel.shared_reading import read_by_rows
+from dapo_jax.parallel.sharding import read_by_rows
 from dapo_jax.parallel.sharding import shardings
 
 processes.start()

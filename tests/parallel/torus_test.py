@@ -45,8 +45,6 @@ def mean_links(devices):
         # The mesh of the 32B recipe, and its slice.
         ("v5p:4x4x8", {"tensor": 4}, {"fsdp": 3.44, "tensor": 1.5}, {"fsdp": 1.12, "tensor": 1.0}),
         ("v5p:4x4x8", {}, {"fsdp": 1.98}, {"fsdp": 1.03}),
-        ("v5p:4x4x8", {"tensor": 2}, {"fsdp": 2.47, "tensor": 1.0}, {"fsdp": 1.06, "tensor": 1.0}),
-        ("v5p:4x4x8", {"tensor": 8}, {"fsdp": 2.88, "tensor": 1.75}, {"fsdp": 2.0, "tensor": 1.0}),
         (
             "v5p:4x4x8",
             {"tensor": 4, "data": 2},
@@ -112,24 +110,23 @@ def test_the_path_turns_at_each_end_of_the_grid():
     assert order(GRID, (1, 2, 4, 1)) == [0, 4, 5, 1, 2, 6, 7, 3]  # two rings, side by side
 
 
+LAYERS = [(x, 0, z) for z in range(3) for x in range(4)]
+
+
 @pytest.mark.parametrize(
-    "processes",
-    [[0, 0, 0, 1, 1, 1, 2, 2], [0, 0, 1, 1, 2, 3, 2, 3], [0, 1, 0, 1, 0, 1, 0, 1]],
-    ids=["sizes differ", "shapes differ", "holes"],
+    ("places", "shape", "processes"),
+    [
+        (GRID, (1, 8, 1, 1), [0, 0, 0, 1, 1, 1, 2, 2]),
+        (GRID, (1, 8, 1, 1), [0, 0, 1, 1, 2, 3, 2, 3]),
+        (GRID, (1, 8, 1, 1), [0, 1, 0, 1, 0, 1, 0, 1]),
+        (GRID[:7], (1, 7, 1, 1), [0] * 7),
+        (LAYERS, (1, 2, 6, 1), [z for _, _, z in LAYERS]),
+    ],
+    ids=["block sizes differ", "block shapes differ", "holes", "incomplete grid", "axes do not divide"],
 )
-def test_blocks_that_are_not_boxes_of_one_shape_keep_their_order(processes):
-    numbers = sorted(range(8), key=lambda number: processes[number])
-    places = [GRID[number] for number in numbers]
-    assert order(places, (1, 8, 1, 1), sorted(processes)) == list(range(8))
-
-
-def test_an_incomplete_grid_keeps_its_order():
-    assert order(GRID[:7], (1, 7, 1, 1)) == list(range(7))
-
-
-def test_axes_that_do_not_divide_the_grid_keep_the_order():
-    places = [(x, 0, z) for z in range(3) for x in range(4)]
-    assert order(places, (1, 2, 6, 1), [z for _, _, z in places]) == list(range(12))
+def test_a_grid_without_equal_boxes_keeps_its_order(places, shape, processes):
+    numbers = sorted(range(len(places)), key=lambda number: processes[number])
+    assert order([places[number] for number in numbers], shape, sorted(processes)) == list(range(len(places)))
 
 
 def test_devices_without_coordinates_are_ordered_process_by_process():

@@ -1,11 +1,5 @@
 """One program transfers weights to the sampler: exact, unstacked and resharded."""
 
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +13,7 @@ from dapo_jax.parallel.mesh import make_mesh, make_meshes
 from dapo_jax.parallel.sharding import shardings
 from dapo_jax.parallel.weights import stages, weight_transfer
 from dapo_jax.testing import tiny_decoder_config, tiny_params
+from tests import several
 
 CONFIG = tiny_decoder_config(qkv_bias=True, qk_norm=True, tied_embeddings=False)
 
@@ -161,22 +156,6 @@ def test_a_split_that_both_share_needs_no_stages():
 @pytest.mark.slow  # two processes sample and train in rollout/processes_test
 def test_two_processes_have_a_copy_each_without_copying():
     """`publishing.py` has the checks of each process."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    program = Path(__file__).with_name("publishing.py")
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(program), str(port), str(index)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, env={**os.environ, "PYTHONPATH": str(program.parents[2])},
-        )
-        for index in range(2)
-    ]  # fmt: skip
-    try:
-        for index, process in enumerate(running):
-            said, _ = process.communicate(timeout=120)
-            assert process.returncode == 0, said
-            assert said.rstrip().endswith(f"process {index} has its weights"), said
-    finally:
-        for process in running:
-            process.kill()
+    program = "from tests.parallel.publishing import main\nmain()"
+    for index, output in enumerate(several.run(program, processes=2, devices=4)):
+        assert output.rstrip().endswith(f"process {index} has its weights"), output

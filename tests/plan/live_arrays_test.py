@@ -46,7 +46,7 @@ class Seen(Observer, Watch):
         self.found.setdefault(phase, []).append(sum(buffers.values()))
 
     def note(self, what, **_):
-        if what == "sampling: drawing tokens":
+        if what == "sampling tokens":
             self.look("sampling")
 
     def before_update(self, state, minibatch, *, index, count):

@@ -17,9 +17,9 @@ from dapo_jax.dapo.dynamic_sampling import ShortfallError
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.models.folder import load_model
 from dapo_jax.run.build import Run
-from dapo_jax.run.identity import IDENTITY
 from dapo_jax.run.loop import Observer, run_steps
 from dapo_jax.run.policy import Policy
+from dapo_jax.run.resume_point import IDENTITY
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.text.tokenizers import load_tokenizer
 
@@ -389,7 +389,7 @@ def test_a_run_with_a_kl_penalty_goes_on_with_the_weights_that_it_began_with(beg
 
 
 def test_where_the_checkpoint_that_was_seen_is_gone_a_run_begins_with_its_weights(micro, rows, tmp_path):
-    expected, found = (Run(micro(), prompts=rows, reward=bool, goes_on=goes_on) for goes_on in (False, True))
+    expected, found = (Run(micro(), prompts=rows, reward=bool, resumes=resumes) for resumes in (False, True))
     with Checkpointer(tmp_path) as checkpointer:
         states = [run.start(checkpointer, resume=True, say=print).state for run in (expected, found)]
     assert equal(*(map(np.asarray, jax.tree.leaves(state)) for state in states))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo_jax.checkpoints import sealing
+from dapo_jax.checkpoints import manifest
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.checkpoints.manifest import CheckpointError
 from dapo_jax.cli import _outcome
@@ -34,7 +34,7 @@ def last_line(config):
 
 
 def goes_on_from(config, step):
-    return f"the last good checkpoint is that of step {step} in {config.run_dir}/checkpoints: --resume goes on from it"
+    return f"the last good checkpoint is that of step {step} in {config.run_dir}/checkpoints: --resume continues from it"
 
 
 def raises(sample):
@@ -74,7 +74,7 @@ def test_before_the_first_step_no_checkpoint_is_promised(micro, run_micro, rows)
     with pytest.raises(RewardError) as caught:
         run_micro(config, eval_rows=rows, reward=raises)
     assert caught.value.__notes__ == [
-        "there is no checkpoint yet: --resume begins anew, also with another configuration"
+        "there is no checkpoint yet: --resume begins at step 0, also with another configuration"
     ]
     assert not saved(config)
 
@@ -115,7 +115,7 @@ def test_a_step_whose_weights_are_being_changed_is_not_promised(micro, run_micro
         run_micro(config)
     [note] = caught.value.__notes__
     assert note == (
-        "there is no checkpoint yet: --resume begins anew, also with another configuration (step 1 cannot be saved any more: the next one was changing its weights)"
+        "there is no checkpoint yet: --resume begins at step 0, also with another configuration (step 1 cannot be saved any more: the next one was changing its weights)"
     )
     assert not saved(config)
 
@@ -143,7 +143,7 @@ def unwritable(monkeypatch):
     whether one failed sees how it ended."""
 
     def make(*steps):
-        write, failure, left = sealing.write_manifest, Checkpointer.failure, list(steps)
+        write, failure, left = manifest.write_manifest, Checkpointer.failure, list(steps)
 
         def full(folder, known):
             if (step := int(folder.name.partition(".")[0])) in left:
@@ -156,7 +156,7 @@ def unwritable(monkeypatch):
                 time.sleep(0.01)
             return failure(self)
 
-        monkeypatch.setattr(sealing, "write_manifest", full)
+        monkeypatch.setattr(manifest, "write_manifest", full)
         monkeypatch.setattr(Checkpointer, "failure", later)
 
     return make

@@ -9,8 +9,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from dapo_jax.config import ConfigError
-from dapo_jax.run.identity import model_files
 from dapo_jax.run.policy import find_policy
+from dapo_jax.run.resume_point import model_files
 
 STEP = 2
 

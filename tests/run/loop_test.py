@@ -12,7 +12,7 @@ from dapo_jax.rollout.collector import Collector, Position
 from dapo_jax.rollout.group_sampling import GroupSampling
 from dapo_jax.rollout.virtual_clock import ClockSizes
 from dapo_jax.run.loop import Observer, run_steps
-from dapo_jax.run.step_batches import StepBatches
+from dapo_jax.run.training_pass import StepBatches
 from dapo_jax.training.state import TrainState
 from dapo_jax.training.update import Updater
 

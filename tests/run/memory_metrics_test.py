@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dapo_jax.run.memory_metrics import GIB, memory_metrics
+from dapo_jax.run.end_of_step import GIB, memory_metrics
 
 
 class Device:

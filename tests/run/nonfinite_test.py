@@ -5,7 +5,7 @@ import numpy as np
 
 from dapo_jax.dapo.metrics import Max, Mean
 from dapo_jax.dapo.microbatch import Microbatch
-from dapo_jax.run.nonfinite import Update, in_words
+from dapo_jax.run.guard import Update, in_words
 from dapo_jax.training.minibatch import Stack
 
 

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.run.nonfinite import nonfinite_leaves
+from dapo_jax.run.guard import nonfinite_leaves
 
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])

@@ -14,8 +14,8 @@ from dapo_jax import storage
 from dapo_jax.config import ConfigError, ModelConfig, ParallelConfig, to_yaml
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.sharding import shardings
-from dapo_jax.run.identity import model_files
 from dapo_jax.run.policy import find_policy, load_policy, mesh_of
+from dapo_jax.run.resume_point import model_files
 from tests.models.hub_server import serve_hub
 
 

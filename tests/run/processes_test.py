@@ -84,7 +84,7 @@ from dapo_jax.trackers.progress import Progress
 from dapo_jax.rollout.collector import Collector, Position
 from dapo_jax.rollout.virtual_clock import ClockSizes
 from dapo_jax.run.resume_point import ResumePoint
-from dapo_jax.run.step_batches import StepBatches
+from dapo_jax.run.training_pass import StepBatches
 from dapo_jax.training.state import TrainState
 
 processes.start()
@@ -153,8 +153,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dapo_jax.checkpoints.manifest import DamagedError
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.parallel import processes
-from dapo_jax.parallel.gather import broadcast_from_first
-from dapo_jax.checkpoints.last_intact import restore_last
+from dapo_jax.parallel.together import broadcast_from_first
 
 processes.start()
 here = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec())
@@ -172,7 +171,7 @@ with Checkpointer(sys.argv[1]) as checkpointer:
     checkpointer.wait()
     Checkpointer._meta = checked
     said = []
-    found = restore_last(checkpointer, lambda step: checkpointer.restore(state(0), step, rows=2), say=said.append)
+    found = checkpointer.restore_last(lambda step: checkpointer.restore(state(0), step, rows=2), say=said.append)
     print(f"found {found.step} {float(found.state['w'].addressable_shards[0].data[0])} {said}", flush=True)
     broadcast_from_first(b"")
 processes.leave()

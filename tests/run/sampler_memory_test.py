@@ -79,7 +79,7 @@ def sampler():
     def made(memory, **options):
         return response_sampler(
             policy, make_meshes(mesh), replace(PAGES, **options), seed=0, max_prompt_tokens=16, compute_dtype="float32",
-            group_size=4, memory=memory, beside=bytes_on_device(policy.params, mesh.shape),
+            group_size=4, memory=memory, resident=bytes_on_device(policy.params, mesh.shape),
         )  # fmt: skip
 
     return made

@@ -195,7 +195,7 @@ def test_a_resumed_run_may_go_on_for_longer(finished, micro, run_micro, same_run
     shown = io.StringIO()
     said = Progress(4, console=Console(file=shown, width=10_000))
     whole = run_micro(micro(config.run_dir), resume=True, progress=said)
-    assert f"going on from {config.run_dir}/checkpoints/2\n" in shown.getvalue()
+    assert f"continuing from {config.run_dir}/checkpoints/2\n" in shown.getvalue()
     assert equal(params_of(whole), params_of(finished))
 
 

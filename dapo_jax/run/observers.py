@@ -1,0 +1,214 @@
+"""Observers of a run: the ratio pi / pi_old of each token that is written, the progress display, and profiler traces."""
+
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+from jaxtyping import Float
+
+from dapo_jax.config import TrainConfig
+from dapo_jax.dapo.dynamic_sampling import Collected
+from dapo_jax.dapo.microbatch import Microbatch
+from dapo_jax.dapo.rollouts import Group, Rollout
+from dapo_jax.rollout.collector import Collector, Position
+from dapo_jax.run.loop import Observer, StepResult
+from dapo_jax.run.training_pass import StepBatches
+from dapo_jax.trackers.profile import Profile
+from dapo_jax.trackers.progress import Progress
+from dapo_jax.trackers.rollout_log import LOGGED_GROUPS
+from dapo_jax.training.minibatch import Minibatch, on_host
+from dapo_jax.training.state import TrainState
+from dapo_jax.training.update import Updater
+
+TokenRatios = Mapping[tuple[int, int], Float[np.ndarray, " response"] | None]
+"""(ordinal, response index) -> the ratio of each token of a trained rollout; None if the rollout is not in the loss."""
+
+
+class Ratios(Observer):
+    """Computes the ratios by a forward pass over the minibatches with written rollouts. All processes make the same calls."""
+
+    def __init__(self, config: TrainConfig, *, batches: StepBatches, updater: Updater) -> None:
+        self._config, self._batches, self._updater = config, batches, updater
+        self._wanted: set[int] = set()
+        self._groups: list[list[Group]] = []
+        self._found: dict[tuple[int, int], Float[np.ndarray, " response"] | None] = {}
+
+    def of_step(self) -> TokenRatios:
+        """Returns the ratios of the last step; empty if its rollouts are not written."""
+        return self._found
+
+    def after_sampling(self, step: int, collected: Collected) -> None:
+        """Finds the rollouts to write, and the updates that train on them."""
+        due = self._config.logs_rollouts(step)
+        self._wanted = {group.prompt.ordinal for group in collected.logged(LOGGED_GROUPS)}
+        trained = [group for group in collected.groups if due and group.prompt.ordinal in self._wanted]
+        self._found = {(g.prompt.ordinal, index): None for g in trained for index in range(len(g.rollouts))}
+        self._groups = self._batches.split(collected.groups, step) if trained else []
+
+    def before_update(self, state: TrainState, minibatch: Minibatch, *, index: int, count: int) -> None:
+        """Computes the ratios under the weights before the update."""
+        groups = self._groups[index] if self._groups else []
+        wanted = [group for group in groups if group.prompt.ordinal in self._wanted]
+        if not wanted:
+            return
+        ratios = self._updater.ratios(state, minibatch, first=index == 0)
+        # The same response to the same prompt has the same ratios at every place of the minibatch.
+        of_text = {
+            tokens.tobytes(): values
+            for stack, found in zip(minibatch, on_host(ratios), strict=True)
+            for tokens, values in responses_in(on_host(stack.microbatches), found)
+        }
+        for group in wanted:
+            for index, rollout in enumerate(group.rollouts):
+                self._found[group.prompt.ordinal, index] = _of_rollout(group, rollout, of_text)
+
+
+def _of_rollout(
+    group: Group, rollout: Rollout, of_text: Mapping[bytes, np.ndarray]
+) -> Float[np.ndarray, " response"] | None:
+    """Returns the values of a rollout's tokens, NaN for tokens that were not sampled; None if it is not in the loss."""
+    response, found = rollout.response, None
+    for context, first, stop in response.parts(group.prompt.tokens):
+        tokens = np.concatenate([context, response.tokens[first:stop]]).astype(np.int32)
+        if (values := of_text.get(tokens.tobytes())) is None:
+            continue
+        if found is None:
+            found = np.full(len(response.tokens), np.nan, values.dtype)
+        found[first:stop][response.sampled[first:stop]] = values
+    return found
+
+
+def responses_in(
+    stack: Microbatch, values: Float[np.ndarray, "capacity rows seq"]
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields for each response in the loss of a stack [capacity, rows, seq]: tokens of prompt and response, values of the sampled tokens."""
+    for place in np.ndindex(stack.mask.shape[:2]):
+        tokens, mask = np.asarray(stack.tokens[place]), np.asarray(stack.mask[place])
+        segments, prefixes = np.asarray(stack.segment_ids[place]), np.asarray(stack.prefix_ids[place])
+        for segment in np.unique(segments[mask]):
+            sampled = mask & (segments == segment)
+            seen = (segments == segment) | (segments == prefixes[sampled][0])
+            yield tokens[seen], np.asarray(values[place])[sampled]
+
+
+_QUOTED = 200
+"""Characters of a prompt and of a response that a message quotes."""
+
+
+class StepProgress(Observer):
+    """Shows how far sampling and updates of a step are, and warns about groups without signal and responses without a verdict."""
+
+    def __init__(self, config: TrainConfig, shown: Progress) -> None:
+        self._shown = shown
+        self._by_score = config.dynamic_sampling.metric == "score"
+        self._warned = self._warned_lost = False
+
+    def before_sampling(self, position: Position, collector: Collector) -> None:
+        """Shows that sampling begins."""
+        self._step, self._began, self._now = position.step + 1, position.cursor, collector
+        self._first_wave = 0
+        self._example: tuple[Group, int] | None = None
+        self._shown.phase("sample", 0, collector.needed)
+
+    def on_group(self, group: Group, collector: Collector) -> None:
+        """Shows the groups so far. Each warning is shown once per run."""
+        sampled, tally = self._now.cursor - self._began, self._now.tally
+        self._first_wave = self._first_wave or sampled
+        self._example = self._example or _with_answer(group)
+        self._shown.phase("sample", collector.kept, collector.needed)
+        stage = f"{self._now.stage}  " if self._now.stage else ""
+        found = (
+            f"scores differ in {tally.differing}"
+            if self._by_score
+            else f"mixed {tally.mixed}  all right {tally.correct}  all wrong {tally.wrong}"
+        )
+        self._shown.wave(f"{stage}prompts {tally.groups}/{sampled}  {found}")
+        lost = next((each.verdict for each in group.rollouts if each.verdict.lost), None)
+        if lost is not None and not self._warned_lost:
+            self._warned_lost = True
+            self._shown.message(
+                f"step {self._step}: a response to prompt {group.prompt.ordinal} got no verdict ({lost.reason or lost.lost}) and counts as "
+                f"{'the worst of its group' if self._by_score else 'wrong'}; reward/lost counts further ones"
+            )
+        if not self._warned and tally.groups >= self._first_wave and (why := self._without_signal()):
+            self._warned = True
+            self._shown.message(f"step {self._step}: {why}. {_quoted(*(self._example or (group, 0)))}")
+
+    def before_update(self, state: TrainState, minibatch: Minibatch, *, index: int, count: int) -> None:
+        """Shows how many updates are done."""
+        self._shown.phase("update", index, count)
+
+    def _without_signal(self) -> str:
+        """Returns why no group so far has a signal; an empty text if a group has a signal, or if all are right."""
+        tally = self._now.tally
+        if self._by_score:
+            if tally.differing:
+                return ""
+            return (
+                f"in none of the {tally.groups} groups so far do the scores differ, so there is nothing to learn from yet: the reward function "
+                "may return the same score for every response"
+            )
+        if tally.wrong < tally.groups:
+            return ""
+        if tally.differing:
+            return (
+                f"every response in {tally.groups} groups counts as wrong, since only a score above 0 is right; yet the scores differ in "
+                f"{tally.differing}: if the reward is a number rather than a verdict, set dynamic_sampling.metric=score"
+            )
+        return (
+            f"every response in {tally.groups} groups is wrong, so there is nothing to learn from yet. If the response below is right, the "
+            "grader (reward.grader) does not accept its form, or looks for the answer elsewhere. If the model does not know the form of the "
+            "question, change prompt or template (dapo-jax data show prints prompts as a model reads them). Else the task is too hard for "
+            "it: warm it up (dapo-jax sft), or begin with easier prompts"
+        )
+
+
+def _with_answer(group: Group) -> tuple[Group, int] | None:
+    """Returns group and index of a response from which an answer was extracted; groups without texts have none."""
+    for index, rollout in enumerate(group.rollouts):
+        if rollout.text and rollout.verdict.extracted is not None:
+            return group, index
+    return None
+
+
+def _quoted(group: Group, index: int) -> str:
+    prompt, rollout = group.prompt, group.rollouts[index]
+    verdict = rollout.verdict
+    judged = "no answer found" if verdict.extracted is None else f"extracted {_end_of(verdict.extracted)}"
+    if verdict.score is not None:
+        judged = f"score {verdict.score:.3g}"
+    reason = f" ({_end_of(verdict.reason)})" if verdict.reason else ""
+    return (
+        f"For example prompt {prompt.ordinal}, {_end_of(prompt.text)}, answer {_end_of(prompt.answer)}: "
+        f"response {_end_of(rollout.text)}, {judged}{reason}"
+    )
+
+
+def _end_of(text: str) -> str:
+    """Returns the end of a text, where answers are."""
+    return repr(text if len(text) <= _QUOTED else f"...{text[-_QUOTED:]}")
+
+
+class FolderCheck(Observer):
+    """Calls `check` after each step, which raises LockLostError if another run has taken over the folder."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
+
+    def after_step(self, result: StepResult) -> None:
+        """Checks before later observers write."""
+        self._check()
+
+
+class TracedSteps(Observer):
+    """Begins and ends the traces of the steps that are profiled."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+
+    def before_sampling(self, position: Position, collector: Collector) -> None:
+        """Begins the trace of the step."""
+        self._profile.begin(position.step + 1)
+
+    def after_step(self, result: StepResult) -> None:
+        """Ends the trace of the step."""
+        self._profile.end(result.position.step)
