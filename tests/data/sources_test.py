@@ -1,5 +1,8 @@
 """Datasets are prepared at first use, once, by two processes at a time, and without TensorFlow."""
 
+import hashlib
+import importlib
+import json
 import subprocess
 import sys
 
@@ -86,3 +89,22 @@ def test_two_processes_prepare_at_once_without_tensorflow_and_print_nothing(tmp_
     for (out, err), code in results:
         assert code == 0, err
         assert out == f"7100 {left}+{right} False\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "prepared", "digests"),
+    [
+        ("arithmetic", "mix_00f26ee6", {"train": "ec2def303cb4", "test": "20b4ffb7f656"}),
+        ("chain_sums", "mix_a4dc584d", {"warm_start": "d13a677f3bf4", "train": "a29746da532e", "test": "3c8605615562"}),
+        ("guess_number", "range_9b29ccfe", {"train": "d2b093d5d691", "test": "566cc7d02b33", "demonstrations": "3c37c7def913"}),
+        ("one_digit_arithmetic", "seed_0_test_100", {"train": "d6f8e7215375", "test": "22a0ef62f7fd"}),
+    ],
+)  # fmt: skip
+def test_the_rows_and_names_of_generated_datasets_are_those_of_the_published_results(
+    tmp_path, name, prepared, digests
+):
+    module = importlib.import_module(f"dapo_jax.data.builders.{name}")
+    builder = module.Builder(data_dir=tmp_path, file_format="array_record")
+    assert builder.builder_config.name == prepared
+    rows = {split: json.dumps(list(rows)).encode() for split, rows in builder.splits().items()}
+    assert {split: hashlib.sha256(text).hexdigest()[:12] for split, text in rows.items()} == digests
