@@ -25,7 +25,7 @@ from typing import IO, Any, TypeAlias, TypeVar
 
 from etils import epath
 
-from dapo_jax.extras import how_to_install
+from dapo_jax.hints import how_to_install
 
 AnyPath: TypeAlias = Path | epath.Path
 """A local path, or a path in a bucket."""
@@ -117,7 +117,7 @@ def entries(folder: AnyPath) -> list[AnyPath]:
     """Returns the sorted entries of `folder`; none if it does not exist."""
     try:
         return sorted(folder.iterdir())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
 
 
@@ -156,7 +156,7 @@ def stored_files(folder: AnyPath) -> dict[str, tuple[int, str]]:
 
 
 def _raise_listing(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError):
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
         raise error
 
 

@@ -91,8 +91,7 @@ def microbatches(groups: Sequence[Group]) -> list[dict[str, np.ndarray]]:
             batch["sampler_logprobs"][row, start:stop] = rollout.response.logprobs
             batch["advantages"][row] = advantage
             row += 1
-    # The token-level mean (Eq. 12, over the whole update as in the released code): 1 / tokens on the mask, however microbatches fall.
-    # So the gradients of microbatches are added, never averaged.
+    # The token-level mean (Eq. 12, over the whole update as in the released code): 1 / tokens on the mask. So microbatches' gradients are added.
     batch["weights"] = np.asarray(token_weights(batch["mask"]))
     return [{name: array[at : at + ROWS] for name, array in batch.items()} for at in range(0, count, ROWS)]
 
@@ -133,7 +132,7 @@ def main() -> float:
     config, params = load_model(folder)
     graph = graph_of(config)
 
-    # The data: every prompt of the run has an ordinal. Ordinal and seed determine the row and all random numbers of its responses.
+    # The data: a prompt's ordinal and the seed determine its row and all random numbers of its responses.
     prompts = PromptSource(
         load_rows("arithmetic", "train", data_dir=options.data_dir),
         tokenizer,
@@ -195,13 +194,8 @@ def main() -> float:
 
     print(f"before training: accuracy {accuracy():.3f}", flush=True)
     cursor = 0
-    waves = ClockSizes(  # a wave has as many prompts as a step trains on
-        in_flight=options.prompts_per_step * GROUP_SIZE,
-        samples_per_prompt=GROUP_SIZE,
-        needed=options.prompts_per_step,
-        verdict_rounds=0,
-        waves=True,
-    )
+    needed = options.prompts_per_step  # as many prompts as a wave has
+    waves = ClockSizes(in_flight=needed * GROUP_SIZE, samples_per_prompt=GROUP_SIZE, needed=needed, verdict_rounds=0, waves=True)  # fmt: skip
     for step in range(1, options.steps + 1):
         # 1. Sample until enough groups are neither all right nor all wrong (Eq. 11, Algorithm 1).
         sampler_weights = transfer(params)
@@ -211,8 +205,7 @@ def main() -> float:
         def draw(count: int, collector: Collector = collector, waiting: list[int] = waiting) -> list[Prompt]:
             if not waiting:  # the next wave, as soon as it is certain to be needed
                 waiting.extend(one.ordinal for one in collector.start() if one.index == 0)
-            taken, waiting[:] = waiting[:count], waiting[count:]
-            return [prompts[ordinal] for ordinal in taken]
+            return [prompts[waiting.pop(0)] for _ in range(min(count, len(waiting)))]
 
         # The sampler asks for prompts while groups end, so waves overlap. Keys are folded from ordinals.
         for prompt, responses in sample(sampler_weights, draw, key=train_key, samples_per_prompt=GROUP_SIZE):
@@ -220,8 +213,7 @@ def main() -> float:
         collected = collector.finish()
         cursor = collected.cursor
 
-        # 2. Split the groups into updates. The old policy of all of them is the one that sampled, so its log-probabilities are
-        #    computed before the first update, by the function that the updates use.
+        # 2. Split the groups into updates. Their old policy is the one that sampled: its log-probabilities are computed first.
         order = np.random.default_rng(step).permutation(len(collected.groups))
         updates = [
             microbatches([collected.groups[i] for i in order[start : start + GROUPS_PER_UPDATE]])

@@ -381,7 +381,7 @@ def test_data_without_a_signal_is_one_message_with_counts_and_status_1(grader, c
     """Four waves of two prompts, then it is over."""
     assert main(cut(tmp_path / "run", grader)) == 1
     message = one_message(capsys, "train")
-    assert "found 0 of the 2 informative groups it needs in 4 waves" in message
+    assert "found 0 of the 2 informative groups it needs" in message
     assert counts in message
 
 

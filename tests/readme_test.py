@@ -46,7 +46,7 @@ RUN_ELSEWHERE = {
     (
         "adapters.md",
         "from transformers import AutoModelForCausalLM",
-    ): "tests/models/adapter_folder_test.py::test_what_the_page_prints_opens_an_adapter",
+    ): "tests/models/adapter_folder_test.py::test_the_code_of_the_documentation_opens_an_adapter",
     ("guards.md", "import numpy as np"): "tests/faults/nan_test.py::test_the_page_opens_a_post_mortem",
 }
 """Programs that are indented instead of fenced, because they need a server or a failed run: page and first line -> the test that runs them."""

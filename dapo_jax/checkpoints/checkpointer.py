@@ -44,8 +44,8 @@ from dapo_jax.checkpoints.retention import Keeping, quiet_orbax
 from dapo_jax.checkpoints.sealing import Sealing
 from dapo_jax.config import ConfigError
 from dapo_jax.parallel.gather import all_gather_bytes, by_first
-from dapo_jax.plain_json import read_object
 from dapo_jax.storage import file_bytes, in_bucket, path_of
+from dapo_jax.text.plain_json import read_object
 
 SCHEMA_VERSION = 1
 """Version of the layout above and of the `meta` item; must be raised when an older reader could not read it."""

@@ -20,8 +20,8 @@ import numpy as np
 from etils import epath
 from jaxtyping import PyTree, UInt8
 
-from dapo_jax.plain_json import read_object
 from dapo_jax.storage import entries, file_bytes, in_bucket, move_folder, stored_files
+from dapo_jax.text.plain_json import read_object
 
 MANIFEST = "sha256.json"
 

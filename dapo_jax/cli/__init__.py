@@ -19,7 +19,7 @@ from dapo_jax.cli.arguments import printable
 from dapo_jax.config import ConfigError, TrainConfig
 from dapo_jax.config.section import leaf_types
 from dapo_jax.health.stopping import STOPPED, StoppedError, stopped_by_signals
-from dapo_jax.nearest import nearest
+from dapo_jax.hints import nearest
 from dapo_jax.parallel import processes
 from dapo_jax.parallel.libtpu import keep_quiet
 from dapo_jax.terminal import lasting_streams

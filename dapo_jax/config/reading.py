@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from dapo_jax.config.keys import ConfigError
-from dapo_jax.nearest import nearest
+from dapo_jax.hints import nearest
 from dapo_jax.storage import AnyPath, entries
 
 _PACKAGE = Path(__file__).parent.parent
@@ -53,7 +53,7 @@ def read_yaml(text: str) -> Any:
     Raises:
         yaml.YAMLError: it is not YAML, contains a tag, or has a key twice in one section.
     """
-    return yaml.load(text, Loader=_Loader)
+    return _Loader(text).get_single_data()
 
 
 def write_yaml(values: Mapping[str, Any]) -> str:

@@ -26,7 +26,7 @@ from dapo_jax.config.keys import (
 )
 from dapo_jax.config.section import Section, due, entries, field_types, leaf_types, rules_by_key
 from dapo_jax.config.values import refuse
-from dapo_jax.nearest import nearest
+from dapo_jax.hints import nearest
 
 
 @dataclass(frozen=True, kw_only=True)

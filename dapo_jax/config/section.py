@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar, cast, get_type_hints
 
 from dapo_jax.config.keys import ConfigError, Rules, needed, rules_of
 from dapo_jax.config.values import check_value, refuse
-from dapo_jax.nearest import nearest
+from dapo_jax.hints import nearest
 
 _Entry = TypeVar("_Entry")
 

@@ -8,7 +8,7 @@ from types import NoneType
 from typing import Any, NoReturn, get_args, get_origin
 
 from dapo_jax.config.keys import ConfigError, Rules
-from dapo_jax.nearest import nearest
+from dapo_jax.hints import nearest
 
 _PLACES = ("run_dir", "compilation_cache", "source", "path", "data_dir")
 """Last names of the keys that hold a folder, a file or the name of a model."""

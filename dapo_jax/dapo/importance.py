@@ -29,7 +29,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dapo_jax.dapo.losses import MAX_LOG_RATIO
 from dapo_jax.dapo.metrics import Max, Metric, token_mean
-from dapo_jax.nearest import nearest
+from dapo_jax.hints import nearest
 
 CORRECTIONS = ("none", "truncate", "mask", "mask_responses")
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dapo_jax.dapo.log_ratios import k3
 from dapo_jax.dapo.metrics import Max, Mean, Metric
-from dapo_jax.nearest import nearest
+from dapo_jax.hints import nearest
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +-20 before exp: e^20 = 4.9e8 still squares and sums within float32."""

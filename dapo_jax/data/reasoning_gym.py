@@ -11,8 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from dapo_jax.extras import how_to_install
-from dapo_jax.nearest import nearest
+from dapo_jax.hints import how_to_install, nearest
 
 PREFIX = "reasoning_gym:"
 TRAIN_QUESTIONS, TEST_QUESTIONS = 4096, 256

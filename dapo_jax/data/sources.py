@@ -17,7 +17,7 @@ from dapo_jax.data import builders
 from dapo_jax.data.files import Files
 from dapo_jax.data.reasoning_gym import PREFIX, reasoning_gym_rows
 from dapo_jax.data.rows import LoadedRows
-from dapo_jax.nearest import nearest
+from dapo_jax.hints import nearest
 
 if TYPE_CHECKING:
     from dapo_jax.data.own_builder import OwnBuilder

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 
 from dapo_jax.doctor.check import Found
-from dapo_jax.extras import how_to_install
+from dapo_jax.hints import how_to_install
 from dapo_jax.parallel.device_memory import device_bytes
 from dapo_jax.run.disk_space import SPARE, gib, nearest, room_for
 from dapo_jax.run.records import use_compilation_cache

@@ -10,7 +10,7 @@ from typing import Any
 
 from dapo_jax.environments.adapters import ADAPTERS
 from dapo_jax.environments.protocol import Environment, Step, Turn
-from dapo_jax.nearest import nearest
+from dapo_jax.hints import nearest
 from dapo_jax.rewards.functions import load_function, loading
 
 HIGHER, LOWER = ">", "<"

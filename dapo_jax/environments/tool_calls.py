@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dapo_jax.plain_json import read_numbers
+from dapo_jax.text.plain_json import read_numbers
 
 MOST_CALLS = 16
 """Number of calls that a turn may contain. The next one becomes a `BrokenCall`, and later ones are ignored."""

@@ -15,8 +15,8 @@ from dapo_jax.models.config_json import describe, understand
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.safetensors_files import SafetensorsFolder, write_json, write_tensors
 from dapo_jax.models.tensors import ByRows, Tensor, exported, place, shapes_of
-from dapo_jax.plain_json import read_object
 from dapo_jax.storage import AnyPath, file_bytes, path_of
+from dapo_jax.text.plain_json import read_object
 
 __all__ = ["load_model", "read_config", "read_json", "save_model", "shapes_of", "write_model"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax.extras import how_to_install
+from dapo_jax.hints import how_to_install
 from dapo_jax.models.config_json import FAMILIES, WHAT_LOADS
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.rope import RopeScaling, rope_frequencies

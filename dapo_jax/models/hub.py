@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dapo_jax.extras import how_to_install
+from dapo_jax.hints import how_to_install
 
 PATTERNS = ("*.safetensors", "*.json", "*.jinja")
 """The files that are downloaded: neither code nor pickled weights."""

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, replace
 
+from dapo_jax.hints import nearest
 from dapo_jax.models.lora import LoraShape
 from dapo_jax.models.rope import RopeScaling
-from dapo_jax.nearest import nearest
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,6 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from dapo_jax.models.tensors import Cut, Shape, Tensor
-from dapo_jax.plain_json import read_object
 from dapo_jax.storage import (
     AnyPath,
     entries,
@@ -26,6 +25,7 @@ from dapo_jax.storage import (
     size_of,
     write_whole,
 )
+from dapo_jax.text.plain_json import read_object
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")

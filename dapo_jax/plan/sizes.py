@@ -1,10 +1,10 @@
 """The sizes of the model that a configuration names, found without its weights, a tokenizer or the network."""
 
 from dapo_jax.config import ConfigError, ModelConfig
+from dapo_jax.hints import nearest
 from dapo_jax.models.config_json import FAMILIES, WHAT_LOADS
 from dapo_jax.models.folder import read_config
 from dapo_jax.models.presets import PRESETS, DecoderConfig, preset
-from dapo_jax.nearest import nearest
 from dapo_jax.run.policy import folder_of, read_base
 
 _PUBLISHERS = {"smollm2": "HuggingFaceTB/SmolLM2", "llama": "meta-llama/Llama", "qwen": "Qwen/Qwen"}

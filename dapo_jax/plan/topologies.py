@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import jax
 
 from dapo_jax.config import ConfigError
-from dapo_jax.extras import how_to_install
-from dapo_jax.nearest import nearest
+from dapo_jax.hints import how_to_install, nearest
 from dapo_jax.parallel.libtpu import WITHOUT_TPU
 from dapo_jax.plan.chips import CHIPS, Chip
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dapo_jax.config import ConfigError
-from dapo_jax.extras import how_to_install
+from dapo_jax.hints import how_to_install
 from dapo_jax.report.panels import OTHER, Panel
 from dapo_jax.report.tables import Column, Table
 

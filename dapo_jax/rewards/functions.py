@@ -17,7 +17,7 @@ from typing import Any
 
 from dapo_jax.dapo.rollouts import Verdict, as_float, plain_scalar
 from dapo_jax.health.stopping import StoppedError
-from dapo_jax.nearest import nearest
+from dapo_jax.hints import nearest
 from dapo_jax.rewards.adapters import ADAPTERS
 from dapo_jax.rewards.graders import GRADERS, ROW_GRADERS, exact_grader
 from dapo_jax.rewards.sample import Sample, handed_over

@@ -20,9 +20,10 @@ def place_of(value: str | AnyPath, *, key: str, write: bool) -> AnyPath:
     """
     try:
         folder = path_of(value)
+        folder.exists()  # raises for a name that the file system does not take
         check_access(folder, write=write)
         return folder if in_bucket(folder) else Path(folder).absolute()
-    except (ValueError, FileNotFoundError) as error:  # the working folder was removed
+    except (ValueError, OSError) as error:
         raise ConfigError(f"{key}={value}: {error}") from error
 
 

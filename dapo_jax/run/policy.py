@@ -76,7 +76,7 @@ class Policy:
     frozen: nnx.State = field(default_factory=lambda: nnx.State({}))
     """The base of LoRA adapters: layers stacked, or apart if the sampler uses the same arrays (`parallel.weights.shares_base`)."""
     base: str = ""
-    """With LoRA, the `model.source` of the base."""
+    """The `model.source` of a LoRA base."""
     revision: str = ""
     """The revision of the base that was requested from the hub."""
     step: int = 0

@@ -14,8 +14,8 @@ from dapo_jax import locks
 from dapo_jax.config import ConfigError, TrainConfig, load_config, to_yaml
 from dapo_jax.config.loading import changed_keys
 from dapo_jax.config.schema import FREE_TO_CHANGE
+from dapo_jax.hints import nearest
 from dapo_jax.locks import Lock, Lost
-from dapo_jax.nearest import nearest
 from dapo_jax.parallel.gather import all_gather_bytes, by_first
 from dapo_jax.run.folders import locked, place_of
 from dapo_jax.run.prompt_sets import dated

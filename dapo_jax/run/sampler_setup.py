@@ -118,7 +118,7 @@ def response_sampler(
     try:
         engine = engine_of(
             decoder,
-            meshes.sampler,
+            mesh=meshes.sampler,
             slots=sampling.slots,
             capacity=capacity,
             steps_per_call=sampling.steps_per_call,

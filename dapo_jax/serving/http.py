@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import jax
 
 from dapo_jax.config import ConfigError
-from dapo_jax.extras import how_to_install
+from dapo_jax.hints import how_to_install
 from dapo_jax.run.policy import Policy
 from dapo_jax.run.programs import Transfer, compile_sampling
 from dapo_jax.sampling.decoding import DecodingOptions, decoding_of_slots

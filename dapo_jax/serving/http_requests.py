@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Int
 from msgspec import Meta
 
-from dapo_jax.nearest import nearest
+from dapo_jax.hints import nearest
 from dapo_jax.sampling.decoding import DecodingOptions
 from dapo_jax.text.conversations import conversation_ids
 from dapo_jax.text.stop_strings import StopStrings

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from dapo_jax.config import ConfigError
-from dapo_jax.extras import how_to_install
+from dapo_jax.hints import how_to_install
 from dapo_jax.run.policy import Policy
 from dapo_jax.run.programs import Transfer
 from dapo_jax.sampling.decoding import decoding

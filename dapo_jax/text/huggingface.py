@@ -21,10 +21,10 @@ import numpy as np
 import tokenizers
 from jaxtyping import Int, Int32
 
-from dapo_jax.plain_json import read_object
 from dapo_jax.storage import files_of, path_of, write_whole
 from dapo_jax.text.chat import ChatTemplate
 from dapo_jax.text.guards import Guards
+from dapo_jax.text.plain_json import read_object
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "special_tokens_map.json"

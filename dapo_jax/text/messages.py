@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax.plain_json import read_numbers
+from dapo_jax.text.plain_json import read_numbers
 
 DEEPEST = 64
 """Limit of nested lists and objects."""

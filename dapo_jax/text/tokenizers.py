@@ -13,9 +13,9 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int, Int32
 
-from dapo_jax.plain_json import read_object
 from dapo_jax.storage import AnyPath, file_bytes, files_of, path_of, write_whole
 from dapo_jax.text.chat import ChatTemplate
+from dapo_jax.text.plain_json import read_object
 
 PAD_ID = 0
 EOS_ID = 1

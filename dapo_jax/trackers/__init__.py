@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from typing import Protocol, runtime_checkable
 
 from dapo_jax.config import ConfigError, LogConfig
-from dapo_jax.extras import how_to_install
+from dapo_jax.hints import how_to_install
 from dapo_jax.trackers.json_lines import JsonlTracker, read_metrics
 from dapo_jax.trackers.tensorboard import TensorBoardTracker
 from dapo_jax.trackers.wandb import WandbTracker, has_wandb_key, wandb_mode

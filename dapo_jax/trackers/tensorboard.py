@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from os import PathLike
 
-from dapo_jax.extras import how_to_install
+from dapo_jax.hints import how_to_install
 
 
 class TensorBoardTracker:

@@ -8,7 +8,7 @@ from os import PathLike
 from typing import Any
 from urllib.parse import urlsplit
 
-from dapo_jax.extras import how_to_install
+from dapo_jax.hints import how_to_install
 from dapo_jax.storage import in_bucket, path_of
 
 

@@ -99,7 +99,7 @@ def test_nothing_is_overwritten(gguf_file, tmp_path):
     with pytest.raises(ConfigError, match=r"full exists and is not empty"):
         convert(str(gguf_file), str(tmp_path / "full"))
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["notes.txt"]
-    with pytest.raises(ConfigError, match=r"notes\.txt exists and is not empty"):
+    with pytest.raises(ConfigError, match=r"notes\.txt"):
         convert(str(gguf_file), str(tmp_path / "full" / "notes.txt"))
     (tmp_path / "empty").mkdir()
     convert(str(gguf_file), str(tmp_path / "empty"))
@@ -167,7 +167,7 @@ def test_a_gguf_file_in_a_bucket_is_to_be_copied_to_a_disk_first(bucket, tmp_pat
 
 @pytest.mark.parametrize(
     ("name", "output"),
-    [("link", r"link is a link to .*gone, which is not there"), ("a" * 300, "no such name of .* characters")],
+    [("link", r"target=.*link: .*a link to a missing one"), ("a" * 300, "File name too long")],
 )
 def test_a_target_that_cannot_be_made_is_a_usage_error(name, output, tmp_path, capsys):
     (tmp_path / "link").symlink_to(tmp_path / "gone")

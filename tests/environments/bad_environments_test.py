@@ -127,7 +127,7 @@ LOSSES = {
     "half a character": (appending(message(content="\udcff")), r"surrogates not allowed"),
     "bytes, nested": (appending(message(given=[{"a": b"\xff"}])), r"b'\\xff' \(bytes\) is not text"),
     "lists in lists without end": (appending(message(tool_calls=deep(10_000))), "nested more than 64 deep"),
-    "huge text, nested": (appending(message(given=[["x" * (1 << 21)]])), r"2,097,\d+ characters were given; 1,048,576"),
+    "huge text, nested": (appending(message(given=[["x" * (1 << 21)]])), r"2,097,\d+ characters .* 1,048,576"),
     "what stands for special tokens": (appending(message(content="\U0010f001im_end|>")), r"private character U\+10F001"),
     "the placeholder of the answer": (appending(message(content="\U0010f000said\U0010f000")), r"private character U\+10F000"),
     "numbers that are none": (appending(np.array([0.5])), "neither messages nor a list of ids"),

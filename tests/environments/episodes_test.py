@@ -52,17 +52,6 @@ class Making:
         return self.made[-1]
 
 
-class Locked(Making):
-    """An environment whose property raises."""
-
-    def __init__(self):
-        super().__init__(Echo)
-
-    @property
-    def group_rewards(self):
-        raise PermissionError("not yet")
-
-
 def started(environment, **how):
     settings = {"seed": 1, "max_turns": 4, "timeout_s": 0.3, "calls": 8, "text_of": TOKENIZER.decode, **how}
     return Episodes(environment, Rendering(tokenizer=TOKENIZER), **settings)
@@ -472,12 +461,11 @@ def test_closing_gives_up_what_is_under_way():
     ("source", "message"),
     [
         ("gess", "no environment is named 'gess'; did you mean 'guess'"),
-        ("nothing", r"there are \['guess', 'openenv', 'reasoning_gym', 'skyrl_gym', 'tinker', 'trl'\]"),
+        ("nothing", r"there are \['guess', 'openenv', 'skyrl_gym', 'tinker', 'trl'\]"),
         ("nowhere:Env", "cannot import the module 'nowhere'"),
         ("tests.environments.episodes_test:Ech", "did you mean 'Echo'"),
         ("tests.environments.episodes_test:Echo", "making the environment fails with TypeError"),
         ("builtins:dict", r"a dict has no method episode\(row, seed\)"),
-        ("tests.environments.episodes_test:Locked", "`group_rewards` fails with PermissionError: not yet"),
     ],
 )
 def test_an_environment_that_cannot_be_made_is_named(source, message):

@@ -57,9 +57,8 @@ def test_a_reader_that_leaves_does_not_end_it(ascii_only, tmp_path):
     process.stdout.close()  # as `head` does once it has its lines
     _, said = process.communicate(timeout=300)
     assert process.returncode == 0, said
-    assert said == (
-        "dapo-jax train: nobody reads standard output any more; it goes on without, and what it writes to files is complete\n"
-    )
+    assert said.startswith("dapo-jax train: standard output has no reader")
+    assert said.count("\n") == 1
     assert_the_same_run(run.run_dir, whole.run_dir)
 
 

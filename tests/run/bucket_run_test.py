@@ -134,7 +134,9 @@ def test_what_reads_a_run_reads_one_in_a_bucket(resumed, finished, rows, tmp_pat
         for where in (RUN, finished.run_dir)
     ]
     assert scores[0] == scores[1]
-    assert len(score(f"{RUN}/rollouts", ["exact"], workers=0).rows) == 12  # three files of one group of four
+    assert (
+        len(score(f"{RUN}/rollouts", ["exact"], workers=0).rows) == 36
+    )  # three files of three groups of four
     assert convert(RUN, "gs://runs/converted").files == ("config.json", "model.safetensors", "tokenizer.json")
     convert(str(finished.run_dir), str(tmp_path / "converted"))
     written = (path_of("gs://runs/converted") / "model.safetensors").read_bytes()

@@ -127,14 +127,14 @@ def test_the_trained_model_is_written_as_a_folder(finished):
 
 
 def test_rollouts_to_read_are_written_when_due(finished):
-    """The first step, the last, and every two steps, one group of four."""
+    """The first step, the last, and every two steps: the three groups of the first step, of four responses."""
     files = sorted(path.name for path in (finished.run_dir / "rollouts").iterdir())
     assert files == [f"step_00000{step}.{kind}" for step in (1, 2, 4) for kind in ("jsonl", "txt")]
     rows = read_rollouts(finished.run_dir / "rollouts" / files[0])
-    assert len(rows) == 4
+    assert len(rows) == 12
     text = (finished.run_dir / "rollouts" / files[1]).read_text()
     assert all(row["response"] in text for row in rows)
-    assert len({row["ordinal"] for row in rows}) == 1
+    assert len({row["ordinal"] for row in rows}) == 3
     assert all(row["correct"] == (sum(row["response_token_ids"]) % 2 == 0) for row in rows)
 
 

@@ -185,7 +185,7 @@ def test_evaluation_by_itself_has_the_episodes_too(trained, turning, rows):
     ("changes", "message"),
     [
         ({"environment__source": "gess"}, r"environment\.source: no environment is named 'gess'"),
-        ({"reward__grader": "math"}, r"environment\.source.*no grader beside it"),
+        ({"reward__grader": "math"}, r"environment\.source.*reward\.grader"),
     ],
 )
 def test_what_does_not_go_together_is_refused(changes, message, turning, run_micro, rows):
@@ -194,7 +194,7 @@ def test_what_does_not_go_together_is_refused(changes, message, turning, run_mic
 
 
 def test_a_reward_beside_an_environment_is_refused(turning, run_micro, rows):
-    with pytest.raises(ConfigError, match="a reward was given, too"):
+    with pytest.raises(ConfigError, match="a reward function was given"):
         run_micro(turning(), eval_rows=rows)
 
 

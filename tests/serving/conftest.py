@@ -2,8 +2,8 @@
 
 import pytest
 
+from dapo_jax.commands import sample
 from dapo_jax.config import ModelConfig, TrainConfig, to_yaml
-from dapo_jax.run import sample
 from dapo_jax.run.policy import Policy
 from dapo_jax.testing import tiny_params
 from tests.serving.servers import CONFIG, LIMIT, PROMPTS, TOKENIZER, save

@@ -12,9 +12,9 @@ from typing import Any
 
 from dapo_jax.environments.protocol import Context, Step, Turn
 from dapo_jax.environments.tools import conversation
-from dapo_jax.extras import how_to_install
-from dapo_jax.plain_json import read_numbers
+from dapo_jax.hints import how_to_install
 from dapo_jax.rewards.functions import load_function
+from dapo_jax.text.plain_json import read_numbers
 
 
 class OpenEnvironment:

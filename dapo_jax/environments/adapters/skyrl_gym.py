@@ -12,8 +12,7 @@ from typing import Any
 
 from dapo_jax.environments.protocol import Context, Step, Turn
 from dapo_jax.environments.tools import conversation
-from dapo_jax.extras import how_to_install
-from dapo_jax.nearest import nearest
+from dapo_jax.hints import how_to_install, nearest
 from dapo_jax.rewards.functions import load_function
 
 

@@ -1,0 +1,46 @@
+"""An unknown name is answered with the most similar known names; an extra can be installed as a message says."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from dapo_jax import hints
+from dapo_jax.hints import how_to_install, nearest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_a_word_is_matched_in_any_case_or_not_at_all():
+    assert nearest("BFLOAT", ("float32", "bfloat16")) == ["bfloat16"]
+    assert nearest("bf16", ("FLOAT32", "BFloat16")) == ["BFloat16"]
+    assert nearest("xyz", ("float32", "bfloat16")) == []
+
+
+def test_one_is_always_offered_where_any_likeness_will_do():
+    assert nearest("xyz", ("float32", "bfloat16"), least=0.0) != []
+
+
+def test_the_best_comes_first_and_no_more_than_asked_for():
+    assert nearest("math", ("maths", "moth", "path", "gsm8k"), count=2) == ["maths", "path"]
+
+
+def test_a_checkout_is_installed_from_its_folder(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    assert how_to_install("gcs") == "pip install -e '.[gcs]'"
+    monkeypatch.chdir(tmp_path)
+    assert how_to_install("gcs") == f"pip install -e '.[gcs]' in {ROOT}"
+
+
+def test_a_wheel_has_no_checkout(monkeypatch, tmp_path):
+    monkeypatch.setattr(hints, "__file__", str(tmp_path / "site-packages" / "dapo_jax" / "hints.py"))
+    assert how_to_install("gcs") == "pip install 'WHEEL[gcs]', with the wheel's path for WHEEL"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*sorted((ROOT / "dapo_jax").rglob("*.py")), *sorted(ROOT.glob("docs/*.md"))],
+    ids=lambda path: path.name,
+)
+def test_no_message_installs_the_package_from_an_index(path):
+    assert not re.search(r"pip install '?dapo_jax", path.read_text())
