@@ -216,19 +216,16 @@ def test_the_remedies_of_data_are_its_options(verb, tmp_path, capsys):
     ("arguments", "hint"),
     [
         (["train", QUICKSTART, "--steps", "5"], "a key is given without dashes: steps=5"),
-        (["train", QUICKSTART, "--steps=5"], "steps=5"),
         (["train", "--run-dir", "x", QUICKSTART], "run_dir=x"),
         (["train", QUICKSTART, "--loss.clip-ratio-high", "0.3"], "loss.clip_ratio_high=0.3"),
         (["train", QUICKSTART, "--learning-rate", "1e-6"], "optimizer.learning_rate=1e-6"),
         (["train", QUICKSTART, "--nonsense"], "KEY=VALUE"),
-        (["train", QUICKSTART, "--Resume"], "unrecognized arguments: --Resume; did you mean --resume?"),
-        (["data", "show", "arithmetic", "--modle=x"], "did you mean --model?"),
         (["tain", QUICKSTART], "did you mean 'train'?"),
         (["data", "shwo", "arithmetic"], "did you mean 'show'?"),
     ],
     ids=lambda value: " ".join(map(str, value[-2:])) if isinstance(value, list) else "",
 )
-def test_an_unknown_argument_is_answered_with_the_nearest(arguments, hint, capsys):
+def test_an_unknown_argument_is_answered_with_a_remedy(arguments, hint, capsys):
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
@@ -289,7 +286,6 @@ def test_control_characters_in_data_are_escaped(tmp_path, capsys, model):
         (["eval", "shipped:quickstart", "--data", "gsm8k"], "name it in data.path"),
         (["eval", "shipped:quickstart", "--path", "nowhere.jsonl"], "there is no file or folder nowhere.jsonl"),
         (["data", "prepare", "gsm8k"], "name it in --from"),
-        (["data", "show", "gsn8k"], "did you mean 'gsm8k'?"),
         (["data", "show", "nosuch"], "'one_digit_arithmetic'], and reasoning_gym:TASK for questions"),
         (["data", "show", "arithmetic", "--model", "no/such/folder"], "cannot read a tokenizer from"),
         (["sample", "shipped:quickstart", "--prompt", "1+x"], "character 'x'"),
@@ -340,14 +336,6 @@ def test_config_prints_changed_keys_as_a_file_of_the_same_configuration(name, sc
     expected = load_config(name, given, schema=schema)
     assert load_config(printed, schema=schema) == expected
     assert len(printed.read_text().splitlines()) < len(to_yaml(expected).splitlines()) / 2
-
-
-def test_required_and_changed_keys_are_printed(capsys, tmp_path):
-    (tmp_path / "mine.yaml").write_text(
-        "run_dir: runs/mine\nseed: 0\nloss: {clip_ratio_high: 0.3, clip_ratio_low: 0.2}\n"
-    )
-    assert main(["config", str(tmp_path / "mine.yaml"), "--changed"]) == 0
-    assert capsys.readouterr().out == "run_dir: runs/mine\nloss:\n  clip_ratio_high: 0.3\n"
 
 
 SAYS_WHEN_JAX_COMES = """

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-from dapo_jax.cli import data, doctor, generation, models, planning, report, training
+from dapo_jax.cli import data, generation, planning, report, training
 from dapo_jax.cli.arguments import printable
 from dapo_jax.config import ConfigError, TrainConfig
 from dapo_jax.config.section import leaf_types
@@ -145,40 +145,23 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     arguments, left = parser.parse_known_args(words)
     strange = [text for text in left if text.startswith("-") or "=" not in text]
     if strange or (left and not hasattr(arguments, "overrides")):
-        hint = _meant(strange[0], parser, arguments, words) if strange else ""
+        hint = _meant(strange[0], arguments, words) if strange else ""
         parser.error(f"unrecognized arguments: {' '.join(strange or left)}{hint}")
     if left:
         arguments.overrides = [*arguments.overrides, *left]
     return arguments
 
 
-def _meant(
-    option: str, parser: argparse.ArgumentParser, arguments: argparse.Namespace, words: Sequence[str]
-) -> str:
-    """Returns the remedy for an unknown option: `steps=5` for `--steps 5`, `--resume` for `--Resume`."""
+def _meant(option: str, arguments: argparse.Namespace, words: Sequence[str]) -> str:
+    """Returns the remedy for an unknown option of a command with a configuration: `steps=5` for `--steps 5`."""
     name, equals, value = option.partition("=")
-    if not name.startswith("--") or name == "--":
-        return ""
-    has_keys = hasattr(arguments, "overrides")
-    key = _key_of(name) if has_keys else ""
-    verbs = [arguments.name, getattr(arguments, "verb", "")]
-    if not key and (near := nearest(name.removeprefix("--"), _options(parser, verbs))):
-        return f"; did you mean --{near[0]}?"
-    if not has_keys:
+    if not hasattr(arguments, "overrides") or not name.startswith("--") or name == "--":
         return ""
     if not equals:
         follow = words[words.index(option) + 1 :]
         value = follow[0] if follow and not follow[0].startswith("-") else "VALUE"
+    key = _key_of(name)
     return f"; a key is given without dashes: {f'{key}={value}' if key else 'KEY=VALUE'}"
-
-
-def _options(parser: argparse.ArgumentParser, verbs: Sequence[str]) -> list[str]:
-    """Returns the long options of a command, without their dashes."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            return _options(next(action.choices[verb] for verb in verbs if verb in action.choices), verbs)
-    names = [option for action in parser._actions for option in action.option_strings]
-    return [name.removeprefix("--") for name in names if name.startswith("--")]
 
 
 def _key_of(name: str) -> str:
@@ -207,6 +190,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="dapo-jax", description="DAPO reinforcement learning of language models in JAX."
     )
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
-    for kind in (training, planning, doctor, report, generation, data, models):
+    for kind in (training, planning, report, generation, data):
         kind.add_to(commands)
     return parser

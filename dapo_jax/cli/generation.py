@@ -175,13 +175,8 @@ def _add_serve(made: argparse.ArgumentParser) -> None:
     text = "no bit of a response depends on other requests; needs a multiple of 8 slots for each device"
     option(made, "--batch-invariant", text)
     option(made, "--steps-per-call", "tokens per streamed message (default 4)", type=int, default=4)
-    option(
-        made,
-        "--page-tokens",
-        "tokens per page of the KV cache (default: chosen for the platform)",
-        type=int,
-        default=0,
-    )
+    text = "tokens per page of the KV cache (default: chosen for the platform)"
+    option(made, "--page-tokens", text, type=int, default=0)
     option(made, "--compute-dtype", "default float32", choices=("float32", "bfloat16"), default="float32")
     text = "of compiled programs (default ~/.cache/dapo_jax/xla)"
     option(made, "--compilation-cache", text, "FOLDER", default="~/.cache/dapo_jax/xla")

@@ -1,16 +1,17 @@
-"""`plan`: the needs of a run, before there is a machine to run it on."""
+"""`plan` and `doctor`: whether a configuration can train, on a machine that there is not yet, and on this one."""
 
 import argparse
 import sys
+from pathlib import Path
 
-from dapo_jax.cli.arguments import Commands, add_config, command, option, write_json
+from dapo_jax.cli.arguments import CONFIG, Commands, add_config, add_overrides, command, option, write_json
 from dapo_jax.config import ConfigError, load_config
 
 PROGRAMS = ("generate", "prefill", "fill", "insert", "transfer", "update", "score")
 
 
 def add_to(commands: Commands) -> None:
-    """Adds the command."""
+    """Adds the commands."""
     text = "Memory, traffic and least time of a run, compiled for a TPU slice."
     made = command(commands, "plan", plan, text)
     add_config(made)
@@ -29,6 +30,16 @@ def add_to(commands: Commands) -> None:
     text = "time to search for changes with which a run that does not fit would fit (default 600; 0: none)"
     option(made, "--suggest-s", text, "SECONDS", type=float, default=600.0)
     option(made, "--json", "also write JSON; -: to standard output, and the tables to standard error", "FILE")
+    made = command(
+        commands, "doctor", doctor, "Find out whether this machine, with this configuration, can train."
+    )
+    made.add_argument("config", nargs="?", help=f"{CONFIG}; without it only the machine is examined")
+    add_overrides(made)
+    option(made, "--full", "make the tiny step with the run's own model, however large")
+    option(made, "--quick", "leave the tiny step out")
+    text = "how a right response is written, for your own grader: '<result>{answer}</result>' (default: several ways are tried)"
+    option(made, "--right", text, "TEXT", default="")
+    option(made, "--json", "also write JSON; -: to standard output, and the table to standard error", "FILE")
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -81,3 +92,34 @@ def _lengths(text: str) -> tuple[float, float]:
         return float(mean), float(std or 0)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} must be MEAN or MEAN,STD in tokens") from error
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    """Makes the checks; returns 1 if training cannot start."""
+    if arguments.right and "{answer}" not in arguments.right:
+        raise ConfigError(
+            f"--right: found {arguments.right!r}, needs {{answer}} in it, in place of the reference answer"
+        )
+    if arguments.config and "=" in arguments.config and not Path(arguments.config).exists():
+        raise ConfigError(
+            f"{arguments.config!r} changes a configuration: name its file first, doctor CONFIG {arguments.config}"
+        )
+    config = load_config(arguments.config, arguments.overrides) if arguments.config else None
+    from rich.console import Console
+
+    from dapo_jax.doctor.examination import as_data, examination, show
+
+    console = Console(stderr=arguments.json == "-")
+    with console.status("starting") as status:
+        findings = examination(
+            config,
+            full=arguments.full,
+            quick=arguments.quick,
+            right=arguments.right,
+            before=lambda check: status.update(f"{check.name} ..."),
+        )
+    show(findings, console, configured=config is not None)
+    found = as_data(findings, configured=config is not None)
+    if arguments.json:
+        write_json(arguments.json, found)
+    return 0 if found["can_train"] else 1

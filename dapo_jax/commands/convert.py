@@ -2,9 +2,12 @@
 
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from dapo_jax.config import ConfigError, ModelConfig
+from dapo_jax.config.keys import Rules
+from dapo_jax.config.values import check_value
 from dapo_jax.models.adapter_folder import is_adapter
 from dapo_jax.models.config_json import describe, family_of
 from dapo_jax.models.folder import CONFIG, read_config, read_json, write_model
@@ -17,7 +20,6 @@ from dapo_jax.run.policy import find_policy, folder_of, run_at
 from dapo_jax.run.run_dir import place_of
 from dapo_jax.storage import AnyPath, entries, files_of, in_bucket, write_whole
 
-DTYPES = ("float32", "bfloat16")
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
@@ -55,8 +57,7 @@ def convert(source: str, target: str, *, dtype: str = "float32", merge: bool = F
     Raises:
         ConfigError: there is no such model, it is damaged or not supported, or `target` is not empty or cannot be written.
     """
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}")
+    check_value("dtype", dtype, str, Rules(choices=("float32", "bfloat16")))
     folder = place_of(target, key="target", write=True)
     if folder.exists() and (not folder.is_dir() or entries(folder)):
         raise ConfigError(f"{target} exists and is not empty; choose another target, or remove it")
@@ -70,14 +71,16 @@ def convert(source: str, target: str, *, dtype: str = "float32", merge: bool = F
             found = folder_of(ModelConfig(source=source), weights=True)
             plain = None if is_adapter(found) else found
         if path.suffix == ".gguf" or plain is not None:
-            _check_merge(source, merge, adapted=False)
+            if merge:
+                raise ConfigError(f"{source} has no adapter to merge: leave merge out")
             config, written = (
                 _from_gguf(path, folder, dtype) if plain is None else _from_folder(plain, folder, dtype)
             )
         else:
             policy = find_policy(source)
             config = policy.decoder
-            _check_merge(source, merge, adapted=config.lora is not None)
+            if merge and config.lora is None:
+                raise ConfigError(f"{source} has no adapter to merge: leave merge out")
             written = policy.save(folder, dtype=dtype, merge=merge)
         adapter = config.lora is not None and not merge
     except BaseException as error:
@@ -140,19 +143,10 @@ def _from_folder(source: AnyPath, folder: AnyPath, dtype: str) -> tuple[DecoderC
     return config, write_model(folder, described, tensors, dtype=dtype)
 
 
-def _check_merge(source: str, merge: bool, *, adapted: bool) -> None:
-    if merge and not adapted:
-        raise ConfigError(f"{source} has no adapter to merge: leave merge out")
-
-
 def _tensors(config: DecoderConfig, file: TensorFile) -> list[Tensor]:
     """Returns the decoder's tensors, which are read when they are written."""
     checked(config, file)
     return [
-        Tensor(
-            name,
-            shape,
-            lambda name=name, shape=shape: file.read(name, tuple(slice(0, size) for size in shape)),
-        )
+        Tensor(name, shape, partial(file.read, name, tuple(slice(0, size) for size in shape)))
         for name, shape in tensor_shapes(config).items()
     ]

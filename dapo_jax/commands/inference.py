@@ -19,6 +19,8 @@ from dapo_jax.config import (
     load_config,
     load_evaluation,
 )
+from dapo_jax.config.keys import SEED, Rules
+from dapo_jax.config.values import check_value
 from dapo_jax.dapo.rollouts import Group, Verdict
 from dapo_jax.data.prompts import held_out
 from dapo_jax.data.rows import checked_rows
@@ -85,7 +87,7 @@ def evaluate(
     policy = find_policy(model, mesh=mesh, shares=shares)
     config = replace(config, data=dated(config.data, like=data_of_run(model)))
     held_out = held_out_prompts(config.data, config.eval, policy.tokenizer, rows=rows)
-    rollouts = response_sampler(
+    sampler = response_sampler(
         policy,
         meshes,
         config.sampling,
@@ -104,27 +106,18 @@ def evaluate(
     with closing(
         grading(unshaped, policy, max_response_tokens=limit, stop=stop, reward=reward, episodes=episodes)
     ) as graders:
-        weights = rollouts.transfer(policy.params)
+        weights = sampler.transfer(policy.params)
         for name, prompts in held_out.items():
-            found[name] = rollouts.evaluate(
-                weights,
-                prompts,
-                graders.groups,
-                config.eval,
-                name=name,
-                step=policy.step,
-                environments=episodes,
-            )
+            how = {"name": name, "step": policy.step, "environments": episodes}
+            found[name] = sampler.evaluate(weights, prompts, graders.groups, config.eval, **how)
             if kept is not None:
                 write_rollouts(kept / quote(name, safe=""), 0, found[name])
                 write_problems(kept / "problems", map(problem_record, found[name]), name=name, step=0)
-    scores = {
-        key: value for name, groups in found.items() for key, value in summarize(groups, name=name).items()
-    }
-    verdicts = [
-        rollout.verdict for groups in found.values() for group in groups for rollout in group.rollouts
-    ]
-    if all(verdict.score is None for verdict in verdicts):
+    scores: dict[str, float] = {}
+    for name, groups in found.items():
+        scores |= summarize(groups, name=name)
+    rollouts = (rollout for groups in found.values() for group in groups for rollout in group.rollouts)
+    if all(rollout.verdict.score is None for rollout in rollouts):
         metric = "correct"
     return Evaluation(scores=scores, groups=found, metric=metric)
 
@@ -180,11 +173,9 @@ def sample(
     Raises:
         ConfigError: there is no such model, a prompt is empty, or the model's tokenizer cannot encode it.
     """
-    config = EvalConfig(
-        samples_per_prompt=samples_per_prompt, temperature=temperature, top_p=top_p, top_k=top_k
-    )
-    if not 0 <= seed < 1 << 32:
-        raise ConfigError(f"seed={seed} must be from 0 to 2**32 - 1")
+    cuts = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    config = EvalConfig(samples_per_prompt=samples_per_prompt, **cuts)
+    check_value("seed", seed, int, Rules(range=SEED))
     use_compilation_cache(compilation_cache)
     mesh = mesh_of(ParallelConfig())
     meshes = meshes_of(ParallelConfig(), mesh)
@@ -192,12 +183,8 @@ def sample(
     variables = dict(chat_template_kwargs or {})
     data = DataConfig(chat=chat, system_prompt=system_prompt, chat_template_kwargs=variables)
     asked = dated(data, like=data_of_run(source))
-    sampling = SamplingConfig(
-        max_response_tokens=max_response_tokens,
-        slots=slots,
-        stop=list(stop),
-        stop_token_ids=list(stop_token_ids),
-    )
+    ends = {"stop": list(stop), "stop_token_ids": list(stop_token_ids)}
+    sampling = SamplingConfig(max_response_tokens=max_response_tokens, slots=slots, **ends)
     try:
         rows = checked_rows([{"prompt": text, "answer": "-"} for text in prompts])
         found = held_out(

@@ -112,7 +112,7 @@ def describe(scores: Scores, *, show: int = 5) -> str:
             lines.append(
                 f"{name:{width}}  mean score {mean:.4g}, from {min(given):.4g} to {max(given):.4g}{rest}"
             )
-    lines += ["", *_shares(scores, names, width)] if lines else _shares(scores, names, width)
+    lines += [""] * bool(lines) + _shares(scores, names, width)
     for one, other in combinations(names, 2):
         lines += _differences(scores, one, other, show)
     return visible("\n".join(lines) + "\n")

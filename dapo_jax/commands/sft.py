@@ -13,7 +13,7 @@ from dapo_jax.dapo.batching import Example, example_weights
 from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.dapo.microbatch import Microbatch
 from dapo_jax.dapo.rollouts import Prompt
-from dapo_jax.data.sft_pairs import PairSource
+from dapo_jax.data.prompts import PairSource
 from dapo_jax.evaluation import summarize
 from dapo_jax.health.stalls import interrupt
 from dapo_jax.locks import Lock
@@ -32,7 +32,7 @@ from dapo_jax.run.policy import (
     optimizer_of,
 )
 from dapo_jax.run.programs import sharing
-from dapo_jax.run.prompt_sets import dated, held_out_prompts, prompt_format, training_rows
+from dapo_jax.run.prompt_sets import dated, held_out_prompts, training_prompts
 from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.run.run_dir import locked, place_of
 from dapo_jax.run.sampler_setup import response_sampler
@@ -83,21 +83,17 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
     check_trains(policy, config.lora, config.model.source)
     how = training_pass(config.model, config.batch, mesh, row_tokens=config.row_tokens)
     optimizer = optimizer_of(config.optimizer)
-    pairs = _pairs(config, policy)
+    prompts, _ = training_prompts(config.data, policy.tokenizer, seed=config.seed)
+    longest = config.max_response_tokens
+    pairs = PairSource(prompts, policy.tokenizer, seed=config.seed, max_response_tokens=longest)
     # Scores count verdicts, so the length penalty of a later training run does not apply.
     reward = replace(config.reward, overlong=replace(config.reward.overlong, enabled=False))
     limit, stop = config.sampling.max_response_tokens, config.sampling.stop
     graders = grading(reward, policy, max_response_tokens=limit, stop=stop)
     held_out = held_out_prompts(config.data, config.eval, policy.tokenizer)
     state = state_structs(policy.params, optimizer, mesh, offload=config.optimizer.offload)
-    evaluate = _evaluation(
-        config,
-        policy,
-        meshes,
-        graders,
-        held_out,
-        beside=bytes_on_device((state, policy.unshared), mesh.shape),
-    )
+    beside = bytes_on_device((state, policy.unshared), mesh.shape)
+    evaluate = _evaluation(config, policy, meshes, graders, held_out, beside=beside)
     updater = Updater(
         policy.graph(compute_dtype=config.model.compute_dtype, remat=config.model.remat, layout=how.layout),
         policy.params,
@@ -120,9 +116,8 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
         for step in range(1, config.steps + 1):
             began = time.perf_counter()
             [minibatch] = updater.prepare(state, [_minibatch(config, policy, how, pairs, step)])
-            rate = warmed_up(
-                config.optimizer.learning_rate, step=step, warmup_steps=config.optimizer.warmup_steps
-            )
+            warmup = config.optimizer.warmup_steps
+            rate = warmed_up(config.optimizer.learning_rate, step=step, warmup_steps=warmup)
             state, measured = updater.update(state, minibatch, learning_rate=rate, first=False)
             # Nothing was sampled, so metrics of sampling have no meaning.
             scalars = {
@@ -142,22 +137,6 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
     trained.save(run_dir / "model")
     write_whole(run_dir / "model" / "sft.yaml", to_yaml(config).encode())
     return SftResult(policy=trained, metrics=metrics)
-
-
-def _pairs(config: SftConfig, policy: Policy) -> PairSource:
-    data = config.data
-    asked = training_rows(data, policy.tokenizer)
-    return PairSource(
-        asked.rows,
-        policy.tokenizer,
-        seed=config.seed,
-        max_prompt_tokens=data.max_prompt_tokens,
-        max_response_tokens=config.max_response_tokens,
-        prompt_format=prompt_format(data),
-        shuffle=data.shuffle,
-        parts=asked.parts,
-        weights=asked.weights,
-    )
 
 
 def _minibatch(

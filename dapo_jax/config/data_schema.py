@@ -101,34 +101,16 @@ class DataConfig(Section, at="data"):
             needs = f"{{prompt}} in it, or the name of a template: {', '.join(TEMPLATES)}"
             remedy = "put {prompt} where the question goes: without it every prompt would be the same text"
             self.refuse("prompt_template", needs, remedy)
-        check_source("data", self.source, self.source_options)
         entries("data.few_shot", self.few_shot, ExampleConfig)
-        for part in entries("data.mixture", self.mixture, SourceConfig):
-            check_source("data.mixture[]", part.source, part.source_options)
+        entries("data.mixture", self.mixture, SourceConfig)
         if (self.source == "mixture") != bool(self.mixture):
             remedy = f"data.source is {self.source!r}: set data.source=mixture, or leave data.mixture out"
             self.refuse("mixture", "datasets with data.source = 'mixture', and none otherwise", remedy)
-        if self.mixture and self.path:
-            self.refuse("path", "nothing with data.mixture", "write the path into the entry of the dataset")
-        if self.template_date and not _is_day(self.template_date):
-            self.refuse(
-                "template_date", "a day as YEAR-MONTH-DAY, or nothing", "write one such as 2024-07-26"
-            )
+        try:
+            date.fromisoformat(self.template_date or "2024-07-26")
+        except ValueError:
+            self.refuse("template_date", "a day as YEAR-MONTH-DAY", "write one such as 2024-07-26")
         for name in ("messages", "add_generation_prompt", "today", "strftime_now"):
             if name in self.chat_template_kwargs:
                 key, value = f"data.chat_template_kwargs.{name}", self.chat_template_kwargs[name]
                 refuse(key, value, "another name", "this one is set for every prompt: remove it")
-
-
-def _is_day(text: str) -> bool:
-    try:
-        return date.fromisoformat(text).isoformat() == text
-    except ValueError:
-        return False
-
-
-def check_source(key: str, source: str, options: dict[str, Any]) -> None:
-    """Refuses options for a dataset without options; `key` is the section or the entry."""
-    if options and source != "jsonl" and not source.startswith("reasoning_gym:"):
-        needs = f"{key}.source = 'jsonl' or of the form reasoning_gym:TASK"
-        refuse(f"{key}.source_options", options, needs, f"{source!r} takes no options: leave the key out")

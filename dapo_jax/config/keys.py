@@ -1,7 +1,7 @@
 """One key of a configuration: a dataclass field with its default and the rules for its value. The text below the field documents it."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -42,8 +42,11 @@ class Rules:
     """The rules for the value of one key, in addition to its type."""
 
     range: Range | None = None
-    choices: tuple[str, ...] = ()
+    """Allowed numbers."""
+    choices: Sequence[str] = ()
+    """Allowed texts."""
     not_empty: bool = False
+    """Refuse an empty text."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Name in verl, TRL or open-instruct -> a note if it is not the same quantity, or is easily confused with another."""
     may_change: bool = False
@@ -54,31 +57,22 @@ def key(
     default: Any = dataclasses.MISSING,
     *,
     default_factory: Any = dataclasses.MISSING,
-    range: Range | None = None,
-    choices: Iterable[str] = (),
-    not_empty: bool = False,
     aliases: str | Mapping[str, str] = "",
-    may_change: bool = False,
+    **rules: Any,
 ) -> Any:
     """Makes a field of a configuration's dataclass with the rules for its value.
 
     Args:
         default: the default value. Without it and `default_factory` the key is required.
         default_factory: makes the default of a list, a mapping or a section.
-        range: allowed numbers.
-        choices: allowed texts.
-        not_empty: refuse an empty text.
         aliases: names of other libraries for the key, separated by spaces; or a mapping from such names to a note.
-        may_change: `--resume` accepts another value; on a section, for all of its keys.
+        rules: the other fields of `Rules`; `may_change` of a section is for all of its keys.
     """
     noted = {aliases: ""} if isinstance(aliases, str) else aliases
     notes = {name: note for names, note in noted.items() for name in names.split()}
-    rules = Rules(
-        range=range, choices=tuple(choices), not_empty=not_empty, aliases=notes, may_change=may_change
-    )
     options: dict[str, Any] = {"default": default, "default_factory": default_factory}
     given = {name: value for name, value in options.items() if value is not dataclasses.MISSING}
-    return cast(Any, field)(**given, metadata={"rules": rules})
+    return cast(Any, field)(**given, metadata={"rules": Rules(aliases=notes, **rules)})
 
 
 def rules_of(one: "dataclasses.Field[Any]") -> Rules:

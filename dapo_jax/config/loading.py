@@ -100,10 +100,6 @@ def changed_keys(a: AnyConfig, b: AnyConfig) -> dict[str, tuple[Any, Any]]:
     >>> changed_keys(TrainConfig(run_dir="x", seed=1), TrainConfig(run_dir="x", seed=2))
     {'seed': (1, 2)}
     """
-    if type(a) is not type(b):
-        raise ValueError(
-            f"cannot compare a {type(a).__name__} with a {type(b).__name__}; pass the same class"
-        )
     before, after = leaf_values(a), leaf_values(b)
     return {key: (before[key], after[key]) for key in before if before[key] != after[key]}
 

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
-from dapo_jax.config.data_schema import DataConfig, SourceConfig, check_source
+from dapo_jax.config.data_schema import DataConfig, SourceConfig
 from dapo_jax.config.keys import (
     AXIS,
     BETA,
@@ -57,11 +57,6 @@ class ModelConfig(Section, at="model"):
     )
     """Activations of each layer that the backward pass recomputes: none, full, or dots (all except matrix products)."""
 
-    def check_together(self) -> None:
-        if self.revision and not self.source.startswith("hf:"):
-            remedy = f"{self.source!r} has no revisions: leave the key out"
-            self.refuse("revision", "a model.source of the form hf:ORG/NAME", remedy)
-
 
 LORA_TARGETS = (
     "all",
@@ -92,10 +87,6 @@ class LoraConfig(Section, at="lora"):
             self.refuse("targets", f"a list of {', '.join(LORA_TARGETS)}", f"write {near}")
         if not self.targets:
             self.refuse("targets", "one linear layer or more", "write [all], or leave it out")
-        for name, usual in (("targets", ["all"]), ("alpha", LoraConfig.alpha)):
-            if not self.rank and getattr(self, name) != usual:
-                remedy = "without a rank there are no adapters: set lora.rank=16, or leave it out"
-                self.refuse(name, "a lora.rank of 1 or more", remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,16 +237,6 @@ class EnvironmentConfig(Section, at="environment"):
     """episode: all turns have the advantage of the episode's reward. turn: the advantage of a turn is its reward-to-go, normalized over the episodes of the group that reached this turn.
     If an environment compares rewards (`group_rewards`), the compared reward replaces the rewards of the turns and follows the last turn."""
 
-    def check_together(self) -> None:
-        changed = [
-            name
-            for name in field_types(EnvironmentConfig)
-            if getattr(self, name) != getattr(EnvironmentConfig, name)
-        ]
-        if not self.source and changed:
-            remedy = "without an environment there are no turns: name one, or leave it out"
-            self.refuse(changed[0], "an environment.source", remedy)
-
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicSamplingConfig(Section, at="dynamic_sampling"):
@@ -318,7 +299,7 @@ class PackedRowsConfig(Section, at="batch"):
     """Packed rows in one forward and backward pass."""
     row_tokens: int = key(
         0,
-        range=Range("1 or more, or 0 for the longest prompt and response", lambda v: v >= 0),
+        range=NOT_NEGATIVE,
         aliases="pack_length ppo_max_token_len_per_gpu",
         may_change=True,
     )
@@ -462,24 +443,19 @@ class LossConfig(Section, at="loss"):
     """Weight of the KL to the reference policy; 0: no reference policy is loaded. (Section 2.3)"""
 
     def check_together(self) -> None:
-        low, high, kind, bounds = (
-            self.clip_ratio_low,
-            self.clip_ratio_high,
-            self.correction,
-            self.importance_range,
-        )
+        low, high, kind = self.clip_ratio_low, self.clip_ratio_high, self.correction
+        cap, bounds = self.importance_cap, self.importance_range
         if high < low:
             remedy = f"{high} < {low}: raise it, or lower loss.clip_ratio_low"
             self.refuse("clip_ratio_high", f"at least loss.clip_ratio_low = {low}", remedy)
-        if self.old_logprobs == "sampler":
-            why = "it uses pi_old / pi_sampler, which is 1 if pi_old is the sampler's, and the ratio of the loss already corrects"
-            if self.importance_cap is not None:
-                remedy = f"{why}: set loss.old_logprobs=trainer or loss.importance_cap=null"
-                self.refuse("importance_cap", "null with loss.old_logprobs = 'sampler'", remedy)
-            if kind not in ("auto", "none"):
-                remedy = f"{why}: set loss.old_logprobs=trainer, or leave it out"
-                self.refuse("correction", "auto or none with loss.old_logprobs = 'sampler'", remedy)
-        if self.importance_cap is not None and kind not in ("auto", "truncate"):
+        if self.old_logprobs == "sampler" and (cap is not None or kind not in ("auto", "none")):
+            name, needs = ("importance_cap", "null") if cap is not None else ("correction", "auto or none")
+            remedy = (
+                "it uses pi_old / pi_sampler, which is 1 if pi_old is the sampler's, and the ratio of the loss already corrects: "
+                "set loss.old_logprobs=trainer, or leave it out"
+            )
+            self.refuse(name, f"{needs} with loss.old_logprobs = 'sampler'", remedy)
+        if cap is not None and kind not in ("auto", "truncate"):
             remedy = "it only caps the weights of truncate: set loss.correction=truncate, or leave it out"
             self.refuse("importance_cap", f"null with loss.correction = {kind!r}", remedy)
         if bounds and not (len(bounds) == 2 and 0 < bounds[0] <= 1 <= bounds[1]):
@@ -528,7 +504,7 @@ class EvalConfig(Section, at="eval"):
     """Steps between evaluations; 0: only before the first and after the last step."""
     datasets: list[dict[str, Any]] = key(default_factory=list)
     """{source: aime_2024, path: ...} for each dataset, see `SourceConfig`; empty: `data.eval_split` of `data.source`."""
-    prompts: int = key(0, range=Range("1 or more, or 0 for the whole split", lambda v: v >= 0))
+    prompts: int = key(0, range=NOT_NEGATIVE)
     """The first prompts of each dataset; 0: all."""
     samples_per_prompt: int = key(32, range=SIZE, aliases="val_kwargs.n num_generations_eval")
     """k of avg@k. (Section 4.1)"""
@@ -544,11 +520,8 @@ class EvalConfig(Section, at="eval"):
         titles = [part.title for part in parts]
         for place, part in enumerate(parts):
             key = f"eval.datasets[{place}]"
-            check_source(key, part.source, part.source_options)
             if part.source == "mixture":
                 refuse(f"{key}.source", part.source, "one dataset", "write an entry for each dataset")
-            if part.weight != 1:
-                refuse(f"{key}.weight", part.weight, "nothing", "every prompt is evaluated: leave it out")
             if "/" in part.title or part.title.startswith("."):
                 needs = "a name without '/' that does not begin with '.'"
                 refuse(f"{key}.name", part.title, needs, "it names files, and metrics eval/NAME/...")
@@ -599,11 +572,7 @@ class ParallelConfig(Section, at="parallel"):
     """Devices over which heads, MLP and vocabulary are sharded; must divide the key heads, best inside a host."""
     context: int = key(1, range=SIZE, aliases="ulysses_sequence_parallel_size")
     """Devices over which a row of tokens is sharded, for long responses."""
-    sampler_tensor: int = key(
-        0,
-        range=Range("1 or more, or 0 for the size of parallel.tensor", lambda v: v >= 0),
-        aliases="vllm_tensor_parallel_size",
-    )
+    sampler_tensor: int = key(0, range=NOT_NEGATIVE, aliases="vllm_tensor_parallel_size")
     """Devices over which a sampler's weights are sharded; its slots are distributed over its other devices. 0: as `tensor`."""
     sampler_hosts: int = key(1, range=SIZE)
     """Processes that share a sampler; more than 1 only if the weights do not fit on the devices of one process."""
@@ -619,7 +588,7 @@ class ParallelConfig(Section, at="parallel"):
 class GuardConfig(Section, at="guard"):
     """The reaction to a sampler that differs from the trainer."""
 
-    max_mismatch_kl: float | None = key(None, range=Range("0 or more, or null (no limit)", lambda v: v >= 0))
+    max_mismatch_kl: float | None = key(None, range=NOT_NEGATIVE)
     """Limit of KL(sampler || trainer), the metric `sync/sampler_trainer_kl`, in nats per token. null: no limit."""
     on_mismatch: str = key("warn", choices=["warn", "stop"])
     """Action above that limit: warn, or stop the run. `loss.correction` weighs tokens by pi_trainer / pi_sampler in every step."""
@@ -662,10 +631,7 @@ class RunConfig(Section):
     parallel: ParallelConfig = key(default_factory=ParallelConfig, may_change=True)
 
     def check_shared(self, response_tokens: int, response_key: str) -> None:
-        """Checks adapters, attention and the length of rows; `response_key` is the key of the longest response."""
-        if self.sampling.merge_lora and not self.lora.rank:
-            remedy = "there is no adapter to merge: set lora.rank=16, or leave it out"
-            self.refuse("sampling.merge_lora", "a lora.rank of 1 or more", remedy)
+        """Checks attention and the length of rows; `response_key` is the key of the longest response."""
         if self.model.attention == "cudnn":
             if self.batch.packing:
                 remedy = "set batch.packing=false (one rollout per row), or model.attention=xla"
@@ -717,18 +683,13 @@ class TrainConfig(RunConfig):
     @property
     def correction(self) -> Correction:
         """The importance weights of every step, with `auto` and defaults of `loss.correction` resolved."""
-        loss = self.loss
-        kind = loss.correction
-        if loss.old_logprobs == "sampler":
-            kind = "none"
-        elif kind == "auto":
-            kind = "truncate" if self.rollout.in_flight or loss.importance_cap is not None else "none"
+        loss, cap = self.loss, self.loss.importance_cap
+        weighs = loss.old_logprobs == "trainer" and (self.rollout.in_flight or cap is not None)
+        kind = ("truncate" if weighs else "none") if loss.correction == "auto" else loss.correction
         if kind == "none":
             return Correction(kind, 0.0, math.inf)
         if kind == "truncate":
-            return Correction(
-                kind, 0.0, IMPORTANCE_CAP if loss.importance_cap is None else loss.importance_cap
-            )
+            return Correction(kind, 0.0, IMPORTANCE_CAP if cap is None else cap)
         low, high = loss.importance_range or IMPORTANCE_RANGES[kind]
         return Correction(kind, low, high)
 
@@ -814,9 +775,6 @@ class TrainConfig(RunConfig):
         if self.rollout.round_tokens > limit:
             remedy = f"a response would end before its first round: use {limit} or less, such as {max(1, limit // 16)}"
             self.refuse("rollout.round_tokens", f"at most sampling.max_response_tokens = {limit}", remedy)
-        if self.dynamic_sampling.surplus == "carry":
-            remedy = "with rollout.in_flight surplus groups always wait for the next step: leave it out"
-            self.refuse("dynamic_sampling.surplus", "'discard' with rollout.in_flight", remedy)
 
     def _check_environment(self) -> None:
         if not self.environment.source:

@@ -1,5 +1,6 @@
 """The check of a single value: its type, its range, its choices."""
 
+import json
 import math
 import os
 import re
@@ -112,23 +113,13 @@ def _check_list(key: str, value: object, kind: Any) -> None:
 def _check_mapping(key: str, value: object) -> None:
     if not isinstance(value, dict):
         refuse(key, value, "a mapping", "write `name: value` lines under it, or {} for none")
-    for name, item in value.items():
-        if not isinstance(name, str):
-            refuse(key, name, "names that are text", f"quote it: '{name}'")
-        _check_plain(f"{key}.{name}", item)
-
-
-def _check_plain(key: str, value: object) -> None:
-    """Checks a value inside a mapping: anything that JSON can express."""
-    if isinstance(value, dict):
-        _check_mapping(key, value)
-    elif isinstance(value, list):
-        for place, item in enumerate(value):
-            _check_plain(f"{key}[{place}]", item)
-    elif isinstance(value, bool | int | float | str):
-        _check_type(key, value, type(value))
-    elif value is not None:
-        refuse(key, value, "text, a number, true or false, a list or a mapping", "write one of these")
+    try:
+        plain = json.loads(json.dumps(value, allow_nan=False)) == value
+    except (TypeError, ValueError):
+        plain = False
+    if not plain:
+        needs = "names that are text, and values as in JSON: text, finite numbers, true, false, null, lists or mappings"
+        refuse(key, value, needs, "quote other names and values")
 
 
 def _number_remedy(value: object, kind: type) -> str:

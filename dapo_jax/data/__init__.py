@@ -3,9 +3,8 @@
 Importing this package is cheap: Grain and TensorFlow Datasets are imported when rows are first read.
 """
 
-from dapo_jax.data.prompts import PromptSource, held_out
+from dapo_jax.data.prompts import PairSource, PromptSource, held_out
 from dapo_jax.data.rows import checked_rows
-from dapo_jax.data.sft_pairs import PairSource
 from dapo_jax.data.sources import load_rows
 
 __all__ = ["PairSource", "PromptSource", "checked_rows", "held_out", "load_rows"]

@@ -15,12 +15,10 @@ from typing import Any, ClassVar
 
 import tensorflow_datasets as tfds
 
-from dapo_jax.data.files import data_files, file_rows
+from dapo_jax.data.files import Files, data_files, file_rows
 from dapo_jax.data.own_builder import OwnBuilder
 from dapo_jax.data.rows import checked_row
 
-ON_BAD_ROW = ("error", "skip")
-"""Consequences of a bad row: it ends the preparation, or it is left out and counted."""
 FORMAT = 1
 """Version of the format of prepared rows; a new number prepares all datasets again."""
 SHOWN = 5
@@ -30,35 +28,18 @@ _SPLITS = {"train": "train", "test": "test", "validation": "validation", "valid"
 _SPLIT = re.compile(rf"({'|'.join(_SPLITS)})(?![a-z])", re.IGNORECASE)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Files:
-    """The options of a builder that reads files."""
-
-    path: str = ""
-    """A parquet or JSON-lines file, or a folder of them."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    on_bad_row: str = "error"
-    """`error`, or `skip` to leave out bad rows and count them."""
-    deduplicate: bool = True
-    """Keep only the first row of a split with the same prompt."""
-
-
 @dataclass
-class SplitExamples:
+class SplitRows:
     """The rows of a split's files, checked and counted."""
 
     rows: list[dict[str, str]] = field(default_factory=list)
     """Prepared rows, in the files' order."""
-    total: int = 0
-    """Number of rows, including bad and repeated ones."""
-    skipped: list[str] = field(default_factory=list)
-    """Place and problem of each row that was left out."""
-    repeated: int = 0
-    """Number of rows with the prompt of an earlier row."""
-    conflicting: int = 0
-    """Number of repeated rows with another answer."""
     answers: dict[str, str] = field(default_factory=dict)
     """The answer of each prompt so far."""
+    counts: dict[str, Any] = field(
+        default_factory=lambda: {"rows": 0, "skipped": 0, "skipped_rows": [], "repeated": 0, "conflicting": 0}
+    )
+    """The metadata of the prepared dataset: all rows, bad ones, repeated ones, and repeated ones with another answer."""
 
     def add(self, row: Mapping[str, Any], *, deduplicate: bool) -> None:
         """Adds a row, unless it repeats an earlier prompt.
@@ -68,22 +49,17 @@ class SplitExamples:
         """
         asked = row["prompt"] if isinstance(row["prompt"], str) else json.dumps(row["prompt"])
         if deduplicate and asked in self.answers:
-            self.repeated += 1
-            self.conflicting += self.answers[asked] != row["answer"]
+            self.counts["repeated"] += 1
+            self.counts["conflicting"] += self.answers[asked] != row["answer"]
         else:
             self.rows.append({"row": _json(row)})
             self.answers[asked] = row["answer"]
 
-    @property
-    def counts(self) -> dict[str, Any]:
-        """The counts in the metadata of the prepared dataset."""
-        return {
-            "rows": self.total,
-            "skipped": len(self.skipped),
-            "skipped_rows": self.skipped[:SHOWN],
-            "repeated": self.repeated,
-            "conflicting": self.conflicting,
-        }
+    def skip(self, problem: str) -> None:
+        """Counts a bad row."""
+        self.counts["skipped"] += 1
+        if len(self.counts["skipped_rows"]) < SHOWN:
+            self.counts["skipped_rows"].append(problem)
 
 
 class FileBuilder(OwnBuilder, skip_registration=True):
@@ -104,7 +80,6 @@ class FileBuilder(OwnBuilder, skip_registration=True):
         """
         path = Path(files.path).expanduser()
         self._files, self._settings, self._options = data_files(path), files, files.options
-        self._found: dict[str, SplitExamples] | None = None
         settings = [FORMAT, dict(files.options), files.on_bad_row, files.deduplicate]
         digest = _digest(self._files, json.dumps(settings, sort_keys=True))
         name = f"{re.sub(r'[^A-Za-z0-9_-]', '_', path.stem)[:40]}_{digest}"
@@ -123,44 +98,38 @@ class FileBuilder(OwnBuilder, skip_registration=True):
         """
         raise NotImplementedError
 
-    def examples(self) -> dict[str, SplitExamples]:
-        """Returns the rows of each split, which are read once.
+    def splits(self) -> dict[str, list[dict[str, str]]]:
+        """Reads and checks the rows of each split.
 
         Raises:
             ValueError: a file is damaged, a row is bad and `on_bad_row` is `error`, or no row is left.
         """
-        if self._found is None:
-            found: dict[str, SplitExamples] = {}
-            for file in self._files:
-                self._read(file, found.setdefault(_split_of(file, self.SPLIT), SplitExamples()))
-            self._found = {split: examples for split, examples in found.items() if examples.rows}
-            if not self._found:
-                bad = [problem for examples in found.values() for problem in examples.skipped]
-                first = f"; all of its rows are bad, the first: {bad[0]}" if bad else ""
-                raise ValueError(f"{', '.join(file.name for file in self._files)}: no rows{first}")
-        return self._found
+        found: dict[str, SplitRows] = {}
+        for file in self._files:
+            self._read(file, found.setdefault(_split_of(file, self.SPLIT), SplitRows()))
+        kept = {split: one for split, one in found.items() if one.rows}
+        if not kept:
+            bad = [problem for one in found.values() for problem in one.counts["skipped_rows"]]
+            first = f"; all of its rows are bad, the first: {bad[0]}" if bad else ""
+            raise ValueError(f"{', '.join(file.name for file in self._files)}: no rows{first}")
+        self.info.metadata.update({split: one.counts for split, one in kept.items()})
+        return {split: one.rows for split, one in kept.items()}
 
-    def _read(self, file: Path, into: SplitExamples) -> None:
-        for row in file_rows(file):
-            into.total += 1
+    def _read(self, file: Path, into: SplitRows) -> None:
+        for place, fields in file_rows(file):
+            into.counts["rows"] += 1
             try:
-                if row.problem:
-                    raise ValueError(row.problem)
-                made = checked_row({**row.fields, **self.example(row.fields)})
-                whole = {**made, "source_name": self.name, "source_row": row.place}
+                if isinstance(fields, Exception):
+                    raise ValueError(fields)
+                made = checked_row({**fields, **self.example(fields)})
+                whole = {**made, "source_name": self.name, "source_row": place}
                 into.add(whole, deduplicate=self._settings.deduplicate)
             except ValueError as error:
                 if self._settings.on_bad_row == "error":
                     raise ValueError(
-                        f"{row.place}: {error} (data.on_bad_row=skip leaves such rows out and counts them)"
+                        f"{place}: {error} (data.on_bad_row=skip leaves such rows out and counts them)"
                     ) from error
-                into.skipped.append(f"{row.place}: {error}")
-
-    def splits(self) -> dict[str, list[dict[str, str]]]:
-        """See `OwnBuilder.splits`."""
-        found = self.examples()
-        self.info.metadata.update({split: examples.counts for split, examples in found.items()})
-        return {split: examples.rows for split, examples in found.items()}
+                into.skip(f"{place}: {error}")
 
 
 def field_of(fields: Mapping[str, Any], name: str) -> Any:

@@ -1,7 +1,4 @@
-"""Reads rows of the user's files: parquet and JSON lines, one file or a folder of them. Each row has its place.
-
-A bad row has a `problem` instead of fields, so that the caller decides whether to stop or to skip it.
-"""
+"""Reads rows of the user's files: parquet and JSON lines, one file or a folder of them."""
 
 import gzip
 import json
@@ -9,7 +6,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 KINDS = (".parquet", ".jsonl", ".ndjson", ".jsonl.gz")
 _ROWS_AT_ONCE = 1024
@@ -17,14 +14,20 @@ _ROWS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileRow:
-    """One row of a file, or its problem."""
+class Files:
+    """The options of a builder that reads files."""
 
-    place: str
-    """For messages: `train.jsonl, line 17` or `part.parquet, row 17`, counted from 1."""
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    problem: str = ""
-    """The reason why there are no fields; empty if there are."""
+    path: str = ""
+    """A parquet or JSON-lines file, or a folder of them."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    on_bad_row: str = "error"
+    """`error`, or `skip` to leave out bad rows and count them."""
+    deduplicate: bool = True
+    """Keep only the first row of a split with the same prompt."""
+
+
+FileRow: TypeAlias = tuple[str, Mapping[str, Any] | Exception]
+"""The place of a row for messages, such as `train.jsonl, line 17` counted from 1, and its fields, or its problem."""
 
 
 def data_files(path: Path) -> list[Path]:
@@ -46,7 +49,7 @@ def data_files(path: Path) -> list[Path]:
 
 
 def file_rows(path: Path) -> Iterator[FileRow]:
-    """Yields all rows of one file, in their order.
+    """Yields all rows of one file, in their order. A bad row has an exception instead of fields.
 
     Raises:
         ValueError: the file is damaged, such as a half-written one.
@@ -60,25 +63,19 @@ def _line_rows(path: Path) -> Iterator[FileRow]:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield _line_row(f"{path.name}, line {number}", line)
+                    yield f"{path.name}, line {number}", _fields(line)
     except (EOFError, OSError, zlib.error) as error:
         raise ValueError(f"{path} cannot be read after line {number}: {error}") from error
 
 
-def _line_row(place: str, line: bytes) -> FileRow:
+def _fields(line: bytes) -> Mapping[str, Any] | Exception:
     try:
         value = json.loads(line.rstrip(b"\r\n").decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        return FileRow(
-            place=place, problem=f"byte {error.start + 1} of the line is not UTF-8: {error.reason}"
-        )
-    except json.JSONDecodeError as error:
-        return FileRow(place=place, problem=f"not JSON: {error.msg} at column {error.colno}")
-    except (ValueError, RecursionError) as error:  # such as an integer of thousands of digits
-        return FileRow(place=place, problem=f"cannot be read: {error}")
-    if not isinstance(value, dict):
-        return FileRow(place=place, problem=f"needs a JSON object; this is a {type(value).__name__}")
-    return FileRow(place=place, fields=value)
+        return ValueError(f"byte {error.start + 1} of the line is not UTF-8: {error.reason}")
+    except (ValueError, RecursionError) as error:
+        return ValueError(f"not JSON: {error}")
+    return value if isinstance(value, dict) else ValueError(f"not a JSON object: a {type(value).__name__}")
 
 
 def _parquet_rows(path: Path) -> Iterator[FileRow]:
@@ -93,11 +90,7 @@ def _parquet_rows(path: Path) -> Iterator[FileRow]:
                 for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[group], use_threads=False):
                     for fields in _python_rows(batch):
                         number += 1
-                        place = f"{path.name}, row {number}"
-                        if isinstance(fields, Exception):
-                            yield FileRow(place=place, problem=f"cannot be read: {fields}")
-                        else:
-                            yield FileRow(place=place, fields=fields)
+                        yield f"{path.name}, row {number}", fields
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path} cannot be read as parquet after row {number}: {error}") from error
 
@@ -111,4 +104,4 @@ def _python_rows(batch: Any) -> Iterator[Mapping[str, Any] | Exception]:
             try:
                 yield from batch.slice(place, 1).to_pylist()
             except (ValueError, OverflowError) as error:
-                yield error
+                yield ValueError(f"cannot be read: {error}")

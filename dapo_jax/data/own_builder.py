@@ -1,8 +1,10 @@
 """The base class of this library's TFDS builders, and reproducible random numbers for generated datasets."""
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Any, ClassVar
 
 import tensorflow_datasets as tfds
@@ -29,6 +31,11 @@ class OwnBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         """Returns the rows of each split."""
         raise NotImplementedError
 
+    @cached_property
+    def rows(self) -> Mapping[str, Iterable[Mapping[str, Any]]]:
+        """The rows of each split to prepare. Errors of files are raised here, before anything is written."""
+        return self.splits()
+
     def _info(self) -> tfds.core.DatasetInfo:
         text = tfds.features.Text()
         fields = dict.fromkeys(self.TEXTS, text) | dict.fromkeys(self.LISTS, tfds.features.Sequence(text))
@@ -41,7 +48,7 @@ class OwnBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         )
 
     def _split_generators(self, dl_manager: Any) -> dict[str, Iterator[tuple[int, Mapping[str, Any]]]]:
-        return {split: enumerate(rows) for split, rows in self.splits().items()}
+        return {split: enumerate(rows) for split, rows in self.rows.items()}
 
     def _generate_examples(self, *_: Any) -> Iterator[tuple[int, dict[str, str]]]:
         raise NotImplementedError  # required by TFDS, but `_split_generators` returns the rows
@@ -59,6 +66,19 @@ def uniform(*place: str | int) -> float:
     return (int.from_bytes(digest, "big") >> 11) / 2**53
 
 
-def fingerprint(*constants: Any) -> str:
-    """Returns a name for the constants of a generated dataset: changed constants prepare a new dataset."""
-    return hashlib.blake2b(json.dumps(constants).encode(), digest_size=4).hexdigest()
+def chosen(weights: Mapping[str, float], luck: float) -> str:
+    """Returns the name at `luck` in [0, 1) if each name covers its share of the weights.
+
+    >>> [chosen({"a": 1.0, "b": 3.0}, luck) for luck in (0.0, 0.24, 0.25, 0.99)]
+    ['a', 'a', 'b', 'b']
+    """
+    place = luck * sum(weights.values())
+    edges = zip(weights, itertools.accumulate(weights.values()), strict=True)
+    # Rounding may put the place on the last edge.
+    return next((name for name, edge in edges if place < edge), [*weights][-1])
+
+
+def named(kind: str, *constants: Any) -> list[tfds.core.BuilderConfig]:
+    """Returns the only configuration of a generated dataset. Its name has a digest of the constants, so changed ones prepare a new dataset."""
+    digest = hashlib.blake2b(json.dumps(constants).encode(), digest_size=4).hexdigest()
+    return [tfds.core.BuilderConfig(name=f"{kind}_{digest}")]

@@ -196,3 +196,79 @@ def _encoded(
         return prompt_format.encode(row["prompt"], tokenizer)
     except ValueError as error:
         raise ValueError(f"{place_of(row, index)}: {error}") from error
+
+
+class PromptStream:
+    """One host's share of a run's prompts: ordinals h, h + H, h + 2H, ... Threads read and tokenize them ahead of the sampler."""
+
+    def __init__(self, source: PromptSource, *, host: int = 0, hosts: int = 1, ahead: int = 128) -> None:
+        """Opens the stream of `host` (of 0 to hosts - 1) without reading a row; up to `ahead` prompts are tokenized ahead."""
+        self._source, self._host, self._hosts, self._ahead = source, host, hosts, ahead
+        self._next, self._prompts = -1, iter(list[Prompt]())
+
+    def at(self, ordinal: int) -> Prompt:
+        """Returns the prompt at `ordinal`; the next ones are then prepared.
+
+        Raises:
+            ValueError: the ordinal is negative or another host's, or its row cannot be turned into a prompt.
+        """
+        if ordinal != self._next:
+            if ordinal < 0 or ordinal % self._hosts != self._host:
+                raise ValueError(
+                    f"ordinal {ordinal} is not for host {self._host} of {self._hosts}, which takes ordinals with "
+                    f"ordinal mod {self._hosts} = {self._host}"
+                )
+            import grain  # takes more than a second
+
+            options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=self._ahead)
+            self._prompts = iter(self._source.dataset[ordinal :: self._hosts].to_iter_dataset(options))
+        prompt = next(self._prompts)
+        self._next = ordinal + self._hosts
+        return prompt
+
+
+class PairSource:
+    """Random access to an endless sequence of supervised pairs for a warm start: `source[i]` for any i >= 0.
+
+    Pair i has the prompt at ordinal i, and one of its row's demonstrations with the end token. Demonstrations are the row's `responses`, or
+    its single `response`; the choice depends on (seed, i) alone.
+    """
+
+    def __init__(
+        self, prompts: PromptSource, tokenizer: Tokenizer, *, seed: int, max_response_tokens: int
+    ) -> None:
+        """Keeps the prompts; `max_response_tokens` includes the end token."""
+        self._prompts, self._tokenizer, self._seed = prompts, tokenizer, seed
+        self._max_response_tokens = max_response_tokens
+
+    def __getitem__(self, i: int) -> tuple[Int32[np.ndarray, " prompt"], Int32[np.ndarray, " response"]]:
+        """Returns the tokens of pair `i`: of the prompt, and of the response with the end token.
+
+        Raises:
+            IndexError: `i` is negative.
+            ValueError: the row has no demonstration, or a text is too long or cannot be tokenized.
+        """
+        prompt = self._prompts[i]
+        place = place_of(prompt.row, self._prompts.row_index(i))
+        choices = _demonstrations(prompt.row, place)
+        text = choices[int(np.random.default_rng([self._seed, i]).integers(len(choices)))]
+        try:
+            response = np.append(self._tokenizer.encode(text), np.int32(self._tokenizer.eos_id))
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from error
+        if len(response) > self._max_response_tokens:
+            raise ValueError(
+                f"{place}: the response has {len(response) - 1} + 1 end token = {len(response)} tokens, "
+                f"over max_response_tokens={self._max_response_tokens}; raise it or drop the row"
+            )
+        return prompt.tokens, response
+
+
+def _demonstrations(row: Mapping[str, Any], place: str) -> Sequence[str]:
+    choices = row["responses"] if "responses" in row else [row["response"]] if "response" in row else []
+    if isinstance(choices, str) or not choices or not all(isinstance(choice, str) for choice in choices):
+        raise ValueError(
+            f"{place} needs a demonstration: 'responses', a list of strings, or 'response', a string; "
+            f"its fields are {sorted(map(str, row))}"
+        )
+    return choices

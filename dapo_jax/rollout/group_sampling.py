@@ -15,8 +15,7 @@ from jaxtyping import Int, PyTree
 from dapo_jax.config import TrainConfig
 from dapo_jax.dapo.dynamic_sampling import Collected
 from dapo_jax.dapo.rollouts import Group, Prompt
-from dapo_jax.data.prompts import PromptSource
-from dapo_jax.data.stream import PromptStream
+from dapo_jax.data.prompts import PromptSource, PromptStream
 from dapo_jax.environments import Episodes
 from dapo_jax.evaluation import responses_kept
 from dapo_jax.health.stalls import Watch

@@ -113,13 +113,16 @@ class JsonlTracker:
                     raise FileExistsError(
                         f"{file} already holds {size} bytes of metrics: resume that run, or choose another run_dir"
                     )
-        self._lines = _Objects(self.path) if in_bucket(self.path) else _File(self.path)
+        self._name, self._lines = "", list[bytes]()
+        """The last object in a bucket, and its lines."""
+        # Unbuffered: after an error for lack of space, closing the file must not try the line again.
+        self._file: Any = None if in_bucket(self.path) else open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by `close`
 
     def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
         """Appends one line.
 
         Raises:
-            ValueError: `step` is not above the last one, or a metric is called "step".
+            ValueError: `step` is not above the last one.
             OSError: the line could not be written; the message names the step and the file.
         """
         if self._last_step is not None and step <= self._last_step:
@@ -127,11 +130,9 @@ class JsonlTracker:
                 f"{self.path} already has step {self._last_step}, got step {step}: log each step once, all its "
                 "metrics (evaluation too) in one call"
             )
-        if "step" in metrics:
-            raise ValueError('a metric may not be called "step": the line has this key already')
         line = {"step": step} | {name: _number(value) for name, value in metrics.items()}
         try:
-            self._lines.append(step, json.dumps(line, allow_nan=False).encode() + b"\n")
+            self._append(step, json.dumps(line, allow_nan=False).encode() + b"\n")
         except OSError as error:
             reason = error.strerror or error
             raise OSError(
@@ -141,40 +142,20 @@ class JsonlTracker:
 
     def close(self) -> None:
         """Closes the file."""
-        self._lines.close()
+        if self._file is not None:
+            self._file.close()
 
-
-class _File:
-    """Lines appended to one file."""
-
-    def __init__(self, path: AnyPath) -> None:
-        # Unbuffered: after an error for lack of space, closing the file must not try the line again.
-        self._file: Any = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by `close`
-
-    def append(self, step: int, line: bytes) -> None:
-        view = memoryview(line)
-        while view:
-            view = view[self._file.write(view) :]
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class _Objects:
-    """Lines in objects; the last object is replaced by a longer one until it is full."""
-
-    def __init__(self, path: AnyPath) -> None:
-        self._folder, self._name, self._lines = _folder_of(path), "", list[bytes]()
-
-    def append(self, step: int, line: bytes) -> None:
+    def _append(self, step: int, line: bytes) -> None:
+        if self._file is not None:
+            view = memoryview(line)
+            while view:
+                view = view[self._file.write(view) :]
+            return
         if len(self._lines) % LINES_PER_OBJECT == 0:
             self._name, self._lines = f"{step:06d}.jsonl", []
         lines = [*self._lines, line]
-        write_whole(self._folder / self._name, b"".join(lines))
+        write_whole(_folder_of(self.path) / self._name, b"".join(lines))
         self._lines = lines
-
-    def close(self) -> None:
-        pass
 
 
 def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:

@@ -5,7 +5,6 @@ from collections.abc import Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
 from tempfile import mkdtemp
-from types import TracebackType
 
 import jax
 
@@ -30,21 +29,20 @@ class Profile(AbstractContextManager["Profile"]):
         """Ends the trace and copies its files; called when the last program of `step` has ended."""
         if self._local is None:
             return
-        local, self._local = self._local, None
         try:
             jax.profiler.stop_trace()
-            for file in files_below(path_of(local)):
-                there = self._folder / f"step_{step:06d}" / Path(str(file)).relative_to(local).as_posix()
+            for file in files_below(path_of(self._local)):
+                inside = Path(str(file)).relative_to(self._local).as_posix()
+                there = self._folder / f"step_{step:06d}" / inside
                 there.parent.mkdir(parents=True, exist_ok=True)
                 write_whole(there, file.read_bytes())
         finally:
-            shutil.rmtree(local, ignore_errors=True)
+            shutil.rmtree(self._local, ignore_errors=True)
+            self._local = None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Discards the trace of a failed step."""
         if self._local is not None:
-            local, self._local = self._local, None
             jax.profiler.stop_trace()
-            shutil.rmtree(local, ignore_errors=True)
+            shutil.rmtree(self._local, ignore_errors=True)
+            self._local = None

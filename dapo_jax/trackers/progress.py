@@ -9,7 +9,6 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -35,7 +34,8 @@ _COUNTED = re.compile(r"[^/]+@(\d+)")
 _RECENT_STEPS = 20
 _QUIET_S = 15.0
 """Seconds without a line after which plain output reports the progress of sampling."""
-_WIDTH = 78
+_TITLES = {"acc": "accuracy", "len": "tokens", "tok/s": "sampled tok/s"}
+"""Names of metrics in the live view if they are longer than in a line."""
 
 
 class Progress:
@@ -78,9 +78,7 @@ class Progress:
             self._live.start(refresh=True)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live.is_started:
             self._live.stop()
 
@@ -125,13 +123,10 @@ class Progress:
         pass@j for smaller j is only in the files.
         """
         found = {key.removeprefix(f"eval/{name}/"): value for key, value in metrics.items()}
-        counted = [key for key in found if self._counts and _COUNTED.fullmatch(key)]
-        most = max((_samples(key) for key in counted), default=0)
+        samples = {key: int(match[1]) for key in found if self._counts and (match := _COUNTED.fullmatch(key))}
+        counted = [key for key, count in samples.items() if count == max(samples.values())]
         # avg@k comes first because papers report it.
-        ordered = sorted(
-            (key for key in counted if _samples(key) == most),
-            key=lambda key: (not key.startswith("avg@"), key),
-        )
+        ordered = sorted(counted, key=lambda key: (not key.startswith("avg@"), key))
         shown = [_with_error(key, found, _decimal) for key in ordered]
         shown += [_with_error("reward", found, _figures)] if "reward" in found else []
         result = "  ".join(shown) or "-"
@@ -146,23 +141,29 @@ class Progress:
 
     def line(self) -> str:
         """Returns the last step in one short line."""
+        cells, lost = self._cells(), self._metrics.get(LOST)
         width = len(str(self.total_steps))
         return "  ".join(
             [
                 f"step {self._step:>{width}}/{self.total_steps}",
-                f"reward {_figures(self._metrics.get(REWARD))}",
-                *([f"acc {self._value(ACCURACY)}"] if self._counts else []),
-                f"len {self._value(RESPONSE_TOKENS, 1)}",
-                f"entropy {self._value(ENTROPY)}",
-                *([f"lost {lost:.0f}"] if (lost := self._metrics.get(LOST)) else []),
-                f"{_thousands(self._metrics.get(SAMPLED_PER_S))} tok/s",
-                f"{self._value(STEP_S, 1)} s/step",
+                *(f"{name} {value}" for name, value in cells.items() if "/s" not in name),
+                *([f"lost {lost:.0f}"] if lost else []),
+                *(f"{value} {name}" for name, value in cells.items() if "/s" in name),
                 f"eta {self._eta()}",
             ]
         )
 
-    def _value(self, name: str, digits: int = 2) -> str:
-        return _decimal(self._metrics.get(name), digits)
+    def _cells(self) -> dict[str, str]:
+        """Returns the metrics of the last step as text."""
+        measured = self._metrics.get
+        return {
+            "reward": _figures(measured(REWARD)),
+            **({"acc": _decimal(measured(ACCURACY))} if self._counts else {}),
+            "len": _decimal(measured(RESPONSE_TOKENS), 1),
+            "entropy": _decimal(measured(ENTROPY)),
+            "tok/s": _thousands(measured(SAMPLED_PER_S)),
+            "s/step": _decimal(measured(STEP_S), 1),
+        }
 
     def _eta(self) -> str:
         if self._step >= self.total_steps:
@@ -191,16 +192,8 @@ class Progress:
             format_seconds(self._clock() - self._phase_start),
         )
 
-        numbers = Table.grid(padding=(0, 3, 0, 0))
-        cells = {
-            "reward": _figures(self._metrics.get(REWARD)),
-            **({"accuracy": self._value(ACCURACY)} if self._counts else {}),
-            "tokens": self._value(RESPONSE_TOKENS, 1),
-            "entropy": self._value(ENTROPY),
-            "sampled tok/s": _thousands(self._metrics.get(SAMPLED_PER_S)),
-            "s/step": self._value(STEP_S, 1),
-        }
-        numbers.add_row(*(Text(title, style="dim") for title in cells))
+        numbers, cells = Table.grid(padding=(0, 3, 0, 0)), self._cells()
+        numbers.add_row(*(Text(_TITLES.get(name, name), style="dim") for name in cells))
         numbers.add_row(*(Text(value, style="bold") for value in cells.values()))
 
         held_out = [Text(f"{name}  {result}") for name, result in self._evaluations.items()] or [Text("-")]
@@ -210,7 +203,7 @@ class Progress:
         return Panel(
             Group(bars, Text(self._wave, style="dim"), numbers, "", evaluations),
             title="dapo_jax",
-            width=_WIDTH,
+            width=78,
             title_align="left",
         )
 
@@ -229,17 +222,10 @@ def format_seconds(seconds: float) -> str:
     if not math.isfinite(seconds):
         return "-"
     whole = max(round(seconds), 0)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
-
-
-def _samples(key: str) -> int:
-    return int(key.rpartition("@")[2])
+    for size, unit, rest, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if whole >= size:
+            return f"{whole // size}{unit}{whole % size // rest:02d}{small}"
+    return f"{whole}s"
 
 
 def _with_error(

@@ -61,16 +61,13 @@ def write_rollouts(
         )
     values = [None] * count if advantages is None else advantages.reshape(-1).tolist()
     rows = [
-        _row(step, group, index, rollout) | _in_update(ratios, (group.prompt.ordinal, index))
+        _row(step, group, index, rollout, ratios)
         for group in groups
         for index, rollout in enumerate(group.rollouts)
     ]
     path = path_of(folder) / f"step_{step:06d}.jsonl"
-    write_lines(
-        path,
-        [row | {"advantage": _rounded(value)} for row, value in zip(rows, values, strict=True)],
-        what="rollouts",
-    )
+    given = zip(rows, values, strict=True)
+    write_lines(path, [row | {"advantage": _rounded(value)} for row, value in given], what="rollouts")
     return path
 
 
@@ -204,8 +201,15 @@ def format_rollouts(groups: Sequence[Group], limit: int, *, metric: str = "corre
     return visible("\n".join(parts).rstrip("\n") + "\n")
 
 
-def _row(step: int, group: Group, index: int, rollout: Rollout) -> dict[str, Any]:
-    """Returns the line of one rollout, with long lists last."""
+def _row(
+    step: int,
+    group: Group,
+    index: int,
+    rollout: Rollout,
+    ratios: Mapping[tuple[int, int], Float[np.ndarray, " response"] | None],
+) -> dict[str, Any]:
+    """Returns the line of one rollout, with long lists last; `in_loss` is null if it was not trained on."""
+    found = ratios.get(key := (group.prompt.ordinal, index))
     return {
         "schema_version": SCHEMA_VERSION,
         "step": step,
@@ -228,6 +232,8 @@ def _row(step: int, group: Group, index: int, rollout: Rollout) -> dict[str, Any
         "prompt_token_ids": group.prompt.tokens.tolist(),
         "response_token_ids": rollout.response.tokens.tolist(),
         "logprobs": [_rounded(value) for value in rollout.response.logprobs.tolist()],
+        "in_loss": found is not None if key in ratios else None,
+        "ratios": None if found is None else [_rounded(value) for value in found.tolist()],
     }
 
 
@@ -239,17 +245,6 @@ def _of_turns(rollout: Rollout) -> dict[str, Any]:
         "turns": [list(turn) for turn in rollout.response.turns],
         "turn_rewards": [_rounded(reward) for reward in rollout.verdict.turn_rewards],
         **({"contexts": [list(one) for one in contexts]} if (contexts := rollout.response.contexts) else {}),
-    }
-
-
-def _in_update(
-    ratios: Mapping[tuple[int, int], Float[np.ndarray, " response"] | None], rollout: tuple[int, int]
-) -> dict[str, Any]:
-    """Returns the ratios of a rollout; `in_loss` is null if it was not trained on."""
-    found = ratios.get(rollout)
-    return {
-        "in_loss": found is not None if rollout in ratios else None,
-        "ratios": None if found is None else [_rounded(value) for value in found.tolist()],
     }
 
 

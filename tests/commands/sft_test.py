@@ -8,7 +8,6 @@ import pytest
 from rich.console import Console
 
 from dapo_jax.commands import sft
-from dapo_jax.commands.sft import _pairs
 from dapo_jax.config import (
     ConfigError,
     DataConfig,
@@ -20,8 +19,10 @@ from dapo_jax.config import (
     SftBatchConfig,
     SftConfig,
 )
+from dapo_jax.data import PairSource
 from dapo_jax.locks import take
 from dapo_jax.run.policy import load_policy
+from dapo_jax.run.prompt_sets import training_prompts
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.progress import Progress
 
@@ -95,7 +96,8 @@ def test_the_model_is_written_as_a_folder_that_is_read_back(config, warmed):
 def test_pairs_are_asked_through_the_chat_template_and_end_the_assistant_s_turn(config, chat_model):
     data = replace(config.data, chat=True, system_prompt="Add.", max_prompt_tokens=64)
     policy = load_policy(ModelConfig(source=chat_model))
-    prompt, response = _pairs(replace(config, data=data, batch=SftBatchConfig()), policy)[0]
+    prompts, _ = training_prompts(data, policy.tokenizer, seed=0)
+    prompt, response = PairSource(prompts, policy.tokenizer, seed=0, max_response_tokens=64)[0]
     question = policy.tokenizer.decode(prompt).split("user\n")[1].split("\n")[0]
     text = (
         f"<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"

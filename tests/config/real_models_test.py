@@ -7,7 +7,6 @@ import pytest
 from dapo_jax.config import load_config
 from dapo_jax.data import load_rows
 from dapo_jax.data.builders.one_digit_arithmetic import split_questions
-from dapo_jax.rewards import exact_grader
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 ARITHMETIC = CONFIGS / "smollm2_135m_arithmetic.yaml"
@@ -42,13 +41,6 @@ def test_arithmetic_examples_are_right_and_of_the_training_split():
         assert train[text] == int(answer)
 
 
-def test_arithmetic_answers_are_read_as_the_model_writes_them():
-    config = load_config(ARITHMETIC)
-    assert config.reward.grader == "exact"
-    assert config.sampling.stop == ["\n"]
-    assert exact_grader(config.reward.answer_marker)(" 12", "12").correct
-
-
 @pytest.mark.parametrize("path", [ARITHMETIC, LETTERS], ids=lambda path: path.stem)
 def test_rows_hold_several_rollouts_and_an_update_several_rows(path):
     config = load_config(path)
@@ -57,13 +49,6 @@ def test_rows_hold_several_rollouts_and_an_update_several_rows(path):
     rollouts = config.batch.groups_per_update * config.batch.group_size
     assert rollouts * longest >= config.row_tokens * config.batch.rows_per_microbatch
     assert config.sampling.slots % config.batch.group_size == 0
-
-
-@pytest.mark.parametrize("path", [ARITHMETIC, LETTERS], ids=lambda path: path.stem)
-def test_the_scores_are_avg_at_8_of_the_distribution_that_is_trained(path):
-    config = load_config(path)
-    assert config.eval.samples_per_prompt == 8
-    assert (config.eval.temperature, config.eval.top_p) == (config.sampling.temperature, 1.0)
 
 
 def test_letter_counting_examples_are_right():

@@ -38,20 +38,15 @@ def test_an_alias_for_a_key_of_the_other_schema_is_not_offered():
     ("theirs", "ours"),
     [
         ("steps_per_generation", "`batch.prompts_per_step`"),
-        ("generation_batch_size", "`batch.prompts_per_step`"),
         ("logging_steps", "`log.rollouts_every_steps`"),
         ("reward_weights", "`reward.graders`"),
         ("num_iterations", "`batch.groups_per_update`"),
-        ("actor_rollout_ref.actor.ppo_epochs", "`batch.groups_per_update`"),
         ("num_train_epochs", "`steps`"),
-        ("trainer.total_epochs", "`steps`"),
         ("use_vllm", "`sampling`"),
         ("vllm_gpu_memory_utilization", "`sampling.cache_tokens`"),
         ("vllm_server_host", "`sampling`"),
         ("lr_scheduler_type", "`optimizer.warmup_steps`"),
         ("push_to_hub", "model"),
-        ("hub_model_id", "model"),
-        ("resume_from_checkpoint", "--resume"),
     ],
 )
 def test_a_key_that_only_trl_or_verl_has_is_answered_with_a_remedy(theirs, ours):

@@ -178,6 +178,7 @@ def test_a_bad_file_leaves_nothing_prepared(tmp_path, load):
         ("gsm8k", {}, "data.path"),
         ("jsonl", {"path": "own.jsonl", "options": {"promt": "q"}}, "'promt'; there are prompt, answer"),
         ("arithmetic", {"path": "own.jsonl"}, "'arithmetic' reads no files"),
+        ("arithmetic", {"options": {"min_words": 3}}, "takes no options"),
         ("reasoning_gym:gcd", {"path": "own.jsonl"}, "data.path"),
     ],
 )

@@ -9,7 +9,6 @@ import pytest
 
 from dapo_jax.data.prompts import PromptSource, held_out, row_order
 from dapo_jax.data.rows import checked_rows
-from dapo_jax.data.sources import load_rows
 from dapo_jax.text.formatting import PromptFormat
 from dapo_jax.text.tokenizers import ByteTokenizer, CharTokenizer
 
@@ -35,12 +34,6 @@ def test_the_prompt_of_an_ordinal_does_not_depend_on_earlier_ones():
     texts = [asked_in_order[ordinal].text for ordinal in range(70)]
     assert source()[64].text == texts[64]
     assert [source()[ordinal].text for ordinal in (69, 0, 31)] == [texts[69], texts[0], texts[31]]
-
-
-def test_hosts_that_stride_over_ordinals_cover_all_of_them():
-    prompts = source()
-    strided = {ordinal: prompts[ordinal].text for host in range(4) for ordinal in range(host, 40, 4)}
-    assert strided == {ordinal: prompts[ordinal].text for ordinal in range(40)}
 
 
 def test_braces_in_questions_and_templates_survive():
@@ -80,11 +73,6 @@ def test_integer_answers_become_text_and_other_fields_stay():
     assert rows == [{"prompt": "1-2", "answer": "-1", "level": 3}, {"prompt": "2", "answer": "7"}]
 
 
-def test_messages_are_kept_with_all_their_fields():
-    messages = [{"role": "system", "content": ""}, {"role": "user", "content": "1+1", "name": "ada"}]
-    assert checked_rows([{"prompt": messages, "answer": 2}]) == [{"prompt": messages, "answer": "2"}]
-
-
 def test_messages_without_a_chat_template_name_the_row_and_the_remedy():
     rows = [{"prompt": "1", "answer": "1"}, {"prompt": [{"role": "user", "content": "1+1"}], "answer": "2"}]
     with pytest.raises(ValueError, match=r"row 1: .* data\.chat=false"):
@@ -121,13 +109,6 @@ def test_bad_row_is_named_with_its_field(row, message):
         checked_rows([{"prompt": "1", "answer": "1"}, row])
 
 
-def test_rows_from_disk_become_prompts(data_dir):
-    prompts = PromptSource(load_rows("arithmetic", "train", data_dir), TOKENIZER, seed=0, max_prompt_tokens=5)
-    prompt = prompts[7100 + 5]
-    left, right = prompt.text.split("+")
-    assert int(left) + int(right) == int(prompt.answer)
-
-
 def test_importing_the_data_package_loads_neither_grain_nor_tfds():
     code = "import sys, dapo_jax.data; print(*{m.split('.')[0] for m in sys.modules})"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
@@ -149,10 +130,6 @@ def test_the_order_depends_on_the_seed_alone():
     first, same, other = (row_order([range(COUNT)], seed=seed, shuffle=True) for seed in (3, 3, 4))
     assert [first[place] for place in range(COUNT)] == [same[place] for place in range(COUNT)]
     assert [first[place] for place in range(COUNT)] != [other[place] for place in range(COUNT)]
-
-
-def test_far_places_are_reached_directly():
-    assert 0 <= row_order([range(COUNT)], seed=3, shuffle=True)[10**12] < COUNT
 
 
 def test_the_order_is_that_of_grains_resumed_iterator():

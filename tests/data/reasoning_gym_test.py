@@ -90,8 +90,3 @@ def test_missing_extra_is_answered_with_the_command_that_installs_it(monkeypatch
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ValueError, match=r"pip install -e '\.\[reasoning-gym\]'"):
         reasoning_gym_rows("letter_counting", "train", {})
-
-
-def test_options_for_a_builder_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="'arithmetic' reads no files and takes no options"):
-        load_rows("arithmetic", "train", tmp_path, {"min_words": 3})

@@ -3,19 +3,16 @@
 import numpy as np
 import pytest
 
-from dapo_jax.data.prompts import PromptSource
-from dapo_jax.data.sft_pairs import PairSource
-from dapo_jax.text.formatting import PromptFormat
+from dapo_jax.data.prompts import PairSource, PromptSource
 from dapo_jax.text.tokenizers import ByteTokenizer, CharTokenizer
 
 TOKENIZER = ByteTokenizer()
 ROWS = [{"prompt": f"{n}", "answer": f"{n}", "responses": [f"{n}{way}" for way in "abcd"]} for n in range(20)]
 
 
-def source(rows=ROWS, **options):
-    return PairSource(
-        rows, TOKENIZER, **({"seed": 0, "max_prompt_tokens": 16, "max_response_tokens": 16} | options)
-    )
+def source(rows=ROWS, tokenizer=TOKENIZER, *, seed=0, max_response_tokens=16, **options):
+    prompts = PromptSource(rows, tokenizer, **({"seed": seed, "max_prompt_tokens": 64} | options))
+    return PairSource(prompts, tokenizer, seed=seed, max_response_tokens=max_response_tokens)
 
 
 def text(pair):
@@ -58,24 +55,9 @@ def test_prompts_come_in_the_order_of_the_prompt_source():
     assert [text(pairs[i])[0] for i in range(40)] == [prompts[i].text for i in range(40)]
 
 
-def test_shuffle_off_and_template_are_obeyed():
-    pairs = source(shuffle=False, prompt_format=PromptFormat(template="Q{prompt}"))
-    assert [text(pairs[i])[0] for i in range(21)] == [f"Q{n % 20}" for n in range(21)]
-
-
-def test_a_chat_pair_is_the_templated_question_and_the_answer_with_the_turn_s_end(chat_tokenizer):
-    rows = [{"prompt": "1+1", "answer": "2", "response": "=2"}]
-    prompt, response = PairSource(
-        rows, chat_tokenizer, seed=0, max_prompt_tokens=64, max_response_tokens=8, prompt_format=PromptFormat(chat=True)
-    )[0]  # fmt: skip
-    opened = "<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n"
-    np.testing.assert_array_equal(prompt, chat_tokenizer.encode(opened))
-    np.testing.assert_array_equal(response, chat_tokenizer.encode("=2<|im_end|>"))
-
-
 def test_response_that_cannot_be_tokenized_names_the_row():
     rows = [{"prompt": "1", "answer": "1", "response": "x"}]
-    pairs = PairSource(rows, CharTokenizer("1"), seed=0, max_prompt_tokens=8, max_response_tokens=8)
+    pairs = source(rows, CharTokenizer("1"))
     with pytest.raises(ValueError, match="row 0: character 'x' at position 0"):
         pairs[0]
 

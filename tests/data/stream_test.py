@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from dapo_jax.data.prompts import PromptSource
-from dapo_jax.data.stream import PromptStream
+from dapo_jax.data.prompts import PromptSource, PromptStream
 from dapo_jax.text.tokenizers import CharTokenizer
 
 ROWS, EPOCHS = 29, 3  # 29 is a multiple of no number of hosts here
@@ -28,16 +27,11 @@ def whole():
     return [(ordinal, one[ordinal].text) for ordinal in range(TOTAL)]
 
 
-def take(cursor, hosts, count):
-    """The `count` prompts that `hosts` hosts take together from `cursor` on, and the next cursor."""
-    streams = [
-        PromptStream(source(), cursor=cursor, host=host, hosts=hosts, ahead=5) for host in range(hosts)
-    ]
-    taken = [next(streams[ordinal % hosts]) for ordinal in range(cursor, cursor + count)]
-    assert all(prompt.ordinal % hosts == place % hosts for place, prompt in enumerate(taken, start=cursor))
-    return [(prompt.ordinal, prompt.text) for prompt in taken], min(
-        stream.state["next_ordinal"] for stream in streams
-    )
+def take(hosts, start, end):
+    """The prompts from `start` to `end` that `hosts` hosts take together."""
+    streams = [PromptStream(source(), host=host, hosts=hosts, ahead=5) for host in range(hosts)]
+    taken = [streams[ordinal % hosts].at(ordinal) for ordinal in range(start, end)]
+    return [(prompt.ordinal, prompt.text) for prompt in taken]
 
 
 @pytest.mark.parametrize(
@@ -46,17 +40,12 @@ def take(cursor, hosts, count):
 )
 def test_interruptions_do_not_change_the_sequence_of_three_epochs(whole, before, after):
     for point in POINTS:
-        first, cursor = take(0, before, point)
-        second, end = take(cursor, after, TOTAL - point)
-        assert cursor == point
-        assert end == TOTAL
-        assert first + second == whole
+        assert take(before, 0, point) + take(after, point, TOTAL) == whole
 
 
 def test_the_stream_continues_after_a_prompt_out_of_turn():
-    stream = PromptStream(source(), cursor=40)
-    assert [stream.at(ordinal).ordinal for ordinal in (40, 41, 7, 8, 60)] == [40, 41, 7, 8, 60]
-    assert next(stream).ordinal == 61
+    stream = PromptStream(source())
+    assert [stream.at(ordinal).ordinal for ordinal in (40, 41, 7, 8, 60, 61)] == [40, 41, 7, 8, 60, 61]
 
 
 def test_prompts_are_made_ahead_by_other_threads():
@@ -71,7 +60,7 @@ def test_prompts_are_made_ahead_by_other_threads():
     rows = [{"prompt": str(number), "answer": "1"} for number in range(ROWS)]
     watched = PromptSource(rows, Watched("0123456789"), seed=0, max_prompt_tokens=4, shuffle=False)
     stream = PromptStream(watched, ahead=8)
-    next(stream)
+    stream.at(0)
     deadline = time.monotonic() + 30
     while len(makers) < 9 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -82,15 +71,9 @@ def test_prompts_are_made_ahead_by_other_threads():
 def test_a_bad_row_is_named_when_it_is_reached_and_not_before():
     rows = [{"prompt": "1", "answer": "1"}, {"prompt": "x", "answer": "1", "source_row": "own.jsonl, line 2"}]
     stream = PromptStream(PromptSource(rows, TOKENIZER, seed=0, max_prompt_tokens=4, shuffle=False))
-    assert next(stream).text == "1"
+    assert stream.at(0).text == "1"
     with pytest.raises(ValueError, match=r"own\.jsonl, line 2: character 'x'"):
-        next(stream)
-
-
-@pytest.mark.parametrize("settings", [{"cursor": -1}, {"host": 4, "hosts": 4}, {"host": -1}, {"hosts": 0}])
-def test_impossible_shares_are_refused(settings):
-    with pytest.raises(ValueError, match="need cursor >= 0 and 0 <= host < hosts"):
-        PromptStream(source(), **settings)
+        stream.at(1)
 
 
 def test_another_hosts_prompt_is_refused():
@@ -101,7 +84,6 @@ def test_another_hosts_prompt_is_refused():
 def test_a_mixture_is_interrupted_as_well():
     parts = {"parts": [range(9), range(9, ROWS)], "weights": [1.0, 2.0]}
     unbroken = [source(**parts)[ordinal].text for ordinal in range(50)]
-    stream = PromptStream(source(**parts), ahead=3)
-    first = [next(stream).text for _ in range(17)]
-    resumed = PromptStream(source(**parts), cursor=stream.state["next_ordinal"])
-    assert first + [next(resumed).text for _ in range(33)] == unbroken
+    stream, resumed = PromptStream(source(**parts), ahead=3), PromptStream(source(**parts))
+    found = [(stream if ordinal < 17 else resumed).at(ordinal).text for ordinal in range(50)]
+    assert found == unbroken

@@ -25,10 +25,3 @@ def test_the_page_lists_the_commands_of_the_command_line():
     found = {parser.prog.split()[1] for parser in commands.parsers()}
     assert found == set(kinds.choices)
     assert "dapo-jax data show" in {parser.prog for parser in commands.parsers()}
-
-
-def test_usage_defaults_and_required_options_are_on_the_page():
-    page = commands.markdown()
-    assert "dapo-jax train CONFIG [key=value ...] [--resume]" in page
-    assert "| `--answer-marker TEXT` | of the exact grader (default =) |" in page
-    assert "may be given several times; it must be given" in page  # sample --prompt

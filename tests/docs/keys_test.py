@@ -77,14 +77,3 @@ def test_every_key_is_described():
         if not key.text
     ]
     assert bare == []
-
-
-def test_defaults_that_are_not_printable_are_quoted():
-    assert keys.written("\n\n") == '"\\n\\n"'
-    assert [keys.written(value) for value in ("", None, True, 1e-6, [])] == [
-        '""',
-        "null",
-        "true",
-        "1e-06",
-        "[]",
-    ]

@@ -1,8 +1,5 @@
 """The generated parts of pages are up to date, so a checkout has the same text as the site."""
 
-import subprocess
-import sys
-
 import pytest
 from _made.pages import DOCS, MAKERS, drawn, made, pages
 from _made.tables import table
@@ -39,12 +36,6 @@ def test_wrong_marks_are_errors():
                  "<!-- made: keys SftConfig -->\n<!-- made: command_line -->\n<!-- end -->"):  # fmt: skip
         with pytest.raises(ValueError, match="needs an <!-- end -->"):
             made(text)
-
-
-def test_the_command_that_renews_finds_nothing_to_do():
-    command = [sys.executable, str(DOCS / "renew.py")]
-    done = subprocess.run(command, cwd=DOCS.parent, capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout == ""
 
 
 def test_special_characters_in_cells_are_escaped():

@@ -83,8 +83,8 @@ def as_data(messages, tokenizer, folder):
     else:
         path = folder / "rows.parquet"
         parquet.write_table(table, path)
-    [read] = file_rows(path)
-    row = checked_row(read.fields)
+    [(_, fields)] = file_rows(path)
+    row = checked_row(fields)
     rendering = Rendering(tokenizer=tokenizer)
     played = appended_of(json.loads(json.dumps(appended_as_json(Context(conversation(row))))))
     return PromptFormat().encode(row["prompt"], tokenizer)[1].tolist(), rendering.context_ids(played).tolist()

@@ -83,23 +83,6 @@ def test_resuming_cuts_later_steps_and_goes_on(bucket, resume_step, names):
     assert steps_of(PATH) == list(range(last + 3))
 
 
-def test_a_step_is_logged_once_also_across_a_resume(bucket):
-    write(PATH, [1, 2])
-    with pytest.raises(ValueError, match="already has step 2, got step 2"):
-        JsonlTracker(PATH, 2).log(2, {})
-
-
-def test_a_new_run_does_not_add_to_another_runs_metrics(bucket):
-    write(PATH, [1])
-    with pytest.raises(FileExistsError, match=r"metrics/000001\.jsonl already holds .* resume that run"):
-        JsonlTracker(PATH)
-
-
-def test_without_any_there_is_no_such_file(bucket):
-    with pytest.raises(FileNotFoundError):
-        read_metrics(PATH)
-
-
 def test_a_run_copied_from_a_disk_goes_on_in_a_bucket(bucket, tmp_path):
     write(tmp_path / "metrics.jsonl", [1, 2, 3])
     bucket.buckets["bucket"]["run/metrics.jsonl"] = ((tmp_path / "metrics.jsonl").read_bytes(), 1)

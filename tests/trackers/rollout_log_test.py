@@ -240,7 +240,6 @@ def test_every_problem_is_one_complete_line(tmp_path):
 @pytest.mark.parametrize(
     ("name", "file"),
     [
-        ("gsm8k-v1.0_a", "gsm8k-v1.0_a.jsonl"),
         ("hf:org/set", "hf%3Aorg%2Fset.jsonl"),
         ("../up", "..%2Fup.jsonl"),
     ],

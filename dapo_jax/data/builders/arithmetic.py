@@ -18,9 +18,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-import tensorflow_datasets as tfds
-
-from dapo_jax.data.own_builder import OwnBuilder, fingerprint, uniform
+from dapo_jax.data.own_builder import OwnBuilder, chosen, named, uniform
 
 ALPHABET = "0123456789+=:,?"
 """Every character of prompts and responses."""
@@ -63,16 +61,7 @@ def response_text(left: int, right: int, style: str, rechecks: int = 0) -> str:
     ':7+5=12,1+4+8=13=132'
     >>> response_text(47, 85, "rechecked", 1)
     ':7+5=12,1+4+8=13?7+5=12,1+4+8=13=132'
-
-    Raises:
-        ValueError: an operand does not have two digits, the style is unknown, or the rechecks do not fit the style.
     """
-    if left not in OPERANDS or right not in OPERANDS:
-        raise ValueError(f"operands must be in 10..99; got {left} and {right}")
-    if style not in ("direct", "working", "rechecked"):
-        raise ValueError(f"style must be direct, working or rechecked; got {style!r}")
-    if (rechecks > 0) != (style == "rechecked"):
-        raise ValueError(f"only the style 'rechecked' has rechecks, at least 1; got {rechecks} for {style!r}")
     answer = f"={left + right}"
     if style == "direct":
         return answer
@@ -81,11 +70,7 @@ def response_text(left: int, right: int, style: str, rechecks: int = 0) -> str:
 
 def draw_style(seed: int, pair: int, draw: int = 0) -> tuple[str, int]:
     """Returns the style and rechecks of demonstration number `draw` of the pair `pair_number(left, right)`."""
-    place = uniform("style", seed, pair, draw) * sum(STYLE_WEIGHTS.values())
-    edges = itertools.accumulate(STYLE_WEIGHTS.values())
-    # Rounding may put `place` on the last edge, which belongs to the last style with a weight.
-    named = [name for name, weight in STYLE_WEIGHTS.items() if weight > 0]
-    style = next((name for name, edge in zip(STYLE_WEIGHTS, edges, strict=True) if place < edge), named[-1])
+    style = chosen(STYLE_WEIGHTS, uniform("style", seed, pair, draw))
     if style != "rechecked":
         return style, 0
     luck = uniform("rechecks", seed, pair, draw)
@@ -111,16 +96,6 @@ def split_pairs(seed: int = SPLIT_SEED) -> dict[str, list[tuple[int, int]]]:
     return {"train": pairs[:TRAIN_PAIRS], "test": pairs[TRAIN_PAIRS:]}
 
 
-def _fingerprint() -> str:
-    """Returns a digest of all constants and formats, so that stale files are never read."""
-    formats = [
-        response_text(47, 85, style, rechecks) for style, rechecks in (("working", 0), ("rechecked", 2))
-    ]
-    return fingerprint(
-        SPLIT_SEED, TRAIN_PAIRS, STYLE_WEIGHTS, RECHECK_AGAIN, MAX_RECHECKS, DEMONSTRATIONS, formats
-    )
-
-
 class Builder(OwnBuilder):
     """TFDS builder of the sums, in the order of `split_pairs`."""
 
@@ -128,7 +103,11 @@ class Builder(OwnBuilder):
     DESCRIPTION = "Sums of two two-digit numbers with demonstrations in several styles."
     TEXTS = ("prompt", "answer", "response", "style")
     LISTS = ("responses",)
-    BUILDER_CONFIGS: ClassVar = [tfds.core.BuilderConfig(name=f"mix_{_fingerprint()}")]
+    BUILDER_CONFIGS: ClassVar = named(
+        "mix",
+        *(SPLIT_SEED, TRAIN_PAIRS, STYLE_WEIGHTS, RECHECK_AGAIN, MAX_RECHECKS, DEMONSTRATIONS),
+        [response_text(47, 85, "working"), response_text(47, 85, "rechecked", 2)],
+    )
 
     def splits(self) -> dict[str, Iterator[dict[str, Any]]]:
         """See `OwnBuilder.splits`; `response` is the first of `responses`, and `style` its style."""
@@ -137,11 +116,6 @@ class Builder(OwnBuilder):
 
 def _rows(pairs: list[tuple[int, int]], count: int) -> Iterator[dict[str, Any]]:
     for left, right in pairs:
-        shown = demonstrations(left, right, count=count)
-        yield {
-            "prompt": prompt_text(left, right),
-            "answer": str(left + right),
-            "response": shown[0][1],
-            "style": shown[0][0],
-            "responses": [response for _, response in shown],
-        }
+        styles, responses = zip(*demonstrations(left, right, count=count), strict=True)
+        row = {"prompt": prompt_text(left, right), "answer": str(left + right)}
+        yield row | {"response": responses[0], "style": styles[0], "responses": list(responses)}

@@ -19,9 +19,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
-import tensorflow_datasets as tfds
-
-from dapo_jax.data.own_builder import OwnBuilder, fingerprint, uniform
+from dapo_jax.data.own_builder import OwnBuilder, chosen, named, uniform
 
 LABELS = "abcdefghijkl"
 ALPHABET = f"0123456789{LABELS}+>=:,?"
@@ -67,14 +65,7 @@ def response_text(terms: Question, style: str, repeats: int = 0) -> str:
     ('=0', ':b2c0=0', ':b7+5>2,c2+8>0=0')
     >>> response_text((7, 5), "rambling", 1)
     ':b7+5>2?b7+5>2=2'
-
-    Raises:
-        ValueError: the style is unknown, or the repeats do not fit the style.
     """
-    if style not in STYLE_WEIGHTS:
-        raise ValueError(f"style must be one of {', '.join(STYLE_WEIGHTS)}; got {style!r}")
-    if (repeats > 0) != (style == "rambling"):
-        raise ValueError(f"only the style 'rambling' has repeats, at least 1; got {repeats} for {style!r}")
     answer = f"={answer_text(terms)}"
     if style == "direct":
         return answer
@@ -89,9 +80,7 @@ def response_text(terms: Question, style: str, repeats: int = 0) -> str:
 def draw_style(terms: Question, draw: int) -> tuple[str, int]:
     """Returns the style and repeats of demonstration number `draw` of a question."""
     weights = LONG_STYLE_WEIGHTS if len(terms) >= LONG else STYLE_WEIGHTS
-    place = uniform("style", SPLIT_SEED, prompt_text(terms), draw) * sum(weights.values())
-    edges = itertools.accumulate(weights.values())
-    style = next((name for name, edge in zip(weights, edges, strict=True) if place < edge), [*weights][-1])
+    style = chosen(weights, uniform("style", SPLIT_SEED, prompt_text(terms), draw))
     if style != "rambling":
         return style, 0
     return style, 1 + int(uniform("repeats", SPLIT_SEED, prompt_text(terms), draw) * MAX_REPEATS)
@@ -130,20 +119,18 @@ def _place(terms: Question) -> float:
     return uniform("split", SPLIT_SEED, prompt_text(terms))
 
 
-def _fingerprint() -> str:
-    """Returns a digest of all constants and formats, so that stale files are never read."""
-    formats = [response_text((7, 5, 8), style) for style in ("direct", "brief", "careful")]
-    sizes = [[*DIGITS], [*TERMS], LONG, SPLIT_SEED, QUESTIONS, MAX_REPEATS, DEMONSTRATIONS]
-    return fingerprint(sizes, [STYLE_WEIGHTS, LONG_STYLE_WEIGHTS], formats)
-
-
 class Builder(OwnBuilder):
     """TFDS builder of the sums, in the order of `split_questions`."""
 
     name = "chain_sums"
     DESCRIPTION = "Sums of 2 to 12 labelled digits with demonstrations in several styles."
     LISTS = ("responses",)
-    BUILDER_CONFIGS: ClassVar = [tfds.core.BuilderConfig(name=f"mix_{_fingerprint()}")]
+    BUILDER_CONFIGS: ClassVar = named(
+        "mix",
+        [[*DIGITS], [*TERMS], LONG, SPLIT_SEED, QUESTIONS, MAX_REPEATS, DEMONSTRATIONS],
+        [STYLE_WEIGHTS, LONG_STYLE_WEIGHTS],
+        [response_text((7, 5, 8), style) for style in ("direct", "brief", "careful")],
+    )
 
     def splits(self) -> dict[str, Iterator[dict[str, Any]]]:
         """See `OwnBuilder.splits`."""

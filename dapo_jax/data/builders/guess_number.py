@@ -17,9 +17,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-import tensorflow_datasets as tfds
-
-from dapo_jax.data.own_builder import OwnBuilder, fingerprint, uniform
+from dapo_jax.data.own_builder import OwnBuilder, named, uniform
 
 ALPHABET = "0123456789-:?<>"
 """Every character of prompts and responses."""
@@ -88,12 +86,6 @@ def split_pairs(seed: int = SPLIT_SEED) -> dict[str, list[tuple[int, int]]]:
     return {"train": pairs[:-TEST_PAIRS], "test": pairs[-TEST_PAIRS:], "demonstrations": pairs}
 
 
-def _fingerprint() -> str:
-    """Returns a digest of all constants and the format, so that stale files are never read."""
-    sizes = (SPLIT_SEED, [*LOWS], WIDTH, GUESSES, PATIENCE, TEST_PAIRS, DEMONSTRATIONS)
-    return fingerprint(*sizes, demonstration(8, 47))
-
-
 class Builder(OwnBuilder):
     """TFDS builder of the searches, in the order of `split_pairs`."""
 
@@ -101,7 +93,10 @@ class Builder(OwnBuilder):
     DESCRIPTION = "Searches for a number within a range, with demonstrations of a careless player."
     TEXTS = ("prompt", "answer", "response")
     LISTS = ("responses",)
-    BUILDER_CONFIGS: ClassVar = [tfds.core.BuilderConfig(name=f"range_{_fingerprint()}")]
+    BUILDER_CONFIGS: ClassVar = named(
+        "range",
+        *(SPLIT_SEED, [*LOWS], WIDTH, GUESSES, PATIENCE, TEST_PAIRS, DEMONSTRATIONS, demonstration(8, 47)),
+    )
 
     def splits(self) -> dict[str, Iterator[dict[str, Any]]]:
         """See `OwnBuilder.splits`; `response` is the first of `responses`."""
@@ -111,9 +106,5 @@ class Builder(OwnBuilder):
 def _rows(pairs: list[tuple[int, int]], count: int) -> Iterator[dict[str, Any]]:
     for low, number in pairs:
         shown = [demonstration(low, number, draw) for draw in range(count)]
-        yield {
-            "prompt": prompt_text(low),
-            "answer": str(number),
-            "response": shown[0],
-            "responses": shown,
-        }
+        row = {"prompt": prompt_text(low), "answer": str(number)}
+        yield row | {"response": shown[0], "responses": shown}

@@ -10,41 +10,27 @@ import hashlib
 import itertools
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import tensorflow_datasets as tfds
 
 from dapo_jax.data.own_builder import OwnBuilder
 
-OPERATIONS: dict[str, Callable[[int, int], int]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-}
+OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 OPERANDS = range(10)
 SPLIT_SEED = 0
 TEST_QUESTIONS = 100
 """Number of questions in the test split, of 255; the other 155 are the train split."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Question:
+class Question(NamedTuple):
     """One operation on two one-digit numbers."""
 
-    left: int
+    text: str
+    """`7*5`."""
     operation: str
-    right: int
-
-    @property
-    def text(self) -> str:
-        """`7*5`."""
-        return f"{self.left}{self.operation}{self.right}"
-
-    @property
-    def answer(self) -> int:
-        """The value, at least 0."""
-        return OPERATIONS[self.operation](self.left, self.right)
+    answer: int
+    """The value, at least 0."""
 
 
 def questions() -> list[Question]:
@@ -54,7 +40,7 @@ def questions() -> list[Question]:
     (255, '0+0', '9*9')
     """
     return [
-        Question(left=left, operation=operation, right=right)
+        Question(f"{left}{operation}{right}", operation, OPERATIONS[operation](left, right))
         for operation, left, right in itertools.product(OPERATIONS, OPERANDS, OPERANDS)
         if operation != "-" or left >= right
     ]
@@ -78,9 +64,7 @@ class Builder(OwnBuilder):
     DESCRIPTION = "One-digit sums, differences and products."
     TEXTS = ("prompt", "answer", "operation")
     # The name has all constants: changed ones prepare a new dataset.
-    BUILDER_CONFIGS: ClassVar = [
-        tfds.core.BuilderConfig(name=f"seed_{SPLIT_SEED}_test_{TEST_QUESTIONS}"),
-    ]
+    BUILDER_CONFIGS: ClassVar = [tfds.core.BuilderConfig(name=f"seed_{SPLIT_SEED}_test_{TEST_QUESTIONS}")]
 
     def splits(self) -> dict[str, list[dict[str, str]]]:
         """See `OwnBuilder.splits`."""

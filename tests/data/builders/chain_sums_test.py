@@ -4,7 +4,6 @@ from collections import Counter
 
 import pytest
 
-from dapo_jax.data import load_rows
 from dapo_jax.data.builders.chain_sums import (
     ALPHABET,
     LABELS,
@@ -94,15 +93,3 @@ def test_working_is_rare_and_rarer_for_long_sums(splits, long, weights, toleranc
     assert set(styles) == set(weights)
     for style, weight in weights.items():
         assert styles[style] / styles.total() == pytest.approx(weight, abs=tolerance)
-
-
-@pytest.mark.slow  # prepares 37,000 rows; arithmetic_test.py covers the base class of all builders
-def test_rows_on_disk_are_the_generated_ones_in_order(tmp_path, splits):
-    for split, count in (("warm_start", 2), ("train", 1), ("test", 1)):
-        rows = load_rows("chain_sums", split, tmp_path)
-        assert len(rows) == len(splits[split])
-        for place in range(len(rows)):
-            assert rows[place]["prompt"] == prompt_text(splits[split][place])
-        first, terms = rows[0], splits[split][0]
-        assert first["answer"] == answer_text(terms)
-        assert list(first["responses"]) == [response_text(terms, *draw_style(terms, i)) for i in range(count)]

@@ -3,10 +3,8 @@
 import itertools
 import re
 
-from dapo_jax.data import load_rows
 from dapo_jax.data.builders import guess_number
 from dapo_jax.data.builders.guess_number import (
-    DEMONSTRATIONS,
     GUESSES,
     LOWS,
     WIDTH,
@@ -84,17 +82,3 @@ def test_the_model_knows_every_character():
     assert set(text) == set(guess_number.ALPHABET)
     tokenizer = CharTokenizer(guess_number.ALPHABET)
     assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_rows_on_disk_are_the_generated_ones_in_order(tmp_path):
-    for split, pairs in split_pairs().items():
-        rows = load_rows("guess_number", split, tmp_path)
-        assert len(rows) == len(pairs)
-        for row, (low, number) in list(zip(rows, pairs, strict=True))[:20]:
-            shown = [demonstration(low, number, draw) for draw in range(DEMONSTRATIONS[split])]
-            assert row == {
-                "prompt": prompt_text(low),
-                "answer": str(number),
-                "response": shown[0],
-                "responses": shown,
-            }

@@ -2,7 +2,6 @@
 
 from collections import Counter
 
-from dapo_jax.data import load_rows
 from dapo_jax.data.builders.one_digit_arithmetic import questions, split_questions
 
 
@@ -29,11 +28,3 @@ def test_splits_depend_on_the_seed_alone_and_hold_every_operation():
     for found in split_questions().values():
         # A share of 55/255 differences; a fifth or so of each split, not all of them on one side.
         assert 0.1 < sum(question.operation == "-" for question in found) / len(found) < 0.35
-
-
-def test_rows_on_disk_are_the_generated_ones_in_order(tmp_path):
-    for split, found in split_questions().items():
-        rows = load_rows("one_digit_arithmetic", split, tmp_path)
-        assert list(rows) == [
-            {"prompt": q.text, "answer": str(q.answer), "operation": q.operation} for q in found
-        ]

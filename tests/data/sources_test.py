@@ -1,25 +1,29 @@
 """Datasets are prepared at first use, once, by two processes at a time, and without TensorFlow."""
 
+import hashlib
+import importlib
+import json
 import subprocess
 import sys
 
 import pytest
 
-from dapo_jax.data.builders import arithmetic, prepared, read_split
+from dapo_jax.data import load_rows
+from dapo_jax.data.builders import arithmetic
 
 
 def test_unknown_builder_is_answered_with_the_nearest(tmp_path):
     with pytest.raises(ValueError, match="named 'aritmetic'; did you mean 'arithmetic'"):
-        read_split("aritmetic", "train", tmp_path)
+        load_rows("aritmetic", "train", tmp_path)
 
 
 def test_unknown_split_is_answered_with_the_known_ones(data_dir):
     with pytest.raises(ValueError, match=r"no split 'valid'; it has \['test', 'train'\]"):
-        read_split("arithmetic", "valid", data_dir)
+        load_rows("arithmetic", "valid", data_dir)
 
 
 def test_row_beyond_the_split_is_an_index_error(data_dir):
-    rows = read_split("arithmetic", "train[:3]", data_dir)
+    rows = load_rows("arithmetic", "train[:3]", data_dir)
     with pytest.raises(IndexError, match="row 3 of a split of 3 rows"):
         rows[3]
 
@@ -29,13 +33,13 @@ def test_prepared_dataset_is_reused(data_dir, monkeypatch):
         raise AssertionError("generated again")
 
     monkeypatch.setattr(arithmetic, "split_pairs", never)
-    assert len(read_split("arithmetic", "test", data_dir)) == 1000
+    assert len(load_rows("arithmetic", "test", data_dir)) == 1000
 
 
 def test_folder_that_cannot_be_written_is_named_with_the_remedy(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(RuntimeError, match=r"'arithmetic' under .*file.*data\.data_dir"):
-        read_split("arithmetic", "train", tmp_path / "file")
+        load_rows("arithmetic", "train", tmp_path / "file")
 
 
 def small_splits():
@@ -48,21 +52,24 @@ def test_failed_preparation_leaves_no_half_dataset(tmp_path, monkeypatch):
 
     monkeypatch.setattr(arithmetic, "split_pairs", failing)
     with pytest.raises(RuntimeError, match="generation failed"):
-        prepared("arithmetic", tmp_path)
+        load_rows("arithmetic", "train", tmp_path)
     monkeypatch.setattr(arithmetic, "split_pairs", small_splits)
-    assert len(read_split("arithmetic", "train", tmp_path)) == 1
+    assert len(load_rows("arithmetic", "train", tmp_path)) == 1
 
 
 def test_the_loser_of_a_race_reads_the_files_of_the_winner(tmp_path, monkeypatch):
     """The other process finishes while this one still generates: this one's rename then fails."""
 
-    def overtaken():
-        monkeypatch.setattr(arithmetic, "split_pairs", small_splits)
-        prepared("arithmetic", tmp_path)
-        return small_splits()
+    made = arithmetic.demonstrations
 
-    monkeypatch.setattr(arithmetic, "split_pairs", overtaken)
-    assert [row["prompt"] for row in read_split("arithmetic", "train", tmp_path)] == ["10+11"]
+    def overtaken(*pair, count):
+        monkeypatch.setattr(arithmetic, "demonstrations", made)
+        load_rows("arithmetic", "train", tmp_path)
+        return made(*pair, count=count)
+
+    monkeypatch.setattr(arithmetic, "split_pairs", small_splits)
+    monkeypatch.setattr(arithmetic, "demonstrations", overtaken)
+    assert [row["prompt"] for row in load_rows("arithmetic", "train", tmp_path)] == ["10+11"]
     assert not list(tmp_path.rglob("*incomplete*"))
 
 
@@ -82,3 +89,22 @@ def test_two_processes_prepare_at_once_without_tensorflow_and_print_nothing(tmp_
     for (out, err), code in results:
         assert code == 0, err
         assert out == f"7100 {left}+{right} False\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "prepared", "digests"),
+    [
+        ("arithmetic", "mix_00f26ee6", {"train": "ec2def303cb4", "test": "20b4ffb7f656"}),
+        ("chain_sums", "mix_a4dc584d", {"warm_start": "d13a677f3bf4", "train": "a29746da532e", "test": "3c8605615562"}),
+        ("guess_number", "range_9b29ccfe", {"train": "d2b093d5d691", "test": "566cc7d02b33", "demonstrations": "3c37c7def913"}),
+        ("one_digit_arithmetic", "seed_0_test_100", {"train": "d6f8e7215375", "test": "22a0ef62f7fd"}),
+    ],
+)  # fmt: skip
+def test_the_rows_and_names_of_generated_datasets_are_those_of_the_published_results(
+    tmp_path, name, prepared, digests
+):
+    module = importlib.import_module(f"dapo_jax.data.builders.{name}")
+    builder = module.Builder(data_dir=tmp_path, file_format="array_record")
+    assert builder.builder_config.name == prepared
+    rows = {split: json.dumps(list(rows)).encode() for split, rows in builder.splits().items()}
+    assert {split: hashlib.sha256(text).hexdigest()[:12] for split, text in rows.items()} == digests
