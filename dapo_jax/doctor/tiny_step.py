@@ -142,7 +142,7 @@ class TinyStep(ExitStack):
                         examples.append(f"to {context!r:.200} and the turn {turn_text!r:.200} with {answer}")
                     responses = [rollout.response for rollout in group.rollouts]
                     samples = samples_of(group.prompt, responses, tokenizer=self._run.policy.tokenizer)
-                    verdicts += [verdict.result() for verdict in episodes.verdicts(samples)]
+                    verdicts += episodes.verdicts(samples).result()
                 return verdicts
 
             verdicts, seconds = _timed(first_turns)

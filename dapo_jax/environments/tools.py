@@ -17,6 +17,7 @@ from dapo_jax.environments.calls import outcome
 from dapo_jax.environments.protocol import Context, Message, Step, Turn
 from dapo_jax.environments.tool_calls import BrokenCall, ToolCall, tool_calls
 from dapo_jax.environments.tool_schemas import schema_of, what_is_wrong
+from dapo_jax.rewards.async_calls import ends_in_time
 from dapo_jax.rewards.functions import as_verdict
 from dapo_jax.text.messages import content_text
 
@@ -24,7 +25,7 @@ Grade = Callable[[str, Mapping[str, Any]], Any]
 """grade(text of the answer, row) -> a bool, a number or a Verdict, like a reward function; with `def` or `async def`."""
 
 MOST_CHARACTERS = 8192
-"""Default length of the longest result of a call. The rest is cut off, and the policy is told how much."""
+"""Default length of the longest result of a call. The rest is cut off, and the text ends with the number of characters cut."""
 
 
 class Tools:
@@ -77,10 +78,10 @@ class Tools:
         """Returns the result of a function, and the error if it raised or took too long."""
         task = asyncio.ensure_future(outcome(partial(function, **arguments)))
         try:
-            done, _ = await asyncio.wait([task], timeout=self._timeout_s)
+            is_in_time = await ends_in_time(task, self._timeout_s)
         finally:
             task.cancel()
-        if not done:
+        if not is_in_time:
             return None, f"no result within {self._timeout_s:g} s"
         found, error = task.result()
         return found, "" if error is None else f"{type(error).__name__}: {error!s:.500}"
