@@ -6,9 +6,8 @@ too long.
 """
 
 import asyncio
-import inspect
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -69,8 +68,8 @@ class Tools:
         if wrong := what_is_wrong(call.arguments, self._parameters[call.name]):
             return self._bounded(f"error: {call.name}: {wrong}"), True
         found, error = await self._called(self._functions[call.name], call.arguments)
-        text = error or _text(found)
-        if text is None or not _is_unicode(text):
+        text = _text(error or found)
+        if text is None:
             return f"error: {call.name} returned a {type(found).__name__} that cannot become text", True
         return self._bounded(f"error: {call.name}: {text}" if error else text), bool(error)
 
@@ -136,11 +135,9 @@ class ToolEpisode:
             raise ValueError(
                 "an episode of tools needs an argument `grade`, or a subclass with a method `finish`"
             )
-        if inspect.iscoroutinefunction(self._grade):
-            given = await self._grade(turn.text, self.row)
-        else:
-            given = await asyncio.to_thread(self._grade, turn.text, self.row)
-            given = await given if isinstance(given, Awaitable) else given
+        given, error = await outcome(self._grade, turn.text, self.row)
+        if error is not None:
+            raise error
         verdict: Verdict = as_verdict(given, name="grade")
         reward = float(verdict.correct) if verdict.score is None else verdict.score
         return Step(reward=reward, correct=verdict.correct, metrics=verdict.parts)
@@ -184,18 +181,10 @@ def conversation(row: Mapping[str, Any], added: str = "") -> list[Message]:
 
 
 def _text(value: Any) -> str | None:
-    """Returns the text of a tool's result, or its JSON; None if it has neither."""
-    if isinstance(value, str):
-        return str(value)
+    """Returns the text of a tool's result, or its JSON; None if it has neither, or half a surrogate pair."""
     try:
-        return json.dumps(value, ensure_ascii=False)
+        text = str(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        text.encode("utf-8")
     except (TypeError, ValueError, RecursionError):
         return None
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
+    return text
