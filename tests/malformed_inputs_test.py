@@ -175,13 +175,13 @@ def verl_without(data_source, solution_str, ground_truth, extra_info=None):
 
 GRADERS = {
     "an unknown name": ("dappo", "no grader is named 'dappo'; did you mean 'dapo'?"),
-    "an unknown module": ("no_such_module:f", "cannot import the module 'no_such_module'"),
+    "an unknown module": ("no_such_module:f", "the module 'no_such_module' fails with ModuleNotFoundError"),
     "an unknown file": ("nowhere.py:f", "there is no file nowhere.py"),
     "an unknown function": ("mine.py:txt", "mine.py has no 'txt'; did you mean 'text'?"),
     "no function": ("mine.py:number", "'number' is of type int, which cannot be called"),
     "no name": ("mine.py:", "'mine.py:' names no function"),
-    "a file that fails": ("broken.py:f", "broken.py fails to run: ZeroDivisionError"),
-    "a file that is no Python": ("syntax.py:f", "syntax.py fails to run: SyntaxError"),
+    "a file that fails": ("broken.py:f", "broken.py fails with ZeroDivisionError"),
+    "a file that is no Python": ("syntax.py:f", "syntax.py fails with SyntaxError"),
 }
 
 LATE = {

@@ -91,8 +91,8 @@ def score(
         )
         submit, close = submit_of(config)
         try:
-            futures = [future for group in groups for future in submit(group)]
-            verdicts[grader] = [future.result() for future in futures]
+            futures = [submit(group) for group in groups]
+            verdicts[grader] = [verdict for future in futures for verdict in future.result()]
         finally:
             if close is not None:
                 close()

@@ -11,7 +11,7 @@ from dapo_jax.dapo.rollouts import Group
 
 
 def is_informative(group: Group, *, metric: str = "correct") -> bool:
-    """True if the group's responses differ: 0 < #correct < G, or for graded scores, not all equal.
+    """Returns whether the group's responses differ: 0 < #correct < G, or for graded scores, not all equal.
 
     Decided on the verdict, not on the reward: the overlong penalty gives an all-correct group unequal rewards, and
     training on it would teach length and nothing else.
@@ -30,7 +30,7 @@ def is_informative(group: Group, *, metric: str = "correct") -> bool:
 
 
 def scores_differ(group: Group) -> bool:
-    """True if the verdicts of the group have scores, lost ones aside, and these are not all equal."""
+    """Returns whether the verdicts of the group, except lost ones, have scores, and these are not all equal."""
     return _is_scored(group) and len({rollout.verdict.score for rollout in group.rollouts}) > 1
 
 
@@ -48,9 +48,9 @@ class Tally:
     wrong: int = 0
     """Groups in which all responses are wrong."""
     differing: int = 0
-    """Groups in which the scores differ; 0 where verdicts have none."""
+    """Groups in which the scores differ; 0 if verdicts have no scores."""
     flat_differing: int = 0
-    """The number of these that are all correct or all wrong."""
+    """Number of these groups that are all correct or all wrong."""
 
     @property
     def mixed(self) -> int:
@@ -58,7 +58,7 @@ class Tally:
         return self.groups - self.correct - self.wrong
 
     def add(self, group: Group) -> None:
-        """Counts one more."""
+        """Counts one more group."""
         differs, flat = scores_differ(group), group.accuracy in (0.0, 1.0)
         self.groups += 1
         self.correct += group.accuracy == 1.0
@@ -100,13 +100,13 @@ class Collected:
 
 
 def nothing_to_learn(tally: Tally, sampled: Sequence[Group], metric: str) -> str:
-    """Why so few of the groups `sampled`, which `tally` has counted, are informative, and what can be done."""
+    """Returns why so few of the groups `sampled`, which `tally` has counted, are informative, and the remedy."""
     return _equal_scores(tally, sampled) if metric == "score" else _flat_verdicts(tally)
 
 
 def _flat_verdicts(tally: Tally) -> str:
     differ = (
-        f" In {tally.flat_differing} of these the scores differ, of which only those above 0 count as correct: if the reward is a number "
+        f" In {tally.flat_differing} of these the scores differ, and only scores above 0 count as correct: if the reward is a number "
         "rather than a verdict, set dynamic_sampling.metric=score, which keeps them."
     )
     return (
@@ -122,6 +122,6 @@ def _equal_scores(tally: Tally, sampled: Sequence[Group]) -> str:
     which = f" ({scores[0]:g}{f' to {scores[-1]:g}' if scores[1:] else ''})" if scores else ""
     return (
         f"of {tally.groups} groups {tally.differing} had scores that differ, {len(equal)} one score for all responses{which}, which "
-        "teaches nothing. The reward function may give the same whatever is written, or the prompts may be too easy or too hard for it to "
-        "tell responses apart. Change the data or the function, raise batch.group_size"
+        "teaches nothing. The reward function may give every response the same score, or the prompts may be too easy or too hard for it to "
+        "distinguish responses. Change the data or the function, raise batch.group_size"
     )

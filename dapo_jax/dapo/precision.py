@@ -1,8 +1,8 @@
 """Matrix products in a compute dtype, with sums, results and gradients in float32.
 
-What is stored (weights, keys, values) is rounded to the compute dtype wherever it is multiplied, so that all programs agree
-on it. What flows (activations, cotangents) is rounded only on accelerators, which need it for their speed. On CPU, which
-is for trying things out, products are in float32: sampler and trainer then agree five times better in bfloat16.
+Stored operands (weights, keys, values) are rounded to the compute dtype wherever they are multiplied, so all programs use the same
+values. Flowing operands (activations, cotangents) are rounded only on accelerators, which need it for their speed. On CPU, products are
+in float32: sampler and trainer then agree five times better in bfloat16.
 """
 
 import re
@@ -21,18 +21,18 @@ class WeightSharding(NamedTuple):
     """The way in which a weight is split, inside `shard_map`."""
 
     axis: str
-    """The mesh axis over which it is split between its uses."""
+    """The mesh axis over which the weight is split between its uses."""
     dim: int
-    """Which of its dimensions."""
+    """The dimension that is split."""
     parts_first: bool = False
-    """The way to sum gradients that every TPU compiler takes, but which sums some of them on every device; False: the plain way."""
+    """True: sum gradients in a way that every TPU compiler accepts, but that sums some of them on every device."""
 
     def gathered(self, part: Array) -> Array:
-        """The whole of it."""
+        """Returns the whole weight from the part of each device."""
         return lax.all_gather(part, self.axis, axis=self.dim, tiled=True)
 
     def summed(self, whole: Array) -> Array:
-        """Its part of the sum over all devices along the axis."""
+        """Returns this device's part of the sum over all devices along the axis."""
         if not self.parts_first:
             return lax.psum_scatter(whole, self.axis, scatter_dimension=self.dim, tiled=True)
         shape, count = whole.shape, lax.axis_size(self.axis)
@@ -43,35 +43,35 @@ class WeightSharding(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Quantized:
-    """An array in 8 bits: `values` times `scale`, a number for all that is summed over in a product, so that it comes out of the sum."""
+    """An array in 8 bits: `values` times `scale`. The scale is constant along the summed dimensions, so it can be factored out of a product."""
 
     values: Int8[Array, "..."] | Any
     scale: Float[Array, "..."] | Any
-    """The factors, of as many dimensions as the values; 1 along those that are summed over."""
+    """The factors, with as many dimensions as the values; the summed dimensions have length 1."""
 
     def __getitem__(self, _: Any) -> "Quantized":
-        """All of it: what `[...]` gives of an array."""
+        """Returns all of it, as `[...]` does for an array."""
         return self
 
     def __len__(self) -> int:
         return len(self.values)
 
     def reshape(self, first: int, rest: int) -> "Quantized":
-        """All dimensions but the first, which are summed over, as one."""
+        """Joins all dimensions except the first to one, which is summed over."""
         return Quantized(self.values.reshape(first, rest), self.scale.reshape(first, 1))
 
     def rows(self, index: Int[Array, " tokens"]) -> Float[Array, "tokens _"]:
-        """Rows of a table with a scale for each."""
+        """Returns rows of a table that has a scale for each row."""
         return Quantized(self.values[index], self.scale[index]).whole
 
     @property
     def whole(self) -> Float[Array, "..."]:
-        """The array that it stands for, in float32."""
+        """Returns the dequantized array in float32."""
         return self.values.astype(jnp.float32) * self.scale
 
 
 def quantized(x: Float[Array, "..."], summed: tuple[int, ...]) -> Quantized:
-    """`x` in 8 bits; the largest of what is summed over, along the dimensions `summed`, becomes 127."""
+    """Quantizes `x` to 8 bits. The largest absolute value along the dimensions `summed` becomes 127."""
     largest = jnp.abs(x).max(summed, keepdims=True).astype(jnp.float32)
     scale = jnp.where(largest > 0, largest, 1.0) / 127
     return Quantized(jnp.round(x.astype(jnp.float32) / scale).astype(jnp.int8), scale)
@@ -86,7 +86,7 @@ def product(
     *,
     in_parts: bool = False,
 ) -> Float[Array, "..."]:
-    """`einsum(spec, stored, flowing)` in `dtype` with a result in float32, or in float64 if `dtype` is.
+    """Returns `einsum(spec, stored, flowing)`, multiplied in `dtype`, as float32, or as float64 if `dtype` is float64.
 
     Its gradients are products of the same kind, in the dtypes of `stored` and `flowing`. Plain differentiation would
     multiply the float32 cotangent by low-precision operands, for which accelerators have no fast product, and
@@ -94,13 +94,13 @@ def product(
 
     Args:
         spec: `stored,flowing->out` without "..."; each index is in two of the three or in all.
-        stored: weights, keys or values: rounded to `dtype`; whole numbers are those of a cache in eight bits.
+        stored: weights, keys or values: rounded to `dtype`; integers are the values of a cache in eight bits.
         flowing: activations: rounded to `dtype`, but not on CPU.
         dtype: the compute dtype.
-        sharding: how `stored` is split; it is put together for this product, and again for its gradient, and thrown away.
-            None: it is whole, or the compiler takes care of it.
-        in_parts: each device has a part of the sum, and the compiler adds them up: they move, and are added, in `dtype`, but not on CPU.
-            That is half the bytes of float32, and what training does (`parallel.training_layout`).
+        sharding: how `stored` is split; it is gathered for this product, and again for its gradient, and then freed.
+            None: it is whole, or the compiler places it.
+        in_parts: each device has a part of the sum, and the compiler adds them up. Except on CPU the parts are sent and added in `dtype`,
+            in half the bytes of float32, as in training (`parallel.training_layout`).
     """
     if not isinstance(stored, Quantized):
         return _product(spec, stored, flowing, dtype, sharding, in_parts)
@@ -145,18 +145,18 @@ _product.defvjp(_product_forward, _product_backward)
 
 
 def gathered(stored: Num[Array, "..."], dtype: str, sharding: WeightSharding | None) -> Float[Array, "..."]:
-    """A weight rounded to `dtype` and put together; what moves between devices has that dtype."""
+    """Returns the whole weight, rounded to `dtype`, which is also the dtype in which its parts are sent."""
     weight = rounded(stored, dtype)
     return weight if sharding is None else sharding.gathered(weight.astype(dtype))
 
 
 def rounded(x: Num[Array, "*shape"], dtype: str) -> Float[Array, "*shape"]:
-    """`x` rounded to `dtype`, as float32 or wider.
+    """Returns `x` rounded to `dtype`, as float32 or wider.
 
     Unlike a cast there and back, which XLA may drop, this always rounds.
     """
     kind, wide = jnp.finfo(dtype), x.astype(_wide(dtype))
-    # What is stored in the dtype is rounded already.
+    # An array of this dtype is rounded already.
     loses = x.dtype != np.dtype(dtype) and wide.dtype != np.dtype(dtype)
     return lax.reduce_precision(wide, kind.nexp, kind.nmant) if loses else wide
 
@@ -165,7 +165,7 @@ def _einsum(spec: str, left: Array, right: Array, dtype: str, in_parts: bool = F
     wide = _wide(dtype)
 
     def narrow(left: Array, right: Array) -> Array:
-        # The dtype of the result is that in which the compiler adds up the parts; each part is summed in float32 before.
+        # The compiler adds the parts in the dtype of the result; each part is summed in float32 before.
         result = np.dtype(dtype) if in_parts else wide
         return jnp.einsum(
             spec, left.astype(dtype), right.astype(dtype), preferred_element_type=result

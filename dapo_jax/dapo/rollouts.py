@@ -7,8 +7,7 @@ They hold numpy arrays of their natural length. This module does not import jax,
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from decimal import Decimal
-from numbers import Real
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -94,7 +93,7 @@ class Standing:
     """The reward of each turn that it has answered."""
     correct: bool | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
-    lost: Lost | str = ""
+    lost: Lost | Literal[""] = ""
     reason: str = ""
 
     @classmethod
@@ -159,7 +158,7 @@ class Response:
 class Verdict:
     """A grader's verdict on one response, before any shaping.
 
-    Numpy scalars, zero-dimensional arrays of any library, fractions and decimals are converted to Python's bool, number or text. `correct` may be 0 or 1.
+    NumPy scalars and arrays without dimensions become Python's bool, number or text. `correct` may be 0 or 1.
 
     Raises:
         ValueError: a field has another type, such as the text "no" in `correct`; the message names field and value.
@@ -182,19 +181,19 @@ class Verdict:
     def __init__(
         self,
         *,
-        correct: object,
-        extracted: object = None,
-        reason: object = "",
-        score: object = None,
-        lost: object = "",
-        parts: object = (),
-        turn_rewards: object = (),
+        correct: Any,
+        extracted: Any = None,
+        reason: Any = "",
+        score: Any = None,
+        lost: Any = "",
+        parts: Any = MappingProxyType({}),
+        turn_rewards: Any = (),
     ) -> None:
         given = locals()
-        for name, (take, need) in _VERDICT_FIELDS.items():
+        for name, (convert, need) in _VERDICT_FIELDS.items():
             found = given[name]
             try:
-                object.__setattr__(self, name, take(found))
+                object.__setattr__(self, name, convert(found))
             except (TypeError, ValueError):
                 raise ValueError(
                     f"Verdict: {name}={found!r:.200} ({type(found).__name__}), needs {need}; convert it before it is returned"
@@ -202,33 +201,26 @@ class Verdict:
 
 
 def plain_scalar(value: Any) -> Any:
-    """Returns the Python value of a numpy scalar or a zero-dimensional array of any library; other values are returned unchanged."""
-    if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
-        return value.item()
-    return value
+    """Returns the Python value of a NumPy scalar or an array without dimensions; other values are returned unchanged."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def as_float(value: Any) -> float:
-    """Returns the float of a real number, a decimal or a zero-dimensional array; numbers beyond all floats become infinite.
+    """Returns the float of a number; an integer beyond all floats becomes infinite.
 
     Raises:
         ValueError: the value is not a number.
     """
     number = plain_scalar(value)
-    if not isinstance(number, Real | Decimal):
+    if not isinstance(number, int | float):
         raise ValueError(f"{value!r:.200} is not a number")
     try:
         return float(number)
     except OverflowError:
-        return math.inf if abs(number) == number else -math.inf
-    except ValueError:  # a signalling NaN of `decimal`
-        return math.nan
+        return math.inf
 
 
 def _as_bool(value: Any) -> bool:
-    value = plain_scalar(value)
-    if isinstance(value, bool):
-        return value
     if as_float(value) not in (0.0, 1.0):
         raise ValueError
     return bool(value)
@@ -236,21 +228,19 @@ def _as_bool(value: Any) -> bool:
 
 def _as_text(value: Any) -> str:
     value = plain_scalar(value)
-    if isinstance(value, str):
-        return str(value)
-    if isinstance(value, Real | Decimal):
-        return str(value)
-    raise ValueError
+    if not isinstance(value, str | int | float):
+        raise ValueError
+    return str(value)
 
 
 def _as_lost(value: Any) -> str:
-    if not isinstance(value, str) or value not in ("", *get_args(Lost)):
+    if value not in ("", *get_args(Lost)):
         raise ValueError
     return value
 
 
 def _as_parts(value: Any) -> dict[str, float]:
-    if not all(isinstance(name, str) for name in value):
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise ValueError
     return {name: as_float(part) for name, part in value.items()}
 
@@ -258,11 +248,11 @@ def _as_parts(value: Any) -> dict[str, float]:
 _VERDICT_FIELDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "correct": (_as_bool, "a bool"),
     "extracted": (lambda value: None if value is None else _as_text(value), "text, a number or None"),
-    "reason": (lambda value: "" if value is None else _as_text(value), "text"),
+    "reason": (_as_text, "text"),
     "score": (lambda value: None if value is None else as_float(value), "a number or None"),
     "lost": (_as_lost, f"one of {get_args(Lost)} or an empty text"),
-    "parts": (lambda value: _as_parts(dict(value)), "a mapping of names to numbers"),
-    "turn_rewards": (lambda value: tuple(as_float(reward) for reward in value), "numbers"),
+    "parts": (_as_parts, "a mapping of names to numbers"),
+    "turn_rewards": (lambda value: tuple(map(as_float, value)), "numbers"),
 }
 """The conversion of each field of a verdict, and the description of its type."""
 

@@ -71,7 +71,7 @@ def grader(subject: Subject) -> Found:
     try:
         began = time.monotonic()
         for samples in asked:
-            verdicts.append([future.result() for future in submit(samples)])
+            verdicts.append(submit(samples).result())
             if lost := next((verdict for verdict in verdicts[-1] if verdict.lost), None):
                 return _lost(lost, config.reward)  # further prompts would take as long
         seconds = time.monotonic() - began

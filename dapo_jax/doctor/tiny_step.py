@@ -174,7 +174,7 @@ class TinyStep(ExitStack, Observer):
                         or f"to {context!r:.200} and the turn {decode(turn.tokens)!r:.200} with {answer}"
                     )
                 samples = samples_of(group.prompt, responses, tokenizer=policy.tokenizer)
-                verdicts += [verdict.result() for verdict in episodes.verdicts(samples)]
+                verdicts += episodes.verdicts(samples).result()
         if lost := [verdict for verdict in verdicts if verdict.lost]:
             return Found(
                 f"{len(lost)} of {len(verdicts)} episodes were lost at their first turn: {lost[0].reason}",

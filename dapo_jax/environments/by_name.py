@@ -72,7 +72,7 @@ def load_environment(source: str) -> Environment:
     if kind in ADAPTERS:
         return ADAPTERS[kind](rest)
     make = ENVIRONMENTS.get(source) or _loaded(source, kind)
-    made = loading(source, "making the environment", make, remedy="; it is called without arguments")
+    made = loading(source, "making the environment", make, "; it is called without arguments")
     if not callable(getattr(made, "episode", None)):
         raise ValueError(
             f"{source}: a {type(made).__name__} has no method episode(row, seed), which makes the episode of a response"

@@ -13,10 +13,15 @@ from typing import Any
 import numpy as np
 
 from dapo_jax.dapo.rollouts import Lost, as_float
-from dapo_jax.environments.protocol import Step
+from dapo_jax.environments.protocol import Context, Step
+from dapo_jax.rewards.async_calls import ends_in_time
 from dapo_jax.rewards.functions import MAX_SCORE
 
-_PACKAGE = Path(__file__).parents[1]
+_OTHERS = [
+    Path(__file__).parents[1],
+    *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),
+]
+"""Folders of files that are not the user's."""
 
 
 class LostError(Exception):
@@ -34,11 +39,16 @@ async def called(call: Callable[..., Any], *arguments: Any, timeout_s: float) ->
         LostError: it raised, or took too long.
     """
     task = asyncio.ensure_future(outcome(call, *arguments))
-    done, _ = await asyncio.wait([task], timeout=timeout_s)
-    if not done:
+    if not await ends_in_time(task, timeout_s):
         task.cancel()
         raise too_late(timeout_s)
-    return result(*task.result())
+    found, error = task.result()
+    if isinstance(error, LostError):
+        raise error
+    if error is not None:
+        place = place_of(traceback.walk_tb(error.__traceback__))
+        raise LostError("raised", f"{type(error).__name__}: {error!s:.500}{place}")
+    return found
 
 
 async def outcome(call: Callable[..., Any], *arguments: Any) -> tuple[Any, BaseException | None]:
@@ -48,40 +58,18 @@ async def outcome(call: Callable[..., Any], *arguments: Any) -> tuple[Any, BaseE
         is_async = inspect.iscoroutinefunction(call)
         found = call(*arguments) if is_async else await asyncio.to_thread(call, *arguments)
         return await found if inspect.isawaitable(found) else found, None
-    except BaseException as error:  # SystemExit among them, which would end the loop
+    except BaseException as error:  # including SystemExit, which would end the loop
         return None, error
 
 
-def result(found: Any, error: BaseException | None) -> Any:
-    """Returns the result of an outcome.
-
-    Raises:
-        LostError: the outcome is an error.
-    """
-    if isinstance(error, LostError):
-        raise error
-    if error is not None:
-        place = place_of(traceback.walk_tb(error.__traceback__))
-        raise LostError("raised", f"{type(error).__name__}: {error!s:.500}{place}")
-    return found
-
-
 def place_of(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """Returns file and line of the environment's innermost frame, in parentheses, or an empty text without such a frame. `frames` begin with the outermost one.
+    """Returns file and line of the environment's innermost frame, in parentheses, or an empty text without such a frame.
 
-    Frames of this package and of the standard library are left out, and frames of installed packages if there are others.
+    Frames of this package, of the standard library and of installed packages are left out. `frames` begin with the outermost one.
     """
-    files = [(Path(frame.f_code.co_filename), line) for frame, line in frames]
-    places = [place for place in files if not place[0].is_relative_to(_PACKAGE)]
-    installed = [place for place in places if _is_in(place[0], "purelib", "platlib")]
-    standard = [place for place in places if _is_in(place[0], "stdlib", "platstdlib")]
-    own = [place for place in places if place not in [*standard, *installed]]
-    theirs = own or installed
-    return f" ({theirs[-1][0].name}, line {theirs[-1][1]})" if theirs else ""
-
-
-def _is_in(file: Path, *libraries: str) -> bool:
-    return any(file.is_relative_to(sysconfig.get_path(name)) for name in libraries)
+    places = [(Path(frame.f_code.co_filename), line) for frame, line in frames]
+    own = [place for place in places if not any(map(place[0].is_relative_to, _OTHERS))]
+    return f" ({own[-1][0].name}, line {own[-1][1]})" if own else ""
 
 
 def too_late(timeout_s: float) -> LostError:
@@ -89,8 +77,12 @@ def too_late(timeout_s: float) -> LostError:
     return LostError("timeout", f"no answer of the environment within {timeout_s:g} s")
 
 
-def answer_raises(error: Exception) -> LostError:
-    """Returns the error of an answer whose fields or text raise when they are read."""
+def lost_by(error: BaseException) -> LostError:
+    """Returns the loss of an episode by an exception. The fields of an answer may raise any exception when they are read."""
+    if isinstance(error, LostError):
+        return error
+    if isinstance(error, asyncio.CancelledError):
+        return LostError("raised", "the environment's task was cancelled")
     return LostError("raised", f"the environment's answer raises {type(error).__name__}")
 
 
@@ -101,8 +93,9 @@ def checked_episode(made: Any) -> Any:
         LostError: it cannot.
     """
     if not callable(getattr(made, "step", None)):
-        said = f"{made!r:.200} ({type(made).__name__}) has no method step(turn), which answers a turn"
-        raise LostError("raised", said)
+        raise LostError(
+            "raised", f"{made!r:.200} ({type(made).__name__}) has no method step(turn), which answers a turn"
+        )
     return made
 
 
@@ -114,13 +107,14 @@ def checked_step(step: Any) -> Step:
     """
     if not isinstance(step, Step):
         raise LostError("raised", f"the episode answered {step!r:.200} ({type(step).__name__}), needs a Step")
+    if not isinstance(step.context, Context | None):
+        raise LostError("raised", f"a step has context={step.context!r:.200}, needs a Context or None")
     if not isinstance(step.metrics, Mapping):
         raise LostError(
             "raised", f"a step has metrics={step.metrics!r:.200}, needs a mapping of names to numbers"
         )
-    if not (step.correct is None or isinstance(step.correct, bool | np.bool_)) or not isinstance(
-        step.done, bool | np.bool_
-    ):
+    flags = [step.done] if step.correct is None else [step.done, step.correct]
+    if not all(isinstance(flag, bool | np.bool_) for flag in flags):
         raise LostError(
             "raised",
             f"a step has correct={step.correct!r:.80} and done={step.done!r:.80}, needs True or False",
@@ -150,13 +144,13 @@ def checked_scores(given: Any, *, count: int) -> list[float]:
     return scores
 
 
-def _number(value: Any, said: str) -> float:
+def _number(value: Any, found: str) -> float:
     try:
         number = as_float(value)
     except ValueError:
         number = math.nan
     if not abs(number) <= MAX_SCORE:
         raise LostError(
-            "nonfinite", f"{said} {value!r:.80}, needs a finite number of at most {MAX_SCORE:g} in size"
+            "nonfinite", f"{found} {value!r:.80}, needs a finite number of at most {MAX_SCORE:g} in size"
         )
     return number

@@ -8,7 +8,7 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -18,18 +18,18 @@ from typing import Any, TypeVar
 import numpy as np
 from jaxtyping import Int
 
-from dapo_jax.dapo.rollouts import Continuation, DrawnTurn, Lost, Prompt, Standing, Verdict
+from dapo_jax.dapo.rollouts import Continuation, DrawnTurn, Prompt, Standing, Verdict
 from dapo_jax.environments.calls import (
     LostError,
-    answer_raises,
     called,
     checked_episode,
     checked_scores,
     checked_step,
+    lost_by,
     place_of,
 )
-from dapo_jax.environments.protocol import Context, Environment, Step, Turn
-from dapo_jax.environments.rendering import Rendering, RenderingError
+from dapo_jax.environments.protocol import Context, Environment, Turn
+from dapo_jax.environments.rendering import Rendering
 from dapo_jax.rewards.async_calls import DaemonThreads, run_until
 from dapo_jax.rewards.functions import RewardError
 from dapo_jax.rewards.sample import Sample, copied, read_only
@@ -42,7 +42,7 @@ HELD_S = 10.0
 _PROMPTS, _EPISODES = 4, 32
 """The least numbers of prompts and episodes after which a run ends because all episodes were lost."""
 
-_FAREWELLS = 4096
+_CLOSINGS = 4096
 """The most groups whose episodes may be closing at the same time."""
 
 _ENDING_S = 5.0
@@ -65,13 +65,15 @@ class _Open:
     episode: Any = None
     """Object of the environment; None: it has not begun in this process."""
     unheard: list[Turn] = field(default_factory=list)
-    """Turns of an earlier process, which the environment has not heard in this one."""
+    """Turns of an earlier process, which have to be replayed before the next turn."""
+    score: float | None = None
+    """Its reward from the comparison with the other episodes of its prompt, if the environment compares."""
     begins: str = ""
     """The number of tokens that it begins with, in words; empty if this process does not know it."""
 
-    def lose(self, lost: Lost, reason: str) -> None:
+    def lose(self, error: LostError) -> None:
         """Ends the episode without a reward."""
-        self.standing.lost, self.standing.reason = lost, reason
+        self.standing.lost, self.standing.reason = error.lost, str(error)
 
 
 class Episodes:
@@ -109,7 +111,8 @@ class Episodes:
         """
         self._environment, self._rendering, self._text_of, self._seed = environment, rendering, text_of, seed
         self.max_turns, self.turn_tokens, self.episode_tokens = max_turns, turn_tokens, episode_tokens
-        self._timeout_s, self._name, self._on_close = timeout_s, name, on_close
+        self._name, self._on_close = name, on_close
+        self._called = partial(called, timeout_s=timeout_s)
         self._judged, self._prompts_judged, self._all_lost = 0, 0, True
         self._beats = 0
         self._open: dict[tuple[int, int], _Open] = {}
@@ -117,7 +120,7 @@ class Episodes:
         self._loop.set_default_executor(DaemonThreads())
         self._room = asyncio.Semaphore(calls)
         self._closing = threading.Event()
-        self._farewells: deque[Future[None]] = deque(maxlen=_FAREWELLS)
+        self._closings: deque[Future[None]] = deque(maxlen=_CLOSINGS)
         self._thread = threading.Thread(target=self._serve, daemon=True, name="environments")
         self._thread.start()
         threading.Thread(target=self._watch, daemon=True, name="environments watch").start()
@@ -134,17 +137,14 @@ class Episodes:
 
         async def begin() -> Continuation:
             found = await self._begun(opened)
-            if anew := isinstance(found, Context):
-                ids = self._rendering.context_ids(found)
-            else:
-                ids = self._rendering.ids("" if found is None else found, after=None)
-            opened.begins = f" with {len(ids)} tokens"
-            return Continuation(ids, anew=anew)
+            before = self._continuation("" if found is None else found, after=None)
+            opened.begins = f" with {len(before.tokens)} tokens"
+            return before
 
         return self._submit(opened, begin)
 
     def reopen(self, prompt: Prompt, index: int, turns: Sequence[DrawnTurn], standing: Standing) -> None:
-        """Opens an episode of an earlier process, whose environment has answered `turns`: it hears them again before the next turn."""
+        """Opens an episode of an earlier process, whose environment has answered `turns`. They are replayed before the next turn."""
         opened = self._open[prompt.ordinal, index] = _Open(prompt, index, replace(standing))
         opened.unheard = [self._turn(turn, number) for number, turn in enumerate(turns)]
 
@@ -159,7 +159,7 @@ class Episodes:
         try:
             yield
         finally:
-            self._farewell(list(self._open.values()))  # some are left if it was cut short
+            self._close_soon(list(self._open.values()))  # some are left if it was cut short
             self._open = opened
 
     def step(self, prompt: Prompt, index: int, turn: DrawnTurn) -> Future[Continuation | None]:
@@ -176,89 +176,79 @@ class Episodes:
             standing.rewards = (*standing.rewards[:-1], step.reward)
             standing.metrics = {**standing.metrics, **step.metrics}
             standing.correct = standing.correct if step.correct is None else step.correct
-            return None if step.done else self._continuation(answered, after=turn.tokens)
+            follows = answered.append if answered.context is None else answered.context
+            return None if step.done else self._continuation(follows, after=turn.tokens)
 
         return self._submit(opened, answer)
 
-    def verdicts(self, samples: Sequence[Sample]) -> list[Future[Verdict]]:
-        """Returns the verdicts of the episodes of one prompt, in the order of their indices: `rewards.grading.Submit`.
+    def verdicts(self, samples: Sequence[Sample]) -> Future[list[Verdict]]:
+        """Returns the verdicts of the episodes of one prompt, in the order of their indices: `rewards.functions.Submit`.
 
-        A result raises RewardError if every episode so far was lost: then the environment is at fault.
+        The future raises RewardError if every episode so far was lost: then the environment is at fault.
         """
-        found: list[Future[Verdict]] = [Future() for _ in samples]
+        found: Future[list[Verdict]] = Future()
         opened = [self._open.pop((sample.prompt.ordinal, index)) for index, sample in enumerate(samples)]
         for one in opened:
             if not one.standing.lost and not one.standing.rewards:
-                one.lose("raised", _NO_ROOM.format(begins=one.begins))
+                one.lose(LostError("raised", _NO_ROOM.format(begins=one.begins)))
         group_rewards = getattr(self._environment, "group_rewards", None)
         if group_rewards is None:
-            self._farewell(opened)
+            self._close_soon(opened)
             self._judge(opened, found)
             return found
 
         async def compare() -> None:
-            self._judge(opened, found, await self._compared(group_rewards, opened))
+            await self._compare(group_rewards, opened)
+            self._judge(opened, found)
             await self._closed(opened)
 
         def settle(_: Future[None]) -> None:
-            for verdict in found:  # left without a verdict if the environment's code cancelled the task
-                if not verdict.done():
-                    reason = "the task that compares the rewards of a group was cancelled"
-                    verdict.set_result(Verdict(correct=False, lost="raised", reason=reason))
+            if not found.done():  # the environment's code cancelled the task
+                reason = "the task that compares the rewards of a group was cancelled"
+                found.set_result([Verdict(correct=False, lost="raised", reason=reason)] * len(opened))
 
         comparing = asyncio.run_coroutine_threadsafe(compare(), self._loop)
         comparing.add_done_callback(settle)
-        self._farewells.append(comparing)
+        self._closings.append(comparing)
         return found
 
-    def _farewell(self, opened: Sequence[_Open]) -> None:
+    def _close_soon(self, opened: Sequence[_Open]) -> None:
         """Closes episodes on the event loop."""
         if opened:
-            self._farewells.append(asyncio.run_coroutine_threadsafe(self._closed(opened), self._loop))
+            self._closings.append(asyncio.run_coroutine_threadsafe(self._closed(opened), self._loop))
 
-    def _judge(
-        self,
-        opened: Sequence[_Open],
-        found: Sequence[Future[Verdict]],
-        scores: Mapping[int, float] | None = None,
-    ) -> None:
-        """Settles the verdicts of the episodes of one prompt; `scores` are compared rewards, by the identity of the episode."""
+    def _judge(self, opened: Sequence[_Open], found: Future[list[Verdict]]) -> None:
+        """Settles the verdicts of the episodes of one prompt."""
         self._judged, self._prompts_judged = self._judged + len(opened), self._prompts_judged + 1
         self._all_lost = self._all_lost and all(one.standing.lost for one in opened)
-        at_fault = self._all_lost and self._prompts_judged >= _PROMPTS and self._judged >= _EPISODES
-        for one, verdict in zip(opened, found, strict=True):
-            if at_fault:
-                verdict.set_exception(
-                    RewardError(
-                        f"environment {self._name}: all {self._judged} episodes so far, of {self._prompts_judged} prompts, were lost, the last one: "
-                        f"{one.standing.reason}; mend the environment"
-                    )
+        if self._all_lost and self._prompts_judged >= _PROMPTS and self._judged >= _EPISODES:
+            found.set_exception(
+                RewardError(
+                    f"environment {self._name}: all {self._judged} episodes so far, of {self._prompts_judged} prompts, were lost, the last one: "
+                    f"{opened[-1].standing.reason}; correct the environment"
                 )
-            else:
-                verdict.set_result(_verdict(one.standing, None if scores is None else scores.get(id(one))))
+            )
+        else:
+            found.set_result([_verdict(one.standing, one.score) for one in opened])
 
-    async def _compared(self, group_rewards: Callable[..., Any], opened: Sequence[_Open]) -> dict[int, float]:
-        """Returns the compared rewards of the episodes that are not lost, by the identity of the episode. Without an answer all of them are lost."""
+    async def _compare(self, group_rewards: Callable[..., Any], opened: Sequence[_Open]) -> None:
+        """Takes the compared rewards of the episodes that are not lost. If that fails, all of them are lost."""
         for one in opened:
             await self._guarded(one, partial(self._catch_up, one))
         kept = [one for one in opened if not one.standing.lost]
         try:
             given = await self._called(group_rewards, [one.episode for one in kept])
-            scores = checked_scores(given, count=len(kept))
-            return {id(one): score for one, score in zip(kept, scores, strict=True)}
-        except LostError as error:
-            lost, reason = error.lost, str(error)
-        except Exception as error:  # an answer may raise when it is looked at
-            lost, reason = "raised", f"group_rewards' answer raises {type(error).__name__}"
-        for one in kept:
-            one.lose(lost, reason)
-        return {}
+            for one, score in zip(kept, checked_scores(given, count=len(kept)), strict=True):
+                one.score = score
+        except Exception as error:
+            for one in kept:
+                one.lose(lost_by(error))
 
     def close(self) -> None:
         """Closes the episodes, as far as that ends soon, and ends the thread; calls in progress are given up."""
         if not self._closing.is_set():
-            self._farewell(list(self._open.values()))
-            wait(self._farewells, timeout=_ENDING_S / 2)
+            self._close_soon(list(self._open.values()))
+            wait(self._closings, timeout=_ENDING_S / 2)
             self._closing.set()
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_ENDING_S)
@@ -289,7 +279,7 @@ class Episodes:
         return None if start is None else await self._called(start)
 
     async def _catch_up(self, opened: _Open) -> None:
-        """Tells an episode of an earlier process the turns that it has not heard in this one.
+        """Replays to an episode of an earlier process the turns that it has not received in this one.
 
         Raises:
             LostError: it raises or takes too long.
@@ -302,7 +292,7 @@ class Episodes:
             del opened.unheard[0]
 
     async def _closed(self, opened: Sequence[_Open]) -> None:
-        """Calls the `close` of the episodes that have one; an error in it changes nothing any more."""
+        """Calls the `close` of the episodes that have one; errors in it are ignored."""
 
         async def close(one: _Open) -> None:
             with suppress(Exception):
@@ -311,28 +301,23 @@ class Episodes:
 
         await asyncio.gather(*map(close, opened))
 
-    def _continuation(self, step: Step, *, after: Int[np.ndarray, " turn"] | None) -> Continuation:
-        """Returns the tokens that a step puts before the next turn.
-
-        Raises:
-            RenderingError: they cannot be rendered.
-        """
-        if step.context is None:
-            return Continuation(self._rendering.ids(step.append, after=after))
-        if not isinstance(step.context, Context):
-            raise RenderingError(f"{step.context!r:.200} ({type(step.context).__name__}) is no Context")
-        return Continuation(self._rendering.context_ids(step.context), anew=True)
+    def _continuation(self, follows: Any, *, after: Int[np.ndarray, " turn"] | None) -> Continuation:
+        """Returns the tokens of an appended value or a new context. Raises RenderingError if it cannot be rendered."""
+        if isinstance(follows, Context):
+            return Continuation(self._rendering.context_ids(follows), anew=True)
+        return Continuation(self._rendering.ids(follows, after=after))
 
     def _serve(self) -> None:
         """Runs the loop until it is closed, whatever ends it in between."""
         self._loop.call_soon(self._beat)
-        said = "a task of an environment raised; the episodes go on"
-        run_until(self._loop, self._closing.is_set, said=said)
-        left = asyncio.all_tasks(self._loop)
-        for task in left:
-            task.cancel()
-        with suppress(BaseException):
-            self._loop.run_until_complete(asyncio.wait(left, timeout=_ENDING_S / 2)) if left else None
+        run_until(
+            self._loop, self._closing.is_set, message="a task of an environment raised; the episodes continue"
+        )
+        if left := asyncio.all_tasks(self._loop):
+            for task in left:
+                task.cancel()
+            with suppress(BaseException):
+                self._loop.run_until_complete(asyncio.wait(left, timeout=_ENDING_S / 2))
         self._loop.close()
 
     def _beat(self) -> None:
@@ -367,17 +352,13 @@ class Episodes:
         try:
             async with self._room:
                 return await work()
-        except LostError as error:
-            opened.lose(error.lost, str(error))
-        except RenderingError as error:
-            opened.lose("raised", str(error))
-        except asyncio.CancelledError:  # by the environment's code on this loop
-            if self._closing.is_set():
+        except (
+            Exception,
+            asyncio.CancelledError,
+        ) as error:  # the environment's code may cancel tasks of this loop
+            if isinstance(error, asyncio.CancelledError) and self._closing.is_set():
                 raise
-            opened.lose("raised", "the environment's task was cancelled")
-        except Exception as error:  # an answer may raise when it is looked at
-            lost = answer_raises(error)
-            opened.lose(lost.lost, str(lost))
+            opened.lose(lost_by(error))
         return None
 
     def _submit(
@@ -387,7 +368,7 @@ class Episodes:
 
         def settle(done: Future[Continuation | None]) -> None:
             if done.cancelled() or done.exception() is not None:  # before it began, by the environment's code
-                opened.lose("raised", "the environment's task was cancelled")
+                opened.lose(lost_by(asyncio.CancelledError()))
                 answered.set_result(None)
             else:
                 answered.set_result(done.result())
@@ -395,12 +376,8 @@ class Episodes:
         asyncio.run_coroutine_threadsafe(self._guarded(opened, work), self._loop).add_done_callback(settle)
         return answered
 
-    async def _called(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Returns the result of the environment's function, within the time limit; raises as `called`."""
-        return await called(call, *arguments, timeout_s=self._timeout_s)
 
-
-def _verdict(one: Standing, score: float | None = None) -> Verdict:
+def _verdict(one: Standing, score: float | None) -> Verdict:
     if one.lost:
         return Verdict(correct=False, lost=one.lost, reason=one.reason, parts=one.metrics)
     # A compared reward replaces the rewards by turn, and counts as the reward of the last turn.

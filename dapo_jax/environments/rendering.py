@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from dapo_jax.environments.calls import LostError
 from dapo_jax.environments.protocol import Context
 from dapo_jax.text.chat import ChatTemplate
 from dapo_jax.text.conversations import MOST_CHARACTERS, Guarding
@@ -25,8 +26,11 @@ _ANSWER = f"{FIRST_GUARD}said{FIRST_GUARD}"
 """Placeholder for the assistant's answer. No template writes it, and messages that contain it are refused."""
 
 
-class RenderingError(ValueError):
+class RenderingError(LostError, ValueError):
     """The appended value cannot become tokens."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__("raised", reason)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,8 @@ too long.
 """
 
 import asyncio
-import inspect
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +16,7 @@ from dapo_jax.environments.calls import outcome
 from dapo_jax.environments.protocol import Context, Message, Step, Turn
 from dapo_jax.environments.tool_calls import BrokenCall, ToolCall, tool_calls
 from dapo_jax.environments.tool_schemas import schema_of, what_is_wrong
+from dapo_jax.rewards.async_calls import ends_in_time
 from dapo_jax.rewards.functions import as_verdict
 from dapo_jax.text.messages import content_text
 
@@ -24,7 +24,7 @@ Grade = Callable[[str, Mapping[str, Any]], Any]
 """grade(text of the answer, row) -> a bool, a number or a Verdict, like a reward function; with `def` or `async def`."""
 
 MOST_CHARACTERS = 8192
-"""Default length of the longest result of a call. The rest is cut off, and the policy is told how much."""
+"""Default length of the longest result of a call. The rest is cut off, and the text ends with the number of characters cut."""
 
 
 class Tools:
@@ -68,8 +68,8 @@ class Tools:
         if wrong := what_is_wrong(call.arguments, self._parameters[call.name]):
             return self._bounded(f"error: {call.name}: {wrong}"), True
         found, error = await self._called(self._functions[call.name], call.arguments)
-        text = error or _text(found)
-        if text is None or not _is_unicode(text):
+        text = _text(error or found)
+        if text is None:
             return f"error: {call.name} returned a {type(found).__name__} that cannot become text", True
         return self._bounded(f"error: {call.name}: {text}" if error else text), bool(error)
 
@@ -77,10 +77,10 @@ class Tools:
         """Returns the result of a function, and the error if it raised or took too long."""
         task = asyncio.ensure_future(outcome(partial(function, **arguments)))
         try:
-            done, _ = await asyncio.wait([task], timeout=self._timeout_s)
+            is_in_time = await ends_in_time(task, self._timeout_s)
         finally:
             task.cancel()
-        if not done:
+        if not is_in_time:
             return None, f"no result within {self._timeout_s:g} s"
         found, error = task.result()
         return found, "" if error is None else f"{type(error).__name__}: {error!s:.500}"
@@ -135,11 +135,9 @@ class ToolEpisode:
             raise ValueError(
                 "an episode of tools needs an argument `grade`, or a subclass with a method `finish`"
             )
-        if inspect.iscoroutinefunction(self._grade):
-            given = await self._grade(turn.text, self.row)
-        else:
-            given = await asyncio.to_thread(self._grade, turn.text, self.row)
-            given = await given if isinstance(given, Awaitable) else given
+        given, error = await outcome(self._grade, turn.text, self.row)
+        if error is not None:
+            raise error
         verdict: Verdict = as_verdict(given, name="grade")
         reward = float(verdict.correct) if verdict.score is None else verdict.score
         return Step(reward=reward, correct=verdict.correct, metrics=verdict.parts)
@@ -183,18 +181,10 @@ def conversation(row: Mapping[str, Any], added: str = "") -> list[Message]:
 
 
 def _text(value: Any) -> str | None:
-    """Returns the text of a tool's result, or its JSON; None if it has neither."""
-    if isinstance(value, str):
-        return str(value)
+    """Returns the text of a tool's result, or its JSON; None if it has neither, or half a surrogate pair."""
     try:
-        return json.dumps(value, ensure_ascii=False)
+        text = str(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        text.encode("utf-8")
     except (TypeError, ValueError, RecursionError):
         return None
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
+    return text

@@ -21,7 +21,7 @@ from dapo_jax.workers import EndedError, Worker
 BLOCKED_S = 2.0
 """Seconds after the time limit within which a worker that is not blocked answers a call."""
 
-_Telling = Callable[[Worker], Awaitable[Any]]
+_Use = Callable[[Worker], Awaitable[Any]]
 
 
 class _ReplacedError(EndedError):
@@ -97,7 +97,7 @@ class WorkerEnvironment:
 
         async def compare(worker: Worker) -> Any:
             for each in episodes:
-                await each.tell(worker)
+                await each.replay(worker)
             return await seat.ask(
                 worker, {"do": "group_rewards", "episodes": [each.number for each in episodes]}
             )
@@ -126,12 +126,12 @@ class WorkerEpisode:
     async def start(self) -> Any:
         """Returns the beginning of the episode, before the first turn."""
         self._calls.append({"do": "start"})
-        return appended_of(await self.group.seat.answer(self.tell))
+        return appended_of(await self.group.seat.answer(self.replay))
 
     async def step(self, turn: Turn) -> Step:
         """Returns the answer to a turn."""
         self._calls.append(turn)
-        return step_of(await self.group.seat.answer(self.tell))
+        return step_of(await self.group.seat.answer(self.replay))
 
     async def close(self) -> None:
         """Closes the episode if its worker still runs."""
@@ -143,7 +143,7 @@ class WorkerEpisode:
         if self._worker is not None and self._worker.ended is None:
             await self.group.seat.answer(close)
 
-    async def tell(self, worker: Worker) -> Any:
+    async def replay(self, worker: Worker) -> Any:
         """Sends the calls that the worker has not answered yet; returns the answer to the last one."""
         if self._worker is not worker:
             self._worker, self._answered = worker, 0
@@ -176,8 +176,8 @@ class _Seat:
         """Number of calls that were under way when a worker ended and have had no answer since."""
         self._alone = asyncio.Lock()
 
-    async def answer(self, telling: _Telling) -> Any:
-        """Returns the result of `telling` a worker. If the worker ends meanwhile, tells the next one, with no other call under way.
+    async def answer(self, use: _Use) -> Any:
+        """Returns the result of `use(worker)`. If the worker ends meanwhile, calls it with the next worker, with no other call under way.
 
         Raises:
             LostError: the environment raised or took too long, or the second worker ended, too.
@@ -188,7 +188,7 @@ class _Seat:
                 async with self._alone:
                     continue
             try:
-                return await telling(worker)
+                return await use(worker)
             except _ReplacedError:
                 continue
             except EndedError:
@@ -196,7 +196,7 @@ class _Seat:
         self._suspects += 1
         try:
             async with self._alone:
-                return await telling(await self._running())
+                return await use(await self._running())
         except EndedError as ended:
             raise LostError(ended.lost, str(ended)) from ended
         finally:

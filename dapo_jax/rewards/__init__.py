@@ -3,9 +3,8 @@
 from dapo_jax.dapo.overlong import overlong_penalty
 from dapo_jax.rewards.functions import as_verdict, grade_function, load_function
 from dapo_jax.rewards.graders import GRADERS, TEXT_RULES, exact_grader
-from dapo_jax.rewards.sample import Sample
+from dapo_jax.rewards.sample import Sample, whole_group
 from dapo_jax.rewards.shaping import grade_group
-from dapo_jax.rewards.signatures import whole_group
 
 __all__ = [
     "GRADERS",

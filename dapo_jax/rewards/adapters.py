@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from dapo_jax.dapo.rollouts import Verdict, as_float
-from dapo_jax.rewards.sample import Sample
-from dapo_jax.rewards.signatures import is_async, whole_group
+from dapo_jax.rewards.sample import Sample, is_async, whole_group
 
 _Given = TypeVar("_Given")
 

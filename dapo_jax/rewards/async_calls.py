@@ -1,4 +1,4 @@
-"""Async reward functions, which wait for something else, such as a judge behind an API: many at a time on one event loop.
+"""Async reward functions, which wait for something else, such as the API of a judge: many at a time on one event loop.
 
 The loop runs in a thread of this process, in parallel with sampling. A function must `await` while it waits: a function that blocks
 holds up all others, and no time limit reaches it.
@@ -13,8 +13,7 @@ from functools import partial
 from typing import Any
 
 from dapo_jax.dapo.rollouts import Verdict
-from dapo_jax.rewards.functions import LoadedReward, RewardError
-from dapo_jax.rewards.futures import each
+from dapo_jax.rewards.functions import LoadedReward, RewardError, joined
 from dapo_jax.rewards.sample import Sample
 
 ENDING_S = 5.0
@@ -55,21 +54,18 @@ class AsyncCalls:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def submit(self, reward: LoadedReward, samples: Sequence[Sample]) -> list[Future[Verdict]]:
-        """Queues the calls for the responses to one prompt; returns their verdicts in the same order.
+    def submit(self, reward: LoadedReward, samples: Sequence[Sample]) -> Future[list[Verdict]]:
+        """Queues the calls for the responses to one prompt; the future returns their verdicts in the same order.
 
-        A result raises RewardError if the function raised or returned no verdict.
+        It raises RewardError if the function raised or returned no verdict.
 
         Raises:
             RuntimeError: it was closed.
         """
         if self._closing.is_set():
             raise RuntimeError("the event loop of the async reward functions was closed; submit before that")
-        found: list[Future[Verdict]] = []
-        for call in reward.calls(samples):
-            answer = asyncio.run_coroutine_threadsafe(self._answer(reward, call), self._loop)
-            found += each(answer, len(call))
-        return found
+        calls = [self._answer(reward, call) for call in reward.calls(samples)]
+        return joined([asyncio.run_coroutine_threadsafe(call, self._loop) for call in calls])
 
     def close(self) -> None:
         """Cancels all calls and ends the thread. It does not wait for functions that continue after their time limit."""
@@ -81,7 +77,7 @@ class AsyncCalls:
     def _serve(self) -> None:
         """Runs the loop until it is closed, then cancels all tasks and runs it until they have ended."""
         run_until(
-            self._loop, self._closing.is_set, said="a task or callback of an async reward function raised"
+            self._loop, self._closing.is_set, message="a task or callback of an async reward function raised"
         )
         while tasks := asyncio.all_tasks(self._loop):
             for task in tasks:
@@ -126,16 +122,16 @@ async def ends_in_time(task: "asyncio.Task[Any]", timeout_s: float) -> bool:
     return False
 
 
-def run_until(loop: asyncio.AbstractEventLoop, ended: Callable[[], bool], *, said: str) -> None:
+def run_until(loop: asyncio.AbstractEventLoop, ended: Callable[[], bool], *, message: str) -> None:
     """Runs a loop until it was stopped and `ended()`.
 
-    The user's tasks may raise SystemExit or KeyboardInterrupt, which ends `run_forever`. They are logged with the message `said`.
+    The user's tasks may raise SystemExit or KeyboardInterrupt, which ends `run_forever`. They are logged with `message`.
     """
     while not ended():
         try:
             loop.run_forever()
         except BaseException as error:
-            loop.call_exception_handler({"message": said, "exception": error})
+            loop.call_exception_handler({"message": message, "exception": error})
 
 
 class DaemonThreads(ThreadPoolExecutor):

@@ -25,29 +25,11 @@ _REWRITTEN = (
 """Replacements made everywhere, in this order: articles, spaces and conjunctions."""
 
 _DROPPED = (
-    *["square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units"],
-    r"\ldots",
-    *[
-        "sue",
-        "points",
-        "feet",
-        "minutes",
-        "digits",
-        "cents",
-        "degrees",
-        "cm",
-        "gm",
-        "pounds",
-        "meters",
-        "meals",
-        "edges",
-        "students",
-        "childrentickets",
-        "multiples",
-    ],
-    *(r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3", "\\text{\n}", r"\text{}"),
-    *(r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots"),
-)
+    "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", r"\ldots", "sue", "points", "feet", "minutes",
+    "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students", "childrentickets", "multiples",
+    r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3", "\\text{\n}", r"\text{}",
+    r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots",
+)  # fmt: skip
 """Texts removed everywhere after that, in this order: units, filler, spacing. Also inside longer words, as in the released code."""
 
 _UNWRAPPED = (

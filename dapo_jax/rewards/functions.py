@@ -4,13 +4,15 @@ import asyncio
 import hashlib
 import importlib
 import importlib.util
-import inspect
 import math
 import sys
+import threading
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,8 +22,7 @@ from dapo_jax.health.stopping import StoppedError
 from dapo_jax.hints import nearest
 from dapo_jax.rewards.adapters import ADAPTERS
 from dapo_jax.rewards.graders import GRADERS, ROW_GRADERS, exact_grader
-from dapo_jax.rewards.sample import Sample, handed_over
-from dapo_jax.rewards.signatures import is_async, is_whole_group, name_of
+from dapo_jax.rewards.sample import Sample, handed_over, is_async, is_whole_group, name_of
 
 Judged = Verdict | bool | float
 """A reward function's result for one response."""
@@ -34,6 +35,8 @@ Rewards = RewardFunction | Sequence[tuple[str | RewardFunction, int | float]]
 """The argument `reward` of `train`: a function, or pairs of a function or a grader's name and its weight, which are summed."""
 GradeFunction = Callable[[Sequence[Sample]], list[Verdict]]
 """The function that `grade_group` calls: all responses to one prompt in, a verdict for each out."""
+Submit = Callable[[Sequence[Sample]], Future[list[Verdict]]]
+"""Submits the responses to one prompt; the future returns their verdicts in the same order."""
 
 _ABSENT = object()
 
@@ -116,9 +119,8 @@ class LoadedReward:
         try:
             if not self.is_whole_group:
                 return [self._judged(result, call[0])]
-            found = (
-                result.tolist() if getattr(result, "ndim", None) == 1 else result
-            )  # an array of any library
+            # An array of any library counts as a list.
+            found = result.tolist() if getattr(result, "ndim", None) == 1 else result
             if not isinstance(found, list | tuple):
                 raise ValueError(
                     f"reward function {self.name} returned {result!r:.200} ({type(result).__name__}) for {len(call)} responses; a "
@@ -144,6 +146,32 @@ class LoadedReward:
             raise RewardError(
                 f"{error}; {_named([sample])}; correct the function, or let such responses count as wrong: reward.on_nonfinite=lost"
             ) from error
+
+
+def joined(
+    parts: Sequence[Future[list[Verdict]]],
+    join: Callable[[list[list[Verdict]]], list[Verdict]] = lambda found: [*chain(*found)],
+) -> Future[list[Verdict]]:
+    """Returns a future of `join(results of all parts)`. It is cancelled if a part is, and raises the first part's exception."""
+    whole: Future[list[Verdict]] = Future()
+    lock, waiting = threading.Lock(), len(parts)
+
+    def done(_: Future[list[Verdict]]) -> None:
+        nonlocal waiting
+        with lock:
+            waiting -= 1
+            last = waiting == 0
+        if last and any(part.cancelled() for part in parts):
+            whole.cancel()
+        elif last:
+            try:
+                whole.set_result(join([part.result() for part in parts]))
+            except Exception as error:
+                whole.set_exception(error)
+
+    for part in parts:
+        part.add_done_callback(done)
+    return whole
 
 
 def _named(call: Sequence[Sample]) -> str:
@@ -216,46 +244,34 @@ def as_verdict(result: Any, *, name: str) -> Verdict:
     """Returns the verdict that a reward function's result means. NumPy scalars and arrays without dimensions count as Python's.
 
     A `Verdict` is copied, so the function may change its own later. A bool is a verdict without a score, and the configured rewards
-    apply. A number, also a fraction or decimal, is a score that becomes the reward; it counts as correct if it is above 0.
+    apply. A number is a score that becomes the reward; it counts as correct if it is above 0.
 
     Raises:
         NonFiniteScoreError: a ValueError: NaN, an infinity or a number beyond `MAX_SCORE`; `name` is the function's.
         ValueError: anything else.
     """
     if isinstance(result, Verdict):
-        return _copied_verdict(result, name)
+        verdict = Verdict(**{field.name: getattr(result, field.name) for field in fields(Verdict)})
+        if verdict.correct and verdict.lost and not verdict.parts:
+            raise ValueError(
+                f"reward function {name} returned a verdict with correct=True and lost={verdict.lost!r}; a lost verdict counts as wrong: "
+                "leave one of the two out"
+            )
+        for field, score in {"score": verdict.score or 0.0, **verdict.parts}.items():
+            _check_size(score, f"reward function {name} returned a verdict with {field}")
+        return verdict
     value = plain_scalar(result)
     if isinstance(value, bool):
         return Verdict(correct=value)
     try:
         score = as_float(value)
     except ValueError:
-        if inspect.iscoroutine(result):
-            result.close()
-            raise ValueError(
-                f"reward function {name} returned a coroutine; it is awaited only if `async def` defines it"
-            ) from None
         raise ValueError(
             f"reward function {name} returned {result!r:.200} ({type(result).__name__}); it must return a bool, a finite "
             "number or a Verdict"
         ) from None
     _check_size(score, f"reward function {name} returned")
     return Verdict(correct=score > 0, score=score)
-
-
-def _copied_verdict(given: Verdict, name: str) -> Verdict:
-    try:  # a subclass may have been made without the checks
-        verdict = Verdict(**{field.name: getattr(given, field.name) for field in fields(Verdict)})
-    except ValueError as error:
-        raise ValueError(f"reward function {name} returned a bad {type(given).__name__}: {error}") from None
-    if verdict.correct and verdict.lost and not verdict.parts:
-        raise ValueError(
-            f"reward function {name} returned a verdict with correct=True and lost={verdict.lost!r}; a lost verdict counts as wrong: "
-            "leave one of the two out"
-        )
-    for field, score in {"score": verdict.score or 0.0, **verdict.parts}.items():
-        _check_size(score, f"reward function {name} returned a verdict with {field}")
-    return verdict
 
 
 def _check_size(score: float, found: str) -> None:
@@ -278,13 +294,8 @@ def load_function(spec: str) -> Callable[..., Any]:
     if place.endswith(".py"):
         module = _load_file(Path(place).expanduser(), spec)
     else:
-        module = loading(
-            spec,
-            f"the module {place!r}",
-            lambda: importlib.import_module(place),
-            fails=f"cannot import the module {place!r}:",
-            remedy="; a module must be on Python's path, a file is given as path/to/file.py:function",
-        )
+        remedy = "; a module must be on Python's path, a file is given as path/to/file.py:function"
+        module = loading(spec, f"the module {place!r}", lambda: importlib.import_module(place), remedy)
     found = loading(spec, place, lambda: getattr(module, name, _ABSENT))
     if found is _ABSENT:
         near = nearest(name, [known for known in vars(module) if known[0] != "_"])
@@ -295,15 +306,14 @@ def load_function(spec: str) -> Callable[..., Any]:
     return found
 
 
-def loading(spec: str, place: str, load: Callable[[], Any], *, fails: str = "", remedy: str = "") -> Any:
+def loading(spec: str, place: str, load: Callable[[], Any], remedy: str = "") -> Any:
     """Returns the result of `load()`, which runs the user's code.
 
     Args:
         spec: the value of the configuration, for the message.
         place: the file, module or call whose code runs, for the message.
         load: is called without arguments.
-        fails: the words before the exception; "" means `place` with "fails with".
-        remedy: the words after it.
+        remedy: the words after the exception in the message.
 
     Raises:
         ValueError: the code raised, or called sys.exit.
@@ -319,9 +329,7 @@ def loading(spec: str, place: str, load: Callable[[], Any], *, fails: str = "", 
             '`if __name__ == "__main__":`'
         ) from error
     except BaseException as error:  # not every library derives from Exception, such as pytest's Skipped
-        raise ValueError(
-            f"{spec}: {fails or f'{place} fails with'} {type(error).__name__}: {error}{remedy}"
-        ) from error
+        raise ValueError(f"{spec}: {place} fails with {type(error).__name__}: {error}{remedy}") from error
 
 
 def _load_file(path: Path, spec: str) -> ModuleType:
@@ -339,7 +347,7 @@ def _load_file(path: Path, spec: str) -> ModuleType:
         sys.path.append(folder)  # for the files next to it; at the end, where they hide no other module
     sys.modules[name] = module  # dataclasses in the file look their module up while it runs
     try:
-        loading(spec, str(path), partial(found.loader.exec_module, module), fails=f"{path} fails to run:")
+        loading(spec, str(path), partial(found.loader.exec_module, module))
     except BaseException:
         sys.modules.pop(name, None)
         raise

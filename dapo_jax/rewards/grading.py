@@ -6,22 +6,18 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Verdict
-from dapo_jax.rewards.functions import MAX_SCORE, GradeFunction, RewardError
-from dapo_jax.rewards.futures import each, joined
+from dapo_jax.rewards.functions import MAX_SCORE, GradeFunction, RewardError, Submit, joined
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.rewards.shaping import Shaping, TextDecoder, samples_of, shaped_group
-
-Submit = Callable[[Sequence[Sample]], list[Future[Verdict]]]
-"""Submits the responses to one prompt; returns their verdicts in the same order. `GradingPool.submit`, or `immediately(grade)`."""
 
 
 def immediately(grade: GradeFunction) -> Submit:
     """Returns a `Submit` that grades in this process before it returns. It raises the grader's exception."""
 
-    def submit(samples: Sequence[Sample]) -> list[Future[Verdict]]:
-        whole: Future[list[Verdict]] = Future()
-        whole.set_result(grade(samples))
-        return each(whole, len(samples))
+    def submit(samples: Sequence[Sample]) -> Future[list[Verdict]]:
+        verdicts: Future[list[Verdict]] = Future()
+        verdicts.set_result(grade(samples))
+        return verdicts
 
     return submit
 
@@ -72,12 +68,12 @@ class Pending:
     prompt: Prompt
     responses: Sequence[Response]
     samples: Sequence[Sample]
-    verdicts: Sequence[Future[Verdict]]
+    verdicts: Future[list[Verdict]]
     shaping: Shaping
 
     def done(self) -> bool:
         """Returns whether it has all verdicts."""
-        return all(verdict.done() for verdict in self.verdicts)
+        return self.verdicts.done()
 
     def graded(self) -> Group:
         """Waits for the verdicts; returns the graded group.
@@ -85,8 +81,7 @@ class Pending:
         Raises:
             RewardError: the grader raised, or returned no verdict.
         """
-        verdicts = [verdict.result() for verdict in self.verdicts]
-        return shaped_group(self.prompt, self.responses, self.samples, verdicts, self.shaping)
+        return shaped_group(self.prompt, self.responses, self.samples, self.verdicts.result(), self.shaping)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,14 +102,8 @@ def weighted_sum(parts: Sequence[Part], shaping: Shaping) -> Submit:
         shaping: turns a part's verdicts into rewards.
     """
 
-    def submit(samples: Sequence[Sample]) -> list[Future[Verdict]]:
-        submitted = [future for part in parts for future in part.submit(samples)]
-        count = len(samples)
-
-        def join(verdicts: list[Verdict]) -> list[Verdict]:
-            return summed(parts, [verdicts[i : i + count] for i in range(0, len(verdicts), count)], shaping)
-
-        return each(joined(submitted, join), count)
+    def submit(samples: Sequence[Sample]) -> Future[list[Verdict]]:
+        return joined([part.submit(samples) for part in parts], lambda found: summed(parts, found, shaping))
 
     return submit
 

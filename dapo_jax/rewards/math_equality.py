@@ -52,7 +52,7 @@ class _Comparison:
         return self._same_number(gold, found)
 
     def _same_items(self, gold: Several, found: Several) -> bool:
-        # Square brackets around anything but two values are no interval.
+        # Square brackets around anything but two values are not an interval.
         kinds = {
             "()" if several.opened == "[" and len(several.items) != 2 else several.opened + several.closed
             for several in (gold, found)

@@ -13,9 +13,8 @@ def _fraction(sign: str) -> str:
 
 _PLAIN = str.maketrans(
     {
-        **dict.fromkeys(
-            "\u2010\u2011\u2012\u2013\u2014\u2212\ufe63\uff0d", "-"
-        ),  # hyphens, dashes, minus signs
+        # Hyphens, dashes and minus signs, then spaces.
+        **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2212\ufe63\uff0d", "-"),
         **dict.fromkeys("\u00a0\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f", " "),
         **dict.fromkeys("\u00d7\u00b7\u22c5\u2217\u2219", "*"),
         **dict.fromkeys("\u00f7\u2044\u2215", "/"),
@@ -40,33 +39,10 @@ _NUMBER = re.compile(
 
 CHANGING_BEFORE = ("not", "minus", "plus", "negative", "times", "than", "half", "twice", "double", "root", "over")  # fmt: skip
 CHANGING_AFTER = (
-    *[
-        "half",
-        "halves",
-        "third",
-        "thirds",
-        "quarter",
-        "quarters",
-        "fourths",
-        "fifths",
-        "tenths",
-        "hundredths",
-    ],
-    *[
-        "dozen",
-        "hundred",
-        "hundreds",
-        "thousand",
-        "thousands",
-        "million",
-        "millions",
-        "billion",
-        "billions",
-        "trillion",
-        "trillions",
-    ],
-    *["squared", "cubed", "base", "mod", "modulo", "divided", "multiplied", "factorial"],
-)
+    "half", "halves", "third", "thirds", "quarter", "quarters", "fourths", "fifths", "tenths", "hundredths", "dozen", "hundred",
+    "hundreds", "thousand", "thousands", "million", "millions", "billion", "billions", "trillion", "trillions", "squared", "cubed",
+    "base", "mod", "modulo", "divided", "multiplied", "factorial",
+)  # fmt: skip
 """Words before and after a number that change it."""
 
 

@@ -2,7 +2,7 @@
 
 A call is one response, or all responses to a prompt for a grader that takes a whole group. If it exceeds a limit or kills its worker,
 its verdicts are lost and name the reason; a new worker takes the next call. A worker that dies after it answered earlier calls may have
-died of something that one of these left behind, such as a thread: the call is then sent once more, to a new worker. If workers keep
+died of a thread or timer that one of these started: the call is then sent once more, to a new worker. If workers keep
 dying, the grader is at fault rather than a response, and calls raise.
 """
 
@@ -13,13 +13,13 @@ import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Any
 
 from dapo_jax.dapo.rollouts import Lost, Verdict
-from dapo_jax.rewards.functions import GradeFunction, RewardError, calls_of, grade_function
-from dapo_jax.rewards.futures import each
+from dapo_jax.rewards.functions import GradeFunction, RewardError, calls_of, grade_function, joined
 from dapo_jax.rewards.sample import Sample
-from dapo_jax.rewards.samples_as_json import call_of, samples_of, verdicts_of, verdicts_to_json
+from dapo_jax.rewards.samples_as_json import call_of, sample_of
 from dapo_jax.workers import EndedError, Worker
 from dapo_jax.workers.inside import Answer, Serve
 
@@ -82,29 +82,26 @@ class GradingPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def submit(self, samples: Sequence[Sample]) -> list[Future[Verdict]]:
-        """Queues the calls for the responses to one prompt; returns their verdicts in the same order.
+    def submit(self, samples: Sequence[Sample]) -> Future[list[Verdict]]:
+        """Queues the calls for the responses to one prompt; the future returns their verdicts in the same order.
 
-        A result raises RewardError if the grader raised, returned no verdict, kills its workers again and again or cannot start one,
+        It raises RewardError if the grader raised, returned no verdict, kills its workers again and again or cannot start one,
         and ValueError if the grader cannot be loaded.
 
         Raises:
             RuntimeError: the pool was closed.
         """
-        found: list[Future[Verdict]] = []
-        for call in calls_of(samples, whole_group=self._whole_group):
-            try:
-                answer = self._threads.submit(self._verdicts, call)
-            except RuntimeError as error:
-                raise RuntimeError(
-                    f"the grading pool of {self._grader} was closed; submit before that"
-                ) from error
-            found += each(answer, len(call))
-        return found
+        calls = calls_of(samples, whole_group=self._whole_group)
+        try:
+            return joined([self._threads.submit(self._verdicts, call) for call in calls])
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the grading pool of {self._grader} was closed; submit before that"
+            ) from error
 
     def grade(self, samples: Sequence[Sample]) -> list[Verdict]:
         """Returns the verdicts on the responses to one prompt, in their order."""
-        return [future.result() for future in self.submit(samples)]
+        return self.submit(samples).result()
 
     def close(self) -> None:
         """Cancels waiting calls, waits for the calls that are being graded, and ends the workers."""
@@ -121,28 +118,25 @@ class GradingPool:
         """Returns the verdicts of one call. There is one thread per worker, so a worker is always idle."""
         with self._lock:
             self._asked += 1
-        message = {"samples": call_of(call)}
         worker, is_first_try = self._idle.get(), True
         try:
             while True:
-                is_fresh = worker.answered == 0
+                is_last_try = worker.answered == 0 or not is_first_try
                 try:
-                    return self._answer(worker, message)
-                except _NoVerdictError as lost:
-                    is_last_try = lost.kind != "died" or is_fresh or not is_first_try
-                    if lost.kind == "died":
-                        self._count_death(call, str(lost), is_first_try=is_first_try, is_last_try=is_last_try)
+                    return self._answer(worker, call)
+                except EndedError as death:
+                    self._count_death(call, str(death), is_first_try=is_first_try, is_last_try=is_last_try)
                     if is_last_try:
-                        return [Verdict(correct=False, reason=str(lost), lost=lost.kind)] * len(call)
+                        return _lost(call, "died", str(death))
                 worker, is_first_try = self._start(), False
         finally:
             self._idle.put(worker if worker.ended is None else self._start())
 
-    def _answer(self, worker: Worker, message: Mapping[str, Any]) -> list[Verdict]:
-        """Returns a worker's verdicts on one call.
+    def _answer(self, worker: Worker, call: Sequence[Sample]) -> list[Verdict]:
+        """Returns a worker's verdicts on one call; they are lost if it exceeds a limit, which ends the worker.
 
         Raises:
-            _NoVerdictError: it has none. The worker was ended.
+            EndedError: the worker died.
             RewardError: the grader raised, or the worker could not start.
             ValueError: the grader cannot be loaded.
         """
@@ -151,18 +145,16 @@ class GradingPool:
         except EndedError as error:
             raise RewardError(f"reward function {self._grader}: {error}") from error
         try:
-            answer = worker.ask(message).result(self._timeout_s)
+            answer = worker.ask({"samples": call_of(call)}).result(self._timeout_s)
         except TimeoutError:
             worker.end(EndedError("timeout", "a call took too long"))
-            raise _NoVerdictError("timeout", f"no verdict within {self._timeout_s:g} s") from None
-        except EndedError as error:
-            raise _NoVerdictError("died", str(error)) from error
+            return _lost(call, "timeout", f"no verdict within {self._timeout_s:g} s")
         if "memory" in answer:
             worker.end(EndedError("died", "the grader ran out of memory"))
-            raise _NoVerdictError("memory", "the grader ran out of memory")
+            return _lost(call, "memory", "the grader ran out of memory")
         if "failed" in answer:
             raise RewardError(answer["failed"])
-        return verdicts_of(answer)
+        return [Verdict(**verdict) for verdict in answer["verdicts"]]
 
     def _count_death(
         self, call: Sequence[Sample], how: str, *, is_first_try: bool, is_last_try: bool
@@ -179,7 +171,7 @@ class GradingPool:
         if is_first_try and deaths > DEATHS_BORNE and deaths * CALLS_A_DEATH >= asked:
             raise RewardError(
                 f"reward function {self._grader}: its worker died {deaths} times in {asked} calls, the last time on {where}: {how}; a "
-                "function must return or raise, and neither end its process nor leave behind a thread or timer that ends it: call it on "
+                "function must return or raise, and neither end its process nor start a thread or timer that ends it later: call it on "
                 "that response by itself"
             ) from None
         if deaths <= DEATHS_BORNE:
@@ -188,12 +180,8 @@ class GradingPool:
                 print(f"reward function {self._grader}, on {where}: {how}; {then}", file=sys.stderr)
 
 
-class _NoVerdictError(Exception):
-    """A call without a verdict."""
-
-    def __init__(self, kind: Lost, reason: str) -> None:
-        super().__init__(reason)
-        self.kind: Lost = kind
+def _lost(call: Sequence[Sample], lost: Lost, reason: str) -> list[Verdict]:
+    return [Verdict(correct=False, reason=reason, lost=lost)] * len(call)
 
 
 def load_grader(setup: Mapping[str, Any]) -> tuple[dict[str, Any], Serve]:
@@ -215,7 +203,7 @@ def load_grader(setup: Mapping[str, Any]) -> tuple[dict[str, Any], Serve]:
 
 def _graded(grade: GradeFunction, call: list[Any], grader: str) -> dict[str, Any]:
     try:
-        answer = verdicts_to_json(grade(samples_of(call)))
+        answer = {"verdicts": [asdict(verdict) for verdict in grade([sample_of(part) for part in call])]}
         size = len(json.dumps(answer))
     except MemoryError:
         return {"memory": True}

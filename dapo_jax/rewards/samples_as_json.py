@@ -1,12 +1,11 @@
-"""Samples and verdicts as JSON, for calls to worker processes and their answers."""
+"""Samples as JSON, for calls to worker processes and for saved rollouts."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
-from dapo_jax.dapo.rollouts import Prompt, Verdict
+from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.rewards.sample import Sample
 
 
@@ -31,11 +30,6 @@ def call_of(samples: Sequence[Sample]) -> list[dict[str, Any]]:
     ]
 
 
-def samples_of(call: Sequence[Mapping[str, Any]]) -> list[Sample]:
-    """Inverse of `call_of`."""
-    return [sample_of(part) for part in call]
-
-
 def sample_of(part: Mapping[str, Any]) -> Sample:
     """Returns one sample of a call, or the sample of a saved rollout, which has the same names."""
     prompt = Prompt(
@@ -51,16 +45,6 @@ def sample_of(part: Mapping[str, Any]) -> Sample:
         tokens=np.array(part["response_token_ids"], np.int32),
         finish_reason=part["finish_reason"],
     )
-
-
-def verdicts_to_json(verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """Returns the answer to a call."""
-    return {"verdicts": [asdict(verdict) for verdict in verdicts]}
-
-
-def verdicts_of(answer: Mapping[str, Any]) -> list[Verdict]:
-    """Inverse of `verdicts_to_json`."""
-    return [Verdict(**verdict) for verdict in answer["verdicts"]]
 
 
 def plain_row(row: Mapping[str, Any], *, instead: str) -> dict[str, Any]:

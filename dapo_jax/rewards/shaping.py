@@ -42,8 +42,6 @@ class Shaping:
     correct: float = 1.0
     """Reward of a correct verdict without a score."""
     incorrect: float = -1.0
-    lost: float | None = None
-    """The highest reward of a lost verdict of a grader with scores; None: the lower of `correct` and `incorrect`."""
     overlong: bool = False
     """Whether to add the overlong penalty; the fields below are used only then."""
     max_response_tokens: int = 0
@@ -61,20 +59,14 @@ class Shaping:
         """
         if not self.overlong:
             return 0.0
-        punishment = overlong_penalty(
-            response_tokens,
-            max_response_tokens=self.max_response_tokens,
-            buffer_tokens=self.buffer_tokens,
-            penalty_factor=self.penalty_factor,
-        )
-        return float(punishment)
+        limits = {"max_response_tokens": self.max_response_tokens, "buffer_tokens": self.buffer_tokens}
+        return float(overlong_penalty(response_tokens, **limits, penalty_factor=self.penalty_factor))
 
     def rewards(self, verdicts: Sequence[Verdict], *, weight: float = 1.0) -> list[float]:
         """Returns one grader's rewards of the responses to a prompt: the verdict's score, or else the rule reward.
 
-        A response gains nothing by hanging its grader. A lost verdict gets the worst of two rewards: the worst that this grader gave
-        in the group, and `lost`. If `lost` is None or the grader gives no scores, the rule rewards count as well. Other groups have
-        no influence.
+        A response gains nothing by hanging its grader: a lost verdict gets the worst of this grader's rewards in the group and the two
+        rule rewards.
 
         Args:
             verdicts: of one grader, on all responses to a prompt.
@@ -85,11 +77,7 @@ class Shaping:
             for verdict in verdicts
             if not _is_unknown(verdict)
         ]
-        scored = any(verdict.score is not None for verdict in verdicts)
-        bounds = [] if self.lost is None else [self.lost]
-        if self.lost is None or not scored:
-            bounds += [self.correct, self.incorrect]
-        worst = (min if weight > 0 else max)([*known, *bounds])
+        worst = (min if weight > 0 else max)([*known, self.correct, self.incorrect])
         paid = iter(known)
         return [worst if _is_unknown(verdict) else next(paid) for verdict in verdicts]
 

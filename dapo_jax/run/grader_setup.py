@@ -20,9 +20,9 @@ from dapo_jax.environments.rendering import Rendering
 from dapo_jax.environments.worker_environment import WorkerEnvironment, worker_environment
 from dapo_jax.rewards import TEXT_RULES
 from dapo_jax.rewards.async_calls import AsyncCalls
-from dapo_jax.rewards.functions import LoadedReward, RewardFunction, Rewards, load_reward
+from dapo_jax.rewards.functions import LoadedReward, RewardFunction, Rewards, Submit, load_reward
 from dapo_jax.rewards.graders import ROW_GRADERS
-from dapo_jax.rewards.grading import Grading, Part, Submit, immediately, part_names, weighted_sum
+from dapo_jax.rewards.grading import Grading, Part, immediately, part_names, weighted_sum
 from dapo_jax.rewards.pool import GradingPool
 from dapo_jax.rewards.shaping import Shaping
 from dapo_jax.run.policy import Policy

@@ -173,7 +173,7 @@ class DecodeLoop:
                     if not slots.has_room(waiting[0], waiting):
                         break
                     self._again.begin([[waiting[0]]])
-                self._again.go_on()
+                self._again.advance()
             else:
                 if not self._reading.busy:
                     if not (unread := self._more()):
@@ -184,7 +184,7 @@ class DecodeLoop:
                             break
                         continue
                     self._reading.begin(unread)
-                waiting.extend(request for request in self._reading.go_on() if not request.dropped)
+                waiting.extend(request for request in self._reading.advance() if not request.dropped)
             self._start()
             idle = slots.live < self._engine.slots
             if self._prefilling and slots.live and not (idle and self._prefill_first):

@@ -273,7 +273,7 @@ class Reading:
         self._requests, self._unread = requests, set(range(len(requests)))
         self._work = self._engine.prefill(self._params, [same[0].sequence for same in requests])
 
-    def go_on(self) -> list[Request]:
+    def advance(self) -> list[Request]:
         """Does one part of the work. Returns the requests that can now start."""
         new: list[Request] = []
         for index, prefix, place in next(self._work):

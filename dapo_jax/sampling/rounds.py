@@ -100,7 +100,7 @@ class RoundSampler:
         self._between.difference_update(requests)
         if self._limits is not None:
             self._between.update(ended)
-        assert all(request.paused for request in self._paused), "a response was left behind"
+        assert all(request.paused for request in self._paused), "a response has not reached its target"
         return [
             Drawn(
                 tokens=request.tokens[first : request.drawn].copy(),

@@ -26,7 +26,7 @@ from dapo_jax.dapo.metrics import Max, Mean, Metric, token_mean
 from dapo_jax.dapo.microbatch import Microbatch, microbatch_structs
 from dapo_jax.parallel.sharding import by_row, replicated
 from dapo_jax.parallel.together import Together
-from dapo_jax.rewards.signatures import name_of
+from dapo_jax.rewards.sample import name_of
 from dapo_jax.training.minibatch import Minibatch, Placing, Stack
 from dapo_jax.training.old_logprobs import OldLogprobs, PolicyLogprobs, Weights
 from dapo_jax.training.state import TrainState, state_shardings

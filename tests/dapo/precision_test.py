@@ -1,4 +1,4 @@
-"""Products in a compute dtype: what is rounded, what is not, and the gradients, against float64 and in lowered programs."""
+"""Products in a compute dtype: rounding and gradients, against float64 and in lowered programs."""
 
 import jax
 import jax.numpy as jnp

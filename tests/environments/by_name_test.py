@@ -9,19 +9,19 @@ from dapo_jax.environments.adapters import ADAPTERS
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("skyrl_gim:gsm8k", "cannot import the module 'skyrl_gim'.*; did you mean skyrl_gym:...?"),
+        ("skyrl_gim:gsm8k", "the module 'skyrl_gim' fails.*; did you mean skyrl_gym:...?"),
         ("openv:http://127.0.0.1:1", "did you mean openenv:...?"),
         ("Tinker:somewhere:Builder", "did you mean tinker:...?"),
         ("trl", "no environment is named 'trl'.*LIBRARY:NAME"),
         ("tinkr", "did you mean 'tinker'"),
-        ("trl:nowhere:Class", "cannot import the module 'nowhere'"),
+        ("trl:nowhere:Class", "the module 'nowhere' fails"),
         ("tinker:nowhere.py:Builder", "there is no file nowhere.py"),
-        ("openenv:nowhere:client", "cannot import the module 'nowhere'"),
-        ("skyrl_gym:nowhere:Class", "cannot import the module 'nowhere'"),
+        ("openenv:nowhere:client", "the module 'nowhere' fails"),
+        ("skyrl_gym:nowhere:Class", "the module 'nowhere' fails"),
         ("trl:", "names no function"),
     ],
 )
-def test_what_cannot_be_found_is_named_with_the_nearest(source, message):
+def test_an_unknown_name_is_reported_with_the_nearest(source, message):
     with pytest.raises(ValueError, match=message):
         load_environment(source)
 

@@ -323,14 +323,6 @@ def test_sampled_tokens_are_not_tokenized_again_where_a_token_would_span_the_bor
         check_sampled_tokens_stay(by_tokenizing_again)
 
 
-def test_sampled_tokens_stay_that_the_tokenizer_would_split_differently():
-    tokenizer = merging()
-    single = [tokenizer.encode(letter)[0] for letter in "abc"]
-    assert tokenizer.encode("abc").tolist() != single
-    assert by_appending(tokenizer, single, "abc")[:3] == single
-    assert by_tokenizing_again(tokenizer, single, "abc")[:3] != single
-
-
 def test_json_in_a_message_is_written_as_the_template_writes_it():
     """The template renders the texts itself, so its quotes and escapes stay."""
     tokenizer, kwargs = own(False)

@@ -34,7 +34,7 @@ def test_calls_are_read_in_the_formats_of_qwen_and_llama_3(text, calls):
     assert tool_calls(text) == calls
 
 
-def test_the_marks_may_stand_in_an_argument():
+def test_an_argument_may_contain_the_marks():
     """A program that cuts at the first end mark would read half an object."""
     call = {"name": "say", "arguments": {"t": "<tool_call></tool_call> </think> ü"}}
     text = f"<tool_call>{json.dumps(call)}</tool_call><tool_call>{json.dumps(call)}</tool_call>"
@@ -61,7 +61,7 @@ def test_the_marks_may_stand_in_an_argument():
         ('{"name": "add", "parameters": {}} and more', "not JSON"),
     ],
 )
-def test_what_cannot_be_read_is_a_broken_call_that_says_why(text, reason):
+def test_a_malformed_call_is_a_broken_call_with_the_reason(text, reason):
     import re
 
     [found] = tool_calls(text)

@@ -48,7 +48,7 @@ def look_up(
     return [word, str(most)]
 
 
-def test_a_schema_has_the_types_and_what_the_docstring_says():
+def test_a_schema_has_the_types_and_the_descriptions_of_the_docstring():
     function = schema_of(look_up)["function"]
     properties = function["parameters"]["properties"]
     assert function["name"] == "look_up"

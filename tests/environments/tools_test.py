@@ -40,18 +40,6 @@ def test_the_policy_calls_gets_results_and_answers():
     assert last.metrics == {"tool_calls": 1.0, "tool_errors": 0.0}
 
 
-def test_several_calls_of_a_turn_are_run_in_their_order():
-    heard = []
-
-    def note(word: str) -> str:
-        heard.append(word)
-        time.sleep(0.02 * (3 - len(heard)))
-        return f"{len(heard)}:{word}"
-
-    _, [step], _ = played(ToolEnvironment([note], right), ROW, "".join(call("note", word=w) for w in "abc"))
-    assert [message["content"] for message in step.append] == ["1:a", "2:b", "3:c"]
-
-
 @pytest.mark.parametrize(
     ("grade", "reward", "correct"),
     [
@@ -172,15 +160,6 @@ def test_an_error_is_counted_and_the_episode_continues():
 def test_tools_of_one_name_are_refused():
     with pytest.raises(ValueError, match="two tools are named 'add'"):
         Tools([add, add])
-
-
-def test_an_episode_without_a_grade_is_an_error():
-    class Environment:
-        def episode(self, row, seed):
-            return ToolEpisode(Tools([add]), row)
-
-    with pytest.raises(ValueError, match="`grade`"):
-        played(Environment(), ROW, "4")
 
 
 def test_the_conversation_of_a_row_is_left_as_it_is():

@@ -44,7 +44,7 @@ class Multiplying:
 
 
 def sampled(environment, scripts, *, max_turns=4, limit=1200):
-    """The responses whose turns `scripts` says by their indices, and their verdicts."""
+    """Returns responses whose turns `scripts` gives by index, and their verdicts."""
     text = TOKENIZER.chat_template.render(ASKED)
     prompt = Prompt(ordinal=5, tokens=TOKENIZER.encode(text), text=text, answer="42", row=ROW)
 
@@ -67,7 +67,7 @@ def sampled(environment, scripts, *, max_turns=4, limit=1200):
         samples = [
             Sample(prompt=prompt, response="", tokens=each.tokens, finish_reason="stop") for each in responses
         ]
-        return responses, [verdict.result(5) for verdict in episodes.verdicts(samples)]
+        return responses, episodes.verdicts(samples).result(5)
 
 
 def conversation(said, results, tools):

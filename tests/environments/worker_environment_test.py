@@ -4,9 +4,7 @@ import itertools
 import json
 import math
 import re
-import subprocess
 import sys
-import textwrap
 import time
 from concurrent.futures import wait
 from pathlib import Path
@@ -16,7 +14,7 @@ import pytest
 
 from dapo_jax.dapo.rollouts import DrawnTurn, Prompt
 from dapo_jax.environments import Episodes, load_environment
-from dapo_jax.environments.inside_worker import CALLS_LEFT, THREADS_LEFT
+from dapo_jax.environments.inside_worker import THREADS_LEFT
 from dapo_jax.environments.rendering import Rendering
 from dapo_jax.environments.worker_environment import worker_environment
 from dapo_jax.rewards.sample import Sample
@@ -87,7 +85,7 @@ def tell(episodes, asked, index, *texts):
 
 def verdicts(episodes, asked, count):
     empty = Sample(prompt=asked, response="", tokens=np.zeros(0, np.int32), finish_reason="stop")
-    return [future.result(60) for future in episodes.verdicts([empty] * count)]
+    return episodes.verdicts([empty] * count).result(60)
 
 
 def pid_of(episodes, asked, index=0):
@@ -104,7 +102,7 @@ def scripted():
 # --- The same as in this process ---
 
 
-def test_answers_are_those_of_the_environment_in_this_process():
+def test_answers_are_the_same_as_without_workers():
     asked, beginning = prompt(), prompt(begins="a context", level=4)
     answers = []
     for environment in (Scripted(), workers()):
@@ -227,32 +225,6 @@ def test_closing_closes_episodes_and_ends_the_processes(tmp_path):
     assert (tmp_path / "closed").read_text() == "a|b\n"
 
 
-# Two processes load the package; `tests/rewards/pool_test.py` has the same test of the same code for graders.
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_workers_end_with_a_run_that_is_killed(tmp_path):
-    program = textwrap.dedent(f"""
-        from tests.environments.worker_environment_test import *
-        episodes = playing(workers(timeout_s=600.0))
-        asked = begun(episodes, 1)
-        pid = pid_of(episodes, asked)
-        busy = episodes.step(asked, 0, turn("hold"))
-        time.sleep(0.2)
-        open({str(tmp_path / "pid")!r}, "w").write(str(pid))
-        busy.result(600)
-    """)
-    run = subprocess.Popen([sys.executable, "-c", program], cwd=HERE.parents[2])
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "pid").exists() and run.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    time.sleep(0.1)
-    pid = int((tmp_path / "pid").read_text())
-    assert lives(pid)
-    run.kill()
-    run.wait()
-    assert_ends(pid)
-
-
 # --- Accidents of a worker ---
 
 
@@ -260,7 +232,7 @@ def test_workers_end_with_a_run_that_is_killed(tmp_path):
     ("what", "lost", "reason"),
     [("hold", "timeout", "within 2 s"), ("exit", "died", "exit status 3"), ("kill", "died", "SIGKILL")],
 )
-def test_what_ends_a_worker_costs_its_own_episode_alone(what, lost, reason, scripted):
+def test_a_call_that_ends_a_worker_costs_its_own_episode_alone(what, lost, reason, scripted):
     """In the same worker: an episode that waits for an answer, one of another prompt, and one between two turns."""
     asked, other = begun(scripted, 3), begun(scripted, 1)
     for index in range(3):
@@ -307,18 +279,6 @@ def test_taking_too_much_memory_costs_its_own_episode_and_the_worker_stays():
     assert lost.reason.startswith("MemoryError")
 
 
-def test_calls_that_end_when_they_are_given_up_replace_no_worker():
-    with playing(workers(timeout_s=0.5)) as episodes:
-        count = CALLS_LEFT + 2
-        asked = begun(episodes, count)
-        before = pid_of(episodes, asked)
-        answers = [episodes.step(asked, index, turn("sleep 60")) for index in range(1, count)]
-        assert [appended(answer) for answer in answers] == [None] * (count - 1)
-        assert pid_of(episodes, asked) == before
-        found = [each.lost for each in verdicts(episodes, asked, count)]
-    assert found == ["", *["timeout"] * (count - 1)]
-
-
 def test_a_call_that_another_one_held_up_has_its_time_once_more():
     """The loop is blocked for longer than the time limit, but not long enough that the worker counts as blocked."""
     with playing(workers(timeout_s=0.8)) as episodes:
@@ -330,19 +290,13 @@ def test_a_call_that_another_one_held_up_has_its_time_once_more():
         assert verdicts(episodes, asked, 2)[1].lost == ""
 
 
-def test_functions_that_block_run_in_parallel_and_too_many_that_do_not_end_replace_the_worker():
+def test_functions_that_block_run_in_parallel():
     with playing(workers(f"{SCRIPTED}:Blocking", timeout_s=1.5)) as episodes:
-        asked = begun(episodes, CALLS_LEFT + 1)
-        before = int(tell(episodes, asked, 0, "pid"))
-        tell(episodes, asked, 0, "a")
+        asked = begun(episodes, 6)
         began = time.monotonic()
         answers = [episodes.step(asked, index, turn("sleep 0.5")) for index in range(1, 6)]
         assert [appended(answer) for answer in answers] == ["sleep 0.5"] * 5
         assert time.monotonic() - began < 1.5
-        answers = [episodes.step(asked, index, turn("sleep 60")) for index in range(1, CALLS_LEFT + 1)]
-        assert [answer.result(60) for answer in answers] == [None] * CALLS_LEFT
-        assert tell(episodes, asked, 0, "b") == "a|b"
-        assert int(tell(episodes, asked, 0, "pid")) != before
 
 
 # Starts many workers one after another.
@@ -358,7 +312,7 @@ def test_a_worker_that_threads_of_its_episodes_exhaust_is_replaced_and_no_episod
             asked = begun(episodes, 1)
             pids.append(tell(episodes, asked, 0, str(per_turn)))
             lost += [each.reason for each in verdicts(episodes, asked, 1)]
-            wait(episodes._farewells, timeout=60)
+            wait(episodes._closings, timeout=60)
     assert lost == [""] * 6
     assert len(set(pids)) > 1
 
@@ -381,10 +335,3 @@ def test_an_environment_that_cannot_be_made_is_named_as_in_this_process(source):
         load_environment(source)
     with pytest.raises(ValueError, match=re.escape(str(here.value))):
         workers(source)
-
-
-def test_an_environment_that_ends_its_process_while_it_is_loaded_is_named(tmp_path):
-    file = tmp_path / "ending.py"
-    file.write_text("import os\nos._exit(4)\n")
-    with pytest.raises(ValueError, match=r"ending.py:Env: .*not start.*exit status 4"):
-        workers(f"{file}:Env")

@@ -1,7 +1,7 @@
 r"""The graders `dapo` and `dapo_boxed` against the rule of DAPO's released code, case by case, worked out by hand.
 
-Each case is (response, reference answer, expected normal form of what is found, is it correct). A normal form of None stands for "nothing
-found".
+Each case is (response, reference answer, expected normal form of what is found, is it correct). A normal form of None means that no answer is
+found.
 """
 
 import pytest
@@ -33,7 +33,7 @@ EXTRACTION = [
     (f"Answer: 34{' ' * (TAIL_CHARACTERS - 9)}", "34", None, False),  # its A is one too far from the end
     (f"Answer: 34\n{'x' * 400}", "34", None, False),
 ]
-"""What is found, and where."""
+"""Which answer is found."""
 
 NORMAL_FORM = [
     ("Answer: $34$", "34", "34", True),
@@ -86,7 +86,7 @@ NORMAL_FORM = [
     ("Answer: １２", "１２", "１２", True),  # noqa: RUF001 - full-width digits are only themselves
     ("Answer: always", "al", "al", True),  # "ways" goes from inside a word: as released
 ]
-"""What is compared."""
+"""Normal forms that are compared."""
 
 BOXED = [
     (r"So \boxed{34}.", "34", "34", True),

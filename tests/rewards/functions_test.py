@@ -1,11 +1,8 @@
 """Reward functions: what they get, what they may return, and how they are found."""
 
 import dataclasses
-import importlib
 import re
-import subprocess
 import sys
-import types
 
 import numpy as np
 import pytest
@@ -24,25 +21,12 @@ def graded(spec, **options):
     return verdict
 
 
-def test_sample_knows_its_answer_and_length():
-    assert SAMPLE.answer == "2"
-    assert SAMPLE.response_tokens == 3
-
-
-@pytest.mark.parametrize("value", [True, False, np.True_, np.False_])
-def test_bool_is_a_plain_verdict(value):
-    assert as_verdict(value, name="f") == Verdict(correct=bool(value))
-
-
 @pytest.mark.parametrize(
     ("value", "correct"),
     [
-        (1.0, True),
         (0.25, True),
         (0.0, False),
-        (-1.0, False),
-        (2, True),
-        (0, False),
+        (-1, False),
         (np.float32(0.5), True),
         (np.int64(-3), False),
     ],
@@ -53,7 +37,7 @@ def test_number_is_a_score_that_is_correct_above_zero(value, correct):
     assert type(verdict.score) is float
 
 
-def test_verdict_keeps_its_fields_whatever_becomes_of_the_functions_own():
+def test_a_verdict_is_copied():
     verdict = Verdict(correct=False, score=0.5, reason="half right", parts={"a": 1.0})
     taken = as_verdict(verdict, name="f")
     assert taken == verdict
@@ -71,29 +55,11 @@ def test_one_verdict_object_for_all_responses_is_each_ones_as_it_was_returned():
     assert [verdict.parts for verdict in grade_function(counted)([SAMPLE] * 2)] == [{"n": 1}, {"n": 2}]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Noted(Verdict):
-    note: str = "mine"
-
-
-def test_a_subclass_of_verdict_is_taken_as_a_verdict_and_checked_like_one():
-    """The `__init__` of a dataclass lacks the checks of Verdict's."""
-    taken = as_verdict(Noted(correct=True, score=np.float32(0.5)), name="f")
-    assert type(taken) is Verdict
-    assert taken == Verdict(correct=True, score=0.5)
-    for wrong, words in [
-        (Noted(correct="no"), r"correct='no'"),
-        (Noted(correct=False, score=float("nan")), "score nan"),
-    ]:
-        with pytest.raises(RewardError, match=rf"<lambda> returned .*{words}.*; prompt 7"):
-            graded(lambda sample, wrong=wrong: wrong)
-
-
 def test_a_verdict_that_is_lost_and_correct_is_refused():
     with pytest.raises(RewardError, match="<lambda> returned a verdict with correct=True and lost='timeout'"):
         graded(lambda sample: Verdict(correct=True, lost="timeout"))
     assert graded(lambda sample: Verdict(correct=False, lost="timeout")).lost == "timeout"
-    # A sum of several graders may be both: the first decides what is correct, and another was lost.
+    # A sum of several graders may be both: the first decides whether the response is correct, and another was lost.
     assert graded(lambda sample: Verdict(correct=True, lost="timeout", parts={"a": 1.0, "b": -1.0})).correct
 
 
@@ -165,7 +131,7 @@ def test_a_function_that_writes_to_the_tokens_is_refused_and_they_stay(writes):
     assert sample.tokens.flags.writeable  # the caller's array is as it was
 
 
-def test_what_a_function_writes_to_the_row_is_seen_by_no_other_call():
+def test_changes_of_a_row_do_not_reach_other_calls():
     row = {"level": 3, "tags": ["a"], "deep": {"n": np.zeros(2)}}
     sample = dataclasses.replace(SAMPLE, prompt=dataclasses.replace(PROMPT, row=row))
 
@@ -251,34 +217,12 @@ def test_one_verdict_for_a_whole_group_is_refused(value):
         grade_function(whole_group(lambda group: value))(samples("a", "b"))
 
 
-def test_a_whole_group_function_that_raises_names_the_prompt_and_how_many_responses():
-    @whole_group
-    def broken(group):
-        raise KeyError("missing")
-
-    with pytest.raises(
-        RuntimeError,
-        match=r"broken raised KeyError: 'missing' \(functions_test\.py, line \d+\); prompt 7 .*, 3 responses$",
-    ):
-        grade_function(broken)(samples("a", "b", "c"))
-
-
 def test_an_async_function_is_not_graded_without_an_event_loop():
     async def judge(sample):
         return True
 
     with pytest.raises(ValueError, match=r"judge is async and needs an event loop"):
         grade_function(judge)
-
-
-def test_a_coroutine_of_a_plain_function_is_refused_with_the_remedy():
-    async def judge(sample):
-        return True
-
-    with pytest.raises(
-        RewardError, match="returned a coroutine; it is awaited only if `async def` defines it"
-    ):
-        grade_function(lambda sample: judge(sample))([SAMPLE])
 
 
 def reward_file(tmp_path, text, name="my_reward.py"):
@@ -342,23 +286,6 @@ def test_a_file_imports_the_files_next_to_it(tmp_path):
     assert load_function(f"{reward_file(tmp_path, NEIGHBOURS)}:f")(SAMPLE) == 2 * 10 + 3 + 100
 
 
-@pytest.mark.usefixtures("own_imports")
-def test_a_neighbour_hides_no_module_that_others_import_later(tmp_path, monkeypatch):
-    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
-    (tmp_path / "colorsys.py").write_text("own = 5")
-    (tmp_path / "hints.py").write_text("base = 2")
-    text = "import hints\ndef f(sample):\n    return hints.base\n"
-    assert load_function(f"{reward_file(tmp_path, text)}:f")(SAMPLE) == 2
-    assert not hasattr(importlib.import_module("colorsys"), "own")
-
-
-def test_function_is_loaded_from_a_module(monkeypatch):
-    module = types.ModuleType("my_rewards")
-    module.always = lambda sample: True
-    monkeypatch.setitem(sys.modules, "my_rewards", module)
-    assert graded("my_rewards:always").correct
-
-
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
@@ -384,48 +311,28 @@ def test_name_that_is_no_function_is_refused(tmp_path):
         load_function(f"{path}:reward")
 
 
-def test_file_that_fails_to_run_says_why_and_is_forgotten(tmp_path):
+def test_a_file_that_fails_to_run_is_named_and_not_kept(tmp_path):
     path = reward_file(tmp_path, "import nowhere_to_be_found\n")
     before = set(sys.modules)
     with pytest.raises(
-        ValueError, match="fails to run: ModuleNotFoundError: No module named 'nowhere_to_be_found'"
+        ValueError, match="fails with ModuleNotFoundError: No module named 'nowhere_to_be_found'"
     ):
         load_function(f"{path}:f")
     assert not {name for name in set(sys.modules) - before if name.startswith("dapo_jax_file")}
 
 
-@pytest.mark.parametrize("code", ["0", "'done'", ""])
-def test_a_file_or_module_that_exits_while_it_is_loaded_is_named_and_ends_nothing(
-    tmp_path, monkeypatch, code
-):
+def test_a_file_or_module_that_exits_while_it_is_loaded_is_named_and_ends_nothing(tmp_path, monkeypatch):
     path = reward_file(
-        tmp_path, f"import sys\ndef f(sample):\n    return True\nsys.exit({code})\n", name="leaves.py"
+        tmp_path, "import sys\ndef f(sample):\n    return True\nsys.exit(0)\n", name="leaves.py"
     )
     before = set(sys.modules)
     remedy = 'put code that runs as a program after `if __name__ == "__main__":`'
-    with pytest.raises(
-        ValueError, match=re.escape(f"{path} calls sys.exit({code}) while it is loaded; {remedy}")
-    ):
+    with pytest.raises(ValueError, match=re.escape(f"{path} calls sys.exit(0) while it is loaded; {remedy}")):
         load_function(f"{path}:f")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match=re.escape(f"the module 'leaves' calls sys.exit({code})")):
+    with pytest.raises(ValueError, match=re.escape("the module 'leaves' calls sys.exit(0)")):
         load_function("leaves:f")
     assert not {name for name in set(sys.modules) - before if "leaves" in name}
-
-
-@pytest.mark.parametrize(
-    ("code", "message"),
-    [
-        ("class Stop(BaseException): pass\nraise Stop('no')", r"mine\.py fails to run: Stop: no"),
-        ("raise GeneratorExit", r"mine\.py fails to run: GeneratorExit"),
-        ("class C:\n    raise SystemExit(0)", r"mine\.py calls sys\.exit\(0\)"),
-        ("def __getattr__(name):\n    raise SystemExit(0)", r"mine\.py calls sys\.exit\(0\)"),
-    ],
-)
-def test_a_file_that_raises_what_is_no_exception_is_named(code, message, tmp_path):
-    path = reward_file(tmp_path, code + "\n", name="mine.py")
-    with pytest.raises(ValueError, match=message):
-        load_function(f"{path}:f")
 
 
 def test_a_function_that_raises_what_is_no_exception_is_named_and_a_stop_of_the_run_passes():
@@ -441,10 +348,3 @@ def test_a_function_that_raises_what_is_no_exception_is_named_and_a_stop_of_the_
     for error in (KeyboardInterrupt(), StoppedError("SIGTERM")):
         with pytest.raises(type(error)):
             graded(raising(error))
-
-
-def test_importing_the_rewards_stays_light():
-    heavy = {"flax", "optax", "orbax", "grain", "tensorflow_datasets", "omegaconf"}
-    code = "import sys, dapo_jax.rewards; print(*{m.split('.')[0] for m in sys.modules})"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert not heavy & set(loaded.split())

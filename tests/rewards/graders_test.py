@@ -20,7 +20,7 @@ from dapo_jax.rewards.graders import GRADERS, exact_grader
         ("=+132", "132", False),  # a plus is not part of a plain integer
         ("=132.0", "132", False),
         ("=1,320", "1320", False),
-        ("=\u0661\u0663\u0662", "132", False),  # Arabic-Indic digits are no ASCII digits
+        ("=\u0661\u0663\u0662", "132", False),  # Arabic-Indic digits are not ASCII digits
         ("=1 32", "132", False),
         ("=blue", "blue", True),
         ("=Blue", "blue", False),

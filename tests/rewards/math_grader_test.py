@@ -66,7 +66,7 @@ DIFFERENT = [
     ("Answer: (9*6)", "54"),
     (r"\boxed{3+0}", "3"),
     (r"Answer: \(7 \times 2\)", "14"),
-    ("So in the end there are 34 of them.", "34"),  # a number that stands in the text
+    ("So in the end there are 34 of them.", "34"),  # a number in the text
     ("The hens are meal staples for 20 chickens. The chickens have regular deliveries.", "20"),
     ("brothers decide on another brother saying 80 more,\nwhich is an excess", "80"),
     ("no idea", "34"),

@@ -24,7 +24,7 @@ _NAMES = {"sqrt": sympy.sqrt, "pi": sympy.pi, "cot": sympy.cot, "oo": sympy.oo, 
 
 
 def number(text: str) -> Fraction | str:
-    """The number that the whole of the text is, in one of the forms of a reference; the text itself if it is none."""
+    """The number that the whole of the text is, in one of the forms of a reference; or else the text itself."""
     text = re.sub(r"^\\[,!()]", "", text.strip().rstrip(".,; ").lstrip(",:; "))
     # Signs and zeros that change nothing: 5/+8, 010, 0+.5, 1!
     text = re.sub(r"(?<!\d)0\+(?=\.)|(?<![\d)}])\+|(?<![\d.,])0+(?=\d)|(?<=(?<!\d)1)!", "", text)

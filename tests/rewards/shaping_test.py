@@ -66,18 +66,15 @@ def verdicts_of(*scores):
 
 
 @pytest.mark.parametrize(
-    ("lost", "scores", "paid"),
+    ("scores", "paid"),
     [
-        (None, (-5.0, 3.0, None), -5.0),  # the worst of the group, and not -1
-        (None, (2.0, 3.0, None), -1.0),  # `incorrect` is worse than the worst of the group
-        (0.0, (0.25, 0.5, None), 0.0),  # as configured: scores of 0 to 1
-        (0.0, (-5.0, 0.5, None), -5.0),  # as configured, except for the bound
-        (-9.0, (-5.0, 0.5, None), -9.0),
-        (4.0, (None, None, None), -1.0),  # nothing shows that the grader gives scores
+        ((-5.0, 3.0, None), -5.0),  # the worst of the group, not -1
+        ((2.0, 3.0, None), -1.0),  # `incorrect` is worse than the worst of the group
+        ((None, None, None), -1.0),
     ],
 )
-def test_a_lost_verdict_is_worth_no_more_than_the_worst_of_its_group(lost, scores, paid):
-    graded = group(response("=2"), response("=3"), response("=4"), grade=verdicts_of(*scores), lost=lost)
+def test_a_lost_verdict_is_worth_no_more_than_the_worst_of_its_group(scores, paid):
+    graded = group(response("=2"), response("=3"), response("=4"), grade=verdicts_of(*scores))
     assert graded.rewards[2] == paid
     assert [score for score in scores if score is not None] == [
         reward for reward, score in zip(graded.rewards, scores, strict=True) if score is not None
@@ -86,9 +83,9 @@ def test_a_lost_verdict_is_worth_no_more_than_the_worst_of_its_group(lost, score
     assert graded.rollouts[2].verdict.lost == "timeout"
 
 
-def test_a_lost_verdict_among_bools_is_a_wrong_one_whatever_lost_says():
+def test_a_lost_verdict_among_bools_is_a_wrong_one():
     verdicts = [Verdict(correct=True), Verdict(correct=False, lost="memory")]
-    graded = group(response("=2"), response("=3"), grade=lambda samples: verdicts, lost=0.5)
+    graded = group(response("=2"), response("=3"), grade=lambda samples: verdicts)
     np.testing.assert_array_equal(graded.rewards, [1.0, -1.0])
     assert graded.rollouts[1].verdict.score is None
 

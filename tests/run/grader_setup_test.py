@@ -77,7 +77,7 @@ def samples(*responses):
 def graded(config, *responses, reward=None):
     submit, close = submit_of(config, reward=reward)
     try:
-        return [future.result() for future in submit(samples(*responses))]
+        return submit(samples(*responses)).result()
     finally:
         if close is not None:
             close()

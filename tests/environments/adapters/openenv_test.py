@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from dapo_jax.environments import load_environment
-from tests.environments.playing import played, playing, result_of
+from tests.environments.playing import played, playing
 
 ROW = {"prompt": [{"role": "user", "content": "Make it say 12."}], "answer": "12"}
 
@@ -42,7 +42,7 @@ class Client:
         Client.open -= 1
 
 
-def test_a_turn_is_an_action_in_json_where_a_client_says_no_more():
+def test_a_turn_is_an_action_in_json_for_a_client_without_a_schema():
     environment = load_environment(f"openenv:{__name__}:Client")
     context, steps, episode = played(
         environment, ROW, '{"say": "1"}', "say 12", "[1]", '{"break": "invalid"}', '{"say": "12"}', seed=5
@@ -141,23 +141,3 @@ def test_a_server_of_the_package_is_played_with_texts():
         assert [step.append[0]["content"] for step in steps] == ["1", "12"]
         assert [step.reward for step in steps] == pytest.approx([-0.1, 1.0])
         assert [step.done for step in steps] == [False, True]
-
-
-def test_a_server_whose_actions_have_several_fields_is_played_with_json():
-    async def play(url):
-        episode = await result_of(load_environment(f"openenv:{url}").episode(ROW, 1))
-        await episode.start()
-        from tests.environments.playing import turn_of
-
-        steps = [
-            await episode.step(turn_of(text))
-            for text in ('{"message": "1"}', "12", '{"message": "12", "times": 1}')
-        ]
-        await episode.close()
-        return steps
-
-    with serving(two_fields=True) as url:
-        steps = asyncio.run(play(url))
-    assert "VALIDATION_ERROR" in steps[0].append[0]["content"]
-    assert "no action" in steps[1].append[0]["content"]
-    assert (steps[2].done, steps[2].reward, steps[2].metrics) == (True, 1.0, {"action_errors": 2.0})

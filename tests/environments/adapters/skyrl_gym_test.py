@@ -68,12 +68,12 @@ def test_an_own_class_of_the_convention_is_played():
         ("Rewriting", "postprocessed_action"),
     ],
 )
-def test_what_cannot_be_taken_over_is_said(name, message):
+def test_an_unsupported_result_is_an_error(name, message):
     with pytest.raises(ValueError, match=message):
         played(load_environment(f"skyrl_gym:{__name__}:{name}"), ROW, "1")
 
 
-def test_without_the_package_it_is_said_how_to_get_it(monkeypatch):
+def test_a_missing_package_is_named_with_its_installation(monkeypatch):
     monkeypatch.setitem(sys.modules, "skyrl_gym", None)
     with pytest.raises(
         ValueError, match=r"skyrl_gym:gsm8k needs the package skyrl-gym: pip install.*skyrl-gym"

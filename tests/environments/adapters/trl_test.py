@@ -105,7 +105,7 @@ def test_a_reward_function_sees_the_instances_of_the_group(function, first):
     assert rewards(environment, [call("add", amount=12), "12"], ["no"]) == [first, 0.0]
 
 
-def test_a_reward_function_sees_what_was_said():
+def test_a_reward_function_receives_the_conversation():
     rewards(load_environment(f"trl:{__name__}:Counter+far"), [call("add", amount=12), "12"])
     [conversation] = far.seen
     assert [message["role"] for message in conversation] == ["assistant", "tool", "assistant"]

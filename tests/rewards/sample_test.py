@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from dapo_jax.rewards import whole_group
-from dapo_jax.rewards.signatures import is_async, is_whole_group, name_of
+from dapo_jax.rewards.sample import is_async, is_whole_group, name_of
 
 
 async def judge(sample, *, strictness=1):
@@ -41,14 +41,14 @@ class PlainJudge:
         whole_group(AsyncJudge()),
     ],
 )
-def test_what_must_be_awaited_is_recognised(function):
+def test_coroutine_functions_are_async(function):
     assert is_async(function)
 
 
 @pytest.mark.parametrize(
     "function", [plain, partial(plain, strictness=2), PlainJudge(), len, lambda sample: 1]
 )
-def test_what_returns_at_once_is_not_awaited(function):
+def test_other_functions_are_not_async(function):
     assert not is_async(function)
 
 
