@@ -2,7 +2,7 @@
 
 import json
 import shlex
-import stat
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 STUB = Path(__file__).with_name("stub.py")
 CLIENTS = ("gcloud", "xpk", "kubectl", "srun", "sbatch", "scontrol", "scancel", "squeue", "tar", "dapo-jax")
 TAIL = """#!/bin/sh
-# What would follow for ever shows what there is.
+# Where tail would follow the log without end, print what is there.
 case "$*" in *--pid=*) exec /usr/bin/tail "$@" ;; *-F*) exec cat "$HOME/dapo_jax_run/log" ;; *) exec /usr/bin/tail "$@" ;; esac
 """
 ASYNC_GATHERS = "--xla_enable_async_all_gather=true --xla_tpu_overlap_compute_collective_tc=true"
@@ -23,22 +23,19 @@ TOKENS = {"HF_TOKEN": "hf_SECRET it's $HOME", "WANDB_API_KEY": "wandb_SECRET"}
 
 @dataclass(frozen=True)
 class Laptop:
-    """A folder with a home, a working folder, and the clients' stubs first in PATH."""
+    """A folder with a home, a working folder, and the stubs of the clients first in PATH."""
 
     folder: Path
     environment: dict[str, str]
 
     @property
     def work(self) -> Path:
-        """Where the user types."""
         return self.folder / "work"
 
     def scenario(self, **answers: Any) -> None:
-        """What the stubs answer; see stub.py."""
         (self.folder / "scenario.json").write_text(json.dumps(answers))
 
     def run(self, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
-        """A command typed in the working folder."""
         return subprocess.run(
             words,
             cwd=self.work,
@@ -51,27 +48,24 @@ class Laptop:
         )
 
     def launch(self, script: str, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
-        """A launch script."""
         return self.run("bash", str(ROOT / "launch" / script), *words, **more)
 
     def calls(self, *names: str) -> list[dict[str, Any]]:
-        """What was run, in order: all, or of these clients."""
+        """The recorded calls in order: all, or only of these clients."""
         path = self.folder / "calls.jsonl"
         lines = map(json.loads, path.read_text().splitlines()) if path.exists() else []
         return [line for line in lines if not names or line["client"] in names]
 
     def commands(self) -> list[list[str]]:
         """The commands that the script itself ran."""
-        there = ("gcloud", "xpk", "kubectl", "tar", "srun", "scontrol", "scancel")
-        return [[line["client"], *line["words"]] for line in self.calls(*there)]
+        return [[line["client"], *line["words"]] for line in self.calls("gcloud", "xpk", "kubectl", "tar")]
 
     def verbs(self) -> list[str]:
-        """The same, each in one word: what gcloud was asked, or what a worker was."""
+        """The same, each as one word."""
         return [verb(words) for words in self.commands()]
 
 
 def verb(words: list[str]) -> str:
-    """The word that tells a command from the others."""
     if words[:3] == ["gcloud", "compute", "tpus"]:
         far = [word.removeprefix("--command=").split() for word in words if word.startswith("--command=")]
         return far[0][2] if far and far[0][:2] == ["bash", "tpu_worker.sh"] else words[4]
@@ -79,12 +73,11 @@ def verb(words: list[str]) -> str:
 
 
 def printed(text: str) -> list[list[str]]:
-    """The commands of a dry run, as a shell would read them."""
     return [shlex.split(line) for line in text.splitlines() if not line.startswith("#")]
 
 
 def make_laptop(folder: Path, answers: Path) -> Laptop:
-    """With a configuration, a reward, and nothing in the cloud. `answers` keeps what `dapo-jax config` said."""
+    """A laptop with a configuration and a reward. `answers` is a folder for the output of `dapo-jax config`."""
     for name in ("work/configs", "home", "near", "far", "parts"):
         (folder / name).mkdir(parents=True)
     for name in CLIENTS:
@@ -94,9 +87,7 @@ def make_laptop(folder: Path, answers: Path) -> Laptop:
         _program(folder / "parts" / name, name)
     (folder / "far" / "tail").write_text(TAIL)
     (folder / "far" / "tail").chmod(0o755)
-    (folder / "work" / "configs" / "quickstart.yaml").write_text(
-        (ROOT / "configs" / "quickstart.yaml").read_text()
-    )
+    shutil.copy(ROOT / "configs" / "quickstart.yaml", folder / "work" / "configs")
     (folder / "work" / "rewards.py").write_text("def brief(sample):\n    return True\n")
     environment = {
         "PATH": f"{folder / 'near'}:/usr/bin:/bin",
@@ -113,7 +104,5 @@ def make_laptop(folder: Path, answers: Path) -> Laptop:
 
 
 def _program(path: Path, name: str) -> None:
-    path.write_text(
-        f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S -E {shlex.quote(str(STUB))} {name} "$@"\n'
-    )
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    path.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E {STUB} {name} "$@"\n')
+    path.chmod(0o755)

@@ -1,4 +1,4 @@
-"""The installed TPU compiler takes the flags that the launch scripts set, for a slice that is not there."""
+"""The installed TPU compiler accepts the flags that the launch scripts set, for a described slice."""
 
 import os
 import subprocess
@@ -56,7 +56,7 @@ def test_libtpu_takes_the_flags(kind, topology):
 
 
 def test_libtpu_would_refuse_a_flag_that_it_does_not_know():
-    """Or else the test above would show nothing."""
+    """Without this the test above would prove nothing."""
     done = compiled("v6e:2x2", f"{ASYNC_GATHERS} --xla_tpu_no_such_flag=true")
     assert done.returncode != 0
     assert "xla_tpu_no_such_flag" in done.stderr

@@ -1,4 +1,4 @@
-"""One run as several processes on this machine: what is started, and that none is left over."""
+"""launch/local.sh: it starts the processes of a run on this machine and leaves none behind."""
 
 import os
 import re
@@ -13,7 +13,7 @@ import pytest
 from tests.several import ROOT
 
 SCRIPT = ROOT / "launch" / "local.sh"
-# Stands in for Python: the script's own question for a port, and then a process that does what its name says.
+# A stand-in for Python: it answers the script's question for a port, then behaves as its first argument names.
 FAKE = """#!/usr/bin/env bash
 if [ "$1" = -c ]; then exec {python} "$@"; fi
 echo "process $JAX_PROCESS_ID of $JAX_NUM_PROCESSES with $JAX_NUM_CPU_DEVICES: ${{*:3}}"
@@ -67,33 +67,29 @@ def test_xla_takes_the_flags_however_many_cores_there_are(cores, threads, tmp_pa
 
 
 @pytest.mark.parametrize("arguments", [[], ["2", "4"], ["0", "4", "train"], ["2", "four", "train"]])
-def test_wrong_arguments_are_answered_with_the_usage(arguments):
+def test_wrong_arguments_print_the_usage(arguments):
     done = local(*arguments)
     assert done.returncode == 2
     assert f"found: {' '.join(arguments)}" in done.stderr
 
 
-def test_lines_bear_their_process_and_success_is_all_of_theirs(python):
+def test_each_line_has_the_index_of_its_process(python):
     done = local("3", "2", "quick", env=python)
     assert done.returncode == 0
     expected = [
-        line
-        for index in range(3)
-        for line in (f"[{index}] process {index} of 3 with 2: quick", f"[{index}] no newline")
+        f"[{i}] {text}" for i in range(3) for text in ("no newline", f"process {i} of 3 with 2: quick")
     ]
-    assert sorted(done.stdout.splitlines()) == sorted(expected)
+    assert sorted(done.stdout.splitlines()) == expected
 
 
 @pytest.mark.slow  # waits for the others
-def test_one_that_fails_gives_the_status_and_the_others_are_ended(python):
+def test_a_failed_process_gives_the_status_and_the_others_are_ended(python):
     began = time.monotonic()
     done = local("3", "1", "fail", env=python)
     assert done.returncode == 7
     assert 9 < time.monotonic() - began < 40  # they had the time to end by themselves
-    assert sorted(line for line in done.stdout.splitlines() if "told" in line) == [
-        "[0] told to end",
-        "[2] told to end",
-    ]
+    ended = sorted(line for line in done.stdout.splitlines() if "told" in line)
+    assert ended == ["[0] told to end", "[2] told to end"]
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -1,4 +1,4 @@
-"""The launch scripts as text: shellcheck passes, they say what they were tested with; the page of pods works as it stands."""
+"""The launch scripts pass shellcheck and say how they were tested; the commands of docs/pod.md work as written."""
 
 import re
 import shutil
@@ -50,17 +50,14 @@ def test_the_scripts_stay_thin():
 
 
 def readers_checkout(laptop):
-    """The working folder as a checkout, with every configuration that the sections name."""
+    """Makes the working folder a checkout, with the configurations and data files that the page names."""
     for name in ("launch", "constraints", "dapo_jax"):
         shutil.copytree(ROOT / name, laptop.work / name)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, laptop.work)
     for name in re.findall(r"configs/([\w.]+\.yaml)", "".join(STARTS)):
         shutil.copy(ROOT / "configs" / name, laptop.work / "configs" / name)
-    for name in (
-        "dapo-math-17k.parquet",
-        "aime-2024.parquet",
-    ):  # what these read; nobody looks into them here
+    for name in ("dapo-math-17k.parquet", "aime-2024.parquet"):
         (laptop.work / name).touch()
 
 
@@ -69,7 +66,7 @@ def commands(section):
 
 
 def started(laptop, block):
-    """The block as a process of its own, once it is the one that follows the run."""
+    """Starts a block as a process and waits until it follows the run."""
     before = laptop.verbs().count("follow")
     run = subprocess.Popen(
         ["bash", "-c", block], cwd=laptop.work, env=laptop.environment, stderr=subprocess.PIPE, text=True
@@ -81,7 +78,7 @@ def started(laptop, block):
 
 
 def test_the_page_of_pods_works_word_by_word(laptop):
-    """Its blocks, as they stand: the first to the end of a run; then again, with those behind it typed beside it."""
+    """Runs the first block to the end of a run; then again, with the later blocks next to it."""
     readers_checkout(laptop)
     first, watch, look, end = commands(STARTS[0])
     done = laptop.run("bash", "-c", first)

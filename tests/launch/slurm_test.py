@@ -28,7 +28,7 @@ def tasks(laptop):
     return laptop.calls("dapo-jax")
 
 
-def requeued(laptop):
+def requeues(laptop):
     return [call["words"] for call in laptop.calls("scontrol")]
 
 
@@ -42,7 +42,7 @@ def test_one_task_a_node_drives_all_its_gpus(laptop):
         assert call["environment"]["DAPO_JAX_DISTRIBUTED"] == "1"
         assert call["environment"]["JAX_LOCAL_DEVICE_IDS"] == "0,1,2,3"
         assert {name: call["environment"].get(name) for name in FIELD} == FIELD
-    assert requeued(laptop) == []
+    assert requeues(laptop) == []
 
 
 @pytest.mark.parametrize(
@@ -55,33 +55,30 @@ def test_one_task_a_node_drives_all_its_gpus(laptop):
     ],
 )
 def test_settings_of_xla_that_are_set_already_stay(laptop, mine):
-    """jaxlib refuses both names of the fraction together."""
-    assert (
-        submit(laptop, **{name: value for name, value in mine.items() if value is not None}).returncode == 0
-    )
+    """jaxlib refuses both names of the memory fraction together."""
+    given = {name: value for name, value in mine.items() if value is not None}
+    assert submit(laptop, **given).returncode == 0
     (call,) = tasks(laptop)
     assert {name: call["environment"].get(name) for name in FIELD} == FIELD | mine
 
 
-def test_xla_takes_the_flags():
-    """XLA ends a process whose flags it does not know, also those of GPUs in one that has none."""
-    environment = {"PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": FIELD["XLA_FLAGS"]}
-    for more, said in (
-        ("", b""),
-        (" --xla_gpu_no_such_flag=true", b"Unknown flag in XLA_FLAGS: --xla_gpu_no_such_flag"),
-    ):
-        environment["XLA_FLAGS"] += more
-        done = subprocess.run(
-            [sys.executable, "-c", "import jax; jax.devices()"],
-            env=environment, capture_output=True, timeout=120, check=False,
-        )  # fmt: skip
-        assert (done.returncode == 0) == (said == b""), done.stderr
-        assert said in done.stderr
+def python(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code], env={"PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu"} | environment,
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_jax_takes_the_devices_it_is_told_and_without_that_only_one(told):
-    """What JAX_LOCAL_DEVICE_IDS is for: JAX's own reading of a task's environment."""
+def test_xla_accepts_the_flags():
+    """XLA ends a process with an unknown flag, also for a flag of GPUs on a machine without one."""
+    assert python("import jax; jax.devices()", XLA_FLAGS=FIELD["XLA_FLAGS"]).returncode == 0
+    done = python("import jax; jax.devices()", XLA_FLAGS=f"{FIELD['XLA_FLAGS']} --xla_gpu_no_such_flag=true")
+    assert done.returncode != 0
+    assert "Unknown flag in XLA_FLAGS: --xla_gpu_no_such_flag" in done.stderr
+
+
+@pytest.mark.parametrize(("more", "devices"), [({"JAX_LOCAL_DEVICE_IDS": "0,1,2,3"}, "0,1,2,3"), ({}, "0")])
+def test_jax_takes_the_devices_of_the_variable_and_without_it_only_one(more, devices):
     program = (
         "import json, jax; from jax._src.xla_bridge import CUDA_VISIBLE_DEVICES; jax.distributed.initialize();"
         "print(json.dumps([jax.process_count(), CUDA_VISIBLE_DEVICES.value]))"
@@ -92,18 +89,9 @@ def test_jax_takes_the_devices_it_is_told_and_without_that_only_one(told):
         "SLURM_PROCID": "0",
         "SLURM_LOCALID": "0",
     }
-    more = {"JAX_LOCAL_DEVICE_IDS": "0,1,2,3"} if told else {}
-    environment = {"PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu", **JOB, **step, **more}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = python(program, **JOB, **step, **more)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [1, "0,1,2,3" if told else "0"]
+    assert json.loads(done.stdout) == [1, devices]
 
 
 def test_a_job_that_was_requeued_resumes(laptop):
@@ -111,41 +99,28 @@ def test_a_job_that_was_requeued_resumes(laptop):
     assert tasks(laptop)[0]["words"] == ["train", *RUN, "--resume"]
 
 
-def test_a_failure_requeues_the_job(laptop):
-    laptop.scenario(runs=[134])
-    assert submit(laptop).returncode == 134
-    assert requeued(laptop) == [["requeue", "71"]]
-
-
-def test_a_status_of_2_does_not(laptop):
-    laptop.scenario(runs=[2])
-    assert submit(laptop).returncode == 2
-    assert requeued(laptop) == []
-
-
-def test_restarts_are_used_up(laptop):
-    laptop.scenario(runs=[1])
-    assert submit(laptop, SLURM_RESTART_COUNT="3", RESTARTS="3").returncode == 1
-    assert requeued(laptop) == []
-
-
-def test_a_cancelled_job_does_not_come_back(laptop):
-    laptop.scenario(runs=[143], job="COMPLETING")
-    assert submit(laptop).returncode == 143
-    assert requeued(laptop) == []
+@pytest.mark.parametrize(
+    ("scenario", "environment", "requeued"),
+    [
+        ({"runs": [134]}, {}, True),
+        ({"runs": [2]}, {}, False),  # a configuration error
+        ({"runs": [1]}, {"SLURM_RESTART_COUNT": "3", "RESTARTS": "3"}, False),
+        ({"runs": [143], "job": "COMPLETING"}, {}, False),  # the user cancelled it
+    ],
+)
+def test_which_failures_requeue_the_job(laptop, scenario, environment, requeued):
+    laptop.scenario(**scenario)
+    assert submit(laptop, **environment).returncode == scenario["runs"][0]
+    assert requeues(laptop) == [["requeue", "71"]] * requeued
 
 
 @pytest.mark.parametrize("told", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_job_that_is_told_to_stop_tells_its_step_waits_for_it_and_is_requeued(laptop, told):
+def test_a_stop_is_passed_to_the_step_and_the_job_is_requeued(laptop, told):
     laptop.scenario(held=True, runs=[75])
     job = subprocess.Popen(
-        ["bash", str(ROOT / "launch" / "slurm.sbatch"), *RUN],
-        cwd=laptop.work,
-        env=laptop.environment | JOB,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+        ["bash", str(ROOT / "launch" / "slurm.sbatch"), *RUN], cwd=laptop.work, env=laptop.environment | JOB,
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
     try:
         until = time.monotonic() + 30
         while not tasks(laptop) and time.monotonic() < until:
@@ -182,7 +157,7 @@ def test_a_dry_run_prints_the_step(laptop):
         (RUN, JOB | {"PATH": "/usr/bin:/bin"}, "dapo-jax is not on PATH"),
     ],
 )
-def test_a_misused_script_is_told_what_is_wrong(laptop, words, environment, message):
+def test_misuse_is_reported(laptop, words, environment, message):
     done = laptop.launch("slurm.sbatch", *words, **environment)
     assert done.returncode == 2
     assert message in done.stderr

@@ -1,10 +1,11 @@
-"""Stands in for the cloud's clients and for what a worker of a slice runs: `python -S stub.py CLIENT WORDS`.
+"""A stand-in for the cloud's clients and for the programs of a worker: `python -S stub.py CLIENT WORDS`.
 
-Records every call in FOLDER/calls.jsonl, refuses words that the client would refuse, and answers by the scenario (scenario.py).
+It records every call in FOLDER/calls.jsonl, refuses arguments that the client would refuse, and answers by FOLDER/scenario.json.
 A worker is a folder that is its HOME; commands over ssh run in it.
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -16,9 +17,89 @@ import time
 import zlib
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-import flags as clients
-from scenario import FOLDER, SCENARIO, at, counted, fail, record
+FOLDER = Path(os.environ["STUB_FOLDER"])
+SCENARIO = {
+    "states": [["ACTIVE"]],  # for each creation of the TPU, the answers of `describe`; the last is repeated
+    "refused": 0,  # how many `create` are refused
+    "runs": [0],  # exit status of each start of the program on a worker, or "preempted"; the last is repeated
+    "drops": 0,  # how many `follow` lose their connection; gcloud then runs the command again
+    "workers": 1,  # of the slice, or tasks of the step
+    "job": "RUNNING",  # state of the job in squeue
+    "held": False,  # the program runs until FOLDER/released exists
+} | json.loads((FOLDER / "scenario.json").read_text())
+SSH = "!zone= project= worker= quiet"
+FLAGS = {
+    "gcloud compute tpus queued-resources create": "!zone= !node-id= !accelerator-type= !runtime-version= project= "
+    "network= internal-ips reserved spot quiet",
+    "gcloud compute tpus queued-resources describe": "!zone= project= format=",
+    "gcloud compute tpus queued-resources delete": "!zone= project= !force quiet",
+    "gcloud compute tpus tpu-vm ssh": f"{SSH} !command= ssh-flag=",
+    "gcloud compute tpus tpu-vm scp": SSH,
+    "gcloud storage buckets create": "location=",
+    "gcloud storage cat": "",
+    "gcloud storage rm": "recursive",
+    "xpk workload create": "!command= !tpu-type= !workload= !cluster= zone= project= num-slices= max-restarts= "
+    "restart-on-exit-codes= env-file= base-docker-image= docker-image= script-dir=",
+    "xpk workload delete": "!workload= !cluster= !force zone= project=",
+    "kubectl logs": "container= follow selector= tail=",
+    "scontrol requeue": "",
+    "scancel": "signal=",
+    "squeue": "jobs= format= noheader",
+    "curl": "LsSf",
+    "uv venv": "python= quiet",
+    "uv pip install": "python= constraint= reinstall-package= quiet",
+    "srun": "ntasks-per-node= cpu-bind= kill-on-bad-exit= wait=",
+    "sbatch": "nodes= gpus-per-node= time= job-name= output= open-mode= signal= ntasks-per-node= exclusive requeue",
+}
+"""Flags that the scripts and docs/pod.md use: `=` has a value, `!` is required. All are in the help of Google Cloud SDK 528, XPK 1.16,
+kubectl 1.32 and the manual pages of Slurm."""
+
+
+def record(client, words, **more):
+    with (FOLDER / "calls.jsonl").open("a") as log:
+        fcntl.flock(log, fcntl.LOCK_EX)
+        log.write(json.dumps({"client": client, "words": words, **more}) + "\n")
+
+
+def counted(name, add=1):
+    """Number of earlier calls with this name."""
+    with (FOLDER / f"count-{name}").open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        before = int(file.read() or 0)
+        file.truncate(0)
+        file.write(str(before + add))
+    return before
+
+
+def at(answers, number):
+    return answers[min(number, len(answers) - 1)]
+
+
+def fail(message, status=1):
+    print(f"ERROR: {message}", file=sys.stderr)
+    return status
+
+
+def split(words, command):
+    """({flag: values}, other words); ValueError for a flag that the command does not have."""
+    known = [name.lstrip("!") for name in FLAGS[command].split()]
+    flags, rest, left = {}, [], list(words)
+    while left:
+        word = left.pop(0)
+        name, equals, value = word.lstrip("-").partition("=")
+        if not word.startswith("-"):
+            rest.append(word)
+        elif name in known and not equals:
+            flags.setdefault(name, []).append("")
+        elif f"{name}=" in known and (equals or left):
+            flags.setdefault(name, []).append(value if equals else left.pop(0))
+        else:
+            raise ValueError(f"unrecognized arguments: {word}")
+    missing = [name for name in FLAGS[command].split() if name[0] == "!" and name.strip("!=") not in flags]
+    if missing:
+        raise ValueError(f"argument {missing[0]} must be specified")
+    return flags, rest
 
 
 def homes():
@@ -26,16 +107,17 @@ def homes():
 
 
 def main(client, words):
-    if client not in ("dapo-jax", "srun", "sbatch", "tar"):
-        try:
-            command, found, rest = clients.read([client, *words])
-        except clients.UnknownWordError as error:
-            record(client, words, refused=True)
-            return fail(str(error), status=2)
-        if "uv" not in command and "curl" not in command:
-            record(client, words)
-        return globals()["_".join(command).replace("-", "_")](found, rest)
-    return globals()[client.replace("-", "_")](words)
+    if client in ("dapo-jax", "srun", "sbatch", "tar"):
+        return globals()[client.replace("-", "_")](words)
+    try:
+        command = next(known for known in FLAGS if [client, *words][: len(known.split())] == known.split())
+        found, rest = split([client, *words][len(command.split()) :], command)
+    except (StopIteration, ValueError) as error:
+        record(client, words, refused=True)
+        return fail(f"{error or 'Invalid choice'}", status=2)
+    if client not in ("uv", "curl"):
+        record(client, words)
+    return globals()[re.sub("[ -]", "_", command)](found, rest)
 
 
 # gcloud
@@ -53,13 +135,11 @@ def state():
 def gcloud_compute_tpus_queued_resources_describe(found, rest):
     now = state()
     if now == "NONE":
-        return fail("(gcloud.compute.tpus.queued-resources.describe) NOT_FOUND: Resource was not found")
+        return fail("NOT_FOUND: Resource was not found")
     if not (FOLDER / "preempted").exists():
         counted(f"described-{counted('created', add=0) - 1}")
     if now == "ERROR":
-        return fail(
-            "(gcloud.compute.tpus.queued-resources.describe) There was a problem refreshing your tokens"
-        )
+        return fail("There was a problem refreshing your tokens")
     assert found["format"] == ["value(state.state)"]
     print(now)
     return 0
@@ -67,9 +147,9 @@ def gcloud_compute_tpus_queued_resources_describe(found, rest):
 
 def gcloud_compute_tpus_queued_resources_create(found, rest):
     if counted("asked") < SCENARIO["refused"]:
-        return fail("(gcloud.compute.tpus.queued-resources.create) RESOURCE_EXHAUSTED: Quota limit exceeded")
+        return fail("RESOURCE_EXHAUSTED: Quota limit exceeded")
     if state() != "NONE":
-        return fail("(gcloud.compute.tpus.queued-resources.create) ALREADY_EXISTS: Resource already exists")
+        return fail("ALREADY_EXISTS: Resource already exists")
     counted("created")
     (FOLDER / "created").touch()
     for home in homes():
@@ -79,11 +159,7 @@ def gcloud_compute_tpus_queued_resources_create(found, rest):
 
 def gcloud_compute_tpus_queued_resources_delete(found, rest):
     if state() == "NONE":
-        return fail("(gcloud.compute.tpus.queued-resources.delete) NOT_FOUND: Resource was not found")
-    if "force" not in found:
-        return fail(
-            "(gcloud.compute.tpus.queued-resources.delete) the queued resource has nodes; use --force"
-        )
+        return fail("NOT_FOUND: Resource was not found")
     gone()
     (FOLDER / "created").unlink()
     (FOLDER / "preempted").unlink(missing_ok=True)
@@ -91,7 +167,6 @@ def gcloud_compute_tpus_queued_resources_delete(found, rest):
 
 
 def gone():
-    """The VMs and their disks, and whoever follows what runs there."""
     (FOLDER / "followed").unlink(missing_ok=True)
     for home in homes():
         pid = home / "dapo_jax_run" / "pid"
@@ -102,13 +177,13 @@ def gone():
 
 
 def chosen(found):
-    worker = found.get("worker", ["0"])[0]
+    [worker] = found["worker"]
     return homes() if worker == "all" else [homes()[int(worker)]]
 
 
 def gcloud_compute_tpus_tpu_vm_scp(found, rest):
     if state() != "ACTIVE":
-        return fail("(gcloud.compute.tpus.tpu-vm.scp) This TPU cannot be currently connected to.")
+        return fail("This TPU cannot be currently connected to.")
     *sources, target = rest
     assert target.endswith(":")
     record("copied", [], modes={Path(source).name: Path(source).stat().st_mode & 0o777 for source in sources})
@@ -121,7 +196,7 @@ def gcloud_compute_tpus_tpu_vm_scp(found, rest):
 
 def gcloud_compute_tpus_tpu_vm_ssh(found, rest):
     if state() != "ACTIVE":
-        return fail("(gcloud.compute.tpus.tpu-vm.ssh) This TPU cannot be currently connected to.")
+        return fail("This TPU cannot be currently connected to.")
     assert sys.stdin.read() == ""  # several ssh would share it
     # As gcloud and ssh do: split at spaces, joined by the far shell.
     line = " ".join(found["command"][0].split(" "))
@@ -137,12 +212,12 @@ def gcloud_compute_tpus_tpu_vm_ssh(found, rest):
     statuses = [process.wait() for process in running]
     if (FOLDER / "preempted").exists():
         gone()
-        return fail("(gcloud.compute.tpus.tpu-vm.ssh) [ssh] exited with return code [255].")
+        return fail("[ssh] exited with return code [255].")
     return next((status for status in statuses if status), 0)
 
 
 def started(home, line):
-    """The command on a worker, whose environment has nothing of the laptop's."""
+    """The command on a worker, in an environment without the laptop's variables."""
     clean = {"HOME": str(home), "PATH": f"{FOLDER / 'far'}:/usr/bin:/bin", "STUB_FOLDER": str(FOLDER)}
     return subprocess.Popen(["bash", "-c", line], cwd=home, env=clean, start_new_session=True)
 
@@ -154,7 +229,7 @@ def gcloud_storage_buckets_create(found, rest):
 gcloud_storage_cat = gcloud_storage_rm = kubectl_logs = xpk_workload_delete = gcloud_storage_buckets_create
 
 
-# What a worker runs
+# Programs of a worker
 
 
 def curl(found, rest):
@@ -182,18 +257,15 @@ def uv_pip_install(found, rest):
 
 
 def dapo_jax(words):
-    """`config` is the real one, here and there. `train` on a worker is what `runs` says."""
+    """`config` is the real command; `train` ends as the scenario says."""
     if words[:1] == ["config"]:
         return config(words)
     if words[:1] == ["plan"]:
         record("dapo-jax", words)
         return 0 if re.fullmatch(r"[\w.]+ --topology v\w+:[\dx]+", " ".join(words[1:])) else 2
     where = "laptop" if "STUB_PYTHON" in os.environ else "worker"
-    names = (
-        *("DAPO_JAX_DISTRIBUTED", "HF_TOKEN", "WANDB_API_KEY", "JAX_LOCAL_DEVICE_IDS", "SLURM_PROCID"),
-        *("LIBTPU_INIT_ARGS", "XLA_FLAGS", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"),
-    )
-    seen = {name: os.environ[name] for name in names if name in os.environ}
+    names = r"DAPO_JAX_\w+|HF_TOKEN|WANDB_API_KEY|JAX_LOCAL_DEVICE_IDS|SLURM_PROCID|LIBTPU_\w+|XLA_\w+"
+    seen = {name: value for name, value in os.environ.items() if re.fullmatch(names, name)}
     here = sorted(str(path) for path in Path().rglob("*") if path.is_file()) if where == "worker" else []
     number = counted(f"started-{os.environ.get('SLURM_PROCID', '') or Path.cwd().parent.parent.name}")
     record("dapo-jax", words, environment=seen, files=here, where=where)
@@ -202,7 +274,7 @@ def dapo_jax(words):
     if SCENARIO["held"] or SCENARIO["drops"]:
         wait_for("released")
     if outcome == "preempted":
-        wait_for("followed")  # or a slow `start` would hear of it first
+        wait_for("followed")  # so that `follow` and not `start` sees the preemption
         (FOLDER / "preempted").touch()
         return 137
     return outcome
@@ -216,7 +288,7 @@ def wait_for(name):
 
 
 def config(words):
-    """The real answer; asked once for the same question, since the tests' laptops have the same files."""
+    """The answer of the real command, which runs once for each question: the tests' laptops have the same files."""
     kept = Path(os.environ["STUB_ANSWERS"], str(zlib.crc32(json.dumps(words).encode())))
     if not kept.exists():
         command = [os.environ["STUB_PYTHON"], "-m", "dapo_jax.cli", *words]
@@ -238,7 +310,6 @@ def xpk_workload_create(found, rest):
     # A bare name takes its value from the environment; one that is not set is an error.
     unset = [line for line in text.splitlines() if "=" not in line and line not in os.environ]
     assert not unset
-    assert ("docker-image" in found) != ("base-docker-image" in found)
     record("env-file", text.splitlines())
     return 0
 
@@ -253,28 +324,22 @@ def scontrol_requeue(found, rest):
 
 
 def scancel(found, rest):
-    """The steps end when they are told to."""
-    assert found["signal"] == ["TERM"]
     (FOLDER / "released").touch()
     return 0
 
 
-def parted(words, values, bare=()):
-    """Flags of the client, and the program with its own words."""
+def parted(words, command):
+    """The program after the client's own flags, with its arguments."""
     end = next(number for number, word in enumerate(words) if not word.startswith("-"))
-    return clients.split(words[:end], values, set(bare))[0], words[end:]
+    split(words[:end], command)
+    return words[end:]
 
 
 def srun(words):
     record("srun", words)
-    _, program = parted(words, clients.SRUN)
-    common = {
-        "SLURM_NTASKS": str(SCENARIO["workers"]),
-        "SLURM_STEP_NODELIST": "node[1-2]",
-        "SLURM_LOCALID": "0",
-    }
+    program = parted(words, "srun")
     tasks = [
-        subprocess.Popen(program, env=os.environ | common | {"SLURM_PROCID": str(number)})
+        subprocess.Popen(program, env=os.environ | {"SLURM_PROCID": str(number)})
         for number in range(SCENARIO["workers"])
     ]
     return max(128 - status if status < 0 else status for status in (task.wait() for task in tasks))
@@ -283,9 +348,8 @@ def srun(words):
 def sbatch(words):
     """Runs the script as slurmd would: a copy of it, in the folder it was submitted from."""
     record("sbatch", words)
-    _, (script, *arguments) = parted(words, clients.SBATCH, clients.SBATCH_BARE)
-    lines = [line.split()[1:] for line in Path(script).read_text().splitlines() if line.startswith("#SBATCH")]
-    clients.split([word for line in lines for word in line], clients.SBATCH, clients.SBATCH_BARE)
+    script, *arguments = parted(words, "sbatch")
+    split(re.findall(r"^#SBATCH (.*)", Path(script).read_text(), re.MULTILINE), "sbatch")
     copy = FOLDER / "slurm_script"
     shutil.copy(script, copy)
     copy.chmod(0o700)

@@ -1,4 +1,4 @@
-"""launch/tpu_vm.sh with gcloud stubbed; what it starts on the workers runs, in folders that stand for their homes."""
+"""launch/tpu_vm.sh with gcloud stubbed; the commands for the workers run in folders that are their homes."""
 
 import stat
 
@@ -15,7 +15,7 @@ def train(laptop, *more, **environment):
 
 
 def programs(laptop):
-    """The arguments of every `dapo-jax train` on the workers, by order of their starts."""
+    """The arguments of every `dapo-jax train` on the workers, in order of their starts."""
     return [call["words"] for call in laptop.calls("dapo-jax")]
 
 
@@ -32,7 +32,7 @@ def test_train_requests_copies_starts_follows_and_deletes(laptop):
     assert "pod is WAITING_FOR_RESOURCES" in done.stderr
     assert not (laptop.folder / "created").exists()
     for words in laptop.commands():
-        assert verb(words) in ("tar", "describe") or "--quiet" in words  # nobody is there to answer a prompt
+        assert verb(words) in ("tar", "describe") or "--quiet" in words  # gcloud must not prompt
 
 
 def test_a_preempted_run_is_recreated_and_resumed(laptop):
@@ -40,24 +40,15 @@ def test_a_preempted_run_is_recreated_and_resumed(laptop):
     done = train(laptop, "--spot", "--restarts=0")
     assert done.returncode == 0, done.stderr
     again = ["describe", "describe", "delete", "create", "describe", "describe"]
-    assert laptop.verbs() == [
-        *CREATED,
-        *COPIED,
-        "start",
-        "follow",
-        *again,
-        *COPIED,
-        "start",
-        "follow",
-        "delete",
-    ]
+    once = [*COPIED, "start", "follow"]
+    assert laptop.verbs() == [*CREATED, *once, *again, *once, "delete"]
     assert programs(laptop) == [["train", *RUN], ["train", *RUN, "--resume"]]
     creates = [words for words in laptop.commands() if "create" in words]
     assert creates[0] == creates[1]
     assert "--spot" in creates[0]
 
 
-def test_a_run_that_was_resumed_by_hand_is_told_so_once(laptop):
+def test_a_run_that_was_resumed_by_hand_gets_the_option_once(laptop):
     laptop.scenario(runs=["preempted", 0])
     assert train(laptop, "--resume").returncode == 0
     assert programs(laptop) == [["train", *RUN, "--resume"]] * 2
@@ -82,7 +73,7 @@ def test_a_failure_is_resumed_on_the_same_tpu_until_restarts_are_used_up(laptop)
     assert "2 failures, over --restarts=1" in done.stderr
 
 
-def test_a_run_that_was_told_to_stop_has_not_failed(laptop):
+def test_a_stopped_run_has_not_failed(laptop):
     laptop.scenario(runs=[75, 75, 0])
     done = train(laptop, "--restarts=0")
     assert done.returncode == 0, done.stderr
@@ -98,9 +89,7 @@ def test_a_broken_connection_does_not_touch_the_run(laptop):
 
 def test_a_refused_request_ends_at_once(laptop):
     laptop.scenario(refused=1)
-    done = train(laptop)
-    assert done.returncode == 1
-    assert "Quota limit exceeded" in done.stderr
+    assert train(laptop).returncode == 1
     assert laptop.verbs() == ["describe", "create"]
 
 
@@ -114,7 +103,7 @@ def test_gcloud_out_of_reach_ends_the_first_request_but_not_a_run(laptop):
     assert train(laptop).returncode == 1
 
 
-def test_a_tpu_that_someone_deleted_is_not_made_again(laptop):
+def test_a_deleted_tpu_is_not_created_again(laptop):
     laptop.scenario(states=[["ACTIVE", "DELETING"]], runs=[1])
     done = train(laptop)
     assert done.returncode == 1
@@ -147,7 +136,6 @@ def test_tokens_reach_the_workers_and_nothing_else(laptop):
     done = train(laptop, "--keep", **TOKENS)
     assert done.returncode == 0, done.stderr
     dry = train(laptop, "--dry-run", **TOKENS)
-    assert "# " in dry.stdout
     assert "HF_TOKEN WANDB_API_KEY" in dry.stdout
     for call in laptop.calls("dapo-jax"):
         assert {name: call["environment"][name] for name in TOKENS} == TOKENS
@@ -161,8 +149,8 @@ def test_tokens_reach_the_workers_and_nothing_else(laptop):
     assert {stat.S_IMODE(path.stat().st_mode) for path in kept} == {0o600}
 
 
-def test_flags_of_the_tpu_compiler_that_are_set_here_are_the_workers(laptop):
-    """Also where they are set to nothing, and after a preemption."""
+def test_own_flags_of_the_tpu_compiler_reach_the_workers(laptop):
+    """Also an empty value, and after a preemption."""
     laptop.scenario(runs=["preempted", 0, 0])
     for mine in ("--xla_tpu_scoped_vmem_limit_kib=65536 --xla_x='a b'", ""):
         assert train(laptop, LIBTPU_INIT_ARGS=mine).returncode == 0
@@ -177,14 +165,8 @@ def test_the_configuration_its_rewards_and_named_files_are_on_every_worker(lapto
     (laptop.work / "data" / "math" / "train.jsonl").touch()
     (laptop.work / "unasked.txt").touch()
     laptop.scenario(workers=2)
-    graders = (
-        'reward.graders=[{grader: "trl:my rewards/style.py:f"}, {grader: "rewards.py:brief", weight: 0.5}]'
-    )
-    data = (
-        "data.source=jsonl",
-        "data.path=data/math/train.jsonl",
-        "data.source_options={prompt: a, answer: b}",
-    )
+    graders = 'reward.graders=[{grader: "trl:my rewards/style.py:f"}, {grader: "rewards.py:brief"}]'
+    data = ("data.source=jsonl", "data.path=data/math/train.jsonl")
     done = train(laptop, graders, *data, "--file", "data/math")
     assert done.returncode == 0, done.stderr
     files = ["configs/quickstart.yaml", "data/math/train.jsonl", "my rewards/style.py", "rewards.py"]
@@ -192,18 +174,18 @@ def test_the_configuration_its_rewards_and_named_files_are_on_every_worker(lapto
     assert programs(laptop) == [["train", *RUN, graders, *data]] * 2
 
 
-def test_a_configuration_that_comes_with_the_library_is_given_by_its_name(laptop):
+def test_a_configuration_of_the_library_keeps_its_name(laptop):
     done = laptop.launch("tpu_vm.sh", "train", *POD, "quickstart", "run_dir=gs://bucket/pod")
     assert done.returncode == 0, done.stderr
     (call,) = laptop.calls("dapo-jax")
     assert call["words"] == ["train", "quickstart", "run_dir=gs://bucket/pod"]
-    assert call["files"] == []  # the code's own archive has the configurations
+    assert call["files"] == []  # the archive of the code has the configurations
     listed = {"configs", "setup.py"}
     assert any(listed <= set(words) for words in laptop.commands() if words[0] == "tar")
 
 
 def test_a_dry_run_prints_what_a_run_executes_and_executes_nothing(laptop):
-    """Of every command, in an order in which each finds what it needs."""
+    """Every command, in an order in which each finds the TPU that it needs."""
     for command in ("up", "status", "train", "logs", "watch", "down"):
         training = (*RUN, "reward.grader=rewards.py:brief") if command in ("train", "watch") else ()
         if command == "train":
@@ -221,7 +203,7 @@ def test_a_dry_run_prints_what_a_run_executes_and_executes_nothing(laptop):
         assert len(laptop.commands()) > before
 
 
-def test_a_second_run_is_not_started_over_one_that_is_under_way(laptop):
+def test_a_second_run_is_not_started_over_an_active_one(laptop):
     assert train(laptop, "--keep").returncode == 0
     laptop.scenario(held=True)
     home = laptop.folder / "workers" / "0"

@@ -1,4 +1,4 @@
-"""The command line of launch/tpu_vm.sh: names of slices, and what is refused before anything is paid for."""
+"""The command line of launch/tpu_vm.sh: names of slices, and checks before anything is paid for."""
 
 import re
 
@@ -20,10 +20,10 @@ from tests.launch.tpu_vm_test import POD, train
 def test_each_generation_has_its_image(laptop, typed, named, image):
     done = laptop.launch("tpu_vm.sh", "up", "--name", "pod", "--type", typed, "--zone", "z", "--reserved")
     assert done.returncode == 0, done.stderr
-    (words,) = [words for words in laptop.commands() if "create" in words]
-    assert f"--accelerator-type={named}" in words
-    assert f"--runtime-version={image}" in words
-    assert "--reserved" in words
+    assert [words for words in laptop.commands() if "create" in words] == [[
+        *["gcloud", "compute", "tpus", "queued-resources", "create", "pod", "--node-id=pod"], f"--accelerator-type={named}",
+        f"--runtime-version={image}", "--zone=z", "--reserved", "--quiet",
+    ]]  # fmt: skip
 
 
 def test_the_image_and_further_flags_of_the_request_can_be_given(laptop):
@@ -34,45 +34,36 @@ def test_the_image_and_further_flags_of_the_request_can_be_given(laptop):
         "--internal-ips",
         "--project=p",
     )
-    done = laptop.launch("tpu_vm.sh", "up", *POD, *more)
-    assert done.returncode == 0, done.stderr
+    assert laptop.launch("tpu_vm.sh", "up", *POD, *more).returncode == 0
     (words,) = [words for words in laptop.commands() if "create" in words]
     assert {"--runtime-version=next", "--network=mine", "--internal-ips", "--project=p"} <= set(words)
-    assert laptop.launch("tpu_vm.sh", "down", *POD).returncode == 0
-    assert laptop.launch("tpu_vm.sh", "up", *POD, "--create-flag=--netwrok=mine").returncode != 0
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["--type=v5p:4x4x8"],
-            "--type=v5p:4x4x8 is a topology; 4 x 4 x 8 chips x 2 cores are --type=v5p-256",
-        ),
-        (["--type=v6e:8x8"], "8 x 8 chips x 1 cores are --type=v6e-64"),
-        (["--type=tpu7x-64"], "--type=tpu7x-64: TPU7x comes with GKE only"),
-        (["--type=h100-8"], "--type=h100-8 is none of v4-N"),
-        (["--type=v5p"], "--type=v5p has no size, such as v5p-8"),
-        (["--name=Pod_1"], "--name=Pod_1 must be"),
-        (["--zone="], "--zone needs a value"),
-        (["--poll", "soon"], "--poll=soon must be a whole number"),
-        (["--spot", "--reserved"], "--spot --reserved: choose one"),
+        (["--type=v5p:4x4x8"], "--type=v5p-256"),
+        (["--type=v6e:8x8"], "--type=v6e-64"),
+        (["--type=tpu7x-64"], "--type=tpu7x-64"),
+        (["--type=h100-8"], "--type=h100-8"),
+        (["--type=v5p"], "--type=v5p has no size"),
+        (["--name=Pod_1"], "--name=Pod_1"),
+        (["--zone="], "--zone"),
+        (["--poll", "soon"], "--poll=soon"),
+        (["--spot", "--reserved"], "--spot --reserved"),
         (["--spot=yes"], "--spot takes no value"),
-        (["--sopt"], "--sopt is no option"),
-        (["run_dir=runs/pod"], "run_dir=runs/pod would be on the workers' disks"),
-        (["reward.grader=gone.py:f"], "gone.py does not exist"),
-        (["reward.grader=../mine.py:f"], "../mine.py is not inside the current folder"),
-        (
-            ["data.source=gsm8k", "data.path=data/gsm8k"],
-            "do not have data/gsm8k, which CONFIG names; add --file",
-        ),
-        (["model.source=models/qwen"], "do not have models/qwen, which CONFIG names; add --file"),
+        (["--sopt"], "--sopt"),
+        (["run_dir=runs/pod"], "run_dir=runs/pod"),
+        (["reward.grader=gone.py:f"], "gone.py"),
+        (["reward.grader=../mine.py:f"], "../mine.py"),
+        (["data.source=gsm8k", "data.path=data/gsm8k"], "data/gsm8k, which CONFIG names; add --file"),
+        (["model.source=models/qwen"], "models/qwen, which CONFIG names; add --file"),
         (["sampling.slotz=3"], "sampling.slotz"),
-        (["--file=no.txt"], "no.txt does not exist"),
-        (["--type=v6e-63"], "--type=v6e-63 is no slice; v6e has 1, 4, 8, 16, 32, 64, 128 or 256 chips"),
-        (["--type=v5litepod-512"], "--type=v5litepod-512 is no slice"),
-        (["--type=v5p-24"], "--type=v5p-24 is no slice; v5p has 4, 8, 16, 32 or a multiple of 64 chips"),
-        (["--type=v4-9"], "--type=v4-9 is no slice"),
+        (["--file=no.txt"], "no.txt"),
+        (["--type=v6e-63"], "v6e has 1, 4, 8, 16, 32, 64, 128 or 256 chips"),
+        (["--type=v5litepod-512"], "--type=v5litepod-512"),
+        (["--type=v5p-24"], "v5p has 4, 8, 16, 32 or a multiple of 64 chips"),
+        (["--type=v4-9"], "--type=v4-9"),
         # v5p-256 has 128 chips, and each is a device.
         (["parallel.fsdp=256"], "make a mesh of 256 devices, and --type=v5p-256 has 128"),
         (["parallel.tensor=3"], "make a mesh of a multiple of 3 devices, and --type=v5p-256 has 128"),
@@ -81,26 +72,25 @@ def test_the_image_and_further_flags_of_the_request_can_be_given(laptop):
         (["log.wandb=true", "--extras=gcs,tpu"], "needs the extra wandb on the workers"),
     ],
 )
-def test_what_cannot_work_ends_before_anything_is_paid_for(laptop, words, message):
+def test_errors_end_the_command_before_anything_is_paid_for(laptop, words, message):
     done = train(laptop, *words)
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
     assert laptop.calls("gcloud") == []
 
 
-@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
 @pytest.mark.parametrize(
-    "words",
+    ("words", "dry"),
     [
-        ("--type=v5p-384", "parallel.fsdp=192"),
-        ("--type=v5e-8", "parallel.tensor=2"),
-        ("--type=v4-8", "parallel.fsdp=4"),
-        ("--type=v4-8", "parallel.fsdp=8"),
-        ("log.wandb=true",),
+        (("--type=v5p-384", "parallel.fsdp=192"), []),
+        (("--type=v5e-8", "parallel.tensor=2"), ["--dry-run"]),
+        (("--type=v4-8", "parallel.fsdp=4"), ["--dry-run"]),
+        (("--type=v4-8", "parallel.fsdp=8"), ["--dry-run"]),
+        (("log.wandb=true",), []),
     ],
 )
-def test_slices_meshes_and_trackers_that_fit_are_taken(laptop, words, dry):
-    """v5p-384 has 192 devices. Those of v4 are not counted: they are chips or cores, by the version of libtpu."""
+def test_slices_meshes_and_trackers_that_fit_are_accepted(laptop, words, dry):
+    """v5p-384 has 192 devices. On v4 the number depends on the version of libtpu, so any is accepted."""
     done = train(laptop, *words, *dry, WANDB_API_KEY="key")
     assert done.returncode == 0, done.stderr
 
@@ -117,7 +107,7 @@ def test_slices_meshes_and_trackers_that_fit_are_taken(laptop, words, dry):
         (["status", "--name"], "--name needs a value"),
     ],
 )
-def test_a_misused_command_line_is_told_what_is_wrong(laptop, words, message):
+def test_misuse_is_reported(laptop, words, message):
     done = laptop.launch("tpu_vm.sh", *words)
     assert done.returncode == 2
     assert message in done.stderr
