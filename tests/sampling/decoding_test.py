@@ -1,6 +1,6 @@
-"""What is drawn has the distribution it should have, is recorded as it should be, and depends on nothing else.
+"""Sampled tokens have the right distribution and log-probabilities, and depend only on their key and position.
 
-Draws are compared with probabilities worked out in plain Python, by Pearson's chi-square statistic.
+Draws are compared with probabilities computed in plain Python, by Pearson's chi-square statistic.
 """
 
 import math
@@ -93,9 +93,9 @@ def test_draws_have_the_distribution_asked_for(options):
     assert statistic < critical
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": 1.1}, {"temperature": 0.9}, {"top_k": 6}], ids=str)
+@pytest.mark.parametrize("wrong", [{"temperature": 1.1}, {"top_k": 6}], ids=str)
 def test_the_statistic_notices_a_slightly_wrong_distribution(wrong):
-    """Of the plain draw: 10 % of temperature, or the unlikeliest of seven tokens, is far outside."""
+    """10 % of temperature, or one missing token of seven, is far outside of the plain distribution."""
     tokens, _ = drawn(decoding(), count=DRAWS)
     probabilities = expected(LOGITS, **wrong)
     if min(probabilities) == 0.0:
@@ -106,28 +106,27 @@ def test_the_statistic_notices_a_slightly_wrong_distribution(wrong):
         assert statistic > critical
 
 
-def test_top_p_acts_on_what_top_k_left():
-    """0.4 of the whole does not reach 0.55, so two stay; of the two likeliest it is 0.4 / 0.7 = 0.57, which does."""
-    logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
-    assert set(drawn(decoding(top_p=0.55), logits)[0]) == {0, 1}
-    assert set(drawn(decoding(top_p=0.55, top_k=2), logits)[0]) == {0}
-
-
 @pytest.mark.parametrize(
-    ("top_p", "support"), [(0.3, {0}), (0.45, {0}), (0.55, {0, 1}), (0.75, {0, 1}), (0.85, {0, 1, 2})]
-)
-def test_the_nucleus_takes_in_the_token_that_crosses_top_p(top_p, support):
-    logits = np.log(np.array([0.5, 0.3, 0.2], np.float32))
-    assert set(drawn(decoding(top_p=top_p), logits)[0]) == support
-
-
-@pytest.mark.parametrize(
-    ("options", "support"),
-    [({"top_k": 2}, {0, 1}), ({"top_p": 0.45}, {0, 1}), ({"top_p": 0.55}, {0, 1, 2}), ({"top_k": 1}, {0})],
+    ("options", "probabilities", "support"),
+    [
+        # The nucleus includes the token that crosses top_p.
+        ({"top_p": 0.3}, [0.5, 0.3, 0.2], {0}),
+        ({"top_p": 0.55}, [0.5, 0.3, 0.2], {0, 1}),
+        ({"top_p": 0.75}, [0.5, 0.3, 0.2], {0, 1}),
+        ({"top_p": 0.85}, [0.5, 0.3, 0.2], {0, 1, 2}),
+        # 0.4 of the whole does not reach 0.55. Of the two likeliest it is 0.4 / 0.7 = 0.57, which does.
+        ({"top_p": 0.55}, [0.4, 0.3, 0.2, 0.1], {0, 1}),
+        ({"top_p": 0.55, "top_k": 2}, [0.4, 0.3, 0.2, 0.1], {0}),
+        # Ties are broken by token id.
+        ({"top_k": 2}, [0.25] * 4, {0, 1}),
+        ({"top_p": 0.45}, [0.25] * 4, {0, 1}),
+        ({"top_p": 0.55}, [0.25] * 4, {0, 1, 2}),
+        ({"temperature": 0.0}, [0.1, 0.45, 0.45], {1}),
+    ],
     ids=str,
 )
-def test_ties_are_broken_by_token_id(options, support):
-    assert set(drawn(decoding(**options), np.zeros(4, np.float32))[0]) == support
+def test_truncation_keeps_the_likeliest(options, probabilities, support):
+    assert set(drawn(decoding(**options), np.log(np.array(probabilities, np.float32)))[0]) == support
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}], ids=str)
@@ -136,10 +135,6 @@ def test_greedy_takes_the_likeliest(options):
     assert set(tokens) == {1}
     # Greedy has no temperature: its log-probability is the untempered one, as at temperature 1.
     np.testing.assert_allclose(logprobs, math.log(tempered(LOGITS, 1.0)[1]), rtol=1e-5)
-
-
-def test_greedy_takes_the_first_of_equals():
-    assert set(drawn(decoding(temperature=0.0), np.array([0.0, 2.0, 2.0], np.float32))[0]) == {1}
 
 
 @pytest.mark.parametrize(
@@ -178,11 +173,10 @@ def test_the_logprob_is_that_of_the_whole_tempered_distribution(temperature, opt
 
 
 def test_unlikely_tokens_have_their_mass_and_no_more():
-    """151,936 entries of which 83,146 have less than 1e-9 each, 1.89e-5 together.
+    """Of 151,936 entries, 83,146 have less than 1e-9 each, 1.89e-5 together.
 
-    Every uniform number there is, 2^23 of them, is drawn for every sixth block of the vocabulary, in float32 as `draw` does it: how
-    many fall on which entry is counted, not sampled. With one number for block and entry it was 1.94 times the true mass: the rounding
-    at the edges of 594 blocks.
+    All 2^23 uniform numbers are counted for every sixth block of the vocabulary, in float32 as `draw` computes. With one number
+    for block and entry the mass was 1.94 times too large, by rounding at the edges of 594 blocks.
     """
     generator, vocab, size = np.random.default_rng(0), 151_936, 256
     logits = (generator.normal(size=vocab) * 3.0).astype(np.float32)
@@ -210,7 +204,7 @@ def test_block_and_entry_are_drawn_by_two_numbers_of_one_key():
 
 
 def falling(masses, shares):
-    """The part of `shares`, ascending, that falls on each entry of each row, by the rule of `_reached` taken the other way round."""
+    """The part of `shares`, ascending, that selects each entry of each row: the inverse of `_reached`."""
     running = np.asarray(jax.jit(lambda mass: jnp.cumsum(mass, axis=-1))(masses))
     running = np.where(np.asarray(masses) > 0, running, np.float32(0))
     parts = []
@@ -221,17 +215,12 @@ def falling(masses, shares):
     return np.array(parts)
 
 
-def test_the_smallest_uniform_number_does_not_take_what_is_nearly_impossible():
-    """A token of 2e-16 before one of nearly 1. The middle of the lowest of 2^23 steps is 2^-24, 6e-8, and far above it."""
-    mass = jnp.array([[2e-16, 1.0]], jnp.float32)
-    assert int(_reached(mass, jnp.array([2.0**-24], jnp.float32))[0]) == 1
-    assert int(_reached(mass, jnp.array([1.0 - 2.0**-24], jnp.float32))[0]) == 1
-
-
-def test_every_uniform_number_lies_between_0_and_1():
-    """The lowest and the highest that jax draws, 0 and 1 - 2^-23, moved by 2^-24 without rounding."""
+def test_uniform_numbers_are_inside_0_and_1():
+    """jax's lowest and highest, 0 and 1 - 2^-23, are moved by 2^-24 without rounding. Neither takes a token of 2e-16."""
     ends = jnp.array([0.0, 1.0 - 2.0**-23], jnp.float32) + jnp.float32(2**-24)
     assert ends.tolist() == [2.0**-24, 1.0 - 2.0**-24]
+    for end in ends:
+        assert int(_reached(jnp.array([[2e-16, 1.0]], jnp.float32), end[None])[0]) == 1
 
 
 def test_an_impossible_token_is_never_drawn():
@@ -276,16 +265,15 @@ def test_other_values_compile_nothing():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": -0.1}, r"temperature=-0\.1 must be 0"),
-        ({"temperature": math.nan}, "temperature=nan must be 0"),
-        ({"temperature": math.inf}, "temperature=inf must be 0"),
-        ({"temperature": 1e-9}, "temperature=1e-09 must be 0"),
-        ({"temperature": 1e9}, "temperature=1000000000.0 must be 0"),
-        ({"top_k": 2**31}, "top_k=2147483648 must be 1 to 2147483647"),
-        ({"top_p": 0.0}, r"top_p=0\.0 must be in \(0, 1\]; 1 disables it"),
-        ({"top_p": 1.5}, r"top_p=1\.5 must be in"),
-        ({"top_p": math.nan}, "top_p=nan must be in"),
-        ({"top_k": -2}, "top_k=-2 must be 1 to 2147483647, or 0 or -1"),
+        ({"temperature": -0.1}, r"temperature=-0\.1"),
+        ({"temperature": math.nan}, "temperature=nan"),
+        ({"temperature": 1e-9}, "temperature=1e-09"),
+        ({"temperature": 1e9}, "temperature=1000000000.0"),
+        ({"top_k": 2**31}, "top_k=2147483648"),
+        ({"top_k": -2}, "top_k=-2"),
+        ({"top_p": 0.0}, r"top_p=0\.0"),
+        ({"top_p": 1.5}, r"top_p=1\.5"),
+        ({"top_p": math.nan}, "top_p=nan"),
     ],
     ids=str,
 )
@@ -295,7 +283,7 @@ def test_values_without_a_meaning_are_refused(options, message):
 
 
 def kept_by_sorting(logits, top_p, top_k):
-    """Truncation as it is defined, in float64: the k likeliest, of these the likeliest until they reach top-p; ties by id."""
+    """Truncation by its definition, in float64: the k likeliest, of these the likeliest until top-p; ties by id."""
     order = np.argsort(-logits, kind="stable")[: top_k or None]
     probabilities = np.exp(logits[order] - logits.max())
     before = np.cumsum(probabilities / probabilities.sum()) - probabilities / probabilities.sum()
@@ -307,7 +295,7 @@ def kept_by_sorting(logits, top_p, top_k):
     ("top_p", "top_k"), [(0.7, 0), (0.999, 0), (1.0, 50), (0.7, 50), (0.95, 3000), (1e-6, 0)]
 )
 def test_truncation_keeps_what_sorting_keeps_in_a_large_vocabulary(spread, top_p, top_k):
-    """Flat, the nucleus of 0.7 has thousands of tokens; peaked, a handful. Rounding may move its end by one token."""
+    """A flat nucleus of 0.7 has thousands of tokens, a peaked one few. Rounding may move its end by one token."""
     logits = np.random.default_rng(0).normal(size=(8, 5000)) * spread
     logits = np.round(logits.astype(np.float32), 2).astype(np.float32)  # with many ties
     found = np.asarray(truncate(jnp.asarray(logits), jnp.float32(top_p), jnp.int32(top_k)))
@@ -319,7 +307,6 @@ def test_truncation_keeps_what_sorting_keeps_in_a_large_vocabulary(spread, top_p
 
 
 def test_ties_beyond_the_shortlist_are_broken_by_token_id():
-    """2000 equal tokens: 0.7 of them are 1400, whichever way the end is found."""
     found = np.asarray(truncate(jnp.zeros((1, 2000)), jnp.float32(0.7), jnp.int32(0)))[0]
     kept = np.flatnonzero(np.isfinite(found))
     assert abs(len(kept) - 1400) <= 1
@@ -332,7 +319,7 @@ OF_SLOTS = [
 
 
 def test_each_slot_draws_by_its_own_options():
-    """Side by side with all others: what all slots draw that have them."""
+    """The same tokens as when all slots have these options."""
     count = 700
     given = [OF_SLOTS[slot % len(OF_SLOTS)] for slot in range(count)]
     tokens, logprobs = drawn(decoding_of_slots([DecodingOptions(**each) for each in given]), count=count)
@@ -346,17 +333,13 @@ def test_each_slot_draws_by_its_own_options():
 
 @pytest.mark.parametrize("other", OF_SLOTS)
 def test_the_options_of_other_slots_change_no_bit(other):
-    """Free slots among them."""
+    """Also next to free slots."""
     logits = np.random.default_rng(0).normal(size=(8, 3000)).astype(np.float32)
     mine = DecodingOptions(temperature=0.8)
 
     def draws(others):
-        return jitted_draw(
-            jnp.asarray(logits),
-            keys_for(8),
-            jnp.zeros(8, jnp.int32),
-            decoding_of_slots([mine, *[others] * 7]),
-        )
+        how = decoding_of_slots([mine, *[others] * 7])
+        return jitted_draw(jnp.asarray(logits), keys_for(8), jnp.zeros(8, jnp.int32), how)
 
     for found, expected in zip(draws(DecodingOptions(**other)), draws(None), strict=True):
         assert np.asarray(found)[0].tobytes() == np.asarray(expected)[0].tobytes()

@@ -1,4 +1,4 @@
-"""The decoder's engine: what prefill, insert and generate promise, on the smallest decoder that has everything."""
+"""Prefill, insert and generate of the decoder's engine, on a tiny decoder with every option."""
 
 import functools
 import logging
@@ -16,7 +16,7 @@ from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.weights import weight_transfer
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
-from dapo_jax.sampling.interface import Engine, Insertion
+from dapo_jax.sampling.interface import Insertion
 from dapo_jax.sampling.pages import Pages
 from dapo_jax.sampling.prompt_packing import PrefillShape
 from dapo_jax.testing import tiny_decoder_config, tiny_params
@@ -32,11 +32,14 @@ def mesh():
     return make_mesh(devices=jax.devices()[:1])
 
 
+def made(mesh, **changes):
+    sizes = {"slots": SLOTS, "capacity": CAPACITY, "steps_per_call": STEPS, "stop_ids": [EOS]}
+    return DecoderEngine(CONFIG, mesh=mesh, **sizes | changes)
+
+
 @pytest.fixture(scope="module")
 def engine(mesh):
-    return DecoderEngine(
-        CONFIG, slots=SLOTS, capacity=CAPACITY, steps_per_call=STEPS, stop_ids=[EOS], mesh=mesh
-    )
+    return made(mesh)
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +67,12 @@ def rows_of(sequences):
 
 @dataclass
 class Prefilled:
-    """Prompts that were read in one call."""
-
     prefix: object
     places: list
 
     @property
     def logits(self):
-        """In the prompts' order."""
+        """Logits in the order of the prompts."""
         return self.prefix.logits[jnp.array(self.places)]
 
 
@@ -84,7 +85,7 @@ def prefilled(engine, weights, asked):
 
 
 def started(engine, read, slots, prompts, *, state=None, key=KEY, limits=9, ordinals=0):
-    """A state with prompts in slots that hold nothing yet, and `generate` that knows their pages: (state, generate)."""
+    """Inserts prompts into empty slots: (state, `generate` with the pages of the slots)."""
     prefix, places = read.prefix, [read.places[prompt] for prompt in prompts]
 
     def column(values):
@@ -125,10 +126,6 @@ def last_logits(sequences, *, dtype="float32"):
     return logits[np.arange(len(tokens)), lengths - 1]
 
 
-def test_it_is_an_engine(engine):
-    assert isinstance(engine, Engine)
-
-
 @pytest.mark.parametrize("lengths", [(3, 8, 1, 5), (15, 16, 16, 9), (1,), (9, 2, 2, 3, 1)], ids=str)
 def test_prefill_gives_the_logits_after_each_prompt_however_they_are_packed(
     engine, weights, lengths, platform
@@ -139,12 +136,9 @@ def test_prefill_gives_the_logits_after_each_prompt_however_they_are_packed(
     np.testing.assert_allclose(prefix.logits, last_logits(asked), rtol=1e-4, atol=1e-5)
 
 
-def test_what_is_longer_than_a_row_is_read_in_parts(mesh, weights):
-    """Rows of 7: one of 5 tokens in a row, one of 24 in four parts, of which the last is done; after each part others may decode."""
-    shape = PrefillShape(rows=2, width=7, longest=CAPACITY)
-    narrow = DecoderEngine(
-        CONFIG, slots=SLOTS, capacity=CAPACITY, steps_per_call=STEPS, stop_ids=[EOS], mesh=mesh, prefill=shape
-    )
+def test_long_prompts_are_read_in_parts(mesh, engine, weights):
+    """Rows of 7 tokens: a prompt of 24 takes four parts, and other slots may decode after each."""
+    narrow = made(mesh, prefill=PrefillShape(rows=2, width=7, longest=CAPACITY))
     asked = prompts(24, 5, 8)
     parts = list(narrow.prefill(weights, asked))
     assert [[index for index, _, _ in part] for part in parts] == [[1], [], [], [], [0], [], [2]]
@@ -152,23 +146,18 @@ def test_what_is_longer_than_a_row_is_read_in_parts(mesh, weights):
     np.testing.assert_allclose(
         np.stack([found[i] for i in range(3)]), last_logits(asked), rtol=1e-4, atol=1e-5
     )
-    # What was read so decodes as what was read at once.
+    # The cache is the same as after one call.
     (long,) = parts[4]
     state, _ = started(narrow, Prefilled(prefix=long[1], places=[0]), [0], [0], limits=1)
     held = [leaf[:1] for leaf in jax.tree.leaves(state.layers)]
-    state, _ = started(narrow, prefilled(DecoderEngine(
-        CONFIG, slots=SLOTS, capacity=CAPACITY, steps_per_call=STEPS, stop_ids=[EOS], mesh=mesh
-    ), weights, asked[:1]), [0], [0], limits=1)  # fmt: skip
+    state, _ = started(narrow, prefilled(engine, weights, asked[:1]), [0], [0], limits=1)
     for one, other in zip(held, jax.tree.leaves(state.layers), strict=True):
         np.testing.assert_allclose(one, other[:1], rtol=1e-4, atol=1e-5)
 
 
-def test_all_programs_of_a_run_are_those_that_can_be_compiled_beforehand(mesh, weights, transfer, caplog):
-    """Compiled from shapes alone, under their names; then prompts of any length are read, inserted and decoded, and nothing compiles."""
-    engine = DecoderEngine(
-        CONFIG, slots=3, capacity=CAPACITY, steps_per_call=STEPS, stop_ids=[EOS], mesh=mesh,
-        prefill=PrefillShape(rows=2, width=7, longest=CAPACITY),
-    )  # fmt: skip
+def test_all_programs_of_a_run_can_be_compiled_beforehand(mesh, weights, transfer, caplog):
+    """After compiling from shapes alone, prompts of any length are read, inserted and decoded without a compilation."""
+    engine = made(mesh, slots=3, prefill=PrefillShape(rows=2, width=7, longest=CAPACITY))
     for lower in engine.programs(transfer.shapes, GREEDY).values():
         lower().compile()
     engine._rope  # noqa: B018 - tables of positions, which are arrays
@@ -189,10 +178,10 @@ def drawn_by(result):
     return [row[mask] for row, mask in zip(*map(np.asarray, (result.tokens, result.valid)), strict=True)]
 
 
-def test_greedy_decoding_takes_what_the_whole_sequence_makes_likeliest(engine, weights, platform):
-    """Each token is the argmax of a forward pass over everything before it: cache, positions and lengths are right.
+def test_greedy_decoding_is_the_argmax_of_the_whole_sequence(engine, weights, platform):
+    """Each token is the argmax of a forward pass over all tokens before it: cache, positions and lengths are right.
 
-    The prompts share rows, so each slot's cache also holds what followed its prompt there.
+    The prompts share rows, so the cache of a slot also holds tokens that followed its prompt there.
     """
     asked = prompts(3, 8, 1, 5)
     state, generate = started(engine, prefilled(engine, weights, asked), range(4), range(4))
@@ -211,7 +200,7 @@ def test_one_prefill_serves_all_responses_and_each_draws_its_own_first_token(eng
     (state, generate), (same, _) = (started(engine, prefix, range(4), [0] * 4) for _ in range(2))
     _, result = generate(weights, state, decoding(temperature=2.0))
     assert len({tuple(row) for row in np.asarray(result.tokens)}) == 4
-    # The prefix is not used up: a second insert of it gives the same.
+    # A second insert of the same prefix gives the same.
     _, again = generate(weights, same, decoding(temperature=2.0))
     np.testing.assert_array_equal(again.tokens, result.tokens)
 
@@ -259,21 +248,17 @@ def test_generate_comes_back_as_soon_as_too_few_slots_live(engine, weights):
         assert np.asarray(result.valid).sum(axis=1).max() == lengths[4 - min_live]
 
 
-def test_a_step_is_taken_even_when_fewer_live_than_asked_for(engine, weights):
-    state, generate = started(engine, prefilled(engine, weights, prompts(4)), [3], [0])
-    _, result = generate(weights, state, GREEDY, 4)
-    assert np.asarray(result.valid).sum(axis=1).tolist() == [0, 0, 0, 1]
-
-
-def test_without_a_live_slot_nothing_is_drawn(engine, weights):
-    tables = Pages(engine.page_sizes).tables
-    _, result = engine.generate(weights, engine.init_decode_state(), GREEDY, 1, tables)
-    assert not np.asarray(result.valid).any()
-    assert not np.asarray(result.live).any()
+@pytest.mark.parametrize(("slots", "steps"), [([3], [0, 0, 0, 1]), ([], [0, 0, 0, 0])])
+def test_one_step_is_taken_when_fewer_slots_live_than_asked_for(engine, weights, slots, steps):
+    prefix = prefilled(engine, weights, prompts(4))
+    state, generate = started(engine, prefix, [3], [0])
+    _, result = generate(weights, state if slots else engine.release(state, [3]), GREEDY, 4)
+    assert np.asarray(result.valid).sum(axis=1).tolist() == steps
+    assert slots or not np.asarray(result.live).any()
 
 
 def test_no_logits_are_computed_once_the_last_response_has_ended(engine, weights):
-    """One token: the slot keeps the logits it was drawn from. With two, the first one's are replaced."""
+    """After one token the slot keeps its logits. With two, those of the first are replaced."""
     prefix = prefilled(engine, weights, prompts(3))
 
     def keeps_its_logits(limit):
@@ -300,12 +285,10 @@ def test_a_released_slot_stops_and_the_others_go_on(engine, weights):
 
 
 def test_any_of_several_end_tokens_ends_a_response(mesh, weights):
-    """The same draws: with one that came later among the end tokens the response ends there."""
+    """The same draws: when a later token becomes an end token, the response ends there."""
 
     def drawn_until(*stop_ids):
-        engine = DecoderEngine(
-            CONFIG, slots=SLOTS, capacity=CAPACITY, steps_per_call=STEPS, stop_ids=stop_ids, mesh=mesh
-        )
+        engine = made(mesh, stop_ids=stop_ids)
         state, generate = started(engine, prefilled(engine, weights, prompts(5)), [0], [0])
         return drawn_by(generate(weights, state, decoding(temperature=2.0))[1])[0].tolist()
 
@@ -317,23 +300,20 @@ def test_any_of_several_end_tokens_ends_a_response(mesh, weights):
     assert drawn_until(absent, whole[place]) == whole[: place + 1]
 
 
+CACHES = ["slots", "pages", "tpu", "gpu"]
+
+
 @pytest.mark.parametrize(
     "cache",
     [
-        "slots",
-        "pages",
-        "tpu",
-        "gpu",
+        *CACHES,
         pytest.param(None, marks=pytest.mark.tpu, id="tpu"),
         pytest.param(None, marks=pytest.mark.gpu, id="gpu"),
     ],
 )
-def test_the_trainer_gives_what_was_drawn_nearly_the_same_log_probability_in_bfloat16(mesh, cache):
-    """They differ by less than the trainer's from those in float32 (here 0.005 nats; the dense cache's by 1e-7)."""
-    engine = DecoderEngine(
-        CONFIG, slots=SLOTS, capacity=CAPACITY, steps_per_call=STEPS, stop_ids=[EOS], mesh=mesh,
-        compute_dtype="bfloat16", cache=cache,
-    )  # fmt: skip
+def test_sampler_and_trainer_agree_in_bfloat16(mesh, cache):
+    """Their log-probabilities differ by less than the trainer's own in bfloat16 and float32 (here 0.005 nats)."""
+    engine = made(mesh, compute_dtype="bfloat16", cache=cache)
     weights = weight_transfer(shapes_of(CONFIG), mesh, dtype="bfloat16")(tiny_params(CONFIG))
     asked = prompts(8, 3, 6, 5)
     state, generate = started(engine, prefilled(engine, weights, asked), range(4), range(4))
@@ -354,20 +334,18 @@ def test_the_trainer_gives_what_was_drawn_nearly_the_same_log_probability_in_bfl
     assert np.abs(sampled - trained).mean() < 0.75 * np.abs(trained - exact).mean()
 
 
-@pytest.mark.parametrize("cache", ["slots", "pages", "tpu", "gpu"])
-def test_slots_and_heads_spread_over_devices_draw_what_one_device_draws(engine, weights, transfer, cache):
-    """Slots over two devices, heads and vocabulary over two; 4 slots are one to a device when tokens are drawn."""
+@pytest.mark.parametrize("cache", CACHES)
+def test_slots_and_heads_over_several_devices_sample_as_one_device_does(engine, weights, cache):
+    """Slots are spread over two devices, heads and vocabulary over two; each device samples for one slot."""
     spread = make_mesh(data=2, fsdp=1, tensor=2, devices=jax.devices()[:4])
-    several = DecoderEngine(
-        CONFIG, slots=SLOTS, capacity=CAPACITY, steps_per_call=STEPS, stop_ids=[EOS], mesh=spread, cache=cache
-    )  # fmt: skip
+    several = made(spread, cache=cache)
     params = weight_transfer(shapes_of(CONFIG), spread, dtype="float32")(tiny_params(CONFIG))
 
     def drawn(engine, weights):
         prefix = prefilled(engine, weights, prompts(3, 8, 5))
         state, generate = started(engine, prefix, [2, 0, 3], [0, 1, 2])
         state, first = generate(weights, state, decoding(temperature=0.5))
-        # A slot of each pair of devices goes on.
+        # One slot of each pair of devices continues.
         state, second = generate(weights, engine.release(state, [2]), decoding(temperature=0.5))
         return jax.device_get((first, second, state.lengths))
 
@@ -379,22 +357,17 @@ def test_slots_and_heads_spread_over_devices_draw_what_one_device_draws(engine, 
     assert place == (1, CONFIG.vocab_size)
 
 
-def test_slots_must_be_a_multiple_of_the_devices_they_are_spread_over():
-    with pytest.raises(
-        ValueError, match=r"slots=6 must be a multiple of parallel.data x parallel.fsdp = 4, .*; 8 is"
-    ):
-        DecoderEngine(
-            CONFIG,
-            slots=6,
-            capacity=24,
-            steps_per_call=4,
-            stop_ids=[EOS],
-            mesh=make_mesh(data=2, fsdp=2, tensor=2),
-        )
-
-
-def test_a_capacity_beyond_the_models_positions_is_refused(mesh):
-    with pytest.raises(
-        ValueError, match="prompt and response need 65 positions, the model has 64; lower data"
-    ):
-        DecoderEngine(CONFIG, slots=4, capacity=65, steps_per_call=4, stop_ids=[EOS], mesh=mesh)
+@pytest.mark.parametrize(
+    ("changes", "axes", "message"),
+    [
+        (
+            {"slots": 6},
+            {"data": 2, "fsdp": 2, "tensor": 2},
+            r"slots=6 .* parallel.data x parallel.fsdp = 4, .*; 8 is",
+        ),
+        ({"slots": 8, "capacity": 65}, {}, "need 65 positions, the model has 64; lower data"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(changes, axes, message):
+    with pytest.raises(ValueError, match=message):
+        made(make_mesh(**axes), **changes)

@@ -1,4 +1,4 @@
-"""What the TPU compiler makes of decoding, ahead of time, for a slice that is not there: what moves, what is copied, what is padded."""
+"""Decoding programs compiled ahead of time for a described TPU slice: communication, copies and padding."""
 
 import math
 import re
@@ -38,7 +38,7 @@ def compiled(head_dim=128, name="generate", dtype="bfloat16", eight_bit=False, *
 
 
 def moved(program):
-    """How often what is received: (kind, dtype, elements) -> times; what has at most as many as drawn in a call left out."""
+    """Counts the collectives by (kind, dtype, elements), without the small ones for the sampled tokens."""
     found = Counter()
     kinds = "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute"
     for results, kind in re.findall(rf"= (\(?[^=]*?\)?) ({kinds})(?:-done)?\(", program.as_text()):
@@ -50,13 +50,13 @@ def moved(program):
 
 
 def assert_in_place(program, layer):
-    """The state comes back where it was, and beside it is less than one layer's cache: there is no copy of it."""
+    """The state is updated in place: temporary memory is less than the cache of one layer."""
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes > LAYERS * layer
     assert memory.temp_size_in_bytes < layer // 4
 
 
-def test_heads_over_the_chips_take_two_sums_a_layer_in_the_compute_dtype_and_the_logits_go_once():
+def test_tensor_parallel_decoding_has_two_sums_per_layer_and_one_exchange_of_logits():
     program, layer = compiled(tensor=4)
     embedded = SLOTS * EMBED
     assert moved(program) == {
@@ -66,6 +66,7 @@ def test_heads_over_the_chips_take_two_sums_a_layer_in_the_compute_dtype_and_the
     assert_in_place(program, layer)
 
 
+@pytest.mark.slow  # three more compilations; the test above has the sums of the plain program
 @pytest.mark.parametrize(
     ("name", "how", "added"),
     [
@@ -74,9 +75,8 @@ def test_heads_over_the_chips_take_two_sums_a_layer_in_the_compute_dtype_and_the
         ("prefill_row", {"dtype": "float32"}, {"f32": 2}),
     ],
 )
-def test_what_the_chips_add_up_is_in_the_compute_dtype(name, how, added):
-    """Of weights in eight bits too, whose scales come behind the sum (a row of the embedding is put together of whole numbers); one layer's
-    program reads prompts."""
+def test_sums_over_chips_are_in_the_compute_dtype(name, how, added):
+    """Also with weights in eight bits. Their scales are applied after the sum; an embedding is summed as integers."""
     program, _ = compiled(name=name, tensor=4, **how)
     sums = Counter()
     for (kind, dtype, _), times in moved(program).items():
@@ -85,14 +85,14 @@ def test_what_the_chips_add_up_is_in_the_compute_dtype(name, how, added):
     assert sums == added
 
 
-def test_slots_over_the_chips_move_nothing_but_what_is_drawn():
+def test_slots_over_the_chips_exchange_only_sampled_tokens():
     program, layer = compiled(data=4)
     assert not moved(program)
     assert_in_place(program, layer)
 
 
 def test_heads_of_64_are_not_padded_to_a_register():
-    """A key and its value are 128 numbers together. Beside the caches lie matrices, logits, and 2 x 32 x 4096 angles."""
+    """A key and its value are 128 numbers together. The other arguments are matrices, logits and 2 x 32 x 4096 angles."""
     program, layer = compiled(tensor=4, head_dim=64)
     matrices = LAYERS * EMBED * (3 * 4096 + 64 * (2 * 8 + 2 * 4)) + 2 * VOCAB * EMBED
     expected = LAYERS * layer + matrices * 2 // 4 + SLOTS * VOCAB * 4 // 4 + 2 * 32 * CAPACITY * 4

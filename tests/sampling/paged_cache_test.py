@@ -1,6 +1,6 @@
-"""The caches in pages against attention in float64 and against the cache of whole slots.
+"""The paged caches against attention in float64 and against the cache of whole slots.
 
-The kernel for TPU is interpreted here; the same tests run it on a TPU with `-m tpu`.
+The kernels are interpreted here; with `-m tpu` or `-m gpu` the same tests run on the accelerator.
 """
 
 import jax
@@ -25,7 +25,7 @@ KINDS = [
 
 
 class Filled:
-    """A cache in which every page holds something, whoever it belongs to; tables that name pages in no order; keys and values apart."""
+    """A cache whose pages are all filled, with page tables in random order. Keys and values are kept apart."""
 
     def __init__(self, kind, slots, kv_heads, capacity, head_dim, dtype, *, page_tokens=32, spare=3, seed=0):
         name, platform = kind
@@ -45,7 +45,6 @@ class Filled:
 
     @property
     def layer(self):
-        """The two arrays as the cache has them."""
         keys, values = (jnp.asarray(part).astype(self.dtype) for part in (self.keys, self.values))
         if self.functions.empty is tpu_cache.empty:
             return tpu_cache.Pairs(jnp.concatenate([keys, values], axis=-1))
@@ -54,17 +53,19 @@ class Filled:
         return dense.LayerCache(keys.swapaxes(2, 3), values)
 
     def extended(self, new, lengths, live=None):
-        """(attention, keys, values) after one step."""
+        """One step: (attention, keys, values)."""
         out, grown = self._step(self.layer, new, lengths, live)
+        return out, *self._parts(grown)
+
+    def _parts(self, grown):
+        """Keys and values as [pages, kv_heads, page_tokens, head_dim]."""
         if isinstance(grown, tpu_cache.Pairs):
-            keys, values = np.split(np.asarray(grown.pairs, np.float32), 2, axis=-1)
-        else:
-            keys, values = np.asarray(grown.keys, np.float32), np.asarray(grown.values, np.float32)
-            keys = keys if isinstance(grown, gpu_cache.Pool) else keys.swapaxes(2, 3)
-        return out, keys, values
+            return np.split(np.asarray(grown.pairs, np.float32), 2, axis=-1)
+        keys, values = np.asarray(grown.keys, np.float32), np.asarray(grown.values, np.float32)
+        return (keys.swapaxes(2, 3) if isinstance(grown, dense.LayerCache) else keys), values
 
     def extended_in(self, dtype, new, lengths):
-        """The same of a cache in eight bits, filled page by page with what is here: (attention, (keys, values) times their scales)."""
+        """One step of the same cache in eight bits: (attention, (keys, values) times their scales)."""
         count, kv_heads, page_tokens, head_dim = self.keys.shape
         how = {"dtype": dtype, "compute_dtype": "float32"}
         self.functions = cache_for(self.kind, self.mesh, self.sizes, **self.heads, **how)
@@ -81,16 +82,11 @@ class Filled:
             filled(*(part.transpose(1, 3, 0, 2).reshape(kv_heads, head_dim, -1) for part in (self.keys, self.values))),
             new, lengths, None,
         )  # fmt: skip
+        parts = self._parts(grown)
         if isinstance(grown, tpu_cache.Pairs):
-            parts = np.split(np.asarray(grown.pairs, np.float32), 2, axis=-1)
             scales = grown.scales[:, :, 0], grown.scales[:, :, 1]
         else:
-            parts, scales = (
-                [np.asarray(part, np.float32) for part in (grown.keys, grown.values)],
-                (grown.key_scales, grown.value_scales),
-            )
-            if isinstance(grown, dense.LayerCache):
-                parts[0] = parts[0].swapaxes(2, 3)
+            scales = grown.key_scales, grown.value_scales
         return out, tuple(part * scale[..., None] for part, scale in zip(parts, scales, strict=True))
 
     def _step(self, layer, new, lengths, live):
@@ -116,7 +112,7 @@ def new_token(slots, heads, kv_heads, head_dim, dtype, seed=1):
 
 
 def attend(query, keys, values):
-    """softmax(query keys) values in float64, and the same of the absolute values: how much is summed."""
+    """softmax(query keys) values in float64, and the same with absolute values."""
     scores = keys.astype(np.float64) @ query.astype(np.float64)
     weights = np.exp(scores - scores.max())
     weights /= weights.sum()
@@ -132,11 +128,11 @@ def attend(query, keys, values):
 def test_a_live_slot_attends_to_its_tokens_and_the_new_one(
     kind, heads, kv_heads, head_dim, capacity, page_tokens, dtype
 ):
-    """A slot that is full but for one, one whose new token begins a page, one of a single token, one that is not live.
+    """Slots: full but for one token, with a new token at the start of a page, with a single token, and not live.
 
-    In float32 sums differ by their order. In bfloat16 the scaled query is rounded, here too, and a weight: with 7 bits behind
-    the leading one by at most half of 2^-7 of it, so the result by so much of the sum of |weight x value|. The kernel on GPU rounds six
-    times more, by half of 2^-8 each: what a part of the sequence gives, what it is multiplied with, the product, the parts' sum, and twice in the division.
+    In float32 sums differ by their order. In bfloat16 a weight is rounded by at most 2^-8 of itself, so the result by 2^-8 of the
+    sum of |weight x value|. The kernel on GPU has six more roundings of 2^-9 each: a part's result, its factor, their product, the
+    sum of the parts, and two in the division.
     """
     rounds = 1 + 6 / 2 if kind[0] == "gpu" else 1
     lengths = np.array([capacity - 1, capacity // 2 // page_tokens * page_tokens, 1, 7], np.int32)
@@ -156,7 +152,7 @@ def test_a_live_slot_attends_to_its_tokens_and_the_new_one(
             slack = (rounds * 2**-8 if dtype == "bfloat16" else 0) * summed + 1e-5
             assert (np.abs(found[head, :, slot] - exact) <= slack).all(), (slot, head)
     assert not found[:, :, 3].any()
-    # Nothing else has changed: no page of the slot that is not live, none that belongs to nobody.
+    # No other page has changed.
     np.testing.assert_array_equal(grown_keys, there.keys)
     np.testing.assert_array_equal(grown_values, there.values)
 
@@ -172,7 +168,6 @@ def test_without_a_live_slot_nothing_is_written(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_slots_result_does_not_depend_on_its_neighbours_to_the_last_bit(kind):
-    """Other lengths of the neighbours, so that the slot comes at another step, or alone."""
     there, new = Filled(kind, 3, 2, 600, 8, "float32"), new_token(3, 4, 2, 8, "float32")
 
     def second(first, third, *, live=(True, True, True)):
@@ -184,8 +179,8 @@ def test_a_slots_result_does_not_depend_on_its_neighbours_to_the_last_bit(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_pages_former_owner_left_never_shows_not_even_nan(kind):
-    """Behind a slot's tokens, and in all pages that are not its own. On GPU there is no NaN in a cache: see the next test."""
+def test_old_contents_of_a_page_never_show_not_even_nan(kind):
+    """After the tokens of a slot, and in the pages of others. A GPU cache never has NaN: see the next test."""
     there, new, lengths = (
         Filled(kind, 3, 2, 100, 8, "float32"),
         new_token(3, 4, 2, 8, "float32"),
@@ -215,11 +210,11 @@ def test_no_nan_is_written_to_a_cache_on_gpu():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
-def test_a_cache_in_eight_bits_attends_as_what_it_holds_is_worth(kind, dtype):
-    """Attention in float64 over keys and values times their scales, in which the new token is rounded as it is stored.
+def test_a_cache_in_eight_bits_attends_to_its_scaled_values(kind, dtype):
+    """Compared with attention in float64 over keys and values times their scales, including the rounded new token.
 
-    Rounding to 127 steps is off by at most half of one, to float8 with 3 bits behind the leading one by 2^-4 of a number, or of the smallest
-    normal one, 2^-6 of the 448 that the largest becomes; products in float32 add 1e-5.
+    int8 rounds by at most half of 1 / 127 of the largest. float8 has 3 bits after the leading one: it rounds by 2^-4 of a number, or
+    of the smallest normal one, 2^-6 of 448. Products in float32 add 1e-5.
     """
     slots, kv_heads, head_dim, lengths = 3, 2, 64, [130, 0, 255]
     there = Filled(kind, slots, kv_heads, 300, head_dim, "float32", page_tokens=128)
@@ -231,11 +226,9 @@ def test_a_cache_in_eight_bits_attends_as_what_it_holds_is_worth(kind, dtype):
         for slot, length in enumerate(lengths):
             original[there.tables[slot, length // 128], :, length % 128] = np.asarray(new)[:, :, slot]
         largest = np.abs(original).max(-1, keepdims=True)
-        off = (
-            largest / 127 / 2
-            if dtype == "int8"
-            else np.maximum(np.abs(original) / 16, largest / 448 / 2**6 / 16)
-        )
+        off = largest / 127 / 2
+        if dtype != "int8":
+            off = np.maximum(np.abs(original) / 16, largest / 448 / 2**6 / 16)
         assert (np.abs(array - original) <= off * 1.001).all()
     for slot, length in enumerate(lengths):
         keys, values = (there.of_slot(array, slot) for array in grown)
@@ -256,7 +249,7 @@ def test_the_walk_passes_the_blocks_of_live_slots_slot_by_slot():
 
 
 def test_prompts_are_brought_to_pages_as_in_the_other_caches():
-    """Two rows of 3 tokens; of the second from its second token on, into the last of three pages of 16."""
+    """Two rows of 3 tokens; the second, from its second token on, goes into the last of three pages of 16."""
     tokens = np.arange(1, 2 * 4 * 6 + 1, dtype=np.float32).reshape(2, 4, 6)
     where = [jnp.int32(number) for number in (2, 1, 1)]
 
@@ -270,7 +263,7 @@ def test_prompts_are_brought_to_pages_as_in_the_other_caches():
 
 
 def test_the_cache_is_the_one_for_the_meshs_platform():
-    """On CPU pages are slower than whole slots where memory is not what is short: they are taken when they are asked for."""
+    """On CPU pages are slower than whole slots, so they are used only on request."""
     mesh = make_mesh(devices=jax.devices("cpu")[:1])
     how = {"kv_heads": 2, "head_dim": 8, "dtype": "float32", "compute_dtype": "float32"}
     assert kind_for(mesh) == "slots"
@@ -284,39 +277,36 @@ def test_a_pool_has_room_for_all_slots_unless_told_otherwise():
     """Capacity 100 in pages of 32 is 4 pages a slot; 1,000 tokens are 31 pages; of two devices each has half."""
     one, two = (make_mesh(data=n, fsdp=1, devices=jax.devices("cpu")[:n]) for n in (1, 2))
     how = {"holders": 10, "capacity": 100, "page_tokens": 32}
-    whole, told, apart = (
-        sizes_for("pages", one, **how),
-        sizes_for("pages", one, **how, cache_tokens=1000),
-        sizes_for("pages", two, **how, cache_tokens=1000),
-    )
-    assert (whole.table_pages, whole.pools, whole.pool_pages) == (4, 1, 40)
-    assert (told.pools, told.pool_pages) == (1, 31)
-    assert (apart.pools, apart.pool_pages) == (2, 15)
-    assert sizes_for("pages", one, **how, cache_tokens=10**6).pool_pages == 40, (
-        "more than all slots is no use"
-    )
-
-
-def test_a_pool_that_holds_no_sequence_is_refused_with_the_arithmetic():
-    mesh = make_mesh(devices=jax.devices("cpu")[:1])
-    with pytest.raises(
-        ValueError,
-        match=r"cache_tokens=100 is 3 pages of 32 tokens .* up to 100 tokens need 4: set it to 128 or more",
+    for mesh, tokens, pools, pages in (
+        (one, 0, 1, 40),
+        (one, 1000, 1, 31),
+        (two, 1000, 2, 15),
+        (one, 10**6, 1, 40),
     ):
-        sizes_for("pages", mesh, holders=10, capacity=100, page_tokens=32, cache_tokens=100)
+        sizes = sizes_for("pages", mesh, **how, cache_tokens=tokens)
+        assert (sizes.table_pages, sizes.pools, sizes.pool_pages) == (4, pools, pages)
 
 
-def test_pages_for_the_kernels_are_whole_tiles():
-    mesh = make_mesh(devices=jax.devices("cpu")[:1])
-    with pytest.raises(ValueError, match=r"page_tokens=20 must be a multiple of 16 .* on a TPU, .*; 32 is"):
-        sizes_for("tpu", mesh, holders=10, capacity=100, page_tokens=20)
-    with pytest.raises(ValueError, match=r"page_tokens=48 must be a power of two from 16 on .*; 64 is"):
-        sizes_for("gpu", mesh, holders=10, capacity=100, page_tokens=48)
+@pytest.mark.parametrize(
+    ("kind", "how", "message"),
+    [
+        (
+            "pages",
+            {"page_tokens": 32, "cache_tokens": 100},
+            r"cache_tokens=100 is 3 pages of 32 .* need 4: set it to 128",
+        ),
+        ("tpu", {"page_tokens": 20}, r"page_tokens=20 must be a multiple of 16 .*; 32 is"),
+        ("gpu", {"page_tokens": 48}, r"page_tokens=48 must be a power of two .*; 64 is"),
+    ],
+)
+def test_sizes_of_pages_that_do_not_fit_are_refused(kind, how, message):
+    with pytest.raises(ValueError, match=message):
+        sizes_for(kind, make_mesh(devices=jax.devices("cpu")[:1]), holders=10, capacity=100, **how)
 
 
 @pytest.mark.parametrize("kind", ["pages", "tpu", "gpu"])
 def test_a_page_longer_than_any_sequence_is_refused(kind):
-    """Whole tiles of 128 tokens are taken where sequences are shorter than that."""
+    """One tile of 128 tokens is allowed for shorter sequences."""
     mesh = make_mesh(devices=jax.devices("cpu")[:1])
     how = {"holders": 10, "capacity": 300}
     assert sizes_for(kind, mesh, **how, page_tokens=256).table_pages == 2
@@ -329,20 +319,15 @@ def test_a_page_longer_than_any_sequence_is_refused(kind):
 def test_heads_that_do_not_spread_over_the_mesh_are_refused():
     mesh = make_mesh(data=1, fsdp=1, tensor=4, devices=jax.devices("cpu")[:4])
     sizes = sizes_for("pages", mesh, holders=4, capacity=24, page_tokens=16)
-    with pytest.raises(
-        ValueError, match=r"2 key heads do not spread over the 4 devices .* parallel.sampler_tensor"
-    ):
+    with pytest.raises(ValueError, match=r"2 key heads .* 4 devices .* parallel.sampler_tensor"):
         cache_for("pages", mesh, sizes, kv_heads=2, head_dim=8, dtype="float32", compute_dtype="float32")
 
 
 class Gpu:
-    """A device that is not there."""
-
     platform, device_kind, process_index, id = "gpu", "NVIDIA H100", 0, 0
 
 
-def test_a_gpu_without_a_kernel_is_told(monkeypatch):
-    """A run says so at its start; where there is the kernel, or no GPU, there is nothing to say."""
+def test_a_gpu_without_a_kernel_is_reported(monkeypatch):
     here = make_mesh(devices=jax.devices("cpu")[:1])
     gpu = Mesh(np.array([Gpu()]), ("data",))
     assert (without_kernel(here), without_kernel(gpu), kind_for(gpu)) == ("", "", "gpu")

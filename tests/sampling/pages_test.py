@@ -1,4 +1,4 @@
-"""Pages: who holds which, and how often."""
+"""Pages of the KV cache: which slots hold them, and how often."""
 
 import itertools
 
@@ -21,8 +21,8 @@ def pool(pages, *, slots=4, capacity=24, page_tokens=4, pools=1):
     )
 
 
-def test_a_slot_gets_the_pages_for_its_tokens_and_is_told_which_to_write():
-    """10 tokens to come to, 6 of them read, in pages of 4: three pages, of which two are written."""
+def test_a_slot_gets_pages_for_its_tokens_and_the_list_to_fill():
+    """Room for 10 tokens with a prompt of 6, in pages of 4: three pages, two to fill."""
     pages = pool(8)
     assert pages.start(1, 10, read=6) == [Fill(0, 0), Fill(4, 1)]
     assert pages.held(1) == (0, 1, 2)
@@ -38,11 +38,11 @@ def test_growing_takes_pages_only_when_the_last_is_full():
     assert pages.grow(0, 5)
     assert pages.held(0) == (0, 1)
     assert not pages.grow(0, 17)
-    assert (pages.held(0), pages.free(0)) == ((0, 1), 1), "what could not be had in full was not begun"
+    assert (pages.held(0), pages.free(0)) == ((0, 1), 1), "nothing is taken when not all can be had"
 
 
-def test_the_full_pages_of_a_prompt_are_held_together_and_written_once():
-    """9 tokens of prompt: two full pages are shared, the third, with one token in it, each has for itself."""
+def test_the_full_pages_of_a_prompt_are_shared_and_filled_once():
+    """A prompt of 9 tokens: two full pages are shared; each slot has its own third page."""
     pages = pool(8)
     first = pages.start(0, 12, read=9, prompt="a", prompt_tokens=9)
     second = pages.start(1, 12, read=9, prompt="a", prompt_tokens=9)
@@ -52,16 +52,16 @@ def test_the_full_pages_of_a_prompt_are_held_together_and_written_once():
     assert pages.held(1) == (0, 1, 3)
     assert [fill.page for fill in other] == [4, 5, 6]
     pages.release(0)
-    assert pages.free(0) == 2, "its own page came back; those that the second holds too did not"
+    assert pages.free(0) == 2, "only its own page is free again"
     assert pages.start(3, 9, read=9, prompt="a", prompt_tokens=9) == [Fill(8, 2)]
     for slot in (1, 2, 3):
         pages.release(slot)
     assert pages.free(0) == 8
-    assert len(pages.start(0, 9, read=9, prompt="a", prompt_tokens=9)) == 3, "nobody had kept the shared ones"
+    assert len(pages.start(0, 9, read=9, prompt="a", prompt_tokens=9)) == 3, "the shared pages are free too"
 
 
-def test_a_response_read_again_shares_its_prompt_and_writes_what_it_drew():
-    """15 tokens of which 9 are prompt, beside another response to it: pages 0 and 1 are there, 2 and 3 of it are written."""
+def test_a_re_prefilled_response_shares_its_prompt_and_fills_the_rest():
+    """15 tokens, 9 of them prompt, next to another response: pages 0 and 1 are shared, 2 and 3 are filled."""
     pages = pool(8)
     pages.start(0, 9, read=9, prompt="a", prompt_tokens=9)
     assert [fill.first for fill in pages.start(1, 16, read=15, prompt="a", prompt_tokens=9)] == [8, 12]
@@ -76,14 +76,12 @@ def test_without_enough_free_pages_nothing_starts_and_nothing_changes():
 
 
 def test_slots_on_other_devices_have_pools_of_their_own():
-    """Four slots over two devices: pages are numbered within a pool, those to be written over all of them."""
+    """Four slots over two devices: tables count pages within a pool, fills over all pools."""
     pages = pool(6, pools=2)
     assert pages.start(3, 8, read=8, prompt="a", prompt_tokens=8) == [Fill(0, 6), Fill(4, 7)]
     assert pages.tables[3, :2].tolist() == [0, 1]
     assert (pages.free(0), pages.free(2)) == (6, 4)
-    assert len(pages.start(0, 8, read=8, prompt="a", prompt_tokens=8)) == 2, (
-        "what another device has is not here"
-    )
+    assert len(pages.start(0, 8, read=8, prompt="a", prompt_tokens=8)) == 2, "devices share nothing"
 
 
 def test_whole_slots_are_pools_of_one_page():
@@ -94,8 +92,8 @@ def test_whole_slots_are_pools_of_one_page():
 
 
 class Remembering(ScriptedEngine):
-    """Keeps in every page what a real cache would keep keys and values of, (ordinal, index or None for the prompt, position), and
-    looks at every step whether each slot finds all that it has read and drawn, and nothing else."""
+    """Keeps in every page the identity of its tokens, (ordinal, index or None for the prompt, position), and checks at every step
+    that each slot finds exactly its own tokens."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -112,7 +110,7 @@ class Remembering(ScriptedEngine):
         of_place = dict(zip(insertion.prompts.tolist(), insertion.slots.tolist(), strict=True))
         for place, fill in insertion.fills:
             ordinal, index, prompt, length = self.who[of_place[place]]
-            # A page that holds nothing but prompt is for all; in another one lies what its own response drew.
+            # Tokens of the prompt are the same for all responses; later ones belong to one response.
             for offset in range(self.page_sizes.page_tokens):
                 position = fill.first + offset
                 token = (ordinal, None if position < prompt else index, position)
@@ -135,7 +133,7 @@ class Remembering(ScriptedEngine):
 
 
 def schedule(seed):
-    """Pools, prompts, lengths, slots and group sizes of all kinds: (engine, prompts, samples, limit)."""
+    """A random schedule: (engine, prompts, samples, limit)."""
     rng = np.random.default_rng(seed)
     limit, longest = int(rng.integers(1, 30)), int(rng.integers(1, 20))
     page_tokens, pools = int(rng.integers(1, 12)), int(rng.choice([1, 1, 2, 3]))
@@ -161,18 +159,17 @@ def schedule(seed):
 
 @pytest.mark.parametrize(
     "block",
-    # The first hundred meet every way to run out of pages; the others take a minute.
+    # The first hundred schedules cover every way to run out of pages; the others take a minute.
     [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 10))],
 )
 def test_a_thousand_schedules_lose_no_page_and_mix_up_none(block, monkeypatch):
-    """Every group comes back whole; every page is free at the end, and none was ever held less than 0 times; whatever a slot reads
-    is its own."""
+    """Every group comes back whole, every page is free at the end, and each slot reads only its own tokens."""
     made, again = [], 0
     monkeypatch.setattr(
         "dapo_jax.sampling.slots.Pages", lambda sizes: made.append(Watched(sizes)) or made[-1]
     )
     for seed in range(100 * block, 100 * (block + 1)):
-        # Three of four start whatever fits, so that many give way.
+        # Three of four schedules keep no spare pages, so that many slots are preempted.
         monkeypatch.setattr("dapo_jax.sampling.slots.SPARE_PAGES", (0, 0, 0, 2)[seed % 4])
         engine, prompts, samples, limit = schedule(seed)
         left = iter(prompts)
@@ -192,7 +189,7 @@ def test_a_thousand_schedules_lose_no_page_and_mix_up_none(block, monkeypatch):
 
 
 class Watched(Pages):
-    """Pages that count themselves after each change."""
+    """Pages that check their own counts after each change."""
 
     def check(self):
         holders = np.zeros_like(self._holders)

@@ -1,4 +1,4 @@
-"""Prompts in rows: each whole, once, where it is said to be, in shapes of which there are few."""
+"""Packing of prompts into rows: each prompt is whole, once, at its reported place, in few shapes."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from dapo_jax.sampling.prompt_packing import PrefillShape, pack_prompts, prefill
 
 
 def numbered(lengths):
-    """Prompts that have no token in common."""
+    """Prompts without a common token."""
     ends = np.cumsum(lengths)
     return [
         np.arange(end - length, end, dtype=np.int32) + 1 for end, length in zip(ends, lengths, strict=True)
@@ -17,8 +17,8 @@ def numbered(lengths):
 
 
 @given(st.lists(st.integers(1, 70), min_size=1, max_size=40), st.integers(1, 4))
-def test_each_prompt_is_whole_where_it_is_said_to_be_once(lengths, rows):
-    """Those longer than a row are not asked for."""
+def test_each_prompt_is_whole_at_its_place_once(lengths, rows):
+    """Only prompts that fit into a row are packed."""
     prompts, shape = numbered(lengths), PrefillShape(rows=rows, width=40, longest=40)
     asked = [index for index, length in enumerate(lengths) if length <= 40]
     calls = pack_prompts(prompts, asked, shape) if asked else []
@@ -34,36 +34,31 @@ def test_each_prompt_is_whole_where_it_is_said_to_be_once(lengths, rows):
             assert (call.segment_ids[row] == segment).sum() == len(prompts[index])
         used = sum(lengths[index] for index in call.indices)
         assert (call.tokens > 0).sum() == (call.segment_ids > 0).sum() == used
-        # Two programs, whatever comes; prompts that are not there have the length 1, at the front of row 0: a place that exists.
+        # There are two programs. Missing prompts have length 1 at the start of row 0, a valid place.
         assert call.tokens.shape in {(1, 40), (rows, 40)}
         assert len(call.lengths) == len(call.tokens) * shape.row_prompts
         assert call.lengths[len(call.indices) :].tolist() == [1] * (len(call.lengths) - len(call.indices))
 
 
 @pytest.mark.parametrize(
-    ("lengths", "shapes"),
+    ("width", "lengths", "shapes"),
     [
-        ([3], [1]),
-        ([16] * 4, [4]),
-        ([16] * 5, [4, 1]),  # a row is left over
-        ([16] * 6, [4, 4]),  # a call of 64 tokens takes as long as one of 16
-        ([16] * 7, [4, 4]),
-        ([10, 8, 8, 6, 1], [4]),  # 10 + 6 | 8 + 8 | 1: three rows
+        (16, [3], [1]),
+        (16, [16] * 4, [4]),
+        (16, [16] * 5, [4, 1]),  # a row is left over
+        (16, [16] * 6, [4, 4]),  # a call of 64 tokens takes as long as one of 16
+        (16, [10, 8, 8, 6, 1], [4]),  # 10 + 6 | 8 + 8 | 1: three rows
+        # Where rows are wide, half a call or less is read row by row.
+        (128, [128] * 2, [1, 1]),
+        (128, [128] * 3, [4]),
+        (128, [128] * 6, [4, 1, 1]),
+        (128, [128] * 7, [4, 4]),
     ],
     ids=str,
 )
-def test_a_call_has_all_rows_or_one(lengths, shapes):
-    shape = PrefillShape(rows=4, width=16, longest=16)
+def test_a_call_has_all_rows_or_one(width, lengths, shapes):
+    shape = PrefillShape(rows=4, width=width, longest=width)
     calls = pack_prompts(numbered(lengths), range(len(lengths)), shape)
-    assert [len(call.tokens) for call in calls] == shapes
-
-
-@pytest.mark.parametrize(
-    ("rows", "shapes"), [(1, [1]), (2, [1, 1]), (3, [4]), (5, [4, 1]), (6, [4, 1, 1]), (7, [4, 4])]
-)
-def test_the_last_few_rows_are_read_one_by_one_where_rows_are_wide(rows, shapes):
-    """Half a call or less, of rows of 128 tokens."""
-    calls = pack_prompts(numbered([128] * rows), range(rows), PrefillShape(rows=4, width=128, longest=128))
     assert [len(call.tokens) for call in calls] == shapes
 
 
