@@ -73,7 +73,7 @@ def test_tokens_are_named_and_not_shown(laptop):
 
 
 @pytest.mark.parametrize("command", ["train", "logs", "down"])
-def test_a_dry_run_prints_what_a_run_executes_and_executes_nothing(laptop, command):
+def test_a_dry_run_prints_the_commands_of_a_run_and_executes_none(laptop, command):
     shutil.copy(ROOT / "pyproject.toml", laptop.work)
     more = ("--type=v6e-64", *RUN) if command == "train" else ()
     dry = laptop.launch("gke_xpk.sh", command, *JOB, *more, "--dry-run")
@@ -92,24 +92,21 @@ def test_ironwood_is_available_here(laptop):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--type=h100-8"], "--type=h100-8 is none of"),
-        (["--slices=two"], "--slices=two must be a whole number"),
-        (["--type=v6e-63"], "--type=v6e-63 is no slice"),
+        (["--type=h100-8"], "--type=h100-8"),
+        (["--slices=two"], "--slices=two"),
+        (["--type=v6e-63"], "--type=v6e-63"),
         # Two slices of 128 devices.
-        (
-            ["--slices=2", "parallel.data=2", "parallel.fsdp=32"],
-            "make a mesh of 64 devices, and --type=v5p-256 --slices=2 has 256",
-        ),
-        (["log.wandb=true"], "WANDB_API_KEY, which the workers would get, is not set here"),
-        (["--name=Pod"], "--name=Pod must be"),
+        (["--slices=2", "parallel.data=2", "parallel.fsdp=32"], "--type=v5p-256 --slices=2 has 256"),
+        (["log.wandb=true"], "WANDB_API_KEY"),
+        (["--name=Pod"], "--name=Pod"),
         (["--cluster", ""], "--cluster needs a value"),
-        (["run_dir=runs/pod"], "run_dir=runs/pod would be on the workers' disks"),
-        (["reward.grader=gone.py:f"], "gone.py does not exist"),
+        (["run_dir=runs/pod"], "run_dir=runs/pod"),
+        (["reward.grader=gone.py:f"], "gone.py"),
         (["--dry-run=1"], "--dry-run takes no value"),
         (["--spot"], "--spot is no option"),
     ],
 )
-def test_what_cannot_work_is_not_submitted(laptop, words, message):
+def test_refused_command_lines_submit_nothing(laptop, words, message):
     done = train(laptop, *words)
     assert done.returncode == 2, done.stderr
     assert message in done.stderr

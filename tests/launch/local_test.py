@@ -19,7 +19,7 @@ if [ "$1" = -c ]; then exec {python} "$@"; fi
 echo "process $JAX_PROCESS_ID of $JAX_NUM_PROCESSES with $JAX_NUM_CPU_DEVICES: ${{*:3}}"
 case "$3:$JAX_PROCESS_ID" in
   fail:1) exit 7 ;;
-  fail:*|wait:*) trap 'echo "told to end"; exit 1' TERM; sleep 60 & wait ;;
+  fail:*|wait:*) trap 'echo "ending"; exit 1' TERM; sleep 60 & wait ;;
 esac
 printf 'no newline'
 """
@@ -88,8 +88,8 @@ def test_a_failed_process_gives_the_status_and_the_others_are_ended(python):
     done = local("3", "1", "fail", env=python)
     assert done.returncode == 7
     assert 9 < time.monotonic() - began < 40  # they had the time to end by themselves
-    ended = sorted(line for line in done.stdout.splitlines() if "told" in line)
-    assert ended == ["[0] told to end", "[2] told to end"]
+    ended = sorted(line for line in done.stdout.splitlines() if "ending" in line)
+    assert ended == ["[0] ending", "[2] ending"]
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -103,4 +103,4 @@ def test_an_interrupt_ends_all(python, number, status):
     started.send_signal(number)
     output, _ = started.communicate(timeout=40)
     assert started.returncode == status
-    assert sorted(output.splitlines()) == ["[0] told to end", "[1] told to end"]
+    assert sorted(output.splitlines()) == ["[0] ending", "[1] ending"]

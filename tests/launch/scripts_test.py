@@ -21,8 +21,8 @@ STARTS = [PAGE["Cloud TPU VMs"], PAGE["GKE"], PAGE["Slurm"]]
 
 
 def shellcheck():
-    beside = Path(sys.executable).with_name("shellcheck")
-    return str(beside) if beside.exists() else shutil.which("shellcheck")
+    found = Path(sys.executable).with_name("shellcheck")
+    return str(found) if found.exists() else shutil.which("shellcheck")
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -33,7 +33,7 @@ def test_shellcheck_finds_nothing(laptop, script):
 
 
 @pytest.mark.parametrize("name", STARTED)
-def test_a_script_says_that_it_has_not_met_the_real_service(name):
+def test_a_script_states_that_it_has_not_run_against_the_real_service(name):
     assert HONEST in "".join((ROOT / "launch" / name).read_text().splitlines()[:10])
 
 
@@ -100,9 +100,9 @@ def test_the_page_of_pods_works_word_by_word(laptop):
         done = laptop.run("bash", "-c", block)
         assert done.returncode == 0, done.stdout + done.stderr
     assert not any(call.get("refused") for call in laptop.calls())
-    told = [" ".join([call["client"], *call["words"][:2]]) for call in laptop.calls()]
+    seen = [" ".join([call["client"], *call["words"][:2]]) for call in laptop.calls()]
     for part in ("dapo-jax plan", "gcloud storage", "xpk workload", "kubectl logs", "sbatch", "srun"):
-        assert any(line.startswith(part) for line in told), part
+        assert any(line.startswith(part) for line in seen), part
 
 
 def test_the_options_that_the_page_names_exist(laptop):

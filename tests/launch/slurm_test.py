@@ -114,8 +114,8 @@ def test_which_failures_requeue_the_job(laptop, scenario, environment, requeued)
     assert requeues(laptop) == [["requeue", "71"]] * requeued
 
 
-@pytest.mark.parametrize("told", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_stop_is_passed_to_the_step_and_the_job_is_requeued(laptop, told):
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_stop_is_passed_to_the_step_and_the_job_is_requeued(laptop, number):
     laptop.scenario(held=True, runs=[75])
     job = subprocess.Popen(
         ["bash", str(ROOT / "launch" / "slurm.sbatch"), *RUN], cwd=laptop.work, env=laptop.environment | JOB,
@@ -125,7 +125,7 @@ def test_a_stop_is_passed_to_the_step_and_the_job_is_requeued(laptop, told):
         until = time.monotonic() + 30
         while not tasks(laptop) and time.monotonic() < until:
             time.sleep(0.05)
-        job.send_signal(told)
+        job.send_signal(number)
         assert job.wait(timeout=15) == 0
         order = [call["words"] for call in laptop.calls("scancel", "scontrol")]
         assert order == [["--signal=TERM", "71"], ["requeue", "71"]]

@@ -78,7 +78,7 @@ def at(answers, number):
 
 def fail(message, status=1):
     print(f"ERROR: {message}", file=sys.stderr)
-    return status
+    sys.exit(status)
 
 
 def split(words, command):
@@ -114,10 +114,11 @@ def main(client, words):
         found, rest = split([client, *words][len(command.split()) :], command)
     except (StopIteration, ValueError) as error:
         record(client, words, refused=True)
-        return fail(f"{error or 'Invalid choice'}", status=2)
+        fail(f"{error or 'Invalid choice'}", status=2)
     if client not in ("uv", "curl"):
         record(client, words)
-    return globals()[re.sub("[ -]", "_", command)](found, rest)
+    answer = globals().get(re.sub("[ -]", "_", command), lambda found, rest: 0)
+    return answer(found, rest)
 
 
 # gcloud
@@ -135,35 +136,32 @@ def state():
 def gcloud_compute_tpus_queued_resources_describe(found, rest):
     now = state()
     if now == "NONE":
-        return fail("NOT_FOUND: Resource was not found")
+        fail("NOT_FOUND: Resource was not found")
     if not (FOLDER / "preempted").exists():
         counted(f"described-{counted('created', add=0) - 1}")
     if now == "ERROR":
-        return fail("There was a problem refreshing your tokens")
+        fail("There was a problem refreshing your tokens")
     assert found["format"] == ["value(state.state)"]
     print(now)
-    return 0
 
 
 def gcloud_compute_tpus_queued_resources_create(found, rest):
     if counted("asked") < SCENARIO["refused"]:
-        return fail("RESOURCE_EXHAUSTED: Quota limit exceeded")
+        fail("RESOURCE_EXHAUSTED: Quota limit exceeded")
     if state() != "NONE":
-        return fail("ALREADY_EXISTS: Resource already exists")
+        fail("ALREADY_EXISTS: Resource already exists")
     counted("created")
     (FOLDER / "created").touch()
     for home in homes():
         home.mkdir(parents=True)
-    return 0
 
 
 def gcloud_compute_tpus_queued_resources_delete(found, rest):
     if state() == "NONE":
-        return fail("NOT_FOUND: Resource was not found")
+        fail("NOT_FOUND: Resource was not found")
     gone()
     (FOLDER / "created").unlink()
     (FOLDER / "preempted").unlink(missing_ok=True)
-    return 0
 
 
 def gone():
@@ -176,43 +174,39 @@ def gone():
     shutil.rmtree(FOLDER / "workers", ignore_errors=True)
 
 
-def chosen(found):
-    [worker] = found["worker"]
-    return homes() if worker == "all" else [homes()[int(worker)]]
-
-
 def gcloud_compute_tpus_tpu_vm_scp(found, rest):
     if state() != "ACTIVE":
-        return fail("This TPU cannot be currently connected to.")
+        fail("This TPU cannot be currently connected to.")
     *sources, target = rest
     assert target.endswith(":")
     record("copied", [], modes={Path(source).name: Path(source).stat().st_mode & 0o777 for source in sources})
-    for home in chosen(found):
+    for home in homes():
         for source in map(Path, sources):
             shutil.copyfile(source, home / source.name)
             os.chmod(home / source.name, source.stat().st_mode & 0o777 & ~0o022)
-    return 0
 
 
 def gcloud_compute_tpus_tpu_vm_ssh(found, rest):
     if state() != "ACTIVE":
-        return fail("This TPU cannot be currently connected to.")
+        fail("This TPU cannot be currently connected to.")
     assert sys.stdin.read() == ""  # several ssh would share it
     # As gcloud and ssh do: split at spaces, joined by the far shell.
     line = " ".join(found["command"][0].split(" "))
     if line.endswith(" follow"):
         (FOLDER / "followed").touch()
-    running = [started(home, line) for home in chosen(found)]
+    [worker] = found["worker"]
+    chosen = homes() if worker == "all" else [homes()[int(worker)]]
+    running = [started(home, line) for home in chosen]
     if line.endswith(" follow") and counted("dropped") < SCENARIO["drops"]:
         time.sleep(0.3)
         for process in running:
             os.killpg(process.pid, signal.SIGKILL)
         (FOLDER / "released").touch()
-        running = [started(home, line) for home in chosen(found)]
+        running = [started(home, line) for home in chosen]
     statuses = [process.wait() for process in running]
     if (FOLDER / "preempted").exists():
         gone()
-        return fail("[ssh] exited with return code [255].")
+        fail("[ssh] exited with return code [255].")
     return next((status for status in statuses if status), 0)
 
 
@@ -222,13 +216,6 @@ def started(home, line):
     return subprocess.Popen(["bash", "-c", line], cwd=home, env=clean, start_new_session=True)
 
 
-def gcloud_storage_buckets_create(found, rest):
-    return 0
-
-
-gcloud_storage_cat = gcloud_storage_rm = kubectl_logs = xpk_workload_delete = gcloud_storage_buckets_create
-
-
 # Programs of a worker
 
 
@@ -236,13 +223,11 @@ def curl(found, rest):
     assert rest[0].startswith("https://astral.sh/uv/")
     assert rest[0].endswith("/install.sh")
     print(f'mkdir -p "$UV_INSTALL_DIR" && cp "{FOLDER}/parts/uv" "$UV_INSTALL_DIR/uv"')
-    return 0
 
 
 def uv_venv(found, rest):
     Path(rest[0], "bin").mkdir(parents=True)
     shutil.copy(FOLDER / "parts" / "python", Path(rest[0], "bin", "python"))
-    return 0
 
 
 def uv_pip_install(found, rest):
@@ -253,7 +238,6 @@ def uv_pip_install(found, rest):
     assert not list(Path(package).rglob("__pycache__"))
     record("uv", [], extras=extras)
     shutil.copy(FOLDER / "parts" / "dapo-jax", Path(found["python"][0]).parent / "dapo-jax")
-    return 0
 
 
 def dapo_jax(words):
@@ -306,26 +290,19 @@ def config(words):
 
 
 def xpk_workload_create(found, rest):
-    text = Path(found["env-file"][0]).read_text()
-    # A bare name takes its value from the environment; one that is not set is an error.
-    unset = [line for line in text.splitlines() if "=" not in line and line not in os.environ]
-    assert not unset
-    record("env-file", text.splitlines())
-    return 0
+    lines = Path(found["env-file"][0]).read_text().splitlines()
+    assert all(
+        "=" in line or line in os.environ for line in lines
+    )  # a bare name takes its value from the environment
+    record("env-file", lines)
 
 
 def squeue(found, rest):
     print(SCENARIO["job"])
-    return 0
-
-
-def scontrol_requeue(found, rest):
-    return 0
 
 
 def scancel(found, rest):
     (FOLDER / "released").touch()
-    return 0
 
 
 def parted(words, command):
@@ -338,10 +315,8 @@ def parted(words, command):
 def srun(words):
     record("srun", words)
     program = parted(words, "srun")
-    tasks = [
-        subprocess.Popen(program, env=os.environ | {"SLURM_PROCID": str(number)})
-        for number in range(SCENARIO["workers"])
-    ]
+    numbers = map(str, range(SCENARIO["workers"]))
+    tasks = [subprocess.Popen(program, env=os.environ | {"SLURM_PROCID": number}) for number in numbers]
     return max(128 - status if status < 0 else status for status in (task.wait() for task in tasks))
 
 
@@ -350,9 +325,8 @@ def sbatch(words):
     record("sbatch", words)
     script, *arguments = parted(words, "sbatch")
     split(re.findall(r"^#SBATCH (.*)", Path(script).read_text(), re.MULTILINE), "sbatch")
-    copy = FOLDER / "slurm_script"
-    shutil.copy(script, copy)
-    copy.chmod(0o700)
+    copy = shutil.copy(script, FOLDER / "slurm_script")
+    os.chmod(copy, 0o700)
     job = {"SLURM_JOB_ID": "71", "SLURM_GPUS_ON_NODE": "4"}
     return subprocess.run([copy, *arguments], env=os.environ | job, check=False).returncode
 

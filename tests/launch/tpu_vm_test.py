@@ -140,8 +140,8 @@ def test_tokens_reach_the_workers_and_nothing_else(laptop):
     for call in laptop.calls("dapo-jax"):
         assert {name: call["environment"][name] for name in TOKENS} == TOKENS
     assert [call["modes"]["dapo_jax_tokens"] for call in laptop.calls("copied")] == [0o600]
-    told = done.stdout + done.stderr + dry.stdout + dry.stderr + str(laptop.commands())
-    assert "SECRET" not in told
+    shown = done.stdout + done.stderr + dry.stdout + dry.stderr + str(laptop.commands())
+    assert "SECRET" not in shown
     files = {path: path.read_bytes() for path in laptop.folder.rglob("*") if path.is_file()}
     having = [path for path, data in files.items() if b"hf_SECRET" in data or b"wandb_SECRET" in data]
     kept = [laptop.folder / "workers" / worker / "dapo_jax_run" / "tokens" for worker in "01"]
@@ -184,7 +184,7 @@ def test_a_configuration_of_the_library_keeps_its_name(laptop):
     assert any(listed <= set(words) for words in laptop.commands() if words[0] == "tar")
 
 
-def test_a_dry_run_prints_what_a_run_executes_and_executes_nothing(laptop):
+def test_a_dry_run_prints_the_commands_of_a_run_and_executes_none(laptop):
     """Every command, in an order in which each finds the TPU that it needs."""
     for command in ("up", "status", "train", "logs", "watch", "down"):
         training = (*RUN, "reward.grader=rewards.py:brief") if command in ("train", "watch") else ()

@@ -8,11 +8,11 @@ from dapo_jax.run.memory_metrics import GIB, memory_metrics
 class Device:
     """A device with the memory statistics of a backend."""
 
-    def __init__(self, told):
-        self.told = told
+    def __init__(self, stats):
+        self.stats = stats
 
     def memory_stats(self):
-        return self.told
+        return self.stats
 
 
 def test_the_fullest_device_counts():

@@ -31,12 +31,12 @@ def sums(tmp_path):
     return tmp_path
 
 
-def data(folder, **told):
-    return DataConfig(data_dir=str(folder / "prepared"), max_prompt_tokens=16, **told)
+def data(folder, **options):
+    return DataConfig(data_dir=str(folder / "prepared"), max_prompt_tokens=16, **options)
 
 
-def one(folder, name, **told):
-    return data(folder, source="jsonl", path=str(folder / f"{name}.jsonl"), **told)
+def one(folder, name, **options):
+    return data(folder, source="jsonl", path=str(folder / f"{name}.jsonl"), **options)
 
 
 def test_an_epoch_has_the_whole_dataset(sums):
@@ -119,15 +119,15 @@ def test_joined_lists_are_one_list():
 
 
 def test_every_prompt_option_reaches_the_format():
-    told = {"chat": True, "system_prompt": "S", "chat_template_kwargs": {"enable_thinking": False}}
+    options = {"chat": True, "system_prompt": "S", "chat_template_kwargs": {"enable_thinking": False}}
     shown = DataConfig(
         prompt_template="Q{prompt}",
         few_shot=[{"prompt": "1+1", "response": "2"}],
         few_shot_separator="; ",
-        **told,
+        **options,
     )
     examples = (Example(prompt="1+1", response="2"),)
-    expected = PromptFormat(template="Q{prompt}", examples=examples, separator="; ", **told)
+    expected = PromptFormat(template="Q{prompt}", examples=examples, separator="; ", **options)
     assert prompt_format(shown) == expected
     assert prompt_format(DataConfig()) == PromptFormat()
 

@@ -294,7 +294,7 @@ def kept_by_sorting(logits, top_p, top_k):
 @pytest.mark.parametrize(
     ("top_p", "top_k"), [(0.7, 0), (0.999, 0), (1.0, 50), (0.7, 50), (0.95, 3000), (1e-6, 0)]
 )
-def test_truncation_keeps_what_sorting_keeps_in_a_large_vocabulary(spread, top_p, top_k):
+def test_truncation_equals_sorting_in_a_large_vocabulary(spread, top_p, top_k):
     """A flat nucleus of 0.7 has thousands of tokens, a peaked one few. Rounding may move its end by one token."""
     logits = np.random.default_rng(0).normal(size=(8, 5000)) * spread
     logits = np.round(logits.astype(np.float32), 2).astype(np.float32)  # with many ties

@@ -273,7 +273,7 @@ def test_the_cache_is_the_one_for_the_meshs_platform():
     assert cache_for("tpu", mesh, sizes, **how).empty is tpu_cache.empty
 
 
-def test_a_pool_has_room_for_all_slots_unless_told_otherwise():
+def test_a_pool_has_room_for_all_slots_by_default():
     """Capacity 100 in pages of 32 is 4 pages a slot; 1,000 tokens are 31 pages; of two devices each has half."""
     one, two = (make_mesh(data=n, fsdp=1, devices=jax.devices("cpu")[:n]) for n in (1, 2))
     how = {"holders": 10, "capacity": 100, "page_tokens": 32}
