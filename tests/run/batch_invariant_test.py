@@ -1,4 +1,4 @@
-"""Runs whose sampling is batch-invariant: the same to the bit for any number of slots and processes, whatever each of them waits for."""
+"""Batch-invariant runs: bit-equal for any number of slots and processes, whatever each of them waits for."""
 
 import json
 from functools import partial
@@ -12,9 +12,7 @@ from tests import several
 from tests.rollout.processes_test import DELAYED, GRADER, weights_of
 from tests.run.conftest import learnt
 
-pytestmark = (
-    pytest.mark.slow
-)  # a run of a process takes half a minute; tests/sampling has the same of an engine
+pytestmark = pytest.mark.slow  # a run takes half a minute; tests/sampling has the same for an engine
 IN_FLIGHT = {"dynamic_sampling__surplus": "discard", "rollout": RolloutConfig(in_flight=24, round_tokens=2)}
 
 
@@ -22,23 +20,21 @@ IN_FLIGHT = {"dynamic_sampling__surplus": "discard", "rollout": RolloutConfig(in
 def setting(on_disk, tmp_path_factory):
     """Makes the configuration of a run for the command line, and writes it: groups of four."""
     return partial(
-        on_disk(tmp_path_factory.mktemp("invariant"), GRADER, "third"),
-        sampling__batch_invariant=True,
+        on_disk(tmp_path_factory.mktemp("invariant"), GRADER, "third"), sampling__batch_invariant=True
     )
 
 
 @pytest.fixture(scope="module")
 def trained(setting):
-    """Trains with so many processes and devices, each time once; returns the run folder."""
+    """Trains once with these processes, devices and changes; returns the run folder."""
     done = {}
 
     def train(*, processes, devices, **changes):
         name = json.dumps([processes, devices, changes], default=str)
         if name not in done:
             _, path = setting(f"run_{len(done)}", **changes)
-            several.run(
-                DELAYED, "train", path, processes=processes, devices=devices // processes, within_s=900
-            )
+            many = {"processes": processes, "devices": devices // processes}
+            several.run(DELAYED, "train", path, **many, within_s=900)
             done[name] = path.with_name(path.stem)
         return done[name]
 
@@ -46,10 +42,10 @@ def trained(setting):
 
 
 def assert_the_same_bits(found, expected):
-    """Two run folders: every metric but the clock's, every response that was written, every weight."""
+    """Two run folders have equal metrics (but for times), rollouts and weights."""
     lines, wanted = (learnt(read_metrics(run / "metrics.jsonl")) for run in (found, expected))
     assert lines == wanted
-    assert len(lines) == 5, "what was there before, and four steps"
+    assert len(lines) == 5, "the evaluation before training and four steps"
     for step in (2, 4):
         read, like = ((run / "rollouts" / f"step_{step:06d}.jsonl").read_text() for run in (found, expected))
         assert read == like
@@ -60,12 +56,9 @@ def assert_the_same_bits(found, expected):
 @pytest.mark.parametrize("slots", [8, 16])
 @pytest.mark.parametrize("rollout", [IN_FLIGHT, {}])
 def test_slots_change_no_bit(slots, rollout, trained):
-    """Of 24 responses in flight, in eight or sixteen slots by turns, or in a slot each with some to spare; and of waves."""
+    """24 responses in flight take turns in 8 or 16 slots, or have 32; and waves."""
     expected = trained(processes=1, devices=1, sampling__slots=32, **rollout)
-    assert_the_same_bits(
-        trained(processes=1, devices=1, sampling__slots=slots, **rollout),
-        expected,
-    )
+    assert_the_same_bits(trained(processes=1, devices=1, sampling__slots=slots, **rollout), expected)
     if rollout:
         assert any(line["rollout/age_max"] for line in read_metrics(expected / "metrics.jsonl")[1:])
 
@@ -73,7 +66,7 @@ def test_slots_change_no_bit(slots, rollout, trained):
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("rollout", [IN_FLIGHT, {}])
 def test_processes_change_no_bit(processes, rollout, trained):
-    """One process with all four devices, each of which decodes eight slots; two with two of them; four with one."""
+    """Four devices with eight slots each, in one, two or four processes."""
     expected = trained(processes=1, devices=4, sampling__slots=32, **rollout)
     found = trained(processes=processes, devices=4, sampling__slots=32 // processes, **rollout)
     assert_the_same_bits(found, expected)

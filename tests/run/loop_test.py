@@ -1,4 +1,4 @@
-"""The loop with a scripted sampler and a counting update: no model, no files, no config."""
+"""The loop with a scripted sampler and a counting update, without a model, files or configuration."""
 
 import itertools
 
@@ -37,8 +37,8 @@ def make_group(ordinal, verdicts, version=0):
 
 
 class Script(Observer):
-    """The parts of a run, which note what passes through them. Even ordinals are mixed groups, odd ones all right; `params` counts
-    the updates, and the sampler's weights are `params` times 10."""
+    """The parts of a run, which note their calls. Even ordinals are mixed groups, odd ones all correct. `params` counts the updates;
+    the sampler's weights are `params` times 10."""
 
     def __init__(self, *, mixed=lambda ordinal: ordinal % 2 == 0, updates_per_step=2):
         self.seen, self.results, self.hooks, self.measured = [], [], [], {}
@@ -133,8 +133,7 @@ class CountingUpdater(Updater):
 
 
 def test_one_step_flows_from_prompts_to_metrics():
-    """Of ordinals 0, 1, 2 (ending in reverse) 0 and 2 are mixed; two updates at 1/10 of the rate follow, the first of
-    them with the weights that sampled."""
+    """Of ordinals 0, 1, 2 (in reverse) 0 and 2 are mixed. Two updates follow, the first with the weights of the sampler."""
     script = Script()
     state = script.run(steps=1)
     assert script.seen == [
@@ -155,25 +154,20 @@ def test_one_step_flows_from_prompts_to_metrics():
     assert {name: result.metrics[name] for name in expected} == pytest.approx(expected)
 
 
-def test_weights_stay_fixed_while_a_step_samples_and_then_move_on():
+def test_weights_positions_and_carried_groups_move_from_step_to_step():
+    """Waves 0-2, 3-5, 6-8, 9-11, of which the even ordinals are mixed. Step 1 trains 0, 2. Step 2 has only 4 in its first wave and
+    6, 8 in the next: it trains 4, 6 and carries 8. Step 3 needs one more: 10. Weights are fixed within a step."""
     script = Script()
     script.run(steps=3)
     weights = [event[2] for event in script.seen if event[0] == "sample"]
-    assert weights == [0] * 3 + [20] * 6 + [40] * 3  # times 10, two updates a step; step 2 needs two waves
-
-
-def test_positions_and_carried_groups_are_handed_from_step_to_step():
-    """Waves 0-2, 3-5, 6-8, 9-11 of which the even are mixed. Step 1 trains 0, 2; step 2 finds only 4 in its first wave and
-    6, 8 in the next: it trains 4, 6 and carries 8; step 3 needs one more: 10 (9 and 11 are flat)."""
-    script = Script()
-    script.run(steps=3)
+    assert weights == [0] * 3 + [20] * 6 + [40] * 3
     assert [event[1] for event in script.seen if event[0] == "split"] == [(0, 2), (4, 6), (8, 10)]
     assert [result.position.cursor for result in script.results] == [3, 9, 12]
     carried = [[group.prompt.ordinal for group in result.position.carry] for result in script.results]
     assert carried == [[], [8], []]
 
 
-def test_going_on_from_a_position_is_what_an_uninterrupted_run_does():
+def test_a_run_from_a_position_equals_the_uninterrupted_one():
     whole, rest = Script(), Script()
     whole.run(steps=4)
     middle = whole.results[1]
@@ -188,15 +182,16 @@ def test_a_finished_run_has_nothing_left_to_do():
     assert script.seen == script.results == []
 
 
-def test_a_shortfall_stops_the_step_before_anything_is_learnt():
+def test_a_shortfall_is_reported_and_raised_before_any_update():
     script = Script(mixed=lambda ordinal: False)
     with pytest.raises(ShortfallError, match="of 12 groups 12 were all correct"):
         script.run(steps=1)
     assert not [event for event in script.seen if event[0] in ("prepare", "update")]
+    assert script.hooks[-1] == ("on_shortfall", "dynamic sampling")
 
 
-def test_a_step_whose_minibatches_are_all_left_out_learns_nothing_and_says_so():
-    """Overlong filtering may leave no token: then there is no update, and no metric of one."""
+def test_a_step_without_minibatches_has_no_update_and_no_metric_of_one():
+    """Overlong filtering may leave no token."""
     script = Script(updates_per_step=0)
     assert script.run(steps=1).params == 0
     metrics = script.results[0].metrics
@@ -204,8 +199,8 @@ def test_a_step_whose_minibatches_are_all_left_out_learns_nothing_and_says_so():
     assert metrics["rollout/trained_groups"] == 2
 
 
-def test_each_hook_is_called_when_its_docstring_says():
-    """Groups 2, 1, 0, of which 2 and 0 are mixed; then two updates. `params` counts the updates."""
+def test_hooks_are_called_in_order():
+    """Groups 2, 1, 0, of which 2 and 0 are mixed; then two updates."""
     script = Script()
     script.run(steps=1)
     assert script.hooks == [
@@ -216,13 +211,6 @@ def test_each_hook_is_called_when_its_docstring_says():
         ("before_update", 1, 1, 2), ("after_update", ["update/loss"], 0.1),
         ("after_step", 1),
     ]  # fmt: skip
-
-
-def test_a_shortfall_is_told_before_it_is_raised():
-    script = Script(mixed=lambda ordinal: False)
-    with pytest.raises(ShortfallError):
-        script.run(steps=1)
-    assert script.hooks[-1] == ("on_shortfall", "dynamic sampling")
 
 
 def test_the_updates_take_the_minibatches_that_a_hook_returns():

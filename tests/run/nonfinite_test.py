@@ -1,39 +1,26 @@
-"""From flags to names."""
+"""From flags of values that are not finite to names of microbatches and parameters."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dapo_jax.dapo.metrics import Max, Mean
 from dapo_jax.dapo.microbatch import Microbatch
-from dapo_jax.run.guard import Update, in_words
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.run.guard import Update, in_words, nonfinite_leaves
 from dapo_jax.training.minibatch import Stack
 
 
-def stack(sampler, old, mask, weights, advantages=None):
-    """One microbatch of one row, in room for two; what is not in the mask is NaN."""
-
-    def whole(values):
-        values = np.where(mask, np.array(values, np.float32), np.float32("nan"))
-        return jnp.asarray(np.stack([values[None], np.zeros_like(values)[None]]))
-
-    ids = jnp.zeros((2, 1, len(mask)), jnp.int32)
-    room = jnp.asarray(np.stack([np.array(mask)[None], np.zeros((1, len(mask)), bool)]))
-    blank = jnp.zeros((2, 1, len(mask)), jnp.float32)
-    given = [0.0] * len(mask) if advantages is None else advantages
-    microbatches = Microbatch(
-        tokens=ids, segment_ids=ids, prefix_ids=ids, previous=ids, positions=ids, mask=room,
-        advantages=jnp.asarray(np.stack([np.array(given, np.float32)[None], np.zeros((1, len(mask)), np.float32)])),
-        weights=jnp.asarray(np.stack([np.array(weights, np.float32)[None], np.zeros((1, len(mask)), np.float32)])),
-        sampler_logprobs=whole(sampler), old_logprobs=whole(old), ref_logprobs=blank,
-    )  # fmt: skip
-    return Stack(microbatches, np.int32(1))
-
-
 def room_for(count, tokens):
-    """A stack with room for so many microbatches of a row of so many tokens."""
-    one = stack([0.0] * tokens, [0.0] * tokens, [True] * tokens, [0.0] * tokens).microbatches
-    arrays = {name: jnp.repeat(array[:1], count, axis=0) for name, array in vars(one).items()}
-    return Stack(Microbatch(**arrays), np.int32(count - 1))
+    """A stack with room for `count` microbatches of one row, the last of them unused."""
+    ids, floats = jnp.zeros((count, 1, tokens), jnp.int32), jnp.zeros((count, 1, tokens), jnp.float32)
+    microbatches = Microbatch(
+        tokens=ids, segment_ids=ids, prefix_ids=ids, previous=ids, positions=ids, mask=ids > 0, advantages=floats, weights=floats,
+        sampler_logprobs=floats, old_logprobs=floats, ref_logprobs=floats,
+    )  # fmt: skip
+    return Stack(microbatches, np.int32(count - 1))
 
 
 def update(**flags):
@@ -58,3 +45,13 @@ def test_flags_name_microbatches_of_each_stack_and_parameters():
 
 def test_room_beyond_the_microbatches_is_not_kept():
     assert [len(arrays["tokens"]) for arrays in update().stacks()] == [1, 3]
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
+def test_leaves_with_one_bad_number_are_named_by_path(bad):
+    """Spread over a mesh."""
+    whole = jnp.ones((16, 4))
+    tree = {"layers": {"up": whole.at[13, 2].set(bad), "down": whole}, "embedding": jnp.zeros((8,))}
+    placed = jax.device_put(tree, NamedSharding(make_mesh(fsdp=8), PartitionSpec("fsdp")))
+    assert nonfinite_leaves(placed) == ["layers.up"]
+    assert nonfinite_leaves({"layers": {"down": placed["layers"]["down"]}}) == []

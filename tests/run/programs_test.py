@@ -1,4 +1,4 @@
-"""Runs of one process share their programs where shapes and options are the same, and only there."""
+"""Runs of one process share their compiled programs where shapes and options are equal."""
 
 from contextlib import contextmanager
 from dataclasses import replace
@@ -7,12 +7,14 @@ import jax
 import numpy as np
 from jax import monitoring
 
+from dapo_jax.dapo.losses import dapo_loss
+
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 
 
 @contextmanager
 def counted():
-    """The programs that are lowered within, one entry each."""
+    """Within, notes the lowered programs."""
     found = []
 
     def heard(event, _seconds, **_):
@@ -30,31 +32,23 @@ def weights(result):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(result.policy.params)]
 
 
-def test_a_second_run_makes_no_program_whatever_its_seed_rate_and_rewards(micro, run_micro):
+def test_a_second_run_compiles_nothing_for_another_seed_rate_or_reward_but_for_another_loss(micro, run_micro):
     run_micro(micro(steps=2))
+    other = {"steps": 2, "seed": 1, "optimizer__learning_rate": 0.01, "reward__correct": 2.0}
     with counted() as found:
-        other = run_micro(micro(steps=2, seed=1, optimizer__learning_rate=0.01, reward__correct=2.0))
+        first, second = (run_micro(micro(**other)) for _ in range(2))
     assert not found
-    with counted() as found:
-        again = run_micro(micro(steps=2, seed=1, optimizer__learning_rate=0.01, reward__correct=2.0))
-    assert not found
-    assert all(np.array_equal(a, b) for a, b in zip(weights(other), weights(again), strict=True))
-
-
-def test_what_a_program_depends_on_makes_another(micro, run_micro):
-    run_micro(micro(steps=1))
+    assert all(np.array_equal(a, b) for a, b in zip(weights(first), weights(second), strict=True))
     with counted() as found:
         run_micro(micro(steps=1, loss__clip_ratio_high=0.3))
     assert found
 
 
-def test_an_own_objective_is_asked_by_every_run(micro, run_micro):
-    """It may be an object that has changed meanwhile."""
+def test_an_own_objective_is_called_by_every_run(micro, run_micro):
+    """It may be an object with a state."""
     asked = []
 
     def objective(*arrays, **options):
-        from dapo_jax.dapo.losses import dapo_loss
-
         asked.append(1)
         return dapo_loss(*arrays, **options)
 

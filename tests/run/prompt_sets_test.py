@@ -1,4 +1,4 @@
-"""From the data section of a configuration to prompts: mixtures, over-long prompts, datasets to evaluate on."""
+"""Prompts of the data section of a configuration: mixtures, over-long prompts, datasets for evaluation."""
 
 import json
 from collections import Counter
@@ -23,7 +23,7 @@ TOKENIZER = ByteTokenizer()
 
 @pytest.fixture
 def sums(tmp_path):
-    """Two files: 20 sums, and 10 with one that is long."""
+    """Two files: 20 sums, and 10 sums of which the last is long."""
     files = {"sums": [f"{a}+1" for a in range(20)], "more": [f"{a}+2" for a in range(9)] + ["9" * 50]}
     for name, texts in files.items():
         rows = [json.dumps({"prompt": text, "answer": "1"}) for text in texts]
@@ -31,15 +31,15 @@ def sums(tmp_path):
     return tmp_path
 
 
-def data(folder, **told):
-    return DataConfig(data_dir=str(folder / "prepared"), max_prompt_tokens=16, **told)
+def data(folder, **options):
+    return DataConfig(data_dir=str(folder / "prepared"), max_prompt_tokens=16, **options)
 
 
-def one(folder, name, **told):
-    return data(folder, source="jsonl", path=str(folder / f"{name}.jsonl"), **told)
+def one(folder, name, **options):
+    return data(folder, source="jsonl", path=str(folder / f"{name}.jsonl"), **options)
 
 
-def test_a_dataset_is_asked_whole_each_epoch(sums):
+def test_an_epoch_has_the_whole_dataset(sums):
     source, found = training_prompts(one(sums, "sums"), TOKENIZER, seed=0)
     asked = [source[ordinal].text for ordinal in range(20)]
     assert sorted(asked) == sorted(f"{a}+1" for a in range(20))
@@ -50,13 +50,11 @@ def test_over_long_prompts_are_left_out_and_counted(sums):
     source, found = training_prompts(one(sums, "more"), TOKENIZER, seed=0)
     assert source.rows_per_epoch == 9
     assert sorted(source[ordinal].text for ordinal in range(9)) == [f"{a}+2" for a in range(9)]
-    assert found.notes[1] == "more: 1 of 10 prompts are longer than data.max_prompt_tokens=16 and left out"
+    assert found.notes[1].startswith("more: 1 of 10 prompts are longer than data.max_prompt_tokens=16")
 
 
-def test_what_is_put_around_the_question_counts(sums):
-    with pytest.raises(
-        ConfigError, match=r"all of its 20 prompts are longer .*=16, the shortest has 23 tokens"
-    ):
+def test_the_template_counts_towards_the_length(sums):
+    with pytest.raises(ConfigError, match=r"all of its 20 prompts are longer .*=16, .* 23 tokens"):
         training_prompts(one(sums, "sums", prompt_template="x" * 20 + "{prompt}"), TOKENIZER, seed=0)
 
 
@@ -67,8 +65,8 @@ def test_rows_from_python_are_measured_too():
     assert len(found.notes) == 1
 
 
-def test_a_mixture_asks_by_weight(sums):
-    """Weights 1 and 3: of 400 prompts 100 and 300, to within two; the long prompt of the second file is never asked."""
+def test_a_mixture_samples_by_weight(sums):
+    """Weights 1 and 3: of 400 prompts 100 and 300, to within two. The long prompt of the second file is left out."""
     parts = [
         {"source": "jsonl", "path": str(sums / "sums.jsonl")},
         {"source": "jsonl", "path": str(sums / "more.jsonl"), "weight": 3.0},
@@ -106,8 +104,8 @@ def test_a_mixture_needs_datasets_to_evaluate_on(sums):
         held_out_prompts(mixed, EvalConfig(), TOKENIZER)
 
 
-def test_a_split_that_is_not_there_is_answered_with_those_that_are(sums):
-    with pytest.raises(ConfigError, match=r"data\.source='jsonl', split 'test': .* it has \['train'\]"):
+def test_a_missing_split_is_reported_with_the_existing_ones(sums):
+    with pytest.raises(ConfigError, match=r"data\.source='jsonl', split 'test': .* \['train'\]"):
         held_out_prompts(one(sums, "sums"), EvalConfig(), TOKENIZER)
 
 
@@ -121,14 +119,14 @@ def test_joined_lists_are_one_list():
 
 
 def test_every_prompt_option_reaches_the_format():
-    told = {"chat": True, "system_prompt": "S", "chat_template_kwargs": {"enable_thinking": False}}
+    options = {"chat": True, "system_prompt": "S", "chat_template_kwargs": {"enable_thinking": False}}
     shown = DataConfig(
         prompt_template="Q{prompt}",
         few_shot=[{"prompt": "1+1", "response": "2"}],
-        **told,
+        **options,
     )
     examples = (Example(prompt="1+1", response="2"),)
-    expected = PromptFormat(template="Q{prompt}", examples=examples, **told)
+    expected = PromptFormat(template="Q{prompt}", examples=examples, **options)
     assert prompt_format(shown) == expected
     assert prompt_format(DataConfig()) == PromptFormat()
 
@@ -139,8 +137,7 @@ def test_a_conversation_without_a_chat_template_is_a_configuration_error():
         held_out_prompts(DataConfig(source="rows"), EvalConfig(), TOKENIZER, rows=rows)
 
 
-def test_the_day_is_the_configured_one_or_that_of_the_run_or_today():
-    """Each goes before the next; `prompt_format` gives it to chat templates."""
+def test_the_day_is_the_configured_one_or_the_run_s_or_today():
     run, own = DataConfig(template_date="2024-07-26"), DataConfig(template_date="2023-01-02")
     assert dated(own, like=run) == own
     assert dated(DataConfig(), like=run) == run
@@ -154,7 +151,7 @@ def test_the_day_is_the_configured_one_or_that_of_the_run_or_today():
     [training_rows, lambda data, tokenizer, rows: held_out_prompts(data, EvalConfig(), tokenizer, rows=rows)],
     ids=["training", "evaluation"],
 )
-def test_what_is_wrong_with_rows_from_python_is_not_blamed_on_a_dataset(asked):
-    with pytest.raises(ConfigError, match=r"the rows given from Python: row 1: 'answer' is empty") as refused:
+def test_errors_in_rows_from_python_do_not_name_a_dataset(asked):
+    with pytest.raises(ConfigError, match=r"rows given from Python: row 1: 'answer' is empty") as refused:
         asked(DataConfig(), TOKENIZER, rows=[{"prompt": "1", "answer": "1"}, {"prompt": "1", "answer": ""}])
     assert "data.source" not in str(refused.value)

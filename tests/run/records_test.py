@@ -1,4 +1,4 @@
-"""What a run writes beside its checkpoints."""
+"""The files of a run next to its checkpoints."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ from dapo_jax.trackers import read_metrics
 
 @pytest.mark.parametrize(("resume_step", "kept"), [(-1, []), (0, [0]), (1, [0, 1])])
 def test_resuming_keeps_the_lines_up_to_the_checkpoint(resume_step, kept, micro, tmp_path):
-    """-1 is a run without a checkpoint: the evaluation before training is repeated, so its line goes too."""
+    """-1 is a run without a checkpoint: the evaluation before training is repeated, so its line is removed too."""
     with Records(micro(), tmp_path, resume_step=None) as records:
         for step in (0, 1, 2):
             records.step(step, {"reward/mean": 0.5})
@@ -30,9 +30,8 @@ def test_a_new_run_does_not_append_to_another_runs_metrics(micro, tmp_path):
         Records(micro(), tmp_path, resume_step=None)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # starts two processes; bucket_run_test has the same for a run
 def test_programs_compiled_by_one_process_are_read_from_a_bucket_by_the_next(bucket):
-    """Two processes that have nothing but the bucket in common, and one program between them."""
     code = """if True:
         import jax
         from dapo_jax.run.records import use_compilation_cache
@@ -70,16 +69,13 @@ def test_tensorboard_takes_the_same_numbers(micro, tmp_path):
 
 @pytest.mark.parametrize(("asked", "kept"), [(0.0, 0.0), (1.0, 0.1)])
 def test_a_user_s_lower_threshold_of_the_compilation_cache_stays(asked, kept, tmp_path):
-    names = (
-        "jax_compilation_cache_dir",
-        "jax_persistent_cache_min_compile_time_secs",
-        "jax_persistent_cache_min_entry_size_bytes",
-    )
+    limit = "jax_persistent_cache_min_compile_time_secs"
+    names = ("jax_compilation_cache_dir", limit, "jax_persistent_cache_min_entry_size_bytes")
     before = {name: getattr(jax.config, name) for name in names}
     try:
-        jax.config.update(names[1], asked)
+        jax.config.update(limit, asked)
         use_compilation_cache(str(tmp_path))
-        assert getattr(jax.config, names[1]) == kept
+        assert getattr(jax.config, limit) == kept
     finally:
         for name, value in before.items():
             jax.config.update(name, value)

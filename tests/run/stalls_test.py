@@ -1,4 +1,4 @@
-"""Runs that wait for ever, on the command line: each ends with status 1 and names its wait."""
+"""Runs that hang, on the command line: each ends with status 1 and names its wait."""
 
 import os
 import subprocess
@@ -9,11 +9,11 @@ import pytest
 
 from tests import several
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow  # each test waits for the time limit
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 30
-"""Longer than the micro model's programs take to compile on a busy machine."""
+"""Longer than a compilation of the micro model on a busy machine."""
 
 HANGS = """
 import threading
@@ -39,7 +39,7 @@ PromptSource._prompt = hangs
 
 @pytest.fixture
 def arguments(model, tmp_path):
-    """A small run on the micro model, in seconds but for what it compiles."""
+    """The command line of a small run on the micro model."""
     data = tmp_path / "sums.jsonl"
     data.write_text(
         "".join(f'{{"prompt": "{a}+{b}", "answer": "{a + b}"}}\n' for a in range(9) for b in range(9))
@@ -63,42 +63,30 @@ def run(code, arguments):
     )  # fmt: skip
 
 
-def test_a_grader_in_this_process_that_hangs(arguments, tmp_path):
-    """No time limit of its own reaches it."""
-    grader = tmp_path / "hanging.py"
-    grader.write_text(HANGS)
-    done = run(several.COMMAND, [*arguments, f"reward.grader={grader}:grader", "reward.workers=0"])
-    assert done.returncode == 1, done.stderr
-    assert "while grading the responses to a prompt" in done.stderr.splitlines()[-1]
-    assert "hanging.py:5 grader" in done.stderr
-
-
 IN_FLIGHT = [
-    "dynamic_sampling.enabled=true",
-    "dynamic_sampling.prompts_per_wave=8",
-    "rollout.in_flight=4",
-    "rollout.round_tokens=2",
-]
+    "dynamic_sampling.enabled=true", "dynamic_sampling.prompts_per_wave=8", "rollout.in_flight=4", "rollout.round_tokens=2",
+]  # fmt: skip
 
 
-def test_with_rollouts_in_flight_a_verdict_that_never_comes(arguments, tmp_path):
-    """The pool's limit of time is long; the round at whose end the verdict is due waits for it."""
+@pytest.mark.parametrize("keys", [["reward.workers=0"], [*IN_FLIGHT, "reward.timeout_s=600"]])
+def test_a_grader_that_hangs(keys, arguments, tmp_path):
+    """In this process, which has no time limit for graders; in a worker with a long limit, with rollouts in flight."""
     grader = tmp_path / "hanging.py"
     grader.write_text(HANGS)
-    command = [*arguments, *IN_FLIGHT, f"reward.grader={grader}:grader", "reward.timeout_s=600"]
-    done = run(several.COMMAND, command)
+    done = run(several.COMMAND, [*arguments, *keys, f"reward.grader={grader}:grader"])
     assert done.returncode == 1, done.stderr
     assert "while grading the responses to a prompt" in done.stderr.splitlines()[-1]
+    assert ("hanging.py:5 grader" in done.stderr) == (keys == ["reward.workers=0"])
 
 
 def test_a_data_source_that_hangs(arguments):
     done = run(READER.format(after=8) + several.COMMAND, arguments)
     assert done.returncode == 1, done.stderr
     assert "while reading prompts" in done.stderr.splitlines()[-1]
-    assert " hangs: " in done.stderr  # a thread of the reader's, not the main one
+    assert " hangs: " in done.stderr  # a thread of the reader
 
 
-def test_of_two_processes_one_that_sleeps_ends_both_and_each_says_where_both_were(arguments):
+def test_a_hanging_process_ends_both_and_each_reports_both_waits(arguments):
     code = READER.format(after=8) + several.COMMAND
     done = several.finish(
         several.start(code, *arguments, "parallel.fsdp=2", processes=2, devices=1), within_s=400

@@ -1,4 +1,4 @@
-"""A run that is told to stop, in every phase of a step: what is left goes on as if nothing had been."""
+"""A run that is stopped in any phase of a step resumes to the same result."""
 
 import json
 import signal
@@ -24,7 +24,7 @@ def never(status, message):
 
 @contextmanager
 def told_at(monkeypatch, owner, name, call):
-    """SIGTERM before the `call`-th call of a method."""
+    """Within, sends SIGTERM before the `call`-th call of a method."""
     whole, calls = getattr(owner, name), 0
 
     def told(*arguments, **options):
@@ -45,15 +45,15 @@ def stopped(monkeypatch, run_micro, rows, config, owner, name, call):
 
 
 def progress_of(config):
-    """Step -> what its checkpoint says beside the arrays."""
-    found = {}
-    for path in sorted((Path(config.run_dir) / "checkpoints").iterdir()):
-        found[int(path.name)] = json.loads((path / "meta" / "metadata").read_text())["progress"]
-    return found
+    """Step -> the progress in its checkpoint."""
+    folders = sorted((Path(config.run_dir) / "checkpoints").iterdir())
+    return {
+        int(path.name): json.loads((path / "meta" / "metadata").read_text())["progress"] for path in folders
+    }
 
 
 PHASES = {
-    # Counted from the first evaluation on: each call falls into step 2 or 3.
+    # Counted from the first evaluation on: each call is in step 2 or 3.
     "sampling": (DecoderEngine, "generate", 9),
     "grading": (Grading, "groups", 4),
     "updating": (Updater, "update", 4),
@@ -69,10 +69,10 @@ PHASES = {
         for phase in PHASES
     ],
 )
-def test_a_run_that_is_told_to_stop_saves_its_last_boundary_and_goes_on(
+def test_a_stopped_run_saves_its_last_step_and_resumes(
     phase, finished, micro, run_micro, rows, same_run, monkeypatch
 ):
-    """Without a checkpoint that is due: whatever is there was saved for the stop."""
+    """No regular checkpoint is due, so it was saved for the stop."""
     every = 1 if phase == "saving" else 0
     config = micro(checkpoint__every_steps=every, checkpoint__keep_best=False)
     stopped(monkeypatch, run_micro, rows, config, *PHASES[phase])
@@ -82,29 +82,26 @@ def test_a_run_that_is_told_to_stop_saves_its_last_boundary_and_goes_on(
     same_run(run_micro(config, eval_rows=rows, resume=True), finished)
 
 
-def test_an_evaluation_that_is_abandoned_is_made_up(micro, run_micro, rows, same_run, monkeypatch):
-    config = micro(eval__every_steps=1, checkpoint__every_steps=0, checkpoint__keep_best=False)
-    whole = run_micro(config, eval_rows=rows)
-    config = micro(eval__every_steps=1, checkpoint__every_steps=0, checkpoint__keep_best=False)
+EVALUATED = {"eval__every_steps": 1, "checkpoint__every_steps": 0, "checkpoint__keep_best": False}
+
+
+def test_an_abandoned_evaluation_is_repeated(micro, run_micro, rows, same_run, monkeypatch):
+    whole, config = run_micro(micro(**EVALUATED), eval_rows=rows), micro(**EVALUATED)
     stopped(monkeypatch, run_micro, rows, config, GroupSampling, "evaluate", 3)  # of step 2
     assert [line["step"] for line in read_metrics(f"{config.run_dir}/metrics.jsonl")] == [0, 1]
     [(step, progress)] = progress_of(config).items()
     assert (step, UNFINISHED in progress) == (2, True)
-    again = "a second stop, in the evaluation that is made up: the checkpoint is the one that it started from"
+    # A second stop, in the repeated evaluation: the checkpoint stays the same.
     with told_at(monkeypatch, GroupSampling, "evaluate", 1) as stop, pytest.raises(StoppedError):
         run_micro(config, eval_rows=rows, resume=True, stop=stop)
-    assert list(progress_of(config)) == [2], again
+    assert list(progress_of(config)) == [2]
     same_run(run_micro(config, eval_rows=rows, resume=True), whole)
 
 
-@pytest.mark.slow
-def test_the_checkpoint_of_an_evaluation_that_was_made_up_may_be_resumed_once_more(
-    micro, run_micro, rows, same_run, monkeypatch
-):
-    """Its line is written by then; it is written anew."""
-    settings = {"eval__every_steps": 1, "checkpoint__every_steps": 0, "checkpoint__keep_best": False}
-    whole = run_micro(micro(**settings), eval_rows=rows)
-    config = micro(**settings)
+@pytest.mark.slow  # the test above has one repetition
+def test_an_evaluation_may_be_repeated_twice(micro, run_micro, rows, same_run, monkeypatch):
+    """Its line is written by then and is replaced."""
+    whole, config = run_micro(micro(**EVALUATED), eval_rows=rows), micro(**EVALUATED)
     stopped(monkeypatch, run_micro, rows, config, GroupSampling, "evaluate", 3)
 
     def interrupt(step, metrics):
@@ -116,7 +113,7 @@ def test_the_checkpoint_of_an_evaluation_that_was_made_up_may_be_resumed_once_mo
     same_run(run_micro(config, eval_rows=rows, resume=True), whole)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # two more runs
 def test_before_the_first_step_nothing_is_saved(finished, micro, run_micro, rows, same_run, monkeypatch):
     config = micro()
     stopped(monkeypatch, run_micro, rows, config, GroupSampling, "evaluate", 1)
@@ -126,7 +123,7 @@ def test_before_the_first_step_nothing_is_saved(finished, micro, run_micro, rows
     assert read_status(Path(config.run_dir)).state == "finished"
 
 
-def test_the_best_checkpoint_stays(micro, run_micro, rows):
+def test_the_best_checkpoint_is_kept(micro, run_micro, rows):
     config = micro(eval__every_steps=1, checkpoint__every_steps=0, checkpoint__keep=1)
     result = run_micro(config, eval_rows=rows)
     scores = [line["eval/arithmetic/avg@4"] for line in result.metrics[1:]]

@@ -1,4 +1,4 @@
-"""The ratios that are written beside rollouts are those that the updates clipped."""
+"""The ratios in the rollout log are those that the updates clipped."""
 
 import numpy as np
 import pytest
@@ -7,17 +7,13 @@ from dapo_jax.trackers.rollout_log import read_rollouts
 
 LOW, HIGH = 0.2, 0.28
 """The defaults of loss.clip_ratio_low and loss.clip_ratio_high."""
+SETTINGS = {"dynamic_sampling__surplus": "discard", "reward__overlong__filter_truncated": True}
 
 
 @pytest.fixture(scope="module")
 def logged(micro, run_micro):
-    """Two updates a step, at a rate at which the second is clipped; the first four groups of every step are written, among them the two that are trained on."""
-    config = micro(
-        log__rollouts_every_steps=1,
-        dynamic_sampling__surplus="discard",
-        reward__overlong__filter_truncated=True,
-    )
-    return run_micro(config)
+    """A run with two updates per step, the second of them clipped; the first four groups of each step are written."""
+    return run_micro(micro(log__rollouts_every_steps=1, **SETTINGS))
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +31,14 @@ def test_clip_fractions_and_the_largest_ratio_can_be_computed_from_the_rollouts(
         signs = np.concatenate([np.full(len(row["ratios"]), np.sign(row["advantage"])) for row in trained])
         assert np.mean((signs > 0) & (ratios > 1 + HIGH)) == pytest.approx(metrics["policy/clip_high_frac"])
         assert np.mean((signs < 0) & (ratios < 1 - LOW)) == pytest.approx(metrics["policy/clip_low_frac"])
-        # Written with six decimals; the pass that scores and the one that differentiates round alike to 1e-5.
+        # Written with six decimals; the two passes round alike to 1e-5.
         assert ratios.max() == pytest.approx(metrics["policy/ratio_max"], rel=2e-5)
         clipped += metrics["policy/clip_high_frac"] + metrics["policy/clip_low_frac"]
     assert clipped > 0
 
 
 def test_the_first_update_of_a_step_takes_every_token_at_ratio_1_and_the_second_does_not(steps):
-    """Of the steps whose two updates both have responses in the loss; overlong filtering may leave one without."""
+    """Of steps whose updates both have responses in the loss; overlong filtering may leave one without."""
     both = 0
     for _, rollouts in steps:
         trained = {row["ordinal"]: set() for row in rollouts if row["in_loss"]}
@@ -56,14 +52,18 @@ def test_the_first_update_of_a_step_takes_every_token_at_ratio_1_and_the_second_
     assert both
 
 
-def test_what_was_not_trained_on_has_no_ratios_and_says_so(steps):
+def by_group(rollouts):
+    groups: dict[int, list[dict]] = {}
+    for row in rollouts:
+        groups.setdefault(row["ordinal"], []).append(row)
+    return list(groups.values())
+
+
+def test_responses_outside_the_loss_have_no_ratios(steps):
     for metrics, rollouts in steps:
-        groups: dict[int, list[dict]] = {}
-        for row in rollouts:
-            groups.setdefault(row["ordinal"], []).append(row)
-        trained = [rows for rows in groups.values() if rows[0]["in_loss"] is not None]
+        trained = [rows for rows in by_group(rollouts) if rows[0]["in_loss"] is not None]
         assert len(trained) == metrics["rollout/trained_groups"]
-        for rows in groups.values():
+        for rows in by_group(rollouts):
             for row in rows:
                 if rows in trained:
                     assert row["in_loss"] == (row["finish_reason"] != "length")
@@ -73,15 +73,11 @@ def test_what_was_not_trained_on_has_no_ratios_and_says_so(steps):
 
 def test_advantages_are_written_and_sum_to_nothing_in_a_group(steps):
     for _, rollouts in steps:
-        groups: dict[int, list[dict]] = {}
-        for row in rollouts:
-            groups.setdefault(row["ordinal"], []).append(row)
-        for rows in groups.values():
+        for rows in by_group(rollouts):
             assert sum(row["advantage"] for row in rows) == pytest.approx(0.0, abs=1e-5)
             best = max(rows, key=lambda row: row["reward"])
             assert best["advantage"] == max(row["advantage"] for row in rows)
 
 
 def test_writing_rollouts_changes_nothing_of_the_run(micro, run_micro, logged, same_run):
-    config = micro(dynamic_sampling__surplus="discard", reward__overlong__filter_truncated=True)
-    same_run(run_micro(config), logged)
+    same_run(run_micro(micro(**SETTINGS)), logged)

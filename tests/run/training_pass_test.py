@@ -1,4 +1,4 @@
-"""Attention, rows and packing go together, or are refused with the arithmetic. Eight virtual CPU devices."""
+"""Attention, rows and packing fit together or are refused with the arithmetic. Eight virtual CPU devices."""
 
 from dataclasses import replace
 
@@ -42,18 +42,14 @@ def test_one_device_has_the_plain_layout_and_packs_everything():
         ("cpu", 1, {}, "xla", {"share_prompts": True, "alone": False}),
     ],
 )
-def test_attention_is_the_platforms_kernel_where_it_can_do_the_work(
-    platform, context, batch, attention, packing
-):
+def test_attention_is_the_platforms_kernel_where_it_applies(platform, context, batch, attention, packing):
     found = passed(chips(context=context), platform=platform, **batch)
     assert isinstance(found.layout, MeshLayout)
-    assert (found.layout.attention, found.packing) == (
-        attention,
-        {"spread": 8 // context, "shorter_rows": (), **packing},
-    )
+    assert found.layout.attention == attention
+    assert found.packing == {"spread": 8 // context, "shorter_rows": (), **packing}
 
 
-def test_long_rows_may_be_halved_four_times_as_they_can_be_split_and_down_to_1024():
+def test_long_rows_may_be_halved_four_times_down_to_1024():
     """splash over context 2 x tensor 2: multiples of 512, so 22,528 / 8 = 2816 becomes 3072 and 1408 becomes 1536."""
     halves = passed(chips(context=2, tensor=2), platform="tpu", row_tokens=22_528).packing["shorter_rows"]
     assert halves == (11_264, 5632, 3072, 1536)
@@ -65,16 +61,16 @@ def test_in_float32_a_gpu_has_no_kernel():
     assert passed(chips(), ModelConfig(), platform="gpu", packing=False).layout.attention == "xla"
 
 
-def test_rows_left_open_are_filled_up_to_what_can_be_split():
+def test_default_rows_are_rounded_up_to_a_multiple_that_can_be_split():
     """splash: context 2 x 128 x tensor 4 = 1024; xla: context 2 x tensor 4 = 8."""
     assert passed(chips(context=2, tensor=4), platform="tpu", row_tokens=1030).row_tokens == 2048
     assert passed(chips(context=2, tensor=4), row_tokens=1030).row_tokens == 1032
     assert passed(chips(tensor=4), platform="tpu", row_tokens=22528).row_tokens == 22528
 
 
-def test_rows_that_were_asked_for_are_refused_with_the_next_that_fit():
+def test_configured_rows_that_cannot_be_split_are_refused():
     asked = BatchConfig(row_tokens=1030)
-    with pytest.raises(ConfigError, match=r"row_tokens=1030 must be a multiple of .* = 8, .*; 1032 is"):
+    with pytest.raises(ConfigError, match=r"row_tokens=1030 .* = 8, .*; 1032 is"):
         training_pass(BF16, asked, chips(context=2, tensor=4), row_tokens=1030)
     with pytest.raises(ConfigError, match=r"x 128 \(model.attention=splash\) = 512, .*; 1536 is"):
         training_pass(BF16, asked, chips(tensor=4), row_tokens=1030, platform="tpu")
@@ -82,23 +78,20 @@ def test_rows_that_were_asked_for_are_refused_with_the_next_that_fit():
 
 def test_cudnn_takes_no_split_rows():
     model = replace(BF16, attention="cudnn")
-    with pytest.raises(ConfigError, match=r"found parallel.context=2: set it to 1, or model.attention=xla"):
+    with pytest.raises(ConfigError, match=r"parallel.context=2.*model.attention=xla"):
         passed(chips(context=2), model, platform="gpu", packing=False)
 
 
 @pytest.mark.parametrize(("attention", "needed"), [("splash", "tpu"), ("cudnn", "gpu")])
 def test_a_kernel_is_refused_where_its_chip_is_not(attention, needed):
     model = replace(BF16, attention=attention)
-    with pytest.raises(
-        ConfigError, match=f"attention={attention} is a kernel for a {needed}; .* of kind cpu"
-    ):
+    with pytest.raises(ConfigError, match=f"attention={attention} .* {needed}; .* of kind cpu"):
         passed(chips(), model, packing=False)
-    assert (
-        passed(chips(), model, platform=needed, packing=False, row_tokens=1024).layout.attention == attention
-    )
+    found = passed(chips(), model, platform=needed, packing=False, row_tokens=1024)
+    assert found.layout.attention == attention
 
 
-def test_a_vocabulary_is_filled_up_for_both_meshes_and_only_if_it_must():
+def test_a_vocabulary_is_padded_for_both_meshes_and_only_if_needed():
     odd = tiny_decoder_config(vocab_size=21)
     two, four = make_mesh(fsdp=4, tensor=2), make_mesh(fsdp=2, tensor=4)
     assert for_mesh(odd, make_mesh()).vocab_rows == 21

@@ -1,4 +1,4 @@
-"""A vocabulary that the mesh does not divide is filled up, and nobody sees it. Eight virtual CPU devices."""
+"""A vocabulary that the mesh does not divide is padded without any effect. Eight virtual CPU devices."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def mesh_of(tensor):
     return make_mesh(fsdp=8 // tensor, tensor=tensor)
 
 
-def test_random_weights_are_the_same_however_the_vocabulary_is_filled_up():
+def test_random_weights_do_not_depend_on_the_padding():
     plain, filled = (
         nnx.to_pure_dict(nnx.state(Decoder(config, rngs=nnx.Rngs(0))))["ends"]
         for config in (ODD, for_mesh(ODD, mesh_of(4)))
@@ -36,7 +36,7 @@ def test_random_weights_are_the_same_however_the_vocabulary_is_filled_up():
         assert not filled[table][21:].any()
 
 
-def test_logits_of_what_fills_it_up_are_never_drawn():
+def test_padding_has_logits_of_minus_infinity():
     config = for_mesh(ODD, mesh_of(4))
     decoder = nnx.merge(graph_of(config), nnx.state(Decoder(config, rngs=nnx.Rngs(0))))
     logits = decoder.ends.logits(jnp.ones((2, config.embed_dim)))
@@ -44,8 +44,8 @@ def test_logits_of_what_fills_it_up_are_never_drawn():
     assert np.isfinite(logits[:, :21]).all()
 
 
-def test_log_probabilities_count_only_entries():
-    """Rows that fill up would else have a share in every softmax: here they are larger than all others."""
+def test_log_probabilities_leave_out_the_padding():
+    """The padding has no share in the softmax, although its rows are the largest here."""
     rng = np.random.default_rng(0)
     hidden, table = (rng.normal(size=shape).astype(np.float32) for shape in ((5, 8), (24, 8)))
     table[21:] = 100.0 * hidden.sum(0)
@@ -54,12 +54,12 @@ def test_log_probabilities_count_only_entries():
     found = chunked_logprobs(hidden, table, targets, vocab_size=21, chunk_vocab=6)
     expected = chunked_logprobs(hidden, table[:21], targets, chunk_vocab=6)
     for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5)  # float32, summed in another order
+        np.testing.assert_allclose(one, other, rtol=1e-5)  # float32, another order of summation
     gradient = jax.grad(lambda table: chunked_logprobs(hidden, table, targets, vocab_size=21)[0].sum())(table)
     assert not gradient[21:].any()
 
 
-def test_a_folder_is_read_and_written_without_what_fills_it_up(tmp_path):
+def test_a_model_folder_has_no_padding(tmp_path):
     params = tiny_params(ODD)
     save_model(tmp_path / "plain", ODD, params)
     mesh = mesh_of(4)
@@ -73,8 +73,8 @@ def test_a_folder_is_read_and_written_without_what_fills_it_up(tmp_path):
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 2), (4, 1)])
-def test_a_checkpoint_goes_to_a_mesh_that_needs_another_filling(before, after, tmp_path):
-    """21 entries in 21, 22 or 24 rows; values and moments come back as they were."""
+def test_a_checkpoint_moves_to_a_mesh_with_another_padding(before, after, tmp_path):
+    """21 entries in 21, 22 or 24 rows; values and moments are equal."""
     optimizer = make_optimizer()
     configs = [for_mesh(ODD, mesh_of(tensor)) for tensor in (before, after)]
     params = nnx.state(Decoder(configs[0], rngs=nnx.Rngs(0)))

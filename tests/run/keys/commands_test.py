@@ -1,4 +1,4 @@
-"""`sft` and `evaluate` read each key of their configurations, but for those of a shared section that only training has a use for."""
+"""`sft` and `evaluate` use each key of their configurations, except those of a shared section that only training needs."""
 
 import pytest
 from rich.console import Console
@@ -49,7 +49,7 @@ SFT = {
 }  # fmt: skip
 EVALUATE = {**SMALL, "data.source": "jsonl", "data.path": "questions/test.jsonl", "data.eval_split": "test"}
 GRADERS = {"reward.graders": [{"grader": "judge.py:quick"}, {"grader": "judge.py:judge"}]}
-"""One in workers, one awaited."""
+"""One grader in workers, one awaited."""
 
 
 def warm_start(config):
@@ -61,28 +61,21 @@ def score(config):
 
 
 @pytest.mark.parametrize(
-    ("schema", "command", "ways"),
+    ("schema", "command", "base", "ways"),
     [
         (
             SftConfig,
             warm_start,
-            [
-                SFT,
-                {**SFT, **GRADERS, "lora.rank": 2, "steps": 0},
-                {**SFT, "model.source": "hf:org/name", "steps": 0},
-            ],
+            SFT,
+            [{}, {**GRADERS, "lora.rank": 2, "steps": 0}, {"model.source": "hf:org/name", "steps": 0}],
         ),
-        (
-            EvaluateConfig,
-            score,
-            [EVALUATE, {**EVALUATE, **GRADERS}, {**EVALUATE, **GUESS, "environment.workers": 1}],
-        ),
+        (EvaluateConfig, score, EVALUATE, [{}, GRADERS, {**GUESS, "environment.workers": 1}]),
     ],
 )
-def test_every_key_of_the_other_commands_is_read(schema, command, ways, look):
+def test_every_key_of_the_other_commands_is_used(schema, command, base, ways, look):
     found = set()
     for values in ways:
-        config = look(values, schema).config
+        config = look({**base, **values}, schema).config
         with open("judge.py", "w") as file:
             file.write(JUDGE)
         with noting_reads(schema, found):

@@ -1,4 +1,4 @@
-"""The folder in which keys are watched, and what a watcher looks through."""
+"""The folder of the tests of keys, and the fixture `look`."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ from tests.run.keys.looking import FILES, Look
 
 MODELS = ("model", "chat_model", "dated_model")
 DATED = "{{ strftime_now('%d.%m.%Y') }}{{ mark | default('') }} {% for m in messages %}{{ m.content }}{% endfor %}"
-"""A chat template that prints the day, and a variable."""
+"""A chat template that prints the day and a variable."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def work(model, chat_model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def watched():
-    """What classes were last made with, by name, and the doubles under `engine` and `updates`."""
+    """The last arguments of classes by name, and the doubles under `engine` and `updates`."""
     received = {}
 
     def engine(decoder, mesh, **options):
@@ -67,7 +67,7 @@ def watched():
         return policy.Path("model")
 
     with pytest.MonkeyPatch.context() as patch:
-        # Made anew for each run, and not shared with runs that have no doubles.
+        # Not shared with runs without doubles.
         patch.setattr("dapo_jax.run.sampler_setup.engine_of", engine)
         patch.setattr(programs, "_shared_updater", programs._new_updater)
         for place in ("run.programs", "commands.sft"):
@@ -82,13 +82,13 @@ def watched():
                 vocab_size=32, embed_dim=16, layers=1, heads=2, kv_heads=2, head_dim=8, mlp_dim=16
             ),
         )
-        # What takes longest to make, once for each way in which it is asked for.
+        # The slowest functions run once for each set of arguments.
         for place in (policy, programs):
             patch.setattr(place, "graph_of", doubles.once(graph_of))
         patch.setattr("dapo_jax.run.build.load_policy", doubles.once(build.load_policy))
         for cls in (Watch, Watchdogs, Checkpointer, Profile, GradingPool, AsyncCalls, Episodes):
             doubles.noting(patch, cls, received)
-        # The trackers are doubles, so their packages and keys need not be there.
+        # The trackers are doubles, so their packages and keys are not needed.
         patch.setattr("dapo_jax.run.run_dir.check_trackers", lambda log: None)
         for cls in (TensorBoardTracker, WandbTracker):
             double = type(cls.__name__, (doubles.Tracker, cls), {})
@@ -113,4 +113,4 @@ def look(work, watched, monkeypatch, tmp_path):
     cache = jax.config.jax_compilation_cache_dir
     yield at
     jax.config.update("jax_compilation_cache_dir", cache)
-    compilation_cache.reset_cache()  # it would go on with the folder of a run, which is gone
+    compilation_cache.reset_cache()  # the folder of its run is gone

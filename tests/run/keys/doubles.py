@@ -1,4 +1,4 @@
-"""A run without device programs: an engine that follows a script and updates that change nothing; both keep what they were given."""
+"""Doubles of the device programs: an engine that follows a script and updates that change nothing. Both keep their arguments."""
 
 import inspect
 
@@ -15,18 +15,18 @@ from dapo_jax.training.update import Updater
 
 ALPHABET = "0123456789+=:,?"
 RESPONSES = ("=2", "=3", "1+1=2", "1" * 64)
-"""What is answered to every prompt: right, wrong, right but as long as a response may be, and cut off at the limit; where the limit is 6,
-of 3, 3, 6 and 6 tokens, end token included."""
+"""The responses to every prompt: correct, wrong, correct at full length, and cut off. At a limit of 6 they have 3, 3, 6 and 6 tokens,
+end token included."""
 
 
 def script(end):
-    """The tokens of each response, by the ids of `ALPHABET`; the last of `RESPONSES` has no end token."""
+    """The tokens of each response. The last of `RESPONSES` has no end token."""
     tokens = [CharTokenizer(ALPHABET).encode(text).tolist() for text in RESPONSES]
     return lambda ordinal, index: tokens[index % 4] + [end] * (index % 4 != 3)
 
 
 class Engine(ScriptedEngine):
-    """Takes what `DecoderEngine` takes."""
+    """Has the signature of `DecoderEngine`."""
 
     def __init__(
         self, decoder, *, slots, capacity, steps_per_call, stop_ids, mesh, compute_dtype, page_tokens, cache_tokens,
@@ -36,14 +36,11 @@ class Engine(ScriptedEngine):
         how = {"page_tokens": page_tokens, "cache_tokens": cache_tokens}
         self.cache_dtype, self.prefill_shape, self.batch_invariant = cache_dtype, prefill, batch_invariant
         self.has_turns = has_turns
+        sizes = sizes_for(kind, mesh, holders=max(slots, in_flight), capacity=capacity, **how)
         super().__init__(
-            script(end=stop_ids[0]),
-            slots=slots,
-            capacity=capacity,
-            steps_per_call=steps_per_call,
-            stop_ids=stop_ids,
-            page_sizes=sizes_for(kind, mesh, holders=max(slots, in_flight), capacity=capacity, **how),
-        )
+            script(end=stop_ids[0]), slots=slots, capacity=capacity, steps_per_call=steps_per_call, stop_ids=stop_ids,
+            page_sizes=sizes,
+        )  # fmt: skip
         self.decoder = decoder
         self.mesh, self.compute_dtype = mesh, compute_dtype
         self.hows, self.keys, self.limits = [], [], set()
@@ -62,7 +59,7 @@ class Engine(ScriptedEngine):
 
 
 class Updates(Updater):
-    """Takes what `Updater` takes; the metrics of an update are `measured`."""
+    """Has the signature of `Updater`. The metrics of an update are `measured`."""
 
     measured = {}  # noqa: RUF012 - one for all, set by a test
 
@@ -93,11 +90,11 @@ def mean(value):
 
 
 NOT_FINITE = {"nonfinite/loss": Max(np.ones(1, np.float32))}
-"""Metrics of an update that was skipped."""
+"""Metrics of a skipped update."""
 
 
 class Tracker:
-    """Stands for one whose package need not be installed."""
+    """A tracker without its package."""
 
     run_id = "double"
 
@@ -112,7 +109,7 @@ class Tracker:
 
 
 def noting(patch, cls, received, *, instead=None):
-    """From now on `received` has by name what the class was last made with; it is made all the same, or `instead` of it."""
+    """Notes the arguments of a class in `received` whenever it, or `instead`, is made."""
     make = (instead or cls).__init__
     signature = inspect.signature(cls.__init__)
 
@@ -126,7 +123,7 @@ def noting(patch, cls, received, *, instead=None):
 
 
 def once(make):
-    """The same function, but what it made of equal arguments it does not make again."""
+    """The same function with a cache by arguments."""
     found = {}
 
     def again(*arguments, **options):
@@ -139,7 +136,7 @@ def once(make):
 
 
 def _named(argument):
-    """Arrays by their shapes and what they are: their text is long."""
+    """Replaces arrays by their dtype and shape, for a short text."""
     return jax.tree.map(
         lambda leaf: f"{leaf.dtype}{leaf.shape}" if hasattr(leaf, "dtype") else leaf, argument
     )

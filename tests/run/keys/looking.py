@@ -1,4 +1,4 @@
-"""What a watcher looks through: the objects that one configuration makes, and what they do."""
+"""The view of a watcher: the objects that a configuration makes, and their results."""
 
 import os
 from functools import cached_property
@@ -53,12 +53,12 @@ BASE = {
     "log.rollouts_every_steps": 0,
 }  # fmt: skip
 _BEGUN = {}
-"""Configuration -> what classes were made with in its run without a step."""
+"""Configuration -> the arguments of the classes in its run without a step."""
 NO_STATE = TrainState(params=None, opt_state=None)
 
 
 class Look:
-    """What one configuration makes, as a watcher sees it. The doubles of device programs are `engine` and `updates`."""
+    """The objects of one configuration. `engine` and `updates` are doubles of the device programs."""
 
     def __init__(self, schema, values, received):
         self._schema, self._values, self._received = schema, values, received
@@ -66,7 +66,6 @@ class Look:
 
     @cached_property
     def config(self):
-        """What it looks at."""
         return made(self._schema, {**BASE, **self._values})
 
     @property
@@ -78,11 +77,11 @@ class Look:
         return self._received["updates"]
 
     def run(self, **how):
-        """The run, on given rows unless told otherwise; graded by the configured grader."""
+        """The run, by default on `ROWS`, graded by the configured grader."""
         return Run(self.config, **{"prompts": ROWS, **how})
 
     def collected(self, run=None, **how):
-        """What the first step of a run samples, graded."""
+        """The sampled and graded groups of the first step."""
         run = run or self.run(**how)
         collector = run.sampling.collector(Position())
         for _ in run.sampling.groups(None, collector):
@@ -91,14 +90,14 @@ class Look:
         return run.sampling.finish(collector)
 
     def rollouts(self, **how):
-        """Those of the first prompt: of each of `RESPONSES`."""
+        """The rollouts of the first prompt, one for each of `RESPONSES`."""
         return self.collected(**how).sampled[0].rollouts
 
     def rewards(self, **how):
         return [rollout.reward for rollout in self.rollouts(**how)]
 
     def texts(self, **how):
-        """The prompts of the first wave as the model reads them; every response that has more than 3 tokens is right."""
+        """The prompts of the first wave as the model reads them. Responses of more than 3 tokens are correct."""
         how = {"prompts": None, "reward": by_length, **how}
         return [group.prompt.text for group in self.collected(**how).sampled]
 
@@ -107,16 +106,16 @@ class Look:
         return run.batches.minibatches(self.collected(run).groups, 1)
 
     def held_out(self, **how):
-        """Name of each dataset of the evaluation -> the texts of its prompts."""
+        """Dataset of the evaluation -> texts of its prompts."""
         held_out = self.run(**{"prompts": None, **how}).held_out
         return {name: [prompt.text for prompt in prompts] for name, prompts in held_out.items()}
 
     def evaluated(self):
-        """The evaluation of step 7, after which the engine holds what it was asked."""
+        """The evaluation of step 7."""
         return self.run(eval_rows=ROWS).sampling.evaluate(None, 7)
 
     def train(self, *, measured=None, **how):
-        """The whole run; `measured` are metrics of every update."""
+        """The whole run; `measured` are the metrics of every update."""
         doubles.Updates.measured = measured or {}
         quiet = Progress(self.config.steps, console=Console(quiet=True))
         return train(self.config, **{"prompts": ROWS, "progress": quiet, **how})
@@ -127,8 +126,8 @@ class Look:
         return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
 
     def received(self, name, **how):
-        """What a class was made with in a run that begins and ends without a step; None if there was none made."""
-        if READING:  # of a library that ignores a key there is nothing to remember
+        """The arguments of a class in a run without a step; None if it was not made."""
+        if READING:  # nothing may be kept of a library that ignores a key
             self.train(**how)
             return self.noted(name)
         if repr(self.config) not in _BEGUN:
@@ -137,22 +136,20 @@ class Look:
         return _BEGUN[repr(self.config)].get(name)
 
     def made_of(self, name, **how):
-        """What a class was made with when the objects of a run were made; None if there was none made."""
+        """The arguments of a class when the objects of a run are made; None if it was not made."""
         self.run(**how).close()
         return self.noted(name)
 
     def noted(self, name):
-        """What a class was last made with; None if there was none made."""
+        """The last arguments of a class; None if it was not made."""
         return self._received.get(name)
 
     def started(self):
-        """The state that training begins with."""
         run = self.run()
         with Checkpointer("none") as checkpointer:
             return run.start(checkpointer, resume=False, say=print).state
 
     def stopped(self):
-        """The stop of a run that has begun."""
         stop = Stop()
         self.train(stop=stop)
         return stop
@@ -163,7 +160,7 @@ def by_length(sample):
 
 
 def refusal(see):
-    """Sees what kind of error `see` raises; empty if none."""
+    """Sees the kind of error that `see` raises; empty without an error."""
 
     def refused(look):
         try:

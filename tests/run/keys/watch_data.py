@@ -1,4 +1,4 @@
-"""Who watches `data`: what is asked, seen as the texts of prompts. Three are drawn in a wave."""
+"""Watchers of `data`: they see the texts of prompts. A wave has three."""
 
 import os
 
@@ -16,12 +16,7 @@ IN_ORDER = {
     "eval.datasets": [TEST],
 }
 """0+1, 1+1, 2+1, 3+1."""
-CHAT = {
-    **IN_ORDER,
-    "model.source": "chat_model",
-    "data.chat": True,
-    "data.max_prompt_tokens": 100,
-}
+CHAT = {**IN_ORDER, "model.source": "chat_model", "data.chat": True, "data.max_prompt_tokens": 100}
 DATED = {**CHAT, "model.source": "dated_model"}
 """A chat template that prints the day and `mark`."""
 MIXTURE = {"data.source": "mixture", "data.shuffle": False, "eval.datasets": [TEST]}

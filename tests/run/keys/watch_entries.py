@@ -1,4 +1,4 @@
-"""Who watches the names of entries in lists of mappings: datasets, graders, examples."""
+"""Watchers of the names in lists of mappings: datasets, graders, examples."""
 
 from dapo_jax.config import GraderConfig, SourceConfig
 from dapo_jax.config.data_schema import ExampleConfig
@@ -19,12 +19,12 @@ SHOWN = {**IN_ORDER, "data.max_prompt_tokens": 40, "model.source": "chat_model"}
 
 
 def notes(look):
-    """Which dataset an over-long prompt was left out of."""
+    """The datasets with a skipped over-long prompt."""
     return [note.partition(":")[0] for note in look.run(prompts=None).notes if "longer" in note]
 
 
 def of_other(look):
-    """How many of twenty prompts are of the second dataset."""
+    """The number of prompts from the second dataset, of twenty."""
     return sum(text.endswith("+5") for text in look.texts())
 
 
@@ -63,7 +63,7 @@ WATCHERS = [
         (OPTIONS, {"train": ["1+0", "1+1", "1+2", "1+3"]}),
     ),
     evaluated("split", held_out, ("train[:1]", {"train": ["0+1"]}), ("train[3:]", {"train": ["3+1"]})),
-    # All of its prompts are asked, however often.
+    # An evaluation uses all prompts of a dataset, so a weight is refused.
     evaluated("weight", refusal(held_out), (1.0, ""), (2.0, "ConfigError")),
     evaluated("name", lambda look: list(held_out(look)), ("", ["train"]), ("mine", ["mine"])),
     Entry(

@@ -1,15 +1,15 @@
-"""Who watches `environment`: seen as what the run's episodes were made with, and as the advantages of their turns."""
+"""Watchers of `environment`: they see the arguments of the run's episodes and the advantages of turns."""
 
 import numpy as np
 
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, TurnSpan, Verdict
-from tests.run.keys.watching import watch
+from tests.run.keys.watching import echoes, watch
 
 GUESS = {"environment.source": "guess"}
 
 
 def of_episodes(name):
-    """Sees what the episodes of a run were made with."""
+    """Sees an argument of the episodes of a run."""
     return lambda look: look.made_of("Episodes")[name]
 
 
@@ -19,7 +19,7 @@ def environment(look):
 
 
 def advantages_of_turns(look):
-    """How many different advantages the two turns of one episode have."""
+    """The number of different advantages in episodes of two turns."""
 
     def rollout(rewards):
         response = Response(
@@ -41,17 +41,17 @@ def advantages_of_turns(look):
 
 
 def of_workers(name):
-    """Sees what the environment was made with; None where it is in the run's own process."""
+    """Sees an argument of the environment; None where it is in the run's own process."""
     return lambda look: getattr(look.made_of("Episodes")["environment"], name, None)
 
 
 WATCHERS = [
     watch("environment.source", environment, ("", None), ("guess", "GuessTheNumber")),
-    watch("environment.max_turns", of_episodes("max_turns"), (8, 8), (3, 3), also=GUESS),
-    watch("environment.turn_tokens", of_episodes("turn_tokens"), (0, 0), (5, 5), also=GUESS),
-    watch("environment.episode_tokens", of_episodes("episode_tokens"), (0, 0), (99, 99), also=GUESS),
-    watch("environment.timeout_s", of_episodes("timeout_s"), (30.0, 30.0), (2.5, 2.5), also=GUESS),
+    echoes("environment.max_turns", of_episodes("max_turns"), 8, 3, also=GUESS),
+    echoes("environment.turn_tokens", of_episodes("turn_tokens"), 0, 5, also=GUESS),
+    echoes("environment.episode_tokens", of_episodes("episode_tokens"), 0, 99, also=GUESS),
+    echoes("environment.timeout_s", of_episodes("timeout_s"), 30.0, 2.5, also=GUESS),
     watch("environment.workers", of_workers("workers"), (0, None), (1, 1), (2, 2), also=GUESS),
-    # Two episodes, one of which had its reward for the first turn: behind it both are alike.
+    # Two episodes. One has its reward for the first turn; later turns are alike.
     watch("environment.credit", advantages_of_turns, ("episode", 2), ("turn", 3), also=GUESS),
 ]

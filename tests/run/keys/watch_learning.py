@@ -1,4 +1,4 @@
-"""Who watches `dynamic_sampling`, `batch`, `loss` and `optimizer`: seen as what is trained on, the loss of a token, a change of weights."""
+"""Watchers of `dynamic_sampling`, `batch`, `loss` and `optimizer`: they see trained groups, the loss of a token, a change of weights."""
 
 import jax
 import jax.numpy as jnp
@@ -8,21 +8,21 @@ from dapo_jax.dapo.rollouts import Verdict
 from dapo_jax.rollout.collector import Position
 from tests.run.keys.looking import by_length, refusal, rounded
 from tests.run.keys.watch_sampling import option
-from tests.run.keys.watching import differs, watch
+from tests.run.keys.watching import differs, echoes, watch
 
 
 def even(sample):
-    """Correct for some responses to every second prompt."""
+    """Long responses to every second prompt are correct."""
     return sample.prompt.ordinal % 2 == 0 and by_length(sample)
 
 
 def scored(sample):
-    """All correct, with scores that differ."""
+    """All correct, with different scores."""
     return Verdict(correct=True, score=float(len(sample.tokens)))
 
 
 def trained(reward):
-    """Sees the ordinals of the groups that the first step trains on, and how many it carries and has sampled."""
+    """Sees the ordinals of the first step's groups, and the numbers of carried and sampled groups."""
 
     def see(look):
         found = look.collected(reward=reward)
@@ -32,7 +32,7 @@ def trained(reward):
 
 
 def waves(look):
-    """The ordinals drawn while nothing that comes back can be learnt from."""
+    """The number of prompts sampled when no group is informative."""
     run = look.run(reward=lambda sample: True)
     collector = run.sampling.collector(Position())
     for _ in run.sampling.groups(None, collector):
@@ -54,7 +54,7 @@ def microbatches_of_update(look):
 
 
 def weights(look):
-    """1 by the weights of tokens in the first update: one group with responses of 3, 3, 6 and 6 tokens."""
+    """1 / weight of the tokens in the first update: one group with responses of 3, 3, 6 and 6 tokens."""
     return sorted({round(1 / float(w)) for m in microbatches(look)[0] for w in m.weights[m.mask]})
 
 
@@ -63,14 +63,14 @@ def advantages(look):
 
 
 def minibatch_order(look):
-    """The order in which a step's groups are learnt from, by their prompts' ordinals."""
+    """The order of a step's groups in its updates, as ordinals of prompts."""
     run = look.run(reward=by_length)
     groups = look.collected(run).groups
     return [group.prompt.ordinal for minibatch in run.batches.split(groups, 1) for group in minibatch]
 
 
 def token_loss(ratio, advantage):
-    """Sees the loss of one token of this ratio to the old policy."""
+    """Sees the loss of one token with this ratio to the old policy."""
 
     def see(look):
         look.run()
@@ -88,7 +88,7 @@ def token_loss(ratio, advantage):
 
 
 def change(*gradients):
-    """Sees by how much the last of some gradients changes a weight of 2, at a learning rate of 1."""
+    """Sees the change of a weight of 2 by the last of these gradients, at a learning rate of 1."""
 
     def see(look):
         look.run()
@@ -108,7 +108,7 @@ def rate(step):
 
 
 def moments(look):
-    """The kinds of memory in which the optimizer's moments lie."""
+    """The kinds of memory that hold the optimizer's moments."""
     return sorted({leaf.sharding.memory_kind for leaf in jax.tree.leaves(look.started().opt_state)})
 
 
@@ -118,7 +118,7 @@ def reference(look):
 
 
 def adapters(look):
-    """The shape of the adapters that are trained; None: there are none."""
+    """Rank, scale and targets of the adapters; None without adapters."""
     look.run()
     shape = look.engine.decoder.lora
     names = {
@@ -131,7 +131,7 @@ def adapters(look):
 
 
 def merges(look):
-    """Whether what samples has no adapters."""
+    """True if the sampler has no adapters."""
     look.run()
     return look.engine.decoder.lora is None
 
@@ -172,7 +172,7 @@ WATCHERS = [
         also={"dynamic_sampling.max_waves": 1},
     ),
     watch("batch.prompts_per_step", trained(by_length), (2, ([0, 1], 0, 3)), (3, ([0, 1, 2], 0, 3))),
-    watch("batch.group_size", lambda look: len(look.rollouts()), (4, 4), (8, 8)),
+    echoes("batch.group_size", lambda look: len(look.rollouts()), 4, 8),
     watch("batch.groups_per_update", lambda look: len(microbatches(look)), (1, 2), (2, 1)),
     watch("batch.rows_per_microbatch", shape, (8, (8, 10)), (16, (16, 10))),
     # The longest prompt and response there may be: 4 + 6.
@@ -214,7 +214,7 @@ WATCHERS = [
     ),
     # Rewards, with the penalty, of -1, -1, 0 and 0: 0.5 around their mean, with a deviation of (4 x 0.25 / 3) ** 0.5 = 0.577.
     watch("loss.normalize_std", advantages, (True, [-0.866, 0.866]), (False, [-0.5, 0.5])),
-    watch("loss.old_logprobs", option("old_logprobs"), ("trainer", "trainer"), ("sampler", "sampler")),
+    echoes("loss.old_logprobs", option("old_logprobs"), "trainer", "sampler"),
     # Nothing is in flight, so auto is none.
     watch(
         "loss.correction",
@@ -249,10 +249,10 @@ WATCHERS = [
         what="of mask_responses",
         also={"loss.correction": "mask_responses"},
     ),
-    watch("loss.kl_coef", option("kl_coef"), (0.0, 0.0), (0.1, 0.1)),
+    echoes("loss.kl_coef", option("kl_coef"), 0.0, 0.1),
     watch("loss.kl_coef", reference, (0.0, False), (0.1, True), what="a reference policy"),
     differs("seed", minibatch_order, 0, 1, what="order of learning", also=FOUR),
-    watch("optimizer.learning_rate", rate(100), (1e-6, 1e-6), (0.5, 0.5)),
+    echoes("optimizer.learning_rate", rate(100), 1e-06, 0.5),
     watch("optimizer.warmup_steps", rate(5), (20, 0.25), (0, 1.0), also={"optimizer.learning_rate": 1.0}),
     # Gradients 1 and 0. With b1 = 0.9, b2 = 0.999: the first moment is 0.9 x 0.1 / (1 - 0.81), the second 0.999 x 0.001 / (1 - 0.998001).
     watch("optimizer.beta1", change(1.0, 0.0), (0.9, [-0.6701]), (0.0, [0.0]), also=NO_DECAY),
@@ -279,8 +279,8 @@ WATCHERS = [
         (["mlp", "v_proj"], [4, 8.0, ("v_proj", *ALL[4:])]),
         also=RANK,
     ),
-    watch("sampling.merge_lora", merges, (False, False), (True, True), also=RANK),
-    watch("optimizer.offload", option("offload"), (False, False), (True, True)),
+    echoes("sampling.merge_lora", merges, False, True, also=RANK),
+    echoes("optimizer.offload", option("offload"), False, True),
     watch(
         "optimizer.offload",
         moments,

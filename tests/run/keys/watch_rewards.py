@@ -1,10 +1,10 @@
-"""Who watches `reward`: seen as the rewards of the four responses =2, =3, 1+1=2 and 111111 to a question whose answer is 2."""
+"""Watchers of `reward`: they see the rewards of the responses =2, =3, 1+1=2 and 111111 to a question with the answer 2."""
 
 import math
 
 from dapo_jax.dapo.rollouts import Verdict
 from tests.run.keys.looking import refusal
-from tests.run.keys.watching import watch
+from tests.run.keys.watching import echoes, watch
 
 PLAIN = {"reward.overlong.enabled": False}
 RIGHT = [1, -1, 1, -1]
@@ -19,7 +19,7 @@ def rewards(look):
 
 
 def of_pool(name):
-    """Sees what the workers' pool was made with; None without one."""
+    """Sees an argument of the pool of workers; None without a pool."""
 
     def see(look):
         made = look.made_of("GradingPool")
@@ -29,7 +29,7 @@ def of_pool(name):
 
 
 def of_calls(name):
-    """Sees what the event loop for async functions was made with."""
+    """Sees an argument of the event loop for async functions."""
     return lambda look: look.made_of("AsyncCalls", reward=waits)[name]
 
 
@@ -38,7 +38,7 @@ async def waits(sample):
 
 
 def partly_lost(sample):
-    """Scores, but for a response of which there is no verdict."""
+    """Scores, except for a response with a lost verdict."""
     if sample.response == "=3":
         return Verdict(correct=False, lost="timeout")
     return 2.0
@@ -66,7 +66,7 @@ def in_the_loss(look):
 
 
 def updates(look):
-    """How many updates are left of two where all responses were cut off."""
+    """The number of updates, of two, when all responses were cut off."""
     run = look.run(reward=lambda sample: sample.response == "=2")
     groups = look.collected(run).groups
     return len(run.batches.split(groups, 1))
@@ -96,20 +96,11 @@ WATCHERS = [
         also={**PLAIN, "dynamic_sampling.enabled": False},
     ),
     watch("reward.workers", of_pool("workers"), (0, None), (3, 3), also=POOL),
-    watch("reward.timeout_s", of_pool("timeout_s"), (10.0, 10.0), (3.0, 3.0), what="of workers", also=POOL),
-    watch("reward.timeout_s", of_calls("timeout_s"), (10.0, 10.0), (3.0, 3.0), what="of async functions"),
-    watch(
-        "reward.answer_marker", of_pool("answer_marker"), ("=", "="), ("+", "+"), what="of workers", also=POOL
-    ),
+    echoes("reward.timeout_s", of_pool("timeout_s"), 10.0, 3.0, what="of workers", also=POOL),
+    echoes("reward.timeout_s", of_calls("timeout_s"), 10.0, 3.0, what="of async functions"),
+    echoes("reward.answer_marker", of_pool("answer_marker"), "=", "+", what="of workers", also=POOL),
     watch("reward.on_nonfinite", refusal(not_finite), ("error", "RewardError"), ("lost", "")),
-    watch(
-        "reward.on_nonfinite",
-        of_pool("on_nonfinite"),
-        ("error", "error"),
-        ("lost", "lost"),
-        what="of workers",
-        also=POOL,
-    ),
+    echoes("reward.on_nonfinite", of_pool("on_nonfinite"), "error", "lost", what="of workers", also=POOL),
     watch("reward.correct", rewards, (1.0, RIGHT), (3.0, [3, -1, 3, -1]), also=PLAIN),
     watch(
         "reward.correct",
@@ -128,7 +119,6 @@ WATCHERS = [
         what="in a sum",
         also=WEIGHTED,
     ),
-    # The others have scores of 2.
     watch(
         "reward.incorrect",
         lost,

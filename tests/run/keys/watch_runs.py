@@ -1,4 +1,4 @@
-"""Who watches the keys of a run as a whole, `checkpoint`, `log` and `guard`: seen in what it writes, and how it ends."""
+"""Watchers of the keys of a whole run, `checkpoint`, `log`, and `guard`: they see its files and its end."""
 
 import json
 import os
@@ -7,10 +7,9 @@ import jax
 
 from tests.run.keys.doubles import mean
 from tests.run.keys.looking import ROWS, refusal, rounded
-from tests.run.keys.watching import watch
+from tests.run.keys.watching import echoes, watch
 
 AT_ONCE = {"steps": 0}
-"""A run that begins and ends."""
 SAVED = {"steps": 2, "checkpoint.every_steps": 1, "checkpoint.keep_best": False}
 LOGGED = {"log.rollouts_every_steps": 1}
 DRIFTS = {"sync/sampler_trainer_kl": mean(0.5)}
@@ -36,7 +35,7 @@ def cache(look):
 
 
 def of(cls, name):
-    """Sees what a class was made with; None if none was made."""
+    """Sees an argument of a class; None if it was not made."""
 
     def see(look):
         made = look.received(cls)
@@ -56,7 +55,7 @@ def evaluations(look):
 
 
 def logged(look):
-    """Whether the rollouts of the second of three steps are there to be read."""
+    """True if the rollouts of step 2 of 3 were written."""
     look.train()
     return "step_000002.jsonl" in look.files("rollouts")
 
@@ -74,8 +73,8 @@ def drifting(look):
 WATCHERS = [
     watch("run_dir", folders, ("out_a", ["out_a"]), ("out_b", ["out_b"]), also=AT_ONCE),
     watch("steps", steps, (1, [1]), (2, [1, 2])),
-    watch("stall_timeout_s", of("Watch", "timeout_s"), (1800.0, 1800.0), (0.0, 0.0), also=AT_ONCE),
-    watch("compilation_cache", cache, ("cache_a", "cache_a"), ("cache_b", "cache_b"), also=AT_ONCE),
+    echoes("stall_timeout_s", of("Watch", "timeout_s"), 1800.0, 0.0, also=AT_ONCE),
+    echoes("compilation_cache", cache, "cache_a", "cache_b", also=AT_ONCE),
     watch("eval.every_steps", evaluations, (0, [0, 2]), (1, [0, 1, 2]), also={"steps": 2}),
     watch("checkpoint.every_steps", checkpoints, (0, ["2"]), (1, ["1", "2"]), also=SAVED),
     watch("checkpoint.keep", checkpoints, (3, ["1", "2"]), (1, ["2"]), also=SAVED),
@@ -87,15 +86,10 @@ WATCHERS = [
         (False, ["2"]),
         also={"steps": 2, "eval.every_steps": 1},
     ),
-    watch(
-        "checkpoint.keep_best",
-        of("Checkpointer", "keep_best"),
-        (True, True),
-        (False, False),
-        what="what stays",
-        also=AT_ONCE,
+    echoes(
+        "checkpoint.keep_best", of("Checkpointer", "keep_best"), True, False, what="what stays", also=AT_ONCE
     ),
-    watch("checkpoint.grace_s", lambda look: look.stopped().grace_s, (25.0, 25.0), (3.0, 3.0), also=AT_ONCE),
+    echoes("checkpoint.grace_s", lambda look: look.stopped().grace_s, 25.0, 3.0, also=AT_ONCE),
     watch("log.rollouts_every_steps", logged, (0, False), (2, True), also={"steps": 3}),
     # Rewards, with the penalty, of 1, -1, 0 and -2: the first is 1.5 above their mean, with a deviation of (5 / 3) ** 0.5 = 1.291.
     watch(
@@ -106,21 +100,15 @@ WATCHERS = [
         what="in the rollout log",
         also=LOGGED,
     ),
-    watch("log.profile_steps", of("Profile", "steps"), ([], []), ([2], [2]), also=AT_ONCE),
-    watch(
+    echoes("log.profile_steps", of("Profile", "steps"), [], [2], also=AT_ONCE),
+    echoes(
         "log.tensorboard",
         lambda look: look.received("TensorBoardTracker") is not None,
-        (False, False),
-        (True, True),
+        False,
+        True,
         also=AT_ONCE,
     ),
-    watch(
-        "log.wandb",
-        lambda look: look.received("WandbTracker") is not None,
-        (False, False),
-        (True, True),
-        also=AT_ONCE,
-    ),
+    echoes("log.wandb", lambda look: look.received("WandbTracker") is not None, False, True, also=AT_ONCE),
     watch(
         "guard.max_mismatch_kl",
         refusal(drifting),

@@ -1,4 +1,4 @@
-"""Who watches `model`, `sampling`, `eval` and `parallel`: seen as what the engine, the update's programs and the meshes are."""
+"""Watchers of `model`, `sampling`, `eval` and `parallel`: they see the engine, the programs of the update and the meshes."""
 
 import jax
 import numpy as np
@@ -7,11 +7,11 @@ from flax import nnx
 from dapo_jax.rollout.collector import Position
 from dapo_jax.run.policy import description_of, load_policy
 from tests.run.keys.looking import ROWS, refusal, rounded
-from tests.run.keys.watching import differs, watch
+from tests.run.keys.watching import differs, echoes, watch
 
 
 def of_engine(name):
-    """Sees what the engine was made with."""
+    """Sees an attribute of the engine."""
 
     def see(look):
         look.run()
@@ -27,7 +27,7 @@ def cache_pages(look):
 
 
 def prefill_rows(look):
-    """Rows and tokens of a row that are read at a time."""
+    """Rows and tokens per row of a prefill call."""
     look.run()
     return [look.engine.prefill_shape.rows, look.engine.prefill_shape.width]
 
@@ -37,18 +37,18 @@ def policy(look):
 
 
 def weights(look):
-    """The sum of each of the first arrays, of the weights that training starts from."""
+    """The sums of the first three arrays of the initial weights."""
     return rounded([np.asarray(leaf).sum() for leaf in jax.tree.leaves(policy(look).params)][:3])
 
 
 def decoder(look):
-    """The decoder whose programs update the weights."""
+    """The trainer's decoder."""
     look.run()
     return nnx.merge(look.updates.graph, look.updates.params)
 
 
 def downloaded(name):
-    """Sees what is asked of the hub."""
+    """Sees an argument of the download from the hub."""
 
     def see(look):
         load_policy(look.config.model)
@@ -58,7 +58,7 @@ def downloaded(name):
 
 
 def transferred(look):
-    """Dtypes of the weights that go to the sampler; norms stay in float32."""
+    """Dtypes of the sampler's weights; norms stay in float32."""
     return sorted({str(leaf.dtype) for leaf in jax.tree.leaves(look.run().sampling.transfer(None))})
 
 
@@ -73,12 +73,12 @@ def option(name):
 
 
 def tokens(look):
-    """The responses to the first prompt, as text with what was cut off them gone."""
+    """The numbers of tokens of the responses to the first prompt."""
     return [rollout.response_tokens for rollout in look.rollouts()]
 
 
 def hows(look):
-    """Temperature, top-p and top-k of what was asked of the engine."""
+    """Temperature, top-p and top-k of the engine's first call."""
     return next(rounded([how.temperature, how.top_p, how.top_k]) for how in look.engine.hows)
 
 
@@ -103,13 +103,13 @@ def keys_of_evaluation(look):
 
 
 def prompts_at_once(look):
-    """How many prompts the first call of the engine reads; two groups of four fill eight slots."""
+    """The number of prompts in the first prefill; two groups of four fill eight slots."""
     look.collected()
     return len(look.engine.prefills[0])
 
 
 def mesh(look):
-    """The sizes over 1 of the mesh that trains; or that it was refused."""
+    """The axes of the training mesh with sizes over 1; or that it was refused."""
     try:
         look.run()
     except ValueError:
@@ -126,17 +126,17 @@ MICRO = {"model.source": "preset:micro", "model.tokenizer": "char:0123456789+=:,
 HUB = {"model.source": "hf:org/name"}
 
 FLYING = {"rollout.in_flight": 8, "rollout.round_tokens": 3}
-"""Groups of four with responses of 3, 3, 6 and 6 tokens: in their first round two end, in their second the others, and their verdicts come a round later."""
+"""Groups of four with responses of 3, 3, 6 and 6 tokens: two end in their first round, two in their second. Verdicts come a round later."""
 
 
 def flight(look):
-    """Rounds of the first step, and the first prompt of which no response has started; None in waves."""
+    """Rounds of the first step, and the first prompt without a started response; None in waves."""
     found = look.collected(reward=lambda sample: len(sample.tokens) > 3)
     return None if found.drawn_tokens is None else [found.rounds, found.cursor]
 
 
 def first_answer(look):
-    """The round at whose end the environment's first answer is taken, which is asked for before the first round."""
+    """The round at whose end the environment's first answer is due."""
     run = look.run()
     collector = run.sampling.collector(Position())
     first, *_ = collector.start()
@@ -153,12 +153,12 @@ WATCHERS = [
     watch(
         "rollout.answer_rounds", flight, (1, [3, 5]), (0, [2, 3]), (2, [4, 6]), what="of graders", also=FLYING
     ),
-    watch(
+    echoes(
         "rollout.answer_rounds",
         first_answer,
-        (1, 1),
-        (0, 0),
-        (3, 3),
+        1,
+        0,
+        3,
         what="of environments",
         also={**FLYING, "environment.source": "guess"},
     ),
@@ -177,20 +177,14 @@ WATCHERS = [
         ("char:0123456789+-", 14),
         also={"model.source": "preset:micro"},
     ),
-    watch(
+    echoes(
         "model.compute_dtype",
         lambda look: decoder(look).ends.compute_dtype,
-        ("float32", "float32"),
-        ("bfloat16", "bfloat16"),
+        "float32",
+        "bfloat16",
         what="of the trainer",
     ),
-    watch(
-        "model.compute_dtype",
-        of_engine("compute_dtype"),
-        ("float32", "float32"),
-        ("bfloat16", "bfloat16"),
-        what="of the sampler",
-    ),
+    echoes("model.compute_dtype", of_engine("compute_dtype"), "float32", "bfloat16", what="of the sampler"),
     watch(
         "model.compute_dtype",
         transferred,
@@ -199,17 +193,17 @@ WATCHERS = [
         what="of the sampler's weights",
     ),
     watch("model.attention", refusal(policy), ("auto", ""), ("splash", "ConfigError")),
-    watch("model.remat", lambda look: decoder(look).remat, ("none", "none"), ("full", "full")),
-    watch("sampling.temperature", option("temperature"), (1.0, 1.0), (0.5, 0.5), what="of the trainer"),
+    echoes("model.remat", lambda look: decoder(look).remat, "none", "full"),
+    echoes("sampling.temperature", option("temperature"), 1.0, 0.5, what="of the trainer"),
     watch("sampling.temperature", sampled_with, (1.0, [1, 1, 0]), (0.5, [0.5, 1, 0]), what="of the sampler"),
     watch("sampling.max_response_tokens", tokens, (6, [3, 3, 6, 6]), (9, [3, 3, 6, 9])),
     watch("sampling.max_response_tokens", of_engine("capacity"), (6, 10), (9, 13), what="room in a slot"),
-    watch("sampling.slots", of_engine("slots"), (8, 8), (16, 16)),
+    echoes("sampling.slots", of_engine("slots"), 8, 16),
     watch("sampling.slots", prompts_at_once, (8, 2), (16, 3), what="prompts read at once"),
-    watch("sampling.steps_per_call", of_engine("steps_per_call"), (16, 16), (3, 3)),
+    echoes("sampling.steps_per_call", of_engine("steps_per_call"), 16, 3),
     # Prompts of up to 4 tokens are rows of 10, as long as a slot: 2 prompts fill the slots.
     watch("sampling.prefill_tokens", prefill_rows, (4096, [2, 10]), (8, [1, 8])),
-    watch("sampling.batch_invariant", of_engine("batch_invariant"), (False, False), (True, True)),
+    echoes("sampling.batch_invariant", of_engine("batch_invariant"), False, True),
     # Each prompt is a row then, and one of them is read at a time.
     watch("sampling.batch_invariant", prefill_rows, (False, [2, 10]), (True, [1, 10]), what="rows"),
     # A slot holds 10 tokens: 3 pages of 4. Each of the 8 devices has 2 slots; of 128 tokens it has 4 pages.
@@ -221,13 +215,7 @@ WATCHERS = [
         (128, [4, 4]),
         also={"sampling.slots": 16, "sampling.page_tokens": 4},
     ),
-    watch(
-        "sampling.cache_dtype",
-        of_engine("cache_dtype"),
-        ("", ""),
-        ("int8", "int8"),
-        also={"loss.importance_cap": 2.0},
-    ),
+    echoes("sampling.cache_dtype", of_engine("cache_dtype"), "", "int8", also={"loss.importance_cap": 2.0}),
     watch(
         "sampling.weight_dtype",
         transferred,
@@ -257,12 +245,7 @@ WATCHERS = [
         also={"data.source": "jsonl", "data.path": "questions/train.jsonl"},
     ),
     watch("eval.prompts", lambda look: len(look.evaluated()["arithmetic"]), (0, len(ROWS)), (2, 2)),
-    watch(
-        "eval.samples_per_prompt",
-        lambda look: len(look.evaluated()["arithmetic"][0].rollouts),
-        (4, 4),
-        (8, 8),
-    ),
+    echoes("eval.samples_per_prompt", lambda look: len(look.evaluated()["arithmetic"][0].rollouts), 4, 8),
     watch("eval.temperature", evaluated_with, (1.0, [1, 1, 0]), (0.25, [0.25, 1, 0])),
     watch("eval.top_p", evaluated_with, (1.0, [1, 1, 0]), (0.5, [1, 0.5, 0])),
     watch("eval.top_k", evaluated_with, (0, [1, 1, 0]), (3, [1, 1, 3])),

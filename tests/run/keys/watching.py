@@ -1,4 +1,4 @@
-"""What watches a key of the configuration: where its values are seen, and a library that ignores them."""
+"""Watchers of the keys of the configuration, and a way to change what the library reads of a key."""
 
 import dataclasses
 import sys
@@ -12,25 +12,25 @@ import pytest
 from dapo_jax.config.section import field_types, leaf_types
 
 READING = []
-"""The fields that the library now reads otherwise, see `reading`."""
+"""The fields whose values `reading` replaces at the moment."""
 
 SEEN = object()
-"""For values that need only be seen as different."""
+"""Stands for any result that differs from those of the other values."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Watcher:
-    """Of one key, at one of the places that it goes to."""
+    """A watcher of one key at one place of its use."""
 
     key: str
     what: str = ""
-    """Which of its places, where there are several."""
+    """The place, where there are several."""
     see: Callable[[Any], Any]
-    """(a `Look` at a configuration) -> plain values that tell what the key is there."""
+    """(a `Look` at a configuration) -> plain values that depend on the key."""
     values: Sequence[tuple[Any, Any]]
-    """(value, what is then seen) for two values or more; the first is what a library that ignored the key would take."""
+    """(value, expected result) for two values or more."""
     also: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Values of other keys without which this one does nothing."""
+    """Values of other keys that this one needs."""
 
     def __str__(self) -> str:
         return f"{self.key}, {self.what}" if self.what else self.key
@@ -38,7 +38,7 @@ class Watcher:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A watcher of one name in the entries of a list: the first entry is `entry` with a value of `name`, `others` follow it."""
+    """A watcher of a name in the entries of a list: the first entry is `entry` and the name, then come `others`."""
 
     list_key: str
     name: str
@@ -58,34 +58,40 @@ class Entry:
 
 
 def watch(key, see, *values, what="", also=None):
-    """A watcher by what is seen of each value: `(value, seen)` pairs."""
+    """A watcher with a (value, expected result) pair for each value."""
     return Watcher(key=key, what=what, see=see, values=values, also=also or {})
 
 
+def echoes(key, see, *values, what="", also=None):
+    """A watcher that sees each value itself."""
+    return watch(key, see, *((value, value) for value in values), what=what, also=also)
+
+
 def differs(key, see, *values, what="", also=None):
-    """A watcher for whose values there is no telling what will be seen, only that it differs."""
+    """A watcher that only checks that the results differ."""
     return watch(key, see, *((value, SEEN) for value in values), what=what, also=also)
 
 
 def made(schema, values):
-    """A configuration of dotted keys; those that are not given keep their defaults."""
-    found = {}
-    for name, kind in field_types(schema).items():
-        if dataclasses.is_dataclass(kind):
-            inner = {
-                key.removeprefix(f"{name}."): value
-                for key, value in values.items()
-                if key.startswith(f"{name}.")
-            }
-            if inner:
-                found[name] = made(kind, inner)
-        elif name in values:
-            found[name] = values[name]
-    return schema(**found)
+    """A configuration of dotted keys, without those that the schema does not have."""
+    found, kinds = {}, field_types(schema)
+    for key, value in values.items():
+        name, _, rest = key.partition(".")
+        if rest:
+            found.setdefault(name, {})[rest] = value
+        else:
+            found[name] = value
+    return schema(
+        **{
+            name: made(kinds[name], value) if dataclasses.is_dataclass(kinds[name]) else value
+            for name, value in found.items()
+            if name in kinds
+        }
+    )
 
 
 def owner(schema, key):
-    """The class whose field the last name of a dotted key is, and that name."""
+    """(section class, field name) of a dotted key."""
     *sections, name = key.split(".")
     for section in sections:
         schema = field_types(schema)[section]
@@ -100,11 +106,11 @@ def default_of(schema, key):
 
 
 class _Field:
-    """Stands before a field of a dataclass: what the library reads is `read(the value it was given)`."""
+    """A descriptor for a field of a dataclass: the library reads `read(value)` in place of the value."""
 
     def __init__(self, section, name, read):
         self._name, self._read = name, read
-        self._default = getattr(section, name, None)  # as the class itself has it
+        self._default = getattr(section, name, None)
 
     def __get__(self, config, section=None):
         if config is None:
@@ -119,7 +125,7 @@ class _Field:
 
 @contextmanager
 def reading(section, name, read):
-    """Within, what the library reads of a field is `read(the value it was given)`. Who else reads it gets what it was given."""
+    """Within, the library reads `read(value)` of a field; other code reads the value."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(section, name, _Field(section, name, read), raising=False)
         READING.append(name)
@@ -131,7 +137,7 @@ def reading(section, name, read):
 
 @contextmanager
 def noting_reads(schema, found):
-    """Within, `found` gets the keys of a configuration that the library reads to use them, not only to check or to write them."""
+    """Within, collects in `found` the keys that the library uses, beyond checking or writing them."""
 
     def noting(key, given):
         reader = sys._getframe(2)
@@ -146,13 +152,8 @@ def noting_reads(schema, found):
 
 
 def _only_checks(module, function):
-    """True for what compares, checks or writes values of a configuration."""
+    """True for functions that only compare, check or write values of a configuration."""
     name = function.rpartition(".")[2]
     inside = module in ("dapo_jax.config.section", "dapo_jax.config.loading")
     checks = module.startswith("dapo_jax.config.") and ("check" in function or name == "__post_init__")
     return inside or checks or name in ("__repr__", "__eq__")
-
-
-def ignored(schema, key, value):
-    """Within, the library reads `value` whatever the key was set to."""
-    return reading(*owner(schema, key), lambda given: value)
