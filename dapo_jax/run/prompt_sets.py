@@ -18,7 +18,7 @@ from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.data.prompts import PromptSource, held_out, measured_prompts
 from dapo_jax.data.rows import LoadedRows, checked_rows
 from dapo_jax.data.sources import dataset_splits, load_rows
-from dapo_jax.text.formatting import Example, PromptFormat
+from dapo_jax.text.formatting import PromptFormat
 from dapo_jax.text.tokenizers import Tokenizer
 
 GivenRows = Sequence[Mapping[str, Any]]
@@ -43,7 +43,7 @@ def prompt_format(data: DataConfig) -> PromptFormat:
     """Returns the format that the configuration puts around a question."""
     return PromptFormat(
         template=data.prompt_template,
-        examples=tuple(Example(prompt=each["prompt"], response=each["response"]) for each in data.few_shot),
+        examples=data.few_shot,
         chat=data.chat,
         system_prompt=data.system_prompt,
         chat_template_kwargs=data.chat_template_kwargs,

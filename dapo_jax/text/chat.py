@@ -5,7 +5,7 @@ The template of a downloaded model is not trusted. It runs in Jinja's `Immutable
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date, datetime, time
 from functools import cached_property
 from typing import Any, NoReturn
@@ -68,8 +68,13 @@ class ChatTemplate:
         known = {"tools": None, "documents": None, **self._special_tokens, **(variables or {}), **named}
         known |= {"messages": list(messages), "add_generation_prompt": True}
         known.setdefault("strftime_now", lambda pattern: _date(pattern, today))
+        pieces, length = [], 0
         try:
-            return self._joined(known)
+            for piece in self._compiled.generate(known):
+                pieces.append(piece)
+                length += len(piece)
+                if length > MOST_RENDERED:
+                    _refuse(f"their text has more than {MOST_RENDERED:,} characters")
         except SecurityError as error:
             raise ValueError(f"chat template {self.name} tries to leave its sandbox: {error}") from error
         except _RefusedError as error:
@@ -78,14 +83,6 @@ class ChatTemplate:
             raise ValueError(
                 f"chat template {self.name} fails with {type(error).__name__}: {error}; data.chat_template_kwargs has its variables"
             ) from error
-
-    def _joined(self, variables: Mapping[str, Any]) -> str:
-        pieces, length = [], 0
-        for piece in self._compiled.generate(variables):
-            pieces.append(piece)
-            length += len(piece)
-            if length > MOST_RENDERED:
-                raise _RefusedError(f"their text has more than {MOST_RENDERED:,} characters")
         return "".join(pieces)
 
     @cached_property
@@ -96,6 +93,18 @@ class ChatTemplate:
         sandbox.filters["tojson"] = _to_json
         del sandbox.filters["random"]  # the same messages must always give the same prompt
         return sandbox.from_string(self.source, globals={"raise_exception": _refuse})
+
+
+def template_of(content: bytes, name: str, special_tokens: Mapping[str, str] | None = None) -> ChatTemplate:
+    """Returns the chat template of a file.
+
+    Raises:
+        ValueError: the content is not UTF-8.
+    """
+    try:
+        return ChatTemplate(content.decode("utf-8"), name=name, special_tokens=special_tokens)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8: {error}") from error
 
 
 class _RefusedError(TemplateError):
@@ -116,11 +125,11 @@ class _Generation(Extension):
 
 def _date(pattern: str, today: date | None) -> str:
     if today is None:
-        raise _RefusedError(
+        _refuse(
             "it prints today's date, and none was given: set data.template_date to a day such as 2024-07-26 (from Python: today=)"
         )
     if "s" in re.findall(r"%[-_0^#]*[0-9]*[EO]?(.)", pattern):
-        raise _RefusedError(f"strftime_now({pattern!r}): %s depends on the time zone of the machine")
+        _refuse(f"strftime_now({pattern!r}): %s depends on the time zone of the machine")
     return datetime.combine(today, time()).strftime(pattern)
 
 
@@ -139,3 +148,41 @@ def _to_json(
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+
+
+FIRST_GUARD = "\U0010f000"
+"""The first private character used as a guard. Texts from outside may hold neither this one nor a later one."""
+
+
+class Guards:
+    """Keeps texts of messages from becoming special tokens while a chat template is rendered.
+
+    A special token begins with its first character. In texts from outside, a private character replaces each such
+    character during rendering. A special token in the rendered text was therefore written by the template itself.
+
+    >>> guards = Guards(["<|im_end|>", "</s>"])
+    >>> guards.guarded("1 < 2"), guards.restored(guards.guarded("1 < 2"))
+    ('1 \\U0010f001 2', '1 < 2')
+    """
+
+    def __init__(self, special: Iterable[str]) -> None:
+        firsts = sorted({text[0] for text in special if text})
+        self._guards = {ord(first): ord(FIRST_GUARD) + 1 + place for place, first in enumerate(firsts)}
+        self._firsts = {guard: first for first, guard in self._guards.items()}
+
+    def guarded(self, text: str) -> str:
+        """Returns the text with guards in place of first characters.
+
+        Raises:
+            ValueError: the text has half a surrogate pair, or a character from `FIRST_GUARD` on.
+        """
+        text.encode("utf-8")  # raises, with the position of the surrogate
+        if (last := max(text, default="")) >= FIRST_GUARD:
+            raise ValueError(
+                f"a text holds the private character U+{ord(last):X}; characters from U+{ord(FIRST_GUARD):X} on are reserved"
+            )
+        return text.translate(self._guards)
+
+    def restored(self, text: str) -> str:
+        """Returns the text with the original characters."""
+        return text.translate(self._firsts)

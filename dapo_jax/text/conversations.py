@@ -1,7 +1,7 @@
 """Tokenizes conversations from outside, such as HTTP requests: no text in a message becomes a special token.
 
 The template's own special tokens are meant, special tokens spelled out in a message are not. Messages are guarded
-(`text.guards`) while the template is rendered.
+(`text.chat.Guards`) while the template is rendered.
 """
 
 import re
@@ -87,8 +87,8 @@ def conversation_ids(
 ) -> Int32[np.ndarray, " prompt"]:
     """Returns the prompt of a conversation from outside, up to and including the opening of the answer.
 
-    If no text spells an added token, the prompt equals the one that `PromptFormat` makes of the same messages. A text that
-    spells one is encoded as ordinary characters.
+    If no text spells an added token, `PromptFormat` makes the same prompt of the same messages. A spelled one is encoded as
+    ordinary characters.
 
     Args:
         messages: the turns, oldest first, in any form that `canonical_messages` takes.

@@ -15,14 +15,6 @@ from dapo_jax.text.tokenizers import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Example:
-    """A question and its response, shown before the question that is asked (few-shot)."""
-
-    prompt: str
-    response: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class PromptFormat:
     """The text and the messages around a question.
 
@@ -33,9 +25,9 @@ class PromptFormat:
     template: str = "{prompt}"
     """A name in `TEMPLATES`, or a text in which every `{prompt}` is replaced by the question. In a conversation, the
     question is the user's last message."""
-    examples: tuple[Example, ...] = ()
-    """Asked and answered before the question: as text with a blank line between, or as turns of a conversation."""
-    """Separates the examples and the question in plain text."""
+    examples: Sequence[Mapping[str, str]] = ()
+    """Mappings with `prompt` and `response`, shown before the question: as text with a blank line between, or as turns of a
+    conversation (few-shot)."""
     chat: bool = False
     """Ask a plain-text question as a user's message. Rows with messages are always conversations."""
     system_prompt: str = ""
@@ -68,7 +60,7 @@ class PromptFormat:
                     "the prompt is plain text, but data.system_prompt or data.chat_template_kwargs is set, which only "
                     "conversations use; set data.chat=true (--chat) to ask it as a user's message"
                 )
-            shown = [self._around(each.prompt) + each.response for each in self.examples]
+            shown = [self._around(each["prompt"]) + each["response"] for each in self.examples]
             text = "\n\n".join([*shown, self._around(prompt)])
             return text, tokenizer.encode_prompt(text)
         text = self._conversation(prompt, tokenizer)
@@ -90,8 +82,16 @@ class PromptFormat:
         )
         last = max(place for place, message in enumerate(messages) if message["role"] == "user")
         asked = {**messages[last], "content": self._around(messages[last]["content"])}
+        shown = [
+            message
+            for each in self.examples
+            for message in (
+                {"role": "user", "content": self._around(each["prompt"])},
+                {"role": "assistant", "content": each["response"]},
+            )
+        ]
         first = int(messages[0]["role"] == "system")
-        messages = [*messages[:first], *self._turns(), *messages[first:last], asked, *messages[last + 1 :]]
+        messages = [*messages[:first], *shown, *messages[first:last], asked, *messages[last + 1 :]]
         if self.system_prompt:
             if messages[0]["role"] == "system":
                 raise ValueError(
@@ -101,28 +101,9 @@ class PromptFormat:
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         return tokenizer.chat_template.render(messages, self.chat_template_kwargs, today=self.today)
 
-    def _turns(self) -> list[Message]:
-        """Returns the examples as turns of a conversation."""
-        return [
-            message
-            for each in self.examples
-            for message in (
-                {"role": "user", "content": self._around(each.prompt)},
-                {"role": "assistant", "content": each.response},
-            )
-        ]
-
 
 AS_IT_STANDS = PromptFormat()
 """The prompt is the question alone."""
-
-
-def unwrapped(text: str, template: str = "dapo") -> str:
-    """Returns the question inside a template of `TEMPLATES`, or the text itself if it is not wrapped in it."""
-    before, _, after = TEMPLATES[template].partition("{prompt}")
-    if text.startswith(before) and text.endswith(after):
-        return text[len(before) : len(text) - len(after)]
-    return text
 
 
 def checked_messages(messages: object) -> list[dict[str, Any]]:

@@ -22,8 +22,7 @@ import tokenizers
 from jaxtyping import Int, Int32
 
 from dapo_jax.storage import files_of, path_of, write_whole
-from dapo_jax.text.chat import ChatTemplate
-from dapo_jax.text.guards import Guards
+from dapo_jax.text.chat import ChatTemplate, Guards, template_of
 from dapo_jax.text.plain_json import read_object
 
 TOKENIZER_FILES = (
@@ -72,30 +71,38 @@ class HuggingFaceTokenizer:
         self._special_tokens = {
             key: text for key, value in config.items() if key.endswith("_token") and (text := _content(value))
         }
-        self._vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        self._token_ids = self._named_ids(generation, model)
-        self._stop_ids = self._end_tokens(generation, model)
-        self._pad_id = self._padding(generation, model)
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        """The largest id plus one. Models often have more rows, see `check_vocabulary`."""
+        self.token_ids = self._named_ids(generation, model)
+        """Ids by their names in config.json, such as `bos_token_id`, without the end and the padding."""
+        self.stop_ids = self._end_tokens(generation, model)
+        """Every end token that the folder names, `eos_id` first."""
+        self.eos_id = self.stop_ids[0]
+        """The end token of supervised responses."""
+        padding = self._ids_of("pad", generation, model)
+        self.pad_id = next((token for token in padding if 0 <= token <= _LARGEST_ID), self.eos_id)
+        """The padding token, or the end token if the folder names no padding."""
         self._beginning = self._text_beginning()
-        self._chat_template = self._template(config.get("chat_template"))
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._added = {number: token.content for number, token in added.items()}
+        self._special_ids = frozenset(number for number, token in added.items() if token.special)
+        """The ids that `decode` omits."""
+        self._guards = Guards(self._added.values())
+        self.chat_template = self._template(config.get("chat_template"))
+        """The folder's chat template; if it has several, the one named `default`."""
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> "HuggingFaceTokenizer":
-        """Reads a model folder.
+        """Reads a model folder, which has a tokenizer.json.
 
         Raises:
-            ValueError: see the constructor, or tokenizer.json is missing.
+            OSError: a file cannot be read.
+            ValueError: see the constructor.
         """
-        place, described = path_of(folder), "config.json"
-        try:
-            files = files_of(place, (*TOKENIZER_FILES, described))
-        except OSError as error:
-            raise ValueError(f"cannot read a tokenizer from {place}: {error}") from error
-        if _TOKENIZER not in files:
-            raise ValueError(f"there is no {place / _TOKENIZER}; a tokenizer is read from this file")
-        model = files.pop(described, None)
-        read = {} if model is None else read_object(model, place / described)
-        return cls(files, model=read, place=str(place))
+        path = path_of(folder)
+        files = files_of(path, (*TOKENIZER_FILES, "config.json"))
+        model = read_object(files.get("config.json", b"{}"), path / "config.json")
+        return cls(files, model=model, place=str(path))
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes the files unchanged. End tokens that only config.json named are added in a generation_config.json."""
@@ -116,50 +123,16 @@ class HuggingFaceTokenizer:
     def __hash__(self) -> int:
         return hash((self.files[_TOKENIZER], self.stop_ids, self.pad_id))
 
-    @property
-    def vocab_size(self) -> int:
-        """The largest id plus one. Models often have more rows, see `check_vocabulary`."""
-        return self._vocab_size
-
-    @property
-    def pad_id(self) -> int:
-        """The padding token, or the end token if the folder names no padding."""
-        return self._pad_id
-
-    @property
-    def eos_id(self) -> int:
-        """The end token of supervised responses."""
-        return self._stop_ids[0]
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        """Every end token that the folder names, `eos_id` first."""
-        return self._stop_ids
-
-    @property
-    def token_ids(self) -> Mapping[str, int | list[int]]:
-        """Ids by their names in config.json, such as `bos_token_id`, without the end and the padding."""
-        return self._token_ids
-
-    @property
-    def chat_template(self) -> ChatTemplate | None:
-        """The folder's chat template; if it has several, the one named `default`."""
-        return self._chat_template
-
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
         """Returns the ids of `text`; special tokens spelled out in it are encoded as such, and none is added.
 
         Raises:
-            ValueError: the text has half a surrogate pair.
+            ValueError: the text has half a surrogate pair. So do the other methods that encode.
         """
         return self._encoded(self._tokenizer, text)
 
     def encode_plain(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """Returns the ids of a text from outside. Special and other added tokens, such as `<tool_call>`, are encoded as characters.
-
-        Raises:
-            ValueError: the text has half a surrogate pair.
-        """
+        """Returns the ids of a text from outside. Special and other added tokens, such as `<tool_call>`, are encoded as characters."""
         return self._encoded(self._plain, text)
 
     def _encoded(self, library: tokenizers.Tokenizer, text: str) -> Int32[np.ndarray, " tokens"]:
@@ -178,7 +151,7 @@ class HuggingFaceTokenizer:
         return plain
 
     def guarded(self, text: str) -> str:
-        """Returns the text with guards for the first characters of added tokens (`text.guards`).
+        """Returns the text with guards for the first characters of added tokens (`text.chat.Guards`).
 
         Raises:
             ValueError: the text has half a surrogate pair or a guard.
@@ -186,11 +159,7 @@ class HuggingFaceTokenizer:
         return self._guards.guarded(text)
 
     def encode_guarded(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """Returns the ids of a text with `guarded` parts, in which added tokens are encoded as characters.
-
-        Raises:
-            ValueError: the text has half a surrogate pair.
-        """
+        """Returns the ids of a text with `guarded` parts, in which added tokens are encoded as characters."""
         text.encode("utf-8")
         with self._library("cannot encode this text with"):
             found = self._tokenizer.encode(text, add_special_tokens=False)
@@ -198,22 +167,11 @@ class HuggingFaceTokenizer:
         done = 0
         for number, (begin, end) in zip(found.ids, found.offsets, strict=True):
             # Ignores special tokens that only Unicode normalization produces; only literal ones count.
-            if number in self._added and self._added[number] == text[begin:end].strip():
-                parts += [
-                    self.encode_plain(self._guards.restored(text[done:begin])),
-                    np.array([number], dtype=np.int32),
-                ]
+            if self._added.get(number) == text[begin:end].strip():
+                before = self.encode_plain(self._guards.restored(text[done:begin]))
+                parts += [before, np.array([number], dtype=np.int32)]
                 done = end
         return np.concatenate([*parts, self.encode_plain(self._guards.restored(text[done:]))])
-
-    @cached_property
-    def _added(self) -> Mapping[int, str]:
-        """The added tokens by id."""
-        return {number: token.content for number, token in self._tokenizer.get_added_tokens_decoder().items()}
-
-    @cached_property
-    def _guards(self) -> Guards:
-        return Guards(self._added.values())
 
     def encode_prompt(self, text: str) -> Int32[np.ndarray, " tokens"]:
         """Returns the ids of a plain-text prompt after the token that begins a text, if the model has one."""
@@ -242,12 +200,6 @@ class HuggingFaceTokenizer:
         if text is None:
             return None
         return b"" if token in self._special_ids else bytes_of_token(text, self._decoder)
-
-    @cached_property
-    def _special_ids(self) -> frozenset[int]:
-        """The ids that `decode` omits."""
-        added = self._tokenizer.get_added_tokens_decoder().items()
-        return frozenset(number for number, token in added if token.special)
 
     @contextmanager
     def _library(self, deed: str) -> Iterator[None]:
@@ -278,8 +230,7 @@ class HuggingFaceTokenizer:
         return found if beginning is None else {"bos_token_id": beginning, **found}
 
     def _end_tokens(self, generation: Mapping[str, Any], model: Mapping[str, Any]) -> tuple[int, ...]:
-        own = [self._id_of("eos_token")] if "eos_token" in self._special_tokens else []
-        found = (*own, *_ids(generation, "eos_token_id"), *_ids(model, "eos_token_id"))
+        found = self._ids_of("eos", generation, model)
         if wrong := [number for number in found if not 0 <= number <= _LARGEST_ID]:
             raise ValueError(f"{self._place} names the end token {wrong[0]}; ids are from 0 to {_LARGEST_ID}")
         if not found:
@@ -289,10 +240,24 @@ class HuggingFaceTokenizer:
             )
         return tuple(dict.fromkeys(found))
 
-    def _padding(self, generation: Mapping[str, Any], model: Mapping[str, Any]) -> int:
-        own = [self._id_of("pad_token")] if "pad_token" in self._special_tokens else []
-        named = (*own, *_ids(generation, "pad_token_id"), *_ids(model, "pad_token_id"))
-        return next((i for i in named if 0 <= i <= _LARGEST_ID), self.eos_id)
+    def _ids_of(self, name: str, *configs: Mapping[str, Any]) -> list[int]:
+        """Returns the ids that the files name as `eos` or `pad`, the tokenizer's own first."""
+        token, found = self._special_tokens.get(f"{name}_token"), list[int]()
+        if token is not None:
+            own = self._tokenizer.token_to_id(token)
+            if own is None:
+                raise ValueError(
+                    f"{self._place}/{_CONFIG}: {name}_token {token!r} is not in the vocabulary of {_TOKENIZER}; both files must "
+                    "belong to one tokenizer"
+                )
+            found.append(own)
+        key = f"{name}_token_id"
+        for value in (config.get(key) for config in configs):
+            ids = value if isinstance(value, list) else [] if value is None else [value]
+            if not all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
+                raise ValueError(f"{key} must be a number or a list of numbers; got {value!r}")
+            found += ids
+        return found
 
     def _text_beginning(self) -> tuple[int, ...]:
         with self._library("cannot encode this text with"):
@@ -302,28 +267,17 @@ class HuggingFaceTokenizer:
         return tuple(probe.ids[: added.index(0) if 0 in added else 0])
 
     def _template(self, config: Any) -> ChatTemplate | None:
-        if _TEMPLATE in self.files:
-            try:
-                return self._named_template(self.files[_TEMPLATE].decode("utf-8"), _TEMPLATE)
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{self._place}/{_TEMPLATE} is not UTF-8: {error}") from error
-        if isinstance(config, list):
-            named = {each.get("name"): each.get("template") for each in config if isinstance(each, Mapping)}
-            config = named.get("default")
-        return self._named_template(config, f"{_CONFIG}: chat_template") if isinstance(config, str) else None
-
-    def _named_template(self, source: str, name: str) -> ChatTemplate:
-        return ChatTemplate(source, name=f"{self._place}/{name}", special_tokens=self._special_tokens)
-
-    def _id_of(self, name: str) -> int:
-        token = self._special_tokens[name]
-        found = self._tokenizer.token_to_id(token)
-        if found is None:
-            raise ValueError(
-                f"{self._place}/{_CONFIG}: {name} {token!r} is not in the vocabulary of {_TOKENIZER}; both files must "
-                "belong to one tokenizer"
-            )
-        return found
+        name, content = _TEMPLATE, self.files.get(_TEMPLATE)
+        if content is None:
+            if isinstance(config, list):
+                named = {
+                    each.get("name"): each.get("template") for each in config if isinstance(each, Mapping)
+                }
+                config = named.get("default")
+            if not isinstance(config, str):
+                return None
+            name, content = f"{_CONFIG}: chat_template", config.encode("utf-8")
+        return template_of(content, f"{self._place}/{name}", self._special_tokens)
 
     def _json(self, name: str) -> Mapping[str, Any]:
         return read_object(self.files[name], f"{self._place}/{name}") if name in self.files else {}
@@ -386,12 +340,3 @@ def _content(value: Any) -> str | None:
     """Returns the text of a special token, which older files wrap into an object."""
     text = value.get("content") if isinstance(value, Mapping) else value
     return text if isinstance(text, str) and text else None
-
-
-def _ids(config: Mapping[str, Any], key: str) -> list[int]:
-    """Returns the ids of a key that holds one id, a list, or nothing."""
-    value = config.get(key)
-    values = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(each, int) and not isinstance(each, bool) for each in values):
-        raise ValueError(f"{key} must be a number or a list of numbers; got {value!r}")
-    return values

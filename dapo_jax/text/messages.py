@@ -50,12 +50,8 @@ def content_text(content: object, where: str = "a message") -> str:
             f"{where}: 'content' must be a string or a list of parts of text; got {content!r:.80}"
         )
     for part in parts:
-        if not (
-            isinstance(part, dict)
-            and part.keys() == {"type", "text"}
-            and part["type"] == "text"
-            and isinstance(part["text"], str)
-        ):
+        text = part.get("text") if isinstance(part, dict) else None
+        if not isinstance(text, str) or part != {"type": "text", "text": text}:
             raise ValueError(
                 f'{where}: \'content\' has the part {part!r:.80}; a part must be {{"type": "text", "text": "..."}}'
             )
@@ -90,23 +86,18 @@ def _call(given: Any, where: str) -> dict[str, Any]:
         )
     if not isinstance(name := function.get("name"), str):
         raise ValueError(f"{where}: the name of its function must be a string; got {name!r:.80}")
-    arguments = _arguments(function.get("arguments", {}), where)
-    ordered = {"name": name, "arguments": {}} | function | {"arguments": arguments}
-    return {**call, "type": "function", "function": ordered}
-
-
-def _arguments(given: Any, where: str) -> dict[str, Any]:
-    read = given
-    if isinstance(given, str):
+    arguments = written = function.get("arguments", {})
+    if isinstance(written, str):
         try:
-            read = read_numbers(given) if given.strip() else {}
+            arguments = read_numbers(written) if written.strip() else {}
         except (ValueError, RecursionError) as error:
             raise ValueError(
-                f"{where}: its arguments are not JSON: {error!s:.200}; got {given!r:.80}"
+                f"{where}: its arguments are not JSON: {error!s:.200}; got {written!r:.80}"
             ) from error
-    if not isinstance(read, dict):
-        raise ValueError(f"{where}: its arguments must be a JSON object; got {given!r:.80}")
-    return read
+    if not isinstance(arguments, dict):
+        raise ValueError(f"{where}: its arguments must be a JSON object; got {written!r:.80}")
+    ordered = {"name": name, "arguments": {}} | function | {"arguments": arguments}
+    return {**call, "type": "function", "function": ordered}
 
 
 def _without_nulls(value: Any, depth: int = 0) -> Any:

@@ -1,4 +1,4 @@
-"""Stop ids and stop strings: what ends a response besides its end token."""
+"""Stop ids and stop strings: further ends of a response, in addition to its end token."""
 
 from collections.abc import Sequence
 
@@ -55,15 +55,11 @@ class StopStrings:
         Args:
             token_ids: the response so far.
             start: the number of tokens that earlier calls have searched.
-
-        Raises:
-            ValueError: `start` is not a number of tokens of the response.
         """
-        if not 0 <= start <= len(token_ids):
-            raise ValueError(f"start={start} is not within the response's {len(token_ids)} tokens")
         if not self._strings or start == len(token_ids):
             return None
-        tail, places = self._tail(token_ids, start)
+        places = self._tail(token_ids, start)
+        tail = token_ids[places]
         text = self._tokenizer.decode(tail)
         # Later bytes change the text of earlier ones only at U+FFFD. Without it, the whole text holds every string
         # that the text of a part holds.
@@ -77,10 +73,8 @@ class StopStrings:
         text = self._tokenizer.decode(ids)
         return text[: min((place for s in self._strings if (place := text.find(s)) >= 0), default=len(text))]
 
-    def _tail(
-        self, token_ids: Int[np.ndarray, " tokens"], start: int
-    ) -> tuple[Int[np.ndarray, " tail"], list[int]]:
-        """Returns the new tokens with text, as many before them as a window needs, and their positions."""
+    def _tail(self, token_ids: Int[np.ndarray, " tokens"], start: int) -> list[int]:
+        """Returns the positions of the new tokens with text, and of as many before them as a window needs."""
         places = [place for place in range(start, len(token_ids)) if self._text_in(int(token_ids[place]))]
         before: list[int] = []
         place = start
@@ -88,8 +82,7 @@ class StopStrings:
             place -= 1
             if self._text_in(int(token_ids[place])):
                 before.append(place)
-        places = before[::-1] + places
-        return token_ids[places], places
+        return before[::-1] + places
 
     def _completes(self, tail: Int[np.ndarray, " tail"], end: int) -> bool:
         """Returns whether a string ends within the window before `end`, for any alignment of the decoding."""

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Int, Int32
 
 from dapo_jax.storage import AnyPath, file_bytes, files_of, path_of, write_whole
-from dapo_jax.text.chat import ChatTemplate
+from dapo_jax.text.chat import ChatTemplate, template_of
 from dapo_jax.text.plain_json import read_object
 
 PAD_ID = 0
@@ -32,71 +32,60 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int:
         """Number of ids, including special ones: every id is in [0, vocab_size)."""
-        ...
 
     @property
     def pad_id(self) -> int:
         """The id that fills unused positions."""
-        ...
 
     @property
     def eos_id(self) -> int:
         """The id that ends a response, also in supervised training."""
-        ...
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """All ids that end a response when they are sampled, `eos_id` first."""
-        ...
 
     @property
     def chat_template(self) -> ChatTemplate | None:
         """Turns messages into text; None if the model knows no conversations."""
-        ...
 
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
         """Returns the ids of `text`, without additional ones."""
-        ...
 
     def encode_plain(self, text: str) -> Int32[np.ndarray, " tokens"]:
         """Returns the ids of a text from outside; special tokens spelled out in it are encoded as characters."""
-        ...
 
     def guarded(self, text: str) -> str:
         """Returns a text from outside for use in a chat template, with guards for the first characters of special tokens."""
-        ...
 
     def encode_guarded(self, text: str) -> Int32[np.ndarray, " tokens"]:
         """Returns the ids of a text with `guarded` parts, as `encode`; special tokens in guarded parts are encoded as characters."""
-        ...
 
     def encode_prompt(self, text: str) -> Int32[np.ndarray, " tokens"]:
         """Returns the ids of a plain-text prompt, including the token that begins a text, if the model has one."""
-        ...
 
     def decode(self, ids: Int[np.ndarray, " tokens"]) -> str:
         """Returns the text of `ids` without special tokens."""
-        ...
 
 
+@dataclass(frozen=True)
 class _Plain:
-    """The methods of tokenizers in which no text spells a special token."""
+    """The common parts of tokenizers in which no text spells a special token."""
+
+    pad_id: int = field(default=PAD_ID, init=False)
+    eos_id: int = field(default=EOS_ID, init=False)
+    stop_ids: tuple[int, ...] = field(default=(EOS_ID,), init=False)
+    chat_template: ChatTemplate | None = field(default=None, compare=False, kw_only=True)
 
     def encode_plain(self: "Tokenizer", text: str) -> Int32[np.ndarray, " tokens"]:
         """Returns the same as `encode`."""
         return self.encode(text)
 
+    encode_guarded = encode_prompt = encode_plain
+
     def guarded(self, text: str) -> str:
         """Returns the same text."""
         return text
-
-    def encode_guarded(self: "Tokenizer", text: str) -> Int32[np.ndarray, " tokens"]:
-        """Returns the same as `encode`."""
-        return self.encode(text)
-
-    def encode_prompt(self: "Tokenizer", text: str) -> Int32[np.ndarray, " tokens"]:
-        """Returns the same as `encode`."""
-        return self.encode(text)
 
 
 @dataclass(frozen=True)
@@ -107,10 +96,6 @@ class ByteTokenizer(_Plain):
     [67, 63]
     """
 
-    pad_id: int = field(default=PAD_ID, init=False)
-    eos_id: int = field(default=EOS_ID, init=False)
-    stop_ids: tuple[int, ...] = field(default=(EOS_ID,), init=False)
-    chat_template: ChatTemplate | None = field(default=None, compare=False, kw_only=True)
     vocab_size: int = field(default=_SPECIALS + 256, init=False)
 
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
@@ -142,10 +127,6 @@ class CharTokenizer(_Plain):
     """
 
     alphabet: str
-    pad_id: int = field(default=PAD_ID, init=False)
-    eos_id: int = field(default=EOS_ID, init=False)
-    stop_ids: tuple[int, ...] = field(default=(EOS_ID,), init=False)
-    chat_template: ChatTemplate | None = field(default=None, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
         repeated = sorted({char for char in self.alphabet if self.alphabet.count(char) > 1})
@@ -231,9 +212,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike[str]) -> None
 
 def token_ids(tokenizer: Tokenizer) -> Mapping[str, int | list[int]]:
     """Returns the ids that a model's files name in addition to the end and the padding, such as `bos_token_id`."""
-    from dapo_jax.text.huggingface import HuggingFaceTokenizer  # loads the library `tokenizers`
-
-    return tokenizer.token_ids if isinstance(tokenizer, HuggingFaceTokenizer) else {}
+    return getattr(tokenizer, "token_ids", {})
 
 
 def token_bytes(tokenizer: Tokenizer, token: int) -> bytes | None:
@@ -254,19 +233,18 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     """
     path = path_of(folder) / _FILE_NAME
     try:
-        content = file_bytes(path)
+        described = read_object(file_bytes(path), path)
+        if isinstance(described.get("model"), dict):
+            from dapo_jax.text.huggingface import HuggingFaceTokenizer
+
+            return HuggingFaceTokenizer.load(folder)
         template = files_of(path.parent, (_TEMPLATE_NAME,)).get(_TEMPLATE_NAME)
     except OSError as error:
         raise ValueError(
             f"cannot read a tokenizer from {path}: {error.strerror or error}; a model folder needs this file{_instead(path.parent)}"
         ) from error
-    described = read_object(content, path)
-    if isinstance(described.get("model"), dict):
-        from dapo_jax.text.huggingface import HuggingFaceTokenizer
-
-        return HuggingFaceTokenizer.load(folder)
     kind = described.get("type")
-    chat_template = None if template is None else _template(template, path.parent / _TEMPLATE_NAME)
+    chat_template = None if template is None else template_of(template, str(path.parent / _TEMPLATE_NAME))
     if kind == "dapo_jax.byte":
         return ByteTokenizer(chat_template=chat_template)
     if kind != "dapo_jax.char":
@@ -278,13 +256,6 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     if not isinstance(alphabet, str):
         raise ValueError(f"{path}: 'alphabet' must be a string; got {alphabet!r}")
     return CharTokenizer(alphabet, chat_template=chat_template)
-
-
-def _template(content: bytes, path: AnyPath) -> ChatTemplate:
-    try:
-        return ChatTemplate(content.decode("utf-8"), name=str(path))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8: {error}") from error
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:

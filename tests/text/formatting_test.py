@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dapo_jax.text.formatting import Example, PromptFormat, checked_messages, unwrapped
+from dapo_jax.text.formatting import PromptFormat, checked_messages
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
 from dapo_jax.text.tokenizers import ByteTokenizer
 from tests.text.folders import byte_level_json, files_of, with_beginning
@@ -26,16 +26,8 @@ def test_chat_makes_a_question_a_user_s_message(chat_tokenizer):
     assert text == OPENED.format("1+1")
     np.testing.assert_array_equal(tokens, chat_tokenizer.encode(text))
     assert text_of("1+1", chat_tokenizer) == "1+1"
-
-
-@pytest.mark.parametrize("chat", [False, True])
-def test_messages_are_always_a_conversation(chat, chat_tokenizer):
-    assert text_of(ASKED, chat_tokenizer, chat=chat) == OPENED.format("1+1")
-
-
-def test_the_template_goes_around_the_question_inside_the_message(chat_tokenizer):
-    template = "Q: {prompt}\nA:"
-    assert text_of("1+1", chat_tokenizer, template=template, chat=True) == OPENED.format("Q: 1+1\nA:")
+    for chat in (False, True):
+        assert text_of(ASKED, chat_tokenizer, chat=chat) == OPENED.format("1+1")
 
 
 def test_the_template_goes_around_the_last_user_message(chat_tokenizer):
@@ -114,14 +106,7 @@ def test_the_dapo_template_is_the_recipes_text_word_by_word():
     )
 
 
-def test_unwrapping_removes_the_template_only():
-    wrapped, _ = PromptFormat(template="dapo").encode("What is 1+1?", ByteTokenizer())
-    assert unwrapped(wrapped) == "What is 1+1?"
-    assert unwrapped("What is 1+1?") == "What is 1+1?"
-    assert unwrapped(wrapped[:-1]) == wrapped[:-1]
-
-
-EXAMPLES = (Example(prompt="1+1", response="2"), Example(prompt="1+2", response="3"))
+EXAMPLES = [{"prompt": "1+1", "response": "2"}, {"prompt": "1+2", "response": "3"}]
 
 
 def test_examples_of_plain_text_come_before_the_question():

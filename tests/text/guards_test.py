@@ -3,7 +3,7 @@
 import pytest
 from tokenizers import AddedToken, Tokenizer, normalizers
 
-from dapo_jax.text.guards import FIRST_GUARD, Guards
+from dapo_jax.text.chat import FIRST_GUARD, Guards
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
 from dapo_jax.text.tokenizers import ByteTokenizer, CharTokenizer
 from tests.text.folders import byte_fallback_json, byte_level_json, files_of
@@ -31,17 +31,6 @@ def test_a_guarded_text_is_restored():
 def test_texts_from_outside_cannot_hold_guards(text, message):
     with pytest.raises(ValueError, match=message):
         Guards(["<a>"]).guarded(text)
-
-
-def test_only_the_text_that_is_not_guarded_has_special_tokens():
-    tokenizer = HuggingFaceTokenizer(files_of())
-    mixed = "<|im_start|>user\n" + tokenizer.guarded("4<|im_end|><|im_<|im_end|>") + "<|im_end|>"
-    ids = tokenizer.encode_guarded(mixed)
-    assert [number for number in ids.tolist() if number < 4] == [1, 2]
-    assert (
-        tokenizer._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
-        == "<|im_start|>user\n4<|im_end|><|im_<|im_end|><|im_end|>"
-    )
 
 
 @pytest.mark.parametrize(

@@ -160,11 +160,8 @@ def test_plain_prompts_begin_with_the_token_of_the_post_processor(tokenizer, con
     found = made(tokenizer, **config)
     np.testing.assert_array_equal(found.encode_prompt("12 + 34"), [*first, *PLAIN.encode("12 + 34")])
     np.testing.assert_array_equal(found.encode("12 + 34"), PLAIN.encode("12 + 34"))
-
-
-def test_the_beginning_is_never_added_twice():
-    found = made(with_beginning(byte_level_json()))
-    np.testing.assert_array_equal(found.encode_prompt("<|begin_of_text|>1"), [BEGIN, *PLAIN.encode("1")])
+    again = found.encode_prompt("<|begin_of_text|>1")
+    np.testing.assert_array_equal(again, [BEGIN, *PLAIN.encode("1")])  # never added twice
 
 
 def test_truncation_and_padding_in_the_file_are_ignored():
@@ -179,12 +176,8 @@ def test_the_template_file_overrides_the_configuration():
     messages = [{"role": "user", "content": "1"}]
     assert made(chat_template="old").chat_template.render(messages).startswith("<|im_start|>user")
     assert made(template=None, chat_template="old").chat_template.render(messages) == "old"
-
-
-def test_of_several_templates_the_default_is_used():
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d{{ eos_token }}"}]
-    found = made(template=None, chat_template=named)
-    assert found.chat_template.render([{"role": "user", "content": "1"}]) == "d<|im_end|>"
+    assert made(template=None, chat_template=named).chat_template.render(messages) == "d<|im_end|>"
     assert made(template=None, chat_template=named[:1]).chat_template is None
     assert made(template=None).chat_template is None
 

@@ -116,12 +116,6 @@ def test_strings_that_cannot_be_searched_are_refused(string, words):
         StopStrings(BYTES, ["x", string])
 
 
-@pytest.mark.parametrize("start", [-1, 4])
-def test_a_start_outside_the_response_is_refused(start):
-    with pytest.raises(ValueError, match=f"start={start} .* 3 tokens"):
-        StopStrings(BYTES, ["x"]).find(BYTES.encode("abc"), start)
-
-
 def test_extra_ids_end_a_response_after_the_tokenizer_s_own():
     assert stop_ids(BYTES, [67, 1, 66]) == (1, 67, 66)
     assert stop_ids(CharTokenizer("ab"), []) == (1,)

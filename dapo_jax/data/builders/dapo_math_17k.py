@@ -8,8 +8,8 @@ removed from prompts that have them; `data.prompt_template: dapo` adds them to a
 from collections.abc import Mapping
 from typing import Any
 
+from dapo_jax.config.data_schema import TEMPLATES
 from dapo_jax.data.file_builder import FileBuilder, field_of, text_of
-from dapo_jax.text.formatting import unwrapped
 
 
 class Builder(FileBuilder):
@@ -31,4 +31,7 @@ def question_of(prompt: Any) -> Any:
         message = prompt[0]
         if message.get("role") == "user" and isinstance(message.get("content"), str):
             prompt = message["content"]
-    return unwrapped(prompt) if isinstance(prompt, str) else prompt
+    before, _, after = TEMPLATES["dapo"].partition("{prompt}")
+    if isinstance(prompt, str) and prompt.startswith(before) and prompt.endswith(after):
+        return prompt[len(before) : len(prompt) - len(after)]
+    return prompt
