@@ -41,26 +41,6 @@ class SplitRows:
     )
     """The metadata of the prepared dataset: all rows, bad ones, repeated ones, and repeated ones with another answer."""
 
-    def add(self, row: Mapping[str, Any], *, deduplicate: bool) -> None:
-        """Adds a row, unless it repeats an earlier prompt.
-
-        Raises:
-            ValueError: a text of the row is not UTF-8.
-        """
-        asked = row["prompt"] if isinstance(row["prompt"], str) else json.dumps(row["prompt"])
-        if deduplicate and asked in self.answers:
-            self.counts["repeated"] += 1
-            self.counts["conflicting"] += self.answers[asked] != row["answer"]
-        else:
-            self.rows.append({"row": _json(row)})
-            self.answers[asked] = row["answer"]
-
-    def skip(self, problem: str) -> None:
-        """Counts a bad row."""
-        self.counts["skipped"] += 1
-        if len(self.counts["skipped_rows"]) < SHOWN:
-            self.counts["skipped_rows"].append(problem)
-
 
 class FileBuilder(OwnBuilder, skip_registration=True):
     """Rows with `prompt`, `answer`, their place in the files, and all fields of the files."""
@@ -106,7 +86,10 @@ class FileBuilder(OwnBuilder, skip_registration=True):
         """
         found: dict[str, SplitRows] = {}
         for file in self._files:
-            self._read(file, found.setdefault(_split_of(file, self.SPLIT), SplitRows()))
+            # A split is the beginning of the file's name, such as `train-00000-of-00002.parquet`.
+            named = _SPLIT.match(file.name)
+            split = _SPLITS[named[1].lower()] if named else self.SPLIT
+            self._read(file, found.setdefault(split, SplitRows()))
         kept = {split: one for split, one in found.items() if one.rows}
         if not kept:
             bad = [problem for one in found.values() for problem in one.counts["skipped_rows"]]
@@ -116,28 +99,33 @@ class FileBuilder(OwnBuilder, skip_registration=True):
         return {split: one.rows for split, one in kept.items()}
 
     def _read(self, file: Path, into: SplitRows) -> None:
+        """Adds the rows of a file to its split, without repetitions of earlier prompts."""
         for place, fields in file_rows(file):
             into.counts["rows"] += 1
             try:
                 if isinstance(fields, Exception):
                     raise ValueError(fields)
-                made = checked_row({**fields, **self.example(fields)})
-                whole = {**made, "source_name": self.name, "source_row": place}
-                into.add(whole, deduplicate=self._settings.deduplicate)
+                row = checked_row({**fields, **self.example(fields)})
+                row |= {"source_name": self.name, "source_row": place}
+                asked = row["prompt"] if isinstance(row["prompt"], str) else json.dumps(row["prompt"])
+                if self._settings.deduplicate and asked in into.answers:
+                    into.counts["repeated"] += 1
+                    into.counts["conflicting"] += into.answers[asked] != row["answer"]
+                else:
+                    into.rows.append({"row": _json(row)})
+                    into.answers[asked] = row["answer"]
             except ValueError as error:
                 if self._settings.on_bad_row == "error":
                     raise ValueError(
                         f"{place}: {error} (data.on_bad_row=skip leaves such rows out and counts them)"
                     ) from error
-                into.skip(f"{place}: {error}")
+                into.counts["skipped"] += 1
+                if len(into.counts["skipped_rows"]) < SHOWN:
+                    into.counts["skipped_rows"].append(f"{place}: {error}")
 
 
 def field_of(fields: Mapping[str, Any], name: str) -> Any:
-    """Returns a field by its name; `reward_model.ground_truth` is a nested field.
-
-    Raises:
-        ValueError: it is missing.
-    """
+    """Returns a field by its name; `reward_model.ground_truth` is a nested field. A missing field is a ValueError."""
     value: Any = fields
     for part in name.split("."):
         if not isinstance(value, Mapping) or part not in value:
@@ -147,23 +135,13 @@ def field_of(fields: Mapping[str, Any], name: str) -> Any:
 
 
 def text_of(fields: Mapping[str, Any], name: str) -> str:
-    """Returns a field that is a text and not blank.
-
-    Raises:
-        ValueError: it is missing, empty, or of another type.
-    """
+    """Returns a field, which must be a text that is not blank; anything else is a ValueError."""
     value = field_of(fields, name)
     if not isinstance(value, str):
         raise ValueError(f"{name!r} must be text; got {value!r:.60} ({type(value).__name__})")
     if not value.strip():
         raise ValueError(f"{name!r} is empty")
     return value
-
-
-def _split_of(file: Path, default: str) -> str:
-    """Returns the split that a file's name begins with, such as `train-00000-of-00002.parquet`, else the default."""
-    found = _SPLIT.match(file.name)
-    return _SPLITS[found[1].lower()] if found else default
 
 
 @cache
@@ -176,8 +154,7 @@ def _digest(files: list[Path], settings: str) -> str:
     for file in files:
         hashed.update(f"\n{file.name} {file.stat().st_size}\n".encode())
         with file.open("rb") as content:
-            while block := content.read(1 << 20):
-                hashed.update(block)
+            hashlib.file_digest(content, lambda: hashed)
     return hashed.hexdigest()
 
 

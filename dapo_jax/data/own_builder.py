@@ -1,5 +1,6 @@
 """The base class of this library's TFDS builders, and reproducible random numbers for generated datasets."""
 
+import bisect
 import hashlib
 import itertools
 import json
@@ -55,9 +56,7 @@ class OwnBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
 
 def uniform(*place: str | int) -> float:
-    """Returns a number in [0, 1) that depends only on the place, such as ("split", seed, row).
-
-    It is the same under every version of every library.
+    """Returns a number in [0, 1) that depends only on the place, such as ("split", seed, row), under every version of every library.
 
     >>> uniform("split", 0, 1) == uniform("split", 0, 1) != uniform("split", 0, 2)
     True
@@ -72,10 +71,9 @@ def chosen(weights: Mapping[str, float], luck: float) -> str:
     >>> [chosen({"a": 1.0, "b": 3.0}, luck) for luck in (0.0, 0.24, 0.25, 0.99)]
     ['a', 'a', 'b', 'b']
     """
-    place = luck * sum(weights.values())
-    edges = zip(weights, itertools.accumulate(weights.values()), strict=True)
-    # Rounding may put the place on the last edge.
-    return next((name for name, edge in edges if place < edge), [*weights][-1])
+    edges = [*itertools.accumulate(weights.values())]
+    place = bisect.bisect(edges, luck * edges[-1])
+    return [*weights][min(place, len(edges) - 1)]  # rounding may put the luck on the last edge
 
 
 def named(kind: str, *constants: Any) -> list[tfds.core.BuilderConfig]:

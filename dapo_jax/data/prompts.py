@@ -7,7 +7,7 @@ A checkpoint stores this integer; of H hosts, host h takes the ordinals h, h + H
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -58,17 +58,15 @@ class PromptSource:
         self.rows_per_epoch = sum(len(part) for part in parts)
         """Number of rows in use; with one dataset, ordinal o is in epoch o // rows_per_epoch."""
 
-    @property
-    def dataset(self) -> "grain.MapDataset[Prompt]":
-        """The same sequence as a Grain dataset."""
-        return self._order.map_with_index(self._prompt)
+    def stream(self, start: int, *, stride: int, ahead: int) -> Iterator[Prompt]:
+        """Yields the prompts at start, start + stride, ...; threads read and tokenize up to `ahead` of them in advance."""
+        import grain  # takes more than a second
+
+        options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=ahead)
+        return iter(self._order.map_with_index(self._prompt)[start::stride].to_iter_dataset(options))
 
     def row_index(self, ordinal: int) -> int:
-        """Returns the index of the row at `ordinal`.
-
-        Raises:
-            IndexError: the ordinal is negative.
-        """
+        """Returns the index of the row at `ordinal`; a negative one is an IndexError."""
         if ordinal < 0:
             raise IndexError(f"ordinals count from 0; got {ordinal}")
         index = self._order[ordinal]
@@ -76,10 +74,9 @@ class PromptSource:
         return index
 
     def __getitem__(self, ordinal: int) -> Prompt:
-        """Returns the prompt at `ordinal`.
+        """Returns the prompt at `ordinal`, which is at least 0.
 
         Raises:
-            IndexError: the ordinal is negative.
             ValueError: the row's prompt is longer than `max_prompt_tokens` or cannot be tokenized.
         """
         return self._prompt(ordinal, self.row_index(ordinal))
@@ -101,7 +98,7 @@ def row_order(
         shuffle: a new order each epoch.
 
     Raises:
-        ValueError: a part has no rows, the weights are not one positive number for each part, or the seed is negative.
+        ValueError: a part has no rows, or the weights or the seed are out of range.
     """
     import grain  # takes more than a second
 
@@ -218,10 +215,7 @@ class PromptStream:
                     f"ordinal {ordinal} is not for host {self._host} of {self._hosts}, which takes ordinals with "
                     f"ordinal mod {self._hosts} = {self._host}"
                 )
-            import grain  # takes more than a second
-
-            options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=self._ahead)
-            self._prompts = iter(self._source.dataset[ordinal :: self._hosts].to_iter_dataset(options))
+            self._prompts = self._source.stream(ordinal, stride=self._hosts, ahead=self._ahead)
         prompt = next(self._prompts)
         self._next = ordinal + self._hosts
         return prompt

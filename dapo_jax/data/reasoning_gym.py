@@ -8,17 +8,16 @@ train split has no question of the test split.
 import importlib
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from dapo_jax.hints import how_to_install, nearest
 
 PREFIX = "reasoning_gym:"
-TRAIN_QUESTIONS, TEST_QUESTIONS = 4096, 256
 _TRIES = 4
 """Questions generated for each one needed; a task that repeats itself more often gives fewer."""
-_OURS = ("seed", "train_questions", "test_questions")
-"""Options of this module; all others are the task's own."""
+_OURS: dict[str, Any] = {"seed": 0, "train_questions": 4096, "test_questions": 256}
+"""Options of this module with their defaults; all others are the task's own."""
 _SPLIT = re.compile(r"(train|test)(?:\[:([0-9]+)\])?")
 
 
@@ -38,12 +37,16 @@ def reasoning_gym_rows(task: str, split: str, options: Mapping[str, Any]) -> lis
     matched = _SPLIT.fullmatch(split)
     if not matched:
         raise ValueError(f"no split {split!r}; there are train and test, and their first rows as train[:100]")
-    seed, train, test = (
-        _whole(options, name, default)
-        for name, default in zip(_OURS, (0, TRAIN_QUESTIONS, TEST_QUESTIONS), strict=True)
-    )
+    ours = _OURS | {name: value for name, value in options.items() if name in _OURS}
+    for name, value in ours.items():
+        least = 0 if name == "seed" else 1
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(
+                f"data.source_options.{name} must be a whole number of at least {least}; got {value!r}"
+            )
+    train, test = ours["train_questions"], ours["test_questions"]
     own = {name: value for name, value in options.items() if name not in _OURS}
-    dataset = make_dataset(task, seed=seed, size=_TRIES * (train + test), options=own)
+    dataset = _dataset(task, seed=ours["seed"], size=_TRIES * (train + test), options=own)
     held_out = _distinct(dataset, range(_TRIES * test), wanted=test, without=set())
     if matched[1] == "test":
         found = held_out
@@ -62,12 +65,8 @@ def reasoning_gym_rows(task: str, split: str, options: Mapping[str, Any]) -> lis
     return rows[: int(matched[2])] if matched[2] else rows
 
 
-def make_dataset(task: str, *, seed: int, size: int, options: Mapping[str, Any]) -> Any:
-    """Returns the package's dataset of a task: `dataset[i]` is an entry, `dataset.score_answer(text, entry)` grades.
-
-    Raises:
-        ValueError: see `reasoning_gym_rows`.
-    """
+def _dataset(task: str, *, seed: int, size: int, options: Mapping[str, Any]) -> Any:
+    """Returns the package's dataset of a task: `dataset[i]` is an entry."""
     try:
         package = importlib.import_module("reasoning_gym")
         factory = importlib.import_module("reasoning_gym.factory")
@@ -77,12 +76,12 @@ def make_dataset(task: str, *, seed: int, size: int, options: Mapping[str, Any])
             f"{how_to_install('reasoning-gym')}"
         ) from error
     if task not in factory.DATASETS:
-        raise ValueError(f"reasoning-gym has no task {task!r}; {_near(task, factory.DATASETS)}")
+        raise ValueError(f"reasoning-gym has no task {task!r}; {did_you_mean(task, factory.DATASETS)}")
     known = set(inspect.signature(factory.DATASETS[task][1]).parameters) - {"seed", "size"}
     for name in options:
         if name not in known:
             raise ValueError(
-                f"task {task} has no option {name!r}; {_near(name, sorted(known | set(_OURS)))}. Set it in data.source_options"
+                f"task {task} has no option {name!r}; {did_you_mean(name, known | set(_OURS))}. Set it in data.source_options"
             )
     try:
         return package.create_dataset(task, seed=seed, size=size, **options)
@@ -103,16 +102,8 @@ def _distinct(dataset: Any, places: range, *, wanted: int, without: set[str]) ->
     return found
 
 
-def _whole(options: Mapping[str, Any], name: str, default: int) -> int:
-    value, least = options.get(name, default), 0 if name == "seed" else 1
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(
-            f"data.source_options.{name} must be a whole number of at least {least}; got {value!r}"
-        )
-    return value
-
-
-def _near(name: str, known: Any) -> str:
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """Returns the known names most similar to an unknown one, or all of them, for the end of a message."""
     near = nearest(name, known, count=3)
     return (
         f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(sorted(known))}"

@@ -14,13 +14,7 @@ class LoadedRows(Sequence[Mapping[str, Any]]):
     def __init__(
         self, rows: Sequence[Any], note: str = "", read: Callable[[Any], Mapping[str, Any]] = lambda row: row
     ) -> None:
-        """Keeps the rows.
-
-        Args:
-            rows: the stored rows.
-            note: a remark for users about rows that were left out.
-            read: turns a stored row into a mapping.
-        """
+        """Keeps the stored rows, a remark for users about rows that were left out, and a function that reads a stored row."""
         self._rows, self.note, self._read = rows, note, read
 
     def __len__(self) -> int:
@@ -54,11 +48,7 @@ def checked_rows(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def checked_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Checks one row, see `checked_rows`.
-
-    Raises:
-        ValueError: names the field.
-    """
+    """Checks one row, see `checked_rows`; the error names the field."""
     if not isinstance(row, Mapping):
         raise ValueError(f"it is a {type(row).__name__}; a row is a mapping with 'prompt' and 'answer'")
     for name in ("prompt", "answer"):

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from dapo_jax.data import builders
 from dapo_jax.data.files import Files
-from dapo_jax.data.reasoning_gym import PREFIX, reasoning_gym_rows
+from dapo_jax.data.reasoning_gym import PREFIX, did_you_mean, reasoning_gym_rows
 from dapo_jax.data.rows import LoadedRows
-from dapo_jax.hints import nearest
 
 if TYPE_CHECKING:
     from dapo_jax.data.own_builder import OwnBuilder
@@ -59,7 +58,7 @@ def load_rows(
             raise ValueError(f"dataset {source_name!r} reads no file; leave data.path={path!r} out")
         return LoadedRows(reasoning_gym_rows(source_name.removeprefix(PREFIX), split, options))
     files = Files(path=path, options=options, on_bad_row=on_bad_row, deduplicate=deduplicate)
-    builder = prepared(source_name, data_dir, files)
+    builder = _prepared(source_name, data_dir, files)
     there = sorted(builder.info.splits)
     if or_only and len(there) == 1:
         [split] = there
@@ -71,7 +70,7 @@ def load_rows(
             f"{there[0]}[:100] for these (data.eval_split) and {there[0]}[100:] for the others (data.train_split)"
         ) from error
     counts = (builder.info.metadata or {}).get(split.partition("[")[0], {})
-    return LoadedRows(source, _note(source_name, counts), _row)
+    return LoadedRows(source, _note(source_name, counts) if counts else "", _row)
 
 
 def dataset_splits(
@@ -83,16 +82,11 @@ def dataset_splits(
     """Returns the names of a dataset's splits and prepares it if necessary; arguments and errors as in `load_rows`."""
     if source_name.startswith(PREFIX):
         return ["test", "train"]
-    return sorted(prepared(source_name, data_dir, Files(options=options, **reading)).info.splits)
+    return sorted(_prepared(source_name, data_dir, Files(options=options, **reading)).info.splits)
 
 
-def prepared(name: str, data_dir: str | os.PathLike[str], files: Files) -> "OwnBuilder":
-    """Returns a builder whose dataset is under `data_dir`, where it is generated if necessary.
-
-    Raises:
-        ValueError: there is no builder of that name, or the files cannot be used.
-        RuntimeError: the dataset cannot be written.
-    """
+def _prepared(name: str, data_dir: str | os.PathLike[str], files: Files) -> "OwnBuilder":
+    """Returns a builder whose dataset is under `data_dir`, where it is generated if necessary."""
     root = os.path.expanduser(data_dir)
     try:
         builder = _builder(name, root, files)
@@ -128,9 +122,7 @@ def _prepare(builder: "OwnBuilder") -> None:
 def _builder(name: str, root: str, files: Files) -> "OwnBuilder":
     names = sorted(module.name for module in pkgutil.iter_modules(builders.__path__))
     if name not in names:
-        near = nearest(name, names)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {names}"
-        raise ValueError(f"no dataset builder is named {name!r}; {hint}")
+        raise ValueError(f"no dataset builder is named {name!r}; {did_you_mean(name, names)}")
     from dapo_jax.data.file_builder import FileBuilder
 
     cls = importlib.import_module(f"{builders.__name__}.{name}").Builder
@@ -162,8 +154,6 @@ def _decoded(value: Any) -> Any:
 
 def _note(name: str, counts: Mapping[str, Any]) -> str:
     """Returns a text such as `gsm8k: 7,473 prompts of 7,480 rows (7 repeated, 2 of them with another answer)`."""
-    if not counts:
-        return ""
     left_out = []
     if counts["repeated"]:
         another = f", {counts['conflicting']:,} of them with another answer" if counts["conflicting"] else ""

@@ -77,12 +77,6 @@ def test_options_name_the_fields_of_any_file(tmp_path, load):
     assert (found["prompt"], found["answer"], found["q"]) == ("1+1", "2", "1+1")
 
 
-def test_a_prompt_may_be_a_conversation(tmp_path, load):
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1"}]
-    [found] = load("jsonl", lines(tmp_path / "own.jsonl", {"prompt": messages, "answer": "2"}))
-    assert found["prompt"] == messages
-
-
 def test_the_files_name_is_the_split(tmp_path, load):
     for name, text in [
         ("train-00000-of-00002", "a"),

@@ -61,9 +61,6 @@ def test_character_that_cannot_be_tokenized_names_the_row():
 def test_held_out_prompts_are_the_first_rows_in_their_own_order():
     prompts = held_out(ROWS, TOKENIZER, max_prompt_tokens=32, limit=3)
     assert [(prompt.ordinal, prompt.text) for prompt in prompts] == [(0, "10+10"), (1, "11+11"), (2, "12+12")]
-
-
-def test_more_held_out_prompts_than_rows_are_refused():
     with pytest.raises(ValueError, match="31 held-out prompts of 30 rows"):
         held_out(ROWS, TOKENIZER, max_prompt_tokens=32, limit=31)
 
@@ -71,12 +68,6 @@ def test_more_held_out_prompts_than_rows_are_refused():
 def test_integer_answers_become_text_and_other_fields_stay():
     rows = checked_rows([{"prompt": "1-2", "answer": -1, "level": 3}, {"prompt": "2", "answer": np.int64(7)}])
     assert rows == [{"prompt": "1-2", "answer": "-1", "level": 3}, {"prompt": "2", "answer": "7"}]
-
-
-def test_messages_without_a_chat_template_name_the_row_and_the_remedy():
-    rows = [{"prompt": "1", "answer": "1"}, {"prompt": [{"role": "user", "content": "1+1"}], "answer": "2"}]
-    with pytest.raises(ValueError, match=r"row 1: .* data\.chat=false"):
-        held_out(rows, TOKENIZER, max_prompt_tokens=64)
 
 
 def test_the_chat_template_counts_towards_the_limit(chat_tokenizer):
@@ -148,16 +139,6 @@ def test_the_order_is_that_of_grains_resumed_iterator():
     assert before + after == [row_at[place] for place in range(2 * COUNT + 7)]
 
 
-def test_no_rows_are_refused():
-    with pytest.raises(ValueError, match="no rows"):
-        row_order([[]], seed=0, shuffle=True)
-
-
-def test_negative_seed_is_refused():
-    with pytest.raises(ValueError, match="got -1"):
-        row_order([range(COUNT)], seed=-1, shuffle=False)
-
-
 def test_a_mixture_samples_by_weight_and_each_part_has_its_own_epochs():
     """Weights 3 and 1: of any 400 places 300 and 100, to within two; the parts' own orders are whole epochs."""
     order = row_order([range(10), range(10, 14)], weights=[3.0, 1.0], seed=2, shuffle=True)
@@ -171,7 +152,17 @@ def test_a_mixture_samples_by_weight_and_each_part_has_its_own_epochs():
     assert first[:10] != first[10:20]
 
 
-@pytest.mark.parametrize("weights", [[1.0], [1.0, 0.0], [1.0, -1.0]])
-def test_a_mixture_needs_a_weight_above_zero_for_each_part(weights):
-    with pytest.raises(ValueError, match="one weight above 0 for each of its 2 datasets"):
-        row_order([range(3), range(3)], weights=weights, seed=0, shuffle=True)
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"parts": [[]]}, "no rows"),
+        ({"seed": -1}, "got -1"),
+        *(
+            ({"weights": weights}, "above 0 for each of its 2 datasets")
+            for weights in ([1.0], [1.0, 0.0], [1.0, -1.0])
+        ),
+    ],
+)
+def test_an_order_needs_rows_a_seed_and_a_weight_above_zero_for_each_part(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        row_order(**{"parts": [range(3), range(3)], "seed": 0, "shuffle": True} | wrong)

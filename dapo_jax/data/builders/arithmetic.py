@@ -11,7 +11,7 @@ character is then copied from a known place or is a one-digit sum, which a very 
 response cut off inside the working is never right by accident: the text after its last `=` is
 at most 19, a sum of two two-digit numbers at least 20.
 
-All random choices are pure functions of (SPLIT_SEED, pair of operands). A changed constant prepares a new dataset.
+All random choices depend on SPLIT_SEED and the pair of operands alone. A changed constant prepares a new dataset.
 """
 
 import itertools
@@ -33,11 +33,6 @@ RECHECK_AGAIN = 0.5
 MAX_RECHECKS = 4
 DEMONSTRATIONS = {"train": 4, "test": 1}
 """Demonstrations of each pair, by split."""
-
-
-def prompt_text(left: int, right: int) -> str:
-    """Returns the question, `47+85`."""
-    return f"{left}+{right}"
 
 
 def working_text(left: int, right: int) -> str:
@@ -68,18 +63,18 @@ def response_text(left: int, right: int, style: str, rechecks: int = 0) -> str:
     return ":" + "?".join([working_text(left, right)] * (1 + rechecks)) + answer
 
 
-def draw_style(seed: int, pair: int, draw: int = 0) -> tuple[str, int]:
+def draw_style(pair: int, draw: int = 0) -> tuple[str, int]:
     """Returns the style and rechecks of demonstration number `draw` of the pair `pair_number(left, right)`."""
-    style = chosen(STYLE_WEIGHTS, uniform("style", seed, pair, draw))
+    style = chosen(STYLE_WEIGHTS, uniform("style", SPLIT_SEED, pair, draw))
     if style != "rechecked":
         return style, 0
-    luck = uniform("rechecks", seed, pair, draw)
+    luck = uniform("rechecks", SPLIT_SEED, pair, draw)
     return style, 1 + sum(luck < RECHECK_AGAIN**count for count in range(1, MAX_RECHECKS))
 
 
-def demonstrations(left: int, right: int, *, count: int, seed: int = SPLIT_SEED) -> list[tuple[str, str]]:
+def demonstrations(left: int, right: int, *, count: int) -> list[tuple[str, str]]:
     """Returns style and response of the first `count` demonstrations of a pair."""
-    sampled = [draw_style(seed, pair_number(left, right), draw) for draw in range(count)]
+    sampled = [draw_style(pair_number(left, right), draw) for draw in range(count)]
     return [(style, response_text(left, right, style, rechecks)) for style, rechecks in sampled]
 
 
@@ -88,11 +83,10 @@ def pair_number(left: int, right: int) -> int:
     return (left - OPERANDS.start) * len(OPERANDS) + right - OPERANDS.start
 
 
-def split_pairs(seed: int = SPLIT_SEED) -> dict[str, list[tuple[int, int]]]:
-    """Returns all ordered pairs of operands, shuffled by `seed` and split into `train` and `test`."""
+def split_pairs() -> dict[str, list[tuple[int, int]]]:
+    """Returns all ordered pairs of operands, shuffled and split into `train` and `test`."""
     pairs = list(itertools.product(OPERANDS, OPERANDS))
-    # A hash shuffles the same way under every version of every library.
-    pairs.sort(key=lambda pair: uniform("split", seed, pair_number(*pair)))
+    pairs.sort(key=lambda pair: uniform("split", SPLIT_SEED, pair_number(*pair)))
     return {"train": pairs[:TRAIN_PAIRS], "test": pairs[TRAIN_PAIRS:]}
 
 
@@ -117,5 +111,5 @@ class Builder(OwnBuilder):
 def _rows(pairs: list[tuple[int, int]], count: int) -> Iterator[dict[str, Any]]:
     for left, right in pairs:
         styles, responses = zip(*demonstrations(left, right, count=count), strict=True)
-        row = {"prompt": prompt_text(left, right), "answer": str(left + right)}
+        row = {"prompt": f"{left}+{right}", "answer": str(left + right)}
         yield row | {"response": responses[0], "style": styles[0], "responses": list(responses)}

@@ -12,7 +12,7 @@ Working out helps, but is rare in the demonstrations, most of all for long sums.
 working of 8 or more terms is cut off, and the brief one always fits. A response that is cut off has no `=`, so
 it is never right by accident.
 
-All random choices are pure functions of (SPLIT_SEED, place). A changed constant prepares a new dataset.
+All random choices depend on SPLIT_SEED and the place alone. A changed constant prepares a new dataset.
 """
 
 import itertools

@@ -10,7 +10,7 @@ range, and then gives up. So the demonstrations show the format and the middle, 
 Reinforcement learning has to discover that patience finds every number within `GUESSES` guesses.
 
 The rows are pairs of a range and a number. `train` and `test` share no pair; `demonstrations` has all pairs, with
-many searches for each. All random choices are pure functions of (SPLIT_SEED, pair). A changed constant prepares a new dataset.
+many searches for each. All random choices depend on SPLIT_SEED and the pair alone. A changed constant prepares a new dataset.
 """
 
 import itertools
@@ -54,9 +54,7 @@ def middle(low: int, high: int) -> int:
     return (low + high) // 2
 
 
-def demonstration(
-    low: int, number: int, draw: int = 0, *, seed: int = SPLIT_SEED, patience: float = PATIENCE
-) -> str:
+def demonstration(low: int, number: int, draw: int = 0, *, patience: float = PATIENCE) -> str:
     """Returns a search for `number` in the range from `low` by the impatient player.
 
     >>> demonstration(8, 47, patience=1.0)
@@ -64,10 +62,12 @@ def demonstration(
     """
     left_low, left_high, text = low, low + WIDTH - 1, ""
     for guess_number in range(GUESSES):
-        luck = uniform("guess", seed, low, number, draw, guess_number)
+        luck = uniform("guess", SPLIT_SEED, low, number, draw, guess_number)
         patient = luck < patience
-        at_random = low + int((luck - patience) / (1 - patience) * WIDTH) if not patient else 0
-        guess = middle(left_low, left_high) if patient else at_random
+        if patient:
+            guess = middle(left_low, left_high)
+        else:
+            guess = low + int((luck - patience) / (1 - patience) * WIDTH)
         text += f"{guess:02d}?"
         if guess == number:
             return text
@@ -78,11 +78,10 @@ def demonstration(
     raise AssertionError(f"{number} is not among the {WIDTH} numbers from {low} on")
 
 
-def split_pairs(seed: int = SPLIT_SEED) -> dict[str, list[tuple[int, int]]]:
-    """Returns the pairs of a range's first number and a number in it, shuffled by `seed`; `demonstrations` has all of them."""
+def split_pairs() -> dict[str, list[tuple[int, int]]]:
+    """Returns the shuffled pairs of a range's first number and a number in it; `demonstrations` has all of them."""
     pairs = [(low, low + place) for low, place in itertools.product(LOWS, range(WIDTH))]
-    # A hash shuffles the same way under every version of every library.
-    pairs.sort(key=lambda pair: uniform("split", seed, *pair))
+    pairs.sort(key=lambda pair: uniform("split", SPLIT_SEED, *pair))
     return {"train": pairs[:-TEST_PAIRS], "test": pairs[-TEST_PAIRS:], "demonstrations": pairs}
 
 

@@ -1,7 +1,6 @@
 """The arithmetic problems: splits, styles, and the text of demonstrations."""
 
 import itertools
-from collections import Counter
 
 import pytest
 
@@ -9,7 +8,6 @@ from dapo_jax.data import load_rows
 from dapo_jax.data.builders import arithmetic
 from dapo_jax.data.builders.arithmetic import (
     demonstrations,
-    draw_style,
     response_text,
     split_pairs,
     working_text,
@@ -23,12 +21,6 @@ def test_splits_are_disjoint_and_together_all_pairs():
     splits = split_pairs()
     assert {name: len(pairs) for name, pairs in splits.items()} == {"train": 7100, "test": 1000}
     assert sorted(splits["train"] + splits["test"]) == PAIRS
-
-
-def test_working_carries_like_on_paper():
-    assert working_text(47, 85) == "7+5=12,1+4+8=13"  # 7 + 5 = 12: carry 1; 1 + 4 + 8 = 13; answer 13|2
-    assert working_text(13, 24) == "3+4=07,0+1+2=3"  # no carry is a carry of 0
-    assert working_text(99, 99) == "9+9=18,1+9+9=19"
 
 
 @pytest.mark.parametrize(
@@ -56,21 +48,6 @@ def test_response_cut_off_before_its_answer_never_ends_in_the_answer():
         answer = str(left + right)
         whole = len(response) - len(answer)
         assert all(response[:cut].rpartition("=")[2] != answer for cut in range(whole + len(answer)))
-
-
-def test_styles_come_in_the_shares_of_their_weights():
-    """32,400 samples; the largest standard deviation is sqrt(0.25 / 32400) = 0.003; 4 of them allowed."""
-    counts = Counter(draw_style(0, pair, draw)[0] for pair in range(8100) for draw in range(4))
-    for style, weight in arithmetic.STYLE_WEIGHTS.items():
-        assert counts[style] / 32400 == pytest.approx(weight, abs=0.012)
-
-
-def test_rechecks_halve_in_frequency_with_the_last_taking_the_rest(monkeypatch):
-    """Chance of again 1/2, at most 4: 1/2, 1/4, 1/8, and 1/16 + 1/16 = 1/8."""
-    monkeypatch.setattr(arithmetic, "STYLE_WEIGHTS", {"rechecked": 1.0})
-    counts = Counter(draw_style(0, pair)[1] for pair in range(8100))
-    shares = [counts[rechecks] / 8100 for rechecks in (1, 2, 3, 4)]
-    assert shares == pytest.approx([0.5, 0.25, 0.125, 0.125], abs=0.02)
 
 
 def test_rows_on_disk_are_the_generated_ones_in_order(data_dir):

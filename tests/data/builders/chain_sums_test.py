@@ -7,12 +7,9 @@ import pytest
 from dapo_jax.data.builders.chain_sums import (
     ALPHABET,
     LABELS,
-    LONG,
-    LONG_STYLE_WEIGHTS,
     STYLE_WEIGHTS,
     TERMS,
     answer_text,
-    draw_style,
     prompt_text,
     response_text,
     split_questions,
@@ -76,20 +73,3 @@ def test_under_48_tokens_careful_working_ends_at_7_terms_and_brief_working_alway
 
     assert (tokens(7, "careful"), tokens(8, "careful")) == (45, 52)
     assert max(tokens(count, "brief") for count in TERMS) == 26
-
-
-@pytest.mark.parametrize(
-    ("long", "weights", "tolerance"), [(False, STYLE_WEIGHTS, 0.012), (True, LONG_STYLE_WEIGHTS, 0.005)]
-)
-def test_working_is_rare_and_rarer_for_long_sums(splits, long, weights, tolerance):
-    """Standard errors of a share, long: sqrt(0.94 x 0.06 / 24000) = 0.0015. Short: the 57 sums of two terms repeat with the
-    same samples, so a seventh of all is made of 114 samples: sqrt(0.75 x 0.25 / 114) / 7 = 0.006."""
-    styles = Counter(
-        draw_style(terms, draw)[0]
-        for terms in splits["warm_start"]
-        for draw in range(2)
-        if (len(terms) >= LONG) == long
-    )
-    assert set(styles) == set(weights)
-    for style, weight in weights.items():
-        assert styles[style] / styles.total() == pytest.approx(weight, abs=tolerance)
