@@ -9,6 +9,7 @@ import os
 import signal
 import statistics
 import time
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -86,8 +87,8 @@ def hostile(sample: Sample) -> bool:
 def _hostile_pool() -> dict[str, float]:
     def seconds(responses: list[str]) -> tuple[float, int]:
         samples = [_sample(response, str(place)) for place, response in enumerate(responses)]
-        with GradingPool(
-            "benchmarks.grading:hostile", workers=WORKERS, timeout_s=TIMEOUT_S, memory_mb=512
+        with closing(
+            GradingPool("benchmarks.grading:hostile", workers=WORKERS, timeout_s=TIMEOUT_S, memory_mb=512)
         ) as pool:
             pool.grade(samples[:8])  # the workers are there
             start = time.perf_counter()

@@ -10,7 +10,7 @@ import numpy as np
 
 from dapo_jax.config import ConfigError, RewardConfig
 from dapo_jax.dapo.rollouts import Verdict
-from dapo_jax.rewards.samples_as_json import sample_of
+from dapo_jax.rewards.sample import sample_of
 from dapo_jax.run.grader_setup import submit_of
 from dapo_jax.run.run_dir import place_of
 from dapo_jax.storage import AnyPath, files_below

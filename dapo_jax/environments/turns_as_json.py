@@ -10,8 +10,7 @@ import numpy as np
 
 from dapo_jax.environments.calls import LostError, checked_step
 from dapo_jax.environments.protocol import Context, Step, Turn
-from dapo_jax.rewards.sample import read_only
-from dapo_jax.rewards.samples_as_json import plain
+from dapo_jax.rewards.sample import plain, read_only
 
 MOST_BYTES = 1 << 24
 """Length of the longest answer. The longest text that can be appended fits, whatever its characters are."""

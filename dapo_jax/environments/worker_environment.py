@@ -15,7 +15,7 @@ from weakref import WeakSet, WeakValueDictionary
 from dapo_jax.environments.calls import LostError, too_late
 from dapo_jax.environments.protocol import Step, Turn
 from dapo_jax.environments.turns_as_json import appended_of, step_of, turn_as_json
-from dapo_jax.rewards.samples_as_json import plain_row
+from dapo_jax.rewards.sample import plain_row
 from dapo_jax.workers import EndedError, Worker
 
 BLOCKED_S = 2.0

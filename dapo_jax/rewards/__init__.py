@@ -1,6 +1,5 @@
 """Rewards: graders, the user's reward functions, and the length shaping added to rewards. Plain Python on the host."""
 
-from dapo_jax.dapo.overlong import overlong_penalty
 from dapo_jax.rewards.functions import as_verdict, grade_function, load_function
 from dapo_jax.rewards.graders import GRADERS, TEXT_RULES, exact_grader
 from dapo_jax.rewards.sample import Sample, whole_group
@@ -15,6 +14,5 @@ __all__ = [
     "grade_function",
     "grade_group",
     "load_function",
-    "overlong_penalty",
     "whole_group",
 ]

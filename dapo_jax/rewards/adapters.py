@@ -23,15 +23,14 @@ def trl_reward(function: Callable[..., Any]) -> Callable[[Sequence[Sample]], Any
         prompt = samples[0].prompt
         asked = prompt.row.get("prompt", prompt.text)
         texts = [sample.response for sample in samples]
-        responses = texts if isinstance(asked, str) else [_message(text) for text in texts]
-        row = {name: value for name, value in prompt.row.items() if name != "prompt"}
-        columns = {name: [value] * len(samples) for name, value in {"answer": prompt.answer, **row}.items()}
+        responses = (
+            texts if isinstance(asked, str) else [[{"role": "assistant", "content": text}] for text in texts]
+        )
+        row = {"answer": prompt.answer, **prompt.row}
+        columns = {name: [value] * len(samples) for name, value in row.items() if name != "prompt"}
         columns["completion_ids"] = [sample.tokens.tolist() for sample in samples]
-        return {
-            "prompts": [asked] * len(samples),
-            "completions": responses,
-            **named_arguments(function, columns),
-        }
+        named = named_arguments(function, columns)
+        return {"prompts": [asked] * len(samples), "completions": responses, **named}
 
     def scores(given: Any, samples: Sequence[Sample]) -> list[float]:
         found = given.tolist() if getattr(given, "ndim", None) == 1 else given  # an array of any library
@@ -67,13 +66,9 @@ def verl_reward(function: Callable[..., Any]) -> Callable[[Sample], Any]:
             raise ValueError(
                 f"a verl reward function returns a number, or a mapping with 'score'; got {given!r:.200}"
             )
-        score = as_float(fields["score"])
-        extracted = fields.get("pred")
-        return Verdict(
-            correct=fields.get("acc", score > 0),
-            extracted=None if extracted is None else str(extracted),
-            score=score,
-        )
+        score, extracted = as_float(fields["score"]), fields.get("pred")
+        extracted = None if extracted is None else str(extracted)
+        return Verdict(correct=fields.get("acc", score > 0), extracted=extracted, score=score)
 
     return _adapted(function, arguments, verdict)
 
@@ -98,10 +93,6 @@ def _adapted(
 
         return awaited
     return lambda given: read(function(**arguments(given)), given)
-
-
-def _message(text: str) -> list[dict[str, str]]:
-    return [{"role": "assistant", "content": text}]
 
 
 def named_arguments(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:

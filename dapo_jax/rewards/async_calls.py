@@ -9,7 +9,6 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 from dapo_jax.dapo.rollouts import Verdict
@@ -24,7 +23,7 @@ LATE_S = 0.1
 
 
 class AsyncCalls:
-    """One thread with an event loop for all async reward functions of a run. A context manager: leaving it ends the thread."""
+    """One thread with an event loop for all async reward functions of a run; `close` ends it."""
 
     def __init__(self, *, at_once: int, timeout_s: float) -> None:
         """Starts the thread.
@@ -32,12 +31,7 @@ class AsyncCalls:
         Args:
             at_once: number of calls that may be under way at a time; the others wait.
             timeout_s: seconds per call, from when it is under way.
-
-        Raises:
-            ValueError: a limit is not positive.
         """
-        if at_once < 1 or timeout_s <= 0:
-            raise ValueError(f"async calls need at_once >= 1 and timeout_s > 0; got {at_once=}, {timeout_s=}")
         self._timeout_s = timeout_s
         self._places = asyncio.Semaphore(at_once)
         self._given_up: set[asyncio.Task[list[Verdict]]] = set()
@@ -47,12 +41,6 @@ class AsyncCalls:
         self._loop.set_default_executor(DaemonThreads())
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> "AsyncCalls":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def submit(self, reward: LoadedReward, samples: Sequence[Sample]) -> Future[list[Verdict]]:
         """Queues the calls for the responses to one prompt; the future returns their verdicts in the same order.
@@ -140,16 +128,13 @@ class DaemonThreads(ThreadPoolExecutor):
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Starts the thread."""
         future: Future[Any] = Future()
-        threading.Thread(target=_work, args=(future, partial(fn, *args, **kwargs)), daemon=True).start()
+
+        def work() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(fn(*args, **kwargs))
+                except BaseException as error:  # SystemExit, too: the function that waits for the job gets it
+                    future.set_exception(error)
+
+        threading.Thread(target=work, daemon=True).start()
         return future
-
-
-def _work(future: Future[Any], job: Callable[[], Any]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        result = job()
-    except BaseException as error:  # SystemExit, too: the function that waits for the job gets it
-        future.set_exception(error)
-    else:
-        future.set_result(result)

@@ -16,6 +16,7 @@ BOX_CHARACTERS = 100
 """Number of characters at the end of a response in which a `\\boxed{}` counts, for `dapo_boxed`."""
 
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+"""Matches up to the end of the line. Two on one line are one statement, as in the released code."""
 _BOX = r"\boxed{"
 
 _REWRITTEN = (
@@ -61,10 +62,10 @@ def normal_form(answer: str) -> str:
 
 def dapo_grader(response: str, answer: str) -> Verdict:
     """Grades by the rule of March 2025: without an `Answer:` a response is wrong."""
-    stated = last_stated(response[-TAIL_CHARACTERS:])
-    if stated is None:
+    stated = _ANSWER.findall(response[-TAIL_CHARACTERS:])
+    if not stated:
         return Verdict(correct=False, reason=f"no 'Answer:' in the last {TAIL_CHARACTERS} characters")
-    return _compared(stated, answer, "after the last 'Answer:'")
+    return _compared(stated[-1], answer, "after the last 'Answer:'")
 
 
 def dapo_boxed_grader(response: str, answer: str) -> Verdict:
@@ -76,18 +77,6 @@ def dapo_boxed_grader(response: str, answer: str) -> Verdict:
     if boxed is None:
         return Verdict(correct=False, reason=rf"{verdict.reason}, no \boxed{{}} in the last {BOX_CHARACTERS}")
     return _compared(boxed, answer, r"in the last \boxed{}")
-
-
-def last_stated(text: str) -> str | None:
-    r"""Returns the text between the last `Answer:`, in any case, and the end of its line; None if it is missing.
-
-    Two on one line are one statement, as in the released code.
-
-    >>> last_stated("Answer: 3. No.\nanswer : 4 or so\nBye"), last_stated("It is 4")
-    ('4 or so', None)
-    """
-    found = _ANSWER.findall(text)
-    return found[-1] if found else None
 
 
 def last_boxed(text: str) -> str | None:

@@ -64,8 +64,6 @@ class LoadedReward:
     """Its name in messages."""
     on_nonfinite: str = "error"
     """Whether a score that is NaN, infinite or beyond `MAX_SCORE` is an `error`, or leaves that response's verdict `lost`."""
-    shipped: bool = False
-    """True for a grader of this library: it changes no sample and returns a valid `Verdict`, so nothing is copied or checked."""
 
     @property
     def is_async(self) -> bool:
@@ -78,8 +76,8 @@ class LoadedReward:
         return is_whole_group(self.function)
 
     def calls(self, samples: Sequence[Sample]) -> list[Sequence[Sample]]:
-        """Splits the samples of a group into calls."""
-        return calls_of(samples, whole_group=self.is_whole_group)
+        """Splits the samples of a group into calls: one call with all of them, or one call for each."""
+        return [samples] if self.is_whole_group else [[sample] for sample in samples]
 
     def grade(self, samples: Sequence[Sample]) -> list[Verdict]:
         """Returns the verdicts on the samples of a group, in their order. `grade_function` lists the errors."""
@@ -105,7 +103,7 @@ class LoadedReward:
         return self._verdicts(result, call)
 
     def _argument(self, call: Sequence[Sample]) -> Sample | list[Sample]:
-        own = list(call) if self.shipped else handed_over(call)
+        own = handed_over(call)
         return own if self.is_whole_group else own[0]
 
     def _failure(self, error: BaseException, call: Sequence[Sample]) -> RewardError:
@@ -121,23 +119,18 @@ class LoadedReward:
                 return [self._judged(result, call[0])]
             # An array of any library counts as a list.
             found = result.tolist() if getattr(result, "ndim", None) == 1 else result
-            if not isinstance(found, list | tuple):
+            is_list = isinstance(found, list | tuple)
+            if not is_list or len(found) != len(call):
+                given = f"{len(found)} verdicts" if is_list else f"{result!r:.200} ({type(result).__name__})"
                 raise ValueError(
-                    f"reward function {self.name} returned {result!r:.200} ({type(result).__name__}) for {len(call)} responses; a "
-                    "function of a whole group must return a list, with a bool, a finite number or a Verdict for each"
-                )
-            if len(found) != len(call):
-                raise ValueError(
-                    f"reward function {self.name} returned {len(found)} verdicts for {len(call)} responses; it must return one for "
-                    "each, in their order"
+                    f"reward function {self.name} returned {given} for {len(call)} responses; a function of a whole group must return "
+                    "a list, with a bool, a finite number or a Verdict for each, in their order"
                 )
             return [self._judged(*pair) for pair in zip(found, call, strict=True)]
         except ValueError as error:
             raise RewardError(f"{error}; {_named(call)}") from error
 
     def _judged(self, result: Any, sample: Sample) -> Verdict:
-        if self.shipped:
-            return result
         try:
             return as_verdict(result, name=self.name)
         except NonFiniteScoreError as error:
@@ -179,11 +172,6 @@ def _named(call: Sequence[Sample]) -> str:
     prompt = call[0].prompt
     responses = f"{len(call)} responses" if len(call) > 1 else f"response {call[0].response[:60]!r}"
     return f"prompt {prompt.ordinal} ({prompt.text[:60]!r}), {responses}"
-
-
-def calls_of(samples: Sequence[Sample], *, whole_group: bool) -> list[Sequence[Sample]]:
-    """Splits the samples of a group into calls: one call with all of them, or one call for each."""
-    return [samples] if whole_group else [[sample] for sample in samples]
 
 
 def grade_function(
@@ -235,9 +223,7 @@ def load_reward(
             f"no grader is named {spec!r}; {hint} A function of your own is module:function or path/to/file.py:function"
         )
     grader = exact_grader(answer_marker) if spec == "exact" else GRADERS[spec]
-    return LoadedReward(
-        function=lambda sample: grader(sample.response, sample.answer), name=spec, shipped=True
-    )
+    return LoadedReward(function=lambda sample: grader(sample.response, sample.answer), name=spec)
 
 
 def as_verdict(result: Any, *, name: str) -> Verdict:
@@ -309,14 +295,9 @@ def load_function(spec: str) -> Callable[..., Any]:
 def loading(spec: str, place: str, load: Callable[[], Any], remedy: str = "") -> Any:
     """Returns the result of `load()`, which runs the user's code.
 
-    Args:
-        spec: the value of the configuration, for the message.
-        place: the file, module or call whose code runs, for the message.
-        load: is called without arguments.
-        remedy: the words after the exception in the message.
-
     Raises:
-        ValueError: the code raised, or called sys.exit.
+        ValueError: the code raised, or called sys.exit. The message has `spec`, the value of the configuration, and `place`, the file,
+            module or call whose code ran; it ends with `remedy`.
     """
     try:
         return load()

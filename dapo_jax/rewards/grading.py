@@ -95,12 +95,7 @@ class Part:
 
 
 def weighted_sum(parts: Sequence[Part], shaping: Shaping) -> Submit:
-    """Returns a `Submit` that grades with all parts and sums their rewards, see `summed`.
-
-    Args:
-        parts: one or more, of different names.
-        shaping: turns a part's verdicts into rewards.
-    """
+    """Returns a `Submit` that grades with all parts, which have different names, and sums their rewards, see `summed`."""
 
     def submit(samples: Sequence[Sample]) -> Future[list[Verdict]]:
         return joined([part.submit(samples) for part in parts], lambda found: summed(parts, found, shaping))
@@ -109,16 +104,11 @@ def weighted_sum(parts: Sequence[Part], shaping: Shaping) -> Submit:
 
 
 def summed(parts: Sequence[Part], verdicts: Sequence[Sequence[Verdict]], shaping: Shaping) -> list[Verdict]:
-    """Returns the sums of the parts' verdicts on the responses to one prompt.
+    """Returns the sums of each part's verdicts on the responses to one prompt.
 
     `correct` and `extracted` are the first part's, and `score` is the sum of weight x reward. `reason` is the first part's with the
     terms of the sum, and `lost` is the first that is not empty. `parts` holds each part's reward before its weight.
     `Shaping.rewards` gives the reward of a lost verdict.
-
-    Args:
-        parts: one or more.
-        verdicts: each part's, on all responses.
-        shaping: turns verdicts into rewards.
 
     Raises:
         RewardError: a sum exceeds `MAX_SCORE`, though no part's score does; it names the terms.
@@ -126,26 +116,27 @@ def summed(parts: Sequence[Part], verdicts: Sequence[Sequence[Verdict]], shaping
     rewards = [
         shaping.rewards(of_part, weight=part.weight) for part, of_part in zip(parts, verdicts, strict=True)
     ]
-    responses = zip(zip(*verdicts, strict=True), zip(*rewards, strict=True), strict=True)
-    return [_sum(parts, *of_response) for of_response in responses]
+    return [
+        _sum(parts, *one) for one in zip(zip(*verdicts, strict=True), zip(*rewards, strict=True), strict=True)
+    ]
 
 
 def _sum(parts: Sequence[Part], verdicts: Sequence[Verdict], rewards: Sequence[float]) -> Verdict:
-    terms = [
+    terms = ", ".join(
         f"{part.name} {part.weight:g} x {value:g}{f' ({verdict.lost})' if verdict.lost else ''}"
         for part, value, verdict in zip(parts, rewards, verdicts, strict=True)
-    ]
+    )
     first = verdicts[0]
     score = sum(part.weight * value for part, value in zip(parts, rewards, strict=True))
     if not abs(score) <= MAX_SCORE:
         raise RewardError(
-            f"the sum of rewards {', '.join(terms)} is {score:g}; it is at most {MAX_SCORE:g} in size, or advantages would overflow: "
+            f"the sum of rewards {terms} is {score:g}; it is at most {MAX_SCORE:g} in size, or advantages would overflow: "
             "lower the weights or scale the scores down"
         )
     return Verdict(
         correct=first.correct,
         extracted=first.extracted,
-        reason="; ".join(filter(None, [first.reason, f"sum of {', '.join(terms)}"])),
+        reason="; ".join(filter(None, [first.reason, f"sum of {terms}"])),
         score=score,
         lost=next((verdict.lost for verdict in verdicts if verdict.lost), ""),
         parts={part.name: value for part, value in zip(parts, rewards, strict=True)},

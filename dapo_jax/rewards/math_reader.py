@@ -71,31 +71,12 @@ def _each(names: str, written: str) -> dict[str, str]:
 
 _COMMANDS = {
     **_each("left right displaystyle textstyle limits big Big bigg Bigg bigl bigr Bigl Bigr boxed fbox", ""),
-    **_each("quad qquad thinspace", " "),
-    **_each("dfrac tfrac cfrac", r"\frac"),
-    **_each("dbinom tbinom", r"\binom"),
-    **_each("times cdot ast", "*"),
-    **_each("div", "/"),
-    **_each("lt", "<"),
-    **_each("gt", ">"),
-    **_each("le leq leqslant", "≤"),
-    **_each("ge geq geqslant", "≥"),
-    **_each("ne neq", "≠"),
-    **_each("approx", "≈"),
-    **_each("lvert rvert vert mid", "|"),
-    **_each("dots ldots cdots dotsc", "…"),
-    **_each("pm", "±"),
-    **_each("mp", "∓"),
-    **_each("in", "∈"),
-    **_each("cup", UNION),
-    **_each("infty", "∞"),
-    **_each("pi", "π"),
-    **_each("degree", "°"),
-    **_each("imath", "i"),
-    **_each("lbrace", r"\{"),
-    **_each("rbrace", r"\}"),
-    **_each("varnothing", r"\emptyset"),
-}
+    **_each("quad qquad thinspace", " "), **_each("dfrac tfrac cfrac", r"\frac"), **_each("dbinom tbinom", r"\binom"),
+    **_each("times cdot ast", "*"), **_each("le leq leqslant", "≤"), **_each("ge geq geqslant", "≥"), **_each("ne neq", "≠"),
+    **_each("lvert rvert vert mid", "|"), **_each("dots ldots cdots dotsc", "…"),
+    "div": "/", "lt": "<", "gt": ">", "approx": "≈", "pm": "±", "mp": "∓", "in": "∈", "cup": UNION, "infty": "∞", "pi": "π",
+    "degree": "°", "imath": "i", "lbrace": r"\{", "rbrace": r"\}", "varnothing": r"\emptyset",
+}  # fmt: skip
 """Signs by the name of a command; other commands stay as they are."""
 _NATURAL = ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "exp", "asin", "acos", "atan")
 _FUNCTIONS: dict[str, Callable[..., Any]] = {

@@ -17,9 +17,8 @@ from dataclasses import asdict
 from typing import Any
 
 from dapo_jax.dapo.rollouts import Lost, Verdict
-from dapo_jax.rewards.functions import GradeFunction, RewardError, calls_of, grade_function, joined
-from dapo_jax.rewards.sample import Sample
-from dapo_jax.rewards.samples_as_json import call_of, sample_of
+from dapo_jax.rewards.functions import GradeFunction, RewardError, grade_function, joined
+from dapo_jax.rewards.sample import Sample, call_of, sample_of
 from dapo_jax.workers import EndedError, Worker
 from dapo_jax.workers.inside import Answer, Serve
 
@@ -34,7 +33,7 @@ MAX_ANSWER_BYTES = 1 << 24
 
 
 class GradingPool:
-    """Worker processes that grade samples. A context manager: leaving it ends them."""
+    """Worker processes that grade samples; `close` ends them."""
 
     def __init__(
         self,
@@ -57,15 +56,7 @@ class GradingPool:
             answer_marker: for the grader `exact`.
             whole_group: whether one call takes all responses to a prompt instead of one.
             on_nonfinite: see `load_reward`.
-
-        Raises:
-            ValueError: there are no workers, or a limit is not positive.
         """
-        if workers < 1 or timeout_s <= 0 or memory_mb < 1:
-            raise ValueError(
-                f"a grading pool needs workers >= 1, timeout_s > 0 and memory_mb >= 1; got {workers=}, {timeout_s=}, "
-                f"{memory_mb=}"
-            )
         self._setup = {"grader": grader, "answer_marker": answer_marker, "on_nonfinite": on_nonfinite}
         self._grader, self._timeout_s, self._memory_mb = grader, timeout_s, memory_mb
         self._whole_group = whole_group
@@ -76,12 +67,6 @@ class GradingPool:
             self._idle.put(self._start())
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="grading")
 
-    def __enter__(self) -> "GradingPool":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def submit(self, samples: Sequence[Sample]) -> Future[list[Verdict]]:
         """Queues the calls for the responses to one prompt; the future returns their verdicts in the same order.
 
@@ -91,7 +76,7 @@ class GradingPool:
         Raises:
             RuntimeError: the pool was closed.
         """
-        calls = calls_of(samples, whole_group=self._whole_group)
+        calls = [samples] if self._whole_group else [[sample] for sample in samples]
         try:
             return joined([self._threads.submit(self._verdicts, call) for call in calls])
         except RuntimeError as error:
@@ -135,10 +120,7 @@ class GradingPool:
     def _answer(self, worker: Worker, call: Sequence[Sample]) -> list[Verdict]:
         """Returns a worker's verdicts on one call; they are lost if it exceeds a limit, which ends the worker.
 
-        Raises:
-            EndedError: the worker died.
-            RewardError: the grader raised, or the worker could not start.
-            ValueError: the grader cannot be loaded.
+        Raises EndedError if the worker dies.
         """
         try:
             worker.ready.result()
@@ -159,11 +141,7 @@ class GradingPool:
     def _count_death(
         self, call: Sequence[Sample], how: str, *, is_first_try: bool, is_last_try: bool
     ) -> None:
-        """Counts the death of a worker, once per call, and prints the first ones.
-
-        Raises:
-            RewardError: too many have died.
-        """
+        """Counts the death of a worker, once per call, and prints the first ones. Too many are a RewardError."""
         with self._lock:
             self._deaths += is_first_try
             asked, deaths = self._asked, self._deaths
@@ -185,18 +163,13 @@ def _lost(call: Sequence[Sample], lost: Lost, reason: str) -> list[Verdict]:
 
 
 def load_grader(setup: Mapping[str, Any]) -> tuple[dict[str, Any], Serve]:
-    """In a worker: loads the grader, which then runs in the main thread, where functions may use signals.
-
-    Raises:
-        ValueError: the grader cannot be loaded.
-    """
-    grade = grade_function(
-        setup["grader"], answer_marker=setup["answer_marker"], on_nonfinite=setup["on_nonfinite"]
-    )
+    """In a worker: loads the grader, which then runs in the main thread, where functions may use signals."""
+    grader = setup["grader"]
+    grade = grade_function(grader, answer_marker=setup["answer_marker"], on_nonfinite=setup["on_nonfinite"])
 
     def serve(calls: Iterable[dict[str, Any]], answer: Answer) -> None:
         for call in calls:
-            answer(call["id"], _graded(grade, call["samples"], setup["grader"]))
+            answer(call["id"], _graded(grade, call["samples"], grader))
 
     return {}, serve
 

@@ -19,7 +19,6 @@ class TextDecoder(Protocol):
 
     def decode(self, ids: Int[np.ndarray, " tokens"]) -> str:
         """Returns the text of `ids` without special tokens."""
-        ...
 
 
 def samples_of(prompt: Prompt, responses: Sequence[Response], *, tokenizer: TextDecoder) -> list[Sample]:
@@ -72,17 +71,13 @@ class Shaping:
             verdicts: of one grader, on all responses to a prompt.
             weight: the factor that the caller multiplies the rewards with; if it is negative, the highest reward is the worst.
         """
-        known = [
-            self._rule(verdict) if verdict.score is None else verdict.score
-            for verdict in verdicts
-            if not _is_unknown(verdict)
+        rule = {True: self.correct, False: self.incorrect}
+        found = [rule[verdict.correct] if verdict.score is None else verdict.score for verdict in verdicts]
+        known = (reward for reward, verdict in zip(found, verdicts, strict=True) if not _is_unknown(verdict))
+        worst = (min if weight > 0 else max)(*known, *rule.values())
+        return [
+            worst if _is_unknown(verdict) else reward for reward, verdict in zip(found, verdicts, strict=True)
         ]
-        worst = (min if weight > 0 else max)([*known, self.correct, self.incorrect])
-        paid = iter(known)
-        return [worst if _is_unknown(verdict) else next(paid) for verdict in verdicts]
-
-    def _rule(self, verdict: Verdict) -> float:
-        return self.correct if verdict.correct else self.incorrect
 
 
 def _is_unknown(verdict: Verdict) -> bool:
@@ -107,19 +102,14 @@ def shaped_group(
     answer at the length limit has the reward -1 - 1 = -2. If other verdicts have scores, a lost verdict gets its reward as score.
     """
     scored = any(verdict.score is not None for verdict in verdicts)
-
-    def rollout(response: Response, sample: Sample, verdict: Verdict, reward: float) -> Rollout:
-        penalty = shaping.penalty(response.sampled_tokens)
-        return Rollout(
-            response=response,
-            text=sample.response,
-            verdict=replace(verdict, score=reward) if scored and _is_unknown(verdict) else verdict,
-            reward=reward + penalty,
-            overlong_penalty=penalty,
-        )
-
-    graded = zip(responses, samples, verdicts, shaping.rewards(verdicts), strict=True)
-    return Group(prompt=prompt, rollouts=tuple(rollout(*parts) for parts in graded))
+    rewards, rollouts = shaping.rewards(verdicts), []
+    for response, sample, verdict, reward in zip(responses, samples, verdicts, rewards, strict=True):
+        if scored and _is_unknown(verdict):
+            verdict = replace(verdict, score=reward)
+        penalty, text = shaping.penalty(response.sampled_tokens), sample.response
+        paid = {"reward": reward + penalty, "overlong_penalty": penalty}
+        rollouts.append(Rollout(response=response, text=text, verdict=verdict, **paid))
+    return Group(prompt=prompt, rollouts=tuple(rollouts))
 
 
 def grade_group(

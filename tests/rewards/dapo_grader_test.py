@@ -7,11 +7,10 @@ found.
 import pytest
 
 from dapo_jax.rewards import GRADERS
-from dapo_jax.rewards.dapo_grader import BOX_CHARACTERS, TAIL_CHARACTERS, last_boxed, normal_form
+from dapo_jax.rewards.dapo_grader import BOX_CHARACTERS, TAIL_CHARACTERS, last_boxed
 
 EXTRACTION = [
     ("So it is 34.\nAnswer: 34", "34", "34", True),
-    ("Answer: 34\n", "34", "34", True),
     ("answer: 34", "34", "34", True),  # any case
     ("ANSWER :\t34", "34", "34", True),  # white space before and after the colon
     ("Answer:\n\n34", "34", "34", True),  # \s crosses lines after the colon
@@ -20,13 +19,10 @@ EXTRACTION = [
     ("Answer: 34\nWait, no.", "34", "34", True),  # up to the end of its line
     ("Answer: 34 because", "34", "34because", False),
     ("The final answer: 34", "34", "34", True),  # not only at the beginning of a line
-    ("Final Answer:34", "34", "34", True),
     ("Answers: 34", "34", None, False),
-    ("Answer = 34", "34", None, False),
     ("Answer", "34", None, False),
     ("Answer:", "34", None, False),
     ("Answer: ", "34", "", False),  # the space is all there is
-    ("", "34", None, False),
     ("34", "34", None, False),
     ("Answer: Answer: 34", "34", "Answer:34", False),  # the first match takes the whole line
     (f"Answer: 34{' ' * (TAIL_CHARACTERS - 10)}", "34", "34", True),  # 10 characters and 290 of space
@@ -39,33 +35,23 @@ NORMAL_FORM = [
     ("Answer: $34$", "34", "34", True),
     ("Answer: $34$.", "34", "34", True),  # what follows the second dollar sign is dropped
     ("Answer: The value is $34$", "34", "34", True),
-    ("Answer: $34", "34", "34", True),
     ("Answer: $34.$", "34", "34", True),  # .$ -> $
     ("Answer: 34.", "34", "34.", False),
     (r"Answer: \boxed{34}", "34", "34", True),
-    (r"Answer: $\boxed{34}$", "34", "34", True),
     ("Answer: x = 34", "34", "34", True),  # after the last =
-    ("Answer: 2 + 32 = 34", "34", "34", True),
     ("Answer: 34 = x", "34", "x", False),
     ("Answer: 1,234", "1234", "1234", True),
     ("Answer: 1,2,34", "1234", "1234", True),  # commas go from anything that is digits without them
-    ("Answer: (1,2)", "(1,2)", "(1,2)", True),
     ("Answer: (1, 2)", "(1,2)", "(1,2)", True),  # spaces go
     ("Answer: -1,234", "-1234", "-1,234", False),  # a minus is no digit
     ("Answer: 34 dollars", "34", "34", True),
     (r"Answer: \$34", "34", "34", True),
-    ("Answer: 34 degrees", "34", "34", True),
     (r"Answer: 34^\circ", "34", "34", True),
-    (r"Answer: 34^{\circ}", "34", "34", True),
     ("Answer: 34 square units", "34", "34", True),
-    ("Answer: 34 cm", "34", "34", True),
     ("Answer: 34 apples", "34", "34apples", False),
     ("Answer: a 34", "34", "34", True),  # articles go
-    ("Answer: an 34", "34", "34", True),
     (r"Answer: \text{yes}", "yes", "yes", True),
-    (r"Answer: \mbox{yes}", "yes", "yes", True),
     (r"Answer: 34\text{ m}", "34", "34", True),  # space goes, \text{m} -> \text{} -> nothing
-    (r"Answer: \textbf{34}", "34", "34", True),
     (r"Answer: \overline{AB}", "AB", "AB", True),
     (r"Answer: \frac12", r"\frac{1}{2}", r"\frac{1}{2}", True),
     (r"Answer: \frac{1}{2}", r"\frac12", r"\frac{1}{2}", True),  # the reference is brought to the form too
@@ -75,13 +61,11 @@ NORMAL_FORM = [
     (r"Answer: x\text{ and }y", "x,y", "x,y", True),
     (r"Answer: 1\text{ and }2", "12", "12", True),  # 1,2 is digits without its comma
     (r"Answer: 10{,}000", "10000", "10000", True),
-    (r"Answer: 10,\!000", "10000", "10000", True),
     (r"Answer: 5\;6", "56", "56", True),
     (r"Answer: 4^{\mathrm{th}}", "4^{}", "4^{}", True),
     ('Answer: "34"', "34", "34", True),
     (r"Answer: x, y, \dots", "x,y,", "x,y,", True),
     ("Answer: 34", "$34$", "34", True),
-    ("Answer: 34", " 34 ", "34", True),
     ("Answer: x=3", "y=3", "3", True),
     ("Answer: １２", "１２", "１２", True),  # noqa: RUF001 - full-width digits are only themselves
     ("Answer: always", "al", "al", True),  # "ways" goes from inside a word: as released
@@ -127,11 +111,6 @@ def test_the_later_rule_falls_back_to_the_last_box(response, answer, extracted, 
     assert (verdict.extracted, verdict.correct) == (extracted, correct)
 
 
-def test_the_rule_of_march_2025_knows_no_box():
-    assert GRADERS["dapo"](r"\boxed{34}", "34").extracted is None
-    assert GRADERS["dapo_boxed"](r"\boxed{34}", "34").correct
-
-
 @pytest.mark.parametrize(("response", "answer"), KNOWN_FALSE_NEGATIVES)
 def test_known_false_negatives_stay_wrong_here_and_are_right_in_meaning(response, answer):
     assert not GRADERS["dapo"](response, answer).correct
@@ -148,8 +127,3 @@ def test_a_reason_says_where_and_what_was_expected():
 def test_the_last_box_may_hold_boxes():
     assert last_boxed(r"\boxed{a \boxed{b} c}") == "b"
     assert last_boxed("") is None
-
-
-def test_a_normal_form_is_a_fixed_point_for_plain_answers():
-    for answer in ("34", "-5", r"\frac{1}{2}", "(1,2)", "x+1"):
-        assert normal_form(normal_form(answer)) == normal_form(answer)

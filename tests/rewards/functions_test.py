@@ -37,14 +37,6 @@ def test_number_is_a_score_that_is_correct_above_zero(value, correct):
     assert type(verdict.score) is float
 
 
-def test_a_verdict_is_copied():
-    verdict = Verdict(correct=False, score=0.5, reason="half right", parts={"a": 1.0})
-    taken = as_verdict(verdict, name="f")
-    assert taken == verdict
-    verdict.parts["a"] = 2.0
-    assert taken == Verdict(correct=False, score=0.5, reason="half right", parts={"a": 1.0})
-
-
 def test_one_verdict_object_for_all_responses_is_each_ones_as_it_was_returned():
     one = Verdict(correct=True, parts={"n": 0})
 
@@ -63,20 +55,23 @@ def test_a_verdict_that_is_lost_and_correct_is_refused():
     assert graded(lambda sample: Verdict(correct=True, lost="timeout", parts={"a": 1.0, "b": -1.0})).correct
 
 
-@pytest.mark.parametrize("score", [1e200, -1e31, np.float64(1e308), Verdict(correct=True, score=1e200)])
+@pytest.mark.parametrize(
+    "score",
+    [
+        1e200,
+        -1e31,
+        np.float64(1e308),
+        Verdict(correct=True, score=1e200),
+        float("nan"),
+        np.float32("-inf"),
+        Verdict(correct=True, score=float("inf")),
+    ],
+)
 def test_a_score_whose_advantages_would_overflow_is_refused_by_name(score):
-    with pytest.raises(RewardError, match=r"<lambda> returned .*1e\+.*1e\+30"):
+    with pytest.raises(RewardError, match=r"<lambda> returned .*(1e\+|nan|inf).*1e\+30"):
         graded(lambda sample: score)
     assert graded(lambda sample: score, on_nonfinite="lost").lost == "nonfinite"
     assert graded(lambda sample: -1e30).score == -1e30
-
-
-@pytest.mark.parametrize(
-    "value", [float("nan"), float("inf"), np.float32("-inf"), Verdict(correct=True, score=float("nan"))]
-)
-def test_score_that_is_not_finite_is_refused_with_the_functions_name(value):
-    with pytest.raises(ValueError, match=r"reward function my\.py:f returned .*(nan|inf)"):
-        as_verdict(value, name="my.py:f")
 
 
 def test_of_a_group_only_the_response_with_a_score_that_is_not_finite_is_lost():
@@ -98,15 +93,6 @@ def test_of_a_group_only_the_response_with_a_score_that_is_not_finite_is_lost():
 def test_other_types_are_refused_with_the_functions_name(value):
     with pytest.raises(ValueError, match=r"reward function f returned .* must return a bool"):
         as_verdict(value, name="f")
-
-
-def test_named_grader_compares_with_the_answer():
-    assert graded("exact").correct
-    assert not graded("exact", answer_marker="#").correct
-
-
-def test_function_sees_the_sample_and_its_row():
-    assert graded(lambda sample: sample.prompt.row["level"] / 4).score == 0.75
 
 
 def writes_tokens(sample):
@@ -193,27 +179,21 @@ def test_a_whole_group_function_sees_all_responses_and_answers_for_each(kind):
     ]
 
 
-def test_a_function_of_one_response_is_called_once_for_each():
-    verdicts = grade_function(lambda sample: sample.response == "=2")(samples("=3", "=2", "=2"))
-    assert [verdict.correct for verdict in verdicts] == [False, True, True]
-
-
 def test_a_whole_group_function_is_found_in_a_file(tmp_path):
-    text = "from dapo_jax.rewards import whole_group\n@whole_group\ndef f(group):\n    return [len(group)] * len(group)\n"
+    text = "from dapo_jax.rewards import whole_group\n@whole_group\ndef f(group):\n    return [group[0].response_tokens] * len(group)\n"
     verdicts = grade_function(f"{reward_file(tmp_path, text)}:f")(samples("a", "b"))
-    assert [verdict.score for verdict in verdicts] == [2.0, 2.0]
+    assert [verdict.score for verdict in verdicts] == [3.0, 3.0]
 
 
-@pytest.mark.parametrize(("count", "found"), [(3, 2), (2, 3), (2, 0)])
-def test_a_wrong_number_of_verdicts_names_both_numbers(count, found):
-    reward = whole_group(lambda group: [True] * found)
-    with pytest.raises(RewardError, match=f"returned {found} verdicts for {count} responses"):
-        grade_function(reward)(samples(*"abc"[:count]))
-
-
-@pytest.mark.parametrize("value", [1.0, True, None, "ab", Verdict(correct=True)])
-def test_one_verdict_for_a_whole_group_is_refused(value):
-    with pytest.raises(RewardError, match=r"for 2 responses; .* list"):
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        *(([True] * found, f"returned {found} verdicts for 2 responses") for found in (0, 1, 3)),
+        *((value, r"for 2 responses; .* list") for value in (1.0, None, "ab", Verdict(correct=True))),
+    ],
+)
+def test_a_group_needs_a_list_with_a_verdict_for_each_response(value, words):
+    with pytest.raises(RewardError, match=words):
         grade_function(whole_group(lambda group: value))(samples("a", "b"))
 
 
@@ -229,11 +209,6 @@ def reward_file(tmp_path, text, name="my_reward.py"):
     path = tmp_path / name
     path.write_text(text)
     return path
-
-
-def test_function_is_loaded_from_a_file(tmp_path):
-    path = reward_file(tmp_path, "def short(sample):\n    return sample.response_tokens < 5\n")
-    assert graded(f"{path}:short") == Verdict(correct=True)
 
 
 def test_file_may_define_dataclasses(tmp_path):
@@ -299,26 +274,21 @@ def test_a_function_that_cannot_be_found_is_named(spec, words):
         load_function(spec)
 
 
-def test_missing_function_is_answered_with_the_nearest(tmp_path):
-    path = reward_file(tmp_path, "def reward(sample):\n    return 1\n")
-    with pytest.raises(ValueError, match="has no 'rewrad'; did you mean 'reward'"):
-        load_function(f"{path}:rewrad")
-
-
-def test_name_that_is_no_function_is_refused(tmp_path):
-    path = reward_file(tmp_path, "reward = 3\n")
-    with pytest.raises(ValueError, match="'reward' is of type int, which cannot be called"):
-        load_function(f"{path}:reward")
-
-
-def test_a_file_that_fails_to_run_is_named_and_not_kept(tmp_path):
-    path = reward_file(tmp_path, "import nowhere_to_be_found\n")
-    before = set(sys.modules)
-    with pytest.raises(
-        ValueError, match="fails with ModuleNotFoundError: No module named 'nowhere_to_be_found'"
-    ):
-        load_function(f"{path}:f")
-    assert not {name for name in set(sys.modules) - before if name.startswith("dapo_jax_file")}
+@pytest.mark.parametrize(
+    ("text", "name", "words"),
+    [
+        ("def reward(sample): ...", "rewrad", "has no 'rewrad'; did you mean 'reward'"),
+        ("reward = 3", "reward", "'reward' is of type int, which cannot be called"),
+        (
+            "import nowhere_to_be_found",
+            "f",
+            "fails with ModuleNotFoundError: No module named 'nowhere_to_be_found'",
+        ),
+    ],
+)
+def test_a_file_without_the_function_is_named(tmp_path, text, name, words):
+    with pytest.raises(ValueError, match=words):
+        load_function(f"{reward_file(tmp_path, text)}:{name}")
 
 
 def test_a_file_or_module_that_exits_while_it_is_loaded_is_named_and_ends_nothing(tmp_path, monkeypatch):

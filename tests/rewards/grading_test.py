@@ -112,24 +112,13 @@ def test_the_score_is_the_sum_of_weight_times_reward_and_the_first_decides_what_
     assert [verdict.correct for verdict in verdicts] == [True, True, False]
     assert [verdict.extracted for verdict in verdicts] == ["2", "002", "3"]
     assert verdicts[1].parts == {"exact": 1.0, "brevity": 0.25}
-
-
-def test_plain_verdicts_are_worth_the_configured_rewards():
-    parts = [part("a", 1.0), part("b", 10.0)]
-    verdicts = [[Verdict(correct=True)], [Verdict(correct=False)]]
-    [verdict] = summed(parts, verdicts, Shaping(correct=0.5, incorrect=-0.25))
-    assert verdict.score == -2.0
+    assert verdicts[2].reason == "expected '2'; sum of exact 2 x -1, brevity 0.5 x 0.5"
 
 
 def test_a_negative_weight_takes_away():
     submit = weighted_sum([part("exact", 1.0, "exact"), part("long", -0.25, rank)], RULE)
     scores = [verdict.score for verdict in submit(samples("=0002", "=2", "=02")).result()]
     assert scores == [0.5, 1.0, 0.75]
-
-
-def test_the_reason_is_the_firsts_with_the_terms_of_the_sum():
-    future = weighted_sum([part("exact", 2.0, "exact"), part("brevity", 0.5, brevity)], RULE)(samples("=3"))
-    assert future.result()[0].reason == "expected '2'; sum of exact 2 x -1, brevity 0.5 x 0.5"
 
 
 def test_a_lost_part_is_worth_the_wrong_reward_and_the_first_loss_is_kept():
@@ -164,22 +153,20 @@ def test_a_lost_part_of_negative_weight_is_no_windfall():
     assert sums[1].parts == {"right": 1.0, "rambles": 1.0}
 
 
-def test_a_sum_is_there_when_its_last_part_is():
-    late = Future()
-    parts = [part("exact", 1.0, "exact"), Part(name="late", weight=1.0, submit=lambda group: late)]
-    future = weighted_sum(parts, RULE)(samples("=2"))
-    assert not future.done()
+def test_a_sum_is_there_when_its_last_part_is_and_has_its_error():
+    late, broken = Future(), Future()
+    futures = [
+        weighted_sum(
+            [part("exact", 1.0, "exact"), Part(name="late", weight=1.0, submit=lambda _, f=f: f)], RULE
+        )(samples("=2"))
+        for f in (late, broken)
+    ]
+    assert not futures[0].done()
     late.set_result([Verdict(correct=False, score=0.5)])
-    assert future.result()[0].score == 1.5
-
-
-def test_the_error_of_a_part_is_the_sums():
-    late = Future()
-    parts = [part("exact", 1.0, "exact"), Part(name="late", weight=1.0, submit=lambda group: late)]
-    future = weighted_sum(parts, RULE)(samples("=2"))
-    late.set_exception(RuntimeError("the judge raised"))
+    assert futures[0].result()[0].score == 1.5
+    broken.set_exception(RuntimeError("the judge raised"))
     with pytest.raises(RuntimeError, match="the judge raised"):
-        future.result()
+        futures[1].result()
 
 
 def test_a_sum_that_would_overflow_is_refused_with_its_terms():

@@ -129,6 +129,15 @@ SAME_RESPONSES = [  # whole responses
     ("**Answer:**\n34", "34"), ("Answer:\n34", "34"), ("The answer is 34. There are 5 more.", "34"), ("**34**", "34"),
     ("**Answer: 34**", "34"), ("**Final Answer:** $34$", "34"), (r"The final answer is $\boxed{34}$", "34"),
     (r"Answer: $\boxed{34}$", "34"), ("Answer: 34\n\nThanks", "34"),
+    ("Answer: 6/8", r"\frac{3}{4}"), ("Answer: 0.75", "3/4"), (r"Answer: $\frac68$", "0.75"), ("Answer: 2^{10}", "1024"),
+    ("Answer: x = 3", "3"), ("=36", "36"), ("$= 36$", "36"), (r"\boxed{=\frac12}", "0.5"), ("Answer: {2, 1}", r"\{1, 2\}"),
+    ("**Answer:** 34", "34"), (r"\boxed{\frac{1}{2}}", "0.5"), ("So the answer is 34.", "34"),
+    (r"The final answer is $\frac{6}{8}$.", "3/4"), ("34%", "34"), ("Answer: 2 - 0\nSo it is \\boxed{2}.", "2"),
+    ("Answer: 3\nSo it is \\boxed{34}.", "34"), ("7 + 1 = 8", "8"), (r"Answer: \(0 + 4 = 4\)", "4"), ("Answer: 2 + 3i", "3i + 2"),
+    (r"Answer: 2\sqrt{3} + 1", r"1 + \sqrt{12}"), (r"\boxed{\left(15,-29\right)}", "(15,-29)"),
+    (r"\boxed{(15,-29)}", r"\left(15,-29\right)"), ("Answer: (3,-1)", r"\left( 3, -1 \right)"),
+    (r"\boxed{\left(3, -1\right)}", "(3,-1)"), (r"\boxed{1,-2}", "1, -2"), (r"\boxed{-2,1}", "1,-2"),
+    (r"\boxed{\left(0,-2,100\right)}", "(0,-2,100)"),
 ]  # fmt: skip
 
 DIFFERENT_RESPONSES = [  # whole responses
@@ -138,4 +147,11 @@ DIFFERENT_RESPONSES = [  # whole responses
     ("The answer is 3 or 4", "3"), ("The answer is 3 or 4", "4"), ("The answer is not 5", "5"), ("The answer is between 5 and 6", "5"),
     ("The answer is 3-5", "5"), ("The answer is 2516_8", "2516"), ("answer is x_5", "5"), ("I think the answer is 2 2/3", "2/3"),
     ("The answer is 1e3.", "3"),
+    ("Answer: 35", "34"), ("Answer: -34", "34"), (r"\boxed{\frac{1}{2}}", "2"), ("Answer: 3\nNo: 34", "34"),
+    ("\\boxed{34}\nAnswer: 3", "34"), ("Answer: (1, 2)", "(2, 1)"), ("Answer: x + 1", "x - 1"), ("34, 35", "34"), ("=35", "34"),
+    ("==36", "36"), ("= 8 + 2", "10"), ("Answer: $8 + 2$", "10"), ("8 + 2", "10"), ("Answer: 1 +" + " " * 1900 + "x", "2"),
+    ("Here is the answer to the math problem: 8 + 2", "10"), ("Answer: (9*6)", "54"), (r"\boxed{3+0}", "3"),
+    (r"Answer: \(7 \times 2\)", "14"), ("So in the end there are 34 of them.", "34"),
+    ("The hens are meal staples for 20 chickens. The chickens have regular deliveries.", "20"),
+    ("brothers decide on another brother saying 80 more,\nwhich is an excess", "80"), ("no idea", "34"), ("", "34"),
 ]  # fmt: skip

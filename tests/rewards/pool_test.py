@@ -8,7 +8,7 @@ import sys
 import textwrap
 import threading
 import time
-from dataclasses import asdict
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +18,7 @@ from dapo_jax.dapo.rollouts import Prompt, Verdict
 from dapo_jax.rewards import whole_group
 from dapo_jax.rewards.functions import RewardError
 from dapo_jax.rewards.pool import GradingPool
-from dapo_jax.rewards.sample import Sample
-from dapo_jax.rewards.samples_as_json import call_of, sample_of
+from dapo_jax.rewards.sample import Sample, call_of, sample_of
 
 HERE = Path(__file__)
 TIMEOUT_S = 1.5
@@ -99,7 +98,7 @@ def hostile_group(group):
 
 
 def pool(grader=f"{HERE}:hostile", *, workers=1, timeout_s=TIMEOUT_S, memory_mb=128, **how):
-    return GradingPool(grader, workers=workers, timeout_s=timeout_s, memory_mb=memory_mb, **how)
+    return closing(GradingPool(grader, workers=workers, timeout_s=timeout_s, memory_mb=memory_mb, **how))
 
 
 def lives(pid):
@@ -202,7 +201,7 @@ def test_an_exception_of_the_grader_is_the_callers_and_the_worker_stays(what, me
 def test_a_busy_worker_ends_with_a_trainer_that_is_killed(tmp_path):
     program = textwrap.dedent(f"""
         from tests.rewards.pool_test import pool, sample
-        graders = pool(timeout_s=600.0)
+        graders = pool(timeout_s=600.0).thing
         graders.grade([sample("spin", answer={str(tmp_path / "pid")!r})])
     """)
     trainer = subprocess.Popen([sys.executable, "-c", program], cwd=HERE.parents[2])
@@ -293,12 +292,6 @@ def test_a_call_holds_all_that_a_reward_function_may_read():
     np.testing.assert_array_equal(there.prompt.tokens, [1, 2])
 
 
-def test_a_verdict_comes_back_as_it_was():
-    verdict = Verdict(correct=True, extracted="34", reason="equal", score=0.5, parts={"exact": 1.0})
-    plain = Verdict(correct=False)
-    assert [Verdict(**json.loads(json.dumps(asdict(one)))) for one in (verdict, plain)] == [verdict, plain]
-
-
 @pytest.mark.parametrize("thing", [{1, 2}, {3: "an integer's name would become a text"}, b"bytes"])
 def test_a_row_that_json_would_change_is_refused(thing):
     with pytest.raises(TypeError, match=r"field 'thing' .*reward\.workers=0"):
@@ -306,7 +299,7 @@ def test_a_row_that_json_would_change_is_refused(thing):
 
 
 def test_closing_cancels_waiting_calls_and_waits_for_the_call_that_is_being_graded():
-    graders = pool(timeout_s=1.0)
+    graders = pool(timeout_s=1.0).thing
     assert graders.grade([sample("34")])[0].correct
     hanging, waiting = graders.submit([sample("hang")]), graders.submit([sample("34")] * 50)
     time.sleep(0.3)
@@ -315,9 +308,3 @@ def test_closing_cancels_waiting_calls_and_waits_for_the_call_that_is_being_grad
     assert waiting.cancelled()
     with pytest.raises(RuntimeError, match=r"hostile was closed"):
         graders.submit([sample("34")])
-
-
-@pytest.mark.parametrize("wrong", [{"workers": 0}, {"timeout_s": 0.0}, {"memory_mb": 0}])
-def test_limits_that_make_no_sense_are_refused(wrong):
-    with pytest.raises(ValueError, match=f"{next(iter(wrong))}=0"):
-        pool(**wrong)

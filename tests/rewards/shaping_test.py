@@ -6,7 +6,7 @@ import pytest
 from dapo_jax.dapo.rollouts import Prompt, Response, Verdict
 from dapo_jax.rewards import grade_function, grade_group
 from dapo_jax.rewards.shaping import Shaping
-from dapo_jax.text import ByteTokenizer
+from dapo_jax.text.tokenizers import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()
 PROMPT = Prompt(ordinal=3, tokens=TOKENIZER.encode("1+1"), text="1+1", answer="2")
@@ -37,24 +37,14 @@ def test_group_keeps_order_text_and_responses():
     assert all(rollout.response is one for rollout, one in zip(graded.rollouts, given, strict=True))
 
 
-def test_rule_reward_is_plus_or_minus_one():
-    np.testing.assert_array_equal(group(response("=2"), response("=3")).rewards, [1.0, -1.0])
-
-
-def test_configured_rewards_replace_plus_and_minus_one():
-    graded = group(response("=2"), response("=3"), correct=0.5, incorrect=-0.25)
-    np.testing.assert_array_equal(graded.rewards, [0.5, -0.25])
-
-
-def test_score_replaces_the_rule_reward():
-    graded = group(
-        response("=2"),
-        grade=lambda samples: [Verdict(correct=False, score=0.75)],
-        correct=9.0,
-        incorrect=-9.0,
-    )
-    np.testing.assert_array_equal(graded.rewards, [0.75])
-    assert not graded.rollouts[0].correct
+def test_the_rule_reward_is_plus_or_minus_one_or_the_configured_one_and_a_score_replaces_it():
+    assert group(response("=2"), response("=3")).rewards.tolist() == [1.0, -1.0]
+    assert group(response("=2"), response("=3"), correct=0.5, incorrect=-0.25).rewards.tolist() == [
+        0.5,
+        -0.25,
+    ]
+    graded = group(response("=2"), grade=verdicts_of(-0.75), correct=9.0, incorrect=-9.0)
+    assert (graded.rewards.tolist(), graded.rollouts[0].correct) == ([-0.75], False)
 
 
 def verdicts_of(*scores):
@@ -119,30 +109,17 @@ def test_overlong_penalty_counts_tokens_with_the_end_token(text, ended, penalty)
     assert rollout.correct
 
 
-def test_wrong_answer_at_the_cap_has_reward_minus_two():
-    [rollout] = group(response("=000000003", ended=False), **CAP).rollouts
-    assert rollout.reward == -2.0
-
-
-def test_penalty_off_leaves_long_responses_alone():
-    [rollout] = group(response("=000000002", ended=False), **(CAP | {"overlong": False})).rollouts
-    assert rollout.reward == 1.0
-    assert rollout.overlong_penalty == 0.0
-
-
-def test_penalty_factor_scales_the_penalty():
-    [rollout] = group(response("=000000002", ended=False), **CAP, penalty_factor=0.5).rollouts
-    assert rollout.reward == 0.5
-
-
-def test_penalty_is_added_to_scores_too():
-    [rollout] = group(
-        response("=000000002", ended=False), grade=grade_function(lambda sample: 0.25), **CAP
-    ).rollouts
-    assert rollout.reward == -0.75
-
-
-def test_length_is_in_tokens_not_characters():
-    """Four characters of two bytes each are 8 tokens, 9 with the end token: (9 - 6) / 4 = 0.75."""
-    [rollout] = group(response("éééé"), **CAP).rollouts
-    assert rollout.overlong_penalty == -0.75
+@pytest.mark.parametrize(
+    ("text", "options", "reward"),
+    [
+        ("=000000003", {}, -2.0),  # a wrong answer at the cap
+        ("=000000002", {"overlong": False}, 1.0),
+        ("=000000002", {"penalty_factor": 0.5}, 0.5),
+        ("=000000002", {"grade": grade_function(lambda sample: 0.25)}, -0.75),
+        ("=ééé2", {"grade": grade_function(lambda sample: 1.0)}, 0.5),  # 8 bytes are 8 tokens: (8 - 6) / 4
+    ],
+)
+def test_the_penalty_is_added_to_each_reward_by_the_number_of_tokens(text, options, reward):
+    [rollout] = group(response(text, ended=False), **CAP | options).rollouts
+    assert rollout.reward == reward
+    assert rollout.overlong_penalty == 0.0 or "overlong" not in options
