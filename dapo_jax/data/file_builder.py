@@ -61,8 +61,12 @@ class FileBuilder(OwnBuilder, skip_registration=True):
         path = Path(files.path).expanduser()
         self._files, self._settings, self._options = data_files(path), files, files.options
         settings = [FORMAT, dict(files.options), files.on_bad_row, files.deduplicate]
-        digest = _digest(self._files, json.dumps(settings, sort_keys=True))
-        name = f"{re.sub(r'[^A-Za-z0-9_-]', '_', path.stem)[:40]}_{digest}"
+        digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8)
+        for file in self._files:
+            digest.update(f"\n{file.name} {file.stat().st_size}\n".encode())
+            with file.open("rb") as content:
+                hashlib.file_digest(content, lambda: digest)
+        name = f"{re.sub(r'[^A-Za-z0-9_-]', '_', path.stem)[:40]}_{digest.hexdigest()}"
         super().__init__(config=_config(name), data_dir=data_dir, file_format=file_format)
 
     @classmethod
@@ -147,15 +151,6 @@ def text_of(fields: Mapping[str, Any], name: str) -> str:
 @cache
 def _config(name: str) -> tfds.core.BuilderConfig:
     return tfds.core.BuilderConfig(name=name)
-
-
-def _digest(files: list[Path], settings: str) -> str:
-    hashed = hashlib.blake2b(settings.encode(), digest_size=8)
-    for file in files:
-        hashed.update(f"\n{file.name} {file.stat().st_size}\n".encode())
-        with file.open("rb") as content:
-            hashlib.file_digest(content, lambda: hashed)
-    return hashed.hexdigest()
 
 
 def _json(row: Mapping[str, Any]) -> str:

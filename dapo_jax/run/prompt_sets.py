@@ -43,7 +43,7 @@ def prompt_format(data: DataConfig) -> PromptFormat:
     """Returns the format that the configuration puts around a question."""
     return PromptFormat(
         template=data.prompt_template,
-        examples=data.few_shot,
+        examples=tuple(data.few_shot),
         chat=data.chat,
         system_prompt=data.system_prompt,
         chat_template_kwargs=data.chat_template_kwargs,

@@ -68,9 +68,11 @@ class HuggingFaceTokenizer:
         self._tokenizer.no_padding()
         config = {**self._json(_SPECIAL_TOKENS), **self._json(_CONFIG)}
         generation, model = self._json(_GENERATION), model or {}
-        self._special_tokens = {
-            key: text for key, value in config.items() if key.endswith("_token") and (text := _content(value))
-        }
+        self._special_tokens = {}
+        for key, value in config.items():
+            text = value.get("content") if isinstance(value, Mapping) else value  # older files have an object
+            if key.endswith("_token") and isinstance(text, str) and text:
+                self._special_tokens[key] = text
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         """The largest id plus one. Models often have more rows, see `check_vocabulary`."""
         self.token_ids = self._named_ids(generation, model)
@@ -82,7 +84,11 @@ class HuggingFaceTokenizer:
         padding = self._ids_of("pad", generation, model)
         self.pad_id = next((token for token in padding if 0 <= token <= _LARGEST_ID), self.eos_id)
         """The padding token, or the end token if the folder names no padding."""
-        self._beginning = self._text_beginning()
+        with self._library("cannot encode this text with"):
+            probe = self._tokenizer.encode("a", add_special_tokens=True)
+        # Tokens that a post-processor adds after the text would end the prompt.
+        mask = probe.special_tokens_mask
+        self._beginning = probe.ids[: mask.index(0) if 0 in mask else 0]
         added = self._tokenizer.get_added_tokens_decoder()
         self._added = {number: token.content for number, token in added.items()}
         self._special_ids = frozenset(number for number, token in added.items() if token.special)
@@ -259,13 +265,6 @@ class HuggingFaceTokenizer:
             found += ids
         return found
 
-    def _text_beginning(self) -> tuple[int, ...]:
-        with self._library("cannot encode this text with"):
-            probe = self._tokenizer.encode("a", add_special_tokens=True)
-        added = probe.special_tokens_mask
-        # Tokens that a post-processor adds after the text would end the prompt.
-        return tuple(probe.ids[: added.index(0) if 0 in added else 0])
-
     def _template(self, config: Any) -> ChatTemplate | None:
         name, content = _TEMPLATE, self.files.get(_TEMPLATE)
         if content is None:
@@ -334,9 +333,3 @@ def _byte_level() -> Mapping[str, int]:
         **{chr(byte): byte for byte in printable},
         **{chr(0x100 + place): byte for place, byte in enumerate(others)},
     }
-
-
-def _content(value: Any) -> str | None:
-    """Returns the text of a special token, which older files wrap into an object."""
-    text = value.get("content") if isinstance(value, Mapping) else value
-    return text if isinstance(text, str) and text else None

@@ -12,20 +12,13 @@ from dapo_jax.data import load_rows
 from dapo_jax.data.builders import arithmetic
 
 
-def test_unknown_builder_is_answered_with_the_nearest(tmp_path):
+def test_unknown_builders_splits_and_rows_are_answered_with_the_known_ones(data_dir):
     with pytest.raises(ValueError, match="named 'aritmetic'; did you mean 'arithmetic'"):
-        load_rows("aritmetic", "train", tmp_path)
-
-
-def test_unknown_split_is_answered_with_the_known_ones(data_dir):
+        load_rows("aritmetic", "train", data_dir)
+    with pytest.raises(IndexError, match="row 3 of a split of 3 rows"):
+        load_rows("arithmetic", "train[:3]", data_dir)[3]
     with pytest.raises(ValueError, match=r"no split 'valid'; it has \['test', 'train'\]"):
         load_rows("arithmetic", "valid", data_dir)
-
-
-def test_row_beyond_the_split_is_an_index_error(data_dir):
-    rows = load_rows("arithmetic", "train[:3]", data_dir)
-    with pytest.raises(IndexError, match="row 3 of a split of 3 rows"):
-        rows[3]
 
 
 def test_prepared_dataset_is_reused(data_dir, monkeypatch):

@@ -15,7 +15,7 @@ from dapo_jax.run.prompt_sets import (
     training_prompts,
     training_rows,
 )
-from dapo_jax.text.formatting import Example, PromptFormat
+from dapo_jax.text.formatting import PromptFormat
 from dapo_jax.text.tokenizers import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()
@@ -125,7 +125,7 @@ def test_every_prompt_option_reaches_the_format():
         few_shot=[{"prompt": "1+1", "response": "2"}],
         **options,
     )
-    examples = (Example(prompt="1+1", response="2"),)
+    examples = ({"prompt": "1+1", "response": "2"},)
     expected = PromptFormat(template="Q{prompt}", examples=examples, **options)
     assert prompt_format(shown) == expected
     assert prompt_format(DataConfig()) == PromptFormat()

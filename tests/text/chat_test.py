@@ -44,42 +44,37 @@ def test_smollm2_takes_another_system_message_instead():
     )
 
 
-def test_json_is_plain_and_keeps_its_letters_and_its_order():
-    source = (
-        "{{ x | tojson }} {{ x | tojson(indent=1) }} {{ x | tojson(separators=(',', ':'), sort_keys=true) }}"
-    )
-    assert (
-        render(source, x={"é": "<b>", "a": [1, None]})
-        == '{"é": "<b>", "a": [1, null]} {\n "é": "<b>",\n "a": [\n  1,\n  null\n ]\n} {"a":[1,null],"é":"<b>"}'
-    )
+JSON = "{{ x | tojson }} {{ x | tojson(indent=1) }} {{ x | tojson(separators=(',', ':'), sort_keys=true) }}"
+TOOLS = "{{ tools is none }} {{ documents is none }} {{ thing is defined }}"
+THINKING = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}2"
 
 
-def test_a_variable_switches_thinking_off_and_earlier_thoughts_are_cut():
-    source = (
-        "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
-        "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
-    )
-    assert render(source, TALK[1:3]) == render(source, TALK[1:3], enable_thinking=True) == "1+1?\n\n2"
-    assert render(source, enable_thinking=False) == "1+1?<think></think>"
+@pytest.mark.parametrize(
+    ("source", "variables", "text"),
+    [
+        (
+            JSON,
+            {"x": {"é": "<b>", "a": [1]}},
+            '{"é": "<b>", "a": [1]} {\n "é": "<b>",\n "a": [\n  1\n ]\n} {"a":[1],"é":"<b>"}',
+        ),
+        (TOOLS, {}, "True True False"),
+        (TOOLS, {"tools": [{"name": "f"}]}, "False True False"),
+        (THINKING, {"enable_thinking": False}, "<think></think>2"),
+        (
+            "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}!{% endfor %}",
+            {},
+            "1+1?!",
+        ),
+    ],
+)
+def test_templates_have_what_transformers_gives_them(source, variables, text):
+    assert render(source, **variables) == text
 
 
 def test_special_tokens_are_variables_that_a_keyword_overrides():
     template = ChatTemplate("{{ bos_token }}{{ eos_token }}{{ pad_token }}", name="t", special_tokens={"bos_token": "<s>", "eos_token": "</s>"})  # fmt: skip
     assert template.render(ASKED) == "<s></s>"
     assert template.render(ASKED, bos_token="") == "</s>"
-
-
-def test_tools_and_documents_are_none_unless_given():
-    source = "{{ tools is none }}{{ documents is none }}{{ thing is defined }}"
-    assert render(source) == "TrueTrueFalse"
-    assert render(source, tools=[{"name": "f"}]) == "FalseTrueFalse"
-
-
-def test_marks_for_training_masks_are_ignored():
-    assert (
-        render("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}!{% endfor %}")
-        == "1+1?!"
-    )
 
 
 def test_the_date_is_given_at_midnight_and_never_from_the_clock():

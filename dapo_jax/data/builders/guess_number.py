@@ -45,15 +45,6 @@ def prompt_text(low: int) -> str:
     return f"{low:02d}-{low + WIDTH - 1:02d}:"
 
 
-def middle(low: int, high: int) -> int:
-    """Returns the guess that leaves as many numbers below as above, or one fewer.
-
-    >>> middle(8, 70), middle(40, 70), middle(5, 5)
-    (39, 55, 5)
-    """
-    return (low + high) // 2
-
-
 def demonstration(low: int, number: int, draw: int = 0, *, patience: float = PATIENCE) -> str:
     """Returns a search for `number` in the range from `low` by the impatient player.
 
@@ -65,7 +56,7 @@ def demonstration(low: int, number: int, draw: int = 0, *, patience: float = PAT
         luck = uniform("guess", SPLIT_SEED, low, number, draw, guess_number)
         patient = luck < patience
         if patient:
-            guess = middle(left_low, left_high)
+            guess = (left_low + left_high) // 2
         else:
             guess = low + int((luck - patience) / (1 - patience) * WIDTH)
         text += f"{guess:02d}?"

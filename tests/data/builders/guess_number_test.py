@@ -9,7 +9,6 @@ from dapo_jax.data.builders.guess_number import (
     LOWS,
     WIDTH,
     demonstration,
-    middle,
     prompt_text,
     split_pairs,
 )
@@ -48,7 +47,7 @@ def test_answers_are_true_and_a_search_ends_at_the_number_or_with_patience():
         for place, (guess, answer) in enumerate(search):
             assert low <= guess < low + WIDTH
             assert answer == {guess < number: ">", guess > number: "<"}.get(True, "")
-            if guess != middle(*left):
+            if guess != sum(left) // 2:
                 assert place == len(search) - 1, "nothing follows a guess out of impatience"
                 break
             left = (guess + 1, left[1]) if guess < number else (left[0], guess - 1)
