@@ -27,7 +27,7 @@ CALLS = {
 BY_NAME = {
     "dapo_jax/rewards/functions.py",  # a module of the configuration
     "dapo_jax/workers/inside.py",  # a function of the package
-    "dapo_jax/data/builders/__init__.py",  # a builder of the package
+    "dapo_jax/data/sources.py",  # a builder of the package
     "dapo_jax/__init__.py",  # a module of the package
 }
 """Files that import a module whose name is no constant."""
