@@ -69,6 +69,6 @@ def test_a_name_that_does_not_exist_is_an_attribute_error():
         _ = dapo_jax.dpo_loss
 
 
-def test_the_version_is_that_of_the_project_file():
+def test_the_version_equals_the_project_file():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert dapo_jax.__version__ == project["version"]

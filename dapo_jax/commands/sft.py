@@ -121,20 +121,21 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
             warmup = config.optimizer.warmup_steps
             rate = warmed_up(config.optimizer.learning_rate, step=step, warmup_steps=warmup)
             state, measured = updater.update(state, minibatch, learning_rate=rate, first=False)
-            # Nothing was sampled, so metrics of sampling have no meaning.
-            scalars = {
-                key: value for key, value in to_scalars(measured).items() if not key.startswith("sync/")
+            scalars = to_scalars(measured) | {
+                "update/learning_rate": rate,
+                "time/step_s": time.perf_counter() - began,
             }
-            metrics = {**scalars, "update/learning_rate": rate, "time/step_s": time.perf_counter() - began}
+            # Nothing was sampled, so metrics of sampling have no meaning.
+            metrics = {key: value for key, value in scalars.items() if not key.startswith("sync/")}
             shown.step(step, metrics)
             if evaluates_after(config, step):
                 weights = sampler.transfer(state.params)
                 for name, asked in held_out.items():
-                    groups = sampler.evaluate(
-                        weights, asked, graders.groups, config.eval, name=name, step=step
-                    )
+                    place = {"name": name, "step": step}
+                    groups = sampler.evaluate(weights, asked, graders.groups, config.eval, **place)
                     metrics |= summarize(groups, name=name)
                     shown.evaluation(name, metrics, step)
+                del weights  # memory for the next update
             lock.check()
             tracker.log(step, metrics)
     trained = replace(policy, params=state.params)

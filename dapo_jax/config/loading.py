@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import SequenceMatcher
+from operator import attrgetter
 from os import PathLike
 from typing import Any, NoReturn, TypeAlias, TypeVar, cast, get_args, get_origin, overload
 
@@ -17,7 +18,7 @@ from dapo_jax.config.keys import ConfigError, needed, refuse, shown
 from dapo_jax.config.reading import read_file, read_yaml, shipped_configs, write_yaml
 from dapo_jax.config.schema import EvaluateConfig, SftConfig, TrainConfig, evaluation_of
 from dapo_jax.config.section import Section, field_types, leaf_types, rules_by_key
-from dapo_jax.storage import AnyPath, path_of
+from dapo_jax.storage import path_of
 
 AnyConfig: TypeAlias = TrainConfig | SftConfig | EvaluateConfig
 
@@ -86,12 +87,7 @@ def load_config(
         ConfigError: the file or an override cannot be read, names a key that the schema does not have, or gives a value that
             cannot be run. The message names the file or the override, the key, the value and the remedy.
     """
-    if isinstance(overrides, str):
-        raise ConfigError(f"overrides: found the text {overrides!r}, needs a list; write [{overrides!r}]")
-    path = _path(path)
-    with _prefixed(path):
-        content = read_file(path)
-    return _load(content, path, overrides, schema)
+    return _load(path, overrides, (schema,))
 
 
 def load_evaluation(path: str | PathLike[str] | None = None, overrides: Sequence[str] = ()) -> EvaluateConfig:
@@ -100,14 +96,7 @@ def load_evaluation(path: str | PathLike[str] | None = None, overrides: Sequence
     Raises:
         ConfigError: as `load_config`.
     """
-    if path is None:
-        return evaluation_of(_load({}, None, overrides, EvaluateConfig))
-    path = _path(path)
-    with _prefixed(path):
-        keys = read_file(path).keys()
-    schemas = (EvaluateConfig, TrainConfig, SftConfig)
-    schema = next((each for each in schemas if keys <= field_types(each).keys()), EvaluateConfig)
-    return evaluation_of(load_config(path, overrides, schema=schema))
+    return evaluation_of(_load(path, overrides, (EvaluateConfig, TrainConfig, SftConfig)))
 
 
 def to_yaml(config: AnyConfig) -> str:
@@ -142,19 +131,26 @@ def changed_keys(a: AnyConfig, b: AnyConfig) -> dict[str, tuple[Any, Any]]:
 
 def leaf_values(config: AnyConfig) -> dict[str, Any]:
     """Returns the value of every dotted key of a configuration."""
-    leaves = {}
-    for key in leaf_types(type(config)):
-        value: Any = config
-        for name in key.split("."):
-            value = getattr(value, name)
-        leaves[key] = value
-    return leaves
+    return {key: attrgetter(key)(config) for key in leaf_types(type(config))}
 
 
 def _load(
-    content: dict[Any, Any], path: AnyPath | None, overrides: Sequence[str], schema: type[AnyConfig]
+    name: str | PathLike[str] | None, overrides: Sequence[str], schemas: Sequence[type[AnyConfig]]
 ) -> AnyConfig:
-    """Builds a configuration from the values of a file, if there is one, and the overrides."""
+    """Builds a configuration from a file, if a name is given, and overrides, by the first schema that has the file's sections."""
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides: found the text {overrides!r}, needs a list; write [{overrides!r}]")
+    path, content = None, dict[Any, Any]()
+    if name is not None:
+        try:
+            path = path_of(name)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        if not path.is_file():
+            path = shipped_configs().get(str(name), path)
+        with _prefixed(path):
+            content = read_file(path)
+    schema = next((each for each in schemas if content.keys() <= field_types(each).keys()), schemas[0])
     kinds = leaf_types(schema)
     with _prefixed(path):
         _check_names(content, schema, kinds)
@@ -168,16 +164,6 @@ def _load(
         about = [shown(override) for override in overrides if override.partition("=")[0] in keys]
         places = [str(path)] * (path is not None) + [f"override {' '.join(about)}"] * bool(about)
         raise ConfigError(f"{' with '.join(places)}: {error}" if places else str(error)) from None
-
-
-def _path(path: str | PathLike[str]) -> AnyPath:
-    """Returns the file of this name if it exists, else the configuration of this name in the package."""
-    try:
-        file = path_of(path)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    shipped = shipped_configs().get(str(path))
-    return file if shipped is None or file.is_file() else shipped
 
 
 @contextmanager
@@ -319,8 +305,8 @@ def of_another_library(key: str, known: Collection[str]) -> str | None:
     return None
 
 
-def nearest_keys(key: str, known: Collection[str], *, count: int = 3, least: float = 1.1) -> list[str]:
-    """Returns the dotted keys most similar to `key`, best first.
+def nearest_keys(key: str, known: Collection[str], *, least: float = 1.1) -> list[str]:
+    """Returns the three dotted keys most similar to `key`, or fewer, best first.
 
     The similarity goes to 2 (equal); keys below `least` are left out. A right last part in the wrong section counts as much as a
     right section with a misspelt last part.
@@ -335,7 +321,7 @@ def nearest_keys(key: str, known: Collection[str], *, count: int = 3, least: flo
         return whole + last
 
     scores = {candidate: similarity(candidate) for candidate in known}
-    best = sorted(scores, key=lambda candidate: (-scores[candidate], candidate))[:count]
+    best = sorted(scores, key=lambda candidate: (-scores[candidate], candidate))[:3]
     return [candidate for candidate in best if scores[candidate] >= max(least, scores[best[0]] - 0.35)]
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import cache
+from operator import attrgetter
 from typing import Any, ClassVar, NoReturn, TypeVar, cast, get_type_hints
 
 from dapo_jax.config.keys import Rules, check_value, needed, refuse, rules_of
@@ -40,10 +41,7 @@ class Section:
 
     def refuse(self, key: str, needs: str, remedy: str) -> NoReturn:
         """Raises ConfigError for the value of `key`, a dotted name below this section."""
-        value: Any = self
-        for name in key.split("."):
-            value = getattr(value, name)
-        refuse(f"{self.place}.{key}".lstrip("."), value, needs, remedy)
+        refuse(f"{self.place}.{key}".lstrip("."), attrgetter(key)(self), needs, remedy)
 
 
 def due(step: int, every: int) -> bool:

@@ -131,7 +131,7 @@ def test_a_gguf_file_cannot_be_trained_directly(gguf_file):
         load_policy(ModelConfig(source=str(gguf_file)))
 
 
-def test_the_command_says_what_it_wrote(gguf_file, tmp_path, capsys):
+def test_the_command_prints_a_summary(gguf_file, tmp_path, capsys):
     assert main(["convert", str(gguf_file), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
     output = capsys.readouterr().out
     assert output.startswith(

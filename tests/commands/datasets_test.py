@@ -67,7 +67,7 @@ def test_a_mixture_is_trained_on_and_each_dataset_judged_apart(config, even_sum)
 
 
 @pytest.mark.slow
-def test_an_interrupted_mixture_goes_on_as_if_it_had_not_been(config, even_sum, same_run, files):
+def test_an_interrupted_mixture_resumes_exactly(config, even_sum, same_run, files):
     whole = train(config(files / "whole"), reward=even_sum, progress=shown()[0])
 
     def interrupt(step, metrics):

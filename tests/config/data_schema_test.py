@@ -45,7 +45,7 @@ def test_values_that_contradict_each_other_are_refused(schema, values, message):
         schema(**values)
 
 
-def test_an_entry_that_is_no_mapping_is_named_with_its_place(tmp_path):
+def test_an_entry_that_is_not_a_mapping_is_named_with_its_place(tmp_path):
     (tmp_path / "c.yaml").write_text("run_dir: r\n")
     with pytest.raises(ConfigError, match=r"data\.few_shot\[1\]: found '1\+1=2', needs a mapping"):
         load_config(tmp_path / "c.yaml", ["data.few_shot=[{prompt: a, response: b}, 1+1=2]"])

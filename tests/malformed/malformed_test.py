@@ -163,7 +163,7 @@ GOOD = {
     "a run's config.yaml": (lambda content: of_a_run("config.yaml", lambda _: content), None, SAMPLE),
     "a run's rollouts": (lambda content: of_a_run(LOG, lambda _: content), None, SCORE),
 }  # fmt: skip
-"""Kind -> a function of its bytes that makes the files, intact bytes (None: those of `lay_out`), and the command that reads it."""
+"""Kind -> a function of its bytes that makes the files, intact bytes (None: the bytes that `lay_out` writes), and the command that reads it."""
 
 
 def good_bytes(kind, folder):
