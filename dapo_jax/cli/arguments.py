@@ -21,11 +21,9 @@ CONFIG = "a YAML file, or the name of a configuration in the package, such as qu
 MODEL = "preset:NAME, shipped:NAME, hf:ORG/NAME, a model folder, or a run folder; folders are local or gs://BUCKET/FOLDER"
 
 
-def command(
-    commands: Commands, name: str, function: Callable[..., int], text: str
-) -> argparse.ArgumentParser:
-    """Adds a command that calls `function` with the parsed arguments."""
-    made = commands.add_parser(name, help=text, description=text)
+def command(commands: Commands, name: str, function: Callable[..., int]) -> argparse.ArgumentParser:
+    """Adds a command that calls `function` with the parsed arguments. Its docstring is the help text."""
+    made = commands.add_parser(name, help=function.__doc__, description=function.__doc__)
     made.set_defaults(command=function)
     return made
 

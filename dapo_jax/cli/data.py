@@ -28,21 +28,16 @@ def add_to(commands: Commands) -> None:
     text = "Prepare a dataset, or look at one."
     verbs = commands.add_parser("data", help=text, description=text)
     verbs = verbs.add_subparsers(dest="verb", required=True, metavar="VERB")
-    text = "Read, check and store a dataset's rows, and report the rows left out."
-    _add_dataset(command(verbs, "prepare", prepare, text))
-    shown = command(
-        verbs, "show", show, "Counts, lengths in tokens, and a few prompts as a model reads them."
-    )
+    _add_dataset(command(verbs, "prepare", prepare))
+    shown = command(verbs, "show", show)
     _add_dataset(shown)
     option(shown, "--split", "(default train, or the only one)", default="")
     option(shown, "--model", "its tokenizer and chat template are used (default: bytes)", default="")
     option(shown, "--prompt-template", "around the question; or dapo", "TEXT", default="{prompt}")
     add_conversation(shown)
     option(shown, "-n", "prompts shown", default=3)
-    _add_score(
-        command(commands, "score", score, "Grade saved rollouts again, and show where graders disagree.")
-    )
-    made = command(commands, "convert", convert, "Write a model with its tokenizer as a Hugging Face folder.")
+    _add_score(command(commands, "score", score))
+    made = command(commands, "convert", convert)
     text = "a .gguf file, a model folder, a run or adapter folder, preset:NAME or shipped:NAME"
     made.add_argument("source", help=text)
     made.add_argument("target", help="a folder that does not exist yet, or is empty")
@@ -62,7 +57,7 @@ def _add_dataset(made: argparse.ArgumentParser) -> None:
 
 
 def prepare(arguments: argparse.Namespace) -> int:
-    """Prepares the dataset and prints the content of each split."""
+    """Read, check and store a dataset's rows, and report the rows left out."""
     from dapo_jax.commands.datasets import prepare
 
     with _in_options():
@@ -71,7 +66,7 @@ def prepare(arguments: argparse.Namespace) -> int:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    """Shows the dataset."""
+    """Show counts, lengths in tokens, and a few prompts as a model reads them."""
     from dapo_jax.commands.datasets import show
 
     data = _dataset(arguments, **{name: getattr(arguments, name) for name in ("chat", *_PROMPT)})
@@ -107,7 +102,7 @@ def _dataset(arguments: argparse.Namespace, **prompts: Any) -> DataConfig:
 
 
 def score(arguments: argparse.Namespace) -> int:
-    """Grades again and prints the comparison."""
+    """Grade saved rollouts again, and show where graders disagree."""
     from dapo_jax.commands.score import describe, score
 
     scores = score(
@@ -131,7 +126,7 @@ def _add_score(made: argparse.ArgumentParser) -> None:
 
 
 def convert(arguments: argparse.Namespace) -> int:
-    """Converts and prints a summary."""
+    """Write a model with its tokenizer as a Hugging Face folder."""
     from dapo_jax.commands.convert import convert
 
     done = convert(arguments.source, arguments.target, dtype=arguments.dtype, merge=arguments.merge)

@@ -41,15 +41,13 @@ SHORT = {
 
 def add_to(commands: Commands) -> None:
     """Adds the commands."""
-    text = "avg@k, pass@k, cons@k and the reward on held-out prompts."
-    _add_eval(command(commands, "eval", evaluate, text))
-    _add_sample(command(commands, "sample", sample, "Sample responses to prompts."))
-    text = "Answer requests: over gRPC with JetStream (needs the extra jetstream), or with --http like vLLM's and OpenAI's servers (needs the extra http)."
-    _add_serve(command(commands, "serve", serve, text))
+    _add_eval(command(commands, "eval", evaluate))
+    _add_sample(command(commands, "sample", sample))
+    _add_serve(command(commands, "serve", serve))
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
-    """Evaluates and prints the table."""
+    """Measure avg@k, pass@k, cons@k and the reward on held-out prompts."""
     from dapo_jax.commands import evaluate
     from dapo_jax.evaluation import lost_verdicts, table
 
@@ -83,7 +81,7 @@ def _add_eval(made: argparse.ArgumentParser) -> None:
 
 
 def sample(arguments: argparse.Namespace) -> int:
-    """Samples and prints the responses."""
+    """Sample responses to prompts."""
     from dapo_jax.commands import sample
 
     named = signature(sample).parameters
@@ -115,7 +113,7 @@ def _add_cuts(made: argparse.ArgumentParser) -> None:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """Serves until it is stopped."""
+    """Answer requests: over gRPC with JetStream (needs the extra jetstream), or with --http like vLLM's and OpenAI's servers (needs the extra http)."""
     from dapo_jax.serving.serve import HttpOptions, ServeOptions, serve, serve_http
 
     # A process manager sends SIGTERM where a person presses Ctrl-C.

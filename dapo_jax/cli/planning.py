@@ -1,4 +1,7 @@
-"""`plan`, `doctor` and `report`: whether a configuration can train, on a machine to order or on this one, and a page for looking into runs."""
+"""`plan`, `doctor` and `report`: whether a configuration can train, on a machine to order or on this one, and a page for looking into runs.
+
+`plan` returns 1 if the run does not fit, `doctor` if training cannot start.
+"""
 
 import argparse
 import errno
@@ -16,8 +19,7 @@ LARGE_BYTES = 100_000_000
 
 def add_to(commands: Commands) -> None:
     """Adds the commands."""
-    text = "Memory, traffic and least time of a run, compiled for a TPU slice."
-    made = command(commands, "plan", plan, text)
+    made = command(commands, "plan", plan)
     add_config(made)
     option(made, "--topology", "a TPU slice: v5p:4x4x8, v5p-256, v5litepod-64, v6e-8, ... (extra tpu)", "T")
     option(
@@ -34,9 +36,7 @@ def add_to(commands: Commands) -> None:
     text = "time to search for changes with which a run that does not fit would fit; 0: none"
     option(made, "--suggest-s", text, "SECONDS", default=600.0)
     option(made, "--json", "also write JSON; -: to standard output, and the tables to standard error", "FILE")
-    made = command(
-        commands, "doctor", doctor, "Find out whether this machine, with this configuration, can train."
-    )
+    made = command(commands, "doctor", doctor)
     made.add_argument("config", nargs="?", help=f"{CONFIG}; without it only the machine is examined")
     add_overrides(made)
     option(made, "--full", "make the tiny step with the run's own model, however large")
@@ -44,8 +44,7 @@ def add_to(commands: Commands) -> None:
     text = "how a right response is written, for your own grader: '<result>{answer}</result>' (default: several ways are tried)"
     option(made, "--right", text, "TEXT", default="")
     option(made, "--json", "also write JSON; -: to standard output, and the table to standard error", "FILE")
-    text = "Make one HTML page of runs: curves, rollouts, configuration. It needs no network."
-    made = command(commands, "report", report, text)
+    made = command(commands, "report", report)
     made.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder, finished or live")
     option(made, "--out", "file of the page (default RUN/report.html of the first run)", "FILE")
     option(made, "--png", "also write the figures as PNGs (extra report)", "FOLDER")
@@ -57,7 +56,7 @@ def add_to(commands: Commands) -> None:
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """Plans; returns 1 if something does not fit."""
+    """Compute memory, traffic and least time of a run, compiled for a TPU slice."""
     config = load_config(arguments.config, arguments.overrides)
     from rich.console import Console
 
@@ -109,7 +108,7 @@ def _lengths(text: str) -> tuple[float, float]:
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Makes the checks; returns 1 if training cannot start."""
+    """Find out whether this machine, with this configuration, can train."""
     if arguments.right and "{answer}" not in arguments.right:
         raise ConfigError(
             f"--right: found {arguments.right!r}, needs {{answer}} in it, in place of the reference answer"
@@ -140,7 +139,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 
 def report(arguments: argparse.Namespace) -> int:
-    """Makes the page and prints its path, or serves it."""
+    """Make one HTML page of runs: curves, rollouts, configuration. It needs no network."""
     if arguments.watch:
         return _watch(arguments)
     if arguments.port is not None:
