@@ -503,6 +503,8 @@ class EvalConfig(Section, at="eval"):
             key = f"eval.datasets[{place}]"
             if part.source == "mixture":
                 refuse(f"{key}.source", part.source, "one dataset", "write an entry for each dataset")
+            if part.weight != 1:
+                refuse(f"{key}.weight", part.weight, "nothing", "every prompt is evaluated: leave it out")
             if "/" in part.title or part.title.startswith("."):
                 needs = "a name without '/' that does not begin with '.'"
                 refuse(f"{key}.name", part.title, needs, "it names files, and metrics eval/NAME/...")

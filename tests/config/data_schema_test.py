@@ -36,6 +36,7 @@ GSM8K = {"source": "gsm8k"}
         (DataConfig, {"few_shot": [{"prompt": "1"}]}, r"data\.few_shot\[0\]: .*needs a response"),
         (DataConfig, {"few_shot": [{"prompt": "1", "response": 2}]}, r"data\.few_shot\[0\]\.response: found 2"),
         (EvalConfig, {"datasets": [{"source": "mixture"}]}, r"eval\.datasets\[0\]\.source: found 'mixture'"),
+        (EvalConfig, {"datasets": [GSM8K | {"weight": 2}]}, r"eval\.datasets\[0\]\.weight: found 2.0"),
         (EvalConfig, {"datasets": [GSM8K, GSM8K]}, r"eval\.datasets\[1\]\.name: found 'gsm8k'"),
         (EvalConfig, {"datasets": [GSM8K | {"name": "a/b"}]}, r"eval\.datasets\[0\]\.name: found 'a/b'"),
     ],
