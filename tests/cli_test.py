@@ -213,7 +213,10 @@ def test_the_remedies_of_data_are_its_options(verb, tmp_path, capsys):
         (["data", "shwo", "arithmetic"], "did you mean 'show'?"),
         ([], "required: COMMAND"),
         (["data"], "required: VERB"),
-        (["eval", "x", "--kk", "2"], "unrecognized arguments: --kk 2; a key is given without dashes: KEY=VALUE"),
+        (
+            ["eval", "x", "--kk", "2"],
+            "unrecognized arguments: --kk 2; a key is given without dashes: KEY=VALUE",
+        ),
         (["eval", "x", "--k", "2", "word"], "unrecognized arguments: word"),
         (["sample", "x", "--prompt", "1", "seed=1"], "unrecognized arguments: seed=1"),
         (["data", "show", "gsm8k", "--on-bad-row", "ignore"], "invalid choice: 'ignore'"),
