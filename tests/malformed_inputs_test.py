@@ -76,9 +76,9 @@ def test_a_folder_without_data_is_named(said):
 
 
 ROWS = {
-    "not JSON": ("jsonl", b"{'prompt': '1'}", "not JSON: Expecting property name enclosed in double quotes at column 2"),
+    "not JSON": ("jsonl", b"{'prompt': '1'}", "not JSON: Expecting property name enclosed in double quotes: line 1 column 2"),
     "not UTF-8": ("jsonl", b'{"prompt": "\xe9", "answer": "1"}', "byte 13 of the line is not UTF-8"),
-    "a list": ("jsonl", [1, 2], "needs a JSON object; this is a list"),
+    "a list": ("jsonl", [1, 2], "not a JSON object: a list"),
     "no prompt": ("jsonl", {"answer": "2"}, "no field 'prompt'"),
     "an empty prompt": ("jsonl", {"prompt": " ", "answer": "2"}, "'prompt' is empty"),
     "a number as prompt": ("jsonl", {"prompt": 11, "answer": "2"}, "'prompt' must be a string or a list of messages"),
