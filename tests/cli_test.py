@@ -104,6 +104,12 @@ def trained(cut, tmp_path_factory):
     return run_dir
 
 
+def python(*words, **how):
+    """Runs a new Python in the checkout."""
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False, **how)
+
+
 def one_message(capsys, command):
     """Returns standard error, which is one line that names the command."""
     lines = capsys.readouterr().err.splitlines()
@@ -133,17 +139,6 @@ def test_a_configuration_error_is_one_message_and_status_2(arguments, message, m
     assert not run_dir.exists()
 
 
-@pytest.fixture
-def read_only(monkeypatch):
-    """Makes a folder read-only to what asks the system; permissions alone do not stop root, who runs many a container."""
-
-    def make(folder):
-        access = os.access
-        monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder and access(path, mode))
-
-    return make
-
-
 @pytest.mark.parametrize(
     ("arguments", "key"),
     [
@@ -156,11 +151,12 @@ def read_only(monkeypatch):
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_a_place_that_is_read_only_is_one_message_before_anything_is_done(
-    arguments, key, read_only, tmp_path, capsys
+    arguments, key, monkeypatch, tmp_path, capsys
 ):
-    place = tmp_path / "place"
+    """Permissions alone do not stop root, who runs many containers, so the system's answer is replaced."""
+    place, access = tmp_path / "place", os.access
     place.mkdir()
-    read_only(place)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != place and access(path, mode))
     assert main([argument.format(place) for argument in arguments]) == 2
     output = one_message(capsys, arguments[0])
     assert key in output
@@ -178,15 +174,8 @@ def test_a_json_file_that_cannot_be_written_is_one_message(tmp_path):
 
 @pytest.mark.parametrize("platforms", ["nonsense", "cuda"])
 def test_a_platform_that_is_not_here_is_one_message(platforms, tmp_path):
-    command = [sys.executable, "-m", "dapo_jax.cli", "sample", "shipped:quickstart", "--prompt", "1"]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": platforms},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    words = ["-m", "dapo_jax.cli", "sample", "shipped:quickstart", "--prompt", "1"]
+    done = python(*words, env=os.environ | {"JAX_PLATFORMS": platforms})
     [output] = [line for line in done.stderr.splitlines() if "dapo-jax" in line]
     assert done.returncode == 2
     assert f"JAX_PLATFORMS={platforms}: Unable to initialize backend" in output
@@ -199,8 +188,8 @@ def test_the_remedies_of_data_are_its_options(verb, tmp_path, capsys):
     file, other = tmp_path / "data.jsonl", tmp_path / "other.jsonl"
     file.write_text('{"prompt": "1", "answer": ""}\n')
     other.write_text('{"question": "1", "answer": "2"}\n')
-    read = ["jsonl", "--from", str(file), "--data-dir", str(tmp_path / "kept")]
-    unnamed = ["jsonl", "--from", str(other), "--data-dir", str(tmp_path / "kept")]
+    kept = ["--data-dir", str(tmp_path / "kept")]
+    read, unnamed = (["jsonl", "--from", str(path), *kept] for path in (file, other))
     output = []
     for arguments in (["gsm8k"], read, ["gsm8q"], [*read, "--options", '{"question": "q"}'], unnamed):
         assert main(["data", verb, *arguments]) == 2
@@ -222,6 +211,16 @@ def test_the_remedies_of_data_are_its_options(verb, tmp_path, capsys):
         (["train", QUICKSTART, "--nonsense"], "KEY=VALUE"),
         (["tain", QUICKSTART], "did you mean 'train'?"),
         (["data", "shwo", "arithmetic"], "did you mean 'show'?"),
+        ([], "required: COMMAND"),
+        (["data"], "required: VERB"),
+        (
+            ["eval", "x", "--kk", "2"],
+            "unrecognized arguments: --kk 2; a key is given without dashes: KEY=VALUE",
+        ),
+        (["eval", "x", "--k", "2", "word"], "unrecognized arguments: word"),
+        (["sample", "x", "--prompt", "1", "seed=1"], "unrecognized arguments: seed=1"),
+        (["data", "show", "gsm8k", "--on-bad-row", "ignore"], "invalid choice: 'ignore'"),
+        (["sample", "x", "--prompt", "1", "--chat-template-kwargs", "[1]"], "'[1]' is not a JSON object"),
     ],
     ids=lambda value: " ".join(map(str, value[-2:])) if isinstance(value, list) else "",
 )
@@ -229,7 +228,9 @@ def test_an_unknown_argument_is_answered_with_a_remedy(arguments, hint, capsys):
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
-    assert hint in capsys.readouterr().err.splitlines()[-1]
+    output = capsys.readouterr().err
+    assert output.startswith("usage: dapo-jax")
+    assert hint in output.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -238,8 +239,7 @@ def test_an_unknown_argument_is_answered_with_a_remedy(arguments, hint, capsys):
 def test_only_required_arguments_are_reported_as_missing(command, missing, capsys):
     with pytest.raises(SystemExit):
         main([command])
-    output = capsys.readouterr().err.splitlines()[-1]
-    assert output.endswith(f"the following arguments are required: {missing}")
+    assert capsys.readouterr().err.endswith(f"the following arguments are required: {missing}\n")
 
 
 STARTS = """
@@ -255,8 +255,7 @@ except ImportError:
 
 def test_the_first_line_comes_before_what_takes_long_to_import(tmp_path):
     """A pipe or a log shows at once that the command runs."""
-    command = [sys.executable, "-c", STARTS, "train", QUICKSTART, f"run_dir={tmp_path}/run"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    done = python("-c", STARTS, "train", QUICKSTART, f"run_dir={tmp_path}/run")
     assert done.stdout.splitlines() == [f"60 steps in {tmp_path}/run: starting ...", "[]"]
 
 
@@ -301,35 +300,15 @@ def test_errors_of_other_commands_are_one_message(arguments, message, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("name", "schema", "kind"),
     [
-        [],
-        ["data"],
-        ["eval", "x", "--kk", "2"],
-        ["eval", "x", "--k", "2", "word"],
-        ["sample", "x", "--prompt", "1", "seed=1"],
-        ["data", "show", "gsm8k", "--on-bad-row", "ignore"],
-        ["sample", "x", "--prompt", "1", "--chat-template-kwargs", "[1]"],
+        ("smollm2_135m_arithmetic", TrainConfig, []),
+        ("study/base_model_sft", SftConfig, ["--sft"]),
+        ("aime_2024", EvaluateConfig, ["--eval"]),
     ],
 )
-def test_a_usage_error_is_status_2(arguments, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    assert stopped.value.code == 2
-    assert "usage: dapo-jax" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("name", "schema"),
-    [
-        ("smollm2_135m_arithmetic", TrainConfig),
-        ("study/base_model_sft", SftConfig),
-        ("aime_2024", EvaluateConfig),
-    ],
-)
-def test_config_prints_changed_keys_as_a_file_of_the_same_configuration(name, schema, capsys, tmp_path):
+def test_config_prints_changed_keys_as_a_file_of_the_same_configuration(name, schema, kind, capsys, tmp_path):
     given = ["seed=3", 'data.prompt_template=Q: {prompt}\n"no: yes"']
-    kind = {SftConfig: ["--sft"], EvaluateConfig: ["--eval"]}.get(schema, [])
     assert main(["config", name, *given, "--changed", *kind]) == 0
     printed = tmp_path / "printed.yaml"
     printed.write_text(capsys.readouterr().out)
@@ -386,16 +365,14 @@ def test_data_without_a_signal_is_one_message_with_counts_and_status_1(grader, c
 
 
 def test_training_prints_the_scores_and_the_places(trained, cut, capsys, tmp_path):
-    assert main(cut(tmp_path / "run")) == 0
-    out = capsys.readouterr().out
-    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    before, after = (
-        f"{line['eval/arithmetic/avg@4']:.3f} ± {line['eval/arithmetic/avg@4_stderr']:.3f}"
-        for line in (lines[0], lines[-1])
-    )
-    assert f"eval/arithmetic/avg@4: {before} before (step 0), {after} after step 2" in out.splitlines()
     run = tmp_path / "run"
-    assert out.splitlines()[-3:] == [
+    assert main(cut(run)) == 0
+    out = capsys.readouterr().out.splitlines()
+    lines = read_metrics(run / "metrics.jsonl")
+    avg = "eval/arithmetic/avg@4"
+    before, after = (f"{line[avg]:.3f} ± {line[f'{avg}_stderr']:.3f}" for line in (lines[0], lines[-1]))
+    assert f"{avg}: {before} before (step 0), {after} after step 2" in out
+    assert out[-3:] == [
         f"metrics, rollouts, evaluations, checkpoints and the trained model are in {run}",
         f"look inside:   dapo-jax report {run}",
         f"ask the model: dapo-jax sample {run} --prompt TEXT -n 4",
@@ -423,13 +400,10 @@ def test_libtpu_prints_nothing_where_there_is_no_tpu():
     pytest.importorskip("libtpu")
     if any(Path("/dev").glob("accel*")) or any(Path("/dev").glob("vfio/[0-9]*")):
         pytest.skip("there is a TPU")
-    plain = {
-        name: value for name, value in os.environ.items() if not name.startswith(("TPU_", "JAX_PLATFORMS"))
-    }
-    plain.pop("ALLOW_MULTIPLE_LIBTPU_LOAD", None)
-    code = "import sys; from dapo_jax.cli import main; sys.exit(main(sys.argv[1:]))"
-    words = [sys.executable, "-c", code, "sample", "shipped:quickstart", "--prompt", "1+1="]
-    done = subprocess.run(words, env=plain, capture_output=True, text=True, check=True)
+    names = ("TPU_", "JAX_PLATFORMS", "ALLOW_MULTIPLE_LIBTPU_LOAD")
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(names)}
+    done = python("-m", "dapo_jax.cli", "sample", "shipped:quickstart", "--prompt", "1+1=", env=plain)
+    assert done.returncode == 0
     assert done.stderr == ""
 
 
@@ -534,16 +508,7 @@ def test_data_is_prepared_and_shown(trained, capsys, tmp_path):
     assert main(["data", "prepare", *given, "--on-bad-row", "skip"]) == 0
     output = "jsonl: 2 prompts of 4 rows (1 repeated; 1 bad: own.jsonl, line 4: not JSON"
     assert capsys.readouterr().out.startswith(f"train: {output}")
-    how = [
-        "--on-bad-row",
-        "skip",
-        "--model",
-        str(trained / "model"),
-        "--prompt-template",
-        "?{prompt}",
-        "-n",
-        "1",
-    ]
+    how = ["--on-bad-row", "skip", "--model", f"{trained}/model", "--prompt-template", "?{prompt}", "-n", "1"]
     assert main(["data", "show", *given, *how]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith(output)

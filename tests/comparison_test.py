@@ -58,8 +58,3 @@ def test_cited_files_and_tests_of_this_library_exist(number):
         file = (ROOT if "`" + reference in ours else PAGE.parent) / path.partition("#")[0]
         assert file.exists(), reference
         assert not test or re.search(rf"^def {test}\(", file.read_text(), re.MULTILINE), reference
-
-
-def test_linked_files_exist():
-    for target in re.findall(r"\]\(([^)#]+)", TEXT):
-        assert (PAGE.parent / target).exists(), target

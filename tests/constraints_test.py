@@ -1,4 +1,4 @@
-"""Constraints: what the tests ran with, and the files that these versions stand for."""
+"""Constraints: the versions that the tests ran with, and the hashes of their files."""
 
 import importlib.util
 import re
@@ -36,7 +36,7 @@ def test_every_pin_has_its_hash(pins):
     assert all(re.fullmatch(r"\S+==\S+ --hash=sha256:[0-9a-f]{64}", line) for line in lines)
 
 
-def test_the_checks_install_what_has_these_hashes_and_nothing_else():
+def test_the_checks_install_only_files_with_these_hashes():
     run = (FOLDER.parent / ".ci" / "run").read_text()
     assert "--no-deps --require-hashes -r" in run
     assert "install --no-deps -e ." in run
@@ -62,6 +62,6 @@ def test_a_file_with_hashes_names_each_package_once():
     [package("https://index.example/a.whl", None), package("file:///wheels/a.whl")],
     ids=["no hash", "local"],
 )
-def test_what_is_of_no_index_has_no_hash(found):
+def test_a_file_without_an_index_is_refused(found):
     with pytest.raises(ValueError, match=r"Some_Package==1\.0 is from .*: a file of an index"):
         hash_script().hashed({"install": [found]}, "py311.txt")

@@ -1,7 +1,6 @@
 """The notebooks are stripped, begin alike, and run from top to bottom in a kernel.
 
-In a real kernel, and not as the code of their cells: a reader's run has an event loop around it, gets its interrupt as a
-signal that the kernel handles too, and draws on displays.
+A real kernel has an event loop, handles interrupts itself, and shows figures, unlike the code of the cells alone.
 """
 
 import os
@@ -112,7 +111,7 @@ found = importlib.util.find_spec
 importlib.util.find_spec = lambda name: None if name == "dapo_jax" else found(name)
 get_ipython().register_magic_function(lambda line: print("pip", line), magic_name="pip")
 """
-"""An environment without the library, in which pip only says what it was asked for."""
+"""An environment without the library, in which pip only prints its arguments."""
 
 
 def without_the_library():
@@ -130,6 +129,6 @@ def test_the_install_cell_installs_from_the_checkout_and_leaves_numpy_as_it_is(p
     assert printed(notebook) == f'pip install -q "{checkout}[report]" numpy=={np.__version__}\n'
 
 
-def test_the_install_cell_says_what_to_bring_where_there_is_no_checkout(run, tmp_path):
+def test_the_install_cell_names_the_missing_file_without_a_checkout(run, tmp_path):
     with pytest.raises(CellExecutionError, match="git archive --format=zip --prefix=dapo_jax/"):
         run(without_the_library(), tmp_path)

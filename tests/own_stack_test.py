@@ -1,4 +1,4 @@
-"""The loss in somebody else's training loop: alignment, gradient accumulation, `shard_map`, and the page about them."""
+"""The loss in another training loop: alignment, gradient accumulation, `shard_map`, and the page about them."""
 
 import re
 from pathlib import Path

@@ -14,8 +14,8 @@ import pytest
 
 from dapo_jax.cli import main
 from dapo_jax.config import TrainConfig, load_config
+from dapo_jax.config.loading import unknown_key
 from dapo_jax.config.section import leaf_types
-from dapo_jax.config.suggestions import unknown_key
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.data.sources import load_rows
 from dapo_jax.trackers import read_metrics
@@ -32,21 +32,20 @@ PAGES = [
     *sorted(page for page in set(ROOT.glob("docs/**/*.md")) - {OWN_TEST} if "```python" in page.read_text()),
 ]
 TRAINS = (
-    "bring_your_data.md",
-    "bring_your_model.md",
-    "start.md",
-    "write_a_reward.md",
-    "write_an_environment.md",
-    "write_an_objective.md",
+    "bring_your_data",
+    "bring_your_model",
+    "start",
+    "write_a_reward",
+    "write_an_environment",
+    "write_an_objective",
 )
 """Pages whose programs train a model, which takes minutes together."""
 RUN_ELSEWHERE = {
     ("serve.md", "import json"): "tests/serving/http_test.py::test_the_client_in_the_docs_works",
     ("use_a_model.md", "import grpc"): "tests/serving/serve_test.py::test_the_client_in_the_greeting_works",
-    (
-        "adapters.md",
-        "from transformers import AutoModelForCausalLM",
-    ): "tests/models/adapter_folder_test.py::test_the_code_of_the_documentation_opens_an_adapter",
+    ("adapters.md", "from transformers import AutoModelForCausalLM"): (
+        "tests/models/adapter_folder_test.py::test_the_code_of_the_documentation_opens_an_adapter"
+    ),
     ("guards.md", "import numpy as np"): "tests/faults/nan_test.py::test_the_page_opens_a_post_mortem",
 }
 """Programs that are indented instead of fenced, because they need a server or a failed run: page and first line -> the test that runs them."""
@@ -83,7 +82,7 @@ def leave_a_run(folder):
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=pytest.mark.slow) if page.name in TRAINS else page for page in PAGES],
+    [pytest.param(page, marks=pytest.mark.slow) if page.stem in TRAINS else page for page in PAGES],
     ids=lambda page: page.name,
 )
 def test_the_programs_of_a_page_run_unchanged(page, tmp_path):
@@ -114,10 +113,7 @@ def own_files(folder, rows):
     """Writes `my.yaml` as the page has it, and a file of that many rows in the page's form; returns the configuration."""
     text = (ROOT / "docs" / "start.md").read_text().split("## Your model, your data, your reward")[1]
     row = json.loads(re.search(r"`(\{.*?\})`", text)[1])
-    sums = [
-        row | {"question": f"{10 + place}+{11 + place}", "answer": str(21 + 2 * place)}
-        for place in range(rows)
-    ]
+    sums = [row | {"question": f"{at}+{at + 1}", "answer": str(2 * at + 1)} for at in range(10, 10 + rows)]
     (folder / "problems.jsonl").write_text("".join(json.dumps(each) + "\n" for each in sums))
     (folder / "my.yaml").write_text(re.search(r"```yaml\n(.*?)```", text, re.DOTALL)[1])
     return load_config(folder / "my.yaml", ["run_dir=runs/mine"])

@@ -52,7 +52,7 @@ def test_every_room_is_in_the_layers_contract():
     """A module that no contract knows could import whatever it likes."""
     contract = (ROOT / "pyproject.toml").read_text()
     rooms = {path.relative_to(ROOT / "dapo_jax").parts[0].removesuffix(".py") for path in SOURCES}
-    # __init__ offers the light names; testing holds doubles that may stand in for anything.
+    # __init__ offers the light names; testing holds doubles of all rooms.
     missing = [room for room in rooms - {"__init__", "testing"} if f"dapo_jax.{room}" not in contract]
     assert not missing, f"{sorted(missing)} are not in the layers contract of pyproject.toml"
 
@@ -110,7 +110,7 @@ def today():
 
 
 def test_each_budget_names_the_rooms_and_pages_that_there_are(today):
-    """`python tests/budgets.py` adds a new room with today's number, and drops one that is gone."""
+    """`python tests/budgets.py` adds a new room with today's number, and drops a removed one."""
     for key in ("lines", "banned_phrases_in_docstrings", "banned_phrases_in_pages", "long_sentences"):
         assert ALLOWED[key].keys() == today[key].keys(), f"{key}: run `python tests/budgets.py`"
 

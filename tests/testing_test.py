@@ -67,7 +67,7 @@ def test_states_are_values():
     assert valid_tokens(first) == valid_tokens(again) == [[7, 8], [], []]
 
 
-def test_it_notes_what_was_prefilled_and_inserted():
+def test_it_records_prefills_and_insertions():
     engine = scripted([[1], [1]])
     started(engine, [3, 3])
     ((prompt,),) = engine.prefills

@@ -123,7 +123,7 @@ def test_a_module_of_the_library_runs_next_to_a_clone(next_to_a_clone):
     assert "quickstart" in run(python, "-m", "dapo_jax.cli", "config", "quickstart", cwd=place)
 
 
-def test_the_configurations_are_those_of_the_clone(next_to_a_clone):
+def test_the_configurations_come_from_the_clone(next_to_a_clone):
     place, python = next_to_a_clone
     where = "from dapo_jax.config.reading import shipped_configs; print(shipped_configs()['quickstart'])"
     assert run(python, "-c", where, cwd=place).strip() == str(place / "dapo_jax/configs/quickstart.yaml")

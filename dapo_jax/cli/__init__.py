@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-from dapo_jax.cli import data, generation, planning, report, training
+from dapo_jax.cli import data, generation, planning, training
 from dapo_jax.cli.arguments import printable
 from dapo_jax.config import ConfigError, TrainConfig
 from dapo_jax.config.section import leaf_types
@@ -49,11 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report_gone(stream: str, name: str) -> None:
-    if name in LASTING:
-        message = (
-            f"dapo-jax {name}: {stream} has no reader any more; it continues, and its files are complete\n"
-        )
-        with suppress(OSError):
+    message = f"dapo-jax {name}: {stream} has no reader any more; it continues, and its files are complete\n"
+    with suppress(OSError):
+        if name in LASTING:
             os.write(2, message.encode())  # not through the streams, since one has just failed
 
 
@@ -105,8 +103,8 @@ def _outcome(error: BaseException, name: str) -> tuple[int, str] | None:
         message = f"{last.filename}, line {last.lineno}, called sys.exit({error.code!r})"
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         message = f"{error}: make room; the files written before are complete"
-    elif isinstance(error, RuntimeError | OSError) and _is_ours(error):
-        message = str(error)
+    elif isinstance(error, RuntimeError) and type(error).__module__.startswith("dapo_jax."):
+        message = str(error)  # the library's own errors have a remedy
     else:
         return None
     return 1, f"dapo-jax {name}: {_noted(message, error)}"
@@ -126,17 +124,6 @@ def _without_devices(error: BaseException) -> str:
         # Without a GPU, JAX ignores CUDA and then fails an assertion.
         return f"{NO_BACKEND}: there is no device of this platform; set JAX_PLATFORMS=cpu, or unset it"
     return ""
-
-
-def _is_ours(error: Exception) -> bool:
-    """Returns True for errors whose message has a remedy."""
-    from dapo_jax.checkpoints.manifest import CheckpointError
-    from dapo_jax.dapo.dynamic_sampling import ShortfallError
-    from dapo_jax.locks import LockLostError
-    from dapo_jax.rewards.functions import RewardError
-    from dapo_jax.run.guard import GuardError
-
-    return isinstance(error, ShortfallError | RewardError | CheckpointError | GuardError | LockLostError)
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
@@ -160,25 +147,16 @@ def _meant(option: str, arguments: argparse.Namespace, words: Sequence[str]) -> 
     if not equals:
         follow = words[words.index(option) + 1 :]
         value = follow[0] if follow and not follow[0].startswith("-") else "VALUE"
-    key = _key_of(name)
-    return f"; a key is given without dashes: {f'{key}={value}' if key else 'KEY=VALUE'}"
-
-
-def _key_of(name: str) -> str:
-    """Returns the key that an option names, in full or by a unique last part; an empty string if it names no key."""
-    key = name.lstrip("-").replace("-", "_")
-    keys = leaf_types(TrainConfig)
-    named = [known for known in keys if known == key or known.endswith(f".{key}")]
-    return key if key in keys else named[0] if len(named) == 1 else ""
+    last = name.lstrip("-").replace("-", "_")
+    named = [key for key in leaf_types(TrainConfig) if f".{key}".endswith(f".{last}")]
+    return f"; a key is given without dashes: {f'{named[0]}={value}' if len(named) == 1 else 'KEY=VALUE'}"
 
 
 class _Parser(argparse.ArgumentParser):
     """A parser whose error for an unknown word contains the nearest known word."""
 
     def error(self, message: str) -> NoReturn:
-        if "are required: " in message:
-            # argparse counts arguments that may be omitted among the missing ones.
-            message = message.replace(", key=value", "")
+        message = message.replace(", key=value", "")  # argparse counts it among the missing arguments
         if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
             near = nearest(found[1], re.findall(r"[\w-]+", found[2]))
             message += f"; did you mean {near[0]!r}?" if near else ""
@@ -186,10 +164,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = _Parser(
-        prog="dapo-jax", description="DAPO reinforcement learning of language models in JAX."
-    )
+    text = "DAPO reinforcement learning of language models in JAX."
+    parser: argparse.ArgumentParser = _Parser(prog="dapo-jax", description=text)
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
-    for kind in (training, planning, report, generation, data):
+    for kind in (training, planning, generation, data):
         kind.add_to(commands)
     return parser

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from dapo_jax.config import ConfigError
-from dapo_jax.config.values import without_secrets
+from dapo_jax.config.keys import without_secrets
 from dapo_jax.terminal import visible
 
 LONGEST_MESSAGE = 1800
@@ -21,11 +21,9 @@ CONFIG = "a YAML file, or the name of a configuration in the package, such as qu
 MODEL = "preset:NAME, shipped:NAME, hf:ORG/NAME, a model folder, or a run folder; folders are local or gs://BUCKET/FOLDER"
 
 
-def command(
-    commands: Commands, name: str, function: Callable[..., int], text: str
-) -> argparse.ArgumentParser:
-    """Adds a command that calls `function` with the parsed arguments."""
-    made = commands.add_parser(name, help=text, description=text)
+def command(commands: Commands, name: str, function: Callable[..., int]) -> argparse.ArgumentParser:
+    """Adds a command that calls `function` with the parsed arguments. Its docstring is the help text."""
+    made = commands.add_parser(name, help=function.__doc__, description=function.__doc__)
     made.set_defaults(command=function)
     return made
 
@@ -33,8 +31,14 @@ def command(
 def option(
     made: argparse.ArgumentParser, name: str, text: str, metavar: str | None = None, **how: Any
 ) -> None:
-    """Adds an option with its help text. Without a metavar and other settings it is a flag."""
+    """Adds an option. Without a metavar and other settings it is a flag. A default that is a number also sets the type."""
     given: dict[str, Any] = {"metavar": metavar, **how} if metavar or how else {"action": "store_true"}
+    if (default := how.get("default")) not in (None, "", [], {}):
+        text = (
+            f"{text} (default {default:g})" if isinstance(default, float) else f"{text} (default {default})"
+        )
+    if isinstance(default, int | float):
+        given["type"] = type(default)
     made.add_argument(name, help=text, **given)
 
 
@@ -53,22 +57,19 @@ def add_conversation(made: argparse.ArgumentParser) -> None:
     """Adds the options that turn a prompt into a conversation."""
     option(made, "--chat", "a prompt is a user's message, through the chat template")
     option(made, "--system-prompt", "of every conversation", "TEXT", default="")
-    option(
-        made, "--chat-template-kwargs", "variables of the chat template", "JSON", type=json_object, default={}
-    )
+    kwargs = {"type": json_object, "default": {}}
+    option(made, "--chat-template-kwargs", "variables of the chat template", "JSON", **kwargs)
 
 
 def json_object(text: str) -> dict[str, Any]:
     """Parses a JSON object as an argument's value."""
     try:
-        read = json.loads(text)
+        if isinstance(read := json.loads(text), dict):
+            return read
+        problem = 'is not a JSON object such as {"enable_thinking": false}'
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{printable(repr(text))} is not JSON: {error}") from error
-    if not isinstance(read, dict):
-        raise argparse.ArgumentTypeError(
-            f'{text!r} is not a JSON object such as {{"enable_thinking": false}}'
-        )
-    return read
+        problem = f"is not JSON: {error}"
+    raise argparse.ArgumentTypeError(f"{printable(repr(text))} {problem}")
 
 
 def write_json(where: str, content: Any) -> None:

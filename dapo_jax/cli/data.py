@@ -4,12 +4,13 @@ import argparse
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from typing import Any
 
 from dapo_jax.cli.arguments import Commands, add_conversation, command, json_object, option
 from dapo_jax.config import ConfigError, DataConfig
 
-OPTIONS = {
+_PROMPT = ("prompt_template", "system_prompt", "chat_template_kwargs")
+_OPTIONS = {
     "data.chat=true (--chat)": "--chat",
     "data.chat=true": "--chat",
     "data.chat=false": "no --chat",
@@ -17,11 +18,7 @@ OPTIONS = {
     "data.source": "dataset",
     "data.path": "--from",
     "data.source_options": "--options",
-    "data.on_bad_row": "--on-bad-row",
-    "data.data_dir": "--data-dir",
-    "data.prompt_template": "--prompt-template",
-    "data.system_prompt": "--system-prompt",
-    "data.chat_template_kwargs": "--chat-template-kwargs",
+    **{f"data.{name}": f"--{name.replace('_', '-')}" for name in ("on_bad_row", "data_dir", *_PROMPT)},
 }
 """Keys of a configuration -> the options of `data` that set them."""
 
@@ -31,29 +28,22 @@ def add_to(commands: Commands) -> None:
     text = "Prepare a dataset, or look at one."
     verbs = commands.add_parser("data", help=text, description=text)
     verbs = verbs.add_subparsers(dest="verb", required=True, metavar="VERB")
-    text = "Read, check and store a dataset's rows, and report the rows left out."
-    _add_dataset(command(verbs, "prepare", prepare, text))
-    shown = command(
-        verbs, "show", show, "Counts, lengths in tokens, and a few prompts as a model reads them."
-    )
+    _add_dataset(command(verbs, "prepare", prepare))
+    shown = command(verbs, "show", show)
     _add_dataset(shown)
     option(shown, "--split", "(default train, or the only one)", default="")
     option(shown, "--model", "its tokenizer and chat template are used (default: bytes)", default="")
-    option(shown, "--prompt-template", "around the question {prompt}; or dapo", "TEXT", default="{prompt}")
+    option(shown, "--prompt-template", "around the question; or dapo", "TEXT", default="{prompt}")
     add_conversation(shown)
-    option(shown, "-n", "prompts shown (default 3)", type=int, default=3)
-    _add_score(
-        command(commands, "score", score, "Grade saved rollouts again, and show where graders disagree.")
-    )
-    made = command(commands, "convert", convert, "Write a model with its tokenizer as a Hugging Face folder.")
-    text = (
-        "a .gguf file, a model folder, a run folder, an adapter folder of PEFT, preset:NAME or shipped:NAME"
-    )
+    option(shown, "-n", "prompts shown", default=3)
+    _add_score(command(commands, "score", score))
+    made = command(commands, "convert", convert)
+    text = "a .gguf file, a model folder, a run or adapter folder, preset:NAME or shipped:NAME"
     made.add_argument("source", help=text)
     made.add_argument("target", help="a folder that does not exist yet, or is empty")
     text = "for a run that trained adapters, or an adapter folder: write a whole model, with the adapters added to the base; otherwise an adapter folder is written"
     option(made, "--merge", text)
-    made.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default float32")
+    option(made, "--dtype", "of the written tensors", choices=("float32", "bfloat16"), default="float32")
 
 
 def _add_dataset(made: argparse.ArgumentParser) -> None:
@@ -61,13 +51,13 @@ def _add_dataset(made: argparse.ArgumentParser) -> None:
     made.add_argument("source", metavar="NAME", help=text)
     option(made, "--from", "the dataset's file or folder", "PATH", dest="path", default="")
     option(made, "--options", 'of jsonl: {"prompt": "question"}', "JSON", type=json_object, default={})
-    option(made, "--on-bad-row", "(default error)", choices=("error", "skip"), default="error")
+    option(made, "--on-bad-row", "action for an invalid row", choices=("error", "skip"), default="error")
     option(made, "--keep-repeated", "keep rows with the same question")
     option(made, "--data-dir", "folder of prepared datasets", default="~/.cache/dapo_jax/datasets")
 
 
 def prepare(arguments: argparse.Namespace) -> int:
-    """Prepares the dataset and prints the content of each split."""
+    """Read, check and store a dataset's rows, and report the rows left out."""
     from dapo_jax.commands.datasets import prepare
 
     with _in_options():
@@ -76,16 +66,10 @@ def prepare(arguments: argparse.Namespace) -> int:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    """Shows the dataset."""
+    """Show counts, lengths in tokens, and a few prompts as a model reads them."""
     from dapo_jax.commands.datasets import show
 
-    data = replace(
-        _dataset(arguments),
-        prompt_template=arguments.prompt_template,
-        chat=arguments.chat,
-        system_prompt=arguments.system_prompt,
-        chat_template_kwargs=arguments.chat_template_kwargs,
-    )
+    data = _dataset(arguments, **{name: getattr(arguments, name) for name in ("chat", *_PROMPT)})
     with _in_options():
         print(show(data, split=arguments.split, model=arguments.model, count=arguments.n), end="")
     return 0
@@ -98,15 +82,14 @@ def _in_options() -> Iterator[None]:
         yield
     except ConfigError as error:
         message = str(error)
-        for key, name in OPTIONS.items():
-            message = re.sub(rf"\b{re.escape(key)}(?![\w.])", name, message)
-            message = message.replace(f"{name}=", f"{name} ")
+        for key, name in _OPTIONS.items():
+            message = re.sub(rf"\b{re.escape(key)}(?![\w.])", name, message).replace(f"{name}=", f"{name} ")
         if "no dataset builder is named" in message and "did you mean" not in message:
             message += ", and reasoning_gym:TASK for questions that the package reasoning-gym makes up"
         raise ConfigError(message) from error
 
 
-def _dataset(arguments: argparse.Namespace) -> DataConfig:
+def _dataset(arguments: argparse.Namespace, **prompts: Any) -> DataConfig:
     return DataConfig(
         source=arguments.source,
         path=arguments.path,
@@ -114,11 +97,12 @@ def _dataset(arguments: argparse.Namespace) -> DataConfig:
         on_bad_row=arguments.on_bad_row,
         deduplicate=not arguments.keep_repeated,
         data_dir=arguments.data_dir,
+        **prompts,
     )
 
 
 def score(arguments: argparse.Namespace) -> int:
-    """Grades again and prints the comparison."""
+    """Grade saved rollouts again, and show where graders disagree."""
     from dapo_jax.commands.score import describe, score
 
     scores = score(
@@ -136,13 +120,13 @@ def _add_score(made: argparse.ArgumentParser) -> None:
     made.add_argument("rollouts", help="a JSONL file of rollouts, or a folder of them")
     option(made, "--grader", "may be given several times", action="append", required=True)
     option(made, "--answer-marker", "of the exact grader", "TEXT", default="=")
-    option(made, "--show", "disagreements shown for each pair (default 5)", type=int, default=5)
-    option(made, "--workers", "grading processes (default 2)", type=int, default=2)
-    option(made, "--timeout-s", "for one response (default 10)", type=float, default=10.0)
+    option(made, "--show", "disagreements shown for each pair", default=5)
+    option(made, "--workers", "grading processes", default=2)
+    option(made, "--timeout-s", "for one response", default=10.0)
 
 
 def convert(arguments: argparse.Namespace) -> int:
-    """Converts and prints a summary."""
+    """Write a model with its tokenizer as a Hugging Face folder."""
     from dapo_jax.commands.convert import convert
 
     done = convert(arguments.source, arguments.target, dtype=arguments.dtype, merge=arguments.merge)

@@ -6,6 +6,7 @@ import os
 import signal
 from dataclasses import fields
 from functools import partial
+from inspect import signature
 
 from dapo_jax.cli.arguments import (
     MODEL,
@@ -40,24 +41,20 @@ SHORT = {
 
 def add_to(commands: Commands) -> None:
     """Adds the commands."""
-    text = "avg@k, pass@k, cons@k and the reward on held-out prompts."
-    _add_eval(command(commands, "eval", evaluate, text))
-    _add_sample(command(commands, "sample", sample, "Sample responses to prompts."))
-    text = "Answer requests: over gRPC with JetStream (needs the extra jetstream), or with --http like vLLM's and OpenAI's servers (needs the extra http)."
-    _add_serve(command(commands, "serve", serve, text))
+    _add_eval(command(commands, "eval", evaluate))
+    _add_sample(command(commands, "sample", sample))
+    _add_serve(command(commands, "serve", serve))
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
-    """Evaluates and prints the table."""
+    """Measure avg@k, pass@k, cons@k and the reward on held-out prompts."""
     from dapo_jax.commands import evaluate
     from dapo_jax.evaluation import lost_verdicts, table
 
-    overrides = [
-        f"{key}={value}" for name, key in SHORT.items() if (value := getattr(arguments, name)) is not None
-    ]
-    named = {"source": arguments.data, "path": arguments.path, "split": arguments.split}
-    dataset = {name: value for name, value in named.items() if value is not None}
-    if dataset:
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    overrides = [f"{key}={given[name]}" for name, key in SHORT.items() if name in given]
+    named = {"data": "source", "path": "path", "split": "split"}
+    if dataset := {key: given[name] for name, key in named.items() if name in given}:
         overrides.append(f"eval.datasets=[{json.dumps({'source': 'jsonl', **dataset})}]")
     overrides += ["data.chat=true"] * arguments.chat
     found = evaluate(
@@ -84,24 +81,12 @@ def _add_eval(made: argparse.ArgumentParser) -> None:
 
 
 def sample(arguments: argparse.Namespace) -> int:
-    """Samples and prints the responses."""
+    """Sample responses to prompts."""
     from dapo_jax.commands import sample
 
-    groups = sample(
-        arguments.model,
-        arguments.prompt,
-        chat=arguments.chat,
-        system_prompt=arguments.system_prompt,
-        chat_template_kwargs=arguments.chat_template_kwargs,
-        samples_per_prompt=arguments.n,
-        temperature=arguments.temperature,
-        top_p=arguments.top_p,
-        top_k=arguments.top_k,
-        max_response_tokens=arguments.max_response_tokens,
-        stop=arguments.stop,
-        stop_token_ids=arguments.stop_token_ids,
-        seed=arguments.seed,
-    )
+    named = signature(sample).parameters
+    how = {name: value for name, value in vars(arguments).items() if name in named}
+    groups = sample(arguments.model, arguments.prompt, samples_per_prompt=arguments.n, **how)
     for group in groups:
         print(visible(group.prompt.text))
         for rollout in group.rollouts:
@@ -112,23 +97,23 @@ def sample(arguments: argparse.Namespace) -> int:
 def _add_sample(made: argparse.ArgumentParser) -> None:
     made.add_argument("model", help=MODEL)
     option(made, "--prompt", "may be given several times", action="append", required=True)
-    option(made, "-n", "responses to each prompt (default 1)", type=int, default=1)
-    option(made, "--temperature", "0 is greedy (default 1)", type=float, default=1.0)
+    option(made, "-n", "responses to each prompt", default=1)
+    option(made, "--temperature", "0 is greedy", default=1.0)
     _add_cuts(made)
-    option(made, "--max-response-tokens", "length limit (default 64)", type=int, default=64)
-    option(made, "--seed", "of sampling (default 0)", type=int, default=0)
+    option(made, "--max-response-tokens", "length limit", default=64)
+    option(made, "--seed", "of sampling", default=0)
     add_conversation(made)
     option(made, "--stop", "ends a response; may be given several times", "TEXT", action="append", default=[])
     option(made, "--stop-token-ids", "end a response as well", "ID", type=int, nargs="+", default=[])
 
 
 def _add_cuts(made: argparse.ArgumentParser) -> None:
-    option(made, "--top-p", "1 is off (default)", type=float, default=1.0)
-    option(made, "--top-k", "0 is off (default)", type=int, default=0)
+    option(made, "--top-p", "1 is off", default=1.0)
+    option(made, "--top-k", "0 is off", default=0)
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """Serves until it is stopped."""
+    """Answer requests: over gRPC with JetStream (needs the extra jetstream), or with --http like vLLM's and OpenAI's servers (needs the extra http)."""
     from dapo_jax.serving.serve import HttpOptions, ServeOptions, serve, serve_http
 
     # A process manager sends SIGTERM where a person presses Ctrl-C.
@@ -137,7 +122,7 @@ def serve(arguments: argparse.Namespace) -> int:
     known, others = ({field.name for field in fields(kind)} for kind in (mine, other))
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     for name in sorted(given.keys() & (others - known)):
-        if given[name] is not False and given[name] not in ([], ""):
+        if given[name]:
             remedy = "leave it out" if arguments.http else "give --http too"
             raise ConfigError(f"--{name.replace('_', '-')} is an option of the other server: {remedy}")
     options = {name: value for name, value in given.items() if name in known}
@@ -154,12 +139,12 @@ def _add_serve(made: argparse.ArgumentParser) -> None:
     made.add_argument("model", help=MODEL)
     text = "HTTP instead of gRPC: token ids at /inference/v1/generate, messages at /v1/chat/completions"
     option(made, "--http", text)
-    text = f"the interface; [::] is every one (default 127.0.0.1); over HTTP any other than this machine's needs a key in {API_KEY}"
+    text = f"the interface; [::] is every one; over HTTP any but this machine's needs a key in {API_KEY}"
     option(made, "--host", text, default="127.0.0.1")
-    option(made, "--port", "0 is a free one (default 9000)", type=int, default=9000)
+    option(made, "--port", "0 is a free one", default=9000)
     text = "serve each new checkpoint of the run folder, and look for one every SECONDS (default 5)"
     option(made, "--follow", text, "SECONDS", dest="follow_s", type=float, nargs="?", const=5.0)
-    option(made, "--slots", "responses decoded in parallel (default 16)", type=int, default=16)
+    option(made, "--slots", "responses decoded in parallel", default=16)
     text = "longer prompts are refused (default 64; over HTTP 1024, or what the model has room for)"
     option(made, "--max-prompt-tokens", text, type=int)
     text = "most tokens of a response (default 64; over HTTP 1024, or what the model has room for)"
@@ -167,16 +152,16 @@ def _add_serve(made: argparse.ArgumentParser) -> None:
     text = "of all requests, over HTTP of requests without one; 0 is greedy (default 0; over HTTP 1)"
     option(made, "--temperature", text, type=float)
     _add_cuts(made)
-    option(made, "--seed", "of requests without one (default 0)", type=int, default=0)
+    option(made, "--seed", "of requests without one", default=0)
     add_conversation(made)
     option(made, "--model-name", "over HTTP: the model's name in requests (default MODEL)", "NAME")
     text = "responses that may wait for a slot; further requests are asked to retry (default 1024)"
     option(made, "--queue", text, "RESPONSES", type=int)
     text = "no bit of a response depends on other requests; needs a multiple of 8 slots for each device"
     option(made, "--batch-invariant", text)
-    option(made, "--steps-per-call", "tokens per streamed message (default 4)", type=int, default=4)
-    text = "tokens per page of the KV cache (default: chosen for the platform)"
-    option(made, "--page-tokens", text, type=int, default=0)
-    option(made, "--compute-dtype", "default float32", choices=("float32", "bfloat16"), default="float32")
-    text = "of compiled programs (default ~/.cache/dapo_jax/xla)"
-    option(made, "--compilation-cache", text, "FOLDER", default="~/.cache/dapo_jax/xla")
+    option(made, "--steps-per-call", "tokens per streamed message", default=4)
+    text = "tokens per page of the KV cache; 0 is chosen for the platform"
+    option(made, "--page-tokens", text, default=0)
+    text = "dtype of activations and matrix products"
+    option(made, "--compute-dtype", text, choices=("float32", "bfloat16"), default="float32")
+    option(made, "--compilation-cache", "of compiled programs", "FOLDER", default="~/.cache/dapo_jax/xla")

@@ -1,6 +1,10 @@
-"""`plan` and `doctor`: whether a configuration can train, on a machine that there is not yet, and on this one."""
+"""`plan`, `doctor` and `report`: whether a configuration can train, on a machine to order or on this one, and a page for looking into runs.
+
+`plan` returns 1 if the run does not fit, `doctor` if training cannot start.
+"""
 
 import argparse
+import errno
 import sys
 from pathlib import Path
 
@@ -9,30 +13,30 @@ from dapo_jax.config import ConfigError, load_config
 
 PROGRAMS = ("generate", "prefill", "fill", "insert", "transfer", "update", "score")
 
+LARGE_BYTES = 100_000_000
+"""Size above which a page opens slowly."""
+
 
 def add_to(commands: Commands) -> None:
     """Adds the commands."""
-    text = "Memory, traffic and least time of a run, compiled for a TPU slice."
-    made = command(commands, "plan", plan, text)
+    made = command(commands, "plan", plan)
     add_config(made)
     option(made, "--topology", "a TPU slice: v5p:4x4x8, v5p-256, v5litepod-64, v6e-8, ... (extra tpu)", "T")
     option(
         made, "--response-tokens", "length of responses (default: their limit)", "MEAN[,STD]", type=_lengths
     )
     option(made, "--prompt-tokens", "length of prompts (default: their limit)", "MEAN", type=float)
-    option(made, "--informative", "share of mixed groups (default 0.5)", "SHARE", type=float, default=0.5)
+    option(made, "--informative", "share of mixed groups", "SHARE", default=0.5)
     option(
         made, "--turns", "turns of an episode, with an environment (default: its limit)", "MEAN", type=float
     )
     option(made, "--sweep", "try every mesh of fsdp x tensor, and rank those that fit")
     text = "compile only programs whose names begin with this word (may be given several times; default all)"
     option(made, "--only", text, "PROGRAM", action="append", choices=PROGRAMS)
-    text = "time to search for changes with which a run that does not fit would fit (default 600; 0: none)"
-    option(made, "--suggest-s", text, "SECONDS", type=float, default=600.0)
+    text = "time to search for changes with which a run that does not fit would fit; 0: none"
+    option(made, "--suggest-s", text, "SECONDS", default=600.0)
     option(made, "--json", "also write JSON; -: to standard output, and the tables to standard error", "FILE")
-    made = command(
-        commands, "doctor", doctor, "Find out whether this machine, with this configuration, can train."
-    )
+    made = command(commands, "doctor", doctor)
     made.add_argument("config", nargs="?", help=f"{CONFIG}; without it only the machine is examined")
     add_overrides(made)
     option(made, "--full", "make the tiny step with the run's own model, however large")
@@ -40,10 +44,19 @@ def add_to(commands: Commands) -> None:
     text = "how a right response is written, for your own grader: '<result>{answer}</result>' (default: several ways are tried)"
     option(made, "--right", text, "TEXT", default="")
     option(made, "--json", "also write JSON; -: to standard output, and the table to standard error", "FILE")
+    made = command(commands, "report", report)
+    made.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder, finished or live")
+    option(made, "--out", "file of the page (default RUN/report.html of the first run)", "FILE")
+    option(made, "--png", "also write the figures as PNGs (extra report)", "FOLDER")
+    text = "show the rollouts of at most N logged steps and the responses of at most N evaluations, evenly spaced (default all)"
+    option(made, "--rollout-steps", text, "N", type=int)
+    text = "serve the page to this machine's browser instead, and update it while the runs are live"
+    option(made, "--watch", text)
+    option(made, "--port", "with --watch: the port of 127.0.0.1 (default a free one)", "N", type=int)
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """Plans; returns 1 if something does not fit."""
+    """Compute memory, traffic and least time of a run, compiled for a TPU slice."""
     config = load_config(arguments.config, arguments.overrides)
     from rich.console import Console
 
@@ -95,7 +108,7 @@ def _lengths(text: str) -> tuple[float, float]:
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Makes the checks; returns 1 if training cannot start."""
+    """Find out whether this machine, with this configuration, can train."""
     if arguments.right and "{answer}" not in arguments.right:
         raise ConfigError(
             f"--right: found {arguments.right!r}, needs {{answer}} in it, in place of the reference answer"
@@ -123,3 +136,47 @@ def doctor(arguments: argparse.Namespace) -> int:
     if arguments.json:
         write_json(arguments.json, found)
     return 0 if found["can_train"] else 1
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """Make one HTML page of runs: curves, rollouts, configuration. It needs no network."""
+    if arguments.watch:
+        return _watch(arguments)
+    if arguments.port is not None:
+        raise ConfigError(f"--port {arguments.port} goes with --watch; a page in a file has no port")
+    from dapo_jax.report import report
+    from dapo_jax.storage import path_of
+
+    made = report(*arguments.runs, rollout_steps=arguments.rollout_steps)
+    try:
+        out = made.save(arguments.out or path_of(arguments.runs[0]) / "report.html")
+        size = len(made.html.encode())
+        print(f"{out}: {size / 1e6:.1f} MB")
+        if size > LARGE_BYTES:
+            limit = f"{LARGE_BYTES / 1e6:.0f} MB"
+            print(f"    over {limit} it opens slowly; --rollout-steps shows fewer steps' rollouts")
+        if arguments.png:
+            written = made.save_figures(arguments.png)
+            print(f"{arguments.png}: {len(written)} PNGs")
+    except ConfigError:
+        raise
+    except ValueError as error:  # a path that is neither local nor in a bucket
+        raise ConfigError(str(error)) from error
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ConfigError(f"cannot write the report: {error}") from error
+    return 0
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    """Serves the page until it is interrupted."""
+    from dapo_jax.report.server import watch
+
+    for name in ("out", "png", "rollout_steps"):
+        if getattr(arguments, name) is not None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {getattr(arguments, name)} is for a page in a file, and --watch writes none: leave out one of the two"
+            )
+    watch(*arguments.runs, port=arguments.port or 0)
+    return 0

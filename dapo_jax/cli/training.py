@@ -12,11 +12,11 @@ from dapo_jax.config.loading import changed_yaml
 
 def add_to(commands: Commands) -> None:
     """Adds the commands."""
-    made = command(commands, "train", train, "Train a policy by DAPO.")
+    made = command(commands, "train", train)
     add_config(made)
     option(made, "--resume", "continue from the last checkpoint in run_dir")
-    add_config(command(commands, "sft", sft, "Warm a model up on prompt / response pairs."))
-    made = command(commands, "config", config, "Print a configuration with every default filled in.")
+    add_config(command(commands, "sft", sft))
+    made = command(commands, "config", config)
     add_config(made)
     option(made, "--changed", "only keys that differ from the defaults")
     kinds = made.add_mutually_exclusive_group()
@@ -25,7 +25,7 @@ def add_to(commands: Commands) -> None:
 
 
 def train(arguments: argparse.Namespace) -> int:
-    """Trains, and prints how the evaluation changed."""
+    """Train a policy by DAPO."""
     config = load_config(arguments.config, arguments.overrides)
     from dapo_jax.parallel.processes import is_first, wanted
 
@@ -66,7 +66,7 @@ def _held_out(lines: Sequence[Mapping[str, float | int]], *, metric: str) -> Ite
 
 
 def sft(arguments: argparse.Namespace) -> int:
-    """Warms a model up, and prints the last evaluation."""
+    """Warm a model up on prompt / response pairs."""
     config = load_config(arguments.config, arguments.overrides, schema=SftConfig)
     print(f"warm start of {config.model.source}, {config.steps} steps, in {config.run_dir}", flush=True)
     from dapo_jax.commands import sft
@@ -83,7 +83,7 @@ def sft(arguments: argparse.Namespace) -> int:
 
 
 def config(arguments: argparse.Namespace) -> int:
-    """Prints the configuration."""
+    """Print a configuration with every default filled in."""
     schema = SftConfig if arguments.sft else EvaluateConfig if arguments.eval else TrainConfig
     written = changed_yaml if arguments.changed else to_yaml
     print(written(load_config(arguments.config, arguments.overrides, schema=schema)), end="")

@@ -6,8 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from dapo_jax.config import ConfigError, ModelConfig
-from dapo_jax.config.keys import Rules
-from dapo_jax.config.values import check_value
+from dapo_jax.config.keys import Rules, check_value
 from dapo_jax.models.adapter_folder import is_adapter
 from dapo_jax.models.config_json import describe, family_of
 from dapo_jax.models.folder import CONFIG, read_config, read_json, write_model
@@ -61,30 +60,32 @@ def convert(source: str, target: str, *, dtype: str = "float32", merge: bool = F
     folder = place_of(target, key="target", write=True)
     if folder.exists() and (not folder.is_dir() or entries(folder)):
         raise ConfigError(f"{target} exists and is not empty; choose another target, or remove it")
-    path = Path(source).expanduser()
-    made = not folder.exists()
+    path, made = Path(source).expanduser(), not folder.exists()
+    is_gguf = path.suffix == ".gguf"
     try:
-        if path.suffix == ".gguf" and in_bucket(source):
+        if is_gguf and in_bucket(source):
             raise ConfigError(f"{source}: a GGUF file is read from a local disk; copy it there")
-        plain = None
-        if path.suffix != ".gguf" and not source.startswith("preset:") and run_at(source) is None:
+        plain = policy = None
+        if not is_gguf and not source.startswith("preset:") and run_at(source) is None:
             found = folder_of(ModelConfig(source=source), weights=True)
             plain = None if is_adapter(found) else found
-        if path.suffix == ".gguf" or plain is not None:
-            if merge:
-                raise ConfigError(f"{source} has no adapter to merge: leave merge out")
-            config, written = (
-                _from_gguf(path, folder, dtype) if plain is None else _from_folder(plain, folder, dtype)
-            )
-        else:
+        if not is_gguf and plain is None:
             policy = find_policy(source)
-            config = policy.decoder
-            if merge and config.lora is None:
-                raise ConfigError(f"{source} has no adapter to merge: leave merge out")
-            written = policy.save(folder, dtype=dtype, merge=merge)
+        if merge and (policy is None or policy.decoder.lora is None):
+            raise ConfigError(f"{source} has no adapter to merge: leave merge out")
+        if policy is not None:
+            config, written = policy.decoder, policy.save(folder, dtype=dtype, merge=merge)
+        elif plain is not None:
+            config, written = _from_folder(plain, folder, dtype)
+        else:
+            config, written = _from_gguf(path, folder, dtype)
         adapter = config.lora is not None and not merge
     except BaseException as error:
-        _remove_half(folder, made=made)
+        with suppress(OSError):  # the files of half a model
+            for file in entries(folder):
+                file.unlink()
+            if made and folder.exists():
+                folder.rmdir()
         if isinstance(error, OSError):
             raise ConfigError(
                 f"{source} cannot be written to {target}: {error}; make room there, or choose another target"
@@ -103,15 +104,6 @@ def convert(source: str, target: str, *, dtype: str = "float32", merge: bool = F
     )
 
 
-def _remove_half(folder: AnyPath, *, made: bool) -> None:
-    """Removes the files of a failed conversion from `folder`, and the folder itself if `made`."""
-    with suppress(OSError):
-        for file in entries(folder):
-            file.unlink()
-        if made and folder.exists():
-            folder.rmdir()
-
-
 def _from_gguf(path: Path, folder: AnyPath, dtype: str) -> tuple[DecoderConfig, int]:
     file = GgufFile(path)
     config = file.config()
@@ -122,13 +114,8 @@ def _from_gguf(path: Path, folder: AnyPath, dtype: str) -> tuple[DecoderConfig, 
         write_whole(folder / name, content.encode("utf-8"))
     ids = special_ids(file.metadata)
     ends = ids.get("eos", [])
-    described = describe(
-        config,
-        dtype=dtype,
-        eos_ids=ends if isinstance(ends, list) else [ends],
-        bos_id=ids.get("bos"),
-        pad_id=ids.get("pad"),
-    )
+    eos_ids = ends if isinstance(ends, list) else [ends]
+    described = describe(config, dtype=dtype, eos_ids=eos_ids, bos_id=ids.get("bos"), pad_id=ids.get("pad"))
     return config, write_model(folder, described, tensors, dtype=dtype)
 
 

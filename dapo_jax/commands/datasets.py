@@ -11,10 +11,12 @@ from dapo_jax.rewards.graders import UNREAD_BY
 from dapo_jax.run.policy import folder_of
 from dapo_jax.run.prompt_sets import dated, every_split, prompt_format
 from dapo_jax.terminal import visible
-from dapo_jax.text.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
+from dapo_jax.text.tokenizers import ByteTokenizer, load_tokenizer
 
 SHOWN = 5
-"""References shown of the ones that a grader cannot read."""
+"""Most references shown that a grader cannot read."""
+
+_QUANTILES = {"min": 0.0, "median": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
 
 
 def prepare(data: DataConfig) -> str:
@@ -63,7 +65,12 @@ def show(data: DataConfig, *, split: str = "", model: str = "", count: int = 3) 
         raise ConfigError(
             f"--split: found {split!r}, needs one of {', '.join(splits)}, which {data.source} has"
         )
-    rows, tokenizer = splits[split], _tokenizer(model)
+    rows = splits[split]
+    try:
+        folder = folder_of(ModelConfig(source=model), weights=False) if model else None
+        tokenizer = ByteTokenizer() if folder is None else load_tokenizer(folder)
+    except ValueError as error:
+        raise ConfigError(f"--model {model!r}: {error}") from error
     try:
         lengths, _ = measured_prompts(rows, tokenizer, prompt_format(data))
         shown = [
@@ -71,30 +78,14 @@ def show(data: DataConfig, *, split: str = "", model: str = "", count: int = 3) 
         ]
     except ValueError as error:
         raise ConfigError(f"data.source={data.source!r}, split {split!r}: {error}") from error
-    unit = f"tokens of {model}" if model else "bytes"
+    unit = "tokens" if model else "bytes"
     marks = " ".join(f"{name} {int(np.quantile(lengths, at))}" for name, at in _QUANTILES.items())
     lines = [
         rows.note or f"{data.source}: {len(rows):,} prompts",
         f"split {split} (of {', '.join(splits)}): {len(rows):,} prompts",
-        f"prompt length in {unit}: {marks}",
+        f"prompt length in {unit}{f' of {model}' if model else ''}: {marks}",
     ]
     for row, text, tokens in shown:
         where = f"{row['source_row']}, " if "source_row" in row else ""
-        lines += [
-            "",
-            f"--- {where}{len(tokens)} {'tokens' if model else 'bytes'}, answer {row['answer']!r}",
-            text,
-        ]
+        lines += ["", f"--- {where}{len(tokens)} {unit}, answer {row['answer']!r}", text]
     return visible("\n".join(lines) + "\n")
-
-
-_QUANTILES = {"min": 0.0, "median": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
-
-
-def _tokenizer(model: str) -> Tokenizer:
-    if not model:
-        return ByteTokenizer()
-    try:
-        return load_tokenizer(folder_of(ModelConfig(source=model), weights=False))
-    except ValueError as error:
-        raise ConfigError(f"--model {model!r}: {error}") from error

@@ -1,8 +1,9 @@
 """Evaluates and samples a model or a run, without training."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -19,16 +20,16 @@ from dapo_jax.config import (
     load_config,
     load_evaluation,
 )
-from dapo_jax.config.keys import SEED, Rules
-from dapo_jax.config.values import check_value
+from dapo_jax.config.keys import SEED, Rules, check_value
 from dapo_jax.dapo.rollouts import Group, Verdict
 from dapo_jax.data.prompts import held_out
 from dapo_jax.data.rows import checked_rows
 from dapo_jax.evaluation import problem_record, summarize
 from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.rewards.functions import Rewards
+from dapo_jax.rollout.response_sampler import ResponseSampler
 from dapo_jax.run.grader_setup import check_graders, environment_of, episodes_of, grading
-from dapo_jax.run.policy import data_of_run, find_policy, mesh_of, meshes_of, run_at
+from dapo_jax.run.policy import Policy, data_of_run, find_policy, mesh_of, meshes_of, run_at
 from dapo_jax.run.programs import sharing
 from dapo_jax.run.prompt_sets import GivenRows, dated, held_out_prompts, prompt_format
 from dapo_jax.run.records import use_compilation_cache
@@ -75,28 +76,20 @@ def evaluate(
     Raises:
         ConfigError: there is no such model, dataset or grader, or a value cannot be used.
     """
-    metric = _metric(model, config, overrides)
-    config = evaluation_config(model, config, overrides)
+    config, metric = _configured(model, config, overrides)
     kept = None if keep is None else place_of(keep, key="keep", write=True)
     use_compilation_cache(config.compilation_cache)
     check_graders(config.reward, reward=reward)  # before the model, which may take long to load
     environment = environment_of(config.environment, reward=reward)
-    mesh = mesh_of(config.parallel)
-    meshes = meshes_of(config.parallel, mesh)
-    shares = sharing(meshes, config.sampling, dtype=config.compute_dtype)
-    policy = find_policy(model, mesh=mesh, shares=shares)
+    policy, sampler_of = _loaded(model, config.parallel, config.sampling, config.compute_dtype)
     config = replace(config, data=dated(config.data, like=data_of_run(model)))
     held_out = held_out_prompts(config.data, config.eval, policy.tokenizer, rows=rows)
-    sampler = response_sampler(
-        policy,
-        meshes,
+    sampler = sampler_of(
         config.sampling,
         seed=config.seed,
         max_prompt_tokens=config.data.max_prompt_tokens,
-        compute_dtype=config.compute_dtype,
         group_size=config.eval.samples_per_prompt,
         has_turns=bool(config.environment.source),
-        resident=bytes_on_device((policy.params, policy.unshared), mesh.shape),
     )
     # Scores count verdicts, so the length penalty of training does not apply.
     unshaped = replace(config.reward, overlong=_NO_SHAPING)
@@ -122,32 +115,40 @@ def evaluate(
     return Evaluation(scores=scores, groups=found, metric=metric)
 
 
-def evaluation_config(
-    model: str, config: EvaluateConfig | str | Path | None = None, overrides: Sequence[str] = ()
-) -> EvaluateConfig:
-    """Returns the given configuration of an evaluation, or the one of the model's run.
+def _configured(
+    model: str, config: EvaluateConfig | str | Path | None, overrides: Sequence[str]
+) -> tuple[EvaluateConfig, str]:
+    """Returns the given configuration, or the one of the model's run; and `dynamic_sampling.metric` of the training run.
 
     Raises:
         ConfigError: as `load_evaluation`; or overrides with a configuration that is not a file.
     """
+    run = run_at(model)
+    own = None if run is None else run / "config.yaml"
     if isinstance(config, EvaluateConfig):
         if overrides:
             raise ConfigError(
                 f"overrides: found {list(overrides)}, which need a file; change the EvaluateConfig"
             )
-        return config
-    run = run_at(model) if config is None else None
-    return load_evaluation(config if run is None else run / "config.yaml", overrides)
-
-
-def _metric(model: str, config: EvaluateConfig | str | Path | None, overrides: Sequence[str]) -> str:
-    """Returns `dynamic_sampling.metric` of the training run in the given file, or of the model's run; `correct` without a run."""
-    if isinstance(config, str | Path):
+        found, file = config, None
+    else:
+        file = own if config is None else config
+        found = load_evaluation(file, overrides)
+    if file is not None:
         with suppress(ConfigError):  # the file of an evaluation or a warm start has no such key
-            return load_config(config, overrides).dynamic_sampling.metric
-    if (run := run_at(model)) is None:
-        return "correct"
-    return load_config(run / "config.yaml", overrides if config is None else ()).dynamic_sampling.metric
+            return found, load_config(file, overrides).dynamic_sampling.metric
+    return found, "correct" if own is None else load_config(own).dynamic_sampling.metric
+
+
+def _loaded(
+    model: str, parallel: ParallelConfig, sampling: SamplingConfig, dtype: str
+) -> tuple[Policy, Callable[..., ResponseSampler]]:
+    """Returns a policy, and `response_sampler` for it: a function of the other arguments."""
+    mesh = mesh_of(parallel)
+    meshes = meshes_of(parallel, mesh)
+    policy = find_policy(model, mesh=mesh, shares=sharing(meshes, sampling, dtype=dtype))
+    resident = bytes_on_device((policy.params, policy.unshared), mesh.shape)
+    return policy, partial(response_sampler, policy, meshes, compute_dtype=dtype, resident=resident)
 
 
 def sample(
@@ -173,38 +174,27 @@ def sample(
     Raises:
         ConfigError: there is no such model, a prompt is empty, or the model's tokenizer cannot encode it.
     """
-    cuts = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-    config = EvalConfig(samples_per_prompt=samples_per_prompt, **cuts)
+    config = EvalConfig(
+        samples_per_prompt=samples_per_prompt, temperature=temperature, top_p=top_p, top_k=top_k
+    )
     check_value("seed", seed, int, Rules(range=SEED))
-    use_compilation_cache(compilation_cache)
-    mesh = mesh_of(ParallelConfig())
-    meshes = meshes_of(ParallelConfig(), mesh)
-    policy = find_policy(source, mesh=mesh, shares=sharing(meshes, SamplingConfig(), dtype="float32"))
-    variables = dict(chat_template_kwargs or {})
-    data = DataConfig(chat=chat, system_prompt=system_prompt, chat_template_kwargs=variables)
-    asked = dated(data, like=data_of_run(source))
     ends = {"stop": list(stop), "stop_token_ids": list(stop_token_ids)}
     sampling = SamplingConfig(max_response_tokens=max_response_tokens, slots=slots, **ends)
+    use_compilation_cache(compilation_cache)
+    policy, sampler_of = _loaded(source, ParallelConfig(), sampling, "float32")
+    variables = dict(chat_template_kwargs or {})
+    data = DataConfig(chat=chat, system_prompt=system_prompt, chat_template_kwargs=variables)
     try:
-        rows = checked_rows([{"prompt": text, "answer": "-"} for text in prompts])
         found = held_out(
-            rows,
+            checked_rows([{"prompt": text, "answer": "-"} for text in prompts]),
             policy.tokenizer,
             max_prompt_tokens=policy.decoder.max_positions - max_response_tokens,
-            prompt_format=prompt_format(asked),
+            prompt_format=prompt_format(dated(data, like=data_of_run(source))),
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    rollouts = response_sampler(
-        policy,
-        meshes,
-        sampling,
-        seed=seed,
-        max_prompt_tokens=max(len(prompt.tokens) for prompt in found),
-        compute_dtype="float32",
-        group_size=samples_per_prompt,
-        resident=bytes_on_device((policy.params, policy.unshared), mesh.shape),
-    )
+    longest = max(len(prompt.tokens) for prompt in found)
+    sampler = sampler_of(sampling, seed=seed, max_prompt_tokens=longest, group_size=samples_per_prompt)
     ungraded = grading(
         RewardConfig(overlong=_NO_SHAPING),
         policy,
@@ -212,5 +202,5 @@ def sample(
         stop=sampling.stop,
         reward=lambda sample: Verdict(correct=False, reason="not graded"),
     )
-    weights = rollouts.transfer(policy.params)
-    return rollouts.evaluate(weights, found, ungraded.groups, config, name="", step=0)
+    weights = sampler.transfer(policy.params)
+    return sampler.evaluate(weights, found, ungraded.groups, config, name="", step=0)

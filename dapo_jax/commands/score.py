@@ -101,20 +101,18 @@ def score(
 
 def describe(scores: Scores, *, show: int = 5) -> str:
     """Formats the mean scores, each grader's share of correct responses, the agreement of each pair, and up to `show` disagreements."""
-    names = list(scores.verdicts)
+    names, count = list(scores.verdicts), len(scores.rows)
     width = max(len(name) for name in names)
     lines = []
     for name in names:
         if given := scores.numbers(name):
-            missing = len(scores.rows) - len(given)
-            rest = f"; {missing} of {len(scores.rows)} responses have none" if missing else ""
-            mean = sum(given) / len(given)
-            lines.append(
-                f"{name:{width}}  mean score {mean:.4g}, from {min(given):.4g} to {max(given):.4g}{rest}"
-            )
+            missing = f"; {count - len(given)} of {count} responses have none" if len(given) < count else ""
+            means = f"mean score {sum(given) / len(given):.4g}, from {min(given):.4g} to {max(given):.4g}"
+            lines.append(f"{name:{width}}  {means}{missing}")
     lines += [""] * bool(lines) + _shares(scores, names, width)
-    for one, other in combinations(names, 2):
-        lines += _differences(scores, one, other, show)
+    for pair in combinations(names, 2):
+        if differing := scores.disagreements(*pair):
+            lines += _differences(scores, pair, differing, show)
     return visible("\n".join(lines) + "\n")
 
 
@@ -136,24 +134,20 @@ def _shares(scores: Scores, names: Sequence[str], width: int) -> list[str]:
     return lines
 
 
-def _differences(scores: Scores, one: str, other: str, show: int) -> list[str]:
-    differing = scores.disagreements(one, other)
-    if not differing:
-        return []
+def _differences(scores: Scores, pair: tuple[str, str], differing: list[int], show: int) -> list[str]:
+    """Returns how often only one grader of a pair calls a response correct, and the first `show` of these responses."""
     only = [
         f"only {name} {'scores above 0' if scores.only_numbers(name) else 'says correct'}: "
         f"{sum(scores.verdicts[name][place].correct for place in differing)}"
-        for name in (one, other)
+        for name in pair
     ]
-    lines = ["", f"{one} and {other} differ on {len(differing)} of {len(scores.rows)}; {', '.join(only)}"]
+    lines = ["", f"{' and '.join(pair)} differ on {len(differing)} of {len(scores.rows)}; {', '.join(only)}"]
     for place in differing[:show]:
         row = scores.rows[place]
-        ending = " ".join(row["response"][-120:].split())
         asked = row["row"].get("source_row", f"prompt {row['ordinal']}")
-        lines.append(
-            f"  step {row['step']}, {asked}, response {row['index']}, answer {row['answer']!r}: ...{ending}"
-        )
-        for name in (one, other):
+        response = f"response {row['index']}, answer {row['answer']!r}: ...{' '.join(row['response'][-120:].split())}"
+        lines.append(f"  step {row['step']}, {asked}, {response}")
+        for name in pair:
             verdict = scores.verdicts[name][place]
             judged = "correct" if verdict.correct else "wrong"
             judged = judged if verdict.score is None else f"score {verdict.score:.4g}"

@@ -1,25 +1,19 @@
 """A supervised warm start from a configuration."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-from jaxtyping import PyTree
 
 from dapo_jax.config import ConfigError, SftConfig, load_config, to_yaml
 from dapo_jax.dapo.batching import Example, example_weights
 from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.dapo.microbatch import Microbatch
-from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.data.prompts import PairSource
 from dapo_jax.evaluation import summarize
 from dapo_jax.health.stalls import interrupt
 from dapo_jax.locks import Lock
 from dapo_jax.parallel.device_memory import bytes_on_device
-from dapo_jax.parallel.mesh import Meshes
-from dapo_jax.rewards.grading import Grading
 from dapo_jax.run.end_of_step import evaluates_after
 from dapo_jax.run.grader_setup import grading
 from dapo_jax.run.policy import (
@@ -92,8 +86,16 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
     graders = grading(reward, policy, max_response_tokens=limit, stop=stop)
     held_out = held_out_prompts(config.data, config.eval, policy.tokenizer)
     state = state_structs(policy.params, optimizer, mesh, offload=config.optimizer.offload)
-    beside = bytes_on_device((state, policy.unshared), mesh.shape)
-    evaluate = _evaluation(config, policy, meshes, graders, held_out, beside=beside)
+    sampler = response_sampler(
+        policy,
+        meshes,
+        config.sampling,
+        seed=config.seed,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        compute_dtype=config.model.compute_dtype,
+        group_size=config.eval.samples_per_prompt,
+        resident=bytes_on_device((state, policy.unshared), mesh.shape),
+    )
     updater = Updater(
         policy.graph(compute_dtype=config.model.compute_dtype, remat=config.model.remat, layout=how.layout),
         policy.params,
@@ -119,17 +121,21 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
             warmup = config.optimizer.warmup_steps
             rate = warmed_up(config.optimizer.learning_rate, step=step, warmup_steps=warmup)
             state, measured = updater.update(state, minibatch, learning_rate=rate, first=False)
-            # Nothing was sampled, so metrics of sampling have no meaning.
-            scalars = {
-                key: value for key, value in to_scalars(measured).items() if not key.startswith("sync/")
+            scalars = to_scalars(measured) | {
+                "update/learning_rate": rate,
+                "time/step_s": time.perf_counter() - began,
             }
-            metrics = {**scalars, "update/learning_rate": rate, "time/step_s": time.perf_counter() - began}
+            # Nothing was sampled, so metrics of sampling have no meaning.
+            metrics = {key: value for key, value in scalars.items() if not key.startswith("sync/")}
             shown.step(step, metrics)
             if evaluates_after(config, step):
-                scores = evaluate(state.params, step)
-                for name in held_out:
-                    shown.evaluation(name, scores, step)
-                metrics |= scores
+                weights = sampler.transfer(state.params)
+                for name, asked in held_out.items():
+                    place = {"name": name, "step": step}
+                    groups = sampler.evaluate(weights, asked, graders.groups, config.eval, **place)
+                    metrics |= summarize(groups, name=name)
+                    shown.evaluation(name, metrics, step)
+                del weights  # memory for the next update
             lock.check()
             tracker.log(step, metrics)
     trained = replace(policy, params=state.params)
@@ -157,37 +163,3 @@ def _minibatch(
         rows_per_microbatch=config.batch.rows_per_microbatch,
         pad_id=policy.tokenizer.pad_id,
     )
-
-
-def _evaluation(
-    config: SftConfig,
-    policy: Policy,
-    meshes: Meshes,
-    graders: Grading,
-    held_out: Mapping[str, Sequence[Prompt]],
-    *,
-    beside: int,
-) -> Callable[[PyTree, int], dict[str, float]]:
-    """Returns the function that scores parameters on the held-out prompts of each dataset, sampled by `config.eval`.
-
-    `beside` is the size in bytes of other arrays on each device.
-    """
-    rollouts = response_sampler(
-        policy,
-        meshes,
-        config.sampling,
-        seed=config.seed,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        compute_dtype=config.model.compute_dtype,
-        group_size=config.eval.samples_per_prompt,
-        resident=beside,
-    )
-
-    def evaluate(params: PyTree, step: int) -> dict[str, float]:
-        weights, scores = rollouts.transfer(params), {}
-        for name, prompts in held_out.items():
-            groups = rollouts.evaluate(weights, prompts, graders.groups, config.eval, name=name, step=step)
-            scores |= summarize(groups, name=name)
-        return scores
-
-    return evaluate

@@ -5,9 +5,8 @@ from datetime import date
 from pathlib import PurePath
 from typing import Any
 
-from dapo_jax.config.keys import POSITIVE, SIZE, key
+from dapo_jax.config.keys import POSITIVE, SIZE, key, refuse
 from dapo_jax.config.section import Section, entries
-from dapo_jax.config.values import refuse
 
 TEMPLATES = {
     "dapo": (

@@ -1,18 +1,20 @@
-"""One key of a configuration: a dataclass field with its default and the rules for its value. The text below the field documents it."""
+"""One key of a configuration: a dataclass field with its default, the rules for its value, and their check. The text below the field documents it."""
 
 import dataclasses
+import json
+import math
+import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from types import NoneType
+from typing import Any, NamedTuple, NoReturn, cast, get_args, get_origin
+
+from dapo_jax.hints import nearest
 
 
 class ConfigError(ValueError):
     """The configuration cannot be run. The message names the key, the value and the remedy."""
-
-    def __init__(self, message: str, *, key: str = "") -> None:
-        """`key` is the dotted name if a single value is wrong by itself, else empty."""
-        super().__init__(message)
-        self.key = key
 
 
 class Range(NamedTuple):
@@ -41,8 +43,8 @@ STEPS = Range("0 or more (0: evaluate only)", lambda v: v >= 0)
 class Rules:
     """The rules for the value of one key, in addition to its type."""
 
-    range: Range | None = None
-    """Allowed numbers."""
+    range: Range | None = NOT_NEGATIVE
+    """Allowed numbers; None: all. Without effect on other values."""
     choices: Sequence[str] = ()
     """Allowed texts."""
     not_empty: bool = False
@@ -51,6 +53,9 @@ class Rules:
     """Name in verl, TRL or open-instruct -> a note if it is not the same quantity, or is easily confused with another."""
     may_change: bool = False
     """True if `--resume` accepts another value, because the key does not affect the training result."""
+
+
+_NO_RULES = Rules()
 
 
 def key(
@@ -70,9 +75,8 @@ def key(
     """
     noted = {aliases: ""} if isinstance(aliases, str) else aliases
     notes = {name: note for names, note in noted.items() for name in names.split()}
-    options: dict[str, Any] = {"default": default, "default_factory": default_factory}
-    given = {name: value for name, value in options.items() if value is not dataclasses.MISSING}
-    return cast(Any, field)(**given, metadata={"rules": Rules(aliases=notes, **rules)})
+    metadata = {"rules": Rules(aliases=notes, **rules)}
+    return cast(Any, field)(default=default, default_factory=default_factory, metadata=metadata)
 
 
 def rules_of(one: "dataclasses.Field[Any]") -> Rules:
@@ -83,3 +87,127 @@ def rules_of(one: "dataclasses.Field[Any]") -> Rules:
 def needed(one: "dataclasses.Field[Any]") -> bool:
     """Returns True if the field has no default."""
     return one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
+
+
+_PLACES = ("run_dir", "compilation_cache", "source", "path", "data_dir")
+"""Last names of the keys that hold a folder, a file or the name of a model."""
+_PASSWORD = re.compile(r"(://[^/\s:@]*:)[^/\s@]+@")
+
+SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
+"""Environment variables whose values are never printed."""
+SHORTEST_SECRET = 8
+"""Characters; a shorter value occurs in ordinary words."""
+
+
+def without_secrets(text: str) -> str:
+    """Returns `text` with the values of `SECRETS` replaced by their names, and without passwords in URLs."""
+    for name in SECRETS:
+        if len(value := os.environ.get(name, "")) >= SHORTEST_SECRET:
+            text = text.replace(value, f"${name}")
+    return _without_password(text)
+
+
+def _without_password(text: str) -> str:
+    return _PASSWORD.sub(r"\1...@", text)
+
+
+def refuse(key: str, value: object, needs: str, remedy: str) -> NoReturn:
+    """Raises the ConfigError that all checks share: value found, value needed, remedy."""
+    raise ConfigError(f"{key}: found {shown(value)}, needs {needs}; {remedy}")
+
+
+def shown(value: object) -> str:
+    """Returns a value as messages show it, at most 80 characters."""
+    text = {"True": "true", "False": "false", "None": "null"}.get(repr(value), repr(value))
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def check_value(key: str, value: object, expected: Any, rules: Rules = _NO_RULES) -> None:
+    """Checks the type of a value, then its range or its choices.
+
+    Raises:
+        ConfigError: names the key, the value and the remedy.
+    """
+    if get_origin(expected) is list:
+        [kind] = get_args(expected)
+        if not isinstance(value, list):
+            noun = {str: "text", int: "whole numbers", float: "numbers"}.get(kind, "mappings")
+            remedy = "write [] for none" if value is None else f"put it in brackets: [{value}]"
+            refuse(key, value, f"a list of {noun}", remedy)
+        for place, item in enumerate(value):
+            check_value(f"{key}[{place}]", item, kind)
+    elif get_origin(expected) is dict:
+        _check_mapping(key, value)
+    else:
+        _check_type(key, value, expected)
+    if rules.range and isinstance(value, int | float) and not rules.range.holds(value):
+        refuse(key, value, rules.range.needs, "change it, or leave the key out to keep its default")
+    if rules.choices and value not in rules.choices:
+        near = nearest(str(value), rules.choices)
+        remedy = f"did you mean {near[0]}?" if near else "write one of them"
+        refuse(key, value, " or ".join(rules.choices), remedy)
+    if rules.not_empty and not str(value).strip():
+        refuse(key, value, "a name", "write one")
+
+
+def _check_type(key: str, value: object, expected: Any) -> None:
+    """Accepts the annotated type, and an integer for a float: nothing is converted silently."""
+    optional = NoneType in get_args(expected)
+    kind = next(arg for arg in get_args(expected) or (expected,) if arg is not NoneType)
+    needs = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
+    needs += " or null" if optional else ""
+    if value is None:
+        if not optional:
+            refuse(key, value, needs, "write one, or leave the key out if it has a default")
+    elif isinstance(value, dict | list | tuple):
+        noun = "section" if isinstance(value, dict) else "list"
+        refuse(key, value, needs, f"{key} is one value, not a {noun}: write the value itself")
+    elif kind is str:
+        if isinstance(value, bool):
+            remedy = "unquoted yes, no, on and off are true and false in YAML: quote the word"
+            refuse(key, value, needs, remedy)
+        if not isinstance(value, str):
+            refuse(key, value, needs, f"quote it: '{value}'")
+        if key.rpartition(".")[2] in _PLACES:
+            _check_place(key, value)
+    elif kind is bool and not isinstance(value, bool):
+        refuse(key, value, needs, "write true or false, unquoted (1 and 0 are not accepted)")
+    elif kind in (int, float) and (isinstance(value, bool) or not isinstance(value, int | kind)):
+        refuse(key, value, needs, _number_remedy(value, kind))
+    elif isinstance(value, float) and not math.isfinite(value):
+        refuse(key, value, f"a finite number{' or null' if optional else ''}", "write a number such as 1e-6")
+
+
+def _check_place(key: str, value: str) -> None:
+    if "${" in value:
+        refuse(key, value, "text", "interpolations are not resolved: write the value")
+    if _PASSWORD.search(value):
+        remedy = "it would be written into config.yaml and to trackers: leave it out"
+        refuse(key, _without_password(value), "a place without a password", remedy)
+
+
+def _check_mapping(key: str, value: object) -> None:
+    if not isinstance(value, dict):
+        refuse(key, value, "a mapping", "write `name: value` lines under it, or {} for none")
+    try:
+        plain = json.loads(json.dumps(value, allow_nan=False)) == value
+    except (TypeError, ValueError):
+        plain = False
+    if not plain:
+        needs = "names that are text, and values as in JSON: text, finite numbers, true, false, null, lists or mappings"
+        refuse(key, value, needs, "quote other names and values")
+
+
+def _number_remedy(value: object, kind: type) -> str:
+    """Returns the remedy for a value that is not a number of this kind."""
+    if isinstance(value, float) and math.isfinite(value):
+        near = dict.fromkeys(f"{bound}" for bound in (math.floor(value), math.ceil(value)))
+        return f"write {' or '.join(near)}"
+    if not isinstance(value, str):
+        return "write a number: true and false do not stand for 1 and 0"
+    if value.lower() in ("none", "off", "false", ""):
+        return "write null to switch off a key that allows it"
+    try:
+        return f"remove the quotes: {value}" if math.isfinite(kind(value)) else "write a finite number"
+    except ValueError:
+        return "write a number, unquoted"

@@ -5,25 +5,59 @@ Names are compared with the schema here; each object checks its values when it i
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import SequenceMatcher
+from operator import attrgetter
 from os import PathLike
 from typing import Any, NoReturn, TypeAlias, TypeVar, cast, get_args, get_origin, overload
 
 import yaml
 
-from dapo_jax.config.keys import ConfigError, needed
+from dapo_jax.config.keys import ConfigError, needed, refuse, shown
 from dapo_jax.config.reading import read_file, read_yaml, shipped_configs, write_yaml
 from dapo_jax.config.schema import EvaluateConfig, SftConfig, TrainConfig, evaluation_of
-from dapo_jax.config.section import Section, field_types, leaf_types
-from dapo_jax.config.suggestions import alias_of, instead_of, unknown_key
-from dapo_jax.config.values import refuse, shown
-from dapo_jax.storage import AnyPath, path_of
+from dapo_jax.config.section import Section, field_types, leaf_types, rules_by_key
+from dapo_jax.storage import path_of
 
 AnyConfig: TypeAlias = TrainConfig | SftConfig | EvaluateConfig
 
 _Config = TypeVar("_Config", TrainConfig, SftConfig, EvaluateConfig)
 _Section = TypeVar("_Section", bound=Section)
+
+_RULES = rules_by_key(TrainConfig)
+ALIASES = {alias: ours for ours, rules in _RULES.items() for alias in rules.aliases}
+"""Name in verl, TRL or open-instruct -> our key. A dotted name takes precedence over its last part."""
+
+NOTES = {alias: note for rules in _RULES.values() for alias, note in rules.aliases.items() if note}
+"""Alias -> note, if it is not the same quantity or is easily confused with another."""
+
+_NO_KEY = {
+    "num_iterations ppo_epochs": "each response is trained on once; for several updates a step, make `batch.groups_per_update` smaller than "
+    "`batch.prompts_per_step`",
+    "use_vllm rollout.name": "the library samples with its own engine, whose keys are in `sampling`",
+    "lr_scheduler_type": "the learning rate rises over `optimizer.warmup_steps` and is constant afterwards",
+    "push_to_hub": "after the run, upload the folder `model` in `run_dir`, which has the Hugging Face layout: hf upload ORG/NAME RUN_DIR/model",
+    "logging_steps logging_strategy logging_first_step": "metrics are logged in every step; `log.rollouts_every_steps` is for sampled responses",
+    "resume_from_checkpoint resume_mode": "the option --resume of the command continues from the last checkpoint",
+    "multi_objective_aggregation": "the rewards of `reward.graders` are summed by weight, and advantages are computed from the sum",
+    "importance_sampling_level": "ratios are computed per token; a loss with another ratio is a function: train(config, objective=...)",
+    "min_p repetition_penalty sampling.top_p sampling.top_k rollout.top_p rollout.top_k": "training samples from the whole distribution, because "
+    "the loss uses the ratio to it; `eval.top_p` and `eval.top_k` are for evaluation",
+    "optim": "the optimizer is AdamW, whose keys are in `optimizer`",
+    "eval_on_start val_before_train": "every run evaluates before its first step and after its last one; `eval.every_steps` adds to these",
+    "adv_estimator": "advantages compare the responses of a group: reward minus the mean, divided by the standard deviation with `loss.normalize_std`",
+    "entropy_coeff": "the loss has no entropy bonus; `loss.clip_ratio_high` keeps up the entropy",
+    "disable_dropout": "the models have no dropout",
+    "use_liger_kernel use_liger_loss": "log-probabilities are always computed in chunks of the vocabulary",
+    "sync_ref_model": "the reference policy of `loss.kl_coef` is the model at the start of the run",
+    "project_name wandb_project": "the environment variable WANDB_PROJECT names the project of Weights & Biases",
+    "cache_dir": "the environment variable HF_HOME sets the folder of models from the Hugging Face hub",
+}
+NO_KEY = {name: answer for names, answer in _NO_KEY.items() for name in names.split()}
+"""Name in verl or TRL without a key here -> the remedy."""
+
+_NO_KEY_PREFIXES = {"vllm_": NO_KEY["use_vllm"], "hub_": NO_KEY["push_to_hub"]}
 
 
 @overload
@@ -53,12 +87,7 @@ def load_config(
         ConfigError: the file or an override cannot be read, names a key that the schema does not have, or gives a value that
             cannot be run. The message names the file or the override, the key, the value and the remedy.
     """
-    if isinstance(overrides, str):
-        raise ConfigError(f"overrides: found the text {overrides!r}, needs a list; write [{overrides!r}]")
-    path = _path(path)
-    with _prefixed(path):
-        content = read_file(path)
-    return _load(content, path, overrides, schema)
+    return _load(path, overrides, (schema,))
 
 
 def load_evaluation(path: str | PathLike[str] | None = None, overrides: Sequence[str] = ()) -> EvaluateConfig:
@@ -67,19 +96,12 @@ def load_evaluation(path: str | PathLike[str] | None = None, overrides: Sequence
     Raises:
         ConfigError: as `load_config`.
     """
-    if path is None:
-        return evaluation_of(_load({}, None, overrides, EvaluateConfig))
-    path = _path(path)
-    with _prefixed(path):
-        keys = read_file(path).keys()
-    schemas = (EvaluateConfig, TrainConfig, SftConfig)
-    schema = next((each for each in schemas if keys <= field_types(each).keys()), EvaluateConfig)
-    return evaluation_of(load_config(path, overrides, schema=schema))
+    return evaluation_of(_load(path, overrides, (EvaluateConfig, TrainConfig, SftConfig)))
 
 
 def to_yaml(config: AnyConfig) -> str:
     """Returns the whole configuration as YAML, with every default; `load_config` reads it back equal."""
-    return write_yaml(_nested(leaf_values(config)))
+    return write_yaml(dataclasses.asdict(config))
 
 
 def changed_yaml(config: AnyConfig) -> str:
@@ -89,9 +111,12 @@ def changed_yaml(config: AnyConfig) -> str:
     run_dir: x
     seed: 1
     """
-    given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if needed(field)}
-    changed = given | {key: value for key, (_, value) in changed_keys(type(config)(**given), config).items()}
-    return write_yaml(_nested(changed))
+    changed = {
+        field.name: getattr(config, field.name) for field in dataclasses.fields(config) if needed(field)
+    }
+    for key, (_, value) in changed_keys(type(config)(**changed), config).items():
+        _set(changed, key, value)
+    return write_yaml(changed)
 
 
 def changed_keys(a: AnyConfig, b: AnyConfig) -> dict[str, tuple[Any, Any]]:
@@ -106,40 +131,39 @@ def changed_keys(a: AnyConfig, b: AnyConfig) -> dict[str, tuple[Any, Any]]:
 
 def leaf_values(config: AnyConfig) -> dict[str, Any]:
     """Returns the value of every dotted key of a configuration."""
-    leaves = {}
-    for key in leaf_types(type(config)):
-        value: Any = config
-        for name in key.split("."):
-            value = getattr(value, name)
-        leaves[key] = value
-    return leaves
+    return {key: attrgetter(key)(config) for key in leaf_types(type(config))}
 
 
 def _load(
-    content: Mapping[Any, Any], path: AnyPath | None, overrides: Sequence[str], schema: type[AnyConfig]
+    name: str | PathLike[str] | None, overrides: Sequence[str], schemas: Sequence[type[AnyConfig]]
 ) -> AnyConfig:
-    """Builds a configuration from the values of a file, if there is one, and the overrides."""
+    """Builds a configuration from a file, if a name is given, and overrides, by the first schema that has the file's sections."""
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides: found the text {overrides!r}, needs a list; write [{overrides!r}]")
+    path, content = None, dict[Any, Any]()
+    if name is not None:
+        try:
+            path = path_of(name)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        if not path.is_file():
+            path = shipped_configs().get(str(name), path)
+        with _prefixed(path):
+            content = read_file(path)
+    schema = next((each for each in schemas if content.keys() <= field_types(each).keys()), schemas[0])
     kinds = leaf_types(schema)
     with _prefixed(path):
-        values = _flatten(content, schema, kinds)
+        _check_names(content, schema, kinds)
     for override in overrides:
         with _prefixed(f"override {shown(override)}"):
-            key, value = _parse_override(override, kinds)
-        _set(values, key, value, kinds)
+            _set(content, *_parse_override(override, kinds))
     try:
-        return _build(schema, _nested(values))
+        return _build(schema, content)
     except ConfigError as error:
-        raise ConfigError(f"{_origin(path, overrides, error)}{error}") from None
-
-
-def _path(path: str | PathLike[str]) -> AnyPath:
-    """Returns the file of this name if it exists, else the configuration of this name in the package."""
-    try:
-        file = path_of(path)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    shipped = shipped_configs().get(str(path))
-    return file if shipped is None or file.is_file() else shipped
+        keys = re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*", str(error))
+        about = [shown(override) for override in overrides if override.partition("=")[0] in keys]
+        places = [str(path)] * (path is not None) + [f"override {' '.join(about)}"] * bool(about)
+        raise ConfigError(f"{' with '.join(places)}: {error}" if places else str(error)) from None
 
 
 @contextmanager
@@ -151,25 +175,21 @@ def _prefixed(place: object) -> Iterator[None]:
         raise ConfigError(f"{place}: {error}") from None
 
 
-def _flatten(
+def _check_names(
     section: Mapping[Any, Any], schema: type, kinds: Mapping[str, Any], prefix: str = ""
-) -> dict[str, Any]:
-    """Returns dotted key -> value of a nested mapping whose names are in the schema."""
-    values: dict[str, Any] = {}
+) -> None:
+    """Raises ConfigError for a name that the schema does not have, and for a section that is not a mapping."""
     for name, value in section.items():
         key = f"{prefix}{name}"
         kind = field_types(schema).get(name) if isinstance(name, str) else None
         if kind is None:
             _refuse_unknown(key, value, kinds)
-        elif not dataclasses.is_dataclass(kind):
-            values[key] = value
-        elif isinstance(value, dict):
-            values |= _flatten(value, cast(type, kind), kinds, f"{key}.")
-        else:
-            keys = ", ".join(f"`{name}`" for name in field_types(cast(type, kind)))
-            remedy = "indent its keys under it, or remove the line"
-            refuse(key, value, f"a section with some of {keys}", remedy)
-    return values
+        elif dataclasses.is_dataclass(kind):
+            if not isinstance(value, dict):
+                keys = ", ".join(f"`{name}`" for name in field_types(cast(type, kind)))
+                remedy = "indent its keys under it, or remove the line"
+                refuse(key, value, f"a section with some of {keys}", remedy)
+            _check_names(value, cast(type, kind), kinds, f"{key}.")
 
 
 def _refuse_unknown(key: str, value: object, kinds: Mapping[str, Any]) -> NoReturn:
@@ -178,8 +198,7 @@ def _refuse_unknown(key: str, value: object, kinds: Mapping[str, Any]) -> NoRetu
         nested = ": ".join(key.split("."))
         raise ConfigError(f"{key}: dotted keys are for overrides; in a file write it nested, {nested}: ...")
     inside = dict(_walk(key, value))
-    answered = (each for each in inside if alias_of(each, kinds) or instead_of(each, kinds))
-    key = next(answered, next(iter(inside)))
+    key = next((each for each in inside if of_another_library(each, kinds)), next(iter(inside)))
     parent = key.rpartition(".")[0]
     remedy = (
         f"{parent} holds a value, not a section; set {parent}" if parent in kinds else unknown_key(key, kinds)
@@ -212,7 +231,8 @@ def _parse_override(override: str, kinds: Mapping[str, Any]) -> tuple[str, Any]:
         raise ConfigError(
             f"{key} = {text} would replace a whole section; override one key at a time, of {keys}"
         )
-    if key not in kinds and not _mapping_key(key, kinds):
+    mappings = [f"{each}." for each, kind in kinds.items() if get_origin(kind) is dict]
+    if key not in kinds and not key.startswith(tuple(mappings)):
         _refuse_unknown(key, text, kinds)
     # Null and quoted text are YAML for a text key too.
     quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
@@ -227,26 +247,16 @@ def _parse_override(override: str, kinds: Mapping[str, Any]) -> tuple[str, Any]:
         ) from None
 
 
-def _mapping_key(key: str, kinds: Mapping[str, Any]) -> str | None:
-    """Returns the key of the schema that holds a mapping with `key` inside, if there is one."""
-    mappings = (each for each, kind in kinds.items() if get_origin(kind) is dict)
-    return next((each for each in mappings if key.startswith(f"{each}.")), None)
-
-
-def _set(values: dict[str, Any], key: str, value: object, kinds: Mapping[str, Any]) -> None:
-    """Sets a key, or one name inside a key that holds a mapping."""
-    mapping = _mapping_key(key, kinds)
-    if mapping is None:
-        values[key] = value
-        return
-    *outer, name = key.removeprefix(f"{mapping}.").split(".")
-    if not isinstance(held := values.get(mapping, {}), dict):
-        return  # the value in the file is refused when the object is built
-    node = values[mapping] = dict(held)
+def _set(values: dict[str, Any], key: str, value: object) -> None:
+    """Sets the value of a dotted key in nested mappings."""
+    *outer, name = key.split(".")
     for part in outer:
-        node[part] = dict(inner) if isinstance(inner := node.get(part), dict) else {}
-        node = node[part]
-    node[name] = value
+        inner = values.get(part, {})
+        if not isinstance(inner, dict):
+            refuse(part, inner, "a mapping", f"remove it, or leave out {key}")
+        values[part] = dict(inner)  # an anchor of YAML may share it
+        values = values[part]
+    values[name] = value
 
 
 def _build(schema: type[_Section], values: Mapping[str, Any], defaults: _Section | None = None) -> _Section:
@@ -272,25 +282,59 @@ def _as_float(value: object) -> object:
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Turns values by dotted key into nested sections, which follow the keys of the top level."""
-    nested: dict[str, Any] = {}
-    for key, value in sorted(values.items(), key=lambda item: "." in item[0]):
-        *sections, name = key.split(".")
-        node = nested
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[name] = value
-    return nested
+def of_another_library(key: str, known: Collection[str]) -> str | None:
+    """Returns the remedy for a key of verl, TRL or open-instruct; None if `known` has no key for it.
+
+    The longest ending of a dotted name decides.
+
+    >>> of_another_library("actor_rollout_ref.rollout.n", ["batch.group_size"])
+    '`rollout.n` of verl, TRL or open-instruct is `batch.group_size` here'
+    """
+    parts = key.lower().split(".")
+    endings = [".".join(parts[start:]) for start in range(len(parts))]
+    places = {place for each in known for place in (each, each.rpartition(".")[0])}
+    if alias := next((ending for ending in endings if ALIASES.get(ending) in places), None):
+        unit = f" ({NOTES[alias]})" if alias in NOTES else ""
+        ours = f"`{alias}` of verl, TRL or open-instruct is `{ALIASES[alias]}` here{unit}"
+        others = [near for near in nearest_keys(key, known, least=1.5) if near != ALIASES[alias]]
+        return f"{ours}; or did you mean {_either(others)}?" if others else ours
+    same_start = (answer for start, answer in _NO_KEY_PREFIXES.items() if parts[-1].startswith(start))
+    answer = next((NO_KEY[ending] for ending in endings if ending in NO_KEY), None) or next(same_start, None)
+    if answer and set(re.findall("`([^`]+)`", answer)) <= places:
+        return f"verl or TRL has this key, dapo_jax does not: {answer}"
+    return None
 
 
-def _origin(path: AnyPath | None, overrides: Sequence[str], error: ConfigError) -> str:
-    """Returns the file and the overrides whose keys the error names."""
-    keys = set(re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*", str(error)))
-    about = [override for override in overrides if override.partition("=")[0] in keys]
-    # If a single value is wrong by itself, the override is the cause; if two contradict each other, one may be in the file.
-    if error.key and about:
-        return f"override {shown(about[-1])}: "
-    named = [f"override {' '.join(map(repr, about))}"] if about else []
-    origin = " with ".join([str(path)] * (path is not None) + named)
-    return f"{origin}: " if origin else ""
+def nearest_keys(key: str, known: Collection[str], *, least: float = 1.1) -> list[str]:
+    """Returns the three dotted keys most similar to `key`, or fewer, best first.
+
+    The similarity goes to 2 (equal); keys below `least` are left out. A right last part in the wrong section counts as much as a
+    right section with a misspelt last part.
+
+    >>> nearest_keys("temperature", ["sampling.temperature", "eval.temperature", "seed"])
+    ['eval.temperature', 'sampling.temperature']
+    """
+
+    def similarity(candidate: str) -> float:
+        whole = SequenceMatcher(None, key, candidate).ratio()
+        last = SequenceMatcher(None, key.rsplit(".", 1)[-1], candidate.rsplit(".", 1)[-1]).ratio()
+        return whole + last
+
+    scores = {candidate: similarity(candidate) for candidate in known}
+    best = sorted(scores, key=lambda candidate: (-scores[candidate], candidate))[:3]
+    return [candidate for candidate in best if scores[candidate] >= max(least, scores[best[0]] - 0.35)]
+
+
+def unknown_key(key: str, known: Collection[str]) -> str:
+    """Returns the remedy that follows "unknown key": our name for it, the nearest keys, or the top level."""
+    if answer := of_another_library(key, known):
+        return answer
+    # The name may be inside a misspelt mapping.
+    if near := nearest_keys(key, known) or nearest_keys(key.rpartition(".")[0], known, least=1.5):
+        return f"did you mean {_either(near)}?"
+    top = sorted({candidate.split(".", 1)[0] for candidate in known})
+    return f"no key is similar; the top level has {', '.join(top)}"
+
+
+def _either(keys: Collection[str]) -> str:
+    return " or ".join(f"`{key}`" for key in keys)

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Hashable, Mapping
-from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +56,9 @@ def read_yaml(text: str) -> Any:
 
 
 def write_yaml(values: Mapping[str, Any]) -> str:
-    """Returns YAML that `read_yaml` reads back equal."""
-    return yaml.dump(dict(values), Dumper=_Dumper, allow_unicode=True, sort_keys=False)
+    """Returns YAML that `read_yaml` reads back equal. Sections follow the single values."""
+    ordered = dict(sorted(values.items(), key=lambda item: isinstance(item[1], dict)))
+    return yaml.dump(ordered, Dumper=_Dumper, allow_unicode=True, sort_keys=False)
 
 
 def read_file(path: AnyPath) -> dict[Any, Any]:
@@ -107,16 +107,10 @@ def _missing_file(path: AnyPath) -> str:
     name = path.with_suffix("").as_posix().removeprefix("configs/")
     if name in shipped:
         return f"no such file; the configuration of this name is in the package, so give its name: {name}"
-    if not (path.suffix or path.is_absolute() or path.exists()):
-        with_suffix = path.with_suffix(".yaml")
-        near = [with_suffix] if with_suffix.is_file() else nearest(name, shipped)
-        remedy = f"did you mean {near[0]}?" if near else f"give a YAML file, or one of {', '.join(shipped)}"
-        return f"no such file, and no configuration of this name in the package; {remedy}"
-    folder, found = (path, "is a folder, needs a file") if path.is_dir() else (path.parent, "no such file")
+    folder = path if path.is_dir() else path.parent
     if not folder.is_dir():
         return f"no such file, and no folder {folder}; check the path (from {Path.cwd()})"
-    there = [each for each in entries(folder) if each.suffix in (".yaml", ".yml")]
-    if not there:
-        return f"{found}; there are no YAML files in {folder}"
-    near_file = max(there, key=lambda each: SequenceMatcher(None, path.stem, each.stem).ratio())
-    return f"{found}; did you mean {near_file}?"
+    there = {str(each.with_suffix("")): each for each in entries(folder) if each.suffix in (".yaml", ".yml")}
+    near = [there[found] for found in nearest(str(path.with_suffix("")), there)] or nearest(name, shipped)
+    remedy = f"did you mean {near[0]}?" if near else f"give a YAML file, or one of {', '.join(shipped)}"
+    return f"{'is a folder, needs a file' if path.is_dir() else 'no such file'}; {remedy}"

@@ -12,7 +12,6 @@ from dapo_jax.config.data_schema import DataConfig, SourceConfig
 from dapo_jax.config.keys import (
     AXIS,
     BETA,
-    NOT_NEGATIVE,
     POSITIVE,
     ROUNDS,
     SEED,
@@ -23,9 +22,9 @@ from dapo_jax.config.keys import (
     TOP_P,
     Range,
     key,
+    refuse,
 )
 from dapo_jax.config.section import Section, due, entries, field_types, leaf_types, rules_by_key
-from dapo_jax.config.values import refuse
 from dapo_jax.hints import nearest
 
 
@@ -71,9 +70,7 @@ LORA_TARGETS = (
 class LoraConfig(Section, at="lora"):
     """Low-rank adapters: small trained matrices next to frozen ones (LoRA, https://arxiv.org/abs/2106.09685)."""
 
-    rank: int = key(
-        0, range=NOT_NEGATIVE, aliases={"lora_rank lora_r": "", "peft_config": "and lora.alpha, lora.targets"}
-    )
+    rank: int = key(0, aliases={"lora_rank lora_r": "", "peft_config": "and lora.alpha, lora.targets"})
     """Rank of each adapter. About rank / width of the model is trained and saved. The model's weights are frozen in
     `model.compute_dtype`, and a KL penalty's reference policy is the model without adapters. 0: no adapters, all weights are trained."""
     alpha: float = key(32.0, range=POSITIVE, aliases="lora_alpha")
@@ -107,12 +104,11 @@ class SamplingConfig(Section, at="sampling"):
         4096, range=SIZE, aliases="max_num_batched_tokens chunked_prefill_size", may_change=True
     )
     """Prompt tokens per prefill. Longer prompts are prefilled in chunks."""
-    page_tokens: int = key(0, range=NOT_NEGATIVE, aliases="block_size page_size", may_change=True)
+    page_tokens: int = key(0, aliases="block_size page_size", may_change=True)
     """Tokens in a page of the KV cache. A response gets more pages as it grows, and responses to one prompt share its full pages.
     0: chosen for the platform; on CPU there are no pages, and each slot has room for the longest prompt and response."""
     cache_tokens: int = key(
         0,
-        range=NOT_NEGATIVE,
         aliases={
             "vllm_gpu_memory_utilization gpu_memory_utilization": "tokens, not a share of the memory; 0 uses all free memory"
         },
@@ -134,7 +130,7 @@ class SamplingConfig(Section, at="sampling"):
     """Make every bit of a log-probability independent of the other responses in the batch: of `sampling.slots` and of the number of processes. Eight slots of each
     device are decoded at a time and each prompt is prefilled alone, which is slower. false: results are equal up to rounding."""
     stop: list[str] = key(default_factory=list, aliases="stop_strings")
-    """Strings that end a response, in evaluation too. It keeps the tokens up to the one that completes a string; graders get the text before it."""
+    """Strings that end a response, in evaluation too. It keeps the tokens that complete a string; graders get the text before it."""
     stop_token_ids: list[int] = key(default_factory=list)
     """Token ids that end a response, in addition to the tokenizer's end tokens."""
 
@@ -142,8 +138,6 @@ class SamplingConfig(Section, at="sampling"):
         if "" in self.stop:
             remedy = "every text contains the empty string, so every response would end at once: remove it"
             self.refuse("stop", "strings with a character or more", remedy)
-        if any(token < 0 for token in self.stop_token_ids):
-            self.refuse("stop_token_ids", "ids of 0 or more", "write the tokenizer's ids")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,9 +146,9 @@ class OverlongConfig(Section, at="reward.overlong"):
 
     enabled: bool = key(True, aliases="overlong_buffer.enable")
     """Add the soft punishment to the rule reward."""
-    buffer_tokens: int = key(4096, range=NOT_NEGATIVE, aliases="overlong_buffer.len")
+    buffer_tokens: int = key(4096, aliases="overlong_buffer.len")
     """L_cache: the tokens before the limit over which the penalty grows."""
-    penalty_factor: float = key(1.0, range=NOT_NEGATIVE)
+    penalty_factor: float = key(1.0)
     """The full penalty, reached at the limit. (Eq. 13)"""
     filter_truncated: bool = key(False, aliases="mask_truncated_completions")
     """Overlong filtering: a truncated response keeps its reward, but none of its tokens enters the loss."""
@@ -189,16 +183,16 @@ class RewardConfig(Section, at="reward"):
     The first grader decides whether a response is correct, the others shape the reward."""
     answer_marker: str = "="
     """The exact grader compares the text after the last marker with the answer; empty: the whole response."""
-    workers: int = key(2, range=NOT_NEGATIVE, may_change=True)
+    workers: int = key(2, may_change=True)
     """Worker processes per grader; 0: this process, without a time limit. Graders that only compare text (exact, dapo, dapo_boxed, gsm8k),
     reasoning_gym, async functions and functions passed from Python always run in this process."""
     timeout_s: float = key(10.0, range=POSITIVE)
     """Seconds for one call: a response, or a group if the function takes whole groups. A call that takes longer counts as wrong."""
     on_nonfinite: str = key("error", choices=["error", "lost"], may_change=True)
     """Action for a score that is NaN, infinite or beyond 1e30 in size: error, or lost (the response has no verdict and counts as wrong)."""
-    correct: float = 1.0
+    correct: float = key(1.0, range=None)
     """Reward of a correct verdict without a score. (Section 2.4)"""
-    incorrect: float = -1.0
+    incorrect: float = key(-1.0, range=None)
     """Reward of a wrong verdict without a score. (Section 2.4) Also the most that a response is worth if its grader returned no score (time, memory, a dead worker)."""
     overlong: OverlongConfig = key(default_factory=OverlongConfig, aliases="overlong_buffer")
 
@@ -222,15 +216,15 @@ class EnvironmentConfig(Section, at="environment"):
     `tinker:PLACE:Builder`; a PLACE is a module or a file. An environment replaces the graders of `reward`. Empty: a response is one turn, and graders give the rewards."""
     max_turns: int = key(8, range=SIZE, aliases="max_turns_per_episode max_assistant_turns")
     """Most turns of an episode; it is truncated after them."""
-    turn_tokens: int = key(0, range=NOT_NEGATIVE)
+    turn_tokens: int = key(0)
     """Most tokens of a turn; 0: all that remain of the episode."""
-    episode_tokens: int = key(0, range=NOT_NEGATIVE)
+    episode_tokens: int = key(0)
     """Most tokens of an episode, including the environment's; 0: `sampling.max_response_tokens`. A larger limit needs an environment that starts new
     contexts: each context has at most `data.max_prompt_tokens` + `sampling.max_response_tokens` tokens. Overlong rules use this limit."""
     timeout_s: float = key(30.0, range=POSITIVE)
     """Seconds for one answer of the environment. If it takes longer or raises, the episode is lost: it counts as wrong, and is worth as much as the worst episode of its group, but
     at most `reward.incorrect`."""
-    workers: int = key(0, range=NOT_NEGATIVE, may_change=True)
+    workers: int = key(0, may_change=True)
     """Worker processes for the environment, per process of the run; 0: in the process itself. An environment that blocks, takes all memory or
     ends its worker costs only its own episode. A new worker replays the turns of its episodes."""
     credit: str = key("episode", choices=["episode", "turn"])
@@ -244,11 +238,9 @@ class DynamicSamplingConfig(Section, at="dynamic_sampling"):
 
     enabled: bool = key(True, aliases="filter_groups.enable active_sampling filter_zero_std_samples")
     """false: one wave with as many prompts as a step trains on, including groups without signal."""
-    prompts_per_wave: int = key(
-        0, range=NOT_NEGATIVE, aliases={"gen_batch_size": "both count prompts, not responses"}
-    )
+    prompts_per_wave: int = key(0, aliases={"gen_batch_size": "both count prompts, not responses"})
     """Prompts sampled in one wave; 0: three times `batch.prompts_per_step`, as in the released recipe (1536 for 512). A run's config.yaml has the number."""
-    max_waves: int = key(10, range=NOT_NEGATIVE, aliases="max_num_gen_batches")
+    max_waves: int = key(10, aliases="max_num_gen_batches")
     """Most waves of one step; the recipe's limit."""
     on_shortfall: str = key("error", choices=["error", "train_fewer"], may_change=True)
     """Action if `max_waves` gave too few groups: error, or train_fewer."""
@@ -269,16 +261,14 @@ class DynamicSamplingConfig(Section, at="dynamic_sampling"):
 class RolloutConfig(Section, at="rollout"):
     """Rollouts that continue from one step to the next (partial rollouts), by a clock of rounds that depends only on lengths and verdicts."""
 
-    in_flight: int = key(0, range=NOT_NEGATIVE, aliases="max_concurrent_rollouts")
+    in_flight: int = key(0, aliases="max_concurrent_rollouts")
     """Responses in flight over the whole run, a multiple of `batch.group_size`. Finished responses are replaced at once, unfinished ones continue
     with the next step's weights, and surplus groups wait, so no step waits for its longest response. 0: waves, each sampled to its end."""
     round_tokens: int = key(256, range=SIZE)
     """Tokens that each response in flight samples in a round. At the end of a round finished responses are replaced, and a step may end."""
     answer_rounds: int = key(1, range=ROUNDS)
     """Rounds that graders and environments have to answer; other responses are sampled meanwhile. 0: sampling waits for the answer."""
-    max_age_steps: int = key(
-        0, range=NOT_NEGATIVE, aliases="max_staleness staleness_threshold max_off_policy_steps"
-    )
+    max_age_steps: int = key(0, aliases="max_staleness staleness_threshold max_off_policy_steps")
     """Bound on staleness, in steps. A step waits for groups in flight that began this many steps ago, and at most the groups of this many steps
     and one more are in progress. Training data is then at most twice as old and one step more, and hardly ever older than this. 0: no bound."""
 
@@ -297,12 +287,7 @@ class PackedRowsConfig(Section, at="batch"):
         may_change=True,
     )
     """Packed rows in one forward and backward pass."""
-    row_tokens: int = key(
-        0,
-        range=NOT_NEGATIVE,
-        aliases="pack_length ppo_max_token_len_per_gpu",
-        may_change=True,
-    )
+    row_tokens: int = key(0, aliases="pack_length ppo_max_token_len_per_gpu", may_change=True)
     """Tokens in a packed row; 0: the longest prompt plus the longest response. In longer rows more responses share their prompt, which is then
     computed once; the cost of attention grows with the square of the row."""
     packing: bool = key(True, may_change=True)
@@ -415,8 +400,8 @@ class LossConfig(Section, at="loss"):
             "vllm_importance_sampling_mode": "token_truncate is truncate, token_mask is mask; for whole responses there is mask_responses",
         },
     )
-    """Importance weights for tokens sampled by older or rounded weights, from each token's ratio pi_old / pi_sampler: truncate (min(ratio, `importance_cap`)),
-    mask (the ratio, or 0 outside `importance_range`), mask_responses (the geometric mean over the response, or 0; in an episode with several contexts over each context's part) or none.
+    """Importance weights for tokens sampled by older or rounded weights, from each token's ratio pi_old / pi_sampler. truncate: min(ratio, `importance_cap`).
+    mask: the ratio, or 0 outside `importance_range`. mask_responses: the same with the ratio's geometric mean over the response, or over a context of an episode.
     auto: truncate if `rollout.in_flight` or `importance_cap` is set, else none; none with `old_logprobs: sampler`, whose ratio already corrects."""
     importance_cap: float | None = key(
         None,
@@ -434,7 +419,6 @@ class LossConfig(Section, at="loss"):
     Empty: [0.5, 2.0] for mask, [0.99, 1.01] for mask_responses."""
     kl_coef: float = key(
         0.0,
-        range=NOT_NEGATIVE,
         aliases={
             "beta kl_loss_coef": "",
             "use_kl_loss": "a coefficient; 0 switches the reference policy off",
@@ -474,7 +458,6 @@ class OptimizerConfig(Section, at="optimizer"):
     """Constant learning rate after the warm-up. (Section 4.1)"""
     warmup_steps: int = key(
         20,
-        range=NOT_NEGATIVE,
         aliases={"lr_warmup_steps": "", "warmup_ratio": "in steps, not as a share of the run"},
     )
     """Linear warm-up in rollout steps: step k, counted from 1, has k / warmup_steps of the rate."""
@@ -486,7 +469,7 @@ class OptimizerConfig(Section, at="optimizer"):
     """Decay of the second moment; PyTorch's default."""
     epsilon: float = key(1e-8, range=POSITIVE, aliases="adam_epsilon")
     """Added to the root of the second moment."""
-    weight_decay: float = key(0.1, range=NOT_NEGATIVE)
+    weight_decay: float = key(0.1)
     """Decay of all parameters, times the learning rate; the released recipe's."""
     max_grad_norm: float = key(1.0, range=POSITIVE, aliases="grad_clip clip_grad clip_grad_norm")
     """A gradient with a larger norm is scaled down to it; the released recipe's."""
@@ -498,13 +481,11 @@ class OptimizerConfig(Section, at="optimizer"):
 class EvalConfig(Section, at="eval"):
     """Evaluation on held-out prompts."""
 
-    every_steps: int = key(
-        10, range=NOT_NEGATIVE, aliases={"eval_steps test_freq": "", "eval_strategy": "a number of steps"}
-    )
+    every_steps: int = key(10, aliases={"eval_steps test_freq": "", "eval_strategy": "a number of steps"})
     """Steps between evaluations; 0: only before the first and after the last step."""
     datasets: list[dict[str, Any]] = key(default_factory=list)
     """{source: aime_2024, path: ...} for each dataset, see `SourceConfig`; empty: `data.eval_split` of `data.source`."""
-    prompts: int = key(0, range=NOT_NEGATIVE)
+    prompts: int = key(0)
     """The first prompts of each dataset; 0: all."""
     samples_per_prompt: int = key(32, range=SIZE, aliases="val_kwargs.n num_generations_eval")
     """k of avg@k. (Section 4.1)"""
@@ -522,6 +503,8 @@ class EvalConfig(Section, at="eval"):
             key = f"eval.datasets[{place}]"
             if part.source == "mixture":
                 refuse(f"{key}.source", part.source, "one dataset", "write an entry for each dataset")
+            if part.weight != 1:
+                refuse(f"{key}.weight", part.weight, "nothing", "every prompt is evaluated: leave it out")
             if "/" in part.title or part.title.startswith("."):
                 needs = "a name without '/' that does not begin with '.'"
                 refuse(f"{key}.name", part.title, needs, "it names files, and metrics eval/NAME/...")
@@ -534,9 +517,7 @@ class EvalConfig(Section, at="eval"):
 class CheckpointConfig(Section, at="checkpoint"):
     """Checkpoints, which are written between steps."""
 
-    every_steps: int = key(
-        10, range=NOT_NEGATIVE, aliases={"save_steps save_freq": "", "save_strategy": "a number of steps"}
-    )
+    every_steps: int = key(10, aliases={"save_steps save_freq": "", "save_strategy": "a number of steps"})
     """Steps between checkpoints; 0: only after the last step."""
     keep: int = key(3, range=SIZE, aliases="save_total_limit")
     """Number of latest checkpoints to keep."""
@@ -550,14 +531,14 @@ class CheckpointConfig(Section, at="checkpoint"):
 class LogConfig(Section, at="log"):
     """Logs in addition to metrics.jsonl."""
 
-    rollouts_every_steps: int = key(10, range=NOT_NEGATIVE, aliases="log_completions")
+    rollouts_every_steps: int = key(10, aliases="log_completions")
     """Write readable rollouts of four groups every this many steps, and in the first and the last step; 0: never."""
     profile_steps: list[int] = key(default_factory=list)
     """Steps whose trace for xprof is written to `run_dir/profile`; the first steps are mostly compilation."""
     tensorboard: bool = False
     """Write events for TensorBoard (extra `tensorboard`); not for a run in a bucket."""
     wandb: bool = key(False, aliases={"report_to": "true or false; also log.tensorboard"})
-    """Log to Weights & Biases (extra `wandb`), in the project `dapo_jax` or the one that WANDB_PROJECT names."""
+    """Log to Weights & Biases (extra `wandb`), in the project that WANDB_PROJECT names, or `dapo_jax`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -572,7 +553,7 @@ class ParallelConfig(Section, at="parallel"):
     """Devices over which heads, MLP and vocabulary are sharded; must divide the key heads, best inside a host."""
     context: int = key(1, range=SIZE, aliases="ulysses_sequence_parallel_size")
     """Devices over which a row of tokens is sharded, for long responses."""
-    sampler_tensor: int = key(0, range=NOT_NEGATIVE, aliases="vllm_tensor_parallel_size")
+    sampler_tensor: int = key(0, aliases="vllm_tensor_parallel_size")
     """Devices over which a sampler's weights are sharded; its slots are distributed over its other devices. 0: as `tensor`."""
     sampler_hosts: int = key(1, range=SIZE)
     """Processes that share a sampler; more than 1 only if the weights do not fit on the devices of one process."""
@@ -588,7 +569,7 @@ class ParallelConfig(Section, at="parallel"):
 class GuardConfig(Section, at="guard"):
     """The reaction to a sampler that differs from the trainer."""
 
-    max_mismatch_kl: float | None = key(None, range=NOT_NEGATIVE)
+    max_mismatch_kl: float | None = key(None)
     """Limit of KL(sampler || trainer), the metric `sync/sampler_trainer_kl`, in nats per token. null: no limit."""
     on_mismatch: str = key("warn", choices=["warn", "stop"])
     """Action above that limit: warn, or stop the run. `loss.correction` weighs tokens by pi_trainer / pi_sampler in every step."""
@@ -651,7 +632,7 @@ class RunConfig(Section):
 class TrainConfig(RunConfig):
     """The complete configuration of a DAPO run."""
 
-    stall_timeout_s: float = key(1800.0, range=NOT_NEGATIVE, may_change=True)
+    stall_timeout_s: float = key(1800.0, may_change=True)
     """Seconds without progress (of data, sampling, graders, updates, files, other processes) after which the run ends with a report of every
     thread and process; longer than any compilation. 0: no limit."""
     environment: EnvironmentConfig = key(default_factory=EnvironmentConfig)
@@ -704,62 +685,55 @@ class TrainConfig(RunConfig):
         return replace(self, dynamic_sampling=dynamic)
 
     def check_together(self) -> None:
-        self.check_shared(self.sampling.max_response_tokens, "sampling.max_response_tokens")
-        self._check_sampling()
-        self._check_waves()
-        self._check_overlong()
-        self._check_rollout()
-        self._check_environment()
-
-    def _check_sampling(self) -> None:
-        """The ratio of the loss compares with the sampling policy, so the two may differ only as importance weights can correct."""
-        if self.sampling.temperature == 0:
-            remedy = (
-                "0 is greedy, so all responses of a group would be equal: greedy is for eval.temperature only"
-            )
+        sampling, environment, limit = self.sampling, self.environment, self.sampling.max_response_tokens
+        self.check_shared(limit, "sampling.max_response_tokens")
+        if sampling.temperature == 0:
+            remedy = "all responses of a group would be equal: greedy is for eval.temperature only"
             self.refuse("sampling.temperature", "more than 0 for training", remedy)
         for name in ("cache_dtype", "weight_dtype"):
-            if getattr(self.sampling, name) and self.correction.kind == "none":
+            if getattr(sampling, name) and self.correction.kind == "none":
                 remedy = (
                     "rounding makes the sampler another policy, which importance weights correct: set loss.importance_cap=2 or another "
                     "loss.correction, or leave it empty"
                 )
                 self.refuse(f"sampling.{name}", "loss.importance_cap or loss.correction for training", remedy)
+        buffer, most = self.reward.overlong.buffer_tokens, self.episode_tokens
+        if self.reward.overlong.enabled and buffer > most:
+            name = (
+                "environment.episode_tokens" if environment.episode_tokens else "sampling.max_response_tokens"
+            )
+            remedy = f"{buffer} > {most}: the paper's is a fifth of the limit, here {max(1, most // 5)}; or set reward.overlong.enabled=false"
+            self.refuse("reward.overlong.buffer_tokens", f"at most {name} = {most}", remedy)
+        if environment.source and self.parallel.sampler_hosts > 1:
+            remedy = (
+                "processes that share a sampler run its programs together, but the answers of an environment come at different times: "
+                "set parallel.sampler_hosts=1"
+            )
+            self.refuse("environment.source", "a sampler for each process", remedy)
+        if environment.source and (self.reward.graders or self.reward.grader != RewardConfig.grader):
+            remedy = "the environment gives the rewards: leave reward.grader and reward.graders out"
+            self.refuse("environment.source", "no reward.grader", remedy)
+        if self.dynamic_sampling.enabled:
+            self._check_waves()
+        if self.rollout.in_flight:
+            self._check_in_flight()
 
     def _check_waves(self) -> None:
-        batch, dynamic, wave = self.batch, self.dynamic_sampling, self.prompts_per_wave
-        if not dynamic.enabled:
-            return
-        if (most := wave * dynamic.max_waves) < batch.prompts_per_step:
+        most, wave, step = self.dynamic_sampling.max_waves, self.prompts_per_wave, self.batch.prompts_per_step
+        if most * wave < step:
             remedy = (
-                f"{dynamic.max_waves} x {wave} = {most} < {batch.prompts_per_step}: raise max_waves to "
-                f"{-(-batch.prompts_per_step // wave)} or more, or dynamic_sampling.prompts_per_wave"
+                f"{most} x {wave} = {most * wave} < {step}: raise max_waves to {-(-step // wave)} or more, or "
+                "dynamic_sampling.prompts_per_wave"
             )
-            needs = f"enough waves for batch.prompts_per_step = {batch.prompts_per_step} groups"
+            needs = f"enough waves for batch.prompts_per_step = {step} groups"
             self.refuse("dynamic_sampling.max_waves", needs, remedy)
-        if batch.group_size < 2:
+        if self.batch.group_size < 2:
             remedy = "a group of one is never mixed, so all would be dropped: raise it, or set dynamic_sampling.enabled=false"
             self.refuse("batch.group_size", "2 or more with dynamic sampling", remedy)
 
-    def _check_overlong(self) -> None:
-        overlong, most = self.reward.overlong, self.episode_tokens
-        if overlong.enabled and overlong.buffer_tokens > most:
-            name = (
-                "environment.episode_tokens"
-                if self.environment.episode_tokens
-                else "sampling.max_response_tokens"
-            )
-            remedy = (
-                f"{overlong.buffer_tokens} > {most}: the paper's is a fifth of the limit, here {max(1, most // 5)}; "
-                "or set reward.overlong.enabled=false"
-            )
-            self.refuse("reward.overlong.buffer_tokens", f"at most {name} = {most}", remedy)
-
-    def _check_rollout(self) -> None:
+    def _check_in_flight(self) -> None:
         in_flight, group = self.rollout.in_flight, self.batch.group_size
         limit = self.sampling.max_response_tokens
-        if not in_flight:
-            return
         if self.loss.correction == "none" and self.loss.old_logprobs == "trainer":
             remedy = (
                 "tokens in flight are sampled by older weights, and without the ratio to the policy that sampled them training collapses "
@@ -768,26 +742,12 @@ class TrainConfig(RunConfig):
             needs = f"auto, truncate, mask or mask_responses with rollout.in_flight = {in_flight}"
             self.refuse("loss.correction", needs, remedy)
         if in_flight % group:
+            needs = f"a multiple of batch.group_size = {group}, or 0 (waves)"
             remedy = f"groups of {group} responses are replaced whole: use {-(-in_flight // group) * group}"
-            self.refuse(
-                "rollout.in_flight", f"a multiple of batch.group_size = {group}, or 0 (waves)", remedy
-            )
+            self.refuse("rollout.in_flight", needs, remedy)
         if self.rollout.round_tokens > limit:
             remedy = f"a response would end before its first round: use {limit} or less, such as {max(1, limit // 16)}"
             self.refuse("rollout.round_tokens", f"at most sampling.max_response_tokens = {limit}", remedy)
-
-    def _check_environment(self) -> None:
-        if not self.environment.source:
-            return
-        if self.parallel.sampler_hosts > 1:
-            remedy = (
-                "processes that share a sampler run its programs together, but the answers of an environment come at different times: "
-                "set parallel.sampler_hosts=1"
-            )
-            self.refuse("environment.source", "a sampler for each process", remedy)
-        if self.reward.graders or self.reward.grader != RewardConfig.grader:
-            remedy = "the environment gives the rewards: leave reward.grader and reward.graders out"
-            self.refuse("environment.source", "no reward.grader", remedy)
 
 
 @dataclass(frozen=True, kw_only=True)

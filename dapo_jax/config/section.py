@@ -3,10 +3,10 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import cache
+from operator import attrgetter
 from typing import Any, ClassVar, NoReturn, TypeVar, cast, get_type_hints
 
-from dapo_jax.config.keys import ConfigError, Rules, needed, rules_of
-from dapo_jax.config.values import check_value, refuse
+from dapo_jax.config.keys import Rules, check_value, needed, refuse, rules_of
 from dapo_jax.hints import nearest
 
 _Entry = TypeVar("_Entry")
@@ -30,11 +30,7 @@ class Section:
         for field in dataclasses.fields(cast(Any, self)):
             name, expected, value = field.name, kinds[field.name], getattr(self, field.name)
             if not dataclasses.is_dataclass(expected):
-                key = f"{self.place}.{name}".lstrip(".")
-                try:
-                    check_value(key, value, expected, rules_of(field))
-                except ConfigError as error:
-                    raise ConfigError(str(error), key=key) from None
+                check_value(f"{self.place}.{name}".lstrip("."), value, expected, rules_of(field))
             elif not isinstance(value, cast(type, expected)):
                 kind = cast(type, expected).__name__
                 refuse(name, value, f"a {kind}", f"write {name}={kind}(...)")
@@ -45,10 +41,7 @@ class Section:
 
     def refuse(self, key: str, needs: str, remedy: str) -> NoReturn:
         """Raises ConfigError for the value of `key`, a dotted name below this section."""
-        value: Any = self
-        for name in key.split("."):
-            value = getattr(value, name)
-        refuse(f"{self.place}.{key}".lstrip("."), value, needs, remedy)
+        refuse(f"{self.place}.{key}".lstrip("."), attrgetter(key)(self), needs, remedy)
 
 
 def due(step: int, every: int) -> bool:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dapo_jax.config import TrainConfig
-from dapo_jax.config.values import without_secrets
+from dapo_jax.config.keys import without_secrets
 from dapo_jax.doctor import machine, resources
 from dapo_jax.doctor import prompts_and_graders as prompts
 from dapo_jax.doctor.check import Check, Finding, Found, examine

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from dapo_jax.config import ConfigError
-from dapo_jax.config.values import without_secrets
+from dapo_jax.config.keys import without_secrets
 from dapo_jax.health.stopping import Stop, StoppedError, first_reason
 from dapo_jax.terminal import visible
 

@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from dapo_jax.config.values import without_secrets
+from dapo_jax.config.keys import without_secrets
 from dapo_jax.terminal import visible
 
 ACCURACY = "rollout/accuracy"

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from dapo_jax.config.values import without_secrets
+from dapo_jax.config.keys import without_secrets
 from dapo_jax.health.stopping import StoppedError
 from dapo_jax.locks import LockLostError
 from dapo_jax.storage import AnyPath, file_bytes, write_whole

@@ -58,7 +58,8 @@ class Key:
         """What the value must be, beyond its type."""
         if self.rules.choices:
             return "One of " + ", ".join(f"`{choice}`" for choice in self.rules.choices) + "."
-        return f"Needs: {self.rules.range.needs}." if self.rules.range else ""
+        is_number = self.kind.startswith(("integer", "number"))
+        return f"Needs: {self.rules.range.needs}." if self.rules.range and is_number else ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,10 +61,8 @@ def test_a_gguf_file_becomes_a_folder_that_can_be_sampled(gguf_file, tmp_path):
 def test_a_folder_becomes_a_folder_of_the_given_dtype(dtype, gguf_file, tmp_path):
     """Other fields of config.json and all files of the tokenizer are kept."""
     first = convert(str(gguf_file), str(tmp_path / "first")).folder
-    described = json.loads((first / "config.json").read_text()) | {
-        "_name_or_path": "a/name",
-        "eos_token_id": [2, 0],
-    }
+    described = json.loads((first / "config.json").read_text())
+    described |= {"_name_or_path": "a/name", "eos_token_id": [2, 0]}
     (first / "config.json").write_text(json.dumps(described))
     (first / "chat_template.jinja").write_text("{{ messages }}")
     done = convert(str(first), str(tmp_path / "second"), dtype=dtype)
@@ -133,7 +131,7 @@ def test_a_gguf_file_cannot_be_trained_directly(gguf_file):
         load_policy(ModelConfig(source=str(gguf_file)))
 
 
-def test_the_command_says_what_it_wrote(gguf_file, tmp_path, capsys):
+def test_the_command_prints_a_summary(gguf_file, tmp_path, capsys):
     assert main(["convert", str(gguf_file), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
     output = capsys.readouterr().out
     assert output.startswith(
@@ -162,7 +160,6 @@ def full_disk(monkeypatch):
 def test_a_gguf_file_in_a_bucket_is_to_be_copied_to_a_disk_first(bucket, tmp_path):
     with pytest.raises(ConfigError, match=r"gs://bucket/m\.gguf: a GGUF file is read from a local disk"):
         convert("gs://bucket/m.gguf", str(tmp_path / "out"))
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -178,12 +175,7 @@ def test_a_target_that_cannot_be_made_is_a_usage_error(name, output, tmp_path, c
 
 
 @pytest.mark.parametrize(
-    ("kind", "there", "room"),
-    [
-        ("gguf", True, 2),
-        ("shipped", False, 1),
-        ("folder", False, 2),
-    ],
+    ("kind", "there", "room"), [("gguf", True, 2), ("shipped", False, 1), ("folder", False, 2)]
 )
 def test_a_full_disk_leaves_nothing_behind(kind, there, room, full_disk, gguf_file, tmp_path):
     """Neither an empty tokenizer.json nor a folder that the next attempt would refuse."""
@@ -210,19 +202,17 @@ def test_a_tokenizer_is_there_whole_or_not_at_all(full_disk, tmp_path):
 @pytest.mark.parametrize("where", ["config.json", "generation_config.json", "tokenizer_config.json"])
 def test_a_policy_keeps_the_tokens_that_its_folder_names(where, tmp_path):
     """A run's `model` is written like this: transformers needs its `bos_token_id` to generate without a prompt."""
-    tokenizer = HuggingFaceTokenizer(
-        files_of(bos_token="<|im_start|>" if where.startswith("tokenizer_") else None)
-    )
+    begin = "<|im_start|>"
+    tokenizer = HuggingFaceTokenizer(files_of(bos_token=begin if where == "tokenizer_config.json" else None))
     decoder = tiny_decoder_config(vocab_size=tokenizer.vocab_size, layers=1)
     source = tmp_path / "source"
     Policy(decoder=decoder, params=tiny_params(decoder), tokenizer=tokenizer).save(source)
-    named = {"bos_token_id": tokenizer.encode("<|im_start|>").tolist()[0]}
+    named = {"bos_token_id": tokenizer.encode(begin).tolist()[0]}
     if where != "tokenizer_config.json":
         named["decoder_start_token_id"] = 7
+        wrong = {"image_token_id": "not one", "sep_token_id": -1}
         content = json.loads((source / where).read_text())
-        (source / where).write_text(
-            json.dumps(content | named | {"image_token_id": "not one", "sep_token_id": -1})
-        )
+        (source / where).write_text(json.dumps(content | named | wrong))
     policy = find_policy(str(source))
     policy.save(tmp_path / "saved")
     described = json.loads((tmp_path / "saved" / "config.json").read_text())

@@ -26,21 +26,16 @@ def files(tmp_path):
 
 @pytest.fixture
 def config(micro, files):
-    second = {
-        "source": "jsonl",
-        "path": str(files / "second.jsonl"),
-        "source_options": {"prompt": "q", "answer": "a"},
-    }
-    judges = [
-        {"source": "jsonl", "path": str(files / "first.jsonl"), "split": "train[:2]"},
-        {**second, "split": "train[:3]", "name": "nines"},
-    ]
+    first = {"source": "jsonl", "path": str(files / "first.jsonl")}
+    options = {"prompt": "q", "answer": "a"}
+    second = {"source": "jsonl", "path": str(files / "second.jsonl"), "source_options": options}
+    judges = [first | {"split": "train[:2]"}, second | {"split": "train[:3]", "name": "nines"}]
 
     def make(run_dir=None):
         plain = micro(run_dir or files / "run", checkpoint__every_steps=1)
         mixed = DataConfig(
             source="mixture",
-            mixture=[{"source": "jsonl", "path": str(files / "first.jsonl"), "weight": 2}, second],
+            mixture=[first | {"weight": 2}, second],
             data_dir=str(files / "prepared"),
             max_prompt_tokens=4,
         )
@@ -62,9 +57,8 @@ def test_a_mixture_is_trained_on_and_each_dataset_judged_apart(config, even_sum)
         assert 0 <= line["eval/nines/avg@4"] <= 1
     for name, count in (("first", 2), ("nines", 3)):
         problems = read_problems(Path(result.run_dir) / "evaluations" / "step_000004" / f"{name}.jsonl")
-        assert [problem["place"].partition(",")[0] for problem in problems] == [
-            {"first": "first.jsonl", "nines": "second.jsonl"}[name]
-        ] * count
+        file = {"first": "first.jsonl", "nines": "second.jsonl"}[name]
+        assert [problem["place"].partition(",")[0] for problem in problems] == [file] * count
     output = text.getvalue()
     assert "jsonl: 4 prompts of 5 rows (1 repeated)" in output
     assert "second: 1 of 4 prompts are longer than data.max_prompt_tokens=4 and left out" in output
@@ -73,7 +67,7 @@ def test_a_mixture_is_trained_on_and_each_dataset_judged_apart(config, even_sum)
 
 
 @pytest.mark.slow
-def test_an_interrupted_mixture_goes_on_as_if_it_had_not_been(config, even_sum, same_run, files):
+def test_an_interrupted_mixture_resumes_exactly(config, even_sum, same_run, files):
     whole = train(config(files / "whole"), reward=even_sum, progress=shown()[0])
 
     def interrupt(step, metrics):

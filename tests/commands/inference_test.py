@@ -110,7 +110,7 @@ def brief(sample):
     return -float(len(sample.tokens))
 
 
-def test_an_evaluation_says_whether_scores_or_verdicts_count(
+def test_an_evaluation_reports_whether_scores_or_verdicts_count(
     finished, micro, run_micro, rows, even_sum, tmp_path
 ):
     """From the run's file or the given file, including overrides; a grader without scores has only verdicts."""
@@ -148,11 +148,8 @@ def test_rows_and_a_reward_may_come_from_python(model, small):
 
 def test_several_datasets_are_evaluated_one_after_the_other(model, small, tmp_path):
     (tmp_path / "own.jsonl").write_text('{"q": "3+3", "a": "6"}\n')
-    own = {
-        "source": "jsonl",
-        "path": str(tmp_path / "own.jsonl"),
-        "source_options": {"prompt": "q", "answer": "a"},
-    }
+    options = {"prompt": "q", "answer": "a"}
+    own = {"source": "jsonl", "path": str(tmp_path / "own.jsonl"), "source_options": options}
     found = evaluate(model, small(eval__datasets=[{"source": "arithmetic"}, own]))
     assert [group.prompt.text for group in found.groups["own"]] == ["3+3"]
     assert len(found.groups["arithmetic"]) == 3

@@ -132,7 +132,7 @@ def test_recorded_scores_are_shown_and_may_be_missing(rollouts):
         score(file, ["dapo"])
 
 
-def test_a_verdict_with_an_answer_stays_correct_or_wrong_beside_its_score(rollouts):
+def test_a_verdict_with_an_answer_is_correct_or_wrong_whatever_its_score(rollouts):
     own = f"{HERE}:scored"
     text = describe(score(rollouts, [own]))
     assert text.startswith(f"{own}  mean score ")
@@ -166,7 +166,7 @@ def test_what_cannot_be_scored_is_named(rollouts, tmp_path, capsys):
     assert "step_000001.jsonl, line 1 is not a rollout" in capsys.readouterr().err
 
 
-def test_the_problems_beside_kept_rollouts_are_no_rollouts(rollouts):
+def test_the_problems_next_to_kept_rollouts_are_not_graded(rollouts):
     """`eval --keep` writes them to a subfolder."""
     problems = write_problems(rollouts / "problems", [{"samples": 4}], name="arithmetic", step=0)
     assert len(score(rollouts, ["dapo"]).rows) == 8

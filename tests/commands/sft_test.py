@@ -67,7 +67,7 @@ def test_the_loss_goes_down_and_is_logged_each_step(config, warmed):
     assert [line["update/learning_rate"] for line in lines] == [0.025, 0.05, 0.05]
 
 
-def test_evaluation_stands_at_its_steps_and_after_the_last(config, warmed):
+def test_an_evaluation_is_logged_at_its_steps_and_after_the_last(config, warmed):
     lines = read_metrics(f"{config.run_dir}/metrics.jsonl")
     assert [line["step"] for line in lines if "eval/arithmetic/avg@4" in line] == [2, 3]
     assert "eval/arithmetic/avg@4" in warmed.metrics
@@ -106,7 +106,7 @@ def test_pairs_are_asked_through_the_chat_template_and_end_the_assistant_s_turn(
     assert response[-1] == policy.tokenizer.eos_id == policy.tokenizer.encode("<|im_end|>")[0]
 
 
-def test_a_conversation_without_a_chat_template_is_said_before_the_first_step(config, tmp_path):
+def test_a_conversation_without_a_chat_template_is_refused_before_the_first_step(config, tmp_path):
     data = replace(config.data, chat=True)
     with pytest.raises(ConfigError, match="no chat template"):
         run(replace(config, run_dir=str(tmp_path / "run"), data=data))
@@ -125,7 +125,7 @@ def test_a_run_is_not_written_over(config, warmed):
         ({"batch": SftBatchConfig()}, "rows_per_microbatch=1 must be a multiple"),
     ],
 )
-def test_what_does_not_fit_is_said_before_the_first_step(changes, message, config, tmp_path):
+def test_lengths_that_do_not_fit_are_refused_before_the_first_step(changes, message, config, tmp_path):
     """An evaluation that cannot be sampled would otherwise be found out after the last step, and the model be lost."""
     with pytest.raises(ConfigError, match=message):
         run(replace(config, run_dir=str(tmp_path / "run"), **changes))

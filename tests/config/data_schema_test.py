@@ -36,6 +36,7 @@ GSM8K = {"source": "gsm8k"}
         (DataConfig, {"few_shot": [{"prompt": "1"}]}, r"data\.few_shot\[0\]: .*needs a response"),
         (DataConfig, {"few_shot": [{"prompt": "1", "response": 2}]}, r"data\.few_shot\[0\]\.response: found 2"),
         (EvalConfig, {"datasets": [{"source": "mixture"}]}, r"eval\.datasets\[0\]\.source: found 'mixture'"),
+        (EvalConfig, {"datasets": [GSM8K | {"weight": 2}]}, r"eval\.datasets\[0\]\.weight: found 2.0"),
         (EvalConfig, {"datasets": [GSM8K, GSM8K]}, r"eval\.datasets\[1\]\.name: found 'gsm8k'"),
         (EvalConfig, {"datasets": [GSM8K | {"name": "a/b"}]}, r"eval\.datasets\[0\]\.name: found 'a/b'"),
     ],
@@ -45,7 +46,7 @@ def test_values_that_contradict_each_other_are_refused(schema, values, message):
         schema(**values)
 
 
-def test_an_entry_that_is_no_mapping_is_named_with_its_place(tmp_path):
+def test_an_entry_that_is_not_a_mapping_is_named_with_its_place(tmp_path):
     (tmp_path / "c.yaml").write_text("run_dir: r\n")
     with pytest.raises(ConfigError, match=r"data\.few_shot\[1\]: found '1\+1=2', needs a mapping"):
         load_config(tmp_path / "c.yaml", ["data.few_shot=[{prompt: a, response: b}, 1+1=2]"])

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from dapo_jax.config import EvaluateConfig, SftConfig, TrainConfig
+from dapo_jax.config.loading import ALIASES, NO_KEY, NOTES, nearest_keys, of_another_library, unknown_key
 from dapo_jax.config.section import leaf_types
-from dapo_jax.config.suggestions import ALIASES, NO_KEY, NOTES, alias_of, nearest_keys, unknown_key
 
 KEYS = leaf_types(TrainConfig)
 
@@ -23,15 +23,14 @@ def test_every_alias_is_answered_with_our_name():
 
 
 def test_the_longest_ending_of_a_dotted_alias_wins():
-    assert alias_of("actor_rollout_ref.rollout.val_kwargs.n", KEYS) == "val_kwargs.n"
-    assert alias_of("actor_rollout_ref.rollout.n", KEYS) == "rollout.n"
-    assert alias_of("whatever.N", KEYS) == "n"
-    assert alias_of("nn", KEYS) is None
+    assert "`val_kwargs.n` of verl" in of_another_library("actor_rollout_ref.rollout.val_kwargs.n", KEYS)
+    assert "`rollout.n` of verl" in of_another_library("actor_rollout_ref.rollout.n", KEYS)
+    assert "`n` of verl" in of_another_library("whatever.N", KEYS)
+    assert of_another_library("nn", KEYS) is None
 
 
 def test_an_alias_for_a_key_of_the_other_schema_is_not_offered():
-    assert alias_of("num_generations", leaf_types(SftConfig)) is None
-    assert "group_size" not in unknown_key("num_generations", leaf_types(SftConfig))
+    assert of_another_library("num_generations", leaf_types(SftConfig)) is None
 
 
 @pytest.mark.parametrize(

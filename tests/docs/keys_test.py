@@ -8,7 +8,8 @@ import pytest
 from _made import keys
 
 from dapo_jax import config
-from dapo_jax.config.section import Section
+from dapo_jax.config.section import Section, field_types
+from tests.docs.blocks import ROOT
 
 SCHEMAS = ("TrainConfig", "SftConfig", "EvaluateConfig")
 
@@ -45,21 +46,20 @@ def test_every_key_of_an_object_is_on_the_page_with_its_default(schema, whole):
     "schema", sorted(Section.__subclasses__(), key=lambda cls: cls.__name__), ids=lambda cls: cls.__name__
 )
 def test_the_entries_of_every_list_of_mappings_are_described(schema):
-    hints = typing.get_type_hints(schema)
-    for field in dataclasses.fields(schema):
-        if (
-            typing.get_origin(hints[field.name]) is list
-            and typing.get_origin(typing.get_args(hints[field.name])[0]) is dict
-        ):
-            assert f"{schema.place}.{field.name}" in keys.ENTRIES
+    for name, kind in field_types(schema).items():
+        if kind == list[dict[str, typing.Any]] or kind == list[dict[str, str]]:
+            assert f"{schema.place}.{name}" in keys.ENTRIES
 
 
 def test_every_range_and_choice_is_on_the_page():
-    described = {
-        name: key for schema in SCHEMAS for name, key in keys.all_keys(getattr(config, schema)).items()
-    }
+    described = (
+        keys.all_keys(config.SftConfig)
+        | keys.all_keys(config.EvaluateConfig)
+        | keys.all_keys(config.TrainConfig)
+    )
     for key in described.values():
-        assert bool(key.needs) == bool(key.rules.range or key.rules.choices)
+        is_number = key.kind.startswith(("integer", "number"))
+        assert bool(key.needs) == bool(key.rules.choices or (is_number and key.rules.range))
     assert "`token_sum_norm`" in described["loss.aggregation"].needs
     assert "more than 0 and less than 1" in described["loss.clip_ratio_low"].needs
 
@@ -70,10 +70,19 @@ def test_a_key_has_the_text_below_its_field_and_its_place_in_the_paper():
 
 
 def test_every_key_is_described():
-    bare = [
-        name
-        for schema in SCHEMAS
-        for name, key in keys.all_keys(getattr(config, schema)).items()
-        if not key.text
-    ]
-    assert bare == []
+    for schema in SCHEMAS:
+        assert [name for name, key in keys.all_keys(getattr(config, schema)).items() if not key.text] == []
+
+
+@pytest.mark.parametrize(("page", "least"), [("paper.md", 20), ("glossary.md", 30)])
+def test_keys_in_the_text_of_a_page_exist(page, least):
+    known = keys.all_keys(config.TrainConfig)
+    sections = {name.partition(".")[0] for name in known if "." in name}
+    code = {text.partition("=")[0] for text in re.findall(r"`([^`]+)`", (ROOT / "docs" / page).read_text())}
+    named = {
+        text
+        for text in code
+        if re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)+", text) and text.partition(".")[0] in sections
+    }
+    assert len(named) > least
+    assert not named - known.keys()

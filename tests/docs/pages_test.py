@@ -13,14 +13,6 @@ def test_the_generated_parts_of_a_page_are_up_to_date(page):
     assert text == made(text), f"{page.name} is not up to date: run `python docs/renew.py`"
 
 
-def test_keys_and_commands_are_in_their_pages():
-    """Readers of the repository find them without building the site."""
-    assert [page.name for page in pages()] == ["commands.md", "config.md"]
-    keys, commands = ((DOCS / name).read_text(encoding="utf-8") for name in ("config.md", "commands.md"))
-    assert "| `loss.clip_ratio_low` | number | `0.2` | eps_low of Eq. 8. " in keys
-    assert "| `--resume` | continue from the last checkpoint in run_dir |" in commands
-
-
 def test_a_part_is_generated_again_and_the_text_around_it_stays():
     kept = (
         "a\n<!-- made: keys SftConfig -->\n{}<!-- end -->\nb\n<!-- made: command_line -->\n{}<!-- end -->\n"

@@ -36,6 +36,7 @@ NOT_HERE = {
 }
 """Programs that no test can run -> why."""
 
+ENVIRONMENT = ("JAX_PLATFORMS", "DAPO_JAX_SMOLLM2", "DAPO_JAX_DATA", "DAPO_JAX_API_KEY", "PYTHON")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LINES = sorted({(page.relative_to(ROOT).as_posix(), line) for page in PAGES for line in shell_lines(page)})
 
@@ -43,13 +44,7 @@ LINES = sorted({(page.relative_to(ROOT).as_posix(), line) for page in PAGES for 
 def without_environment(words):
     """Returns the words after `NAME=value ...`; JAX, pytest or this library must read each NAME."""
     while re.fullmatch(r"[A-Z][A-Z_]*=.*", words[0]):
-        assert words[0].partition("=")[0] in (
-            "JAX_PLATFORMS",
-            "DAPO_JAX_SMOLLM2",
-            "DAPO_JAX_DATA",
-            "DAPO_JAX_API_KEY",
-            "PYTHON",
-        ), words[0]
+        assert words[0].partition("=")[0] in ENVIRONMENT, words[0]
         words = words[1:]
     return words
 
@@ -128,11 +123,8 @@ def test_the_commands_for_a_first_day_run_one_after_the_other(tmp_path, capsys):
     for page in ("start", "use_a_model"):
         for line in shell_lines(ROOT / "docs" / f"{page}.md"):
             program, *words = (STANDS_FOR.get(word, word) for word in shlex.split(line))
-            if (
-                program != "dapo-jax"
-                or words[0] in OF_THEIR_OWN
-                or any(name in line for name in READERS_FILES)
-            ):
+            skipped = program != "dapo-jax" or words[0] in OF_THEIR_OWN
+            if skipped or any(name in line for name in READERS_FILES):
                 continue
             status = cli.main([*words, *AT_A_SMALLER_SIZE.get(words[0], [])])
             assert status == 0, f"{line}: {capsys.readouterr().err}"
@@ -147,11 +139,8 @@ def is_a_command(program, words):
     if parsed.name == "eval":
         load_evaluation(parsed.config, overrides)
     elif parsed.name == "config":
-        load_config(
-            parsed.config,
-            overrides,
-            schema=SftConfig if parsed.sft else EvaluateConfig if parsed.eval else TrainConfig,
-        )
+        schema = SftConfig if parsed.sft else EvaluateConfig if parsed.eval else TrainConfig
+        load_config(parsed.config, overrides, schema=schema)
     elif getattr(parsed, "config", None):
         load_config(parsed.config, overrides, schema=SftConfig if parsed.name == "sft" else TrainConfig)
 
@@ -194,12 +183,8 @@ def checks(program, words):
 def tried_dry(program, words):
     """Runs a launch script with --dry-run: it reads the configuration and prints its commands."""
     if program in ("bash", "sbatch"):
-        place = words.index("launch/slurm.sbatch")
-        words = [
-            "launch/slurm.sbatch",
-            "--dry-run",
-            *(word for word in words[place + 1 :] if word != "--dry-run"),
-        ]
+        after = words[words.index("launch/slurm.sbatch") + 1 :]
+        words = ["launch/slurm.sbatch", "--dry-run", *(word for word in after if word != "--dry-run")]
     elif program == "launch/local.sh":
         words = [program, "--dry-run", *words]
     else:

@@ -13,7 +13,7 @@ from dapo_jax.config import load_config, to_yaml
 from dapo_jax.config.reading import _Loader
 from dapo_jax.serving.serve import ServeOptions
 from dapo_jax.text.chat import ChatTemplate
-from tests.malformed.models import model_files
+from tests.malformed.malformed_test import model_files
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "dapo_jax").rglob("*.py"))
