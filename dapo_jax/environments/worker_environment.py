@@ -25,7 +25,7 @@ BLOCKED_S = 2.0
 
 
 class WorkerEnvironment:
-    """The environment that `environment.source` names, with its episodes in worker processes. They start when they are first needed."""
+    """The environment that `environment.source` names, with its episodes in worker processes, which start when they are first needed."""
 
     def __init__(self, source: str, *, workers: int, timeout_s: float, memory_mb: int) -> None:
         """Loads the environment in one worker, as a check.

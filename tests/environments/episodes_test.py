@@ -156,36 +156,22 @@ def test_calls_beyond_the_most_wait_and_their_time_begins_when_they_do():
         assert not any(verdict.lost for verdict in judge(episodes, 8))
 
 
-def test_a_compared_reward_replaces_the_rewards_of_the_turns():
-    """Each episode heard two turns worth 0.5. The compared reward counts as the last turn's, so a score is always the sum over its turns."""
-
-    def last_is_best(episodes):
-        return [float(place == 1) for place in range(len(episodes))]
-
-    with started(Making(Echo, last_is_best)) as episodes:
-        begin(episodes, 2, "ab")
-        verdicts = judge(episodes, 2)
-    assert [(each.score, each.turn_rewards) for each in verdicts] == [(0.0, (0.0, 0.0)), (1.0, (0.0, 1.0))]
-
-
-def test_a_comparison_is_of_the_episodes_that_are_not_lost():
-    """The second of three is lost; the rewards of the others are their places in the comparison."""
+def test_compared_rewards_replace_the_rewards_of_turns_in_the_episodes_that_are_not_lost():
+    """The second of three is lost. The rewards of the others are their places in the comparison, and count as the last turn's."""
 
     class Refusing(Echo):
         async def step(self, turn):
             raise ValueError("no")
 
-    compared = []
-
     def places(episodes):
-        compared.append([type(each) for each in episodes])
+        assert [type(each) for each in episodes] == [Echo, Echo]
         return [float(place) for place in range(len(episodes))]
 
     with started(Making(in_order(Echo, Refusing, Echo), places)) as episodes:
-        begin(episodes, 3, "a")
+        begin(episodes, 3, "ab")
         verdicts = judge(episodes, 3)
-    assert compared == [[Echo, Echo]]
     assert [(each.lost, each.score) for each in verdicts] == [("", 0.0), ("raised", None), ("", 1.0)]
+    assert [each.turn_rewards for each in verdicts[::2]] == [(0.0, 0.0), (0.0, 1.0)]
 
 
 @pytest.mark.parametrize("compare", [None, lambda episodes: [1.0] * len(episodes)])

@@ -59,6 +59,9 @@ class ScriptedEpisode:
                 if not Path(rest).exists():
                     Path(rest).write_text("")
                     os._exit(5)
+            case "threads":  # they never end
+                for _ in range(int(rest)):
+                    threading.Thread(target=threading.Event().wait, daemon=True).start()
             case "take":
                 return Step(append=str(len(bytearray(int(rest) << 20)) >> 20))
             case "huge":
@@ -89,20 +92,6 @@ class ScriptedEpisode:
         if "closed" in self.row:
             with open(self.row["closed"], "a") as file:
                 file.write(f"{'|'.join(self.heard)}\n")
-
-
-class Leaving(Scripted):
-    """Each turn starts as many threads as it names, which never end."""
-
-    def episode(self, row, seed):
-        return LeavingEpisode()
-
-
-class LeavingEpisode:
-    async def step(self, turn):
-        for _ in range(int(turn.text)):
-            threading.Thread(target=threading.Event().wait, daemon=True).start()
-        return Step(append=str(os.getpid()))
 
 
 def deep(count):

@@ -279,12 +279,12 @@ def test_a_call_that_another_one_held_up_has_its_time_once_more():
 
 
 def test_a_turn_for_whose_threads_no_worker_has_room_is_lost():
-    with playing(workers(f"{SCRIPTED}:Leaving", timeout_s=20.0, memory_mb=96)) as episodes:
+    with playing(workers(timeout_s=20.0, memory_mb=96)) as episodes:
         asked, other = begun(episodes, 1), begun(episodes, 1)
-        assert episodes.step(asked, 0, turn("100")).result(60) is None
+        assert episodes.step(asked, 0, turn("threads 100")).result(60) is None
         [verdict] = verdicts(episodes, asked, 1)
         assert (verdict.lost, "thread" in verdict.reason) == ("died", True)
-        assert play(episodes, other, 0, "1").isdigit()
+        assert play(episodes, other, 0, "threads 1") == "threads 1"
 
 
 # --- Loading ---
