@@ -192,7 +192,8 @@ def in_flight(task: Task, engine: LimitedEngine) -> Way:
             drawn = sampler.draw([collector.responses[one] for one in ids], arguments.round_tokens)
             collector.take(dict(zip(ids, drawn, strict=True)), ids)
             due = collector.end_round().due
-            collector.judge([task.group(ordinal, collector.responses_to(ordinal)) for ordinal in due])
+            for ordinal in due:
+                collector.end_group(task.group(ordinal, collector.responses_to(ordinal)))
         found = collector.finish()
         position = Position(
             step=position.step + 1,

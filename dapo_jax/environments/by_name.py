@@ -5,7 +5,7 @@ episodes: the answer depends on every earlier turn, the fewest turns need a bina
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from dapo_jax.environments.adapters import ADAPTERS
@@ -71,18 +71,14 @@ def load_environment(source: str) -> Environment:
     kind, _, rest = source.partition(":")
     if kind in ADAPTERS:
         return ADAPTERS[kind](rest)
-    make = ENVIRONMENTS.get(source) or _loaded(source, kind)
+    try:
+        make = ENVIRONMENTS.get(source) or load_function(source)
+    except ValueError as error:
+        near = nearest(kind, ADAPTERS, least=0.7)
+        raise ValueError(f"{error}; did you mean {near[0]}:...?" if near else str(error)) from error
     made = loading(source, "making the environment", make, "; it is called without arguments")
     if not callable(getattr(made, "episode", None)):
         raise ValueError(
             f"{source}: a {type(made).__name__} has no method episode(row, seed), which makes the episode of a response"
         )
     return made
-
-
-def _loaded(source: str, kind: str) -> Callable[[], Any]:
-    try:
-        return load_function(source)
-    except ValueError as error:
-        near = nearest(kind, ADAPTERS, least=0.7)
-        raise ValueError(f"{error}; did you mean {near[0]}:...?" if near else str(error)) from error

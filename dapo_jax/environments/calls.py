@@ -24,10 +24,21 @@ _OTHERS = [
 """Folders of files that are not the user's."""
 
 
+_STEP_FIELDS: tuple[tuple[str, Any, str], ...] = (
+    ("context", Context | None, "a Context or None"),
+    ("metrics", Mapping, "a mapping of names to numbers"),
+    ("done", bool | np.bool_, "True or False"),
+    ("correct", bool | np.bool_ | None, "True, False or None"),
+)
+"""Names and types of a step's fields, with the type in words. The rendering checks `append`."""
+
+TOO_LATE = "no answer of the environment within {:g} s"
+
+
 class LostError(Exception):
     """The episode is lost; the message is the reason."""
 
-    def __init__(self, lost: Lost, reason: str) -> None:
+    def __init__(self, reason: str, lost: Lost = "raised") -> None:
         super().__init__(reason)
         self.lost: Lost = lost
 
@@ -41,14 +52,14 @@ async def called(call: Callable[..., Any], *arguments: Any, timeout_s: float) ->
     task = asyncio.ensure_future(outcome(call, *arguments))
     if not await ends_in_time(task, timeout_s):
         task.cancel()
-        raise too_late(timeout_s)
+        raise LostError(TOO_LATE.format(timeout_s), "timeout")
     found, error = task.result()
+    if error is None:
+        return found
     if isinstance(error, LostError):
         raise error
-    if error is not None:
-        place = place_of(traceback.walk_tb(error.__traceback__))
-        raise LostError("raised", f"{type(error).__name__}: {error!s:.500}{place}")
-    return found
+    place = place_of(traceback.walk_tb(error.__traceback__))
+    raise LostError(f"{type(error).__name__}: {error!s:.500}{place}")
 
 
 async def outcome(call: Callable[..., Any], *arguments: Any) -> tuple[Any, BaseException | None]:
@@ -72,18 +83,13 @@ def place_of(frames: Iterable[tuple[FrameType, int]]) -> str:
     return f" ({own[-1][0].name}, line {own[-1][1]})" if own else ""
 
 
-def too_late(timeout_s: float) -> LostError:
-    """Returns the error of a call that exceeds its time limit."""
-    return LostError("timeout", f"no answer of the environment within {timeout_s:g} s")
-
-
 def lost_by(error: BaseException) -> LostError:
     """Returns the loss of an episode by an exception. The fields of an answer may raise any exception when they are read."""
     if isinstance(error, LostError):
         return error
     if isinstance(error, asyncio.CancelledError):
-        return LostError("raised", "the environment's task was cancelled")
-    return LostError("raised", f"the environment's answer raises {type(error).__name__}")
+        return LostError("the environment's task was cancelled")
+    return LostError(f"the environment's answer raises {type(error).__name__}")
 
 
 def checked_episode(made: Any) -> Any:
@@ -94,7 +100,7 @@ def checked_episode(made: Any) -> Any:
     """
     if not callable(getattr(made, "step", None)):
         raise LostError(
-            "raised", f"{made!r:.200} ({type(made).__name__}) has no method step(turn), which answers a turn"
+            f"{made!r:.200} ({type(made).__name__}) has no method step(turn), which answers a turn"
         )
     return made
 
@@ -106,27 +112,16 @@ def checked_step(step: Any) -> Step:
         LostError: a field has a wrong type or value.
     """
     if not isinstance(step, Step):
-        raise LostError("raised", f"the episode answered {step!r:.200} ({type(step).__name__}), needs a Step")
-    if not isinstance(step.context, Context | None):
-        raise LostError("raised", f"a step has context={step.context!r:.200}, needs a Context or None")
-    if not isinstance(step.metrics, Mapping):
-        raise LostError(
-            "raised", f"a step has metrics={step.metrics!r:.200}, needs a mapping of names to numbers"
-        )
-    flags = [step.done] if step.correct is None else [step.done, step.correct]
-    if not all(isinstance(flag, bool | np.bool_) for flag in flags):
-        raise LostError(
-            "raised",
-            f"a step has correct={step.correct!r:.80} and done={step.done!r:.80}, needs True or False",
-        )
+        raise LostError(f"the episode answered {step!r:.200} ({type(step).__name__}), needs a Step")
+    for name, kinds, need in _STEP_FIELDS:
+        if not isinstance(value := getattr(step, name), kinds):
+            raise LostError(f"a step has {name}={value!r:.200}, needs {need}")
+    metrics = {str(name): _number(value, f"the metric {name!r}:") for name, value in step.metrics.items()}
     return Step(
         reward=_number(step.reward, "a step has the reward"),
         done=bool(step.done),
         correct=None if step.correct is None else bool(step.correct),
-        metrics={
-            str(name): _number(value, f"a step has the metric {name!r}:")
-            for name, value in step.metrics.items()
-        },
+        metrics=metrics,
     )
 
 
@@ -134,13 +129,13 @@ def checked_scores(given: Any, *, count: int) -> list[float]:
     """Returns the rewards of `group_rewards`, if there is one for each of `count` episodes.
 
     Raises:
-        LostError: there is not, or one of them cannot be a reward.
+        LostError: the numbers differ, or one of them cannot be a reward.
     """
     if not isinstance(given, Sequence | np.ndarray):
-        raise LostError("raised", f"group_rewards returned {given!r:.200}, needs a reward for each episode")
+        raise LostError(f"group_rewards returned {given!r:.200}, needs a reward for each episode")
     scores = [_number(score, "group_rewards returned") for score in given]
     if len(scores) != count:
-        raise LostError("raised", f"group_rewards returned {len(scores)} rewards for {count} episodes")
+        raise LostError(f"group_rewards returned {len(scores)} rewards for {count} episodes")
     return scores
 
 
@@ -150,7 +145,6 @@ def _number(value: Any, found: str) -> float:
     except ValueError:
         number = math.nan
     if not abs(number) <= MAX_SCORE:
-        raise LostError(
-            "nonfinite", f"{found} {value!r:.80}, needs a finite number of at most {MAX_SCORE:g} in size"
-        )
+        reason = f"{found} {value!r:.80}, needs a finite number of at most {MAX_SCORE:g} in size"
+        raise LostError(reason, "nonfinite")
     return number

@@ -48,7 +48,6 @@ _CLOSINGS = 4096
 _ENDING_S = 5.0
 """Seconds for which closing waits for episodes that continue after they were cancelled."""
 
-
 _NO_ROOM = (
     "the episode begins{begins}, which leaves no room for a turn: an episode has up to sampling.max_response_tokens tokens after the prompt (or "
     "environment.episode_tokens), and a Context up to data.max_prompt_tokens + sampling.max_response_tokens; begin with less, or raise these"
@@ -60,7 +59,6 @@ class _Open:
     """An episode and its state."""
 
     prompt: Prompt
-    index: int
     standing: Standing = field(default_factory=Standing)
     episode: Any = None
     """Object of the environment; None: it has not begun in this process."""
@@ -114,7 +112,6 @@ class Episodes:
         self._name, self._on_close = name, on_close
         self._called = partial(called, timeout_s=timeout_s)
         self._judged, self._prompts_judged, self._all_lost = 0, 0, True
-        self._beats = 0
         self._open: dict[tuple[int, int], _Open] = {}
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(DaemonThreads())
@@ -133,11 +130,10 @@ class Episodes:
 
     def start(self, prompt: Prompt, index: int) -> Future[Continuation | None]:
         """Begins an episode. The result is put before the first turn; None if the episode was lost."""
-        opened = self._open[prompt.ordinal, index] = _Open(prompt, index)
+        opened = self._open[prompt.ordinal, index] = _Open(prompt)
 
         async def begin() -> Continuation:
-            found = await self._begun(opened)
-            before = self._continuation("" if found is None else found, after=None)
+            before = self._continuation(await self._begun(opened), after=None)
             opened.begins = f" with {len(before.tokens)} tokens"
             return before
 
@@ -145,7 +141,7 @@ class Episodes:
 
     def reopen(self, prompt: Prompt, index: int, turns: Sequence[DrawnTurn], standing: Standing) -> None:
         """Opens an episode of an earlier process, whose environment has answered `turns`. They are replayed before the next turn."""
-        opened = self._open[prompt.ordinal, index] = _Open(prompt, index, replace(standing))
+        opened = self._open[prompt.ordinal, index] = _Open(prompt, replace(standing))
         opened.unheard = [self._turn(turn, number) for number, turn in enumerate(turns)]
 
     def standing(self, prompt: Prompt, index: int) -> Standing:
@@ -159,7 +155,8 @@ class Episodes:
         try:
             yield
         finally:
-            self._close_soon(list(self._open.values()))  # some are left if it was cut short
+            if self._open:  # it was cut short
+                self._soon(self._closed([*self._open.values()]))
             self._open = opened
 
     def step(self, prompt: Prompt, index: int, turn: DrawnTurn) -> Future[Continuation | None]:
@@ -190,11 +187,11 @@ class Episodes:
         opened = [self._open.pop((sample.prompt.ordinal, index)) for index, sample in enumerate(samples)]
         for one in opened:
             if not one.standing.lost and not one.standing.rewards:
-                one.lose(LostError("raised", _NO_ROOM.format(begins=one.begins)))
+                one.lose(LostError(_NO_ROOM.format(begins=one.begins)))
         group_rewards = getattr(self._environment, "group_rewards", None)
         if group_rewards is None:
-            self._close_soon(opened)
             self._judge(opened, found)
+            self._soon(self._closed(opened))
             return found
 
         async def compare() -> None:
@@ -207,15 +204,13 @@ class Episodes:
                 reason = "the task that compares the rewards of a group was cancelled"
                 found.set_result([Verdict(correct=False, lost="raised", reason=reason)] * len(opened))
 
-        comparing = asyncio.run_coroutine_threadsafe(compare(), self._loop)
-        comparing.add_done_callback(settle)
-        self._closings.append(comparing)
+        self._soon(compare()).add_done_callback(settle)
         return found
 
-    def _close_soon(self, opened: Sequence[_Open]) -> None:
-        """Closes episodes on the event loop."""
-        if opened:
-            self._closings.append(asyncio.run_coroutine_threadsafe(self._closed(opened), self._loop))
+    def _soon(self, closing: Coroutine[Any, Any, None]) -> Future[None]:
+        """Begins work on the event loop that closes episodes in the end; `close` waits for it."""
+        self._closings.append(asyncio.run_coroutine_threadsafe(closing, self._loop))
+        return self._closings[-1]
 
     def _judge(self, opened: Sequence[_Open], found: Future[list[Verdict]]) -> None:
         """Settles the verdicts of the episodes of one prompt."""
@@ -247,7 +242,7 @@ class Episodes:
     def close(self) -> None:
         """Closes the episodes, as far as that ends soon, and ends the thread; calls in progress are given up."""
         if not self._closing.is_set():
-            self._close_soon(list(self._open.values()))
+            self._soon(self._closed([*self._open.values()]))
             wait(self._closings, timeout=_ENDING_S / 2)
             self._closing.set()
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -264,26 +259,18 @@ class Episodes:
         )
 
     async def _begun(self, opened: _Open) -> object:
-        """Makes the episode, and calls its `start`, whose result it returns.
-
-        Raises:
-            LostError: the environment returns no episode, raises or takes too long.
-        """
+        """Makes the episode, and returns the result of its `start`. Raises LostError if the environment makes no episode."""
         prompt = opened.prompt
         seed = int(np.random.SeedSequence((self._seed, prompt.ordinal)).generate_state(1)[0])
         own = {name: copied(value) for name, value in prompt.row.items()}
         row = {"prompt": prompt.text, "answer": prompt.answer, **own}
-        opened.episode = await self._called(self._environment.episode, row, seed)
-        checked_episode(opened.episode)
+        opened.episode = checked_episode(await self._called(self._environment.episode, row, seed))
         start = getattr(opened.episode, "start", None)
-        return None if start is None else await self._called(start)
+        begins = None if start is None else await self._called(start)
+        return "" if begins is None else begins
 
     async def _catch_up(self, opened: _Open) -> None:
-        """Replays to an episode of an earlier process the turns that it has not received in this one.
-
-        Raises:
-            LostError: it raises or takes too long.
-        """
+        """Replays to an episode of an earlier process the turns that it has not received in this one. Raises LostError if it fails."""
         if opened.episode is None:
             await self._begun(opened)
         assert opened.episode is not None
@@ -302,17 +289,15 @@ class Episodes:
         await asyncio.gather(*map(close, opened))
 
     def _continuation(self, follows: Any, *, after: Int[np.ndarray, " turn"] | None) -> Continuation:
-        """Returns the tokens of an appended value or a new context. Raises RenderingError if it cannot be rendered."""
+        """Returns the tokens of an appended value or a new context. Raises LostError if it cannot be rendered."""
         if isinstance(follows, Context):
             return Continuation(self._rendering.context_ids(follows), anew=True)
         return Continuation(self._rendering.ids(follows, after=after))
 
     def _serve(self) -> None:
         """Runs the loop until it is closed, whatever ends it in between."""
-        self._loop.call_soon(self._beat)
-        run_until(
-            self._loop, self._closing.is_set, message="a task of an environment raised; the episodes continue"
-        )
+        message = "a task of an environment raised; the episodes continue"
+        run_until(self._loop, self._closing.is_set, message=message)
         if left := asyncio.all_tasks(self._loop):
             for task in left:
                 task.cancel()
@@ -320,16 +305,16 @@ class Episodes:
                 self._loop.run_until_complete(asyncio.wait(left, timeout=_ENDING_S / 2))
         self._loop.close()
 
-    def _beat(self) -> None:
-        self._beats += 1
-        self._loop.call_later(HELD_S / 30, self._beat)
-
     def _watch(self) -> None:
         """Warns about an environment that holds the event loop. It counts its own looks instead of seconds, since a process may be suspended."""
-        seen, held, due = -1, 0.0, HELD_S
+        answered, held, due = threading.Event(), 0.0, HELD_S
+        answered.set()
         while not self._closing.wait(HELD_S / 10):
-            if self._beats != seen:
-                seen, held, due = self._beats, 0.0, HELD_S
+            if answered.is_set():
+                answered.clear()
+                held, due = 0.0, HELD_S
+                with suppress(RuntimeError):  # the loop was closed
+                    self._loop.call_soon_threadsafe(answered.set)
                 continue
             held += HELD_S / 10
             if held < due:
@@ -352,10 +337,7 @@ class Episodes:
         try:
             async with self._room:
                 return await work()
-        except (
-            Exception,
-            asyncio.CancelledError,
-        ) as error:  # the environment's code may cancel tasks of this loop
+        except (Exception, asyncio.CancelledError) as error:  # the environment may cancel tasks of this loop
             if isinstance(error, asyncio.CancelledError) and self._closing.is_set():
                 raise
             opened.lose(lost_by(error))

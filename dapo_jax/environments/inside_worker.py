@@ -5,6 +5,7 @@ import json
 import os
 import threading
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from dapo_jax.environments.by_name import load_environment
@@ -13,12 +14,6 @@ from dapo_jax.environments.protocol import Environment
 from dapo_jax.environments.turns_as_json import MOST_BYTES, appended_as_json, step_as_json, turn_of
 from dapo_jax.rewards.async_calls import DaemonThreads, run_until
 from dapo_jax.workers.inside import Answer, Serve
-
-THREADS_LEFT = 64
-"""Number of threads left by closed episodes and given-up calls at which a worker is replaced, before it can start no further thread."""
-
-EPISODE_THREADS = 4
-"""Number of threads that an open episode may have."""
 
 
 def load(setup: Mapping[str, Any]) -> tuple[dict[str, Any], Serve]:
@@ -37,7 +32,7 @@ class _Serving:
 
     def __init__(self, environment: Environment, timeout_s: float) -> None:
         self._environment: Any = environment
-        self._timeout_s = timeout_s
+        self._called = partial(called, timeout_s=timeout_s)
         self._episodes: dict[int, Any] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         """Calls under way."""
@@ -60,7 +55,6 @@ class _Serving:
             task.add_done_callback(self._tasks.discard)
 
         threading.Thread(target=read, daemon=True).start()
-        self._own_threads = threading.active_count()
         asyncio.set_event_loop(self._loop)
         run_until(self._loop, lambda: False, message="a task of an environment raised; the episodes continue")
 
@@ -70,38 +64,33 @@ class _Serving:
             found = {"answer": await self._result(call)}
             if (size := len(json.dumps(found))) > MOST_BYTES:
                 raise LostError(
-                    "raised",
-                    f"the environment's answer has {size:,} bytes in JSON, needs at most {MOST_BYTES:,}",
+                    f"the environment's answer has {size:,} bytes in JSON, needs at most {MOST_BYTES:,}"
                 )
         except (Exception, asyncio.CancelledError) as error:
             lost = lost_by(error)
             found = {"lost": lost.lost, "reason": str(lost)}
-        if call["do"] == "close" or found.get("lost") == "timeout":
-            known = self._own_threads + len(self._tasks) + EPISODE_THREADS * len(self._episodes)
-            found["worn_out"] = threading.active_count() - known >= THREADS_LEFT
         if "can't start new thread" in found.get("reason", ""):
             found = {"ended": "it could start no further thread: the environment does not end its threads"}
         answer(call["id"], found)
 
     async def _result(self, call: Mapping[str, Any]) -> Any:
         episode: Any = self._episodes.get(call.get("episode", -1))
-        limit = self._timeout_s
         match call["do"]:
             case "group_rewards":
                 compared = [self._episodes[each] for each in call["episodes"]]
-                scores = await called(self._environment.group_rewards, compared, timeout_s=limit)
+                scores = await self._called(self._environment.group_rewards, compared)
                 return checked_scores(scores, count=len(compared))
             case "episode":
-                made = await called(self._environment.episode, call["row"], call["seed"], timeout_s=limit)
+                made = await self._called(self._environment.episode, call["row"], call["seed"])
                 self._episodes[call["episode"]] = checked_episode(made)
             case "start":
                 start = getattr(episode, "start", None)
-                begins = "" if start is None else await called(start, timeout_s=limit)
+                begins = "" if start is None else await self._called(start)
                 return appended_as_json("" if begins is None else begins)
             case "step":
-                return step_as_json(await called(episode.step, turn_of(call["turn"]), timeout_s=limit))
+                return step_as_json(await self._called(episode.step, turn_of(call["turn"])))
             case "close":
                 self._episodes.pop(call["episode"], None)
                 if callable(end := getattr(episode, "close", None)):
-                    await called(end, timeout_s=limit)
+                    await self._called(end)
         return None

@@ -25,13 +25,6 @@ _ANSWER = f"{FIRST_GUARD}said{FIRST_GUARD}"
 """Placeholder for the assistant's answer. No template writes it, and messages that contain it are refused."""
 
 
-class RenderingError(LostError, ValueError):
-    """The appended value cannot become tokens."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__("raised", reason)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Rendering:
     """Turns values that episodes append into token ids."""
@@ -46,33 +39,29 @@ class Rendering:
         """Returns the ids of an appended value (`protocol.Appended`) after a turn, or after the prompt (None).
 
         Raises:
-            RenderingError: it cannot be appended, has ids outside the vocabulary, or the model has no chat template.
+            LostError: it cannot be appended, has ids outside the vocabulary, or the model has no chat template.
         """
         if isinstance(appended, str):
             return self._text(appended)
         if not isinstance(appended, Sequence | np.ndarray):
-            raise RenderingError(
+            raise LostError(
                 f"{appended!r:.200} ({type(appended).__name__}) cannot be appended; a text, a list of messages or ids can"
             )
         try:
             if isinstance(appended, Sequence) and appended and isinstance(appended[0], Mapping):
                 return self._messages(appended, after)
             return self._ids(appended)
-        except RenderingError:
-            raise
         except (ValueError, TypeError, OverflowError) as error:  # from NumPy or the chat template
-            raise RenderingError(f"{appended!r:.200} cannot be appended: {error}") from error
+            raise LostError(f"{appended!r:.200} cannot be appended: {error}") from error
 
     def _ids(self, appended: Any) -> Int[np.ndarray, " new"]:
         found = np.asarray(appended)
         if found.size == 0:
             return np.zeros(0, np.int32)
         if found.ndim != 1 or found.dtype.kind not in "iu":
-            raise RenderingError(
-                f"{appended!r:.200} cannot be appended: it is neither messages nor a list of ids"
-            )
+            raise LostError(f"{appended!r:.200} cannot be appended: it is neither messages nor a list of ids")
         if not 0 <= int(found.min()) <= int(found.max()) < self.tokenizer.vocab_size:
-            raise RenderingError(
+            raise LostError(
                 f"ids from {found.min()} to {found.max()} were appended; the tokenizer has ids from 0 to "
                 f"{self.tokenizer.vocab_size - 1}"
             )
@@ -80,20 +69,20 @@ class Rendering:
 
     def _text(self, text: str) -> Int[np.ndarray, " new"]:
         if len(text) > MOST_CHARACTERS:
-            raise RenderingError(
+            raise LostError(
                 f"a text of {len(text):,} characters was appended; {MOST_CHARACTERS:,} are the most"
             )
         try:
             text.encode("utf-8")  # half of a surrogate pair is not text
             return self.tokenizer.encode_plain(text)
         except ValueError as error:
-            raise RenderingError(f"a text was appended that cannot be tokenized: {error}") from error
+            raise LostError(f"a text was appended that cannot be tokenized: {error}") from error
 
     def context_ids(self, context: Context) -> Int[np.ndarray, " context"]:
         """Returns the ids of a new context: a text like a prompt, ids unchanged, messages up to the beginning of the assistant's answer.
 
         Raises:
-            RenderingError: it cannot be a context, or is empty.
+            LostError: it cannot be a context, or is empty.
         """
         contents = context.contents
         if isinstance(contents, str):
@@ -101,23 +90,21 @@ class Rendering:
         elif isinstance(contents, Sequence) and contents and isinstance(contents[0], Mapping):
             template, guard = self._template(), Guarding(self.tokenizer)
             if context.tools and not re.search(r"\btools\b", template.source):
-                raise RenderingError(
+                raise LostError(
                     f"chat template {template.name} has no variable `tools`: write the tools into the system message, and return a Context "
                     "without tools"
                 )
             try:
-                messages = _guarded(guard, contents)
+                messages = [guard.message(message) for message in canonical_messages(contents)]
                 tools = [guard.value(tool) for tool in context.tools] or None
                 kwargs = {**self.template_kwargs, "tools": tools}
                 found = guard.ids(template.render(messages, kwargs, today=self.today))
-            except RenderingError:
-                raise
             except (ValueError, TypeError) as error:
-                raise RenderingError(f"a context cannot be rendered: {error}") from error
+                raise LostError(f"a context cannot be rendered: {error}") from error
         else:
             found = self.ids(contents, after=None)
         if not len(found):
-            raise RenderingError(
+            raise LostError(
                 "a context has no token: it replaces everything before it, so a turn would have nothing to follow"
             )
         return found
@@ -127,16 +114,16 @@ class Rendering:
     ) -> Int[np.ndarray, " new"]:
         template, guard = self._template(), Guarding(self.tokenizer)
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-        whole = [*before, *_guarded(guard, messages)]
+        whole = [*before, *(guard.message(message) for message in canonical_messages(messages))]
         rendered = template.render(whole, self.template_kwargs, today=self.today)
         _, found, new = rendered.rpartition(_ANSWER)
         if not found:
-            raise RenderingError(
+            raise LostError(
                 f"chat template {template.name} leaves out the assistant's answer, so nothing can follow it"
             )
         if after is None:
             # The text of a prompt ends with the opening of an answer.
-            raise RenderingError(
+            raise LostError(
                 "messages cannot follow a prompt, which ends with the beginning of an answer: return a Context, append a text or ids, or "
                 "write them into the row's prompt"
             )
@@ -147,20 +134,8 @@ class Rendering:
 
     def _template(self) -> ChatTemplate:
         if self.tokenizer.chat_template is None:
-            raise RenderingError(
+            raise LostError(
                 "messages were given, and the model has no chat template: choose a model or a model.tokenizer that has one, or append a "
                 "text or ids"
             )
         return self.tokenizer.chat_template
-
-
-def _guarded(guarding: Guarding, messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Returns the messages with guarded text, for the template.
-
-    Raises:
-        RenderingError: one of them is not a message, or cannot be guarded.
-    """
-    try:
-        return [guarding.message(message) for message in canonical_messages(messages)]
-    except ValueError as error:
-        raise RenderingError(f"a message cannot be rendered: {error}") from error

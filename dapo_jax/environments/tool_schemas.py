@@ -19,15 +19,6 @@ _TYPES: dict[Any, str] = {
     dict: "object",
     type(None): "null",
 }
-_PYTHON: dict[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "array": (list,),
-    "object": (dict,),
-    "null": (type(None),),
-}
 _SECTION = re.compile(
     r"^(Args|Arguments|Returns|Raises|Yields|Example|Examples|Note|Notes):\s*$", re.MULTILINE
 )
@@ -61,9 +52,7 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     required = []
     for argument in inspect.signature(function).parameters.values():
         if argument.kind not in (argument.POSITIONAL_OR_KEYWORD, argument.KEYWORD_ONLY):
-            raise ValueError(
-                f"tool {name}: {argument} cannot be passed by name, but a tool's arguments must be"
-            )
+            raise ValueError(f"tool {name}: {argument} cannot be passed by name, as a tool's arguments are")
         if argument.name not in hints:
             raise ValueError(f"tool {name}: argument {argument.name} has no annotation; annotate its type")
         properties[argument.name] = _schema(hints[argument.name], f"tool {name}: argument {argument.name}")
@@ -72,10 +61,8 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
         if argument.default is argument.empty:
             required.append(argument.name)
     parameters = {"type": "object", "properties": properties} | ({"required": required} if required else {})
-    return {
-        "type": "function",
-        "function": {"name": name, "description": description, "parameters": parameters},
-    }
+    function_schema = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function_schema}
 
 
 def what_is_wrong(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -> str:
@@ -98,35 +85,25 @@ def _misfit(value: Any, schema: Mapping[str, Any], where: str) -> str:
     if value is None and schema.get("nullable"):
         return ""
     if "anyOf" in schema:
-        found = [_misfit(value, one, where) for one in schema["anyOf"]]
-        return "" if "" in found else found[0]
+        misfits = [_misfit(value, one, where) for one in schema["anyOf"]]
+        return "" if "" in misfits else misfits[0]
     kinds = schema.get("type", [])
     kinds = [kinds] if isinstance(kinds, str) else kinds
-    # True is an int in Python, but not in JSON.
-    fits = any(
-        isinstance(value, _PYTHON[kind]) and (kind == "boolean" or not isinstance(value, bool))
-        for kind in kinds
-    )
-    if kinds and not fits:
+    kind = _TYPES[type(value)]
+    if kinds and kind not in kinds and not (kind == "integer" and "number" in kinds):
         return f"{where} has to be {' or '.join(kinds)}; got {value!r:.80}"
     if "enum" in schema and value not in schema["enum"]:
         return f"{where} has to be one of {schema['enum']}; got {value!r:.80}"
-    inner: list[tuple[Any, Any, str]] = []
+    inside: list[tuple[Any, Any, Any]] = []
     if isinstance(value, list):
-        each = schema.get("prefixItems")
-        if each is not None and len(each) != len(value):
+        each = schema.get("prefixItems", [schema.get("items", {})] * len(value))
+        if len(each) != len(value):
             return f"{where} has to have {len(each)} items; got {len(value)}"
-        each = [schema.get("items", {})] * len(value) if each is None else each
-        inner = [
-            (item, one, f"{where}[{place}]")
-            for place, (item, one) in enumerate(zip(value, each, strict=True))
-        ]
+        inside = list(zip(range(len(value)), value, each, strict=True))
     elif isinstance(value, dict):
-        inner = [
-            (item, schema.get("additionalProperties", {}), f"{where}[{name!r:.40}]")
-            for name, item in value.items()
-        ]
-    return next((error for item, one, place in inner if (error := _misfit(item, one, place))), "")
+        inside = [(name, item, schema.get("additionalProperties", {})) for name, item in value.items()]
+    found = (_misfit(item, one, f"{where}[{place!r:.40}]") for place, item, one in inside)
+    return next(filter(None, found), "")
 
 
 def _schema(hint: Any, where: str) -> dict[str, Any]:

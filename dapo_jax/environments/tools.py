@@ -52,57 +52,48 @@ class Tools:
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two tools are named {twice[0]!r}; a call could mean either")
         self._functions = dict(zip(names, functions, strict=True))
-        self._parameters = {
-            schema["function"]["name"]: schema["function"]["parameters"] for schema in self.schemas
-        }
+        parameters = [schema["function"]["parameters"] for schema in self.schemas]
+        self._parameters = dict(zip(names, parameters, strict=True))
         self._most_characters, self._timeout_s = most_characters, timeout_s
 
     async def result(self, call: ToolCall | BrokenCall) -> tuple[str, bool]:
         """Returns the text of a call's result, and whether it is an error."""
-        if isinstance(call, BrokenCall):
-            return self._bounded(f"error: the call cannot be read: {call.reason}"), True
-        if call.name not in self._functions:
-            return self._bounded(
-                f"error: there is no tool {call.name!r:.80}; there are {sorted(self._functions)}"
-            ), True
-        if wrong := what_is_wrong(call.arguments, self._parameters[call.name]):
-            return self._bounded(f"error: {call.name}: {wrong}"), True
-        found, error = await self._called(self._functions[call.name], call.arguments)
-        text = _text(error or found)
-        if text is None:
-            return f"error: {call.name} returned a {type(found).__name__} that cannot become text", True
-        return self._bounded(f"error: {call.name}: {text}" if error else text), bool(error)
+        text, error = await self._outcome(call)
+        text = f"error: {error}" if error else text
+        if (left_out := len(text) - self._most_characters) > 0:
+            text = f"{text[: self._most_characters]}\n({left_out:,} more characters were cut off)"
+        return text, bool(error)
 
-    async def _called(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[Any, str]:
-        """Returns the result of a function, and the error if it raised or took too long."""
-        task = asyncio.ensure_future(outcome(partial(function, **arguments)))
+    async def _outcome(self, call: ToolCall | BrokenCall) -> tuple[str, str]:
+        """Returns the text of a call's result and an empty text, or an empty text and the error."""
+        if isinstance(call, BrokenCall):
+            return "", f"the call cannot be read: {call.reason}"
+        if call.name not in self._functions:
+            return "", f"there is no tool {call.name!r:.80}; there are {sorted(self._functions)}"
+        if wrong := what_is_wrong(call.arguments, self._parameters[call.name]):
+            return "", f"{call.name}: {wrong}"
+        task = asyncio.ensure_future(outcome(partial(self._functions[call.name], **call.arguments)))
         try:
             is_in_time = await ends_in_time(task, self._timeout_s)
         finally:
             task.cancel()
         if not is_in_time:
-            return None, f"no result within {self._timeout_s:g} s"
+            return "", f"{call.name}: no result within {self._timeout_s:g} s"
         found, error = task.result()
-        return found, "" if error is None else f"{type(error).__name__}: {error!s:.500}"
-
-    def _bounded(self, text: str) -> str:
-        left_out = len(text) - self._most_characters
-        if left_out <= 0:
-            return text
-        return f"{text[: self._most_characters]}\n({left_out:,} more characters were cut off)"
+        text = found if error is None else f"{type(error).__name__}: {error!s:.500}"
+        try:
+            text = str(text) if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
+            text.encode("utf-8")  # half of a surrogate pair is not text
+        except (TypeError, ValueError, RecursionError):
+            return "", f"{call.name} returned a {type(found).__name__} that cannot become text"
+        return (text, "") if error is None else ("", f"{call.name}: {text}")
 
 
 class ToolEpisode:
     """An episode of tools, made by a `ToolEnvironment`; a subclass may replace `finish`, which grades the answer."""
 
     def __init__(self, tools: Tools, row: Mapping[str, Any], grade: Grade | None = None) -> None:
-        """Keeps the arguments.
-
-        Args:
-            tools: the functions that the policy may call.
-            row: the row of the data; its `prompt` is a question or messages.
-            grade: grades the answer; None if a subclass replaces `finish`.
-        """
+        """Keeps the arguments: the row's `prompt` is a question or messages, and leave `grade` out if a subclass replaces `finish`."""
         self.tools, self.row, self._grade = tools, row, grade
         self.calls, self.errors = 0, 0
 
@@ -178,13 +169,3 @@ def conversation(row: Mapping[str, Any], added: str = "") -> list[Message]:
     if not added:
         return [*messages]
     return [*messages[:-1], {**messages[-1], "content": content_text(messages[-1].get("content")) + added}]
-
-
-def _text(value: Any) -> str | None:
-    """Returns the text of a tool's result, or its JSON; None if it has neither, or half a surrogate pair."""
-    try:
-        text = str(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        text.encode("utf-8")
-    except (TypeError, ValueError, RecursionError):
-        return None
-    return text

@@ -15,7 +15,6 @@ from dapo_jax.rewards.sample import plain, read_only
 MOST_BYTES = 1 << 24
 """Length of the longest answer. The longest text that can be appended fits, whatever its characters are."""
 
-
 _FIELDS = ("reward", "done", "correct", "metrics")
 
 
@@ -61,11 +60,10 @@ def appended_as_json(given: Any) -> dict[str, Any]:
             return {"contents": plain(given.contents), "tools": plain(given.tools)}
         return {"append": plain(given)}
     except TypeError as error:
-        raise LostError(
-            "raised", f"{error} cannot be appended: workers answer in JSON, which cannot represent it"
-        ) from error
+        reason = f"{error} cannot be appended: workers answer in JSON, which cannot represent it"
+        raise LostError(reason) from error
     except RecursionError as error:
-        raise LostError("raised", "the appended value is nested too deep, or contains itself") from error
+        raise LostError("the appended value is nested too deep, or contains itself") from error
 
 
 def appended_of(found: Mapping[str, Any]) -> Any:

@@ -4,6 +4,7 @@ Bookkeeping on the host, the same in every process.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,14 +20,14 @@ class InFlight:
     """Rollouts in flight between two steps, as a checkpoint keeps them. Groups that are ready to be trained on are stored apart."""
 
     clock: VirtualClock
-    """Not to be changed: use `VirtualClock.copy`."""
+    """Do not change it: `Collector.after` makes a copy."""
     responses: Mapping[ResponseId, Request]
-    """The responses that have started, of groups without a verdict; not to be changed: use `Request.rest`."""
+    """The responses that have started, of groups without a verdict, as `Request.rest` returns them. Do not change them, either."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """The position of a run between two steps: all that a checkpoint needs besides the train state."""
+    """The position of a run between two steps: all that a checkpoint needs in addition to the train state."""
 
     step: int = 0
     """Steps done."""
@@ -46,15 +47,15 @@ class RoundEnd(NamedTuple):
     whole: list[int]
     """Ordinals of the groups whose last response ended, to be graded."""
     due: list[int]
-    """Ordinals of the groups whose verdicts are due, to be judged."""
+    """Ordinals of the groups whose verdicts are due, for `Collector.end_group`."""
 
 
 @dataclass(kw_only=True)
 class Collector:
-    """The sampling of one step. In rounds: while `goes_on`, call `start`, sample a round, then `take`, `end_round` and `judge`. Finally call `finish`.
+    """The sampling of one step. In rounds: while `goes_on`, call `start`, sample a round, then `take`, `end_round`, and `end_group` for each group whose verdict is due.
 
     Each episode waits some rounds for every answer of its environment: call `answer` for `answers_due` after `start` and after `take`.
-    In waves: call `start` until it returns nothing, and `end_group` for each group as its verdict comes.
+    In waves: call `start` until it returns nothing, and `end_group` for each group as its verdict comes. Both end with `finish`.
     """
 
     clock: VirtualClock
@@ -93,19 +94,18 @@ class Collector:
     def after(cls, position: Position, sizes: ClockSizes, **options: Any) -> "Collector":
         """Returns the collector of the step after `position`; `options` are other fields."""
         ready = {group.prompt.ordinal: group for group in position.carry}
-        if position.in_flight is None:
-            clock = VirtualClock(
-                sizes,
-                version=position.step,
-                following=ResponseId(position.cursor, 0),
-                ready={ordinal: group.oldest for ordinal, group in ready.items()},
-            )
-            return cls(clock=clock, ready=ready, **options)
-        clock = position.in_flight.clock.copy()
-        responses = {one: request.rest() for one, request in position.in_flight.responses.items()}
-        for request in responses.values():
-            request.version = clock.version
-        return cls(clock=clock, ready=ready, responses=responses, **options)
+        if (before := position.in_flight) is not None:
+            responses = {one: request.rest() for one, request in before.responses.items()}
+            for request in responses.values():
+                request.version = before.clock.version
+            return cls(clock=deepcopy(before.clock), ready=ready, responses=responses, **options)
+        clock = VirtualClock(
+            sizes,
+            version=position.step,
+            following=ResponseId(position.cursor, 0),
+            ready={ordinal: group.oldest for ordinal, group in ready.items()},
+        )
+        return cls(clock=clock, ready=ready, **options)
 
     @property
     def needed(self) -> int:
@@ -124,10 +124,15 @@ class Collector:
 
     @property
     def stage(self) -> str:
-        """The progress of the step, for people."""
+        """The progress of the step, for the progress bar."""
         if not self.clock.sizes.waves:
             return f"round {self.rounds}"
         return f"wave {self.waves}" if self.enabled else ""
+
+    @property
+    def _wave(self) -> int:
+        """Number of prompts of a wave."""
+        return self.clock.sizes.in_flight // self.clock.sizes.samples_per_prompt
 
     @property
     def goes_on(self) -> bool:
@@ -137,12 +142,9 @@ class Collector:
 
     def start(self) -> list[ResponseId]:
         """Returns the responses that start now, in order. Episodes first wait for their environments. In waves: see `VirtualClock.start`."""
-        sizes = self.clock.sizes
-        if sizes.waves:
-            wave = sizes.in_flight // sizes.samples_per_prompt
-            if self.max_groups is not None and (self.waves + 1) * wave > self.max_groups:
-                return []
-            started = self.clock.start()
+        if self.clock.sizes.waves:
+            within = self.max_groups is None or (self.waves + 1) * self._wave <= self.max_groups
+            started = self.clock.start() if within else []
             self.waves += bool(started)
             return started
         started = self.clock.start()
@@ -155,11 +157,11 @@ class Collector:
         return started
 
     def draws(self, one: ResponseId) -> bool:
-        """Whether a response in flight samples in the next round: its environment is not at work, and it is not over. An episode that was lost before its first turn is over."""
+        """Returns whether a response in flight samples in the next round: it does not wait for its environment, and it was not lost before its first turn."""
         return self.responses[one].finish_reason is None and not self.responses[one].waits
 
     def take(self, drawn: Mapping[ResponseId, Drawn], here: Collection[ResponseId]) -> None:
-        """Takes the new tokens of a round. Those `here` were sampled by this process, and have grown already."""
+        """Takes the new tokens of a round. The responses `here` were sampled by this process, and have their tokens already."""
         self.rounds += 1
         self._taken = True
         for one, part in drawn.items():
@@ -182,7 +184,7 @@ class Collector:
         return [one for one, at in due if at is not None and at <= self._now]
 
     def answer(self, one: ResponseId, before: Continuation | None, standing: Standing) -> None:
-        """Takes an environment's answer, and its account of the episode: the next turn begins after the tokens `before`, or the episode ends."""
+        """Takes an environment's answer: the next turn begins after the tokens `before`, or the episode ends. `standing` has its rewards so far."""
         request = self.responses[one]
         assert self.limits is not None
         request.standing = standing
@@ -207,46 +209,33 @@ class Collector:
         indices = range(self.clock.sizes.samples_per_prompt)
         return tuple(self.responses[ResponseId(ordinal, index)].response(version) for index in indices)
 
-    def waiting_for_verdicts(self) -> list[int]:
-        """Returns the groups that are whole and have no verdict yet, by ordinal."""
-        return self.clock.whole(self.clock.groups)
-
-    def judge(self, groups: Sequence[Group]) -> None:
-        """Takes the graded groups whose verdicts are due."""
-        self.clock.judge({group.prompt.ordinal: self._counted(group) for group in groups})
-        for group in groups:
-            for index in range(self.clock.sizes.samples_per_prompt):
-                del self.responses[ResponseId(group.prompt.ordinal, index)]
-
-    def end_group(self, group: Group) -> None:
-        """Takes a graded group of a wave."""
-        self.clock.end_group(group.prompt.ordinal, informative=self._counted(group))
-
     def informative(self, group: Group) -> bool:
         """Returns whether a step may train on a graded group."""
         return not self.enabled or is_informative(group, metric=self.metric)
 
-    def _counted(self, group: Group) -> bool:
-        """Counts a graded group. Returns whether it is informative."""
-        informative = self.informative(group)
+    def end_group(self, group: Group) -> None:
+        """Takes a graded group whose verdict is due; in waves, any graded group."""
+        ordinal, informative = group.prompt.ordinal, self.informative(group)
+        self.clock.end_group(ordinal, informative=informative)
         self._judged.append(group)
         self.tally.add(group)
         if informative:
-            self.ready[group.prompt.ordinal] = group
-        return informative
+            self.ready[ordinal] = group
+        for index in range(self.clock.sizes.samples_per_prompt):
+            self.responses.pop(ResponseId(ordinal, index), None)
 
     def finish(self, *, on_shortfall: str = "error") -> Collected:
         """Ends the step. Returns the first informative groups by ordinal, as many as a step trains on, and the groups that are left.
 
         Raises:
-            ShortfallError: there are too few, and `on_shortfall` is error; or there are none. The message counts the groups by kind, since too easy and too
-                hard prompts call for opposite remedies.
+            ShortfallError: there are too few, and `on_shortfall` is error; or there is no informative group. The message counts the groups by kind,
+                since too easy and too hard prompts call for opposite remedies.
         """
         if len(self.ready) < self.needed and (on_shortfall == "error" or not self.ready):
-            waves = f" in {self.waves} waves of {self.clock.sizes.in_flight // self.clock.sizes.samples_per_prompt} prompts"
+            waves = f" in {self.waves} waves of {self._wave} prompts" if self.clock.sizes.waves else ""
             raise ShortfallError(
                 f"dynamic sampling found {self.kept} of the {self.needed} informative groups it needs among the {self.tally.groups} of this step"
-                f"{waves if self.clock.sizes.waves else ''}: {nothing_to_learn(self.tally, self._judged, self.metric)}, raise "
+                f"{waves}: {nothing_to_learn(self.tally, self._judged, self.metric)}, raise "
                 "dynamic_sampling.max_waves, or set dynamic_sampling.on_shortfall=train_fewer"
             )
         version = self.clock.version

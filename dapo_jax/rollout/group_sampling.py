@@ -1,13 +1,14 @@
 """Graded groups for the steps and the evaluations of a run, sampled by this process alone or together with others.
 
-In waves, each response is sampled to its end by the weights of one step. With rollouts in flight, responses continue from step to step, round by round. Both go by the virtual
-clock, which every process keeps alike.
+In waves, each response is sampled to its end by the weights of one step. With rollouts in flight, responses continue from step to step, round by round. Both follow the virtual
+clock: every process keeps the same one.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import nullcontext
-from itertools import chain
+from itertools import chain, islice
 
 import numpy as np
 from jaxtyping import Int, PyTree
@@ -24,13 +25,16 @@ from dapo_jax.parallel.mesh import Meshes
 from dapo_jax.parallel.weights import SamplerWeights
 from dapo_jax.rewards.grading import Grading, Pending
 from dapo_jax.rollout.collector import Collector, Position
-from dapo_jax.rollout.exchange import Exchange
+from dapo_jax.rollout.exchange import Answered, Exchange
 from dapo_jax.rollout.response_sampler import TRAINING, ResponseSampler
-from dapo_jax.rollout.turns_in_flight import FOR_OTHERS, TurnsInFlight
 from dapo_jax.rollout.virtual_clock import ClockSizes, ResponseId
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.rounds import Drawn, RoundSampler
+from dapo_jax.sampling.turns import Answer
 from dapo_jax.trackers.rollout_log import LOGGED_GROUPS
+
+_LOOK_S = 1.0
+"""Seconds between two looks at environments that work."""
 
 
 class GroupSampling:
@@ -65,22 +69,23 @@ class GroupSampling:
             max_age_steps=rollout.max_age_steps if self._in_rounds else 0,
             waves=not self._in_rounds,
         )
-        tokens = rollout.round_tokens
-        self._exchange = Exchange(meshes, stop, in_flight=rollout.in_flight, round_tokens=tokens)
+        self._exchange = Exchange(
+            meshes, stop, watch, in_flight=rollout.in_flight, round_tokens=rollout.round_tokens
+        )
         self._pending: dict[int, Pending] = {}
         """In flight: groups whose verdicts this process waits for, by ordinal."""
         self._asked: dict[int, Prompt] = {}
         """In flight: the prompts of groups without a verdict, by ordinal."""
         self._turns: TurnsInFlight | None = None
         if episodes is not None and self._in_rounds:
-            self._turns = TurnsInFlight(episodes, self._exchange, self._prompt_in_flight, watch)
+            self._turns = TurnsInFlight(episodes, self._exchange, watch)
 
     def transfer(self, params: PyTree) -> SamplerWeights:
         """Returns the trainer's parameters as the sampler's weights."""
         return self._sampler.transfer(params)
 
     def compile(self) -> None:
-        """Compiles the programs of sampling, and those of evaluation if there is one."""
+        """Compiles the programs of sampling, and of evaluation if there is one."""
         config, cut = self._config, self._config.eval
         options: list[dict[str, float | int]] = [{"temperature": config.sampling.temperature}]
         if self._held_out:
@@ -110,13 +115,13 @@ class GroupSampling:
         """Yields the graded groups of a step as their verdicts come: in waves in any order, in flight by rounds and ordinals.
 
         Raises:
-            StoppedError: the run was told to stop; in every process.
+            StoppedError: the run was asked to stop; in every process.
             RewardError: a reward function failed; in every process.
         """
         return (self._rounds if self._in_rounds else self._waves)(weights, collector)
 
     def finish(self, collector: Collector) -> Collected:
-        """Returns the groups that a step trains on and those that it leaves; every process has them whole.
+        """Returns the groups that a step trains on and the groups that it leaves; every process has them whole.
 
         Raises:
             ShortfallError: there are too few informative groups.
@@ -127,30 +132,25 @@ class GroupSampling:
         """Returns for each dataset the graded groups of its prompts, after step `step`.
 
         Raises:
-            StoppedError: the run was told to stop; in every process.
+            StoppedError: the run was asked to stop; in every process.
         """
-        weights = self.transfer(params)
+        weights, found = self.transfer(params), dict[str, list[Group]]()
         with nullcontext() if self._episodes is None else self._episodes.apart():
-            return {
-                name: self._evaluated(weights, prompts, name=name, step=step)
-                for name, prompts in self._held_out.items()
-            }
-
-    def _evaluated(self, weights: PyTree, prompts: Sequence[Prompt], *, name: str, step: int) -> list[Group]:
-        groups = self._sampler.evaluate(
-            weights,
-            [prompt for prompt in prompts if self._exchange.takes(prompt.ordinal)],
-            lambda sampled: self._exchange.graded(sampled, self._grading.groups),
-            self._config.eval,
-            name=name,
-            step=step,
-            environments=self._episodes,
-        )
-        by_ordinal = {prompt.ordinal: prompt for prompt in prompts}
-        kept = responses_kept(len(prompts))
-        self._watch.note(FOR_OTHERS, for_others=True)
-        self._stop.check() if self._exchange.alone else None
-        return self._exchange.groups(groups, by_ordinal.__getitem__, texts=max(kept, default=0))
+            for name, prompts in self._held_out.items():
+                groups = self._sampler.evaluate(
+                    weights,
+                    [prompt for prompt in prompts if self._exchange.takes(prompt.ordinal)],
+                    lambda sampled: self._exchange.graded(sampled, self._grading.groups),
+                    self._config.eval,
+                    name=name,
+                    step=step,
+                    environments=self._episodes,
+                )
+                by_ordinal = {prompt.ordinal: prompt for prompt in prompts}
+                texts = max(responses_kept(len(prompts)), default=0)
+                self._stop.check() if self._exchange.alone else None
+                found[name] = self._exchange.groups(groups, by_ordinal.__getitem__, texts=texts)
+        return found
 
     def _waves(self, weights: PyTree, collector: Collector) -> Iterator[Group]:
         alone, begin = self._exchange.alone, collector.cursor
@@ -165,15 +165,16 @@ class GroupSampling:
             ordinal = group.prompt.ordinal
             return collector.informative(group) or ordinal < begin + LOGGED_GROUPS
 
+        mine = deque[int]()
+
+        def prompts(count: int) -> list[Prompt]:
+            if alone and not mine:
+                mine.extend(certain())  # the next wave overlaps the last responses of this one
+            self._watch.note("reading prompts")
+            return [self._stream.at(mine.popleft()) for _ in range(min(count, len(mine)))]
+
         while ordinals := certain():
-            mine = deque(filter(self._exchange.takes, ordinals))
-
-            def prompts(count: int, mine: deque[int] = mine) -> list[Prompt]:
-                if alone and not mine:
-                    mine.extend(certain())  # the next wave overlaps the last responses of this one
-                self._watch.note("reading prompts")
-                return [self._stream.at(mine.popleft()) for _ in range(min(count, len(mine)))]
-
+            mine.extend(filter(self._exchange.takes, ordinals))
             sampled = self._sampler.sample(
                 weights,
                 prompts,
@@ -187,7 +188,6 @@ class GroupSampling:
                 groups = self._stop.watched(self._grading.groups(sampled))
             else:
                 graded = self._exchange.graded(sampled, self._grading.groups)
-                self._watch.note(FOR_OTHERS, for_others=True)
                 groups = iter(self._exchange.groups(graded, self._prompts.__getitem__, whole=whole))
             for group in groups:
                 collector.end_group(group)
@@ -199,7 +199,7 @@ class GroupSampling:
         places = Places(self._sizes.in_flight, self._exchange.count, lengths)
         if self._turns is not None:
             self._turns.ask(collector)  # grading needs the episodes of a checkpoint
-        for ordinal in collector.waiting_for_verdicts():
+        for ordinal in collector.clock.whole(collector.clock.groups):
             self._grade(ordinal, collector)
         try:
             while collector.goes_on:
@@ -207,7 +207,6 @@ class GroupSampling:
                     sampler = self._sampler.rounds(
                         weights,
                         decoding=decoding(temperature=self._config.sampling.temperature),
-                        domain=TRAINING,
                         episodes=self._episodes,
                     )
                 places.give(collector.start())
@@ -219,16 +218,16 @@ class GroupSampling:
                 for ordinal in whole:
                     self._grade(ordinal, collector)
                 groups = self._verdicts(due, collector)
-                collector.judge(groups)
-                for ordinal in due:
-                    self._asked.pop(ordinal, None)
+                for group in groups:
+                    collector.end_group(group)
+                    self._asked.pop(group.prompt.ordinal, None)
                 yield from groups
         finally:
             if sampler is not None:
                 sampler.close()
 
     def _converse(self, collector: Collector) -> None:
-        """Hands new turns over to environments, and takes the answers that are due."""
+        """Sends new turns to environments, and takes the answers that are due."""
         if self._turns is not None:
             self._turns.ask(collector)
             self._turns.hear(collector)
@@ -244,16 +243,14 @@ class GroupSampling:
         with self._exchange.working():
             requests = [collector.responses[one] for one in asked[self._exchange.index]]
             drawn = sampler.draw(requests, self._config.rollout.round_tokens)
-        self._watch.note(FOR_OTHERS, for_others=True)
         return self._exchange.round(asked, drawn)
 
     def _grade(self, ordinal: int, collector: Collector) -> None:
         """Gives a whole group to the graders, if this process grades it."""
-        if self._exchange.grades and self._exchange.takes(ordinal) and ordinal not in self._pending:
+        if self._exchange.grades_group(ordinal) and ordinal not in self._pending:
             with self._exchange.working():
-                self._pending[ordinal] = self._grading.begin(
-                    self._prompt_in_flight(ordinal), collector.responses_to(ordinal)
-                )
+                prompt, responses = self._prompt_in_flight(ordinal), collector.responses_to(ordinal)
+                self._pending[ordinal] = self._grading.begin(prompt, responses)
 
     def _verdicts(self, due: Sequence[int], collector: Collector) -> list[Group]:
         """Returns the groups whose verdicts are due, graded, in every process."""
@@ -262,7 +259,6 @@ class GroupSampling:
         groups: list[Group] = []
         with self._exchange.working():
             groups = [self._pending.pop(ordinal).graded() for ordinal in due if ordinal in self._pending]
-        self._watch.note(FOR_OTHERS, for_others=True)
         return self._exchange.verdicts(groups, self._prompt_in_flight, collector.responses_to)
 
     def _prompt_in_flight(self, ordinal: int) -> Prompt:
@@ -272,11 +268,11 @@ class GroupSampling:
         return self._asked[ordinal]
 
 
-def dealt(tokens: Sequence[int] | Int[np.ndarray, " going"], samplers: int) -> Int[np.ndarray, " going"]:
+def dealt(tokens: Sequence[int], samplers: int) -> Int[np.ndarray, " going"]:
     """Returns the sampler of each response that continues, by its number of tokens.
 
     The longest responses are dealt out first, back and forth, so that all samplers hold and prefill about as many tokens. By ordinal, the first sampler would get all the old
-    responses: more than its pages hold, and the others would wait for it at the end of each round. What does not divide goes to the first samplers.
+    responses: more than its pages hold, and the others would wait for it at the end of each round. Responses that do not divide evenly go to the first samplers.
     """
     order = np.argsort(-np.asarray(tokens, np.int64), kind="stable")
     turn, at = np.divmod(np.arange(len(order)), samplers)
@@ -299,20 +295,70 @@ class Places:
 
     def give(self, started: Sequence[ResponseId]) -> None:
         """Gives responses that start, in order, to samplers with free places."""
-        free = [
-            sampler
-            for sampler, (at, most) in enumerate(zip(self._at, self._most, strict=True))
-            for _ in range(most - len(at))
-        ]
-        for one, sampler in zip(started, free, strict=False):
-            self._at[sampler].add(one)
+        waiting = iter(started)
+        for at, most in zip(self._at, self._most, strict=True):
+            at.update(islice(waiting, most - len(at)))
 
-    def leave(self, ended: Iterable[ResponseId]) -> None:
+    def leave(self, ended: Sequence[ResponseId]) -> None:
         """Frees the places of responses that ended."""
-        gone = set(ended)
         for at in self._at:
-            at -= gone
+            at.difference_update(ended)
 
     def of(self, sampler: int) -> list[ResponseId]:
         """Returns the responses of a sampler, in order."""
         return sorted(self._at[sampler])
+
+
+class TurnsInFlight:
+    """The environments of a run whose episodes are in flight. The process that grades a group talks with its environments.
+
+    Every process takes an answer a fixed number of rounds after the turn. So tokens depend on the answers of environments, and not on their time.
+    """
+
+    def __init__(self, episodes: Episodes, exchange: Exchange, watch: Watch) -> None:
+        """`watch` is notified, every second at least, while environments work."""
+        self._episodes, self._exchange, self._watch = episodes, exchange, watch
+        self._asked: dict[ResponseId, Answer] = {}
+        self._known: set[ResponseId] = set()
+        """The episodes of this process that are open."""
+
+    def ask(self, collector: Collector) -> None:
+        """Hands over starts and turns that environments have not received. Opens episodes that this process does not know, as after a resume."""
+        for one, request in collector.responses.items():
+            is_known = one in self._known
+            if not self._exchange.grades_group(one.ordinal) or (
+                is_known and (not request.waits or one in self._asked)
+            ):
+                continue
+            prompt, turns = request.prompt, request.drawn_turns
+            if not is_known and (turns or not request.waits):
+                answered = turns[:-1] if request.waits else turns
+                self._episodes.reopen(prompt, one.index, answered, request.standing)
+            self._known.add(one)
+            if request.waits and turns:
+                self._asked[one] = self._episodes.step(prompt, one.index, turns[-1])
+            elif request.waits:
+                self._asked[one] = self._episodes.start(prompt, one.index)
+        self._known &= collector.responses.keys()
+
+    def hear(self, collector: Collector) -> None:
+        """Takes the answers that are due, in every process.
+
+        Raises:
+            StoppedError: one of the processes was asked to stop; in all of them.
+            RewardError: a reward function failed in one of them; in all.
+        """
+        if not (due := collector.answers_due()):
+            return
+        answers: dict[ResponseId, Answered] = {}
+        with self._exchange.working():
+            mine = {one: self._asked[one] for one in due if self._exchange.grades_group(one.ordinal)}
+            while wait(mine.values(), timeout=_LOOK_S).not_done:
+                self._watch.note("waiting for environments")
+            for one, answer in mine.items():
+                standing = self._episodes.standing(collector.responses[one].prompt, one.index)
+                answers[one] = answer.result(), standing
+                del self._asked[one]
+        found = self._exchange.answers(answers)
+        for one in due:
+            collector.answer(one, *found[one])

@@ -5,7 +5,7 @@ back. A group in brief has everything that metrics and scores need, but neither 
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
 
@@ -49,43 +49,33 @@ def group_arrays(groups: Sequence[Group], *, whole: Sequence[bool] | None = None
     """
     if not groups:
         return {}
-    kept = [True] * len(groups) if whole is None else whole
-    records = [
-        [
-            group.prompt.ordinal,
-            full,
-            [_rollout_record(each, full or place < texts) for place, each in enumerate(group.rollouts)],
+    records, kept = [], list[Response]()
+    for place, group in enumerate(groups):
+        full = whole is None or whole[place]
+        rollouts = [
+            _rollout_record(rollout, full or index < texts) for index, rollout in enumerate(group.rollouts)
         ]
-        for group, full in zip(groups, kept, strict=True)
-    ]
-    parts = [
-        rollout.response
-        for group, full in zip(groups, kept, strict=True)
-        if full
-        for rollout in group.rollouts
-    ]
-    return _arrays(records, [part.tokens for part in parts], [part.logprobs for part in parts])
+        records.append([group.prompt.ordinal, full, rollouts])
+        kept += [rollout.response for rollout in group.rollouts if full]
+    return {"records": _as_bytes(records), **_joined(kept)}
 
 
 def groups_of(arrays: Mapping[str, np.ndarray], prompt_at: PromptAt) -> list[Group]:
     """Returns the groups that `group_arrays` flattened. The tokens of groups in brief are zeros, which take no memory.
 
     Raises:
-        ValueError: the arrays do not fit together.
+        ValueError: the records are damaged.
     """
     if not arrays:
         return []
-
-    def made(records: list[Any], take: "_Parts") -> list[Group]:
-        return [
-            Group(
-                prompt=prompt_at(ordinal),
-                rollouts=tuple(_rollout(record, take, full) for record in rollouts),
-            )
-            for ordinal, full, rollouts in records
-        ]
-
-    return _read(arrays, made)
+    take = _Parts(arrays)
+    return [
+        Group(
+            prompt=prompt_at(ordinal),
+            rollouts=tuple(_rollout(record, take if full else _zeros) for record in rollouts),
+        )
+        for ordinal, full, rollouts in json.loads(arrays["records"].tobytes())
+    ]
 
 
 def flight_arrays(in_flight: InFlight | None) -> Arrays:
@@ -93,24 +83,11 @@ def flight_arrays(in_flight: InFlight | None) -> Arrays:
     if in_flight is None:
         return {}
     requests = [in_flight.responses[one] for one in in_flight.clock.started()]
-    records = {
-        "clock": in_flight.clock.state(),
-        "responses": [
-            [
-                *_record(request, request.drawn),
-                request.begun,
-                request.reasons,
-                request.due,
-                asdict(request.standing),
-            ]
-            for request in requests
-        ],
-    }
-    arrays = _arrays(
-        records,
-        [request.tokens[: request.drawn] for request in requests],
-        [request.logprobs[: request.drawn] for request in requests],
-    )
+    responses = [
+        [*_record(each), each.begun, each.reasons, each.due, asdict(each.standing)] for each in requests
+    ]
+    records = {"clock": in_flight.clock.state(), "responses": responses}
+    arrays = {"records": _as_bytes(records), **_joined(requests)}
     return {f"{_FLIGHT}{name}": array for name, array in arrays.items()}
 
 
@@ -118,31 +95,23 @@ def flight_of(arrays: Mapping[str, np.ndarray], prompt_at: PromptAt) -> InFlight
     """Returns the responses in flight that `flight_arrays` flattened; None for no arrays.
 
     Raises:
-        ValueError: the arrays do not fit together.
+        ValueError: the records are damaged.
     """
     if not arrays:
         return None
-
-    def made(records: dict[str, Any], take: "_Parts") -> InFlight:
-        clock = VirtualClock.restored(records["clock"])
-        responses = {}
-        for one, record in zip(clock.started(), records["responses"], strict=True):
-            *kept, begun, reasons, due, standing = record
-            length = kept[0]
-            tokens, logprobs = take(length)
-            request = Request(prompt_at(one.ordinal), one.index, 0, drawn=length, begun=begun, due=due)
-            request.tokens, request.logprobs = tokens.copy(), logprobs.copy()
-            request.finish_reason, request.spans, request.turns, request.contexts = _fields(kept)
-            request.reasons = tuple(reasons)
-            request.standing = Standing.of(standing)
-            responses[one] = request
-        return InFlight(clock=clock, responses=responses)
-
-    return _read({name.removeprefix(_FLIGHT): array for name, array in arrays.items()}, made)
+    arrays = {name.removeprefix(_FLIGHT): array for name, array in arrays.items()}
+    records, take = json.loads(arrays["records"].tobytes()), _Parts(arrays)
+    clock, responses = VirtualClock.restored(records["clock"]), {}
+    for one, record in zip(clock.started(), records["responses"], strict=True):
+        *kept, begun, reasons, due, standing = record
+        own = {"begun": begun, "reasons": tuple(reasons), "due": due, "standing": Standing.of(standing)}
+        drawn, part = kept[0], _part(kept, take)
+        responses[one] = Request(prompt_at(one.ordinal), one.index, 0, drawn=drawn, **own, **part)
+    return InFlight(clock=clock, responses=responses)
 
 
 def split_flight(arrays: Mapping[str, np.ndarray]) -> tuple[Arrays, Arrays]:
-    """Splits the arrays of a checkpoint into those of `group_arrays` and those of `flight_arrays`."""
+    """Splits the arrays of a checkpoint into the results of `group_arrays` and of `flight_arrays`."""
     flight = {name: array for name, array in arrays.items() if name.startswith(_FLIGHT)}
     return {name: array for name, array in arrays.items() if name not in flight}, flight
 
@@ -150,81 +119,69 @@ def split_flight(arrays: Mapping[str, np.ndarray]) -> tuple[Arrays, Arrays]:
 def drawn_arrays(drawn: Sequence[Drawn]) -> Arrays:
     """Flattens the new tokens of responses in a round: 8 bytes a response and 8 a token."""
     heads = [(len(part.tokens), FINISH_REASONS.index(part.finish_reason)) for part in drawn]
-    tokens, logprobs = [part.tokens for part in drawn], [part.logprobs for part in drawn]
-    return {
-        "heads": np.array(heads, np.int32).reshape(-1, 2),
-        "tokens": np.concatenate([np.empty(0, np.int32), *tokens]).astype(np.int32),
-        "logprobs": np.concatenate([np.empty(0, np.float32), *logprobs]).astype(np.float32),
-    }
+    return {"heads": np.array(heads, np.int32).reshape(-1, 2), **_joined(drawn)}
 
 
 def drawn_of(arrays: Mapping[str, np.ndarray]) -> list[Drawn]:
     """Returns the new tokens that `drawn_arrays` flattened."""
     take = _Parts(arrays)
-    found = []
-    for length, reason in arrays["heads"].tolist():
-        tokens, logprobs = take(length)
-        found.append(Drawn(tokens=tokens, logprobs=logprobs, finish_reason=FINISH_REASONS[reason]))
-    return found
+    return [
+        Drawn(finish_reason=FINISH_REASONS[reason], **take(length))
+        for length, reason in arrays["heads"].tolist()
+    ]
 
 
-class _Parts:
-    """Cuts tokens and log-probabilities into those of one response after the other."""
-
-    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
-        self._tokens, self._logprobs = arrays["tokens"], arrays["logprobs"]
-        self.at = 0
-
-    def __call__(self, length: int) -> tuple[np.ndarray, np.ndarray]:
-        part = slice(self.at, self.at + length)
-        self.at = part.stop
-        return self._tokens[part], self._logprobs[part]
-
-    def check(self) -> None:
-        """Raises ValueError if the lengths do not add up to the tokens."""
-        for name, array in (("tokens", self._tokens), ("logprobs", self._logprobs)):
-            if len(array) != self.at:
-                raise ValueError(f"{name!r} has {len(array):,} entries instead of {self.at:,}")
+def _as_bytes(records: Any) -> np.ndarray:
+    return np.frombuffer(json.dumps(records, separators=(",", ":")).encode(), np.uint8)
 
 
-def _arrays(records: Any, tokens: Iterable[np.ndarray], logprobs: Iterable[np.ndarray]) -> Arrays:
+def _joined(parts: Sequence[Response | Request | Drawn]) -> Arrays:
     return {
-        "records": np.frombuffer(json.dumps(records, separators=(",", ":")).encode(), np.uint8),
-        "tokens": np.concatenate([np.empty(0, np.int32), *tokens]),
-        "logprobs": np.concatenate([np.empty(0, np.float32), *logprobs]),
+        "tokens": np.concatenate([np.empty(0, np.int32), *(part.tokens for part in parts)]),
+        "logprobs": np.concatenate([np.empty(0, np.float32), *(part.logprobs for part in parts)]),
     }
 
 
-def _read(arrays: Mapping[str, np.ndarray], made: Callable[[Any, _Parts], Any]) -> Any:
-    try:
-        take = _Parts(arrays)
-        found = made(json.loads(arrays["records"].tobytes()), take)
-    except (IndexError, KeyError, TypeError) as error:
-        raise ValueError(f"its records cannot be read: {error!r:.200}") from error
-    take.check()
-    return found
+class _Parts:
+    """Cuts arrays of `_joined` into one response after the other."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
+        self._tokens, self._logprobs, self._at = arrays["tokens"], arrays["logprobs"], 0
+
+    def __call__(self, length: int) -> Arrays:
+        part = slice(self._at, self._at + length)
+        self._at = part.stop
+        return {"tokens": self._tokens[part], "logprobs": self._logprobs[part]}
 
 
-def _record(part: Response | Request, length: int) -> list[Any]:
+def _zeros(length: int) -> Arrays:
+    return {
+        "tokens": np.broadcast_to(np.int32(0), length),
+        "logprobs": np.broadcast_to(np.float32(0), length),
+    }
+
+
+def _record(part: Response | Request) -> list[Any]:
     reason = FINISH_REASONS.index(part.finish_reason)
-    return [length, reason, part.spans, part.turns, part.contexts]
+    return [len(part.tokens), reason, part.spans, part.turns, part.contexts]
 
 
-def _fields(record: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns reason, spans, turns and contexts of a `_record`."""
-    _, reason, spans, turns, contexts = record
-    return (
-        FINISH_REASONS[reason],
-        tuple(Span(*span) for span in spans),
-        tuple(TurnSpan(*turn) for turn in turns),
-        tuple(ContextSpan(*context) for context in contexts),
-    )
+def _part(record: Sequence[Any], take: Callable[[int], Arrays]) -> dict[str, Any]:
+    """Returns the fields of the response or request of a `_record`."""
+    length, reason, spans, turns, contexts = record
+    return {
+        "finish_reason": FINISH_REASONS[reason],
+        "spans": tuple(Span(*span) for span in spans),
+        "turns": tuple(TurnSpan(*turn) for turn in turns),
+        "contexts": tuple(ContextSpan(*context) for context in contexts),
+        **take(length),
+    }
 
 
 def _rollout_record(rollout: Rollout, with_text: bool) -> list[Any]:
     verdict = rollout.verdict if with_text else replace(rollout.verdict, reason="")
     return [
-        *_record(rollout.response, len(rollout.response.tokens)),
+        *_record(rollout.response),
         rollout.text if with_text else "",
         rollout.reward,
         rollout.overlong_penalty,
@@ -232,19 +189,12 @@ def _rollout_record(rollout: Rollout, with_text: bool) -> list[Any]:
     ]
 
 
-def _rollout(record: Sequence[Any], take: _Parts, full: bool) -> Rollout:
+def _rollout(record: Sequence[Any], take: Callable[[int], Arrays]) -> Rollout:
     *kept, text, reward, penalty, verdict = record
-    length = kept[0]
-    zeros = np.broadcast_to(np.int32(0), length), np.broadcast_to(np.float32(0), length)
-    tokens, logprobs = take(length) if full else zeros
-    finish_reason, spans, turns, contexts = _fields(kept)
-    response = Response(
-        tokens=tokens,
-        logprobs=logprobs,
-        finish_reason=finish_reason,
-        spans=spans,
-        turns=turns,
-        contexts=contexts,
+    return Rollout(
+        response=Response(**_part(kept, take)),
+        text=text,
+        verdict=Verdict(**dict(zip(_VERDICT, verdict, strict=True))),
+        reward=reward,
+        overlong_penalty=penalty,
     )
-    given = Verdict(**dict(zip(_VERDICT, verdict, strict=True)))
-    return Rollout(response=response, text=text, verdict=given, reward=reward, overlong_penalty=penalty)

@@ -97,17 +97,17 @@ class ResponseSampler:
 
     def limits(self, episodes: Environments) -> EpisodeLimits:
         """Returns the limits of episodes in this sampler."""
-        most, capacity = self.max_response_tokens, self._engine.capacity
-        return limits_of(episodes, max_response_tokens=most, capacity=capacity)
+        capacity = self._engine.capacity
+        return limits_of(episodes, max_response_tokens=self.max_response_tokens, capacity=capacity)
 
     def rounds(
-        self, weights: PyTree, *, decoding: Decoding, domain: int, episodes: Environments | None = None
+        self, weights: PyTree, *, decoding: Decoding, episodes: Environments | None = None
     ) -> RoundSampler:
-        """Returns a sampler of responses in flight with these weights and the keys of `domain`. With `episodes` responses are episodes."""
+        """Returns a sampler of responses in flight, for training, with these weights. With `episodes` responses are episodes."""
         return RoundSampler(
             self._engine,
             weights,
-            key=jax.random.fold_in(self._key, domain),
+            key=jax.random.fold_in(self._key, TRAINING),
             decoding=decoding,
             max_response_tokens=self.max_response_tokens,
             stop=self._stop,

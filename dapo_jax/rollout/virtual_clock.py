@@ -11,7 +11,6 @@ Decisions depend on lengths and verdicts alone, not on seconds, devices, slots o
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -63,9 +62,9 @@ class GroupInFlight:
 
 @dataclass
 class VirtualClock:
-    """The state of the clock. Until `step_ends`, call `start`, sample a round, then call `end_round` and `judge`. Then call `end_step`.
+    """The state of the clock. Until `step_ends`, call `start`, sample a round, then call `end_round`, and `end_group` for each group whose verdict is due. Then call `end_step`.
 
-    In waves: until `step_ends`, call `start`, and `end_group` for every group, in any order.
+    In waves there are no rounds: until `step_ends`, call `start`, and `end_group` for every group, in any order.
     """
 
     sizes: ClockSizes
@@ -93,72 +92,37 @@ class VirtualClock:
                 if ResponseId(ordinal, index) < self.following:
                     yield ResponseId(ordinal, index)
 
-    @property
-    def _room(self) -> int:
-        """Number of responses that may start now."""
-        sizes = self.sizes
-        under_way = len(self.groups) + len(self.ready)
-        if sizes.waves:
-            return sizes.in_flight if under_way < sizes.needed else 0
-        left = sum(len(group.left) for group in self.groups.values())
-        if self.following.index:  # the last group has responses that have not started
-            left -= sizes.samples_per_prompt - self.following.index
-        return sizes.in_flight - left
-
     def start(self) -> list[ResponseId]:
         """Returns the responses that start now, in order: as many as there are free places, or as a bound on ages allows.
 
         In waves: the next wave, if it is needed whatever the verdicts of the groups under way will be; else none.
         """
-        sizes, started = self.sizes, list[ResponseId]()
-        bound = sizes.max_age_steps
-        for _ in range(self._room):
-            one = self.following
-            if one.index == 0:
+        sizes, bound, started = self.sizes, self.sizes.max_age_steps, list[ResponseId]()
+        if sizes.waves:
+            room = sizes.in_flight if len(self.groups) + len(self.ready) < sizes.needed else 0
+        else:
+            room = sizes.in_flight - sum(1 for _ in self.in_flight())
+        while len(started) < room:
+            ordinal, index = one = self.following
+            if index == 0:
                 if bound and len(self.groups) + len(self.ready) >= (bound + 1) * sizes.needed:
                     break
-                self.groups[one.ordinal] = GroupInFlight(self.version, set(range(sizes.samples_per_prompt)))
+                self.groups[ordinal] = GroupInFlight(self.version, set(range(sizes.samples_per_prompt)))
             started.append(one)
-            last = one.index + 1 == sizes.samples_per_prompt
-            self.following = (
-                ResponseId(one.ordinal + 1, 0) if last else ResponseId(one.ordinal, one.index + 1)
-            )
+            is_last = index + 1 == sizes.samples_per_prompt
+            self.following = ResponseId(ordinal + 1, 0) if is_last else ResponseId(ordinal, index + 1)
         return started
 
     def end_round(self, ended: Collection[ResponseId]) -> list[int]:
-        """Takes the responses that ended in the round. Returns the ordinals of the groups whose verdicts are due now, for `judge`.
-
-        Raises:
-            ValueError: a response is not in flight.
-        """
+        """Takes the responses that ended in the round. Returns the ordinals of the groups whose verdicts are due now, for `end_group`."""
         self.rounds += 1
-        for one in sorted(ended):
-            group = self.groups.get(one.ordinal)
-            if group is None or one.index not in group.left or one >= self.following:
-                raise ValueError(
-                    f"response {one.index} to prompt {one.ordinal} is not in flight, and cannot have ended"
-                )
-            group.left.discard(one.index)
+        for one in ended:
+            group = self.groups[one.ordinal]
+            assert one < self.following, f"{one} has not started"
+            group.left.remove(one.index)
             if not group.left:
                 group.due = self.rounds + self.sizes.verdict_rounds
-        return self._due
-
-    @property
-    def _due(self) -> list[int]:
         return sorted(ordinal for ordinal, group in self.groups.items() if 0 <= group.due <= self.rounds)
-
-    def judge(self, informative: Mapping[int, bool]) -> None:
-        """Takes the verdicts that are due: ordinal -> whether the group is informative.
-
-        Raises:
-            ValueError: these are not the groups whose verdicts are due.
-        """
-        if self._due != sorted(informative):
-            raise ValueError(
-                f"verdicts of the groups {self._due} are due at the end of round {self.rounds}; verdicts of {sorted(informative)} were given"
-            )
-        for ordinal in self._due:
-            self.end_group(ordinal, informative=informative[ordinal])
 
     def end_group(self, ordinal: int, *, informative: bool) -> None:
         """Takes the verdict of a group, whose responses have all ended."""
@@ -185,10 +149,6 @@ class VirtualClock:
     def whole(self, ordinals: Iterable[int]) -> list[int]:
         """Returns the groups of `ordinals`, each once, whose last response has ended."""
         return sorted({ordinal for ordinal in ordinals if self.groups[ordinal].due >= 0})
-
-    def copy(self) -> "VirtualClock":
-        """Returns an independent clock with the same state."""
-        return deepcopy(self)
 
     def state(self) -> dict[str, Any]:
         """Returns the state for a checkpoint, as JSON values; `restored` takes it."""

@@ -17,7 +17,7 @@ from dapo_jax.config import (
 from dapo_jax.config.section import entries
 from dapo_jax.environments import Environment, Episodes, load_environment
 from dapo_jax.environments.rendering import Rendering
-from dapo_jax.environments.worker_environment import WorkerEnvironment, worker_environment
+from dapo_jax.environments.worker_environment import WorkerEnvironment
 from dapo_jax.rewards import TEXT_RULES
 from dapo_jax.rewards.async_calls import AsyncCalls
 from dapo_jax.rewards.functions import LoadedReward, RewardFunction, Rewards, Submit, load_reward
@@ -215,7 +215,7 @@ def environment_of(config: EnvironmentConfig, *, reward: Rewards | None = None) 
         )
     try:
         if config.workers:
-            return worker_environment(
+            return WorkerEnvironment(
                 config.source,
                 workers=config.workers,
                 timeout_s=config.timeout_s,

@@ -3,7 +3,6 @@
 import pytest
 
 from dapo_jax.environments import load_environment
-from dapo_jax.environments.adapters import ADAPTERS
 
 
 @pytest.mark.parametrize(
@@ -32,7 +31,3 @@ def test_an_environment_that_exits_while_it_is_made_is_named(tmp_path):
     file.write_text("class Env:\n    def __init__(self):\n        raise SystemExit(0)\n")
     with pytest.raises(ValueError, match=r"mine\.py:Env: .*sys\.exit\(0\)"):
         load_environment(f"{file}:Env")
-
-
-def test_the_libraries_have_the_names_that_the_documentation_gives():
-    assert sorted(ADAPTERS) == ["openenv", "skyrl_gym", "tinker", "trl"]

@@ -62,26 +62,37 @@ def turn(text):
     return DrawnTurn(tokens=tokens, logprobs=np.full(len(tokens), -0.5, np.float32), finish_reason="stop")
 
 
-def samples(count):
-    return [
-        Sample(prompt=PROMPT, response="", tokens=np.zeros(0, np.int32), finish_reason="stop") for _ in range(count)
-    ]  # fmt: skip
+def step(episodes, text, index=0, prompt=PROMPT):
+    return episodes.step(prompt, index, turn(text)).result(5)
 
 
-def one_verdict(episodes):
-    [verdict] = episodes.verdicts(samples(1)).result(5)
-    assert isinstance(verdict, Verdict)
-    return verdict
+def begin(episodes, count=1, texts="", prompt=PROMPT):
+    """Begins so many episodes of a prompt, each with a turn for each character."""
+    for index in range(count):
+        episodes.start(prompt, index).result(5)
+        for text in texts:
+            step(episodes, text, index, prompt)
+
+
+def judge(episodes, count=1, prompt=PROMPT):
+    empty = Sample(prompt=prompt, response="", tokens=np.zeros(0, np.int32), finish_reason="stop")
+    return episodes.verdicts([empty] * count).result(5)
+
+
+def in_order(*kinds):
+    """Makes episodes of these classes."""
+    made = iter(kinds)
+    return lambda row, seed: next(made)(row, seed)
 
 
 def test_an_episode_receives_each_turn_and_its_reward_is_the_sum():
     environment = Making(Echo)
     with started(environment) as episodes:
         assert episodes.start(PROMPT, 0).result(5).tokens.tolist() == []
-        for _number, text in enumerate(["a", "b"]):
-            assert TOKENIZER.decode(episodes.step(PROMPT, 0, turn(text)).result(5).tokens) == text.upper()
-        assert episodes.step(PROMPT, 0, turn("c")).result(5) is None
-        verdict = one_verdict(episodes)
+        for text in "ab":
+            assert TOKENIZER.decode(step(episodes, text).tokens) == text.upper()
+        assert step(episodes, "c") is None
+        [verdict] = judge(episodes)
     assert verdict == Verdict(correct=True, score=1.5, parts={"heard": 3.0}, turn_rewards=(0.5, 0.5, 0.5))
     [echo] = environment.made
     assert echo.row == {"prompt": "q", "answer": "a", "level": 3}
@@ -108,15 +119,13 @@ def test_fields_that_a_step_omits_keep_their_values():
         Step(reward=-2.0, done=True, metrics={"b": 2.0}),
     ]
 
-    class Told(Echo):
+    class Listed(Echo):
         async def step(self, turn):
             return steps[turn.number]
 
-    with started(Making(Told)) as episodes:
-        episodes.start(PROMPT, 0).result(5)
-        for _ in steps:
-            episodes.step(PROMPT, 0, turn("a")).result(5)
-        verdict = one_verdict(episodes)
+    with started(Making(Listed)) as episodes:
+        begin(episodes, 1, "aa")
+        [verdict] = judge(episodes)
     assert (verdict.correct, verdict.score, verdict.parts) == (True, -1.5, {"a": 1.0, "b": 2.0})
 
 
@@ -127,8 +136,7 @@ def test_functions_that_are_not_async_have_threads_of_their_own():
             return Step(done=True, reward=float(threading.get_ident()))
 
     with started(Making(Blocking), timeout_s=5.0) as episodes:
-        for index in range(8):
-            episodes.start(PROMPT, index).result(5)
+        begin(episodes, 8)
         began = time.monotonic()
         for future in [episodes.step(PROMPT, index, turn("a")) for index in range(8)]:
             assert future.result(5) is None
@@ -142,49 +150,28 @@ def test_calls_beyond_the_most_wait_and_their_time_begins_when_they_do():
             return Step(done=True)
 
     with started(Making(Slow), calls=2, timeout_s=0.4) as episodes:
-        for index in range(8):
-            episodes.start(PROMPT, index).result(5)
+        begin(episodes, 8)
         for future in [episodes.step(PROMPT, index, turn("a")) for index in range(8)]:
             future.result(5)
-        assert not any(verdict.lost for verdict in episodes.verdicts(samples(8)).result(5))
+        assert not any(verdict.lost for verdict in judge(episodes, 8))
 
 
-def test_a_compared_reward_replaces_the_rewards_of_the_turns():
-    """Each episode heard two turns worth 0.5. The compared reward counts as the last turn's, so a score is always the sum over its turns."""
-
-    def last_is_best(episodes):
-        return [float(place == 1) for place in range(len(episodes))]
-
-    with started(Making(Echo, last_is_best)) as episodes:
-        for index in range(2):
-            episodes.start(PROMPT, index).result(5)
-            for text in "ab":
-                episodes.step(PROMPT, index, turn(text)).result(5)
-        verdicts = episodes.verdicts(samples(2)).result(5)
-    assert [(each.score, each.turn_rewards) for each in verdicts] == [(0.0, (0.0, 0.0)), (1.0, (0.0, 1.0))]
-
-
-def test_a_comparison_is_of_the_episodes_that_are_not_lost():
-    """The second of three is lost; the rewards of the others are their places in the comparison."""
+def test_compared_rewards_replace_the_rewards_of_turns_in_the_episodes_that_are_not_lost():
+    """The second of three is lost. The rewards of the others are their places in the comparison, and count as the last turn's."""
 
     class Refusing(Echo):
         async def step(self, turn):
             raise ValueError("no")
 
-    compared = []
-
     def places(episodes):
-        compared.append([type(each) for each in episodes])
+        assert [type(each) for each in episodes] == [Echo, Echo]
         return [float(place) for place in range(len(episodes))]
 
-    made = iter([Echo, Refusing, Echo])
-    with started(Making(lambda row, seed: next(made)(row, seed), places)) as episodes:
-        for index in range(3):
-            episodes.start(PROMPT, index).result(5)
-            episodes.step(PROMPT, index, turn("a")).result(5)
-        verdicts = episodes.verdicts(samples(3)).result(5)
-    assert compared == [[Echo, Echo]]
+    with started(Making(in_order(Echo, Refusing, Echo), places)) as episodes:
+        begin(episodes, 3, "ab")
+        verdicts = judge(episodes, 3)
     assert [(each.lost, each.score) for each in verdicts] == [("", 0.0), ("raised", None), ("", 1.0)]
+    assert [each.turn_rewards for each in verdicts[::2]] == [(0.0, 0.0), (0.0, 1.0)]
 
 
 @pytest.mark.parametrize("compare", [None, lambda episodes: [1.0] * len(episodes)])
@@ -195,12 +182,10 @@ def test_an_episode_that_is_over_without_a_turn_is_lost_and_not_compared(compare
         async def start(self):
             return "abc"
 
-    made = iter([Beginning, Echo])
-    with started(Making(lambda row, seed: next(made)(row, seed), compare)) as episodes:
-        for index in range(2):
-            episodes.start(PROMPT, index).result(5)
-        episodes.step(PROMPT, 1, turn("a")).result(5)
-        first, second = episodes.verdicts(samples(2)).result(5)
+    with started(Making(in_order(Beginning, Echo), compare)) as episodes:
+        begin(episodes, 2)
+        step(episodes, "a", 1)
+        first, second = judge(episodes, 2)
     assert (first.lost, first.score, second.lost) == ("raised", None, "")
     assert "with 3 tokens" in first.reason
     assert "sampling.max_response_tokens" in first.reason
@@ -217,19 +202,13 @@ def test_an_environment_that_loses_every_episode_ends_the_run_with_its_own_file_
     line = inspect.getsourcelines(Broken)[1] + 2
     environment = Making(Broken, (lambda episodes: []) if compared else None)
     with started(environment, name="my.py:Broken", calls=64) as episodes:
-        for ordinal in range(4):
-            asked = replace(PROMPT, ordinal=ordinal)
-            for index in range(16):
-                episodes.start(asked, index).result(5)
-                episodes.step(asked, index, turn("a")).result(5)
-            verdicts = episodes.verdicts([replace(one, prompt=asked) for one in samples(16)])
-            if ordinal < 3:
-                assert {verdict.lost for verdict in verdicts.result(5)} == {"raised"}
-    said = (
-        rf"my\.py:Broken: all 64 episodes.* 4 prompts.*KeyError: 'answr' \(episodes_test\.py, line {line}\)"
-    )
-    with pytest.raises(RewardError, match=said):
-        verdicts.result(5)
+        for asked in [replace(PROMPT, ordinal=ordinal) for ordinal in range(3)]:
+            begin(episodes, 16, "a", asked)
+            assert {verdict.lost for verdict in judge(episodes, 16, asked)} == {"raised"}
+        begin(episodes, 16, "a")
+        message = rf"my\.py:Broken: all 64 episodes.* 4 prompts.*KeyError: 'answr' \(episodes_test\.py, line {line}\)"
+        with pytest.raises(RewardError, match=message):
+            judge(episodes, 16)
 
 
 def test_an_environment_that_has_answered_once_ends_no_run():
@@ -245,9 +224,8 @@ def test_an_environment_that_has_answered_once_ends_no_run():
     with started(environment) as episodes:
         for ordinal in range(40):
             asked = replace(PROMPT, ordinal=ordinal)
-            episodes.start(asked, 0).result(5)
-            episodes.step(asked, 0, turn("a")).result(5)
-            [verdict] = episodes.verdicts([replace(one, prompt=asked) for one in samples(1)]).result(5)
+            begin(episodes, 1, "a", asked)
+            [verdict] = judge(episodes, 1, asked)
             assert verdict.lost == ("raised" if ordinal else "")
 
 
@@ -261,16 +239,14 @@ def test_an_environment_that_holds_the_event_loop_is_named_with_the_seconds_and_
 
     line = inspect.getsourcelines(Holding)[1] + 2
     with started(Making(Holding), name="my.py:Holding", timeout_s=5.0) as episodes:
-        episodes.start(PROMPT, 0).result(5)
-        for text in "bbbb":
-            episodes.step(PROMPT, 0, turn(text)).result(5)
+        begin(episodes, 1, "bbbb")
         assert capfd.readouterr().err == ""
-        episodes.step(PROMPT, 0, turn("a")).result(5)
-        said = capfd.readouterr().err.splitlines()
-    assert 1 <= len(said) <= 2, "after 0.3 s and after 0.6 s; a busy machine may look less often"
+        step(episodes, "a")
+        messages = capfd.readouterr().err.splitlines()
+    assert 1 <= len(messages) <= 2, "after 0.3 s and after 0.6 s; a busy machine may look less often"
     assert all(
         f"my.py:Holding: it has held the event loop for {s} s (episodes_test.py, line {line})" in one
-        for s, one in zip("01", said, strict=False)
+        for s, one in zip("01", messages, strict=False)
     )
 
 
@@ -364,30 +340,14 @@ BAD_STEPS = {
 @pytest.mark.parametrize("name", BAD_STEPS)
 def test_a_bad_step_ends_its_episode_as_lost_and_costs_no_other(name):
     step, lost, reason = BAD_STEPS[name]
-
-    class Bad(Echo):
-        pass
-
-    if asyncio.iscoroutinefunction(step):
-
-        async def bad(self, turn):
-            return await step(turn)
-    else:
-
-        def bad(self, turn):
-            return step(turn)
-
-    Bad.step = bad
-    made = iter([Bad, Echo, Echo])
-    with started(Making(lambda row, seed: next(made)(row, seed))) as episodes:
-        for index in range(3):
-            episodes.start(PROMPT, index).result(5)
+    bad = type("Bad", (Echo,), {"step": staticmethod(step)})
+    with started(Making(in_order(bad, Echo, Echo))) as episodes:
+        begin(episodes, 3)
         answers = [episodes.step(PROMPT, index, turn("a")) for index in range(3)]
         assert answers[0].result(5) is None
         assert [TOKENIZER.decode(answer.result(5).tokens) for answer in answers[1:]] == ["A", "A"]
-        verdicts = episodes.verdicts(samples(3)).result(5)
+        verdicts = judge(episodes, 3)
     assert (verdicts[0].correct, verdicts[0].lost, verdicts[0].score) == (False, lost, None)
-
     assert re.search(reason, verdicts[0].reason, re.DOTALL), verdicts[0].reason[:300]
     assert [(each.lost, each.score) for each in verdicts[1:]] == [("", 0.5)] * 2
 
@@ -410,7 +370,7 @@ class Starting(Echo):
 def test_an_episode_that_does_not_begin_is_lost(make, lost, reason):
     with started(Making(make)) as episodes:
         assert episodes.start(PROMPT, 0).result(5) is None
-        verdict = one_verdict(episodes)
+        [verdict] = judge(episodes)
     assert verdict.lost == lost
     assert reason in verdict.reason
 
@@ -426,10 +386,8 @@ def test_an_episode_that_does_not_begin_is_lost(make, lost, reason):
 )
 def test_a_comparison_that_fails_loses_the_group_alone(group_rewards, lost, reason):
     with started(Making(Echo, group_rewards)) as episodes:
-        for index in range(2):
-            episodes.start(PROMPT, index).result(5)
-            episodes.step(PROMPT, index, turn("a")).result(5)
-        verdicts = episodes.verdicts(samples(2)).result(5)
+        begin(episodes, 2, "a")
+        verdicts = judge(episodes, 2)
     for verdict in verdicts:
         assert verdict.lost == lost
         assert reason in verdict.reason
@@ -442,10 +400,10 @@ def test_turns_of_an_earlier_process_are_replayed_before_the_next_one():
         standing = Standing(rewards=(7.0, 9.0), metrics={"old": 1.0})
         episodes.reopen(PROMPT, 0, [turn("a"), turn("b")], standing)
         assert environment.made == []
-        assert episodes.step(PROMPT, 0, turn("c")).result(5) is None
+        assert step(episodes, "c") is None
         assert [each.text for each in environment.made[0].turns] == ["a", "b", "c"]
         assert episodes.standing(PROMPT, 0).rewards == (7.0, 9.0, 0.5)
-        verdict = one_verdict(episodes)
+        [verdict] = judge(episodes)
     assert (verdict.score, verdict.parts) == (16.5, {"old": 1.0, "heard": 3.0})
     assert standing.rewards == (7.0, 9.0)
 
@@ -464,13 +422,11 @@ def test_a_task_that_cancels_all_others_ends_no_run():
         async def step(self, turn):
             await asyncio.sleep(0.3)
 
-    made = iter([Cancelling, Slow])
-    with started(Making(lambda row, seed: next(made)(row, seed)), timeout_s=5.0) as episodes:
-        for index in range(2):
-            episodes.start(PROMPT, index).result(5)
+    with started(Making(in_order(Cancelling, Slow)), timeout_s=5.0) as episodes:
+        begin(episodes, 2)
         answers = [episodes.step(PROMPT, index, turn("a")) for index in range(2)]
         assert [answer.result(5) for answer in answers] == [None, None]
-        assert [verdict.lost for verdict in episodes.verdicts(samples(2)).result(5)] == ["raised", "raised"]
+        assert [verdict.lost for verdict in judge(episodes, 2)] == ["raised", "raised"]
 
 
 def test_a_row_that_an_episode_changes_is_its_own():
@@ -502,9 +458,9 @@ def test_an_episode_is_closed_whatever_ended_it(compared):
     with started(environment) as episodes:
         for index, text in enumerate(["done", "lost", "cut off"]):
             episodes.start(PROMPT, index).result(5)
-            episodes.step(PROMPT, index, turn(text)).result(5)
+            step(episodes, text, index)
         assert closed == []
-        verdicts = episodes.verdicts(samples(3)).result(5)
+        verdicts = judge(episodes, 3)
     assert set(closed) == set(environment.made)
     assert [verdict.lost for verdict in verdicts] == ["", "raised", ""]
 
@@ -515,7 +471,7 @@ def test_closing_gives_up_calls_under_way():
             await asyncio.sleep(60)
 
     episodes = started(Making(Hanging), timeout_s=60.0)
-    episodes.start(PROMPT, 0).result(5)
+    begin(episodes)
     answer = episodes.step(PROMPT, 0, turn("a"))
     time.sleep(0.05)
     episodes.close()

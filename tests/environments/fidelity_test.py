@@ -214,11 +214,8 @@ def test_an_episode_has_the_sampled_tokens_and_the_templates_tokens_between_them
     for seed in range(500 if kind in REAL else 80):
         conversation = conversation_of(seed, tokenizer, kwargs)
         end = decoded(tokenizer, [tokenizer.eos_id])
-        parts, texts, skeleton = (
-            parts_of(conversation),
-            conversation.between(),
-            conversation.between(of=blank),
-        )
+        parts, texts = parts_of(conversation), conversation.between()
+        skeleton = conversation.between(of=blank)
         for place, (ids, expected, bare) in enumerate(zip(parts, texts, skeleton, strict=True)):
             if place:
                 assert expected.startswith(end)
@@ -233,17 +230,15 @@ def test_an_episode_has_the_sampled_tokens_and_the_templates_tokens_between_them
         kept = not any(mark in answer for answer in conversation.answers for mark in ("</think>", "<think>"))
         spelled = any(map(conversation.spelled, range(len(parts))))
         if cut and kept and not spelled and not kwargs.get("hide_thoughts"):
-            messages_so_far = list(conversation.first)
-            for answer, messages in zip(conversation.answers, conversation.appended, strict=True):
+            messages_so_far, episode = list(conversation.first), [parts[0]]
+            turns = zip(
+                conversation.answers, conversation.appended, conversation.turns(), parts[1:], strict=True
+            )
+            for answer, messages, turn, after in turns:
                 messages_so_far += [{"role": "assistant", "content": answer}, *messages]
-            episode = [
-                parts[0],
-                *(ids for pair in zip(conversation.turns(), parts[1:], strict=True) for ids in pair),
-            ]
-            assert (
-                np.concatenate(episode).tolist()
-                == tokenizer.encode(conversation.render(messages_so_far)).tolist()
-            ), seed
+                episode += [turn, after]
+            expected = tokenizer.encode(conversation.render(messages_so_far))
+            assert np.concatenate(episode).tolist() == expected.tolist(), seed
             whole += 1
     assert plain > 100
     assert whole > 5 or kwargs.get("hide_thoughts")
@@ -276,11 +271,9 @@ def test_thoughts_of_a_turn_stay_whatever_the_template_does_to_them():
     rendering = Rendering(tokenizer=tokenizer, template_kwargs=kwargs)
     for answer in ("<think>so</think>4", "4"):
         turn = np.append(tokenizer.encode(answer), tokenizer.eos_id).astype(np.int32)
-        found = rendering.ids([{"role": "tool", "content": "5"}], after=turn)
-        assert (
-            decoded(tokenizer, found)
-            == "\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n"
-        )
+        found = decoded(tokenizer, rendering.ids([{"role": "tool", "content": "5"}], after=turn))
+        response = "<tool_response>\n5\n</tool_response>"
+        assert found == f"\n<|im_start|>user\n{response}<|im_end|>\n<|im_start|>assistant\n<think>\n"
     messages_so_far = [
         {"role": "user", "content": "q"},
         {"role": "assistant", "content": "<think>so</think>4"},
@@ -301,26 +294,12 @@ def merging():
     return HuggingFaceTokenizer(files_of(made.to_str()))
 
 
-def by_appending(tokenizer, sampled, text):
-    return [*sampled, *Rendering(tokenizer=tokenizer).ids(text, after=np.array(sampled, np.int32)).tolist()]
-
-
-def by_tokenizing_again(tokenizer, sampled, text):
-    return tokenizer.encode(decoded(tokenizer, sampled) + text).tolist()
-
-
-def check_sampled_tokens_stay(way):
-    tokenizer = merging()
-    sampled = tokenizer.encode("x a").tolist()
-    found = way(tokenizer, sampled, "bc")
-    assert decoded(tokenizer, found) == "x abc"
-    assert found[: len(sampled)] == sampled
-
-
 def test_sampled_tokens_are_not_tokenized_again_where_a_token_would_span_the_border():
-    check_sampled_tokens_stay(by_appending)
-    with pytest.raises(AssertionError):  # so the check can fail
-        check_sampled_tokens_stay(by_tokenizing_again)
+    tokenizer = merging()
+    sampled = tokenizer.encode("x a")
+    found = Rendering(tokenizer=tokenizer).ids("bc", after=sampled)
+    assert decoded(tokenizer, [*sampled, *found]) == "x abc"
+    assert tokenizer.encode("x abc").tolist()[: len(sampled)] != sampled.tolist(), "another text is needed"
 
 
 def test_json_in_a_message_is_written_as_the_template_writes_it():

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from dapo_jax.environments import Context
-from dapo_jax.environments.rendering import Rendering, RenderingError
+from dapo_jax.environments.calls import LostError
+from dapo_jax.environments.rendering import Rendering
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
 from dapo_jax.text.tokenizers import ByteTokenizer, CharTokenizer
 from tests.text.folders import byte_level_json, files_of, with_beginning
@@ -37,12 +38,12 @@ def test_a_text_and_ids_are_appended_unchanged():
     ],
 )
 def test_a_value_that_cannot_be_appended_is_named(appended, message):
-    with pytest.raises(RenderingError, match=message):
+    with pytest.raises(LostError, match=message):
         Rendering(tokenizer=ByteTokenizer()).ids(appended, after=NOTHING)
 
 
 def test_a_character_that_is_not_in_the_alphabet_is_named():
-    with pytest.raises(RenderingError, match="cannot be tokenized: character 'x'"):
+    with pytest.raises(LostError, match="cannot be tokenized: character 'x'"):
         Rendering(tokenizer=CharTokenizer("01")).ids("0x", after=NOTHING)
 
 
@@ -94,12 +95,12 @@ def test_a_context_given_as_a_text_begins_as_a_prompt_does():
     ],
 )
 def test_a_bad_message_is_named(chat, message, error):
-    with pytest.raises(RenderingError, match=error):
+    with pytest.raises(LostError, match=error):
         Rendering(tokenizer=chat).ids([message], after=np.array([chat.eos_id], np.int32))
 
 
 def test_messages_cannot_follow_a_prompt(chat):
-    with pytest.raises(RenderingError, match="messages cannot follow a prompt"):
+    with pytest.raises(LostError, match="messages cannot follow a prompt"):
         Rendering(tokenizer=chat).ids([{"role": "user", "content": "4"}], after=None)
 
 
@@ -113,12 +114,12 @@ def test_messages_cannot_follow_a_prompt(chat):
 )
 def test_a_template_that_cannot_render_a_message_is_named(written, message):
     tokenizer = HuggingFaceTokenizer(files_of(template=f"{{% for m in messages %}}{written}{{% endfor %}}"))
-    with pytest.raises(RenderingError, match=message):
+    with pytest.raises(LostError, match=message):
         Rendering(tokenizer=tokenizer).ids([{"role": "tool", "content": "<"}], after=NOTHING)
 
 
 def test_tools_are_refused_if_the_template_has_no_variable_for_them():
     ignorant = HuggingFaceTokenizer(files_of(template="{% for m in messages %}{{ m.content }}{% endfor %}"))
     context = Context([{"role": "user", "content": "q"}], tools=[{"type": "function"}])
-    with pytest.raises(RenderingError, match="`tools`"):
+    with pytest.raises(LostError, match="`tools`"):
         Rendering(tokenizer=ignorant).context_ids(context)

@@ -13,7 +13,7 @@ from dapo_jax.environments import Context, Step
 
 
 class Scripted:
-    """Appends all turns of an episode so far, so an answer is right only if every turn before arrived in its order."""
+    """Appends all turns of an episode so far, so an answer is right only if all earlier turns arrived in order."""
 
     def episode(self, row, seed):
         if row.get("begins") == "not":
@@ -59,26 +59,20 @@ class ScriptedEpisode:
                 if not Path(rest).exists():
                     Path(rest).write_text("")
                     os._exit(5)
+            case "threads":  # they never end
+                for _ in range(int(rest)):
+                    threading.Thread(target=threading.Event().wait, daemon=True).start()
             case "take":
                 return Step(append=str(len(bytearray(int(rest) << 20)) >> 20))
             case "huge":
                 return Step(append="x" * int(rest))
             case "raise":
                 raise ValueError("no such tool")
-            case "leave":
-                raise SystemExit(3)
-            case "cancel":
-                asyncio.current_task().cancel()
-                await asyncio.sleep(60)
-            case "answer":
-                return None
-            case "reward":
-                return Step(reward=float(rest))
             case "append":
                 return Step(append={"bytes": b"\xff", "ids": [10**6], "deep": deep(10_000)}[rest])
             case "row":
                 return Step(append=json.dumps(self.row, sort_keys=True))
-            case "told":
+            case "echo":
                 arrays = turn.tokens, turn.logprobs
                 fields = [*(each.tolist() for each in arrays), *(str(each.dtype) for each in arrays)]
                 return Step(append=json.dumps([*fields, turn.finish_reason, turn.number, self.seed]))
@@ -98,41 +92,6 @@ class ScriptedEpisode:
         if "closed" in self.row:
             with open(self.row["closed"], "a") as file:
                 file.write(f"{'|'.join(self.heard)}\n")
-
-
-class Leaving(Scripted):
-    """Each turn starts as many threads as it names, which never end."""
-
-    def episode(self, row, seed):
-        return LeavingEpisode()
-
-
-class LeavingEpisode:
-    async def step(self, turn):
-        for _ in range(int(turn.text)):
-            threading.Thread(target=threading.Event().wait, daemon=True).start()
-        return Step(append=str(os.getpid()))
-
-
-class Blocking(Scripted):
-    """Its functions are not async, so each call has a thread."""
-
-    def episode(self, row, seed):
-        return BlockingEpisode()
-
-
-class BlockingEpisode:
-    def __init__(self):
-        self.heard = []
-
-    def step(self, turn):
-        match turn.text.partition(" "):
-            case "sleep", _, rest:
-                time.sleep(float(rest))
-            case "pid", _, _:
-                return Step(append=str(os.getpid()))
-        self.heard.append(turn.text)
-        return Step(append="|".join(self.heard))
 
 
 def deep(count):

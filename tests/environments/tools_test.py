@@ -1,4 +1,4 @@
-"""An environment of tools: calls that work, and all that can be wrong with one."""
+"""An environment of tools: calls that work, and calls with errors."""
 
 import asyncio
 import time
@@ -54,7 +54,7 @@ def test_the_grade_of_the_answer_is_what_reward_functions_return(grade, reward, 
     assert (step.reward, step.correct, step.done) == (reward, correct, True)
 
 
-def test_a_grade_may_be_async_and_may_be_left_to_a_class_of_its_own():
+def test_a_grade_may_be_async_and_a_subclass_may_grade():
     async def slowly(text, row):
         await asyncio.sleep(0.01)
         return text == "4"

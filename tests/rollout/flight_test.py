@@ -2,11 +2,11 @@
 
 import time
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
 
-from dapo_jax.config import RolloutConfig
 from dapo_jax.health.stopping import Stop, StoppedError
 from dapo_jax.rollout.group_sampling import Places, dealt
 from dapo_jax.rollout.virtual_clock import ResponseId
@@ -22,20 +22,8 @@ def flying(micro):
     """Makes configurations with 16 responses in flight, four groups of which a step trains on two."""
 
     def make(run_dir=None, **changes):
-        rollout = {"in_flight": 16, "round_tokens": ROUND, "answer_rounds": 1, "max_age_steps": 0}
-        for name in list(rollout):
-            rollout[name] = changes.pop(f"rollout__{name}", rollout[name])
-        return micro(
-            run_dir,
-            **{
-                "dynamic_sampling__surplus": "discard",
-                "sampling__slots": 16,
-                "rollout": RolloutConfig(**rollout),
-                "optimizer__epsilon": 0.1,
-                "steps": 5,
-                **changes,
-            },
-        )
+        own = {"rollout__round_tokens": ROUND, "rollout__in_flight": 16, "sampling__slots": 16}
+        return micro(run_dir, **own | {"optimizer__epsilon": 0.1, "steps": 5} | changes)
 
     return make
 
@@ -48,7 +36,7 @@ def flown(flying, run_micro, rows):
     )
 
 
-def test_steps_overlap_and_say_how_old_their_tokens_are(flown):
+def test_steps_overlap_and_log_the_age_of_their_tokens(flown):
     lines = flown.metrics[1:]
     assert len(lines) == 5
     assert lines[0]["rollout/age_max"] == 0
@@ -62,24 +50,24 @@ def test_steps_overlap_and_say_how_old_their_tokens_are(flown):
     assert sum(line["rollout/rounds"] for line in lines) > 5
 
 
-def test_the_rollouts_that_are_written_are_trained_on_and_say_who_drew_their_tokens(flown):
+def test_written_rollouts_are_trained_on_and_name_the_weights_of_their_tokens(flown):
     versions = set()
     for step in range(1, 6):
         written = read_rollouts(flown.run_dir / "rollouts" / f"step_{step:06d}.jsonl")
         assert len(written) == 8, "two groups of four"
         assert all(row["in_loss"] for row in written)
         for row in written:
-            firsts, drawn_by = zip(*row["spans"], strict=True)
+            firsts, sampled_by = zip(*row["spans"], strict=True)
             assert firsts[0] == 0
-            assert max(drawn_by) < step
-            versions.add(drawn_by)
-    assert any(len(drawn_by) > 1 for drawn_by in versions), "some were drawn by several"
+            assert max(sampled_by) < step
+            versions.add(sampled_by)
+    assert any(len(sampled_by) > 1 for sampled_by in versions), "some were sampled by several"
 
 
 @pytest.mark.parametrize(("slots", "cache_tokens"), [(8, 0), (32, 0), (8, 96)])
 def test_slots_and_pages_change_nothing(slots, cache_tokens, flying, flown, run_micro, rows):
-    """Fewer slots than the sixteen in flight, which take turns, or more; pages for only one sequence on each device. What the host counts is equal, and what devices
-    add up is to rounding: the width of a product decides the order of its sum."""
+    """Fewer slots than the sixteen in flight, which take turns, or more; pages for only one sequence on each device. Numbers of the host are equal, numbers of devices
+    up to rounding: the width of a product decides the order of its sum."""
     cache = {"sampling__slots": slots, "sampling__cache_tokens": cache_tokens}
     if cache_tokens:
         cache["sampling__page_tokens"] = 4
@@ -100,24 +88,25 @@ def test_graders_that_take_their_time_change_nothing(flying, flown, run_micro, r
 def test_a_run_interrupted_after_every_step_in_turn_is_the_uninterrupted_run(
     flying, flown, run_micro, rows, same_run
 ):
-    config = flying(checkpoint__every_steps=1)
+    interrupted_run_is(flown, partial(flying, checkpoint__every_steps=1), run_micro, rows, same_run)
+
+
+def interrupted_run_is(expected, make, run_micro, rows, same_run, **how):
+    """Compares with a run that ends at each of five steps, and is evaluated there too."""
+    folder = make().run_dir
     for steps in range(1, 6):
-        found = run_micro(
-            flying(config.run_dir, checkpoint__every_steps=1, steps=steps), resume=steps > 1, eval_rows=rows
-        )
-    same_run_but_for_evaluations(found, flown, same_run)
-
-
-def same_run_but_for_evaluations(found, expected, same_run):
-    """A run that ended at a step was evaluated there too."""
+        found = run_micro(make(folder, steps=steps), resume=steps > 1, eval_rows=rows, **how)
     for line in found.metrics[1:-1]:
         for name in [name for name in line if name.startswith("eval/")]:
             del line[name]
     same_run(found, expected)
 
 
-@pytest.mark.parametrize("calls", [3, 17, 29, 41, 55, 68])
-def test_a_run_stopped_while_it_samples_goes_on_from_the_step_before(
+# Six whole runs; the quick ones stop in the first and in a later step.
+@pytest.mark.parametrize(
+    "calls", [17, 55, *(pytest.param(calls, marks=pytest.mark.slow) for calls in (3, 29, 41, 68))]
+)
+def test_a_run_stopped_while_it_samples_continues_from_the_step_before(
     calls, flying, flown, run_micro, rows, even_sum, same_run
 ):
     stop, seen = Stop(), Counter()
@@ -134,8 +123,8 @@ def test_a_run_stopped_while_it_samples_goes_on_from_the_step_before(
     same_run(run_micro(config, reward=even_sum, eval_rows=rows, resume=True), flown)
 
 
-def test_no_prompt_is_trained_on_twice_and_none_is_lost(flying, run_micro, rows, even_sum):
-    """Groups are told by their ordinals as the reward function sees them: each once, in the order in which a clock of their lengths says."""
+def test_no_prompt_is_trained_on_twice_and_none_is_lost(flying, run_micro, even_sum):
+    """The reward function gets each ordinal once."""
     graded = Counter()
 
     def grade(sample):
@@ -145,13 +134,11 @@ def test_no_prompt_is_trained_on_twice_and_none_is_lost(flying, run_micro, rows,
     result = run_micro(flying(reward__workers=0), reward=grade)
     assert set(graded.values()) == {4}
     judged = sum(line["rollout/prompts"] for line in result.metrics)
-    assert 0 <= len(graded) - judged <= 4, "what was graded has its verdict, or is due a round later"
+    assert 0 <= len(graded) - judged <= 4, "a graded group has its verdict, or it is due a round later"
 
 
-def test_without_dynamic_sampling_every_group_is_trained_on_and_no_number_of_waves_is_asked_for(
-    flying, run_micro
-):
-    """Every response is right, which teaches nothing; and `max_waves` is 0, which only dynamic sampling minds."""
+def test_without_dynamic_sampling_every_group_is_trained_on_whatever_max_waves_is(flying, run_micro):
+    """Every response is right, which has no signal."""
     config = flying(dynamic_sampling__enabled=False, dynamic_sampling__max_waves=0, steps=2)
     first, second = run_micro(config, reward=lambda sample: True).metrics
     assert (first["rollout/trained_groups"], first["rollout/all_correct_frac"]) == (2, 1.0)
@@ -168,36 +155,30 @@ def test_a_bound_on_ages_holds_steps_back(flying, run_micro):
     assert 0 < oldest(1) <= 3 < oldest(0)
 
 
-def test_places_stay_full_and_what_starts_stays_together():
+def test_places_stay_full_and_a_group_that_starts_stays_together():
     """Seven responses over three samplers: 3, 2 and 2."""
     ids = [ResponseId(ordinal, index) for ordinal in range(3) for index in range(3)]
     places = Places(7, 3, {})
     places.give(ids[:7])
     assert [places.of(sampler) for sampler in range(3)] == [ids[:3], ids[3:5], ids[5:7]]
-    places.leave(iter([ids[1], ids[4]]))
+    places.leave([ids[1], ids[4]])
     places.give(ids[7:9])
-    assert [places.of(sampler) for sampler in range(3)] == [
-        [ids[0], ids[2], ids[7]],
-        [ids[3], ids[8]],
-        ids[5:7],
-    ]
+    held = [[ids[0], ids[2], ids[7]], [ids[3], ids[8]], ids[5:7]]
+    assert [places.of(sampler) for sampler in range(3)] == held
 
 
-def test_what_goes_on_is_dealt_out_by_its_length():
+def test_responses_that_continue_are_dealt_out_by_their_length():
     """Of 70, 60, ... 10 tokens: 70, 60, 50 to samplers 0, 1, 2; back again 40, 30, 20 to 2, 1, 0; the last one to 0, which has 3 places. They hold 100, 90 and 90; by ordinal it
     would have been 180, 70 and 30."""
     ids = [ResponseId(ordinal, 0) for ordinal in range(7)]
     places = Places(7, 3, dict(zip(ids, (70, 60, 50, 40, 30, 20, 10), strict=True)))
-    assert [places.of(sampler) for sampler in range(3)] == [
-        [ids[0], ids[5], ids[6]],
-        [ids[1], ids[4]],
-        [ids[2], ids[3]],
-    ]
+    held = [[ids[0], ids[5], ids[6]], [ids[1], ids[4]], [ids[2], ids[3]]]
+    assert [places.of(sampler) for sampler in range(3)] == held
 
 
 @pytest.mark.parametrize("samplers", [1, 2, 3, 5])
 def test_no_sampler_is_dealt_more_than_its_places(samplers):
-    """Whatever is left of those in flight: the samplers that have one place more are the first."""
+    """Whatever is left in flight: the samplers that have one place more are the first."""
     for in_flight in range(1, 23):
         for going in range(in_flight + 1):
             counts = np.bincount(dealt(list(range(going)), samplers), minlength=samplers)

@@ -1,9 +1,9 @@
-"""Groups and responses in flight come back from arrays as they went in."""
+"""Groups and responses in flight are equal after a round trip through arrays."""
 
 import json
+from dataclasses import asdict, replace
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +21,7 @@ from dapo_jax.dapo.rollouts import (
     Verdict,
 )
 from dapo_jax.rollout.collector import InFlight
-from dapo_jax.rollout.exchange import Answered, _answered, _as_json
+from dapo_jax.rollout.exchange import _answered, _as_json
 from dapo_jax.rollout.packed import (
     drawn_arrays,
     drawn_of,
@@ -40,7 +40,7 @@ def prompt_at(ordinal):
     return Prompt(ordinal=ordinal, tokens=np.array([2, 3], np.int32), text=f"question {ordinal}", answer="!")
 
 
-# Byte models sample anything: zeros, quotes, half a surrogate pair, an answer that holds what separates fields elsewhere.
+# Byte models sample anything: zeros, quotes, half a surrogate pair, separators of other formats.
 texts = st.text(st.characters(), max_size=8) | st.sampled_from(["\0", "a\0b", '"\\', "\n", "\ud800", ""])
 
 
@@ -65,6 +65,17 @@ rollouts = st.fixed_dictionaries(
         "overlong_penalty": st.floats(-1, 0),
     }
 )
+
+
+def assert_equal(found, expected):
+    """Two lists of dataclasses, with dtypes."""
+    np.testing.assert_equal(
+        *([asdict(each, dict_factory=plain) for each in some] for some in (found, expected))
+    )
+
+
+def plain(pairs):
+    return {name: (value, value.dtype) if isinstance(value, np.ndarray) else value for name, value in pairs}
 
 
 WHOLE = (Span(0, 0),)
@@ -104,20 +115,7 @@ def test_groups_survive_as_arrays(drawn):
     ]
     arrays = group_arrays(groups)
     assert all(array.dtype != object for array in arrays.values()), "a checkpoint stores bytes, not pickles"
-    found = groups_of(arrays, prompt_at)
-    assert len(found) == len(groups)
-    for a, b in zip(found, groups, strict=True):
-        assert (a.prompt.ordinal, a.prompt.text) == (b.prompt.ordinal, b.prompt.text)
-        assert len(a.rollouts) == len(b.rollouts)
-        for x, y in zip(a.rollouts, b.rollouts, strict=True):
-            np.testing.assert_array_equal(x.response.tokens, y.response.tokens)
-            np.testing.assert_array_equal(x.response.logprobs, y.response.logprobs)
-            assert (x.response.tokens.dtype, x.response.logprobs.dtype) == (np.int32, np.float32)
-            assert x.response.finish_reason == y.response.finish_reason
-            assert x.response.spans == y.response.spans
-            assert (x.response.turns, x.response.contexts) == (y.response.turns, y.response.contexts)
-            assert (x.text, x.verdict) == (y.text, y.verdict)
-            assert (x.reward, x.overlong_penalty) == (y.reward, y.overlong_penalty)
+    assert_equal(groups_of(arrays, prompt_at), groups)
 
 
 def test_a_response_in_brief_takes_about_100_bytes_whatever_its_length():
@@ -160,13 +158,10 @@ def in_flight():
             request.append(tokens, -tokens.astype(np.float32))
         if one == (1, 0):
             request.end_turn("stop")
-            request.due, request.begun = 7, 2
-            request.contexts, request.standing = (
-                (ContextSpan(1, 2),),
-                Standing(rewards=(0.5,), metrics={"a": 1.0}),
-            )
+            request.due, request.begun, request.contexts = 7, 2, (ContextSpan(1, 2),)
+            request.standing = Standing(rewards=(0.5,), metrics={"a": 1.0})
         request.finish_reason = "length" if one == (0, 1) else None
-        responses[one] = request
+        responses[one] = request.rest()
     return InFlight(clock=clock, responses=responses)
 
 
@@ -177,34 +172,13 @@ def test_responses_in_flight_survive_as_arrays():
     found = flight_of(flight, prompt_at)
     assert found.clock == given.clock
     assert found.responses.keys() == given.responses.keys()
-    for one, request in given.responses.items():
-        again = found.responses[one]
-        np.testing.assert_array_equal(again.tokens[: again.drawn], request.tokens[: request.drawn])
-        np.testing.assert_array_equal(again.logprobs[: again.drawn], request.logprobs[: request.drawn])
-        for name in (
-            "drawn",
-            "begun",
-            "spans",
-            "turns",
-            "reasons",
-            "contexts",
-            "due",
-            "standing",
-            "finish_reason",
-        ):
-            assert getattr(again, name) == getattr(request, name), (one, name)
-        assert (again.prompt.text, again.index) == (request.prompt.text, request.index)
+    # The driver of the rounds sets the numbers of the next round.
+    now = {"limit": 0, "target": 0, "version": 0}
+    assert_equal(
+        [replace(request, **now) for request in found.responses.values()],
+        [replace(request, **now) for request in given.responses.values()],
+    )
     assert (flight_arrays(None), flight_of({}, prompt_at)) == ({}, None)
-
-
-@pytest.mark.parametrize("change", [lambda array: array[:-1], lambda array: np.append(array, array[:1])])
-@pytest.mark.parametrize("name", ["tokens", "logprobs"])
-def test_arrays_that_do_not_fit_together_are_refused(name, change):
-    arrays = flight_arrays(in_flight())
-    with pytest.raises(ValueError, match=name):
-        flight_of({**arrays, f"flight_{name}": change(arrays[f"flight_{name}"])}, prompt_at)
-    with pytest.raises(ValueError, match="records"):
-        groups_of({**arrays, "records": arrays["flight_records"]}, prompt_at)
 
 
 parts = st.builds(
@@ -220,12 +194,7 @@ parts = st.builds(
 
 @given(st.lists(parts, max_size=5))
 def test_the_new_tokens_of_a_round_survive_as_arrays(drawn):
-    found = drawn_of(drawn_arrays(drawn))
-    assert len(found) == len(drawn)
-    for a, b in zip(found, drawn, strict=True):
-        np.testing.assert_array_equal(a.tokens, b.tokens)
-        np.testing.assert_array_equal(a.logprobs, b.logprobs)
-        assert a.finish_reason == b.finish_reason
+    assert_equal(drawn_of(drawn_arrays(drawn)), drawn)
     packed, _ = pack_arrays(drawn_arrays(drawn))
     assert len(packed) == 8 * len(drawn) + 8 * sum(len(part.tokens) for part in drawn)
 
@@ -233,10 +202,5 @@ def test_the_new_tokens_of_a_round_survive_as_arrays(drawn):
 def test_an_answer_of_an_environment_survives_as_json():
     standing = Standing(rewards=(0.1, -1.0), correct=True, metrics={"luck": 1 / 3}, lost="died", reason="x")
     for before in (None, Continuation(np.array([3, 1], np.int32), True), Continuation(np.zeros(0, np.int32))):
-        found = _answered(*json.loads(json.dumps(_as_json(Answered(before=before, standing=standing)))))
-        assert found.standing == standing
-        if before is None:
-            assert found.before is None
-        else:
-            assert found.before.anew == before.anew
-            np.testing.assert_array_equal(found.before.tokens, before.tokens)
+        found = _answered(*json.loads(json.dumps(_as_json((before, standing)))))
+        np.testing.assert_equal(found, (before, standing))

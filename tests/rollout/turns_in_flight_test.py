@@ -1,15 +1,16 @@
-"""Runs whose episodes stay in flight: the same whatever environments wait for, and the turns that waves would draw."""
+"""Runs whose episodes stay in flight: the same whatever environments wait for, and the turns that waves would sample."""
+
+from functools import partial
 
 import numpy as np
 import pytest
 
-from dapo_jax.config import RolloutConfig
 from dapo_jax.text.tokenizers import CharTokenizer
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.rollout_log import read_rollouts
 from tests import several
-from tests.rollout.flight_test import same_run_but_for_evaluations
-from tests.rollout.processes_test import assert_the_same
+from tests.rollout.flight_test import interrupted_run_is
+from tests.rollout.processes_test import FLYING, assert_the_same
 from tests.run.turns_test import ENVIRONMENT, with_turns
 
 CHANCE = ENVIRONMENT.replace("digits = sum(", "digits = random.randrange(10) + sum(").replace(
@@ -27,18 +28,10 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def flying(micro, place):
-    """Makes configurations with 16 episodes in flight, of three turns of two tokens, drawn one token a round: a turn goes on from round to round, and from step to step."""
+    """Makes configurations with 16 episodes in flight, of three turns of two tokens, sampled one token a round: a turn continues from round to round and from step to step."""
 
     def make(run_dir=None, **changes):
-        rollout = {"in_flight": 16, "round_tokens": 1, "answer_rounds": 1}
-        for name in list(rollout):
-            rollout[name] = changes.pop(f"rollout__{name}", rollout[name])
-        own = {
-            "dynamic_sampling__surplus": "discard",
-            "rollout": RolloutConfig(**rollout),
-            "sampling__slots": 16,
-            "steps": 5,
-        }
+        own = {"rollout__round_tokens": 1, "rollout__in_flight": 16, "sampling__slots": 16, "steps": 5}
         return micro(run_dir, **with_turns(place, own | changes))
 
     return make
@@ -55,12 +48,12 @@ def rollouts_of(result, steps):
     ]
 
 
-def test_episodes_go_on_from_step_to_step_and_their_environment_is_not_trained_on(flown):
-    assert any(line["rollout/age_max"] > 0 for line in flown.metrics[1:]), "some go on"
-    assert any(len(row["spans"]) > 1 for row in rollouts_of(flown, range(1, 6))), "drawn by several weights"
+def test_episodes_continue_from_step_to_step_and_their_environment_is_not_trained_on(flown):
+    assert any(line["rollout/age_max"] > 0 for line in flown.metrics[1:])
+    assert any(len(row["spans"]) > 1 for row in rollouts_of(flown, range(1, 6))), "sampled by several weights"
     assert any(row.get("contexts") for row in rollouts_of(flown, range(1, 6)))
     lines = [line for line in flown.metrics[1:] if "rollout/turns" in line]
-    assert len(lines) > 2, "the other steps train on what waited: no verdict came in them"
+    assert len(lines) > 2, "the other steps train on groups that were ready: no verdict came in them"
     for line in lines:
         assert 1 < line["rollout/turns"] <= 3
         assert line["rollout/response_tokens"] <= 6
@@ -75,47 +68,25 @@ def test_episodes_go_on_from_step_to_step_and_their_environment_is_not_trained_o
         assert len(row["turn_rewards"]) == len(row["turns"])
 
 
-def test_the_first_weights_draw_what_waves_draw(flown, flying, run_micro, rows):
-    """An episode is known by its ordinal and index. In waves all of the first step is drawn by the first weights; in flight, what ended in time is."""
-    waves = run_micro(
-        flying(rollout__in_flight=0, dynamic_sampling__prompts_per_wave=8, steps=1),
-        reward=None,
-        eval_rows=rows,
+def test_the_first_weights_sample_the_same_as_in_waves(flown, flying, run_micro, rows):
+    """The first step trains on episodes of the first weights alone: in waves all of them, in flight the episodes that ended in time."""
+    config = flying(rollout__in_flight=0, dynamic_sampling__prompts_per_wave=8, steps=1)
+    waves = run_micro(config, reward=None, eval_rows=rows)
+    found, expected = (
+        {(row["ordinal"], row["index"]): row for row in rollouts_of(run, [1])} for run in (flown, waves)
     )
-    told = {(row["ordinal"], row["index"]): row for row in rollouts_of(waves, [1])}
-    same = [
-        (row, told[row["ordinal"], row["index"]])
-        for row in rollouts_of(flown, [1])
-        if (row["ordinal"], row["index"]) in told
-    ]
+    same = found.keys() & expected.keys()
     assert len(same) >= 8
-    for one, other in same:
-        for name in (
-            "response_token_ids",
-            "turns",
-            "contexts",
-            "turn_rewards",
-            "reward",
-            "correct",
-            "finish_reason",
-        ):
-            assert one.get(name) == other.get(name), name
+    names = ("response_token_ids", "turns", "contexts", "turn_rewards", "reward", "correct", "finish_reason")
+    for one, other in ((found[key], expected[key]) for key in same):
+        assert [one.get(name) for name in names] == [other.get(name) for name in names]
         np.testing.assert_allclose(one["logprobs"], other["logprobs"], atol=2e-5)
 
 
 def test_the_time_that_an_environment_takes_changes_no_bit(flying, flown, run_micro, rows, same_run):
-    """It takes another time in each run. Rounds decide what is read together, so sums are rounded alike, too."""
+    """It takes another time in each run. Rounds decide which episodes are prefilled together, so sums are rounded alike, too."""
     config = flying(environment__workers=2)
     same_run(run_micro(config, reward=None, eval_rows=rows), flown)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("answer_rounds", [0, 3])
-def test_any_number_of_rounds_repeats(answer_rounds, flying, run_micro, rows, same_run):
-    one, other = (
-        run_micro(flying(rollout__answer_rounds=answer_rounds), reward=None, eval_rows=rows) for _ in range(2)
-    )
-    same_run(other, one)
 
 
 @pytest.mark.parametrize(
@@ -123,14 +94,14 @@ def test_any_number_of_rounds_repeats(answer_rounds, flying, run_micro, rows, sa
     [(8, False), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((32, False), (64, True)))],
 )
 def test_slots_change_nothing(slots, invariant, flying, flown, run_micro, rows):
-    """Episodes that take turns in fewer slots than are in flight; and where nothing is fed, and all is read again."""
+    """Episodes that take turns in fewer slots than are in flight; and batch-invariant sampling, where every turn is re-prefilled."""
     changes = {"sampling__slots": slots, "sampling__batch_invariant": invariant}
     found = run_micro(flying(**changes), reward=None, eval_rows=rows)
     assert_the_same(found.run_dir, flown.run_dir, steps=range(1, 6))
 
 
 def test_evaluations_between_steps_change_nothing(flying, flown, run_micro, rows):
-    """The ordinals of an evaluation are those of episodes in flight."""
+    """An evaluation has ordinals of episodes in flight."""
     found = run_micro(flying(eval__every_steps=1), reward=None, eval_rows=rows)
     for ours, theirs in zip(found.metrics[1:], flown.metrics[1:], strict=True):
         for name, value in theirs.items():
@@ -144,30 +115,26 @@ def test_evaluations_between_steps_change_nothing(flying, flown, run_micro, rows
 def test_a_run_interrupted_after_every_step_in_turn_is_the_uninterrupted_run(
     answer_rounds, flying, flown, run_micro, rows, same_run
 ):
-    """Episodes in the middle of a turn, and such whose environment works, are opened again in each life."""
-    rounds = {"rollout__answer_rounds": answer_rounds}
-    whole = flown if answer_rounds == 1 else run_micro(flying(**rounds), reward=None, eval_rows=rows)
-    config = flying(**rounds)
-    for steps in range(1, 6):
-        made = flying(config.run_dir, steps=steps, **rounds)
-        found = run_micro(made, reward=None, resume=steps > 1, eval_rows=rows)
-    same_run_but_for_evaluations(found, whole, same_run)
+    """Episodes are opened again in each process, in the middle of a turn or while their environment works."""
+    make = partial(flying, rollout__answer_rounds=answer_rounds)
+    whole = flown if answer_rounds == 1 else run_micro(make(), reward=None, eval_rows=rows)
+    interrupted_run_is(whole, make, run_micro, rows, same_run, reward=None)
 
 
-def test_what_was_heard_before_a_checkpoint_is_in_it(flying, run_micro, rows, place):
-    """An environment that answers by chance. It appends the last digit of a sum, and its reward is 1 for an even one: of each turn
-    that it went on from, reward and tokens are those of one answer."""
-    told = {"environment__source": f"{place}/chance.py:Chance"}
-    config = flying(steps=2, **told)
+def test_a_checkpoint_has_the_answers_that_came_before_it(flying, run_micro, rows, place):
+    """An environment that answers by chance. It appends the last digit of a sum, and its reward is 1 for an even one: reward and
+    tokens of each turn are of the same answer."""
+    make = partial(flying, environment__source=f"{place}/chance.py:Chance")
+    config = make(steps=2)
     run_micro(config, reward=None, eval_rows=rows)
-    found = run_micro(flying(config.run_dir, steps=4, **told), reward=None, resume=True, eval_rows=rows)
+    found = run_micro(make(config.run_dir, steps=4), reward=None, resume=True, eval_rows=rows)
     decode, answered = CharTokenizer("0123456789+=:,?").decode, 0
     for row in rollouts_of(found, (3, 4)):
         for (_, stop), reward in zip(row["turns"], row["turn_rewards"], strict=True):
-            if said := decode(np.array(row["response_token_ids"][stop:], np.int32)).lstrip("+"):
-                assert reward == (int(said[0]) % 2 == 0)
+            if answer := decode(np.array(row["response_token_ids"][stop:], np.int32)).lstrip("+"):
+                assert reward == (int(answer[0]) % 2 == 0)
                 answered += row["spans"][0][1] < 2
-    assert answered > 4, "some were heard before the checkpoint"
+    assert answered > 4, "some came before the checkpoint"
 
 
 @pytest.mark.parametrize("answer_rounds", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -178,8 +145,8 @@ def test_an_episode_that_is_lost_before_its_first_turn_is_over(answer_rounds, fl
             '        if self.seed % 5 == 0:\n            1 / 0\n        return "?" * (99 if self.seed % 5 == 1 else 1)',
         ).replace("        self.total = 0\n", "        self.total, self.seed = 0, seed\n", 1)
     )
-    told = {"environment__source": f"{place}/closed.py:Sums", "dynamic_sampling__enabled": False, "steps": 3}
-    found = run_micro(flying(rollout__answer_rounds=answer_rounds, **told), reward=None, eval_rows=rows)
+    own = {"environment__source": f"{place}/closed.py:Sums", "dynamic_sampling__enabled": False, "steps": 3}
+    found = run_micro(flying(rollout__answer_rounds=answer_rounds, **own), reward=None, eval_rows=rows)
     for reason in ("ZeroDivisionError", "begins with 99 tokens, which leaves no room"):
         lost = [row for row in rollouts_of(found, (1, 2, 3)) if reason in row["reason"]]
         assert lost
@@ -193,12 +160,7 @@ def test_several_processes_train_what_one_trains(processes, on_disk, place, tmp_
     turns = [
         "reward.grader=exact", f"environment.source={place}/sums.py:Sums", "environment.max_turns=3", "environment.turn_tokens=2",
     ]  # fmt: skip
-    flying = {
-        "dynamic_sampling__surplus": "discard",
-        "rollout": RolloutConfig(in_flight=20, round_tokens=2),
-        "batch__row_tokens": 40,
-        "sampling__max_response_tokens": 14,
-    }
+    flying = {**FLYING, "batch__row_tokens": 40, "sampling__max_response_tokens": 14}
     for count in (1, processes):
         _, path = make(f"by_{count}", sampling__slots=24 if count == 1 else 8, **flying)
         several.run(

@@ -1,4 +1,4 @@
-"""The virtual clock: what starts, what is whole and when a step ends, from lengths and verdicts alone."""
+"""The virtual clock: which responses start, which groups are whole and when a step ends, from lengths and verdicts alone."""
 
 import json
 from collections import Counter
@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from dapo_jax.rollout.virtual_clock import ClockSizes, ResponseId, VirtualClock
 
 ROUND = 8
-"""Tokens that a response draws in a round."""
+"""Tokens that a response samples in a round."""
 
 
 class World:
-    """Lengths and verdicts of all responses, from a seed; and what a driver of the clock keeps of them."""
+    """Lengths and verdicts of all responses, from a seed, and the state of a driver of the clock."""
 
     def __init__(self, sizes, *, seed, mixed=0.5, most=64):
         self.sizes, self.seed, self.mixed, self.most = sizes, seed, mixed, most
@@ -36,18 +36,16 @@ class World:
             self.drawn[one] = 0
             self.started.append(one)
         assert len(self.drawn) == self.sizes.in_flight or self.sizes.max_age_steps
-        assert list(clock.in_flight()) == sorted(self.drawn), (
-            "no more than there are places, and none is forgotten"
-        )
+        assert list(clock.in_flight()) == sorted(self.drawn)
         assert len(self.drawn) <= self.sizes.in_flight
         for one in self.drawn:
             self.drawn[one] += ROUND
         ended = [one for one, drawn in self.drawn.items() if drawn >= self.length(one)]
         for one in ended:
             del self.drawn[one]
-        verdicts = {ordinal: self.informative(ordinal) for ordinal in clock.end_round(ended)}
-        self.judged |= verdicts
-        clock.judge(verdicts)
+        for ordinal in clock.end_round(ended):
+            self.judged[ordinal] = self.informative(ordinal)
+            clock.end_group(ordinal, informative=self.judged[ordinal])
         while clock.step_ends:
             self.steps.append(clock.end_step())
 
@@ -72,7 +70,7 @@ any_sizes = st.builds(
 
 
 @given(any_sizes, st.integers(0, 10_000), st.sampled_from([0.2, 0.5, 1.0]))
-def test_every_ordinal_is_trained_on_once_or_teaches_nothing_or_waits_or_is_in_flight(sizes, seed, mixed):
+def test_every_ordinal_is_trained_on_once_or_has_no_signal_or_waits_or_is_in_flight(sizes, seed, mixed):
     clock, world = run(sizes, seed=seed, mixed=mixed)
     trained = Counter(ordinal for step in world.steps for ordinal in step)
     assert set(trained.values()) <= {1}
@@ -90,7 +88,7 @@ def test_every_ordinal_is_trained_on_once_or_teaches_nothing_or_waits_or_is_in_f
 
 
 @given(any_sizes, st.integers(0, 10_000), st.integers(0, 60))
-def test_a_clock_that_was_saved_and_restored_goes_on_as_if_it_had_not(sizes, seed, rounds):
+def test_a_restored_clock_continues_like_an_uninterrupted_one(sizes, seed, rounds):
     clock, world = run(sizes, seed=seed, rounds=rounds)
     again = VirtualClock.restored(json.loads(json.dumps(clock.state())))
     assert again == clock
@@ -100,7 +98,7 @@ def test_a_clock_that_was_saved_and_restored_goes_on_as_if_it_had_not(sizes, see
 
 
 @given(any_sizes, st.integers(0, 10_000))
-def test_what_waits_does_not_pile_up(sizes, seed):
+def test_ready_groups_do_not_pile_up(sizes, seed):
     """After a round fewer groups wait than a step needs, unless an older one holds the steps back."""
     clock, world = VirtualClock(sizes), World(sizes, seed=seed, mixed=1.0)
     for _ in range(100):
@@ -110,8 +108,8 @@ def test_what_waits_does_not_pile_up(sizes, seed):
 
 @given(any_sizes, st.integers(0, 10_000))
 def test_no_group_gets_older_than_the_bound_allows(sizes, seed):
-    """In flight S steps at most, since steps are held back. When it is ready it waits for those before it, of the (S + 1) N that are under way: S + 1 steps at
-    most, the last of which trains on it."""
+    """It is in flight for S steps at most, since steps are held back. Once ready, it waits for earlier groups among the (S + 1) N that are under way: for S + 1 steps at
+    most, and the last one trains on it."""
     clock, world = VirtualClock(sizes), World(sizes, seed=seed, mixed=1.0)
     bound = sizes.max_age_steps
     for _ in range(100):
@@ -130,37 +128,38 @@ def test_a_step_by_hand():
     clock = VirtualClock(sizes(in_flight=4, samples_per_prompt=2, needed=1, verdict_rounds=1))
     assert clock.start() == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert clock.end_round([ResponseId(0, 0), ResponseId(1, 0), ResponseId(1, 1)]) == []
-    clock.judge({})
     assert clock.start() == [(2, 0), (2, 1), (3, 0)], "in the order of ordinals, also half a group"
     assert clock.end_round([]) == [1], "group 1 was whole a round ago"
-    clock.judge({1: True})
+    clock.end_group(1, informative=True)
     assert clock.step_ends
     assert clock.end_step() == {1: 0}
     assert clock.end_round([ResponseId(0, 1)]) == []
-    clock.judge({})
     assert clock.start() == [(3, 1)]
     assert clock.end_round([]) == [0]
-    clock.judge({0: True})
-    assert clock.end_step() == {0: 1}, "its first token was drawn before the first update"
+    clock.end_group(0, informative=True)
+    assert clock.end_step() == {0: 1}, "its first token was sampled before the first update"
 
 
 def test_a_step_is_held_back_for_a_group_that_would_get_too_old():
     clock = VirtualClock(
         sizes(in_flight=4, samples_per_prompt=2, needed=1, verdict_rounds=0, max_age_steps=1)
     )
-    clock.start()
-    clock.judge(dict.fromkeys(clock.end_round([ResponseId(1, 0), ResponseId(1, 1)]), True))
+
+    def whole(ordinal):
+        clock.start()
+        assert clock.end_round([ResponseId(ordinal, 0), ResponseId(ordinal, 1)]) == [ordinal]
+        clock.end_group(ordinal, informative=True)
+
+    whole(1)
     assert clock.end_step() == {1: 0}
-    clock.start()
-    clock.judge(dict.fromkeys(clock.end_round([ResponseId(2, 0), ResponseId(2, 1)]), True))
+    whole(2)
     assert not clock.step_ends, "group 0 is in flight since the step before"
-    clock.start()
-    clock.judge(dict.fromkeys(clock.end_round([ResponseId(0, 0), ResponseId(0, 1)]), True))
+    whole(0)
     assert clock.end_step() == {0: 1}
 
 
 def test_length_decides_when_a_response_is_trained_on_and_not_whether():
-    """Of 1,500 rounds' groups, the share that was trained on is the same for those with short and with long responses, but for those that were still in flight."""
+    """In 1,500 rounds all settled informative groups are trained on, with short and with long responses."""
     made = sizes(in_flight=64, samples_per_prompt=2, needed=4)
     clock, world = run(made, rounds=1500, most=200)
     trained = {ordinal for step in world.steps for ordinal in step}
@@ -232,18 +231,3 @@ def test_the_next_wave_starts_as_soon_as_it_is_certain_and_no_sooner():
     assert not clock.step_ends, "group 0 is under way, and comes first"
     clock.end_group(0, informative=True)
     assert list(clock.end_step()) == [0, 2]
-
-
-def test_what_cannot_be_is_refused():
-    clock = VirtualClock(sizes())
-    clock.start()
-    with pytest.raises(ValueError, match="response 0 to prompt 2 is not in flight"):
-        clock.end_round([ResponseId(2, 0)])
-    clock = VirtualClock(sizes(verdict_rounds=0))
-    clock.start()
-    clock.end_round([ResponseId(0, index) for index in range(4)])
-    with pytest.raises(
-        ValueError,
-        match=r"\[0\] are due at the end of round 1; verdicts of \[\]",
-    ):
-        clock.judge({})

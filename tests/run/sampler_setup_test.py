@@ -138,7 +138,7 @@ def test_what_was_compiled_beforehand_draws_in_rounds_and_in_turns_without_compi
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         caplog.clear()
         for _ in range(2):
-            rounds = sampler.rounds(weights, decoding=decoding(), domain=TRAINING)
+            rounds = sampler.rounds(weights, decoding=decoding())
             for _ in range(2):
                 found = rounds.draw(requests, 3)
                 assert not any(part.finish_reason for part in found), "another seed is needed"

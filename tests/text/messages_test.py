@@ -10,7 +10,8 @@ from pyarrow import parquet
 from dapo_jax.data.files import file_rows
 from dapo_jax.data.rows import checked_row
 from dapo_jax.environments import Context
-from dapo_jax.environments.rendering import Rendering, RenderingError
+from dapo_jax.environments.calls import LostError
+from dapo_jax.environments.rendering import Rendering
 from dapo_jax.environments.tools import conversation
 from dapo_jax.environments.turns_as_json import appended_as_json, appended_of
 from dapo_jax.serving.http_requests import read_chat
@@ -150,7 +151,7 @@ def test_messages_without_a_canonical_form_are_refused_everywhere(message, words
     with pytest.raises(ValueError, match=r"message 1|64 deep") as refused:
         checked_row({"prompt": messages, "answer": "2"})
     assert words in str(refused.value)
-    with pytest.raises(RenderingError) as lost:
+    with pytest.raises(LostError) as lost:
         Rendering(tokenizer=tokenizer).context_ids(Context(messages))
     assert words in str(lost.value)
     with pytest.raises(RequestError) as answered:

@@ -7,7 +7,8 @@ JSON. Each episode has a session, so the server needs room for all episodes that
 
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from dapo_jax.environments.protocol import Context, Step, Turn
@@ -29,17 +30,17 @@ class OpenEnvironment:
         self._url = place if place.startswith(("http://", "https://")) else ""
         self._field: str | None = None if self._url else ""
         try:
-            package = importlib.import_module("openenv.core") if self._url else None
+            core = importlib.import_module("openenv.core") if self._url else None
         except ImportError as error:
             raise ValueError(f"openenv:{place} needs a package: {how_to_install('openenv')}") from error
-        self._client = load_function(place) if package is None else package.GenericEnvClient
+        make = load_function(place) if core is None else partial(core.GenericEnvClient, base_url=place)
+        self._client: Callable[[], Any] = make
 
     async def episode(self, row: Mapping[str, Any], seed: int) -> "OpenEpisode":
         """Returns the episode of a response. The first call reads the server's action schema."""
         if self._field is None:
             self._field = await _text_field(self._url)
-        client = self._client(base_url=self._url) if self._url else self._client()
-        return OpenEpisode(client, self._field, row, seed)
+        return OpenEpisode(self._client(), self._field, row, seed)
 
 
 class OpenEpisode:
@@ -58,7 +59,10 @@ class OpenEpisode:
     async def step(self, turn: Turn) -> Step:
         """Returns the answer to a turn. An invalid action is returned to the policy as an error and counted as `action_errors`."""
         try:
-            given = await self._client.step({self._field: turn.text} if self._field else _action(turn.text))
+            action = {self._field: turn.text} if self._field else read_numbers(turn.text)
+            if not isinstance(action, dict):
+                raise ValueError("it is not a JSON object")
+            given = await self._client.step(action)
             text, reward, done = _text_of(given.observation), given.reward or 0.0, bool(given.done)
         except (ValueError, RuntimeError) as error:
             if type(error) is RuntimeError and "VALIDATION_ERROR" not in str(error):
@@ -80,12 +84,6 @@ async def _text_field(url: str) -> str:
     required = action.get("required", [])
     is_text = len(required) == 1 and action["properties"][required[0]].get("type") == "string"
     return required[0] if is_text else ""
-
-
-def _action(text: str) -> dict[str, Any]:
-    if not isinstance(action := read_numbers(text), dict):
-        raise ValueError("it is not a JSON object")
-    return action
 
 
 def _text_of(observation: Any) -> str:

@@ -23,7 +23,7 @@ class TrlEnvironment:
         """Loads `PLACE:Class` or `PLACE:Class+function`.
 
         Raises:
-            ValueError: it cannot be loaded, has no `reset`, a method that cannot be a tool, or no reward.
+            ValueError: it cannot be loaded, or has no `reset` or no reward.
         """
         named, _, reward = place.partition("+")
         self._class = load_function(named)

@@ -64,14 +64,14 @@ def test_an_error_of_the_servers_own_is_raised():
         played(load_environment(f"openenv:{__name__}:Client"), ROW, '{"break": "memory"}')
 
 
-def test_without_the_package_it_is_said_how_to_get_it(monkeypatch):
+def test_a_missing_package_is_named_with_its_installation(monkeypatch):
     monkeypatch.setitem(sys.modules, "openenv.core", None)
     with pytest.raises(ValueError, match=r"openenv:http://localhost:1 needs a package: pip install.*openenv"):
         load_environment("openenv:http://localhost:1")
 
 
 @contextmanager
-def serving(two_fields):
+def serving():
     """The package's own server with a small environment: it repeats the action, and ends at 12."""
     pytest.importorskip("openenv.core", reason="openenv is not installed")
     import uvicorn
@@ -81,9 +81,6 @@ def serving(two_fields):
 
     class Say(Action):
         message: str
-
-    class SayTwice(Say):
-        times: int
 
     class Heard(Observation):
         echoed: str = ""
@@ -100,14 +97,14 @@ def serving(two_fields):
 
         def step(self, action):
             self.count += 1
-            said = action.message * getattr(action, "times", 1)
-            return Heard(echoed=said, done=said == "12", reward=1.0 if said == "12" else -0.1 * self.count)
+            done = action.message == "12"
+            return Heard(echoed=action.message, done=done, reward=1.0 if done else -0.1 * self.count)
 
         @property
         def state(self):
             return State(episode_id="e", step_count=self.count)
 
-    app = create_fastapi_app(Echo, SayTwice if two_fields else Say, Heard, max_concurrent_envs=2)
+    app = create_fastapi_app(Echo, Say, Heard, max_concurrent_envs=2)
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
@@ -134,7 +131,7 @@ def test_a_server_of_the_package_is_played_with_texts():
         await third.close()
         return episodes
 
-    with serving(two_fields=False) as url:
+    with serving() as url:
         episodes = asyncio.run(play(url))
     for seed, (context, steps, _) in zip((1, 2), episodes, strict=True):
         assert context.contents[-1]["content"] == f"Make it say 12.\n\nready {seed}"

@@ -1,9 +1,9 @@
 """Environments of tinker-cookbook's convention: doubles of it, and the package's own classes where they are installed."""
 
 import asyncio
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from dapo_jax.environments import Context, load_environment
@@ -22,16 +22,6 @@ class Ids:
         return self.ids
 
 
-@dataclass
-class StepResult:
-    reward: float
-    episode_done: bool
-    next_observation: Ids
-    next_stop_condition: list = field(default_factory=list)
-    metrics: dict = field(default_factory=dict)
-    logs: dict = field(default_factory=dict)
-
-
 class Asking:
     """Asks again until the answer comes; `forgetful`: with a new context."""
 
@@ -44,18 +34,20 @@ class Asking:
 
     async def step(self, action, *, extra=None):
         self.heard.append((action, extra))
-        text = TOKENIZER.decode(action_of(action))
+        text = text_of(action)
         done = text == self.row["answer"]
         begins = [7] if self.forgetful else [*self.context, *action]
         self.context = [*begins, *TOKENIZER.encode(" Again.").tolist()]
-        metrics = {"correct": float(done), "said": text, "turns": 1}
-        return StepResult(1.0 * done, done, Ids([] if done else self.context), metrics=metrics)
+        metrics = {"correct": float(done), "text": text, "turns": 1}
+        following = Ids([] if done else self.context)
+        return SimpleNamespace(
+            reward=1.0 * done, episode_done=done, next_observation=following, metrics=metrics
+        )
 
 
-def action_of(ids):
-    import numpy as np
-
-    return np.array([number for number in ids if number != TOKENIZER.eos_id], np.int32)
+def text_of(ids):
+    """Of a turn, which ends with an end token."""
+    return TOKENIZER.decode(np.array(ids[:-1], np.int32))
 
 
 class Builder:
@@ -135,12 +127,12 @@ def test_the_responses_to_a_prompt_share_a_builder_that_compares_them():
     assert first.ob.to_ints()[0] == 7
 
 
-def test_a_first_observation_that_would_be_too_long_is_said():
+def test_a_first_observation_that_would_be_too_long_is_an_error():
     with pytest.raises(ValueError, match="no first observation"):
         asyncio.run(playing(load_environment(f"tinker:{__name__}:Overlong"), ROW, "5"))
 
 
-def test_no_rewards_are_asked_of_a_group_of_none():
+def test_an_empty_group_has_no_rewards():
     assert asyncio.run(load_environment(f"tinker:{__name__}:Builder").group_rewards([])) == []
 
 
@@ -158,7 +150,7 @@ def real_builder(row):
             return ModelInput.from_ints(TOKENIZER.encode(messages[-1]["content"]).tolist())
 
         def parse_response(self, ids):
-            message = {"role": "assistant", "content": TOKENIZER.decode(action_of(ids))}
+            message = {"role": "assistant", "content": text_of(ids)}
             return message, ParseTermination.STOP_SEQUENCE
 
     class Problem(ProblemEnv):
