@@ -173,7 +173,7 @@ def test_a_lock_whose_file_has_lost_its_name_is_lost(deed, tmp_path):
     with take(folder, lost=never) as lock:
         lock.check()
         DEEDS[deed](folder)
-        with pytest.raises(LockLostError, match=rf"{folder}/\.lock is gone"):
+        with pytest.raises(LockLostError, match=rf"{folder}/\.lock was removed"):
             lock.check()
 
 

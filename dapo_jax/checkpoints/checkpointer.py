@@ -9,6 +9,7 @@ its manifest included. In a bucket nothing can be renamed: there a step is compl
 """
 
 import errno
+import functools
 import json
 import logging
 import os
@@ -18,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from os import PathLike
-from types import TracebackType
 from typing import Any, TypeVar
 
 import jax
@@ -54,7 +54,7 @@ SCHEMA_VERSION = 1
 """Version of the layout above and of the `meta` item; must be raised when an older reader could not read it."""
 
 Check = Callable[[str, Mapping[str, Any]], None]
-"""Checks (the checkpoint's name for messages, its progress); raises DamagedError, or ConfigError for a checkpoint of another run."""
+"""Gets the checkpoint's name for messages and its progress; raises DamagedError, or ConfigError for a checkpoint of another run."""
 
 _Read = TypeVar("_Read")
 
@@ -227,7 +227,11 @@ class Checkpointer:
             CheckpointError: the checkpoint is of another version; or memory, rights or the disk failed, and it may be whole.
         """
         self.wait()
-        step = self._existing(step)
+        steps = self.steps()
+        if not steps or step not in (None, *steps):
+            wanted = "" if step is None else f" of step {step}"
+            raise FileNotFoundError(f"there is no checkpoint{wanted} in {self.folder}; it has steps {steps}")
+        step = steps[-1] if step is None else step
         folder = self.folder / str(step)
         target = {path: _struct_of(leaf) for path, leaf in flattened(target_state).items()}
         with _agreed_errors():
@@ -280,7 +284,7 @@ class Checkpointer:
                 damaged[step] = str(error)
                 continue
             for skipped, problem in damaged.items():
-                place = f"; it is now {self.set_aside(skipped)}" if aside else ""
+                place = f"; it is now {self._set_aside(skipped)}" if aside else ""
                 say(f"{problem}{place}. Taking step {step} instead")
             return found
         if damaged:
@@ -289,10 +293,6 @@ class Checkpointer:
                 "backup, or remove that folder to start over"
             )
         return None
-
-    def set_aside(self, step: int) -> str:
-        """Renames a damaged checkpoint so that its step can be saved again, and returns its new path."""
-        return by_first(lambda: set_aside(self.folder / str(step)).encode()).decode()
 
     def best(self) -> tuple[int, float] | None:
         """Returns (step, score) of the best checkpoint, the last of equal ones; None if none has a score."""
@@ -309,20 +309,14 @@ class Checkpointer:
     def __enter__(self) -> "Checkpointer":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _existing(self, step: int | None) -> int:
-        steps = self.steps()
-        if not steps or (step is not None and step not in steps):
-            wanted = "" if step is None else f" of step {step}"
-            raise FileNotFoundError(f"there is no checkpoint{wanted} in {self.folder}; it has steps {steps}")
-        return steps[-1] if step is None else step
+    def _set_aside(self, step: int) -> str:
+        return by_first(lambda: set_aside(self.folder / str(step)).encode()).decode()
 
     def _meta(self, step: int) -> dict[str, Any]:
-        """Reads the checkpoint's description of itself: step, progress, state (path -> shape, dtype), carry (its layout), score."""
+        """Reads the item `meta`; see `save`."""
         folder = self.folder / str(step)
         check_digests(folder, {META: sealed_files(folder)[META]})
         try:
@@ -400,34 +394,25 @@ class Keeping(PreservationPolicy):
         return [step in kept for step in steps]
 
 
+@functools.cache
 def quiet_orbax() -> None:
     """Keeps orbax's log out of the terminal: remarks about its defaults, and tracebacks of errors that it also raises.
 
     After a failed save its other writes fail too. Messages about these from asyncio and tensorstore are dropped as well.
     """
-    absl = logging.getLogger("absl")
-    if _not_from_orbax not in absl.filters:
-        absl.addFilter(_not_from_orbax)
-        logging.getLogger("asyncio").addFilter(_not_raised_in_orbax)
-        sys.unraisablehook = _without_closed_loops(sys.unraisablehook)
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_not_from_orbax)
+    shown = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        # Only errors that C code raises, here tensorstore's, have no object.
+        if unraisable.object is not None or str(unraisable.exc_value) != "Event loop is closed":
+            shown(unraisable)
+
+    sys.unraisablehook = hook
 
 
 def _not_from_orbax(record: logging.LogRecord) -> bool:
-    return "/orbax/" not in record.pathname
-
-
-def _not_raised_in_orbax(record: logging.LogRecord) -> bool:
     trace = record.exc_info[2] if record.exc_info else None
-    return not any("/orbax/" in frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace))
-
-
-def _without_closed_loops(shown: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """Wraps an unraisable hook so that it ignores errors about a closed loop raised from C code, which have no object."""
-
-    def hook(unraisable: Any) -> None:
-        error = unraisable.exc_value
-        closed = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
-        if not closed or unraisable.object is not None:
-            shown(unraisable)
-
-    return hook
+    files = [record.pathname, *(frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace))]
+    return not any("/orbax/" in file for file in files)
