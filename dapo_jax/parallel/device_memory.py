@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from itertools import zip_longest
 from typing import Any
 
 import jax
@@ -10,7 +9,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from dapo_jax.config import ConfigError
-from dapo_jax.parallel.sharding import axes_of
+from dapo_jax.parallel.sharding import split
 from dapo_jax.parallel.together import all_gather_bytes, meet
 
 OFFLOADED = "pinned_host"
@@ -50,8 +49,7 @@ def bytes_on_device(structs: PyTree, sizes: Mapping[str, int]) -> int:
 def _bytes(leaf: Any, sizes: Mapping[str, int]) -> int:
     # A random key is 2 numbers of 32 bits.
     found = 8 if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
-    for size, entry in zip_longest(leaf.shape, leaf.sharding.spec):
-        axes = axes_of(entry)
+    for size, axes in zip(leaf.shape, split(leaf.sharding, leaf.ndim), strict=True):
         parts = math.prod(sizes[axis] for axis in axes)
         if size % parts:
             raise ConfigError(
