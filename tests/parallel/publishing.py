@@ -7,15 +7,13 @@ from functools import cache
 
 import jax
 import jax.monitoring
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from dapo_jax.models.folder import shapes_of
 from dapo_jax.parallel import processes
 from dapo_jax.parallel.mesh import make_mesh, make_meshes
 from dapo_jax.parallel.sharding import SAMPLER_RULES, shardings
-from dapo_jax.parallel.weights import local, weight_transfer
+from dapo_jax.parallel.weights import weight_transfer
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 
 CONFIG = tiny_decoder_config(qkv_bias=True, qk_norm=True, tied_embeddings=False)
@@ -88,32 +86,6 @@ def check(sizes, *, dtype, sampler_tensor=0, sampler_hosts=1):
     assert_exact(again, 2, dtype)
     assert_exact(weights, 1, dtype)
     assert all(float(leaf.addressable_data(0).max()) == -1 for leaf in jax.tree.leaves(changed))
-    return meshes, again
-
-
-def check_that_local_means_local(meshes, weights, index):
-    """Programs on the sampler's mesh need no other process: the processes run different numbers of them."""
-    total = jax.jit(lambda ends: sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(ends)))
-    for _ in range(1 + 4 * index):
-        found = float(total(weights["ends"]))
-    ends = nnx.to_pure_dict(expected(2, "float32")["ends"])
-    np.testing.assert_allclose(found, sum(leaf.sum(dtype=np.float64) for leaf in ends.values()), rtol=1e-4)
-    assert meshes.index == index
-
-
-def check_the_wrap(meshes):
-    """The same addresses before and after, device by device."""
-    publish, here = (
-        shardings(SHAPES["ends"], mesh, SAMPLER_RULES) for mesh in (meshes.publish, meshes.sampler)
-    )
-    whole = jax.tree.map(
-        lambda leaf, sharding: jax.make_array_from_callback(
-            leaf.shape, sharding, lambda index: np.zeros(leaf.shape, np.float32)[index]
-        ),
-        SHAPES["ends"],
-        publish,
-    )
-    assert pointers(local(whole, here)) == pointers(whole)
 
 
 def main():
@@ -122,9 +94,8 @@ def main():
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, seconds, **_: COMPILED.append(event) if "backend_compile" in event else None
     )
-    check_that_local_means_local(*check({"fsdp": 4, "tensor": 2}, dtype="float32"), index)
+    check({"fsdp": 4, "tensor": 2}, dtype="float32")
     check({"fsdp": 8}, dtype="bfloat16", sampler_tensor=2)
-    meshes, _ = check({"data": 2, "fsdp": 2, "tensor": 2}, dtype="bfloat16", sampler_hosts=2)
-    check_the_wrap(meshes)
+    check({"data": 2, "fsdp": 2, "tensor": 2}, dtype="bfloat16", sampler_hosts=2)
     print(f"process {index} has its weights", flush=True)
     processes.leave()

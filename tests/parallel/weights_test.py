@@ -110,12 +110,6 @@ def test_new_weights_compile_nothing_and_leave_the_old_alive(one_device, caplog)
     assert_exact(sharding, tiny_params(CONFIG, seed=1), jnp.float32)
 
 
-def test_a_head_count_that_does_not_divide_is_refused():
-    mesh = make_mesh(fsdp=2, tensor=4)
-    with pytest.raises(ValueError, match=r" 2, .*parallel\.tensor=4"):
-        weight_transfer(shapes_of(CONFIG), mesh, dtype="float32")
-
-
 @pytest.mark.parametrize(
     ("sizes", "sampler_tensor"),
     [({"data": 2, "fsdp": 4}, 2), ({"fsdp": 2, "tensor": 2, "context": 2}, 1)],
