@@ -25,6 +25,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from jax.sharding import SingleDeviceSharding
 from jaxtyping import PyTree
 from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
@@ -76,8 +77,8 @@ class Restored:
 class Checkpointer:
     """Writes and reads the checkpoints of one run. Every process of a run makes the same calls.
 
-    Nothing is written before the first `save`, so the folder of another run, even of a live one, may be opened to restore from
-    it. Use it as a context manager: leaving waits for the save in progress.
+    Nothing is written before the first `save`, so the folder of another run, even of a live one, may be opened to restore from it.
+    Leaving the context manager waits for the save in progress.
 
     Args:
         folder: of all steps; local or in a bucket (`dapo_jax.storage`).
@@ -232,8 +233,11 @@ class Checkpointer:
             wanted = "" if step is None else f" of step {step}"
             raise FileNotFoundError(f"there is no checkpoint{wanted} in {self.folder}; it has steps {steps}")
         step = steps[-1] if step is None else step
-        folder = self.folder / str(step)
-        target = {path: _struct_of(leaf) for path, leaf in flattened(target_state).items()}
+        folder, default = self.folder / str(step), SingleDeviceSharding(jax.local_devices()[0])
+        target = {
+            path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or default)
+            for path, leaf in flattened(target_state).items()
+        }
         with _agreed_errors():
             files = sealed_files(folder)
             meta = self._meta(step)
@@ -284,8 +288,12 @@ class Checkpointer:
                 damaged[step] = str(error)
                 continue
             for skipped, problem in damaged.items():
-                place = f"; it is now {self._set_aside(skipped)}" if aside else ""
-                say(f"{problem}{place}. Taking step {step} instead")
+                if aside:
+                    folder = self.folder / str(skipped)
+                    problem += (
+                        f"; it is now {by_first(lambda folder=folder: set_aside(folder).encode()).decode()}"
+                    )
+                say(f"{problem}. Taking step {step} instead")
             return found
         if damaged:
             raise DamagedError(
@@ -311,9 +319,6 @@ class Checkpointer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _set_aside(self, step: int) -> str:
-        return by_first(lambda: set_aside(self.folder / str(step)).encode()).decode()
 
     def _meta(self, step: int) -> dict[str, Any]:
         """Reads the item `meta`; see `save`."""
@@ -355,15 +360,9 @@ class Checkpointer:
                     remove_unfinished(self.folder)
             self._cleaned = False
             self._manager.reload()  # orbax has already removed the oldest step from its list, but not from the disk
-        # The messages of the libraries below repeat internal file names.
         full = os.strerror(errno.ENOSPC)
         why = f"the disk is full ({full})" if full in str(error) else str(error)
         return CheckpointError(f"saving checkpoint step {step} in {self.folder} failed: {why}")
-
-
-def _struct_of(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 @contextmanager
