@@ -61,7 +61,6 @@ class Laptop:
         return [[line["client"], *line["words"]] for line in self.calls("gcloud", "xpk", "kubectl", "tar")]
 
     def verbs(self) -> list[str]:
-        """The same, each as one word."""
         return [verb(words) for words in self.commands()]
 
 
