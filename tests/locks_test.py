@@ -268,10 +268,10 @@ def test_a_lease_is_renewed_while_it_is_held_although_the_storage_is_busy_for_a_
 
 
 def test_a_run_that_has_lost_its_lease_is_ended_and_leaves_the_other_alone(bucket, quick):
-    said, called = [], threading.Event()
+    reported, called = [], threading.Event()
 
     def lost(status, message):
-        said.append((status, message))
+        reported.append((status, message))
         called.set()
 
     with take(path_of(RUN), lost=lost) as lock:
@@ -279,7 +279,7 @@ def test_a_run_that_has_lost_its_lease_is_ended_and_leaves_the_other_alone(bucke
         assert called.wait(30)
         with pytest.raises(LockLostError):
             lock.check()
-    [(status, message)] = said
+    [(status, message)] = reported
     assert status == 1
     assert "is held by process 8 on far since then" in message
     assert b"theirs" in bucket.files()[LEASE]

@@ -56,7 +56,7 @@ class Storage:
         return {
             "STORAGE_EMULATOR_HOST": self.address,
             "TENSORSTORE_GCS_HTTP_URL": self.address,
-            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "nobody",
+            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "token",
             "GOOGLE_CLOUD_PROJECT": "nothing",
             "FSSPEC_GCS_TOKEN": "anon",
             "NO_GCE_CHECK": "true",
@@ -290,7 +290,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _need(self, permission):
         if f"storage.{permission}" not in self.storage.granted:
-            raise RefusedError(403, f"nobody does not have storage.{permission} access")
+            raise RefusedError(403, f"the user lacks storage.{permission} access")
 
     def _read_body(self):
         if self.headers.get("Transfer-Encoding", "").lower() != "chunked":

@@ -201,7 +201,7 @@ class _Member:
                     f"process {self._index} of {self._count} ends: another process is gone: it was killed, or its machine is lost "
                     f"(found as {message.splitlines()[0]}). {self.remedy}"
                 )
-            if all(told == message for _, told in self._failures().values()):
+            if all(known == message for _, known in self._failures().values()):
                 self.put("failed", json.dumps([status, message]))
             self._limit = threading.Timer(2 * GRACE_S, self._exit, (status, message))
             self._limit.daemon = True
@@ -218,7 +218,7 @@ class _Member:
             self._exit(1, self._cause)
         if by_all and self._index and self._wait_for_failure(of=0).get(0, (0, ""))[1] == message:
             shown = ""
-        elif failures and message not in [told for _, told in failures.values()]:
+        elif failures and message not in [known for _, known in failures.values()]:
             status, shown = self._because(failures)
         self._exit(status, shown)
 
@@ -227,9 +227,9 @@ class _Member:
         self._exit(*self.tell(status, message))
 
     def all_say(self, text: str) -> bool:
-        self.put("said", text)
+        self.put("ready", text)
         end = time.monotonic() + GRACE_S
-        while len(found := self._all("said")) < self._count and time.monotonic() < end:
+        while len(found := self._all("ready")) < self._count and time.monotonic() < end:
             time.sleep(_POLL_S / 5)
         return len(found) == self._count and set(found.values()) == {text}
 

@@ -41,7 +41,7 @@ def latest():
         return checkpointer.latest_step()
 
 
-def test_what_was_saved_comes_back_and_the_oldest_goes(bucket):
+def test_a_saved_state_comes_back_and_the_oldest_is_removed(bucket):
     save([1, 2, 3], keep=2)
     assert steps_in(bucket) == [2, 3]
     with Checkpointer(FOLDER) as checkpointer:
@@ -119,12 +119,12 @@ w = np.arange(4096, dtype=np.float32)
 state = {"w": jax.make_array_from_callback(w.shape, spread, lambda cut: w[cut])}
 own = manifest.Sealing._own
 
-def told(self):
+def printed(self):
     found = own(self)
     print("hashed", *sorted(found), flush=True)
     return found
 
-manifest.Sealing._own = told
+manifest.Sealing._own = printed
 with Checkpointer(sys.argv[1]) as checkpointer:
     checkpointer.save(1, state, {}, {})
     checkpointer.wait()
@@ -163,7 +163,7 @@ def test_an_object_that_is_replaced_while_it_is_hashed_is_found(bucket, monkeypa
         read_by_a_check(bucket)
 
 
-def test_a_run_goes_on_where_it_was_copied_to(bucket, tmp_path):
+def test_a_run_continues_in_the_bucket_that_it_was_copied_to(bucket, tmp_path):
     """From a disk into a bucket; orbax keeps the marker there too, or the copy would pass for unfinished."""
     with Checkpointer(tmp_path / "checkpoints") as checkpointer:
         checkpointer.save(1, state(1), {}, {})

@@ -44,13 +44,13 @@ def folder(kept, tmp_path):
 
 def restored(folder, *, aside=True):
     """Returns (the result of `restore_last`, its messages)."""
-    said = []
+    messages = []
     with Checkpointer(folder) as checkpointer:
         target = jax.eval_shape(lambda: state_at(0))
         found = checkpointer.restore_last(
-            lambda step: checkpointer.restore(target, step, rows=1), say=said.append, aside=aside
+            lambda step: checkpointer.restore(target, step, rows=1), say=messages.append, aside=aside
         )
-    return found, said
+    return found, messages
 
 
 def assert_is(found, step):
@@ -99,15 +99,15 @@ def test_damage_to_any_file_is_found(deed, kept, tmp_path):
         DEEDS[deed](path)
         if path.is_file() and path.read_bytes() == before:
             continue  # it was empty
-        found, said = restored(folder)
+        found, messages = restored(folder)
         if name.name in MARKS and found.step == LAST:
             assert_is(found, LAST)
             continue
         assert_is(found, BEFORE)
         if name.name not in MARKS:
-            assert len(said) == 1, (name, said)
-            assert f"checkpoint {folder / str(LAST)}" in said[0] or str(path) in said[0]
-            assert f"it is now {folder / str(LAST)}.damaged" in said[0]
+            assert len(messages) == 1, (name, messages)
+            assert f"checkpoint {folder / str(LAST)}" in messages[0] or str(path) in messages[0]
+            assert f"it is now {folder / str(LAST)}.damaged" in messages[0]
             assert (folder / f"{LAST}.damaged").is_dir()
 
 
@@ -131,21 +131,21 @@ PARTS = {
 @pytest.mark.parametrize("name", PARTS)
 def test_a_checkpoint_with_a_missing_or_wrong_part_is_passed_over(name, folder):
     PARTS[name](folder / str(LAST))
-    found, said = restored(folder)
+    found, messages = restored(folder)
     assert_is(found, BEFORE)
-    assert len(said) == 1
-    assert str(folder / str(LAST)) in said[0]
+    assert len(messages) == 1
+    assert str(folder / str(LAST)) in messages[0]
 
 
 def test_only_a_folder_with_the_name_of_its_step_is_a_checkpoint(folder):
     (folder / "8").write_text("not a folder")
     (folder / str(LAST)).rename(folder / "9")
     shutil.copytree(folder / "9", folder / "007")
-    found, said = restored(folder)
+    found, messages = restored(folder)
     assert_is(found, BEFORE)
-    assert len(said) == 1
-    assert f"{folder}/9 is of step 7" in said[0]
-    assert f"{folder}/9.damaged" in said[0]
+    assert len(messages) == 1
+    assert f"{folder}/9 is of step 7" in messages[0]
+    assert f"{folder}/9.damaged" in messages[0]
 
 
 def test_a_step_that_was_set_aside_keeps_its_content_and_can_be_saved_again(folder):
@@ -159,9 +159,9 @@ def test_a_step_that_was_set_aside_keeps_its_content_and_can_be_saved_again(fold
             )
     assert sorted(path.name for path in folder.iterdir()) == ["4", "7", "7.damaged", "7.damaged2"]
     assert sorted(path.name for path in (folder / "7.damaged2").rglob("*")) == before
-    found, said = restored(folder)
+    found, messages = restored(folder)
     assert_is(found, LAST)
-    assert not said
+    assert not messages
 
 
 def test_without_an_intact_checkpoint_the_files_are_named_and_stay(folder):

@@ -83,9 +83,9 @@ def test_pickled_weights_are_refused_and_safetensors_named(suffix, inside, tmp_p
     else:
         Path(f"model{suffix}").write_bytes(pickled)
     assert main(["convert", "model" if inside else f"model{suffix}", "out"]) == 2
-    said = capsys.readouterr().err
-    assert "pickle" in said
-    assert "safetensors" in said
+    output = capsys.readouterr().err
+    assert "pickle" in output
+    assert "safetensors" in output
     assert not Path("opened").exists()
 
 
@@ -121,7 +121,7 @@ def test_a_template_neither_leaves_its_sandbox_nor_runs_on(source, message):
         ChatTemplate(source, name="t").render([{"role": "user", "content": "1+1"}])
 
 
-def test_the_server_listens_at_this_machine_alone_unless_told():
+def test_by_default_the_server_listens_at_this_machine_alone():
     assert ServeOptions().host == _parser().parse_args(["serve", "model"]).host == "127.0.0.1"
 
 
@@ -133,14 +133,14 @@ def test_tokens_are_neither_printed_nor_kept(name, tmp_path, monkeypatch, capsys
     config = load_config(ROOT / "configs" / "quickstart.yaml")
     assert SECRET not in to_yaml(config)
     assert main(["convert", f"hf:{SECRET}/../x", "out"]) == 2
-    said = capsys.readouterr().err
-    assert SECRET not in said
-    assert f"${name}" in said
+    output = capsys.readouterr().err
+    assert SECRET not in output
+    assert f"${name}" in output
     with pytest.raises(SystemExit, match="2"):
         main(["train", "quickstart", f"--{SECRET}"])
-    said = capsys.readouterr().err
-    assert SECRET not in said
-    assert f"${name}" in said
+    output = capsys.readouterr().err
+    assert SECRET not in output
+    assert f"${name}" in output
     assert not [
         path for path in tmp_path.rglob("*") if path.is_file() and SECRET in path.read_text(errors="replace")
     ]
@@ -151,9 +151,9 @@ def test_a_password_in_a_place_is_refused_and_not_repeated(key, capsys):
     """It would be written to config.yaml and sent to trackers."""
     override = f"{key}=https://me:{SECRET}@host/x"
     assert main(["config", str(ROOT / "configs" / "quickstart.yaml"), override]) == 2
-    said = capsys.readouterr().err
-    assert SECRET not in said
-    assert f"{key}: found 'https://me:...@host/x', needs a place without a password" in said
+    output = capsys.readouterr().err
+    assert SECRET not in output
+    assert f"{key}: found 'https://me:...@host/x', needs a place without a password" in output
 
 
 def test_the_readme_links_to_the_threat_model():

@@ -37,10 +37,10 @@ def test_a_reader_that_leaves_does_not_end_it(tmp_path):
     whole.finish()
     process = started(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()  # as `head` does once it has its lines
-    _, said = process.communicate(timeout=300)
-    assert process.returncode == 0, said
-    assert said.startswith("dapo-jax train: standard output has no reader")
-    assert said.count("\n") == 1
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert errors.startswith("dapo-jax train: standard output has no reader")
+    assert errors.count("\n") == 1
     assert_the_same_run(run.run_dir, whole.run_dir)
 
 

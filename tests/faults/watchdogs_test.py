@@ -71,6 +71,6 @@ def test_each_cause_raises_its_own_warning_and_no_other(name, run):
     raised = {other: sum(line[f"watchdog/{other}"] for line in metrics) for other in NAMES}
     assert raised.pop(name) > 0
     assert not any(raised.values())
-    said = [line for line in printed.splitlines() if "Usual causes" in line]
-    assert len(said) == 1
-    assert f": {name.replace('_', ' ')}" in said[0]
+    lines = [line for line in printed.splitlines() if "Usual causes" in line]
+    assert len(lines) == 1
+    assert f": {name.replace('_', ' ')}" in lines[0]

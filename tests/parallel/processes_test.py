@@ -98,7 +98,7 @@ def test_an_exception_in_one_process_ends_the_others_with_its_message(failing):
     for index, (_, output) in enumerate(done):
         assert "ValueError: seven is no prompt" in output
         assert (f"process {index} of 3 ends because process {failing} failed" in output) == (index != failing)
-        assert "told to stop" not in output  # nobody was
+        assert "told to stop" not in output
 
 
 @pytest.mark.slow
