@@ -11,9 +11,8 @@ from jax.sharding import PartitionSpec as P
 from dapo_jax.models.folder import shapes_of
 from dapo_jax.parallel.mesh import make_mesh, make_meshes
 from dapo_jax.parallel.sharding import shardings
-from dapo_jax.parallel.weights import stages, weight_transfer
+from dapo_jax.parallel.weights import both_on, local, stages, weight_transfer
 from dapo_jax.testing import tiny_decoder_config, tiny_params
-from tests import several
 
 CONFIG = tiny_decoder_config(qkv_bias=True, qk_norm=True, tied_embeddings=False)
 
@@ -147,9 +146,12 @@ def test_a_split_that_both_share_needs_no_stages():
     assert stages((48, 32), source, target) == [source, target]
 
 
-@pytest.mark.slow  # two processes sample and train in rollout/processes_test
-def test_two_processes_have_a_copy_each_without_copying():
-    """`publishing.py` has the checks of each process."""
-    program = "from tests.parallel.publishing import main\nmain()"
-    for index, output in enumerate(several.run(program, processes=2, devices=4)):
-        assert output.rstrip().endswith(f"process {index} has its weights"), output
+def test_the_sampler_gets_the_published_buffers_without_a_copy(eight_devices):
+    meshes = both_on(eight_devices)
+    published = jax.device_put(jnp.ones((16, 8)), NamedSharding(meshes.publish, P("tensor")))
+    found = local(published, NamedSharding(meshes.sampler, P("tensor")))
+    before, after = (
+        [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
+        for array in (published, found)
+    )
+    assert before == after
