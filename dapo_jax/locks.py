@@ -23,7 +23,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from dapo_jax.storage import SCHEME, AnyPath, in_bucket
@@ -38,6 +37,7 @@ RENEW_S = 15.0
 """Seconds between two renewals by the holder."""
 
 _LOOK_S = 1.0
+_LEAVES = "This run ends and writes nothing more there"
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -97,9 +97,7 @@ class Lock(ABC):
     def __enter__(self) -> "Lock":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
@@ -147,9 +145,8 @@ class _FileLock(Lock):
     def check(self) -> None:
         if not self._has_name():
             raise LockLostError(
-                f"{self._path} is gone, or is another file than this run has locked: it or its folder was removed, renamed or "
-                "replaced, and another run may be at work there. This run ends and writes nothing more there; resume from the last "
-                "checkpoint when no other run does"
+                f"{self._path} was removed, renamed or replaced, so another run may be at work there. {_LEAVES}; resume from the "
+                "last checkpoint when no other run is"
             )
 
     def release(self) -> None:
@@ -198,8 +195,8 @@ class _Lease(Lock):
             self._renew(retry=self._retry.with_timeout(LEASE_S))
         except self._failures as error:
             raise LockLostError(
-                f"{self._name} was not renewed for {LEASE_S:.0f} s and cannot be now ({error}), so another run may have it. This run "
-                "ends and writes nothing more there; resume from the last checkpoint when the bucket answers"
+                f"{self._name} was not renewed for {LEASE_S:.0f} s and cannot be now ({error}), so another run may have it. "
+                f"{_LEAVES}; resume from the last checkpoint when the bucket answers"
             ) from error
 
     def release(self) -> None:
@@ -214,22 +211,20 @@ class _Lease(Lock):
         probe.upload_from_string(b"")
         ahead_s = probe.updated.timestamp() - time.monotonic()  # of the storage's clock
         probe.delete()
-        first = None
+        first = 0
         while True:
             generation, renewed, holder = self._found()
-            if generation and first is None:
-                first = generation
             if first and generation not in (0, first):
                 raise _taken_by(holder)
             left_s = renewed + LEASE_S - (time.monotonic() + ahead_s) if generation else 0.0
             if left_s <= 0 and self._write(generation):
                 self.note = f"took over the lease of {_name(holder)}, which has expired" if generation else ""
                 return
-            if left_s > 0:
-                if generation == first and not self.note:
-                    self.note = f"{self._name} is held by {_name(holder)}: waiting up to {left_s:.0f} s for a sign of life"
-                    print(self.note, file=sys.stderr, flush=True)
-                time.sleep(min(_LOOK_S, left_s))
+            if generation and not first and left_s > 0:
+                waiting = f"waiting up to {left_s:.0f} s for a sign of life"
+                print(f"{self._name} is held by {_name(holder)}: {waiting}", file=sys.stderr, flush=True)
+            first = generation or first
+            time.sleep(max(0.0, min(_LOOK_S, left_s)))
 
     def _keep(self) -> None:
         while not self._ended.wait(RENEW_S):
@@ -249,8 +244,8 @@ class _Lease(Lock):
                 self._lost_to = _name(self._found()[2])
             if self._lost_to:
                 raise LockLostError(
-                    f"{self._name} was not renewed for {LEASE_S:.0f} s and is held by {self._lost_to} now. This run ends and writes "
-                    "nothing more there; the other continues from the last checkpoint"
+                    f"{self._name} is held by {self._lost_to} now, since this run did not renew it for {LEASE_S:.0f} s. {_LEAVES}; "
+                    "the other run continues from the last checkpoint"
                 )
 
     def _write(self, generation: int, **how: Any) -> bool:
@@ -273,9 +268,7 @@ class _Lease(Lock):
     def _found(self) -> tuple[int, float, bytes]:
         """Returns generation, time of the last renewal by the storage's clock, and content of the lease; zeros without one."""
         while (blob := self._bucket.get_blob(self._object)) is not None:
-            with suppress(
-                self._errors.NotFound, self._errors.PreconditionFailed
-            ):  # renewed or released meanwhile
+            with suppress(self._errors.NotFound, self._errors.PreconditionFailed):  # it has changed meanwhile
                 data = blob.download_as_bytes(if_generation_match=blob.generation)
                 return int(blob.generation), blob.updated.timestamp(), data
         return 0, 0.0, b""
@@ -290,14 +283,11 @@ def _holder() -> bytes:
 def _name(holder: bytes) -> str:
     try:
         about = json.loads(holder)
-        mine = (about["pid"], about["host"]) == (os.getpid(), socket.gethostname())
-        return (
-            "this process itself"
-            if mine
-            else f"process {about['pid']} on {about['host']} since {about['since']}"
-        )
-    except (ValueError, KeyError, TypeError):  # written by hand, or cut short
+    except ValueError:  # cut short
         return "another process"
+    if (about["pid"], about["host"]) == (os.getpid(), socket.gethostname()):
+        return "this process itself"
+    return f"process {about['pid']} on {about['host']} since {about['since']}"
 
 
 def _taken_by(holder: bytes) -> LockedError:

@@ -52,10 +52,8 @@ def path_of(text: str | PathLike[str]) -> AnyPath:
     name = os.fspath(text)
     if "://" not in name:
         return Path(name).expanduser()
-    if not name.startswith(SCHEME):
-        raise ValueError(f"{name} is neither a local path nor in a bucket; a bucket's begins with {SCHEME}")
-    if not name.removeprefix(SCHEME).split("/")[0]:
-        raise ValueError(f"{name} names no bucket; write {SCHEME}BUCKET/FOLDER")
+    if not name.startswith(SCHEME) or name[len(SCHEME) :].startswith("/") or name == SCHEME:
+        raise ValueError(f"{name} is neither a local path nor in a bucket; write {SCHEME}BUCKET/FOLDER")
     _objects()
     return epath.Path(name)
 
@@ -103,14 +101,10 @@ def check_access(folder: AnyPath, *, write: bool) -> None:
 
 def _check_writable(folder: Path) -> None:
     place = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
-    why = ""
-    if not place.is_dir():
-        why = "it is no folder, or a link to a missing one"
-    elif not os.access(place, os.R_OK | os.W_OK | os.X_OK):
-        read_only = os.statvfs(place).f_flag & os.ST_RDONLY
-        why = "the file system is read-only" if read_only else "this user may not write there"
-    if why:
-        raise ValueError(f"nothing can be written to {place.absolute()}: {why}; choose another folder")
+    if not (place.is_dir() and os.access(place, os.R_OK | os.W_OK | os.X_OK)):
+        raise ValueError(
+            f"nothing can be written to {place.absolute()}: this user may not write there, or it is no folder; choose another folder"
+        )
 
 
 def entries(folder: AnyPath) -> list[AnyPath]:
@@ -123,9 +117,9 @@ def entries(folder: AnyPath) -> list[AnyPath]:
 
 def size_of(path: AnyPath) -> int:
     """Returns the bytes of a file."""
-    if not in_bucket(path):
-        return Path(path).stat().st_size
-    return int(_asked(path, lambda: _objects().info(str(path)))["size"])
+    if in_bucket(path):
+        return int(_asked(path, lambda: _objects().info(str(path)))["size"])
+    return Path(path).stat().st_size
 
 
 def files_below(folder: AnyPath) -> list[AnyPath]:
@@ -141,18 +135,17 @@ def stored_files(folder: AnyPath) -> dict[str, tuple[int, str]]:
     Raises:
         OSError: a folder cannot be listed.
     """
+    found: dict[str, tuple[int, str]] = {}
     if in_bucket(folder):
-        found = _objects().find(str(folder), detail=True)
         start = len(str(folder).removeprefix(SCHEME)) + 1
-        return {
-            name[start:]: (int(each["size"]), each.get("md5Hash", "")) for name, each in sorted(found.items())
-        }
-    sizes: dict[str, tuple[int, str]] = {}
+        for name, about in _objects().find(str(folder), detail=True).items():
+            found[name[start:]] = int(about["size"]), about.get("md5Hash", "")
+        return dict(sorted(found.items()))
     for place, _, names in os.walk(folder, onerror=_raise_listing):
         for path in (Path(place, name) for name in names):
             with suppress(FileNotFoundError):  # it was removed meanwhile, or is a link to nothing
-                sizes[path.relative_to(folder).as_posix()] = (path.stat().st_size, "")
-    return dict(sorted(sizes.items()))
+                found[path.relative_to(folder).as_posix()] = path.stat().st_size, ""
+    return dict(sorted(found.items()))
 
 
 def _raise_listing(error: OSError) -> None:
@@ -160,34 +153,22 @@ def _raise_listing(error: OSError) -> None:
         raise error
 
 
-def check_file(path: Path) -> None:
-    """Refuses a path that is not a regular file: reading a pipe or a device may never end.
-
-    Raises:
-        OSError: it does not exist, or is something else.
-    """
+def _check_file(path: Path) -> None:
+    """Refuses a path that is not a regular file: reading a pipe or a device may never end."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "it is not a file", str(path))
 
 
 def file_bytes(path: AnyPath) -> bytes:
-    """Returns the content of a file.
-
-    Raises:
-        OSError: it does not exist, or cannot be read.
-    """
+    """Returns the content of a file. Raises OSError if it does not exist, or cannot be read."""
     if in_bucket(path):
         return _asked(path, lambda: _objects().cat_file(str(path)))
-    check_file(Path(path))
+    _check_file(Path(path))
     return path.read_bytes()
 
 
 def files_of(folder: AnyPath, names: Iterable[str]) -> dict[str, bytes]:
-    """Returns the contents of the named files that exist in `folder`.
-
-    Raises:
-        OSError: a file exists and cannot be read.
-    """
+    """Returns the contents of the named files that exist in `folder`. Raises OSError if one exists and cannot be read."""
     found: dict[str, bytes] = {}
     for name in names:
         with suppress(FileNotFoundError):
@@ -225,11 +206,7 @@ def range_bytes(path: AnyPath, start: int, stop: int) -> bytes:
 
 
 def _asked(path: AnyPath, ask: Callable[[], _Found]) -> _Found:
-    """Returns the storage's answer about an object.
-
-    Raises:
-        OSError: the object is missing, or the storage refuses it.
-    """
+    """Returns the storage's answer about an object. Raises OSError if the object is missing, or the storage refuses it."""
     try:
         return ask()
     except FileNotFoundError as error:
@@ -251,11 +228,7 @@ def move_folder(folder: AnyPath, place: AnyPath) -> None:
 
 
 def write_whole(path: AnyPath, data: bytes) -> None:
-    """Writes or replaces a file, atomically: a reader sees the old content or the new one.
-
-    Raises:
-        OSError: it cannot be written; the message names the file.
-    """
+    """Writes or replaces a file, atomically: a reader sees the old content or the new one. Raises OSError, which names the file."""
     if not in_bucket(path):
         with new_file(path) as file:
             file.write(data)
@@ -280,7 +253,7 @@ def new_file(path: AnyPath) -> Iterator[IO[bytes]]:
         return
     place = Path(os.path.realpath(path))  # a link stays, and the file it leads to is replaced
     if place.exists():
-        check_file(place)
+        _check_file(place)
     partial = place.with_name(place.name + ".partial")
     try:
         with partial.open("wb") as file:

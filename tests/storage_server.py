@@ -56,7 +56,7 @@ class Storage:
         return {
             "STORAGE_EMULATOR_HOST": self.address,
             "TENSORSTORE_GCS_HTTP_URL": self.address,
-            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "nobody",
+            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "token",
             "GOOGLE_CLOUD_PROJECT": "nothing",
             "FSSPEC_GCS_TOKEN": "anon",
             "NO_GCE_CHECK": "true",
@@ -78,7 +78,7 @@ class Storage:
 
 
 class RefusedError(Exception):
-    """The HTTP status of a refused request."""
+    """HTTP status and reason of a refused request."""
 
 
 @contextlib.contextmanager
@@ -117,9 +117,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def respond(self):
         parts = urlsplit(self.path)
-        self.query = {
-            key: values[-1] for key, values in parse_qs(parts.query, keep_blank_values=True).items()
-        }
+        query = parse_qs(parts.query, keep_blank_values=True)
+        self.query = {key: values[-1] for key, values in query.items()}
         self.body = self._read_body()
         try:
             with self.storage.lock:
@@ -223,8 +222,9 @@ class _Handler(BaseHTTPRequestHandler):
             raise RefusedError(404, f"No such object: {name}")
         data = names[name][0]
         described = self._write(to_bucket, to_name, data, self.query)
-        size = str(len(data))
-        self._json({"done": True, "objectSize": size, "totalBytesRewritten": size, "resource": described})
+        self._json(
+            {"done": True, "objectSize": len(data), "totalBytesRewritten": len(data), "resource": described}
+        )
 
     def _upload(self, bucket):
         self._need("objects.create")
@@ -250,15 +250,12 @@ class _Handler(BaseHTTPRequestHandler):
             del self.storage.uploads[identity]
             return self._answer(499, b"")
         bucket, name, query, sofar = upload = self.storage.uploads[identity]
-        first, total = re.fullmatch(
-            r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)", self.headers["Content-Range"]
-        ).groups()
+        place = self.headers["Content-Range"]
+        first, total = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)", place).groups()
         if first is not None and int(first) != len(sofar):
             raise RefusedError(400, f"piece begins at {first}, {len(sofar)} bytes are here")
         if total == "*" and len(self.body) % 2**18:
-            raise RefusedError(
-                400, f"a piece of {len(self.body)} bytes, not a multiple of 262144, is not the last"
-            )
+            raise RefusedError(400, f"{len(self.body)} bytes, not a multiple of 262144, are not the last")
         upload[3] = sofar = sofar + self.body
         if total == "*" or len(sofar) < int(total):
             return self._answer(308, b"", {"Range": f"bytes=0-{len(sofar) - 1}"} if sofar else {})
@@ -287,15 +284,13 @@ class _Handler(BaseHTTPRequestHandler):
     def _check_generation(self, generation, *, unchanged=412):
         wanted, unwanted = (self.query.get(f"ifGeneration{kind}Match") for kind in ("", "Not"))
         if wanted is not None and int(wanted) != generation:
-            raise RefusedError(
-                412, f"At least one of the preconditions did not hold: {generation} is not {wanted}"
-            )
+            raise RefusedError(412, f"the generation is {generation} and not {wanted}")
         if unwanted is not None and int(unwanted) == generation:
             raise RefusedError(unchanged, f"generation is {generation}")
 
     def _need(self, permission):
         if f"storage.{permission}" not in self.storage.granted:
-            raise RefusedError(403, f"nobody does not have storage.{permission} access")
+            raise RefusedError(403, f"the user lacks storage.{permission} access")
 
     def _read_body(self):
         if self.headers.get("Transfer-Encoding", "").lower() != "chunked":

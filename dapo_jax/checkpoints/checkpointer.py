@@ -9,6 +9,7 @@ its manifest included. In a bucket nothing can be renamed: there a step is compl
 """
 
 import errno
+import functools
 import json
 import logging
 import os
@@ -18,13 +19,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from os import PathLike
-from types import TracebackType
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from jax.sharding import SingleDeviceSharding
 from jaxtyping import PyTree
 from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
@@ -54,7 +55,7 @@ SCHEMA_VERSION = 1
 """Version of the layout above and of the `meta` item; must be raised when an older reader could not read it."""
 
 Check = Callable[[str, Mapping[str, Any]], None]
-"""Checks (the checkpoint's name for messages, its progress); raises DamagedError, or ConfigError for a checkpoint of another run."""
+"""Gets the checkpoint's name for messages and its progress; raises DamagedError, or ConfigError for a checkpoint of another run."""
 
 _Read = TypeVar("_Read")
 
@@ -76,8 +77,8 @@ class Restored:
 class Checkpointer:
     """Writes and reads the checkpoints of one run. Every process of a run makes the same calls.
 
-    Nothing is written before the first `save`, so the folder of another run, even of a live one, may be opened to restore from
-    it. Use it as a context manager: leaving waits for the save in progress.
+    Nothing is written before the first `save`, so the folder of another run, even of a live one, may be opened to restore from it.
+    Leaving the context manager waits for the save in progress.
 
     Args:
         folder: of all steps; local or in a bucket (`dapo_jax.storage`).
@@ -227,9 +228,16 @@ class Checkpointer:
             CheckpointError: the checkpoint is of another version; or memory, rights or the disk failed, and it may be whole.
         """
         self.wait()
-        step = self._existing(step)
-        folder = self.folder / str(step)
-        target = {path: _struct_of(leaf) for path, leaf in flattened(target_state).items()}
+        steps = self.steps()
+        if not steps or step not in (None, *steps):
+            wanted = "" if step is None else f" of step {step}"
+            raise FileNotFoundError(f"there is no checkpoint{wanted} in {self.folder}; it has steps {steps}")
+        step = steps[-1] if step is None else step
+        folder, default = self.folder / str(step), SingleDeviceSharding(jax.local_devices()[0])
+        target = {
+            path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or default)
+            for path, leaf in flattened(target_state).items()
+        }
         with _agreed_errors():
             files = sealed_files(folder)
             meta = self._meta(step)
@@ -280,8 +288,12 @@ class Checkpointer:
                 damaged[step] = str(error)
                 continue
             for skipped, problem in damaged.items():
-                place = f"; it is now {self.set_aside(skipped)}" if aside else ""
-                say(f"{problem}{place}. Taking step {step} instead")
+                if aside:
+                    folder = self.folder / str(skipped)
+                    problem += (
+                        f"; it is now {by_first(lambda folder=folder: set_aside(folder).encode()).decode()}"
+                    )
+                say(f"{problem}. Taking step {step} instead")
             return found
         if damaged:
             raise DamagedError(
@@ -289,10 +301,6 @@ class Checkpointer:
                 "backup, or remove that folder to start over"
             )
         return None
-
-    def set_aside(self, step: int) -> str:
-        """Renames a damaged checkpoint so that its step can be saved again, and returns its new path."""
-        return by_first(lambda: set_aside(self.folder / str(step)).encode()).decode()
 
     def best(self) -> tuple[int, float] | None:
         """Returns (step, score) of the best checkpoint, the last of equal ones; None if none has a score."""
@@ -309,20 +317,11 @@ class Checkpointer:
     def __enter__(self) -> "Checkpointer":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _existing(self, step: int | None) -> int:
-        steps = self.steps()
-        if not steps or (step is not None and step not in steps):
-            wanted = "" if step is None else f" of step {step}"
-            raise FileNotFoundError(f"there is no checkpoint{wanted} in {self.folder}; it has steps {steps}")
-        return steps[-1] if step is None else step
-
     def _meta(self, step: int) -> dict[str, Any]:
-        """Reads the checkpoint's description of itself: step, progress, state (path -> shape, dtype), carry (its layout), score."""
+        """Reads the item `meta`; see `save`."""
         folder = self.folder / str(step)
         check_digests(folder, {META: sealed_files(folder)[META]})
         try:
@@ -361,15 +360,9 @@ class Checkpointer:
                     remove_unfinished(self.folder)
             self._cleaned = False
             self._manager.reload()  # orbax has already removed the oldest step from its list, but not from the disk
-        # The messages of the libraries below repeat internal file names.
         full = os.strerror(errno.ENOSPC)
         why = f"the disk is full ({full})" if full in str(error) else str(error)
         return CheckpointError(f"saving checkpoint step {step} in {self.folder} failed: {why}")
-
-
-def _struct_of(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 @contextmanager
@@ -400,34 +393,25 @@ class Keeping(PreservationPolicy):
         return [step in kept for step in steps]
 
 
+@functools.cache
 def quiet_orbax() -> None:
     """Keeps orbax's log out of the terminal: remarks about its defaults, and tracebacks of errors that it also raises.
 
     After a failed save its other writes fail too. Messages about these from asyncio and tensorstore are dropped as well.
     """
-    absl = logging.getLogger("absl")
-    if _not_from_orbax not in absl.filters:
-        absl.addFilter(_not_from_orbax)
-        logging.getLogger("asyncio").addFilter(_not_raised_in_orbax)
-        sys.unraisablehook = _without_closed_loops(sys.unraisablehook)
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_not_from_orbax)
+    shown = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        # Only errors that C code raises, here tensorstore's, have no object.
+        if unraisable.object is not None or str(unraisable.exc_value) != "Event loop is closed":
+            shown(unraisable)
+
+    sys.unraisablehook = hook
 
 
 def _not_from_orbax(record: logging.LogRecord) -> bool:
-    return "/orbax/" not in record.pathname
-
-
-def _not_raised_in_orbax(record: logging.LogRecord) -> bool:
     trace = record.exc_info[2] if record.exc_info else None
-    return not any("/orbax/" in frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace))
-
-
-def _without_closed_loops(shown: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """Wraps an unraisable hook so that it ignores errors about a closed loop raised from C code, which have no object."""
-
-    def hook(unraisable: Any) -> None:
-        error = unraisable.exc_value
-        closed = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
-        if not closed or unraisable.object is not None:
-            shown(unraisable)
-
-    return hook
+    files = [record.pathname, *(frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace))]
+    return not any("/orbax/" in file for file in files)

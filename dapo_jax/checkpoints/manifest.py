@@ -15,7 +15,7 @@ import hashlib
 import itertools
 import json
 import reprlib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jaxtyping import PyTree, UInt8
 
+from dapo_jax.parallel.together import coordination_service
 from dapo_jax.storage import entries, file_bytes, in_bucket, move_folder, stored_files
 from dapo_jax.text.plain_json import read_object
 
@@ -36,7 +37,7 @@ META = "meta/metadata"
 """Orbax writes the item `meta` into this file."""
 
 _ALL_WRITTEN = "async_write_complete"
-"""Orbax's name for the barrier that each process of a save reaches after writing. If it is renamed, the first process hashes everything."""
+"""Orbax's name for the barrier that each process of a save reaches after writing."""
 
 _UNFINISHED = ".orbax-checkpoint-tmp"
 """Orbax appends this to the name of a step that is being written."""
@@ -46,8 +47,6 @@ _COMMITTED = "commit_success.txt"
 
 _UNSEALED = {MANIFEST, "_CHECKPOINT_METADATA", _COMMITTED}
 """Files that are written after the manifest; none of them holds a value that is restored."""
-
-_READ_BYTES = 1 << 24
 
 _FAILING_DISK = (errno.EIO, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ETIMEDOUT)
 
@@ -86,16 +85,16 @@ def step_folders(folder: epath.Path) -> list[epath.Path]:
         CheckpointError: it cannot be listed.
     """
     try:
-        return [path for path in map(epath.Path, entries(folder)) if is_step(path)]
+        return [path for path in map(epath.Path, entries(folder)) if _is_step(path)]
     except OSError as error:
         raise CheckpointError(
             f"the checkpoints in {folder} cannot be listed ({error.strerror or error}): it must be a folder that this user may read"
         ) from error
 
 
-def is_step(path: epath.Path) -> bool:
-    """Returns whether `path` is the folder of a complete step: it has its final name, and in a bucket its marker."""
-    if not (path.name.isascii() and path.name.isdigit() and path.name == str(int(path.name))):
+def _is_step(path: epath.Path) -> bool:
+    """Returns whether `path` has the final name of a step, and in a bucket its marker."""
+    if not (path.name.isdecimal() and path.name == str(int(path.name))):
         return False
     return (path / _COMMITTED).exists() if in_bucket(path) else path.is_dir()
 
@@ -173,9 +172,8 @@ def digested(folder: epath.Path, names: Set[str] | None = None) -> dict[str, Sea
     """Reads files under `folder` and returns their entries by path; None reads all."""
     # Listed before reading: the md5 of an object that is replaced meanwhile then differs, and a restore reads the object.
     there = stored_files(folder)
-    chosen = {name: there[name] for name in there if names is None or name in names}
-    digests = _digests(folder, {name: size for name, (size, _) in chosen.items()})
-    return {name: SealedFile(size, digests[name], md5) for name, (size, md5) in chosen.items()}
+    digests = _digests(folder, there.keys() if names is None else names)
+    return {name: SealedFile(there[name][0], digest, there[name][1]) for name, digest in digests.items()}
 
 
 def sealed_files(folder: epath.Path) -> dict[str, SealedFile]:
@@ -227,7 +225,7 @@ def check_digests(
         if any(file.md5 for file in mine.values()):
             there = stored_files(folder)
             mine = {name: file for name, file in mine.items() if not file.md5 or there[name][1] != file.md5}
-        found = _digests(folder, {name: file.bytes for name, file in mine.items()})
+        found = _digests(folder, mine)
     except (OSError, MemoryError) as error:
         raise unreadable(folder, error) from error
     for name, digest in found.items():
@@ -237,17 +235,14 @@ def check_digests(
             )
 
 
-def _digests(folder: epath.Path, sizes: Mapping[str, int]) -> dict[str, str]:
+def _digests(folder: epath.Path, names: Collection[str]) -> dict[str, str]:
+    def sha256(name: str) -> str:
+        opened: Any = (folder / name).open("rb")
+        with opened as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
     with ThreadPoolExecutor(max_workers=8) as pool:  # hashing and reading both release the interpreter lock
-        return dict(zip(sizes, pool.map(lambda name: _sha256(folder / name), sizes), strict=True))
-
-
-def _sha256(path: epath.Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return dict(zip(names, pool.map(sha256, names), strict=True))
 
 
 class Sealing:
@@ -268,7 +263,8 @@ class Sealing:
     def _meet(self, *, key: str, timeout_ms: int) -> None:
         if _ALL_WRITTEN in key and jax.process_count() > 1:
             own = json.dumps({name: vars(file) for name, file in self._own().items()})
-            _store().key_value_set(f"{self._place}{jax.process_index()}", own, allow_overwrite=True)
+            store = coordination_service().client
+            store.key_value_set(f"{self._place}{jax.process_index()}", own, allow_overwrite=True)
         self._barrier(key=key, timeout_ms=timeout_ms)
 
     def _own(self) -> dict[str, SealedFile]:
@@ -283,20 +279,15 @@ class Sealing:
     def _seal(self) -> None:
         known: dict[str, SealedFile] = {}
         if jax.process_count() > 1:
-            for _, text in _store().key_value_dir_get(self._place):
+            store = coordination_service().client
+            for _, text in store.key_value_dir_get(self._place):
                 known |= {name: SealedFile(**file) for name, file in json.loads(text).items()}
-            _store().key_value_delete(self._place)
+            store.key_value_delete(self._place)
         write_manifest(being_written(self._folder / str(self._step)), known)
 
     @property
     def _place(self) -> str:
         return f"dapo_jax/digests/{self._folder}/{self._step}/"
-
-
-def _store() -> Any:
-    from jax._src import distributed  # JAX has no public name for its coordination service
-
-    return distributed.global_state.client
 
 
 def pack_arrays(
@@ -398,17 +389,11 @@ def _some(paths: Sequence[str]) -> str:
 
 
 def checked_json(progress: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a deep copy that went through JSON.
-
-    Raises:
-        ValueError: the copy differs.
-    """
-    copy: Any = None
-    with suppress(TypeError, ValueError, RecursionError):
+    """Returns a deep copy that went through JSON. Raises ValueError if it differs."""
+    with suppress(TypeError, ValueError):
         copy = json.loads(json.dumps(progress, allow_nan=False))
-    if copy != progress:
-        raise ValueError(
-            f"progress={reprlib.repr(progress)} does not survive JSON: use str keys, finite Python numbers, str, bool, None, lists "
-            "and dicts"
-        )
-    return copy
+        if copy == progress:
+            return copy
+    raise ValueError(
+        f"progress={reprlib.repr(progress)} does not survive JSON: use str keys, finite Python numbers, str, bool, None, lists and dicts"
+    )

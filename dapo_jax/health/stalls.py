@@ -90,7 +90,8 @@ class Watch:
             while not self._left.wait(poll):
                 self._back_up()
                 now = self._now
-                stalled = now.idle_s > self._timeout_s and not (now.for_others and self._others_progress())
+                others_progress = any(other.idle_s <= self._timeout_s for other in self._others.values())
+                stalled = now.idle_s > self._timeout_s and not (now.for_others and others_progress)
                 self._broadcast(json.dumps([now.count, now.what, now.for_others, stalled]))
                 self._receive()
                 if stalled:
@@ -119,9 +120,6 @@ class Watch:
             known = self._others.get(index)
             since = known.since if known is not None and known.count == count else time.monotonic()
             self._others[index] = _Doing(count, what, for_others, since, stalled)
-
-    def _others_progress(self) -> bool:
-        return any(other.idle_s <= self._timeout_s for other in self._others.values())
 
     def _message(self, now: _Doing) -> str:
         return (

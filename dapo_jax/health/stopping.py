@@ -57,14 +57,15 @@ def first_reason(reasons: Mapping[int, str], process: int) -> str:
 class Stop:
     """A request to stop a run, and whether the run may be interrupted at the moment."""
 
-    def __init__(self) -> None:
+    def __init__(self, wake: Callable[[], None] | None = None) -> None:
+        """`wake` makes the main thread call `note`; it is called by other threads."""
         self.reason = ""
         """Who requested the stop, such as SIGTERM; empty without a request."""
         self.failed = ""
         """The failure of another process, which ends the run; empty if no process failed."""
         self.grace_s = GRACE_S
         self._held = False
-        self._wake: Callable[[], None] | None = None
+        self._wake = wake
 
     def ask(self, reason: str) -> None:
         """Requests a stop without interrupting. The first reason is kept."""
@@ -81,10 +82,6 @@ class Stop:
         """Interrupts the main thread from another one, after another process failed: no checkpoint can be saved."""
         self.failed = why
         (self._wake or _thread.interrupt_main)()
-
-    def woken_by(self, wake: Callable[[], None]) -> None:
-        """Sets a function that makes the main thread call `note`."""
-        self._wake = wake
 
     def check(self) -> None:
         """Raises StoppedError after a request to stop, KeyboardInterrupt after another process failed."""
@@ -141,8 +138,8 @@ def stopped_by_signals(end: Callable[[int, str], None]) -> Iterator[Stop]:
     Args:
         end: called with an exit status and the reason; must not return.
     """
-    stop, main, hung_up = Stop(), threading.get_ident(), False
-    stop.woken_by(lambda: signal.pthread_kill(main, _WAKE))
+    main, hung_up = threading.get_ident(), False
+    stop = Stop(lambda: signal.pthread_kill(main, _WAKE))
 
     def handle(number: int, _: FrameType | None) -> None:
         nonlocal hung_up
@@ -196,10 +193,10 @@ def _listen(stop: Stop, seen: socket.socket, end: Callable[[int, str], None]) ->
             return
         if limit is None:
             limit = time.monotonic() + stop.grace_s
+            ends = f"ends within {stop.grace_s:g} s and saves the last whole step, if there is one"
             with contextlib.suppress(OSError):  # standard error may be closed
                 print(
-                    f"told to stop by {name}: ends within {stop.grace_s:g} s and saves the last whole step, if there is one; a second "
-                    "signal ends it at once",
+                    f"told to stop by {name}: {ends}; a second signal ends it at once",
                     file=sys.stderr,
                     flush=True,
                 )

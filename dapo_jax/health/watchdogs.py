@@ -102,7 +102,7 @@ def warnings(seen: Seen, *, metric: str) -> dict[str, str]:
         "flat_groups": _equal_scores(seen) if metric == "score" else _flat_groups(seen),
         "reward_stuck": "" if done else _reward_stuck(seen),
     }
-    return {name: found[name] for name in NAMES if found[name]}
+    return {name: text for name, text in found.items() if text}
 
 
 def _length_collapse(seen: Seen) -> str:
@@ -174,8 +174,7 @@ def _equal_scores(seen: Seen) -> str:
 def _reward_stuck(seen: Seen) -> str:
     rates = seen["update/learning_rate"][-WINDOW:]
     rewards, half = seen["reward/mean"], WINDOW // 2
-    warming_up = len(rates) < WINDOW or max(rates) != min(rates)
-    if warming_up or len(rewards) < 2 * half:
+    if len(rates) < WINDOW or max(rates) != min(rates) or len(rewards) < WINDOW:  # it is warming up
         return ""
     first, now = _mean(rewards[:half]), _mean(rewards[-half:])
     spread, prompts = seen["reward/std"], seen["rollout/prompts"]
@@ -198,7 +197,9 @@ def _error(spread: Sequence[float], prompts: Sequence[float]) -> float:
 def _first_and_now(seen: Seen, name: str) -> tuple[float, float]:
     """Returns the means over the first and the last steps; NaN until these are different steps."""
     values = seen[name]
-    return (_mean(values[:START]), _mean(values[-RECENT:])) if len(values) >= START + RECENT else (math.nan,) * 2  # fmt: skip
+    if len(values) < START + RECENT:
+        return math.nan, math.nan
+    return _mean(values[:START]), _mean(values[-RECENT:])
 
 
 def _mean(values: Sequence[float]) -> float:

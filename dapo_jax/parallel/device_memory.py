@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from itertools import zip_longest
 from typing import Any
 
 import jax
@@ -10,7 +9,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from dapo_jax.config import ConfigError
-from dapo_jax.parallel.sharding import axes_of
+from dapo_jax.parallel.sharding import split
 from dapo_jax.parallel.together import all_gather_bytes, meet
 
 OFFLOADED = "pinned_host"
@@ -44,23 +43,18 @@ def bytes_on_device(structs: PyTree, sizes: Mapping[str, int]) -> int:
         ConfigError: an axis does not divide a dimension.
     """
     leaves = (leaf for leaf in jax.tree.leaves(structs) if leaf.sharding.memory_kind != OFFLOADED)
-    return sum(math.prod(_cut(leaf, sizes)) * _itemsize(leaf) for leaf in leaves)
+    return sum(_bytes(leaf, sizes) for leaf in leaves)
 
 
-def _cut(leaf: Any, sizes: Mapping[str, int]) -> list[int]:
-    cut = []
-    for size, entry in zip_longest(leaf.shape, leaf.sharding.spec):
-        axes = axes_of(entry)
+def _bytes(leaf: Any, sizes: Mapping[str, int]) -> int:
+    # A random key is 2 numbers of 32 bits.
+    found = 8 if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
+    for size, axes in zip(leaf.shape, split(leaf.sharding, leaf.ndim), strict=True):
         parts = math.prod(sizes[axis] for axis in axes)
         if size % parts:
             raise ConfigError(
-                f"an array of shape {leaf.shape} has a dimension of {size}, which the mesh axes {' x '.join(axes)} = {parts} "
-                f"do not divide; choose other sizes of parallel.{', parallel.'.join(axes)}, or of the arrays that are spread over them"
+                f"an array of shape {leaf.shape} has a dimension of {size}, which {' x '.join(axes)} = {parts} does not divide; choose "
+                f"other sizes of parallel.{', parallel.'.join(axes)}, or of the arrays that are spread over them"
             )
-        cut.append(size // parts)
-    return cut
-
-
-def _itemsize(leaf: Any) -> int:
-    # A random key is 2 numbers of 32 bits.
-    return 8 if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
+        found *= size // parts
+    return found

@@ -91,15 +91,14 @@ def make_meshes(train: Mesh, *, sampler_tensor: int = 0, sampler_hosts: int = 1)
         )
     rows = flat.reshape(hosts // sampler_hosts, -1)
     for row in rows:
-        found = len({device.process_index for device in row})
-        if found != sampler_hosts:
+        if (found := len({device.process_index for device in row})) != sampler_hosts:
             raise ConfigError(
-                f"the devices of {found} processes are in one sampler, of {sampler_hosts} were needed: {row}"
+                f"a sampler has devices of {found} processes, needs {sampler_hosts}: all processes need as many devices"
             )
-        if len(slices := sorted({_slice_of(device) for device in row})) > 1:
+        if len({_slice_of(device) for device in row}) > 1:
             raise ConfigError(
-                f"parallel.sampler_hosts={sampler_hosts} puts processes of the slices {' and '.join(map(str, slices))} into one sampler, whose "
-                f"sums would cross the data-centre network; choose a divisor of the {hosts // len(_slices(list(flat)))} processes of a slice"
+                f"with parallel.sampler_hosts={sampler_hosts} the sums of a sampler would cross the data-centre network between slices; "
+                f"choose a divisor of the {hosts // len(_slices(list(flat)))} processes of a slice"
             )
     each = rows.shape[1]
     tensor = sampler_tensor or math.gcd(train.shape["tensor"], each)
@@ -107,7 +106,9 @@ def make_meshes(train: Mesh, *, sampler_tensor: int = 0, sampler_hosts: int = 1)
         raise ConfigError(f"parallel.sampler_tensor={tensor} must divide the {each} devices of a sampler")
     shape, automatic = (len(rows), each // tensor, 1, tensor, 1), (AxisType.Auto,) * (len(AXES) + 1)
     grid = rows.reshape(shape)
-    index = _row_of_this_process(rows)
+    # Devices that are only described (a topology to compile for) have no process here: then the first row.
+    here = jax.process_index() if flat[0] in jax.devices() else flat[0].process_index
+    index = next(i for i, row in enumerate(rows) if here in {device.process_index for device in row})
     return Meshes(
         train=train,
         publish=Mesh(grid, ("sampler", *AXES), axis_types=automatic),
@@ -145,9 +146,3 @@ def _flat(slices: Sequence[Sequence[jax.Device]], sizes: Mapping[str, int]) -> l
     each = (data // count, *(sizes[axis] for axis in AXES[1:]))
     has_places = all(hasattr(device, "coords") for device in slices[0]) and slices[0][0].platform == "tpu"
     return [device for one in slices for device in (along_links(one, each) if has_places else one)]
-
-
-def _row_of_this_process(rows: np.ndarray) -> int:
-    """Returns the row of this process; the first row for devices that are only described (a topology to compile for)."""
-    here = jax.process_index() if rows[0, 0] in jax.devices() else rows[0, 0].process_index
-    return next(i for i, row in enumerate(rows) if any(device.process_index == here for device in row))

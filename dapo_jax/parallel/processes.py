@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, NoReturn
 
 from dapo_jax.config import ConfigError
@@ -30,9 +29,6 @@ GRACE_S = 3.0
 _POLL_S = 0.5
 _LOST_CONNECTION = re.compile(r"Gloo|UNAVAILABLE|closed by peer|reset by peer")
 """Words of an error that may be the consequence of another process's end."""
-_FAILED, _LEFT, _STOP, _DOING, _SAID = (
-    f"dapo_jax/{name}/" for name in ("failed", "left", "stop", "doing", "said")
-)
 
 
 def wanted(environment: Mapping[str, str] = os.environ) -> bool:
@@ -72,18 +68,14 @@ def start(environment: Mapping[str, str] = os.environ, *, stop: Stop | None = No
 
     # Otherwise JAX takes SIGTERM for a preemption notice, and the process continues.
     jax.config.update("jax_enable_preemption_service", False)
-    address, count, index = (
-        environment.get("JAX_COORDINATOR_ADDRESS"),
-        _number(environment, "JAX_NUM_PROCESSES"),
-        _number(environment, "JAX_PROCESS_ID"),
-    )
+    address = environment.get("JAX_COORDINATOR_ADDRESS")
+    count, index = (_number(environment, name) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
     try:
         jax.distributed.initialize(address, count, index, heartbeat_timeout_seconds=JAX_HEARTBEAT_S)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"the processes of the run do not meet: {error} Found JAX_COORDINATOR_ADDRESS={address}, "
-            f"JAX_NUM_PROCESSES={count}, JAX_PROCESS_ID={index}; set all three, or start by Slurm, GKE or Cloud TPU, "
-            "which JAX asks"
+            f"the processes of the run do not meet: {error} Found JAX_COORDINATOR_ADDRESS={address}, JAX_NUM_PROCESSES={count}, "
+            f"JAX_PROCESS_ID={index}; set all three, or start by Slurm, GKE or Cloud TPU, which JAX asks"
         ) from error
     _member = _Member(stop or Stop())
 
@@ -105,12 +97,12 @@ def end(status: int, message: str) -> NoReturn:
 def broadcast(text: str) -> None:
     """Replaces the text that the other processes read by `received`."""
     if _member is not None:
-        _member.put(_DOING, text)
+        _member.put("doing", text)
 
 
 def received() -> dict[int, str]:
     """Returns the last broadcast of each other process."""
-    return {} if _member is None else _member.others(_DOING)
+    return {} if _member is None else _member.others("doing")
 
 
 def resume_by(remedy: str) -> None:
@@ -139,13 +131,8 @@ def all_say(text: str) -> bool:
     return _member is None or _member.all_say(text)
 
 
-def tell_others(
-    kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-) -> None:
-    """Notifies the others of an error. Push it last on an `ExitStack`, whose other exits may wait for the others.
-
-    A stop is not reported: all processes stop together.
-    """
+def tell_others(_: object, error: BaseException | None, __: object) -> None:
+    """Notifies the others of an error, but not of a stop, which all share. Push it last on an `ExitStack`, whose other exits may wait."""
     if _member is not None and error is not None and not isinstance(error, StoppedError):
         _member.tell(2 if isinstance(error, ConfigError) else 1, described(error))
 
@@ -167,11 +154,11 @@ class _Member:
     """This process as one of several, and the thread that listens to the others."""
 
     def __init__(self, stop: Stop) -> None:
-        from jax._src import distributed  # JAX has no public name for its coordination service
+        from dapo_jax.parallel.together import coordination_service
 
-        state = distributed.global_state
-        self._client: Any = state.client
-        self._index, self._count = int(state.process_id), int(state.num_processes or 1)
+        service = coordination_service()
+        self._client: Any = service.client
+        self._index, self._count = int(service.process_id), int(service.num_processes or 1)
         self._leaving, self._told = threading.Event(), threading.Event()
         self._limit: threading.Timer | None = None
         self._stop, self._stop_passed, self._cause = stop, False, ""
@@ -187,16 +174,16 @@ class _Member:
         # A thread that is in C++ at the end of the interpreter aborts the process.
         self._listener.join()
 
-    def put(self, folder: str, text: str) -> None:
+    def put(self, subject: str, text: str) -> None:
         with suppress(Exception):  # the service is gone
-            self._client.key_value_set(f"{folder}{self._index}", text, allow_overwrite=True)
+            self._client.key_value_set(f"dapo_jax/{subject}/{self._index}", text, allow_overwrite=True)
 
-    def others(self, folder: str) -> dict[int, str]:
-        return {index: text for index, text in self._all(folder).items() if index != self._index}
+    def others(self, subject: str) -> dict[int, str]:
+        return {index: text for index, text in self._all(subject).items() if index != self._index}
 
-    def _all(self, folder: str) -> dict[int, str]:
+    def _all(self, subject: str) -> dict[int, str]:
         try:
-            found = self._client.key_value_dir_get(folder)
+            found = self._client.key_value_dir_get(f"dapo_jax/{subject}/")
         except Exception:  # the service is gone, and JAX aborts this process
             return {}
         return {int(key.rpartition("/")[2]): value for key, value in found}
@@ -209,13 +196,13 @@ class _Member:
         """
         if not self._told.is_set():
             self._told.set()
-            if _LOST_CONNECTION.search(message) and not self._wait_for_failure(GRACE_S):
+            if _LOST_CONNECTION.search(message) and not self._wait_for_failure():
                 self._cause = message = (
                     f"process {self._index} of {self._count} ends: another process is gone: it was killed, or its machine is lost "
                     f"(found as {message.splitlines()[0]}). {self.remedy}"
                 )
-            if all(told == message for _, told in self._failures().values()):
-                self.put(_FAILED, json.dumps([status, message]))
+            if all(known == message for _, known in self._failures().values()):
+                self.put("failed", json.dumps([status, message]))
             self._limit = threading.Timer(2 * GRACE_S, self._exit, (status, message))
             self._limit.daemon = True
             self._limit.start()
@@ -229,9 +216,9 @@ class _Member:
         failures = self._failures()
         if self._cause:
             self._exit(1, self._cause)
-        if by_all and self._index and self._wait_for_failure(GRACE_S, of=0).get(0, (0, ""))[1] == message:
+        if by_all and self._index and self._wait_for_failure(of=0).get(0, (0, ""))[1] == message:
             shown = ""
-        elif failures and message not in [told for _, told in failures.values()]:
+        elif failures and message not in [known for _, known in failures.values()]:
             status, shown = self._because(failures)
         self._exit(status, shown)
 
@@ -240,9 +227,9 @@ class _Member:
         self._exit(*self.tell(status, message))
 
     def all_say(self, text: str) -> bool:
-        self.put(_SAID, text)
+        self.put("ready", text)
         end = time.monotonic() + GRACE_S
-        while len(found := self._all(_SAID)) < self._count and time.monotonic() < end:
+        while len(found := self._all("ready")) < self._count and time.monotonic() < end:
             time.sleep(_POLL_S / 5)
         return len(found) == self._count and set(found.values()) == {text}
 
@@ -263,42 +250,39 @@ class _Member:
         if self._stop_passed:
             return
         if self._stop.reason:
-            self.put(_STOP, self._stop.reason)
-        elif reason := first_reason(self._all(_STOP), self._index):
+            self.put("stop", self._stop.reason)
+        elif reason := first_reason(self._all("stop"), self._index):
             self._stop.tell(reason)
         self._stop_passed = bool(self._stop.reason)
 
     def _failures(self) -> dict[int, tuple[int, str]]:
         """Returns (exit status, message) of each other process that has failed."""
-        records = {index: json.loads(value) for index, value in self.others(_FAILED).items()}
-        return {index: (record[0], record[1]) for index, record in records.items()}
+        return {index: tuple(json.loads(record)) for index, record in self.others("failed").items()}
 
-    def _wait_for_failure(self, seconds: float, *, of: int | None = None) -> dict[int, tuple[int, str]]:
-        """Waits until another process, or process `of`, has failed, and returns `_failures`."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+    def _wait_for_failure(self, *, of: int | None = None) -> dict[int, tuple[int, str]]:
+        """Waits for the time of grace until another process, or process `of`, has failed, and returns `_failures`."""
+        end = time.monotonic() + GRACE_S
+        while True:
             failures = self._failures()
-            if failures if of is None else of in failures:
+            if (failures if of is None else of in failures) or time.monotonic() >= end:
                 return failures
             time.sleep(_POLL_S)
-        return self._failures()
 
     def _because(self, failures: Mapping[int, tuple[int, str]]) -> tuple[int, str]:
         index = min(failures)
         status, message = failures[index]
-        return status, (
-            f"process {self._index} of {self._count} ends because process {index} failed, whose output has more: {message}"
-        )
+        why = f"because process {index} failed, whose output has more: {message}"
+        return status, f"process {self._index} of {self._count} ends {why}"
 
     def _exit(self, status: int, shown: str) -> NoReturn:
         if shown:
             print(shown, file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        self.put(_LEFT, "")
+        self.put("left", "")
         # The service ends with the first process, so all others that are alive read their message first.
         end, alive = time.monotonic() + 4 * GRACE_S, self._count - bool(self._cause)
-        while self._index == 0 and len(self._all(_LEFT)) < alive and time.monotonic() < end:
+        while self._index == 0 and len(self._all("left")) < alive and time.monotonic() < end:
             time.sleep(_POLL_S / 5)
         os._exit(status)
 

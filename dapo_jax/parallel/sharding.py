@@ -72,9 +72,10 @@ def by_row(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
-def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Returns the mesh axes of one entry of a `PartitionSpec`."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+def split(sharding: NamedSharding, dimensions: int) -> list[tuple[str, ...]]:
+    """Returns the mesh axes over which each of an array's dimensions is split."""
+    entries = [*sharding.spec, *[None] * (dimensions - len(sharding.spec))]
+    return [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries]
 
 
 def read_by_rows(rows: Rows, stored: Shape, shape: Shape, target: NamedSharding) -> jax.Array:
@@ -114,22 +115,14 @@ def read_by_rows(rows: Rows, stored: Shape, shape: Shape, target: NamedSharding)
 @functools.lru_cache(maxsize=64)
 def _mover(stored: Shape, shape: Shape, target: NamedSharding) -> Together:
     """Returns the program that moves rows from all devices to the target."""
-    stages = [NamedSharding(target.mesh, spec) for spec in _stages(stored, shape, target)]
+    _, *columns = split(target, len(shape))
+    if len(shape) > len(stored):
+        columns.pop(next(axis for axis, size in enumerate(stored) if shape[axis] != size))
+    rows = tuple(axis for axis in target.mesh.axis_names if axis not in sum(columns, ()))
+    # First the axes of the columns leave the rows: otherwise the compiler could gather the whole on every device.
+    between = NamedSharding(target.mesh, PartitionSpec(rows, *(axes or None for axes in columns)))
 
     def move(spread: Array) -> Array:
-        for stage in stages:
-            spread = lax.with_sharding_constraint(spread, stage)
-        return spread[: stored[0]].reshape(shape)
+        return lax.with_sharding_constraint(spread, between)[: stored[0]].reshape(shape)
 
     return Together(jax.jit(move, out_shardings=target))
-
-
-def _stages(stored: Shape, shape: Shape, target: NamedSharding) -> list[PartitionSpec]:
-    """Returns the shardings on the way to the target, so that no device gathers the whole: first the axes of the columns leave the rows."""
-    spec = [*target.spec, *[None] * (len(shape) - len(target.spec))]
-    if len(shape) > len(stored):
-        merged = next(axis for axis, size in enumerate(stored) if shape[axis] != size)
-        del spec[merged + 1]
-    columns = {axis for entry in spec[1:] for axis in axes_of(entry)}
-    others = tuple(axis for axis in target.mesh.axis_names if axis not in columns)
-    return [PartitionSpec(others, *spec[1:])]

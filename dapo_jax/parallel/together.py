@@ -27,16 +27,18 @@ _numbers = itertools.count()
 class Together:
     """A jitted program that every process calls, in the same order of calls. It adds nothing if there is one process."""
 
-    def __init__(self, program: Any, *, compiled: Callable[[], None] | None = None) -> None:
-        """`compiled` is called after this process has compiled; None waits for the others."""
-        self._program, self._compiled = program, compiled or meet
+    def __init__(self, program: Any) -> None:
+        self._program = program
         self._known: set[Any] = set()
 
     def __call__(self, *arguments: Any) -> Any:
-        if jax.process_count() > 1 and (shapes := _shapes(arguments)) not in self._known:
-            self._program.lower(*arguments).compile()
-            self._compiled()
-            self._known.add(shapes)
+        if jax.process_count() > 1:
+            leaves, structure = jax.tree.flatten(arguments)
+            shapes = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+            if shapes not in self._known:
+                self._program.lower(*arguments).compile()
+                meet()
+                self._known.add(shapes)
         return self._program(*arguments)
 
     def lower(self, *arguments: Any) -> jax.stages.Lowered:
@@ -44,19 +46,18 @@ class Together:
         return self._program.lower(*arguments)
 
 
-def _shapes(arguments: tuple[Any, ...]) -> Any:
-    leaves, structure = jax.tree.flatten(arguments)
-    return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-
-
 def meet() -> None:
     """Waits until all processes have called this as often as this one."""
-    if jax.process_count() == 1:
-        return
-    from jax._src import distributed  # JAX has no public name for its coordination service
+    if jax.process_count() > 1:
+        place, patience_ms = f"dapo_jax/met/{next(_numbers)}", _PATIENCE_S * 1000
+        coordination_service().client.wait_at_barrier(place, timeout_in_ms=patience_ms)
 
-    client: Any = distributed.global_state.client
-    client.wait_at_barrier(f"dapo_jax/met/{next(_numbers)}", timeout_in_ms=_PATIENCE_S * 1000)
+
+def coordination_service() -> Any:
+    """Returns JAX's connection to the other processes, with `client`, `process_id` and `num_processes`; JAX has no public name for it."""
+    from jax._src import distributed
+
+    return distributed.global_state
 
 
 BUFFER_BYTES = 1 << 20

@@ -2,15 +2,14 @@
 
 The chips of a slice form a grid with links between neighbours, and each device has coordinates. A run needs the devices of a
 process next to each other in one flat order (`mesh`), which `jax.experimental.mesh_utils` does not give. Two choices remain: the
-path through a process's block of chips, the same in every block, and the path through the grid of blocks. This module tries a few
-hundred and takes the one with the fewest links between neighbours: along `tensor` first, which has most traffic, then `context`,
+path through a process's block of chips and the path through the grid of blocks. This module tries each order of their dimensions
+and takes the one with the fewest links between neighbours: along `tensor` first, which has most traffic, then `context`,
 `fsdp` and `data`.
 """
 
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -45,7 +44,7 @@ def linked_order(
     grid = _grid_of(places, processes)
     if grid is None:
         return given
-    orders = [given, *_orders(grid, shape)]
+    orders = [given, *_orders(*grid, shape)]
     return min(orders, key=lambda order: _cost(places[order].reshape(*shape, -1)))
 
 
@@ -63,22 +62,13 @@ def _cost(places: Int[np.ndarray, "data fsdp tensor context 4"]) -> tuple[float,
     return tensor, context, fsdp, data
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Grid:
-    """Devices by place, and the size of a process's block."""
+def _grid_of(
+    places: Int[np.ndarray, "devices 4"], processes: Int[np.ndarray, " devices"]
+) -> tuple[Int[np.ndarray, "x y z core"], tuple[int, ...]] | None:
+    """Returns the index of the device at each place, and the size of a process's block.
 
-    index: Int[np.ndarray, "x y z core"]
-    """Index of the device at each place."""
-    block: tuple[int, ...]
-
-    @property
-    def blocks(self) -> tuple[int, ...]:
-        """Number of blocks along each dimension."""
-        return tuple(whole // part for whole, part in zip(self.index.shape, self.block, strict=True))
-
-
-def _grid_of(places: Int[np.ndarray, "devices 4"], processes: Int[np.ndarray, " devices"]) -> _Grid | None:
-    """Returns None if the processes' blocks are not boxes of one shape that fill a box."""
+    None if the blocks are not boxes of one shape that fill a box.
+    """
     places = places - places.min(0)
     corners, blocks = [], set()
     for process in np.unique(processes):
@@ -92,26 +82,24 @@ def _grid_of(places: Int[np.ndarray, "devices 4"], processes: Int[np.ndarray, " 
     index = np.full(whole, -1)
     index[tuple(places.T)] = np.arange(len(places))
     filled = (index >= 0).all() and math.prod(block) * len(corners) == len(places)
-    return _Grid(index=index, block=block) if filled else None
+    return (index, block) if filled else None
 
 
-def _orders(grid: _Grid, shape: Sequence[int]) -> Iterator[Int[np.ndarray, " devices"]]:
-    """Yields paths through the grid: each order of dimensions in a block and of blocks, and each way to turn at their ends."""
-    inside = [(dimension, 1, size) for dimension, size in enumerate(grid.block) if size > 1]
-    between = [
-        (dimension, grid.block[dimension], size) for dimension, size in enumerate(grid.blocks) if size > 1
-    ]
+def _orders(
+    index: Int[np.ndarray, "x y z core"], block: tuple[int, ...], shape: Sequence[int]
+) -> Iterator[Int[np.ndarray, " devices"]]:
+    """Yields paths through the grid: each order of dimensions in a block and of blocks."""
+    inside = [(dimension, 1, size) for dimension, size in enumerate(block) if size > 1]
+    blocks = [whole // part for whole, part in zip(index.shape, block, strict=True)]
+    between = [(dimension, block[dimension], size) for dimension, size in enumerate(blocks) if size > 1]
     for inner, outer in itertools.product(itertools.permutations(inside), itertools.permutations(between)):
         if (axes := _shared_out([*inner, *outer], shape)) is None:
             continue
-        for back, mirrored in itertools.product((True, False), repeat=2):
-            places = np.zeros((*shape, len(grid.block)), int)
-            for number, digits in enumerate(axes):
-                way = _way(digits, grid, back=back, mirrored=mirrored)
-                places += way.reshape(
-                    *(-1 if axis == number else 1 for axis in range(len(shape))), len(grid.block)
-                )
-            yield grid.index[tuple(places.reshape(-1, len(grid.block)).T)]
+        places = np.zeros((*shape, len(block)), int)
+        for number, digits in enumerate(axes):
+            sizes = [-1 if axis == number else 1 for axis in range(len(shape))]
+            places += _way(digits, len(block)).reshape(*sizes, len(block))
+        yield index[tuple(places.reshape(-1, len(block)).T)]
 
 
 def _shared_out(digits: list[_DIGIT], shape: Sequence[int]) -> list[list[_DIGIT]] | None:
@@ -135,25 +123,13 @@ def _shared_out(digits: list[_DIGIT], shape: Sequence[int]) -> list[list[_DIGIT]
     return axes
 
 
-def _way(
-    digits: list[_DIGIT], grid: _Grid, *, back: bool, mirrored: bool
-) -> Int[np.ndarray, "size dimensions"]:
-    """Returns the places along one axis, which turns at each end within a block, so that neighbours are linked.
-
-    Args:
-        digits: fastest first.
-        grid: decides which digits are within a block.
-        back: also turn at each end from block to block; otherwise start at the same side again.
-        mirrored: reverse the path in every second block; otherwise repeat it.
-    """
+def _way(digits: list[_DIGIT], dimensions: int) -> Int[np.ndarray, "size dimensions"]:
+    """Returns the places along one axis, fastest digits first. The path turns at each end, so that neighbours are linked."""
     number = np.arange(math.prod(steps for _, _, steps in digits))
-    places = np.zeros((len(number), len(grid.block)), int)
-    inside = math.prod(steps for dimension, step, steps in digits if step < grid.block[dimension])
+    places = np.zeros((len(number), dimensions), int)
     before = 1
     for dimension, step, steps in digits:
         digit, before = number // before % steps, before * steps
-        within = step < grid.block[dimension]
-        turns = number // before if not within or mirrored else number % inside // before
-        turned = (turns % 2 == 1) & (within | back)
+        turned = number // before % 2 == 1
         places[:, dimension] += step * np.where(turned, steps - 1 - digit, digit)
     return places

@@ -19,7 +19,7 @@ from dapo_jax.models.decoder import is_apart
 from dapo_jax.models.layout import output_dimensions
 from dapo_jax.models.lora import merged, put_together
 from dapo_jax.parallel.mesh import AXES, Meshes
-from dapo_jax.parallel.sharding import SAMPLER_RULES, TRAINER_RULES, axes_of, shardings
+from dapo_jax.parallel.sharding import SAMPLER_RULES, TRAINER_RULES, shardings, split
 from dapo_jax.parallel.together import Together
 
 SamplerWeights = dict[str, PyTree]
@@ -127,7 +127,9 @@ class WeightTransfer:
             axes = leaf.get_metadata()["axes"]
             if axes == ("norm",):
                 return leaf
-            if self._eight_bit and "rank" not in axes and (summed := _summed(axes)):
+            # A product sums over the dimensions after the outputs; a bias has none.
+            summed = tuple(range(output_dimensions(axes), len(axes)))
+            if self._eight_bit and "rank" not in axes and summed:
                 return leaf.replace(quantized(leaf[...], summed))
             return leaf.replace(leaf[...].astype(self._dtype))
 
@@ -141,16 +143,15 @@ class AdapterTransfer:
         """`frozen` is the base with stacked layers; with separate layers if `shares_base`: then the sampler uses the same arrays."""
         self._adapters, self._base, self._frozen = adapters, base, frozen
         self._moved: SamplerWeights | None = None
-        self.base_shapes: SamplerWeights = base.shapes
-        self.shapes: SamplerWeights = _joined(base.shapes, adapters.shapes)
+        self.base_shapes = base.shapes
+        self.shapes = _joined(base.shapes, adapters.shapes)
         """Shapes and shardings of a call's result; `base_shapes` is its part without adapters."""
 
     def __call__(self, params: nnx.State) -> SamplerWeights:
         """A collective call with adapters as `params`. The base in the result is the same in every call."""
         if self._moved is None:
-            self._moved = (
-                self._base.shared(self._frozen) if is_apart(self._frozen) else self._base(self._frozen)
-            )
+            transfer = self._base.shared if is_apart(self._frozen) else self._base
+            self._moved = transfer(self._frozen)
         return _joined(self._moved, self._adapters(params))
 
     def lower(self, params: nnx.State) -> dict[str, jax.stages.Lowered]:
@@ -181,15 +182,10 @@ def shares_base(frozen: nnx.State, meshes: Meshes, *, dtype: str) -> bool:
     kinds = {each.dtype.name for each in variables if each.get_metadata()["axes"] != ("norm",)}
     if meshes.count > 1 or meshes.train.size != meshes.sampler.size or kinds != {dtype}:
         return False
-    both = zip(
-        *(
-            jax.tree.leaves(shardings(frozen, mesh, rules))
-            for mesh, rules in ((meshes.train, TRAINER_RULES), (meshes.sampler, SAMPLER_RULES))
-        ),
-        jax.tree.leaves(frozen),
-        strict=True,
-    )
-    return all(trained.is_equivalent_to(sampled, leaf.ndim) for trained, sampled, leaf in both)
+    trained = jax.tree.leaves(shardings(frozen, meshes.train, TRAINER_RULES))
+    sampled = jax.tree.leaves(shardings(frozen, meshes.sampler, SAMPLER_RULES))
+    sizes = [leaf.ndim for leaf in jax.tree.leaves(frozen)]
+    return all(one.is_equivalent_to(*other) for one, *other in zip(trained, sampled, sizes, strict=True))
 
 
 def _joined(base: SamplerWeights, adapters: SamplerWeights) -> SamplerWeights:
@@ -208,11 +204,6 @@ def local(tree: PyTree, placed: PyTree) -> PyTree:
         return jax.make_array_from_single_device_arrays(whole.shape, sharding, shards)
 
     return jax.tree.map(wrap, tree, placed)
-
-
-def _summed(axes: tuple[str, ...]) -> tuple[int, ...]:
-    """Returns the dimensions of a matrix that a product sums over, which follow its output dimensions; none for a bias."""
-    return tuple(range(output_dimensions(axes), len(axes)))
 
 
 def _ends(params: nnx.State) -> nnx.State:
@@ -237,7 +228,7 @@ def stages(shape: tuple[int, ...], source: NamedSharding, target: NamedSharding)
     that the target needs whole is first split over all devices, while the other dimension takes the target's axis: pieces change
     places without copies. Then the pieces are gathered, inside a sampler and between samplers.
     """
-    have, want = _cut(source, len(shape)), _cut(target, len(shape))
+    have, want = split(source, len(shape)), split(target, len(shape))
     gathered = [d for d in range(len(shape)) if _busy(source, have[d : d + 1]) - set(want[d])]
     if not gathered:
         return [source, target]
@@ -248,20 +239,12 @@ def stages(shape: tuple[int, ...], source: NamedSharding, target: NamedSharding)
         return NamedSharding(sharding.mesh, PartitionSpec(*(entry or None for entry in entries)))
 
     free = _free(target, want)
-    all_of_them = [
-        source,
+    pieces = [
         finer(source, have, _free(source, have)),
         finer(target, want, free),
         finer(target, want, free[:1]),
-        target,
     ]
-    return [stage for stage in all_of_them if _divides(shape, stage)]
-
-
-def _cut(sharding: NamedSharding, dimensions: int) -> list[tuple[str, ...]]:
-    """Returns the mesh axes over which each dimension is split."""
-    entries = (*sharding.spec, *[None] * (dimensions - len(sharding.spec)))
-    return [axes_of(entry) for entry in entries]
+    return [source, *(stage for stage in pieces if _divides(shape, stage)), target]
 
 
 def _busy(sharding: NamedSharding, cut: list[tuple[str, ...]]) -> set[str]:
@@ -276,5 +259,5 @@ def _free(sharding: NamedSharding, cut: list[tuple[str, ...]]) -> tuple[str, ...
 
 
 def _divides(shape: tuple[int, ...], sharding: NamedSharding) -> bool:
-    cuts = [math.prod(sharding.mesh.shape[axis] for axis in axes) for axes in _cut(sharding, len(shape))]
-    return all(size % cut == 0 for size, cut in zip(shape, cuts, strict=True))
+    parts = [math.prod(sharding.mesh.shape[axis] for axis in axes) for axes in split(sharding, len(shape))]
+    return all(size % count == 0 for size, count in zip(shape, parts, strict=True))

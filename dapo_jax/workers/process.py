@@ -68,13 +68,12 @@ class Worker:
         """Sends a call. The future raises EndedError if the worker ends before it answers."""
         answer = _running_future()
         with self._lock:
-            number, ended = next(self._numbers), self.ended
-            if ended is None:
-                self._asked[number] = answer
-        if ended is None:
-            self._lines.put(json.dumps({**call, "id": number}).encode() + b"\n")
-        else:
-            answer.set_exception(ended)
+            number = next(self._numbers)
+            if self.ended is not None:
+                answer.set_exception(self.ended)
+                return answer
+            self._asked[number] = answer
+        self._lines.put(json.dumps({**call, "id": number}).encode() + b"\n")
         return answer
 
     def end(self, why: EndedError) -> None:
@@ -139,11 +138,9 @@ class Worker:
     def _take(self, answer: dict[str, Any]) -> None:
         with self._lock:
             future = self._asked.pop(answer["id"], None)
-        if future is None:
-            return
-        if "failed" in answer and future is self.ready:
+        if future is self.ready and "failed" in answer:
             future.set_exception(ValueError(answer["failed"]))
-        else:
+        elif future is not None:
             self.answered += future is not self.ready
             future.set_result(answer)
 

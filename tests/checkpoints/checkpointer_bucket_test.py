@@ -41,7 +41,7 @@ def latest():
         return checkpointer.latest_step()
 
 
-def test_what_was_saved_comes_back_and_the_oldest_goes(bucket):
+def test_a_saved_state_comes_back_and_the_oldest_is_removed(bucket):
     save([1, 2, 3], keep=2)
     assert steps_in(bucket) == [2, 3]
     with Checkpointer(FOLDER) as checkpointer:
@@ -52,24 +52,21 @@ def test_what_was_saved_comes_back_and_the_oldest_goes(bucket):
             np.testing.assert_array_equal(found.carry["ordinals"], np.arange(step or 3))
 
 
-def test_an_empty_folder_has_no_checkpoint(bucket):
-    assert latest() is None
-    assert bucket.files("gs://bucket") == {}
-
-
 @pytest.mark.parametrize("lost", [("/commit_success.txt",), ("/commit_success.txt", "/sha256.json")])
 def test_a_step_that_was_being_written_is_passed_over_and_removed(bucket, lost):
     """The marker is written last; in a bucket the step has its final name from the first byte on."""
+
+    def lose():
+        for name in list(bucket.buckets["bucket"]):
+            if name.startswith("run/checkpoints/2/") and name.endswith(lost):
+                del bucket.buckets["bucket"][name]
+
     save([1, 2])
-    for name in list(bucket.buckets["bucket"]):
-        if name.startswith("run/checkpoints/2/") and name.endswith(lost):
-            del bucket.buckets["bucket"][name]
+    lose()
     assert latest() == 1
     save([2])
     assert latest() == 2
-    for name in list(bucket.buckets["bucket"]):
-        if name.startswith("run/checkpoints/2/") and name.endswith(lost):
-            del bucket.buckets["bucket"][name]
+    lose()
     save([3])
     assert steps_in(bucket) == [1, 3]
 
@@ -81,10 +78,7 @@ def test_a_flipped_bit_is_found(bucket):
     largest = max(arrays, key=lambda name: len(names[name][0]))
     data, generation = names[largest]
     names[largest] = (data[:-1] + bytes([data[-1] ^ 1]), generation)
-    with (
-        Checkpointer(FOLDER) as checkpointer,
-        pytest.raises(RuntimeError, match=r"is damaged: state/.* has sha256"),
-    ):
+    with Checkpointer(FOLDER) as checkpointer, pytest.raises(DamagedError, match=r"state/.* has sha256"):
         checkpointer.restore(state(0))
 
 
@@ -125,12 +119,12 @@ w = np.arange(4096, dtype=np.float32)
 state = {"w": jax.make_array_from_callback(w.shape, spread, lambda cut: w[cut])}
 own = manifest.Sealing._own
 
-def told(self):
+def printed(self):
     found = own(self)
     print("hashed", *sorted(found), flush=True)
     return found
 
-manifest.Sealing._own = told
+manifest.Sealing._own = printed
 with Checkpointer(sys.argv[1]) as checkpointer:
     checkpointer.save(1, state, {}, {})
     checkpointer.wait()
@@ -169,7 +163,7 @@ def test_an_object_that_is_replaced_while_it_is_hashed_is_found(bucket, monkeypa
         read_by_a_check(bucket)
 
 
-def test_a_run_goes_on_where_it_was_copied_to(bucket, tmp_path):
+def test_a_run_continues_in_the_bucket_that_it_was_copied_to(bucket, tmp_path):
     """From a disk into a bucket; orbax keeps the marker there too, or the copy would pass for unfinished."""
     with Checkpointer(tmp_path / "checkpoints") as checkpointer:
         checkpointer.save(1, state(1), {}, {})
@@ -185,14 +179,8 @@ def test_a_run_goes_on_where_it_was_copied_to(bucket, tmp_path):
 def test_a_save_that_is_refused_names_step_and_folder(bucket):
     bucket.granted = bucket.granted - {"storage.objects.create"}
     checkpointer = Checkpointer(FOLDER)
-    with pytest.raises(
-        RuntimeError, match=rf"saving checkpoint step 1 in {FOLDER} failed: .*\n?.*objects\.create"
-    ):
-        save_and_wait(checkpointer)
-    with contextlib.suppress(OSError):  # orbax's closing says it once more
-        checkpointer.close()
-
-
-def save_and_wait(checkpointer):
     checkpointer.save(1, state(1), {}, {})
-    checkpointer.wait()
+    with pytest.raises(RuntimeError, match=rf"step 1 in {FOLDER} failed: .*\n?.*objects\.create"):
+        checkpointer.wait()
+    with contextlib.suppress(OSError):  # orbax raises it once more
+        checkpointer.close()

@@ -14,7 +14,6 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from etils import epath
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -109,14 +108,6 @@ def test_restores_onto_another_sharding_than_was_saved(tmp_path, before, after):
     assert bits(restored) == bits(state)
     for leaf, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(target), strict=True):
         assert leaf.sharding == wanted.sharding
-
-
-def test_a_target_of_shapes_alone_is_enough(tmp_path):
-    state = train_state()
-    saved(tmp_path, state)
-    target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
-    with Checkpointer(tmp_path) as checkpointer:
-        assert bits(checkpointer.restore(target).state) == bits(state)
 
 
 def test_takes_the_dtype_of_the_target(tmp_path):
@@ -248,28 +239,12 @@ def test_another_format_is_refused(tmp_path, monkeypatch):
         checkpointer.restore({"w": jnp.zeros(2)})
 
 
-def test_a_flipped_bit_is_noticed_in_every_sealed_file(tmp_path):
-    saved(tmp_path, {"w": jnp.arange(64.0)}, carry={"tokens": np.arange(9)})
-    files = [tmp_path / "3" / name for name in manifest.sealed_files(epath.Path(tmp_path / "3"))]
-    assert len(files) > 4
-    with Checkpointer(tmp_path) as checkpointer:
-        for path in files:
-            whole = path.read_bytes()
-            path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 4]))
-            with pytest.raises(RuntimeError, match=r"is damaged: .* has sha256"):
-                checkpointer.restore({"w": jnp.zeros(64)})
-            path.unlink()
-            with pytest.raises(RuntimeError, match="is missing"):
-                checkpointer.restore({"w": jnp.zeros(64)})
-            path.write_bytes(whole)
-        assert checkpointer.restore({"w": jnp.zeros(64)}).state["w"][63] == 63.0
-        (tmp_path / "3" / "sha256.json").unlink()
-        with pytest.raises(RuntimeError, match=r"has no sha256.json"):
-            checkpointer.restore({"w": jnp.zeros(64)})
-
-
 def test_a_failed_write_surfaces_with_the_folder_and_leaves_the_last_checkpoint(tmp_path, monkeypatch):
+    """`failure` does not wait, is empty while the save continues, and reports a failure once."""
+    slow, found = threading.Event(), ""
+
     def full(folder, known):
+        slow.wait(60)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with Checkpointer(tmp_path, keep=1) as checkpointer:
@@ -278,36 +253,19 @@ def test_a_failed_write_surfaces_with_the_folder_and_leaves_the_last_checkpoint(
         with monkeypatch.context() as patch:
             patch.setattr(manifest, "write_manifest", full)
             checkpointer.save(2, {"w": jnp.zeros(2)}, {}, {})
-            with pytest.raises(RuntimeError, match=f"step 2 in {tmp_path} failed: .*No space left"):
+            assert checkpointer.failure() == ""
+            slow.set()
+            while not found:
+                found = checkpointer.failure()
+            assert f"step 2 in {tmp_path} failed: the disk is full" in found
+            assert checkpointer.failure() == ""
+            checkpointer.save(2, {"w": jnp.zeros(2)}, {}, {})
+            with pytest.raises(CheckpointError, match=f"step 2 in {tmp_path} failed: .*No space left"):
                 checkpointer.wait()
         assert [path.name for path in tmp_path.iterdir()] == ["1"], "no half folder"
-        assert checkpointer.latest_step() == 1
         assert checkpointer.restore({"w": jnp.zeros(2)}).state["w"][0] == 1.0
         checkpointer.save(2, {"w": jnp.full(2, 2.0)}, {}, {})  # there is room again
         assert checkpointer.latest_step() == 2
-
-
-def test_that_a_write_has_failed_can_be_asked_without_waiting(tmp_path, monkeypatch):
-    """`failure` is empty while the save continues. It reports a failure once, and the next save succeeds."""
-    slow, said = threading.Event(), ""
-
-    def full(folder, known):
-        slow.wait(60)
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with Checkpointer(tmp_path) as checkpointer:
-        assert checkpointer.failure() == ""
-        with monkeypatch.context() as patch:
-            patch.setattr(manifest, "write_manifest", full)
-            checkpointer.save(1, {"w": jnp.ones(2)}, {}, {})
-            assert checkpointer.failure() == ""
-            slow.set()
-            while not said:
-                said = checkpointer.failure()
-        assert f"saving checkpoint step 1 in {tmp_path} failed: " in said
-        assert checkpointer.failure() == ""
-        checkpointer.save(2, {"w": jnp.ones(2)}, {}, {})
-    assert [path.name for path in tmp_path.iterdir()] == ["2"]
 
 
 def test_a_killed_save_is_never_seen_and_is_cleared_by_the_next_one(tmp_path):
@@ -320,13 +278,6 @@ def test_a_killed_save_is_never_seen_and_is_cleared_by_the_next_one(tmp_path):
         assert half.exists(), "a live run may be writing it"
         reader.save(3, {"w": jnp.ones(2)}, {}, {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "3"]
-
-
-def test_a_reader_sees_checkpoints_written_after_it_was_opened(tmp_path):
-    with Checkpointer(tmp_path) as reader:
-        assert reader.latest_step() is None
-        saved(tmp_path, {"w": jnp.ones(2)}, step=5)
-        assert reader.latest_step() == 5
 
 
 @pytest.mark.parametrize("value", [float("nan"), (1, 2), {1: "a"}, object()])
@@ -367,17 +318,12 @@ def test_a_leaf_that_cannot_be_stored_is_named(tmp_path, leaf, message):
         checkpointer.save(1, {"a": {"w": leaf}}, {}, {})
 
 
-def test_two_leaves_of_one_path_are_refused(tmp_path):
-    with Checkpointer(tmp_path) as checkpointer, pytest.raises(ValueError, match=r"a\.b"):
-        checkpointer.save(1, {"a": {"b": jnp.ones(2)}, "a.b": jnp.ones(2)}, {}, {})
-
-
-def test_carry_of_objects_is_refused(tmp_path):
-    with (
-        Checkpointer(tmp_path) as checkpointer,
-        pytest.raises(ValueError, match=r"carry\['rows'\].*object"),
-    ):
-        checkpointer.save(1, {"w": jnp.ones(2)}, {}, {"rows": np.array([None])})
+def test_two_leaves_of_one_path_and_carried_objects_are_refused(tmp_path):
+    with Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(ValueError, match=r"a\.b"):
+            checkpointer.save(1, {"a": {"b": jnp.ones(2)}, "a.b": jnp.ones(2)}, {}, {})
+        with pytest.raises(ValueError, match=r"carry\['rows'\].*object"):
+            checkpointer.save(1, {"w": jnp.ones(2)}, {}, {"rows": np.array([None])})
 
 
 def test_works_inside_a_running_event_loop(tmp_path):
@@ -409,70 +355,36 @@ def test_prints_nothing_and_leaves_signals_and_threads_alone(tmp_path, caplog, c
         assert not thread.is_alive(), thread
 
 
-CALLED_BY_C = """
-import asyncio, functools, threading
+NOISE = """
+import asyncio, gc, threading
 import tensorstore
 from dapo_jax.checkpoints.checkpointer import quiet_orbax
 
 quiet_orbax()
-quiet_orbax()
+for name in ("lib/orbax/write.py", "mine/write.py"):
+    written = {}
+    exec(compile("async def write(): raise OSError('no room')", name, "exec"), written)
 
-def fail(error):
-    raise error
+    async def main():
+        await asyncio.wait([asyncio.ensure_future(written["write"]())])
+        gc.collect()
+
+    asyncio.run(main())
 
 loop = asyncio.new_event_loop()
 loop.close()
-callbacks = {
-    "closed loop": functools.partial(loop.call_soon_threadsafe, print),
-    "other words": lambda _: fail(RuntimeError("something else")),
-    "other kind": lambda _: fail(OSError("Event loop is closed")),
-}
-promise, future = tensorstore.Promise.new()
-future.add_done_callback(callbacks[CASE])
-thread = threading.Thread(target=promise.set_result, args=(1,))
-thread.start()
-thread.join()
-"""
-
-NEVER_AWAITED = """
-import asyncio, gc
-from dapo_jax.checkpoints.checkpointer import quiet_orbax
-
-quiet_orbax()
-written = {}
-exec(compile("async def write(): raise OSError('no room')", CASE, "exec"), written)
-
-async def main():
-    for wrap in (lambda coroutine: coroutine, lambda coroutine: asyncio.to_thread(asyncio.run, coroutine)):
-        task = asyncio.get_running_loop().create_task(wrap(written["write"]()))
-        await asyncio.wait([task])
-        del task
-    gc.collect()
-
-asyncio.run(main())
+for call in (lambda _: 1 / 0, loop.call_soon_threadsafe):
+    promise, future = tensorstore.Promise.new()
+    future.add_done_callback(call)
+    thread = threading.Thread(target=promise.set_result, args=(1,))
+    thread.start()
+    thread.join()
 """
 
 
-def stderr_of(program, case=""):
-    program = program.replace("CASE", repr(case))
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+def test_of_errors_in_the_background_only_orbax_and_a_closed_loop_are_left_out():
+    done = subprocess.run([sys.executable, "-c", NOISE], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    return done.stderr
-
-
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("closed loop", ""),
-        ("other words", "RuntimeError: something else"),
-        ("other kind", "OSError: Event loop is closed"),
-    ],
-)
-def test_of_errors_in_c_code_only_a_closed_loop_is_left_out(case, message):
-    shown = stderr_of(CALLED_BY_C, case)
-    assert message in shown if message else shown == ""
-
-
-def test_errors_that_are_never_awaited_are_left_out_if_orbax_raised_them():
-    assert stderr_of(NEVER_AWAITED, "lib/orbax/checkpoint/write.py") == ""
-    assert stderr_of(NEVER_AWAITED, "mine/write.py").count("OSError: no room") == 2
+    assert done.stderr.count("Traceback") == 2
+    assert "mine/write.py" in done.stderr
+    assert "ZeroDivisionError" in done.stderr

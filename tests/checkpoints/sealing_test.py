@@ -129,7 +129,7 @@ def test_a_kill_between_writing_and_the_final_name_leaves_no_checkpoint(victim, 
     try:
         output, _ = started[victim].communicate(timeout=120)
         assert started[victim].returncode == -signal.SIGKILL, output
-        time.sleep(2)  # in which the other would go on if it waited for nobody
+        time.sleep(2)  # enough for the other, if it did not wait
     finally:
         for each in started:
             each.kill()
@@ -155,7 +155,7 @@ def test_the_digest_of_a_file_that_is_not_as_it_was_written_is_refused(tmp_path)
         assert not (tmp_path / "sha256.json").exists()
 
 
-def test_known_files_are_not_read_again(tmp_path):
+def test_known_files_are_hashed_once(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).write_bytes(b"four")
     folder = epath.Path(tmp_path)

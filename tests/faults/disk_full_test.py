@@ -57,7 +57,7 @@ def whole(tmp_path_factory):
 )
 @pytest.mark.parametrize("part", PARTS)
 def test_a_run_on_a_full_disk_ends_and_resumes_on_a_larger_one(part, whole, tmp_path):
-    room, said = PARTS[part]
+    room, message = PARTS[part]
     run, out = make_run(tmp_path / "full", steps=12), tmp_path / "out"
     command = [sys.executable, "-m", "dapo_jax.cli", "train", str(run.config)]
     done = subprocess.run(
@@ -66,7 +66,7 @@ def test_a_run_on_a_full_disk_ends_and_resumes_on_a_larger_one(part, whole, tmp_
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
-    assert said in done.stderr
+    assert message in done.stderr
     assert "No space left on device" in done.stderr or "is full" in done.stderr
     shutil.rmtree(run.run_dir)
     shutil.rmtree(out / "lines", ignore_errors=True)

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.trackers import read_metrics
-from tests.faults.micro import assert_the_same_run, kill_often, make_run, started, weights_of
-from tests.several import ROOT
+from tests.faults.micro import assert_the_same_run, kill_often, make_run, weights_of
 
 IN_FLIGHT = [
     "dynamic_sampling.surplus=discard",
@@ -49,23 +48,6 @@ def test_a_killed_run_is_the_uninterrupted_one(options, kills, steps, tmp_path):
         assert any(line.get("rollout/age_max") for line in read_metrics(whole.run_dir / "metrics.jsonl"))
     if "lora.rank=2" in options:
         assert max(abs(each).max() for each in weights_of(whole.run_dir)[1::2]) > 1e-3, "B has moved"
-
-
-@pytest.mark.slow
-def test_the_quickstart_killed_ten_times_is_the_uninterrupted_one(tmp_path):
-    settings = ["checkpoint.every_steps=3", "steps=60"]
-
-    def command(folder, *options):
-        config = ROOT / "configs" / "quickstart.yaml"
-        return started("train", config, f"run_dir={tmp_path}/{folder}/run", *settings, *options)
-
-    killed, rng = tmp_path / "killed" / "run", np.random.default_rng(1)
-    kill_often(lambda: command("killed", "--resume"), killed, kills=10, rng=rng, longest_s=8.0)
-    for folder, *options in (("killed", "--resume"), ("whole",)):
-        process = command(folder, *options)
-        output, _ = process.communicate(timeout=1800)
-        assert process.returncode == 0, output
-    assert_the_same_run(killed, tmp_path / "whole" / "run")
 
 
 @pytest.mark.slow

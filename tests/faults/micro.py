@@ -146,7 +146,7 @@ def assert_the_same_run(found, expected):
     for one, other in zip(weights_of(found), weights_of(expected), strict=True):
         np.testing.assert_array_equal(one, other)
     for step in (found / "checkpoints").iterdir():
-        assert step.name.isdigit(), f"left behind: {step}"
+        assert step.name.isdigit(), f"not removed: {step}"
         check_digests(epath.Path(step), sealed_files(epath.Path(step)))
 
 

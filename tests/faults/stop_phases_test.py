@@ -51,8 +51,8 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize("phase", PHASES)
 def test_it_ends_within_30_s_and_can_be_resumed(phase, whole, tmp_path):
     run, marker = make_run(tmp_path, steps=5, eval_every=2), tmp_path / "now"
-    told = [*PHASES[phase], marker]
-    program = ("-c", SLOW, *map(str, told))
+    slow = [*PHASES[phase], marker]
+    program = ("-c", SLOW, *map(str, slow))
     every = 2 if phase == "saving" else 0  # in the other phases only the stop saves a checkpoint
     process = run.start(f"checkpoint.every_steps={every}", "checkpoint.keep_best=false", program=program)
     run.wait_for(process, marker.exists)

@@ -45,8 +45,8 @@ HOW = {"waves": ["sampling.batch_invariant=true"], "in flight": IN_FLIGHT}
 """In waves the contexts of one prefill depend on when environments answer, so equal bits need batch-invariant sampling."""
 
 
-def a_run(folder, **told):
-    run = make_run(folder, **told)
+def a_run(folder, *, steps):
+    run = make_run(folder, steps=steps)
     (folder / "tool.py").write_text(ENVIRONMENT)
     return run
 

@@ -1,4 +1,4 @@
-"""Runs with the cause of one warning: within 20 steps it raises this warning and no other. A run that learns raises none."""
+"""Runs with the cause of one warning: within 20 steps it raises this warning and no other."""
 
 import jax.numpy as jnp
 import pytest
@@ -71,18 +71,6 @@ def test_each_cause_raises_its_own_warning_and_no_other(name, run):
     raised = {other: sum(line[f"watchdog/{other}"] for line in metrics) for other in NAMES}
     assert raised.pop(name) > 0
     assert not any(raised.values())
-    said = [line for line in printed.splitlines() if "Usual causes" in line]
-    assert len(said) == 1
-    assert f": {name.replace('_', ' ')}" in said[0]
-
-
-def begins_even_and_ends(sample):
-    """A truncated response is wrong, as for a real grader: otherwise responses would grow to the limit."""
-    return begins_even(sample) and len(sample.tokens) < 30
-
-
-def test_a_run_that_learns_raises_none(run):
-    metrics, printed = run(reward=begins_even_and_ends)
-    assert metrics[-1]["rollout/accuracy"] > metrics[0]["rollout/accuracy"]
-    assert not any(line[f"watchdog/{name}"] for line in metrics for name in NAMES)
-    assert "Usual causes" not in printed
+    lines = [line for line in printed.splitlines() if "Usual causes" in line]
+    assert len(lines) == 1
+    assert f": {name.replace('_', ' ')}" in lines[0]

@@ -120,18 +120,6 @@ def test_the_failure_of_another_process_interrupts_without_a_request_to_stop(cap
     assert "told to stop" not in capfd.readouterr().err
 
 
-def test_without_handlers_the_failure_of_another_process_is_an_interrupt():
-    stop = Stop()
-    threading.Timer(0.1, stop.fail, ["process 1 failed"]).start()
-
-    def wait():
-        for _ in range(2000):  # in Python: a loop in C is not interrupted
-            time.sleep(0.01)
-
-    with pytest.raises(KeyboardInterrupt):
-        wait()
-
-
 def test_former_handlers_are_restored():
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
     before = [signal.getsignal(number) for number in numbers]

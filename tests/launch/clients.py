@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 STUB = Path(__file__).with_name("stub.py")
 CLIENTS = ("gcloud", "xpk", "kubectl", "srun", "sbatch", "scontrol", "scancel", "squeue", "tar", "dapo-jax")
 TAIL = """#!/bin/sh
-# Where tail would follow the log without end, print what is there.
+# Where tail would follow the log without end, print the log.
 case "$*" in *--pid=*) exec /usr/bin/tail "$@" ;; *-F*) exec cat "$HOME/dapo_jax_run/log" ;; *) exec /usr/bin/tail "$@" ;; esac
 """
 ASYNC_GATHERS = "--xla_enable_async_all_gather=true --xla_tpu_overlap_compute_collective_tc=true"
@@ -61,7 +61,6 @@ class Laptop:
         return [[line["client"], *line["words"]] for line in self.calls("gcloud", "xpk", "kubectl", "tar")]
 
     def verbs(self) -> list[str]:
-        """The same, each as one word."""
         return [verb(words) for words in self.commands()]
 
 

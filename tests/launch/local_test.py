@@ -1,4 +1,4 @@
-"""launch/local.sh: it starts the processes of a run on this machine and leaves none behind."""
+"""launch/local.sh: it starts the processes of a run on this machine and ends them all."""
 
 import os
 import re

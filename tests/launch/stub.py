@@ -241,7 +241,7 @@ def uv_pip_install(found, rest):
 
 
 def dapo_jax(words):
-    """`config` is the real command; `train` ends as the scenario says."""
+    """`config` is the real command; `train` ends as in the scenario."""
     if words[:1] == ["config"]:
         return config(words)
     if words[:1] == ["plan"]:

@@ -1,7 +1,5 @@
 """The command line of launch/tpu_vm.sh: names of slices, and checks before anything is paid for."""
 
-import re
-
 import pytest
 
 from tests.launch.tpu_vm_test import POD, train
@@ -18,52 +16,36 @@ from tests.launch.tpu_vm_test import POD, train
     ],
 )
 def test_each_generation_has_its_image(laptop, typed, named, image):
-    done = laptop.launch("tpu_vm.sh", "up", "--name", "pod", "--type", typed, "--zone", "z", "--reserved")
+    more = ("--reserved", "--create-flag=--network=mine", "--create-flag", "--internal-ips", "--project=p")
+    done = laptop.launch("tpu_vm.sh", "up", "--name", "pod", "--type", typed, "--zone", "z", *more)
     assert done.returncode == 0, done.stderr
-    assert [words for words in laptop.commands() if "create" in words] == [[
-        *["gcloud", "compute", "tpus", "queued-resources", "create", "pod", "--node-id=pod"], f"--accelerator-type={named}",
-        f"--runtime-version={image}", "--zone=z", "--reserved", "--quiet",
-    ]]  # fmt: skip
-
-
-def test_the_image_and_further_flags_of_the_request_can_be_given(laptop):
-    more = (
-        "--runtime=next",
-        "--create-flag=--network=mine",
-        "--create-flag",
-        "--internal-ips",
-        "--project=p",
-    )
-    assert laptop.launch("tpu_vm.sh", "up", *POD, *more).returncode == 0
-    (words,) = [words for words in laptop.commands() if "create" in words]
-    assert {"--runtime-version=next", "--network=mine", "--internal-ips", "--project=p"} <= set(words)
+    [words] = [words for words in laptop.commands() if "create" in words]
+    assert words[:6] == ["gcloud", "compute", "tpus", "queued-resources", "create", "pod"]
+    assert set(words[6:]) == {
+        "--node-id=pod", f"--accelerator-type={named}", f"--runtime-version={image}", "--zone=z", "--reserved", "--quiet",
+        "--network=mine", "--internal-ips", "--project=p",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--type=v5p:4x4x8"], "--type=v5p-256"),
-        (["--type=v6e:8x8"], "--type=v6e-64"),
         (["--type=tpu7x-64"], "--type=tpu7x-64"),
-        (["--type=h100-8"], "--type=h100-8"),
         (["--type=v5p"], "--type=v5p has no size"),
         (["--name=Pod_1"], "--name=Pod_1"),
-        (["--zone="], "--zone"),
         (["--poll", "soon"], "--poll=soon"),
         (["--spot", "--reserved"], "--spot --reserved"),
         (["--spot=yes"], "--spot takes no value"),
         (["--sopt"], "--sopt"),
         (["run_dir=runs/pod"], "run_dir=runs/pod"),
-        (["reward.grader=gone.py:f"], "gone.py"),
         (["reward.grader=../mine.py:f"], "../mine.py"),
         (["data.source=gsm8k", "data.path=data/gsm8k"], "data/gsm8k, which CONFIG names; add --file"),
         (["model.source=models/qwen"], "models/qwen, which CONFIG names; add --file"),
         (["sampling.slotz=3"], "sampling.slotz"),
         (["--file=no.txt"], "no.txt"),
         (["--type=v6e-63"], "v6e has 1, 4, 8, 16, 32, 64, 128 or 256 chips"),
-        (["--type=v5litepod-512"], "--type=v5litepod-512"),
         (["--type=v5p-24"], "v5p has 4, 8, 16, 32 or a multiple of 64 chips"),
-        (["--type=v4-9"], "--type=v4-9"),
         # v5p-256 has 128 chips, and each is a device.
         (["parallel.fsdp=256"], "make a mesh of 256 devices, and --type=v5p-256 has 128"),
         (["parallel.tensor=3"], "make a mesh of a multiple of 3 devices, and --type=v5p-256 has 128"),
@@ -112,11 +94,3 @@ def test_misuse_is_reported(laptop, words, message):
     assert done.returncode == 2
     assert message in done.stderr
     assert laptop.calls("gcloud") == []
-
-
-def test_every_option_of_the_help_exists(laptop):
-    text = laptop.launch("tpu_vm.sh", "--help").stdout
-    options = set(re.findall(r"^  (--[a-z-]+) [A-Z]", text, re.MULTILINE))
-    assert len(options) == 11
-    for option in options:
-        assert f"{option} needs a value" in laptop.launch("tpu_vm.sh", "up", option).stderr

@@ -1,6 +1,5 @@
 """Meshes over eight virtual CPU devices, and over described TPU slices."""
 
-import jax
 import pytest
 from jax.sharding import AxisType
 
@@ -12,10 +11,8 @@ from dapo_jax.parallel.mesh import make_mesh, make_meshes
     [
         ({}, (1, 8, 1, 1)),
         ({"data": 2, "fsdp": 2, "tensor": 2}, (2, 2, 2, 1)),
-        ({"fsdp": 2, "tensor": -1}, (1, 2, 4, 1)),
         ({"data": -1, "fsdp": 1}, (8, 1, 1, 1)),
         ({"fsdp": 2, "context": -1}, (1, 2, 1, 4)),
-        ({"fsdp": -1, "tensor": 8}, (1, 1, 8, 1)),
     ],
 )
 def test_one_axis_takes_the_remaining_devices(sizes, shape):
@@ -23,11 +20,6 @@ def test_one_axis_takes_the_remaining_devices(sizes, shape):
     assert mesh.axis_names == ("data", "fsdp", "tensor", "context")
     assert mesh.devices.shape == shape
     assert mesh.axis_types == (AxisType.Auto,) * 4
-
-
-def test_a_mesh_may_be_of_some_of_the_devices():
-    devices = jax.devices()[2:6]
-    assert set(make_mesh(fsdp=2, tensor=2, devices=devices).devices.flat) == set(devices)
 
 
 @pytest.mark.parametrize(
@@ -92,19 +84,15 @@ def test_only_data_reaches_from_slice_to_slice(sizes):
     ],
 )
 def test_a_mesh_that_would_cross_the_network_between_slices_is_refused(sizes, message):
-    with pytest.raises(ValueError, match=message):
-        make_mesh(**sizes, devices=slices(2))
-
-
-def test_slices_of_different_sizes_are_refused():
     devices = slices(2)
-    some = [device for device in devices if device.slice_index == 0 or device.coords[2] == 0]
-    with pytest.raises(ValueError, match="8, 4 devices"):
-        make_mesh(data=2, devices=some)
+    with pytest.raises(ValueError, match=message):
+        make_mesh(**sizes, devices=devices)
+    with pytest.raises(ValueError, match="8, 7 devices"):
+        make_mesh(data=3, fsdp=5, devices=devices[:-1])
 
 
 def test_a_sampler_has_processes_of_one_slice():
     mesh = make_mesh(data=2, devices=slices(2))
     assert make_meshes(mesh, sampler_hosts=2).count == 2
-    with pytest.raises(ValueError, match=r"sampler_hosts=4 .*slices 0 and 1 .* 2 processes"):
+    with pytest.raises(ValueError, match=r"sampler_hosts=4 .*between slices; .* 2 processes"):
         make_meshes(mesh, sampler_hosts=4)

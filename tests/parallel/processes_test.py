@@ -98,7 +98,7 @@ def test_an_exception_in_one_process_ends_the_others_with_its_message(failing):
     for index, (_, output) in enumerate(done):
         assert "ValueError: seven is no prompt" in output
         assert (f"process {index} of 3 ends because process {failing} failed" in output) == (index != failing)
-        assert "told to stop" not in output  # nobody was
+        assert "told to stop" not in output
 
 
 @pytest.mark.slow
@@ -169,7 +169,10 @@ def test_a_configuration_error_that_all_see_is_printed_once():
     assert [output.count("configs/nope.yaml: no such file") for _, output in done] == [1, 0, 0]
 
 
-def test_output_has_no_tokens_and_no_control_characters():
+def test_output_and_messages_have_no_tokens_and_no_control_characters(monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    error = ValueError("0123456789abcdef at https://me:word@host \x1b[31m")
+    assert described(error) == r"ValueError: $WANDB_API_KEY at https://me:...@host \x1b[31m"
     secret = "hf_ThisIsNotToBeSeen0123456789"
     started = several.start(
         several.COMMAND, "train", f"{secret}\x1b[31m.yaml", processes=2, devices=1, HF_TOKEN=secret
@@ -178,12 +181,6 @@ def test_output_has_no_tokens_and_no_control_characters():
     assert "$HF_TOKEN\\x1b[31m.yaml: no such file" in first
     assert secret not in first
     assert "\x1b" not in first
-
-
-def test_messages_for_the_others_have_neither(monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
-    error = ValueError("0123456789abcdef at https://me:word@host \x1b[31m")
-    assert described(error) == r"ValueError: $WANDB_API_KEY at https://me:...@host \x1b[31m"
 
 
 @pytest.mark.parametrize("name", ["sft", "eval", "sample", "serve", "convert"])

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from dapo_jax.models.decoder import Decoder
 from dapo_jax.models.folder import shapes_of
 from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.parallel.sharding import SAMPLER_RULES, by_row, replicated, shardings
+from dapo_jax.parallel.sharding import SAMPLER_RULES, by_row, shardings
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 
 EVERYTHING = tiny_decoder_config(qkv_bias=True, qk_norm=True, tied_embeddings=False)
@@ -65,12 +65,6 @@ def test_the_sampler_keeps_the_embedding_axis_whole(mesh):
 def test_a_dimension_that_does_not_divide_is_refused_with_the_arithmetic(changes, axes, message):
     with pytest.raises(ValueError, match=message):
         shardings(shapes_of(tiny_decoder_config(**changes)), make_mesh(**{"fsdp": -1, **axes}))
-
-
-def test_rows_are_spread_over_the_batch_axes(mesh):
-    assert by_row(mesh).spec == P(("data", "fsdp"))
-    assert by_row(mesh).shard_shape((8, 12)) == (2, 12)
-    assert replicated(mesh).is_fully_replicated
 
 
 def test_a_sharded_decoder_has_the_logits_of_a_whole_one(mesh):

@@ -47,12 +47,6 @@ def mean_links(devices):
         ("v5p:4x4x8", {}, {"fsdp": 1.98}, {"fsdp": 1.03}),
         (
             "v5p:4x4x8",
-            {"tensor": 4, "data": 2},
-            {"data": 4.0, "fsdp": 3.38, "tensor": 1.5},
-            {"data": 2.0, "fsdp": 1.12, "tensor": 1.0},
-        ),
-        (
-            "v5p:4x4x8",
             {"tensor": 4, "context": 2},
             {"fsdp": 2.88, "tensor": 2.0, "context": 1.0},
             {"fsdp": 2.0, "tensor": 1.0, "context": 1.0},

@@ -134,14 +134,6 @@ def test_losses_gradients_and_sgd_equal_the_results_on_one_device(axes, expected
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-6, nan_ok=True)
 
 
-@pytest.mark.slow  # the gradients are compared above, on the same meshes
-@pytest.mark.parametrize("axes", MESHES.values(), ids=MESHES)
-def test_adamw_moves_parameters_as_on_one_device(axes, expected_of_adamw):
-    states, _ = trained(make_mesh(**axes), ADAMW, rate=RATE, old_logprobs="sampler")
-    for found, expected in zip(states, expected_of_adamw[0], strict=True):
-        assert_same(found.params, expected.params)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"fsdp": 8}, {"fsdp": 2, "tensor": 2, "context": 2}], ids=str)
 def test_rows_of_several_lengths_change_no_gradient(axes):

@@ -11,9 +11,8 @@ from jax.sharding import PartitionSpec as P
 from dapo_jax.models.folder import shapes_of
 from dapo_jax.parallel.mesh import make_mesh, make_meshes
 from dapo_jax.parallel.sharding import shardings
-from dapo_jax.parallel.weights import stages, weight_transfer
+from dapo_jax.parallel.weights import both_on, local, stages, weight_transfer
 from dapo_jax.testing import tiny_decoder_config, tiny_params
-from tests import several
 
 CONFIG = tiny_decoder_config(qkv_bias=True, qk_norm=True, tied_embeddings=False)
 
@@ -110,12 +109,6 @@ def test_new_weights_compile_nothing_and_leave_the_old_alive(one_device, caplog)
     assert_exact(sharding, tiny_params(CONFIG, seed=1), jnp.float32)
 
 
-def test_a_head_count_that_does_not_divide_is_refused():
-    mesh = make_mesh(fsdp=2, tensor=4)
-    with pytest.raises(ValueError, match=r" 2, .*parallel\.tensor=4"):
-        weight_transfer(shapes_of(CONFIG), mesh, dtype="float32")
-
-
 @pytest.mark.parametrize(
     ("sizes", "sampler_tensor"),
     [({"data": 2, "fsdp": 4}, 2), ({"fsdp": 2, "tensor": 2, "context": 2}, 1)],
@@ -153,9 +146,12 @@ def test_a_split_that_both_share_needs_no_stages():
     assert stages((48, 32), source, target) == [source, target]
 
 
-@pytest.mark.slow  # two processes sample and train in rollout/processes_test
-def test_two_processes_have_a_copy_each_without_copying():
-    """`publishing.py` has the checks of each process."""
-    program = "from tests.parallel.publishing import main\nmain()"
-    for index, output in enumerate(several.run(program, processes=2, devices=4)):
-        assert output.rstrip().endswith(f"process {index} has its weights"), output
+def test_the_sampler_gets_the_published_buffers_without_a_copy(eight_devices):
+    meshes = both_on(eight_devices)
+    published = jax.device_put(jnp.ones((16, 8)), NamedSharding(meshes.publish, P("tensor")))
+    found = local(published, NamedSharding(meshes.sampler, P("tensor")))
+    before, after = (
+        [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
+        for array in (published, found)
+    )
+    assert before == after
