@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from dapo_jax.config import ConfigError, RewardConfig
+from dapo_jax.config import ConfigError
 from dapo_jax.dapo.rollouts import Prompt, Verdict
 from dapo_jax.doctor.check import Found, shortened
 from dapo_jax.doctor.subject import Subject
@@ -73,7 +73,9 @@ def grader(subject: Subject) -> Found:
         for samples in asked:
             verdicts.append(submit(samples).result())
             if lost := next((verdict for verdict in verdicts[-1] if verdict.lost), None):
-                return _lost(lost, config.reward)  # further prompts would take as long
+                remedy = f"correct the grader, or raise reward.timeout_s (now {config.reward.timeout_s:g})"
+                # Further prompts would take as long.
+                return Found(f"a response got no verdict: {lost.reason}", "failed", remedy)
         seconds = time.monotonic() - began
     finally:
         if close is not None:
@@ -104,14 +106,6 @@ def _samples(subject: Subject, prompt: Prompt) -> list[Sample]:
             f"{', '.join(map(repr, written))}; take another model or dataset"
         )
     return samples
-
-
-def _lost(verdict: Verdict, reward: RewardConfig) -> Found:
-    return Found(
-        f"a response got no verdict: {verdict.reason}",
-        "failed",
-        f"correct the grader, or raise reward.timeout_s (now {reward.timeout_s:g})",
-    )
 
 
 def _judged(

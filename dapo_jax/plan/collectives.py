@@ -60,7 +60,7 @@ Computations: TypeAlias = dict[str, dict[str, Instruction]]
 def collectives(text: str, *, trips: Sequence[int] = ()) -> list[Traffic]:
     """Returns the collectives of a program by kind.
 
-    The received bytes are those of a ring algorithm. An all-gather or all-to-all receives the other devices' share of the result, a
+    The received bytes assume a ring algorithm. An all-gather or all-to-all receives the other devices' share of the result, a
     reduce-scatter as much of its operand, an all-reduce both.
 
     Args:

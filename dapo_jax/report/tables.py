@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import accumulate
 from typing import Any
 
 from dapo_jax.config import TrainConfig
@@ -45,7 +46,13 @@ class Table:
 
 def table_of(run: RunFiles) -> Table:
     """Returns the columns of a run, including `REST` and `EQUAL`."""
-    rows = [{**row, **_rest(row), **(_equal(row) if run.by_score else {})} for row in run.rows]
+    rows = [dict(row) for row in run.rows]
+    for row in rows:
+        if row.get("time/step_s") is not None:
+            inside = sum(row.get(name) or 0.0 for name in ("time/sample_s", "time/update_s"))
+            row[REST] = max(row["time/step_s"] - inside, 0.0) + (row.get("time/eval_s") or 0.0)
+        if run.by_score and (differ := row.get("rollout/scores_differ_frac")) is not None:
+            row[EQUAL] = 1.0 - differ
     names = dict.fromkeys(name for row in rows for name in row if name != "step")
     columns = {name: [_number(row.get(name)) for row in rows] for name in names}
     return Table(
@@ -118,41 +125,24 @@ def _shown(value: Any) -> str:
 def _axes(rows: Sequence[Mapping[str, Any]], config: TrainConfig | None) -> dict[str, Column]:
     axes: dict[str, Column] = {"step": [row["step"] for row in rows]}
     if config is not None:
-        axes["updates"] = _sums([_updates(row, config.batch.groups_per_update) for row in rows])
-        axes["sampled_tokens"] = _sums([_sampled_tokens(row, config.batch.group_size) for row in rows])
+        trained, per_update = (
+            [row.get("rollout/trained_groups") or 0 for row in rows],
+            config.batch.groups_per_update,
+        )
+        axes["updates"] = _sums([math.ceil(groups / per_update) for groups in trained])
+        responses = [(row.get("rollout/prompts") or 0) * config.batch.group_size for row in rows]
+        tokens = [row.get("rollout/response_tokens") or 0 for row in rows]
+        axes["sampled_tokens"] = _sums(
+            [round(count * mean) for count, mean in zip(responses, tokens, strict=True)]
+        )
     if any("time/step_s" in row for row in rows):
         clock = [(row.get("time/step_s") or 0.0) + (row.get("time/eval_s") or 0.0) for row in rows]
         axes["clock_s"] = _sums(clock)
     return axes
 
 
-def _updates(row: Mapping[str, Any], groups_per_update: int) -> int:
-    """Returns the number of updates; the last minibatch may be smaller if dynamic sampling fell short."""
-    return math.ceil((row.get("rollout/trained_groups") or 0) / groups_per_update)
-
-
-def _sampled_tokens(row: Mapping[str, Any], group_size: int) -> int:
-    return round((row.get("rollout/prompts") or 0) * group_size * (row.get("rollout/response_tokens") or 0))
-
-
-def _rest(row: Mapping[str, Any]) -> dict[str, float]:
-    if row.get("time/step_s") is None:
-        return {}
-    inside = sum(row.get(name) or 0.0 for name in ("time/sample_s", "time/update_s"))
-    return {REST: max(row["time/step_s"] - inside, 0.0) + (row.get("time/eval_s") or 0.0)}
-
-
-def _equal(row: Mapping[str, Any]) -> dict[str, float]:
-    differ = row.get("rollout/scores_differ_frac")
-    return {} if differ is None else {EQUAL: 1.0 - differ}
-
-
 def _sums(values: Sequence[float | int]) -> Column:
-    total, sums = 0.0, []
-    for value in values:
-        total += value
-        sums.append(_number(total))
-    return sums
+    return [_number(total) for total in accumulate(values)]
 
 
 def _number(value: Any) -> float | int | None:
