@@ -173,18 +173,21 @@ class Rollouts:
         `lengths` are the lengths of its tokens in UTF-16 units, `ages` has (first token, age in steps) of each span. An episode has
         `turns` as (first token, end, reward), `contexts` and `size`, its number of tokens including the environment's.
         """
-        states, in_loss, turns = self._states(row), row.get("in_loss"), row.get("turns")
+        in_loss, turns, advantage, ratios = map(row.get, ("in_loss", "turns", "advantage", "ratios"))
+        states = None
+        if self._loss is not None and advantage is not None and ratios is not None:
+            states = clip_states(ratios, advantage, self._loss)
         flags = (
             CORRECT * row["correct"]
             | TRUNCATED * (row.get("finish_reason") == "length")
             | FLIPPED * (row["correct"] and flipped)
-            | TRAINED * (in_loss is not None or row.get("ratios") is not None)
+            | TRAINED * (in_loss is not None or ratios is not None)
             | LEFT_OUT * (in_loss is False)
         )
         self._index.add(
             flags=flags,
             reward=as_float(row.get("reward")),
-            advantage=as_float(row.get("advantage")),
+            advantage=as_float(advantage),
             penalty=as_float(row.get("overlong_penalty")),
             tokens=sum(stop - first for first, stop in turns or [(0, len(row["response_token_ids"]))]),
             clipped=0 if states is None else sum(map(states.count, "^vd")),
@@ -202,8 +205,8 @@ class Rollouts:
             found["nats"] = _scaled(row["logprobs"], -1000)
         if states is not None:
             found["clips"] = states
-        if row.get("ratios") is not None:
-            found["ratios"] = _scaled(row["ratios"], 10_000)
+        if ratios is not None:
+            found["ratios"] = _scaled(ratios, 10_000)
         if turns:
             rewards = row.get("turn_rewards") or [None] * len(turns)
             found["turns"] = [[*turn, reward] for turn, reward in zip(turns, rewards, strict=True)]
@@ -224,11 +227,6 @@ class Rollouts:
             **({"score": row.get("score")} if self._by_score else {}),
             **found,
         }
-
-    def _states(self, row: Mapping[str, Any]) -> str | None:
-        if self._loss is None or row.get("advantage") is None or row.get("ratios") is None:
-            return None
-        return clip_states(row["ratios"], row["advantage"], self._loss)
 
 
 def clip_states(ratios: Iterable[float | None], advantage: float, loss: LossConfig) -> str:

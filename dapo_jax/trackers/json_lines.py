@@ -8,7 +8,8 @@ and holds up to `LINES_PER_OBJECT` lines; every step replaces the last object by
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike
 from typing import Any
 
@@ -34,10 +35,17 @@ def write_lines(path: AnyPath, rows: Iterable[Mapping[str, Any]], *, what: str) 
     text = "".join(
         json.dumps(row, allow_nan=False, ensure_ascii=False, default=_plain) + "\n" for row in rows
     )
-    try:
+    with writing(what, path):
         path.parent.mkdir(parents=True, exist_ok=True)
         # A sampled token may decode to half a surrogate pair, which is not UTF-8.
         write_whole(path, text.encode("utf-8", errors="replace"))
+
+
+@contextmanager
+def writing(what: str, path: AnyPath) -> Iterator[None]:
+    """Names `what` and the path in the message of an OSError."""
+    try:
+        yield
     except OSError as error:
         raise OSError(error.errno, f"cannot write {what} ({error.strerror or error})", str(path)) from error
 
@@ -116,13 +124,8 @@ class JsonlTracker:
                 "metrics (evaluation too) in one call"
             )
         line = {"step": step} | {name: _number(value) for name, value in metrics.items()}
-        try:
+        with writing(f"the metrics of step {step}", self.path):
             self._append(step, json.dumps(line, allow_nan=False).encode() + b"\n")
-        except OSError as error:
-            reason = error.strerror or error
-            raise OSError(
-                error.errno, f"cannot write the metrics of step {step} ({reason})", str(self.path)
-            ) from error
         self._last_step = step
 
     def close(self) -> None:
