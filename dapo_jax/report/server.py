@@ -1,6 +1,6 @@
 """Serves a report to this machine's browser and keeps it current, for `dapo-jax report RUN --watch`.
 
-Files are read when the page asks, at most once a second, and incrementally. Only programs of this machine can connect. A page from
+Files are read when the page asks, at most once a second; rollouts and evaluations once. Only programs of this machine can connect. A page from
 elsewhere whose name resolves to this machine (DNS rebinding) is refused by its host name.
 """
 
