@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from dapo_jax.config import ConfigError
 from dapo_jax.dapo.rollouts import Prompt, Verdict
@@ -88,21 +89,17 @@ def grader(subject: Subject) -> Found:
 
 def _samples(subject: Subject, prompt: Prompt) -> list[Sample]:
     """Returns the right answer in all forms that the tokenizer can write, and last an empty response."""
-    marker = subject.config.reward.answer_marker
+    marker, source = subject.config.reward.answer_marker, subject.config.model.source
     forms = (subject.right,) if subject.right else FORMS
-    written = dict.fromkeys(
-        form.replace("{marker}", marker).replace("{answer}", prompt.answer) for form in forms
-    )
+    written = [form.replace("{marker}", marker).replace("{answer}", prompt.answer) for form in forms]
     samples = []
-    for text in (*written, ""):
-        try:
+    for text in (*dict.fromkeys(written), ""):
+        with suppress(ValueError):  # a tokenizer of few characters
             tokens = subject.tokenizer.encode(text)
-        except ValueError:
-            continue  # a tokenizer of few characters
-        samples.append(Sample(prompt=prompt, response=text, tokens=tokens, finish_reason="stop"))
+            samples.append(Sample(prompt=prompt, response=text, tokens=tokens, finish_reason="stop"))
     if len(samples) < 2:
         raise ConfigError(
-            f"model.source={subject.config.model.source!r}: its tokenizer cannot write the answer {prompt.answer!r} in any of the forms "
+            f"model.source={source!r}: its tokenizer cannot write the answer {prompt.answer!r} in any of the forms "
             f"{', '.join(map(repr, written))}; take another model or dataset"
         )
     return samples
@@ -112,9 +109,9 @@ def _judged(
     asked: Sequence[Sequence[Sample]], verdicts: Sequence[Sequence[Verdict]], took: str, *, own_form: bool
 ) -> Found:
     """Checks verdicts: right or wrong."""
-    numbers = any(one.score is not None for each in verdicts for one in each)
-    by_score = "; a score counts as right above 0: if the numbers are the reward, set dynamic_sampling.metric=score"  # fmt: skip
-    by_score = by_score if numbers else ""
+    by_score = ""
+    if any(one.score is not None for each in verdicts for one in each):
+        by_score = "; a score counts as right above 0: if the numbers are the reward, set dynamic_sampling.metric=score"
     pairs = list(zip(asked, verdicts, strict=True))
     for samples, each in pairs:
         if each[-1].correct:

@@ -136,11 +136,8 @@ def forward_flops(
 ) -> int | float:
     """Returns the operations of a forward pass. A product of [m, k] and [k, n] has 2 m k n.
 
-    Args:
-        decoder: the model's sizes.
-        tokens: tokens that pass the layers.
-        pairs: query-key pairs: each is a product with a key and with a value in every head.
-        logits: tokens whose logits are computed.
+    `tokens` pass the layers, and the logits of `logits` of them are computed. Each of the query-key `pairs` is a product with a key and
+    with a value in every head.
     """
     attention = 4 * decoder.layers * decoder.heads * decoder.head_dim
     unembedding = _unembedding_parameters(decoder)

@@ -23,11 +23,7 @@ _WIDTH, _HEIGHT = 4.4, 2.7
 def figures(
     panels: Sequence[Panel], names: Sequence[str], tables: Sequence[Table]
 ) -> Iterator[tuple[str, bytes]]:
-    """Yields (name, PNG) of the sheet `overview` with all panels, and of each panel.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Yields (name, PNG) of the sheet `overview` with all panels, and of each panel; needs matplotlib."""
     try:
         made = importlib.import_module("matplotlib.figure").Figure
     except ImportError as error:

@@ -29,13 +29,9 @@ WATCHING = "watch.js"
 def page_of(
     title: str, data: Mapping[str, Any], packed: Mapping[str, bytes], *, watching: bool = False
 ) -> str:
-    """Returns the page as text.
+    """Returns the page as text. The scripts read `data` at once; its numbers must be finite. `packed` is from `packed_of`.
 
-    Args:
-        title: of the browser's window.
-        data: the data that the scripts read at once; numbers must be finite.
-        packed: the results of `packed_of` for all runs.
-        watching: the page asks its server for new data, and for parts that are not in `packed`.
+    With `watching` the page asks its server for new data, and for parts that are not in `packed`.
     """
     style = "\n".join(_asset(name) for name in STYLES)
     scripts = (*SCRIPTS[:-1], WATCHING, SCRIPTS[-1]) if watching else SCRIPTS

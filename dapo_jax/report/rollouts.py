@@ -70,15 +70,7 @@ class Index:
 
 
 def lay_out(run: RunFiles, *, steps: int | None = None) -> Laid:
-    """Reads a run's rollouts.
-
-    Args:
-        run: the run.
-        steps: the largest number of logged steps, evenly spaced, including the first and the last; None: all.
-
-    Raises:
-        ConfigError: a file of rollouts is damaged; the message names it and the line.
-    """
+    """Reads a run's rollouts, of at most `steps` logged steps (see `spaced`). A damaged file is a ConfigError."""
     laying = Rollouts(run)
     for file in spaced(run.logged, steps):
         laying.add(file)
@@ -103,11 +95,7 @@ class Rollouts:
         self._seen = dict.fromkeys(("advantage", "ratios", "in_loss", "pieces", "spans"), False)
 
     def add(self, file: AnyPath) -> None:
-        """Adds the groups of one step.
-
-        Raises:
-            ConfigError: the file is damaged; the message names it and the line.
-        """
+        """Adds the groups of one step. A damaged file is a ConfigError."""
         rows = read_checked(file, read_rollouts)
         latest: dict[int, tuple[int, float]] = {}
         for _, of_group in groupby(rows, key=lambda row: row["ordinal"]):

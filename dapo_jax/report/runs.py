@@ -73,11 +73,7 @@ def read_runs(places: Sequence[str | PathLike[str]]) -> list[RunFiles]:
 
 
 def named(places: Sequence[str | PathLike[str]]) -> dict[str, AnyPath]:
-    """Returns run folders by the shortest unique ends of their paths.
-
-    Raises:
-        ConfigError: there is no such folder, or one is named twice.
-    """
+    """Returns run folders by the shortest unique ends of their paths. A missing one is a ConfigError."""
     if not places:
         raise ConfigError("a report needs at least one run; name a run folder")
     found = [_place(given) for given in places]
@@ -123,11 +119,7 @@ def read_run(place: AnyPath, name: str, *, early: bool = False) -> RunFiles:
 
 
 def has_begun(given: str | PathLike[str]) -> bool:
-    """Returns whether a folder has a run's configuration or metrics.
-
-    Raises:
-        ConfigError: it is a file, or not a path of a folder.
-    """
+    """Returns whether a folder has a run's configuration or metrics. A file is a ConfigError."""
     place = _place(given)
     return any((place / name).exists() for name in ("config.yaml", "metrics.jsonl", "metrics"))
 

@@ -131,12 +131,8 @@ def write_post_mortem(
 ) -> None:
     """Writes a post-mortem, or replaces it.
 
-    Args:
-        folder: created if needed.
-        report: plain values, including `step`.
-        stacks: arrays by name, for each length of rows.
-        groups: the groups of the update.
-        config: the run's configuration as YAML.
+    `report` has plain values, including `step`; `stacks` has arrays by name, for each length of rows; `groups` are the groups of the
+    update; `config` is YAML.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_rollouts(folder, report["step"], groups)

@@ -77,11 +77,7 @@ def status_kept(run_dir: AnyPath, *, check: Callable[[], None] = lambda: None) -
 
 
 def write_status(run_dir: AnyPath, state: str, reason: str = "") -> None:
-    """Replaces the file.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Replaces the file."""
     status = RunStatus(
         state=state,
         at=datetime.now(UTC).isoformat(timespec="seconds"),
