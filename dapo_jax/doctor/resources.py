@@ -17,7 +17,7 @@ from dapo_jax.run.disk_space import gib, room_for, written_by
 from dapo_jax.run.policy import lora_of, mesh_of, meshes_of
 from dapo_jax.run.run_dir import check_run_dir, place_of
 from dapo_jax.storage import in_bucket
-from dapo_jax.trackers import missing_requirement
+from dapo_jax.trackers import check_trackers
 from dapo_jax.trackers.wandb import wandb_mode, wandb_project
 
 CROWDED = 0.8
@@ -110,9 +110,7 @@ def run_dir(subject: Subject) -> Found:
 def metrics(subject: Subject) -> Found:
     """Checks that metrics can be sent to the configured services."""
     log = subject.config.log
-    problem, remedy = missing_requirement(log)
-    if problem:
-        return Found(problem, "failed", remedy)
+    check_trackers(log)
     if not log.wandb:
         return Found("metrics.jsonl" + (" and TensorBoard" if log.tensorboard else ""))
     if (mode := wandb_mode()) != "online":

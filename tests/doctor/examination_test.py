@@ -289,7 +289,7 @@ def test_weights_and_biases_needs_its_extra_and_a_key(installed, examined, monke
     # Without a model the later checks are skipped, which saves time.
     wants = {"quick": True, "log__wandb": "true", "model__source": "preset:none"}
     remedy = "wandb login" if installed else "pip install -e '.[wandb]'"
-    assert remedy in examined(**wants)["metrics"].remedy
+    assert remedy in examined(**wants)["metrics"].message
     netrc.write_text("machine api.wandb.ai login user password key\n")
     assert (examined(**wants)["metrics"].state == "ok") == installed
 
