@@ -23,7 +23,6 @@ OWN_MODEL = {"cpu": 10**9}
 OWN_MODEL_ELSEWHERE = 10**10
 
 _DRIVER = "set JAX_PLATFORMS=cpu, or repair the driver that the message names"
-_CACHE = "set compilation_cache to a folder that can be written to, or to ''"
 _GRADER = "mend the reward function, or set another reward.grader"
 _STEP = "a run would end with this error: check that jax fits the driver, and run `dapo-jax doctor` without a configuration"
 
@@ -32,7 +31,7 @@ MACHINE = (
     Check("devices", lambda _: machine.devices(), remedy=_DRIVER),
     Check("host memory", lambda _: machine.host_memory()),
     Check("disk", resources.disk),
-    Check("compilation cache", machine.compilation_cache, remedy=_CACHE),
+    Check("compilation cache", machine.compilation_cache),
 )
 CONFIGURATION = (
     Check("mesh", resources.mesh, needs=("devices",)),

@@ -20,14 +20,6 @@ from rich.text import Text
 from dapo_jax.config.values import without_secrets
 from dapo_jax.terminal import visible
 
-ACCURACY = "rollout/accuracy"
-REWARD = "reward/mean"
-LOST = "reward/lost"
-RESPONSE_TOKENS = "rollout/response_tokens"
-ENTROPY = "policy/entropy"
-SAMPLED_PER_S = "speed/sampled_tokens_per_s"
-STEP_S = "time/step_s"
-
 _COUNTED = re.compile(r"[^/]+@(\d+)")
 """Metrics over a number of samples; their standard errors do not match."""
 
@@ -146,7 +138,7 @@ class Progress:
 
     def line(self) -> str:
         """Returns the last step in one short line."""
-        cells, lost = self._cells(), self._metrics.get(LOST)
+        cells, lost = self._cells(), self._metrics.get("reward/lost")
         width = len(str(self.total_steps))
         return "  ".join(
             [
@@ -162,12 +154,12 @@ class Progress:
         """Returns the metrics of the last step as text."""
         measured = self._metrics.get
         return {
-            "reward": _formatted(measured(REWARD), ".3g"),
-            **({"acc": _formatted(measured(ACCURACY), ".2f")} if self._counts else {}),
-            "len": _formatted(measured(RESPONSE_TOKENS), ".1f"),
-            "entropy": _formatted(measured(ENTROPY), ".2f"),
-            "tok/s": _thousands(measured(SAMPLED_PER_S)),
-            "s/step": _formatted(measured(STEP_S), ".1f"),
+            "reward": _formatted(measured("reward/mean"), ".3g"),
+            **({"acc": _formatted(measured("rollout/accuracy"), ".2f")} if self._counts else {}),
+            "len": _formatted(measured("rollout/response_tokens"), ".1f"),
+            "entropy": _formatted(measured("policy/entropy"), ".2f"),
+            "tok/s": _thousands(measured("speed/sampled_tokens_per_s")),
+            "s/step": _formatted(measured("time/step_s"), ".1f"),
         }
 
     def _eta(self) -> str:
@@ -176,7 +168,7 @@ class Progress:
         if len(self._step_ends) > 1:
             step_s = (self._step_ends[-1] - self._step_ends[0]) / (len(self._step_ends) - 1)
         else:
-            step_s = self._metrics.get(STEP_S, math.nan)
+            step_s = self._metrics.get("time/step_s", math.nan)
         return format_seconds((self.total_steps - self._step) * step_s)
 
     def _view(self) -> RenderableType:
