@@ -82,11 +82,10 @@ def named(places: Sequence[str | PathLike[str]]) -> dict[str, AnyPath]:
             raise ConfigError(_NO_RUN.format(place=place, what="there is no such folder"))
         if found.count(place) > 1:
             raise ConfigError(f"{place} is named twice; a report shows each run once")
-    parts, count = [str(place).split("/") for place in found], 1
-    while len(
-        names := {"/".join(part[-count:]): place for part, place in zip(parts, found, strict=True)}
-    ) < len(found):
+    parts, names, count = [str(place).split("/") for place in found], dict[str, AnyPath](), 0
+    while len(names) < len(found):
         count += 1
+        names = {"/".join(part[-count:]): place for part, place in zip(parts, found, strict=True)}
     return names
 
 
