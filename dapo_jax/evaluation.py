@@ -189,7 +189,9 @@ def table(scores: Mapping[str, float | int | None], *, metric: str = "correct") 
         raise ValueError(
             f"none of the {len(scores)} metrics is a score such as eval/NAME/avg@8; pass the result of `summarize`"
         )
-    columns = [] if metric == "score" else sorted(counted, key=_column)
+    kinds = ("avg", "pass", "cons")
+    by_kind = sorted(counted, key=lambda key: (kinds.index(key.split("@")[0]), int(key.split("@")[1])))
+    columns = [] if metric == "score" else by_kind
     if any("reward" in metrics for metrics in datasets.values()):
         columns.append("reward")
     rows = [["dataset", *columns, "tokens", "truncated", "problems"]]
@@ -197,18 +199,18 @@ def table(scores: Mapping[str, float | int | None], *, metric: str = "correct") 
     for name, metrics in datasets.items():
         scored = [score_text(metrics.get(key), metrics.get(f"{key}_stderr")) for key in columns]
         rows.append([name, *scored, *(_decimal(metrics.get(key), digits) for key, digits in numbers)])
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    return "".join(_line(row, widths) for row in rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    # Names and scores are aligned to the left, the last three columns to the right.
+    sides = [str.ljust] * (len(columns) + 1) + [str.rjust] * 3
+    return "".join(
+        "  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)) + "\n"
+        for row in rows
+    )
 
 
 def _standard_error(values: Sequence[float]) -> float:
     """Returns the standard error of the mean of independent values: their standard deviation (with n - 1) over sqrt(n)."""
     return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
-
-
-def _column(key: str) -> tuple[int, int]:
-    kind, number = key.split("@")
-    return ("avg", "pass", "cons").index(kind), int(number)
 
 
 def score_text(value: float | int | None, error: float | int | None) -> str:
@@ -219,13 +221,3 @@ def score_text(value: float | int | None, error: float | int | None) -> str:
 
 def _decimal(value: float | int | None, digits: int) -> str:
     return f"{value:.{digits}f}" if value is not None and math.isfinite(value) else "-"
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """Aligns names and scores to the left, the last three columns to the right."""
-    last = len(cells) - 3
-    padded = [
-        cell.ljust(width) if place < last else cell.rjust(width)
-        for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    ]
-    return "  ".join(padded) + "\n"

@@ -1,4 +1,4 @@
-"""Programs whose standard streams are gone, were never there, or do not know a character: they go on, and end as they would have."""
+"""Programs continue and end as usual if a standard stream is closed or missing, or if its encoding lacks a character."""
 
 import os
 import pty
@@ -42,25 +42,19 @@ def started(code, *arguments, **how):
     return subprocess.Popen([*PYTHON, code, *arguments], cwd=ROOT, text=True, **how)
 
 
-def test_a_reader_that_leaves_ends_nothing_and_is_said_once():
-    process = started(PRINTS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    process.stdout.close()
-    _, said = process.communicate("\n", timeout=60)
-    assert (process.returncode, said) == (7, "gone: standard output\n")
-
-
-def test_a_terminal_that_is_closed_ends_nothing():
-    """Without a controlling terminal there is no SIGHUP: what is left is EIO for each write."""
-    ours, theirs = pty.openpty()
+@pytest.mark.parametrize("pair", [os.pipe, pty.openpty], ids=["reader", "terminal"])
+def test_a_closed_reader_or_terminal_ends_nothing_and_is_reported_once(pair):
+    """A terminal that does not control the process sends no SIGHUP; each write then fails with EIO."""
+    ours, theirs = pair()
     process = started(PRINTS, stdin=subprocess.PIPE, stdout=theirs, stderr=subprocess.PIPE)
     os.close(theirs)
     os.close(ours)
-    _, said = process.communicate("\n", timeout=60)
-    assert (process.returncode, said) == (7, "gone: standard output\n")
+    _, errors = process.communicate("\n", timeout=60)
+    assert (process.returncode, errors) == (7, "gone: standard output\n")
 
 
-def test_descriptors_that_are_closed_are_not_those_of_a_file(tmp_path):
-    """A file that is opened would get the number 0, 1 or 2, and what is printed by a library would be in it."""
+def test_no_file_gets_the_number_of_a_closed_descriptor(tmp_path):
+    """Otherwise the output of a library would be written into the file with number 0, 1 or 2."""
     kept = tmp_path / "kept"
     done = subprocess.run(
         ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *PYTHON, OPENS, kept], cwd=ROOT, timeout=60
@@ -80,7 +74,7 @@ def test_a_character_that_cannot_be_shown_is_a_question_mark(encoding, shown):
 
 
 def test_a_full_disk_is_still_an_error():
-    """Somebody may read what was to be written there."""
+    """The output is wanted there."""
     code = "from dapo_jax.terminal import lasting_streams\nwith lasting_streams(): print('x', flush=True)"
     with open("/dev/full", "w") as full:
         done = subprocess.run([*PYTHON, code], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
@@ -88,8 +82,7 @@ def test_a_full_disk_is_still_an_error():
     assert "No space left on device" in done.stderr
 
 
-def test_streams_that_are_not_the_interpreters_are_left_alone(capsys):
-    """Such as a notebook's, or pytest's."""
+def test_streams_of_a_notebook_or_test_are_unchanged(capsys):
     before = (sys.stdin, sys.stdout, sys.stderr)
     with lasting_streams():
         assert (sys.stdin, sys.stdout, sys.stderr) == before
@@ -101,13 +94,13 @@ def test_streams_that_are_not_the_interpreters_are_left_alone(capsys):
 @pytest.mark.parametrize(
     "words", [("config", "configs/quickstart.yaml"), ("--help",)], ids=lambda words: words[0]
 )
-def test_a_command_whose_reader_leaves_ends_without_a_word(words):
-    """As by `| head`; every command goes the same way in."""
+def test_a_command_whose_reader_exits_ends_without_an_error(words):
+    """As with `| head`; all commands have the same entry."""
     command = [sys.executable, "-m", "dapo_jax.cli", *words]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()
-    _, said = process.communicate(timeout=60)
-    assert (process.returncode, said) == (0, "")
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -116,10 +109,10 @@ def test_a_command_whose_reader_leaves_ends_without_a_word(words):
         ("\x1b]0;title\x07", "\\x1b]0;title\\x07"),
         ("a\rb", "a\\rb"),
         ("\x9b31m", "\\x9b31m"),  # CSI in one character
-        ("abc\u202edcba", "abc\\u202edcba"),  # what follows would run from right to left
+        ("abc\u202edcba", "abc\\u202edcba"),  # the rest would run from right to left
         ("a\u2028b", "a\\u2028b"),
         ("\ud800", "\\ud800"),
-        ("\U000e0041", "\\U000e0041"),  # a tag that nothing shows
+        ("\U000e0041", "\\U000e0041"),  # an invisible tag
     ],
 )
 def test_control_characters_and_marks_of_direction_are_written_out(text, shown):
@@ -127,5 +120,5 @@ def test_control_characters_and_marks_of_direction_are_written_out(text, shown):
 
 
 @pytest.mark.parametrize("text", ["", "plain", "two\n\tlines", "é ∑ 中文 שלום", "क\u200dष", "👩\u200d🔬"])
-def test_other_text_is_as_it_was(text):
+def test_other_text_is_unchanged(text):
     assert visible(text) == text

@@ -58,32 +58,22 @@ def examine(
     findings: dict[str, Finding] = {}
     for check in checks:
         began = time.monotonic()
-        found = _skipped(check, findings)
-        if found is None:
+        needed = [findings[name] for name in check.needs if name in findings]
+        if failed := next((one for one in needed if one.found.state in ("failed", "skipped")), None):
+            because = f"because '{failed.name}' failed"
+            found = Found(because if failed.found.state == "failed" else failed.found.message, "skipped")
+        else:
             before(check)
-            found = _looked(check, subject)
+            try:
+                found = check.look(subject)
+            except ConfigError as error:
+                found = Found(shortened(str(error)), "failed")
+            except Exception as error:  # a run would end with the same error
+                notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+                message = shortened(f"{type(error).__name__}: {error}") + notes
+                found = Found(message, "failed", check.remedy)
         findings[check.name] = Finding(check.name, found, time.monotonic() - began)
     return list(findings.values())
-
-
-def _skipped(check: Check, findings: dict[str, Finding]) -> Found | None:
-    for name in check.needs:
-        needed = findings[name].found if name in findings else Found("")
-        if needed.state == "failed":
-            return Found(f"because '{name}' failed", "skipped")
-        if needed.state == "skipped":
-            return Found(needed.message, "skipped")
-    return None
-
-
-def _looked(check: Check, subject: Subject) -> Found:
-    try:
-        return check.look(subject)
-    except ConfigError as error:
-        return Found(shortened(str(error)), "failed")
-    except Exception as error:  # a run would end with the same error
-        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        return Found(shortened(f"{type(error).__name__}: {error}") + notes, "failed", check.remedy)
 
 
 def shortened(text: str, most: int = _MOST) -> str:

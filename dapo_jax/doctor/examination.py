@@ -23,7 +23,6 @@ OWN_MODEL = {"cpu": 10**9}
 OWN_MODEL_ELSEWHERE = 10**10
 
 _DRIVER = "set JAX_PLATFORMS=cpu, or repair the driver that the message names"
-_CACHE = "set compilation_cache to a folder that can be written to, or to ''"
 _GRADER = "mend the reward function, or set another reward.grader"
 _STEP = "a run would end with this error: check that jax fits the driver, and run `dapo-jax doctor` without a configuration"
 
@@ -31,8 +30,8 @@ MACHINE = (
     Check("versions", lambda _: machine.versions()),
     Check("devices", lambda _: machine.devices(), remedy=_DRIVER),
     Check("host memory", lambda _: machine.host_memory()),
-    Check("disk", lambda subject: machine.disk(resources.written(subject))),
-    Check("compilation cache", machine.compilation_cache, remedy=_CACHE),
+    Check("disk", resources.disk),
+    Check("compilation cache", machine.compilation_cache),
 )
 CONFIGURATION = (
     Check("mesh", resources.mesh, needs=("devices",)),
@@ -54,14 +53,10 @@ def examination(
     right: str = "",
     before: Callable[[Check], object] = lambda check: None,
 ) -> list[Finding]:
-    """Makes all checks, which takes about a minute.
+    """Makes all checks, which takes about a minute. Without `config` it checks the machine alone, with a tiny model.
 
-    Args:
-        config: of a run; None: check the machine alone, with a tiny model.
-        full: make the tiny step with the run's own model, however large.
-        quick: leave the tiny step out.
-        right: how a right response is written, with `{answer}` in it; empty: try several forms.
-        before: called with each check that is about to be made.
+    With `quick` the tiny step is left out. `full` and `right` are fields of `Subject`; `before` is called with each check
+    that is about to be made.
     """
     subject, checks = Subject(right=right, full=full, rows=SUMS), MACHINE
     if config is not None:
@@ -74,31 +69,27 @@ def _of_step(step: TinyStep) -> list[Check]:
     """Returns the checks of the tiny step."""
 
     def weights(subject: Subject) -> Found:
-        if not (large := too_large(subject)):
+        platform, count = jax.default_backend(), subject.described[0].parameters
+        limit = OWN_MODEL.get(platform, OWN_MODEL_ELSEWHERE)
+        if subject.full or count <= limit:
             return step.weights(subject)
         found = step.weights(Subject(STAND_IN, rows=SUMS))
-        state, remedy = found.state, found.remedy or "--full takes the model itself"
-        state = "warning" if state == "ok" else state
-        return Found(f"{found.message}, of preset:tiny in its place: {large}", state, remedy)
+        large = f"the model has {count:,} parameters, over {limit:,} for a {platform}"
+        return Found(
+            f"{found.message}, of preset:tiny in its place: {large}",
+            "warning",
+            "--full takes the model itself",
+        )
 
-    checks: list[tuple[str, Callable[[Subject], Found], tuple[str, ...]]] = [
-        ("weights", weights, ("devices", "mesh", "model", "memory", "training data")),
-        ("step", lambda _: step.step(), ("weights",)),
-        ("agreement", lambda _: step.agree(), ("step",)),
-        ("grade", lambda _: step.grade(), ("step", "grader")),
-        ("evaluate", lambda _: step.evaluate(), ("step",)),
-        ("checkpoint", lambda _: step.checkpoint(), ("step",)),
+    needs = ("devices", "mesh", "model", "memory", "training data")
+    return [
+        Check("weights", weights, needs, _STEP),
+        Check("step", lambda _: step.step(), ("weights",), _STEP),
+        Check("agreement", lambda _: step.agree(), ("step",), _STEP),
+        Check("grade", lambda _: step.grade(), ("step", "grader"), _STEP),
+        Check("evaluate", lambda _: step.evaluate(), ("step",), _STEP),
+        Check("checkpoint", lambda _: step.checkpoint(), ("step",), _STEP),
     ]
-    return [Check(name, look, needs, _STEP) for name, look, needs in checks]
-
-
-def too_large(subject: Subject) -> str:
-    """Returns why the tiny step does not take the run's own model; empty if it does."""
-    platform = jax.default_backend()
-    limit, count = OWN_MODEL.get(platform, OWN_MODEL_ELSEWHERE), subject.described[0].parameters
-    if subject.full or count <= limit:
-        return ""
-    return f"the model has {count:,} parameters, over {limit:,} for a {platform}"
 
 
 def verdict(findings: Sequence[Finding], *, configured: bool) -> tuple[bool, str]:

@@ -3,9 +3,7 @@
 import importlib.util
 import os
 import platform
-import tempfile
 from collections import Counter
-from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 
@@ -15,9 +13,10 @@ from dapo_jax.doctor.check import Found
 from dapo_jax.doctor.subject import Subject
 from dapo_jax.hints import how_to_install
 from dapo_jax.parallel.device_memory import device_bytes
-from dapo_jax.run.disk_space import SPARE, gib, nearest, room_for
+from dapo_jax.run.disk_space import SPARE, gib
 from dapo_jax.run.records import use_compilation_cache
-from dapo_jax.storage import AnyPath, in_bucket, path_of
+from dapo_jax.run.run_dir import place_of
+from dapo_jax.storage import in_bucket
 
 PACKAGES = ("dapo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 
@@ -111,29 +110,12 @@ def host_bytes() -> tuple[int, int]:
     return total, available
 
 
-def disk(places: Mapping[str, tuple[str, int]]) -> Found:
-    """Reports free space for each key -> (folder, bytes to be written); see `room_for`."""
-    room = room_for(places)
-    return Found(room.message, room.state, room.remedy)
-
-
 def compilation_cache(subject: Subject) -> Found:
     """Checks that compiled programs can be cached, and caches them from here on."""
     folder = subject.config.compilation_cache
     if not folder:
         return Found("none: compilation_cache is empty, so every start compiles all programs")
-    place = path_of(folder)
-    if not in_bucket(folder) and (why := not_writable(place)):
-        remedy = "set compilation_cache to a folder that can be written to, or to ''"
-        return Found(f"{place}: {why}", "failed", remedy)
+    if not in_bucket(folder):
+        place_of(folder, key="compilation_cache", write=True)
     use_compilation_cache(folder)
     return Found(f"{folder} can be written to")
-
-
-def not_writable(folder: AnyPath) -> str:
-    """Returns why a local folder, or its nearest existing parent, cannot be written to; empty if it can."""
-    try:
-        with tempfile.TemporaryFile(dir=nearest(folder)):
-            return ""
-    except OSError as error:
-        return str(error)

@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
-from dapo_jax.config import ConfigError, RewardConfig
+from dapo_jax.config import ConfigError
 from dapo_jax.dapo.rollouts import Prompt, Verdict
 from dapo_jax.doctor.check import Found, shortened
 from dapo_jax.doctor.subject import Subject
@@ -73,7 +74,9 @@ def grader(subject: Subject) -> Found:
         for samples in asked:
             verdicts.append(submit(samples).result())
             if lost := next((verdict for verdict in verdicts[-1] if verdict.lost), None):
-                return _lost(lost, config.reward)  # further prompts would take as long
+                remedy = f"correct the grader, or raise reward.timeout_s (now {config.reward.timeout_s:g})"
+                # Further prompts would take as long.
+                return Found(f"a response got no verdict: {lost.reason}", "failed", remedy)
         seconds = time.monotonic() - began
     finally:
         if close is not None:
@@ -86,41 +89,29 @@ def grader(subject: Subject) -> Found:
 
 def _samples(subject: Subject, prompt: Prompt) -> list[Sample]:
     """Returns the right answer in all forms that the tokenizer can write, and last an empty response."""
-    marker = subject.config.reward.answer_marker
+    marker, source = subject.config.reward.answer_marker, subject.config.model.source
     forms = (subject.right,) if subject.right else FORMS
-    written = dict.fromkeys(
-        form.replace("{marker}", marker).replace("{answer}", prompt.answer) for form in forms
-    )
+    written = [form.replace("{marker}", marker).replace("{answer}", prompt.answer) for form in forms]
     samples = []
-    for text in (*written, ""):
-        try:
+    for text in (*dict.fromkeys(written), ""):
+        with suppress(ValueError):  # a tokenizer of few characters
             tokens = subject.tokenizer.encode(text)
-        except ValueError:
-            continue  # a tokenizer of few characters
-        samples.append(Sample(prompt=prompt, response=text, tokens=tokens, finish_reason="stop"))
+            samples.append(Sample(prompt=prompt, response=text, tokens=tokens, finish_reason="stop"))
     if len(samples) < 2:
         raise ConfigError(
-            f"model.source={subject.config.model.source!r}: its tokenizer cannot write the answer {prompt.answer!r} in any of the forms "
+            f"model.source={source!r}: its tokenizer cannot write the answer {prompt.answer!r} in any of the forms "
             f"{', '.join(map(repr, written))}; take another model or dataset"
         )
     return samples
-
-
-def _lost(verdict: Verdict, reward: RewardConfig) -> Found:
-    return Found(
-        f"a response got no verdict: {verdict.reason}",
-        "failed",
-        f"correct the grader, or raise reward.timeout_s (now {reward.timeout_s:g})",
-    )
 
 
 def _judged(
     asked: Sequence[Sequence[Sample]], verdicts: Sequence[Sequence[Verdict]], took: str, *, own_form: bool
 ) -> Found:
     """Checks verdicts: right or wrong."""
-    numbers = any(one.score is not None for each in verdicts for one in each)
-    by_score = "; a score counts as right above 0: if the numbers are the reward, set dynamic_sampling.metric=score"  # fmt: skip
-    by_score = by_score if numbers else ""
+    by_score = ""
+    if any(one.score is not None for each in verdicts for one in each):
+        by_score = "; a score counts as right above 0: if the numbers are the reward, set dynamic_sampling.metric=score"
     pairs = list(zip(asked, verdicts, strict=True))
     for samples, each in pairs:
         if each[-1].correct:

@@ -6,18 +6,18 @@ from pathlib import Path
 import jax
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
-from dapo_jax.config import ConfigError, TrainConfig
+from dapo_jax.config import ConfigError
 from dapo_jax.doctor.check import Found
-from dapo_jax.doctor.machine import host_bytes, not_writable
+from dapo_jax.doctor.machine import host_bytes
 from dapo_jax.doctor.subject import Subject
 from dapo_jax.locks import LockedError, check_free
 from dapo_jax.parallel.device_memory import device_bytes
 from dapo_jax.plan.memory import MARGIN, together
-from dapo_jax.run.disk_space import gib, written_by
+from dapo_jax.run.disk_space import gib, room_for, written_by
 from dapo_jax.run.policy import lora_of, mesh_of, meshes_of
 from dapo_jax.run.run_dir import check_run_dir, place_of
-from dapo_jax.storage import AnyPath, in_bucket
-from dapo_jax.trackers import missing_requirement
+from dapo_jax.storage import in_bucket
+from dapo_jax.trackers import check_trackers
 from dapo_jax.trackers.wandb import wandb_mode, wandb_project
 
 CROWDED = 0.8
@@ -71,13 +71,13 @@ def memory(subject: Subject) -> Found:
     return Found(message, "failed", f"{changes}; `dapo-jax plan` compiles the run and tries changes that fit")
 
 
-def written(subject: Subject) -> dict[str, tuple[str, int]]:
-    """Returns key -> folder, and bytes that a run writes there."""
+def disk(subject: Subject) -> Found:
+    """Compares the free space of disks with the bytes that a run writes there."""
     try:
-        decoder = replace(subject.described[0], lora=lora_of(subject.config.lora))
+        parameters = replace(subject.described[0], lora=lora_of(subject.config.lora)).trained_parameters
     except ConfigError:  # the check of the model reports it
-        return written_by(subject.config, 0)
-    return written_by(subject.config, decoder.trained_parameters)
+        parameters = 0
+    return Found(*room_for(written_by(subject.config, parameters)))
 
 
 def run_dir(subject: Subject) -> Found:
@@ -85,8 +85,6 @@ def run_dir(subject: Subject) -> Found:
     config = subject.config
     folder = place_of(config.run_dir, key="run_dir", write=True)
     if not in_bucket(folder):
-        if why := not_writable(folder):
-            return Found(f"{folder}: {why}", "failed", "set run_dir to a folder that can be written to")
         try:
             check_free(Path(folder))
         except LockedError as error:
@@ -99,10 +97,6 @@ def run_dir(subject: Subject) -> Found:
         check_run_dir(folder, config, resume=True)
     except ConfigError as error:
         return Found(str(error), "failed", "choose another run_dir, or undo the change")
-    return _resumable(folder, config)
-
-
-def _resumable(folder: AnyPath, config: TrainConfig) -> Found:
     with Checkpointer(folder / "checkpoints") as checkpointer:
         step = checkpointer.latest_step()
     message = f"{config.run_dir} holds this run"
@@ -116,9 +110,7 @@ def _resumable(folder: AnyPath, config: TrainConfig) -> Found:
 def metrics(subject: Subject) -> Found:
     """Checks that metrics can be sent to the configured services."""
     log = subject.config.log
-    problem, remedy = missing_requirement(log)
-    if problem:
-        return Found(problem, "failed", remedy)
+    check_trackers(log)
     if not log.wandb:
         return Found("metrics.jsonl" + (" and TensorBoard" if log.tensorboard else ""))
     if (mode := wandb_mode()) != "online":

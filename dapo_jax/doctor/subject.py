@@ -41,11 +41,7 @@ class Subject:
 
     @cached_property
     def described(self) -> tuple[DecoderConfig, Tokenizer, AnyPath | None, int]:
-        """The model's sizes, tokenizer, folder and bytes of weights; no weights are fetched or read.
-
-        Raises:
-            ConfigError: there is no such model, or it cannot be used.
-        """
+        """The model's sizes, tokenizer, folder and bytes of weights; no weights are fetched or read."""
         model, size = self.config.model, 0
         try:
             if model.source.startswith("hf:"):

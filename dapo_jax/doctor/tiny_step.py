@@ -77,15 +77,9 @@ class TinyStep(ExitStack, Observer):
         self._phase, self._updates = "sampling", list[Mapping[str, Metric]]()
         try:
             self._state = run_steps(
-                self._state,
-                Position(),
-                steps=1,
-                sampling=run.sampling,
-                batches=run.batches,
-                updater=run.updater,
-                learning_rate=run.learning_rate,
-                observers=[self],
-            )
+                self._state, Position(), steps=1, observers=[self], sampling=run.sampling, batches=run.batches,
+                updater=run.updater, learning_rate=run.learning_rate,
+            )  # fmt: skip
         except Exception as error:
             error.add_note(f"in the tiny step, while {self._phase}")
             raise
@@ -119,13 +113,9 @@ class TinyStep(ExitStack, Observer):
 
     def agree(self) -> Found:
         """Compares the log-probabilities of sampler and trainer for the same tokens and weights: at the first update they are the same."""
-        first = to_scalars(self._updates[:1])
-        return agreement(
-            kl=first["sync/sampler_trainer_kl"],
-            largest=first["sync/logprob_diff_max"],
-            compute_dtype=self.config.model.compute_dtype,
-            platform=jax.default_backend(),
-        )
+        first, dtype = to_scalars(self._updates[:1]), self.config.model.compute_dtype
+        kl, largest = first["sync/sampler_trainer_kl"], first["sync/logprob_diff_max"]
+        return agreement(kl=kl, largest=largest, compute_dtype=dtype, platform=jax.default_backend())
 
     def grade(self) -> Found:
         """Grades the sampled responses with the configured grader or environment."""
@@ -141,12 +131,30 @@ class TinyStep(ExitStack, Observer):
             rollouts = _rollouts(list(grader.groups(sampled)))
         finally:
             grader.close()
-        return graded(
-            rollouts,
-            time.monotonic() - began,
-            by_score=self.config.dynamic_sampling.metric == "score",
-            cut=limit < self._whole.sampling.max_response_tokens,
-            random=self.config.model.source.startswith("preset:"),
+        lost, right = sum(bool(r.verdict.lost) for r in rollouts), sum(r.correct for r in rollouts)
+        found, by_score = (
+            f"{right} of {len(rollouts)} are right",
+            self.config.dynamic_sampling.metric == "score",
+        )
+        if by_score:
+            rewards = [rollout.reward for rollout in rollouts]
+            found = f"rewards from {min(rewards):.3g} to {max(rewards):.3g}"
+        message = f"{found}, {lost} got no verdict, {time.monotonic() - began:.1f} s"
+        if lost:
+            return Found(message, "warning", "raise reward.timeout_s or reward.worker_memory_mb")
+        if by_score or right:
+            return Found(message)
+        if self.config.model.source.startswith("preset:"):
+            return Found(f"{message}; random weights are right by chance alone")
+        if limit < self._whole.sampling.max_response_tokens and all(
+            rollout.truncated for rollout in rollouts
+        ):
+            return Found(f"{message}; all were cut off after {limit} tokens, which is shorter than in a run")
+        return Found(
+            message,
+            "warning",
+            "so few responses may all be wrong by chance; read its responses (dapo-jax sample), and check that the grader accepts it: "
+            "a run in which all responses are wrong learns nothing. First warm up a model that does not know the task (dapo-jax sft)",
         )
 
     def _first_turns(self) -> Found:
@@ -169,10 +177,8 @@ class TinyStep(ExitStack, Observer):
                     after = episodes.step(group.prompt, index, turn).result()
                     answer = "the end" if after is None else f"{decode(after.tokens)!r:.200}"
                     context = (group.prompt.text if not before.anew else "") + decode(before.tokens)
-                    example = (
-                        example
-                        or f"to {context!r:.200} and the turn {decode(turn.tokens)!r:.200} with {answer}"
-                    )
+                    shown = f"to {context!r:.200} and the turn {decode(turn.tokens)!r:.200} with {answer}"
+                    example = example or shown
                 samples = samples_of(group.prompt, responses, tokenizer=policy.tokenizer)
                 verdicts += episodes.verdicts(samples).result()
         if lost := [verdict for verdict in verdicts if verdict.lost]:
@@ -218,52 +224,15 @@ class TinyStep(ExitStack, Observer):
         return self._run.start(self._checkpointer, resume=resume, say=lambda _: None).state
 
 
-def graded(rollouts: Sequence[Rollout], seconds: float, *, by_score: bool, cut: bool, random: bool) -> Found:
-    """Checks the grades of sampled responses.
-
-    Args:
-        rollouts: graded responses.
-        seconds: the time of grading.
-        by_score: scores count, not verdicts.
-        cut: the responses are shorter than in a run.
-        random: the weights are random.
-    """
-    lost = sum(rollout.verdict.lost != "" for rollout in rollouts)
-    right, count = sum(rollout.correct for rollout in rollouts), len(rollouts)
-    rewards = sorted(rollout.reward for rollout in rollouts)
-    found = f"rewards from {rewards[0]:.3g} to {rewards[-1]:.3g}" if by_score else f"{right} of {count} are right"  # fmt: skip
-    message = f"{found}, {lost} got no verdict, {seconds:.1f} s"
-    if lost:
-        return Found(message, "warning", "raise reward.timeout_s or reward.worker_memory_mb")
-    if by_score or right:
-        return Found(message)
-    if random:
-        return Found(f"{message}; random weights are right by chance alone")
-    if cut and all(rollout.truncated for rollout in rollouts):
-        tokens = rollouts[0].response_tokens
-        return Found(f"{message}; all were cut off after {tokens} tokens, which is shorter than in a run")
-    return Found(
-        message,
-        "warning",
-        "so few responses may all be wrong by chance; read its responses (dapo-jax sample), and check that the grader accepts it: "
-        "a run in which all responses are wrong learns nothing. First warm up a model that does not know the task (dapo-jax sft)",
-    )
-
-
 def agreement(*, kl: float, largest: float, compute_dtype: str, platform: str) -> Found:
     """Checks that two sets of log-probabilities of the same tokens come from one policy.
 
-    The limits are the differences that rounding explains. Both programs add the same numbers in another order. In float32 a rounding
+    `kl` is the KL of the sampler's policy from the trainer's, a mean over sampled tokens; `largest` is the largest difference of one
+    token. Both are in nats. The limits are the differences that rounding explains. Both programs add the same numbers in another order. In float32 a rounding
     is 6e-8 of a logit of about 20; over some dozen layers that makes 1e-5 nats, and a KL, half the mean square, of 1e-10. In bfloat16
     a rounding is 4e-3: SmolLM2-135M showed a mean of 0.011 nats and a KL of 1.7e-4 with rounded activations (docs/metrics.md).
     Accelerators also round the operands of float32 products, to bfloat16 or TF32. The limits are well above these numbers; other
     weights, positions or temperatures are far above the limits.
-
-    Args:
-        kl: KL of the sampler's policy from the trainer's, mean over sampled tokens, in nats.
-        largest: largest difference of one token's two log-probabilities, in nats.
-        compute_dtype: the dtype of products.
-        platform: of the devices.
     """
     most_kl, most, why = 1e-3, 0.5, f"float32 operands, which a {platform} rounds"
     if compute_dtype == "bfloat16":

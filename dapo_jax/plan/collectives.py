@@ -60,12 +60,10 @@ Computations: TypeAlias = dict[str, dict[str, Instruction]]
 def collectives(text: str, *, trips: Sequence[int] = ()) -> list[Traffic]:
     """Returns the collectives of a program by kind.
 
-    The received bytes are those of a ring algorithm. An all-gather or all-to-all receives the other devices' share of the result, a
+    The received bytes assume a ring algorithm. An all-gather or all-to-all receives the other devices' share of the result, a
     reduce-scatter as much of its operand, an all-reduce both.
 
-    Args:
-        text: `compiled.as_text()`.
-        trips: number of trips of the loops whose number is not in the text: the outermost first, then those inside it. Default 1.
+    `text` is `compiled.as_text()`. `trips` are the trips of loops whose number is not in the text, the outermost first; 1 if not given.
     """
     head = text.partition("\n")[0]
     devices = math.prod(map(int, re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", head)))

@@ -103,8 +103,18 @@ def refused(error: Exception) -> tuple[str, list[Allocation]] | None:
     text = str(error)
     if "RESOURCE_EXHAUSTED" not in text:
         return None
-    listed = re.split(r"\n\s*\d+\. Size: ", text)[1:]
-    return text.splitlines()[0], [_listed(entry) for entry in listed[:5]]
+    largest = []
+    for entry in re.split(r"\n\s*\d+\. Size: ", text)[1:6]:
+        size = re.match(r"([\d.]+)([KMGT]?)", entry)
+        shape, name = re.search(r"Shape: (\S+)", entry), re.search(r'op_name="([^"]*)"', entry)
+        largest.append(
+            Allocation(
+                bytes=_size(size[1], size[2]) if size else 0,
+                shape=shape[1] if shape else "",
+                operation=name[1] if name else "",
+            )
+        )
+    return text.splitlines()[0], largest
 
 
 def of_scalars(message: str) -> bool:
@@ -131,17 +141,6 @@ def largest_arrays(text: str, count: int = 5) -> list[Allocation]:
             found[named[1] if named else made[2], made[1]] = array_bytes(made[1])
     ranked = sorted(found.items(), key=lambda item: -item[1])[:count]
     return [Allocation(bytes=size, shape=shape, operation=name) for (name, shape), size in ranked]
-
-
-def _listed(entry: str) -> Allocation:
-    """Parses one entry of the compiler's list."""
-    size = re.match(r"([\d.]+)([KMGT]?)", entry)
-    shape, name = re.search(r"Shape: (\S+)", entry), re.search(r'op_name="([^"]*)"', entry)
-    return Allocation(
-        bytes=_size(size[1], size[2]) if size else 0,
-        shape=shape[1] if shape else "",
-        operation=name[1] if name else "",
-    )
 
 
 def _size(number: str, unit: str) -> int:

@@ -185,17 +185,8 @@ def cache_fit(
     """Returns the largest KV cache with which every compiled phase stays within `limit`.
 
     Returns None if no phase has a cache, or if not even one sequence would fit. Responses beyond the configured slots need
-    their own slots, each with its logits.
-
-    Args:
-        config: of the run.
-        decoder: the model's sizes.
-        work: of a step.
-        pages: sizes of the configured cache.
-        found: phases with their parts.
-        limit: bytes of a device.
-        token_bytes: bytes per token on each of the devices that share its heads.
-        spread: number of such groups of devices, over which the slots are sharded.
+    their own slots, each with its logits. A token takes `token_bytes` on each of the devices that share its heads; the slots are
+    sharded over `spread` such groups of devices. `limit` is the bytes of a device.
     """
     sampling = [phase.total for phase in found if "decode state" in phase.parts]
     if not sampling:

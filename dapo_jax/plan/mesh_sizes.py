@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dapo_jax.config import ConfigError, ParallelConfig
-from dapo_jax.parallel.mesh import AXES, BATCH_AXES, Meshes
+from dapo_jax.parallel.mesh import AXES, BATCH_AXES
 
 HOST_DEVICES = 4
 """Devices per host if none are present to count: as on a TPU VM."""
@@ -33,12 +33,6 @@ class MeshSizes:
 def batch_shards(sizes: Mapping[str, int]) -> int:
     """Returns the number of devices over which rows or slots are sharded."""
     return math.prod(sizes[axis] for axis in BATCH_AXES)
-
-
-def layout_of(meshes: Meshes) -> MeshSizes:
-    """Returns the sizes of existing meshes."""
-    train, sampler = ({axis: mesh.shape[axis] for axis in AXES} for mesh in (meshes.train, meshes.sampler))
-    return MeshSizes(train=train, sampler=sampler, samplers=meshes.count)
 
 
 def described(parallel: ParallelConfig) -> MeshSizes | None:

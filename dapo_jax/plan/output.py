@@ -10,7 +10,7 @@ from rich.table import Table
 from dapo_jax.plan.compiled import Program, needed_bytes, of_scalars
 from dapo_jax.plan.memory import MARGIN, Phase
 from dapo_jax.plan.plan import Plan
-from dapo_jax.plan.remedies import Tried, Way, held_in
+from dapo_jax.plan.remedies import Tried, held_in
 from dapo_jax.plan.roofline import cache_bytes_per_token
 
 SCHEMA_VERSION = 5
@@ -141,9 +141,11 @@ def show_failures(plan: Plan, tried: Sequence[Tried], console: Console) -> None:
         if of_scalars(program.refusal):
             continue
         for held in held_in(plan, program.name):
-            ways = "".join(f"; {_in_words(way)}" for way in held.ways)
-            part = _NAMES.get(held.part, held.part)
-            console.print(f"    {part}: {size(held.bytes)} of {limit}{ways}", highlight=False)
+            words = [f"{_NAMES.get(held.part, held.part)}: {size(held.bytes)} of {limit}"]
+            for way in held.ways:
+                freed = "" if way.frees is None else f"frees {size(way.frees)}"
+                words.append(f"{way.change} {' and '.join(filter(None, (way.does, freed)))}".rstrip())
+            console.print(f"    {'; '.join(words)}", highlight=False)
         if program.largest:
             console.print(f"  the largest arrays of {program.name}:", highlight=False)
         for array in program.largest:
@@ -234,11 +236,6 @@ def _fullest(found: Sequence[Phase]) -> list[Phase]:
     for phase in found:
         by_name[phase.name] = max(by_name.get(phase.name, phase), phase, key=lambda one: one.total)
     return list(by_name.values())
-
-
-def _in_words(way: Way) -> str:
-    freed = "" if way.frees is None else f"frees {size(way.frees)}"
-    return f"{way.change} {' and '.join(filter(None, (way.does, freed)))}".rstrip()
 
 
 def _refused(program: Program) -> str:

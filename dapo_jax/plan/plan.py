@@ -127,7 +127,9 @@ def plan(
     decoder = replace(decoder_of(config.model), lora=lora_of(config.lora))
     work = workload_of(config, assumed or Assumptions())
     if slice is None:
-        devices, host = _present(config), None
+        # A configuration whose mesh needs another number of devices than are present is planned without devices.
+        sizes, host = described(config.parallel), None
+        devices = None if sizes is not None and sizes.devices != jax.device_count() else jax.devices()
         memory = None if devices is None else device_bytes(devices[0])
     else:
         devices, host = devices_of(slice), devices_of(slice.one_host) if slice.hosts > 1 else None
@@ -152,12 +154,6 @@ def plan(
         programs=compiled,
         phases=phases(memories, resident, updates=work.updates),
     )
-
-
-def _present(config: TrainConfig) -> list[jax.Device] | None:
-    """Returns the devices that are present; None if the configuration's mesh needs another number of them."""
-    sizes = described(config.parallel)
-    return None if sizes is not None and sizes.devices != jax.device_count() else jax.devices()
 
 
 def _trips(name: str, config: TrainConfig, work: Workload) -> tuple[int, ...]:

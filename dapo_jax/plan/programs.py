@@ -17,7 +17,7 @@ from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.parallel.mesh import AXES, Meshes, make_meshes
 from dapo_jax.plan.memory import Resident
-from dapo_jax.plan.mesh_sizes import MeshSizes, batch_shards, described, layout_of
+from dapo_jax.plan.mesh_sizes import MeshSizes, batch_shards, described
 from dapo_jax.plan.roofline import item, prefill_shape_of
 from dapo_jax.plan.workload import Workload
 from dapo_jax.run.policy import Policy, frozen_structs, mesh_of, optimizer_of
@@ -75,8 +75,15 @@ class Programs:
     @cached_property
     def sizes(self) -> MeshSizes:
         """The sizes of the meshes."""
-        sizes = layout_of(self.meshes) if self.devices is not None else described(self.config.parallel)
-        assert sizes is not None, "without devices, the configuration names all sizes"
+        if self.devices is None:
+            sizes = described(self.config.parallel)
+            assert sizes is not None, "without devices, the configuration names all sizes"
+        else:
+            made = self.meshes
+            train, sampler = (
+                {axis: mesh.shape[axis] for axis in AXES} for mesh in (made.train, made.sampler)
+            )
+            sizes = MeshSizes(train=train, sampler=sampler, samplers=made.count)
         rows, over = self.config.batch.rows_per_microbatch, batch_shards(sizes.train)
         if rows % over:
             raise ConfigError(
@@ -134,7 +141,7 @@ class Programs:
         sizes, state, decoder = self.sizes, self.state, self._policy.decoder
         params = bytes_on_device(state.params, sizes.train)
         moments = bytes_on_device(state.opt_state, sizes.train)
-        longest, *others = map(self._stack_bytes, self._stacks)
+        longest, *others = self._stack_bytes
         prefill, width, slots = self._prefilled, self._prefilled.width, self.config.sampling.slots
         chunks = -(-self._capacity // width) * width if self.prefills_chunks else 0
         reread = chunks and chunks * self.token_bytes + prefill.row_prompts * decoder.vocab_rows * 4
@@ -192,16 +199,17 @@ class Programs:
         return (self._pass.row_tokens, *self._pass.packing["shorter_rows"])
 
     @property
-    def _stacks(self) -> list[Any]:
-        """The microbatches of an update as shapes: room for all in the longest rows, and one of each shorter length."""
+    def _stack_bytes(self) -> list[int]:
+        """Bytes of an update's microbatches on each device: room for all in the longest rows, and one of each shorter length."""
         rows, (longest, *shorter) = self.config.batch.rows_per_microbatch, self._row_lengths
         make = self._updater.stack_structs
-        return [make(self.work.room, rows, longest), *(make(1, rows, tokens) for tokens in shorter)]
-
-    def _stack_bytes(self, stack: Any) -> int:
-        """Returns the bytes of a stack on each device; rows are sharded over the batch axes, tokens over `context`."""
-        whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(stack))
-        return -(-whole // (batch_shards(self.sizes.train) * self.sizes.train["context"]))
+        stacks = [make(self.work.room, rows, longest), *(make(1, rows, tokens) for tokens in shorter)]
+        # Rows are sharded over the batch axes, tokens over `context`.
+        over = batch_shards(self.sizes.train) * self.sizes.train["context"]
+        return [
+            -(-sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(stack)) // over)
+            for stack in stacks
+        ]
 
     @property
     def _adapts(self) -> bool:

@@ -223,10 +223,17 @@ def sweep(
     """
     decoder_of(config.model)  # before libtpu, so that a model that is not covered is reported first
     found: list[tuple[str, Plan | str]] = []
-    for name, changes in _meshes(config, len(devices_of(slice))):
+    devices, context, data = len(devices_of(slice)), config.parallel.context, max(config.parallel.data, 1)
+    for tensor in (1, 2, 4, 8, 16):
+        fsdp, rest = divmod(devices, tensor * context * data)
+        if not fsdp or rest:
+            continue
+        rows = data * fsdp * max(1, config.batch.rows_per_microbatch // (data * fsdp))
+        sizes = {"parallel.data": data, "parallel.fsdp": fsdp, "parallel.tensor": tensor}
+        changes = {**sizes, "batch.rows_per_microbatch": rows}
         made = _changed_plan(config, changes, slice, assumed=assumed, only=only, say=say)
         failed = isinstance(made, Plan) and not made.fits and f"does not fit: {', '.join(made.failures)}"
-        found.append((name, failed or made))
+        found.append((f"fsdp {fsdp} x tensor {tensor}", failed or made))
     return sorted(found, key=lambda one: math.inf if isinstance(one[1], str) else one[1].step_s)
 
 
@@ -254,14 +261,3 @@ def _changed_plan(
 
 def _overrides(changes: Changes) -> list[str]:
     return [f"{key}={str(value).lower()}" for key, value in changes.items()]
-
-
-def _meshes(config: TrainConfig, devices: int) -> Iterator[tuple[str, Changes]]:
-    context, data = config.parallel.context, max(config.parallel.data, 1)
-    for tensor in (1, 2, 4, 8, 16):
-        fsdp, rest = divmod(devices, tensor * context * data)
-        if fsdp and not rest:
-            over = data * fsdp
-            rows = over * max(1, config.batch.rows_per_microbatch // over)
-            sizes = {"parallel.data": data, "parallel.fsdp": fsdp, "parallel.tensor": tensor}
-            yield f"fsdp {fsdp} x tensor {tensor}", {**sizes, "batch.rows_per_microbatch": rows}

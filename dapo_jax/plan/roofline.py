@@ -4,14 +4,14 @@ It is a lower bound, not a measurement: it ignores latency, the order of operati
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dapo_jax.config import SamplingConfig, TrainConfig
 from dapo_jax.models.presets import DecoderConfig
-from dapo_jax.plan.chips import Chip
 from dapo_jax.plan.compiled import Program
 from dapo_jax.plan.mesh_sizes import MeshSizes, batch_shards
+from dapo_jax.plan.topologies import Chip
 from dapo_jax.plan.workload import Workload
 from dapo_jax.run.programs import sampled_decoder
 from dapo_jax.run.sampler_setup import prefill_of
@@ -76,31 +76,20 @@ def work_of(
 ) -> list[Work]:
     """Returns the phases of a step in order. `pages` has the sizes of a sampler's cache; `programs` are compiled, for their traffic."""
     traffic = {one.name: float(sum(kind.received_bytes for kind in one.traffic)) for one in programs}
-    received = {
-        phase: sum(times * traffic.get(name, 0.0) for name, times in calls)
-        for phase, calls in _programs_of(config, decoder).items()
-    }
+
+    def received(name: str, per_layer: str = "") -> float:
+        return traffic.get(name, 0.0) + decoder.layers * traffic.get(per_layer, 0.0)
+
+    # The programs that prefill most of the prompts.
+    prefill = "prefill_rows" if prefill_shape_of(config).rows > 1 else "prefill_row"
+    prefilled = received(f"{prefill}_embed", prefill) + received(f"{prefill}_head")
     sampled = sampled_decoder(decoder, config.sampling)
     return [
-        _transfer(config, decoder, sizes, received["transfer"]),
-        _prefill(config, sampled, work, sizes, received["prefill"]),
-        _decode(config, sampled, work, sizes, pages, received["decode"]),
-        *_trained(config, decoder, work, sizes, received),
+        _transfer(config, decoder, sizes, received("transfer_ends", "transfer")),
+        _prefill(config, sampled, work, sizes, prefilled),
+        _decode(config, sampled, work, sizes, pages, received("generate")),
+        *_trained(config, decoder, work, sizes, score=received("score"), update=received("update")),
     ]
-
-
-def _programs_of(config: TrainConfig, decoder: DecoderConfig) -> dict[str, list[tuple[str, int]]]:
-    """Returns the programs of each phase, and the calls of each per run of the phase."""
-    # The program of a layer that prefills most of the prompts.
-    prefill = "prefill_rows" if prefill_shape_of(config).rows > 1 else "prefill_row"
-    return {
-        "transfer": [("transfer", decoder.layers), ("transfer_ends", 1)],
-        "prefill": [(f"{prefill}_embed", 1), (prefill, decoder.layers), (f"{prefill}_head", 1)],
-        **{
-            phase: [(program, 1)]
-            for phase, program in (("decode", "generate"), ("score", "score"), ("update", "update"))
-        },
-    }
 
 
 def prefill_shape_of(config: TrainConfig) -> PrefillShape:
@@ -147,11 +136,8 @@ def forward_flops(
 ) -> int | float:
     """Returns the operations of a forward pass. A product of [m, k] and [k, n] has 2 m k n.
 
-    Args:
-        decoder: the model's sizes.
-        tokens: tokens that pass the layers.
-        pairs: query-key pairs: each is a product with a key and with a value in every head.
-        logits: tokens whose logits are computed.
+    `tokens` pass the layers, and the logits of `logits` of them are computed. Each of the query-key `pairs` is a product with a key and
+    with a value in every head.
     """
     attention = 4 * decoder.layers * decoder.heads * decoder.head_dim
     unembedding = _unembedding_parameters(decoder)
@@ -251,9 +237,12 @@ def _decode(
 
 
 def _trained(
-    config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes: MeshSizes, received: Mapping[str, float]
+    config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes: MeshSizes, *, score: float, update: float
 ) -> list[Work]:  # fmt: skip
-    """Log-probabilities of all updates but the first, or of all under a reference policy; then the updates."""
+    """Returns the log-probabilities of all updates but the first, or of all under a reference policy; then the updates.
+
+    `score` and `update` are the bytes that a device receives in one run of these programs.
+    """
     devices, count = sizes.devices, work.trained * work.sequence
     scored = work.updates - 1 if config.loss.old_logprobs == "trainer" else 0
     scored += work.updates if config.loss.kl_coef else 0
@@ -273,20 +262,20 @@ def _trained(
     optimizer = work.microbatches * 3 * 4 * held + 7 * 4 * held
     # The gradients of frozen matrices below adapters are not computed.
     frozen = 0 if decoder.lora is None else matrix_parameters(decoder.base) + _unembedding_parameters(decoder)
-    update = Work(
+    updates = Work(
         phase="update",
         runs=work.updates,
         flops=work.updates * (passes * one - 2 * frozen * tokens) / devices,
         useful_flops=(3 * own - 2 * frozen * count) / devices,
         hbm_bytes=work.updates * (work.microbatches * passes * weights + optimizer),
-        ici_bytes=work.updates * received["update"],
+        ici_bytes=work.updates * update,
     )
-    score = Work(
+    scores = Work(
         phase="score",
         runs=scored,
         flops=scored * one / devices,
         useful_flops=scored / work.updates * own / devices,
         hbm_bytes=scored * work.microbatches * weights,
-        ici_bytes=scored * received["score"],
+        ici_bytes=scored * score,
     )
-    return [score, update] if scored else [update]
+    return [scores, updates] if scored else [updates]

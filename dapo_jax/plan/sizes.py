@@ -21,10 +21,7 @@ _REPOSITORIES = {
 def decoder_of(model: ModelConfig) -> DecoderConfig:
     """Returns the sizes of `model.source`; the vocabulary is as wide as the model's embedding.
 
-    Models on the hub are known by their presets; nothing is fetched.
-
-    Raises:
-        ConfigError: there is no such preset or folder, or the repository is unknown.
+    Models on the hub are known by their presets; nothing is fetched. An unknown preset, folder or repository is a ConfigError.
     """
     kind, _, name = model.source.partition(":")
     try:

@@ -2,7 +2,7 @@
 
 `runs` reads runs, `tables` their metrics, and `panels` chooses the panels. `rollouts`, `tokens` and `evaluations` prepare texts
 so that a browser opens a few at a time. `page` and `build` join all with the files of `assets`, `server` serves the page, and
-`figures` draws PNGs.
+`figures` renders PNGs.
 """
 
 from dapo_jax.report.build import Report, report

@@ -83,25 +83,22 @@ def report(*runs: str | PathLike[str], rollout_steps: int | None = None) -> Repo
         raise ConfigError(
             f"rollout_steps: found {rollout_steps}, needs 0 or more; leave it out for all steps"
         )
-    found = read_runs(runs)
-    rollouts = [lay_out(run, steps=rollout_steps) for run in found]
-    evaluations = [
-        lay_out_evaluations(run.evaluations, steps=rollout_steps, by_score=run.by_score) for run in found
+    found = [
+        (
+            run,
+            lay_out(run, steps=rollout_steps),
+            lay_out_evaluations(run.evaluations, steps=rollout_steps, by_score=run.by_score),
+        )
+        for run in read_runs(runs)
     ]
-    data, tables, panels = page_data(found, rollouts, evaluations)
-    packed: dict[str, bytes] = {}
-    for number, pair in enumerate(zip(rollouts, evaluations, strict=True)):
-        packed |= packed_of(number, *pair)
-    names = [run.name for run in found]
+    data, tables, panels = page_data(found)
+    packed = packed_of([(rollouts, evaluations) for _, rollouts, evaluations in found])
+    names = [run.name for run, _, _ in found]
     return Report(html=page_of(title_of(names), data, packed), names=names, tables=tables, panels=panels)
 
 
 def check_count(runs: int) -> None:
-    """Checks the number of runs.
-
-    Raises:
-        ConfigError: there are more runs than distinguishable colours.
-    """
+    """Raises ConfigError if there are more runs than distinguishable colours."""
     if runs > MAX_RUNS:
         raise ConfigError(
             f"found {runs} runs, needs at most {MAX_RUNS}, the number of distinguishable colours"
@@ -109,36 +106,36 @@ def check_count(runs: int) -> None:
 
 
 def page_data(
-    runs: Sequence[RunFiles], rollouts: Sequence[Laid], evaluations: Sequence[Laid]
+    found: Sequence[tuple[RunFiles, Laid, Laid]],
 ) -> tuple[dict[str, Any], Sequence[Table], Sequence[Panel]]:
-    """Returns the data that the scripts read at once, with the tables and panels in it."""
-    tables = comparable([table_of(run) for run in runs])
+    """Returns the data that the scripts read at once, of runs with their rollouts and evaluations; and its tables and panels."""
+    tables = comparable([table_of(run) for run, _, _ in found])
     panels, zero = panels_of(tables)
+    described = [
+        {
+            "name": run.name,
+            "place": str(run.place),
+            "state": asdict(run.state),
+            "steps": None if run.config is None else run.config.steps,
+            "model": None if run.config is None else run.config.model.source,
+            "by_score": run.by_score,
+            "axes": table.axes,
+            "columns": table.columns,
+            "rollouts": rollouts.about,
+            "evaluations": evaluations.about,
+        }
+        for (run, rollouts, evaluations), table in zip(found, tables, strict=True)
+    ]
     data = {
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "version": dapo_jax.__version__,
         "axes": AXES,
         "panels": [asdict(panel) for panel in panels],
-        "zero": zero,  # titles of panels that are not drawn
-        "runs": [_described(*each) for each in zip(runs, tables, rollouts, evaluations, strict=True)],
-        "configuration": configurations(runs),
+        "zero": zero,  # titles of panels that are not shown
+        "runs": described,
+        "configuration": configurations([run for run, _, _ in found]),
     }
     return data, tables, panels
-
-
-def _described(run: RunFiles, table: Table, rollouts: Laid, evaluations: Laid) -> dict[str, Any]:
-    return {
-        "name": run.name,
-        "place": str(run.place),
-        "state": asdict(run.state),
-        "steps": None if run.config is None else run.config.steps,
-        "model": None if run.config is None else run.config.model.source,
-        "by_score": run.by_score,
-        "axes": table.axes,
-        "columns": table.columns,
-        "rollouts": rollouts.about,
-        "evaluations": evaluations.about,
-    }
 
 
 def title_of(names: Sequence[str]) -> str:

@@ -44,11 +44,7 @@ def compressed_json(value: Any) -> bytes:
 
 
 def read_checked(file: AnyPath, read: Callable[[AnyPath], list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Returns the lines of a file that `read` returns.
-
-    Raises:
-        ConfigError: the file is damaged or cannot be read; the message names the file and the line.
-    """
+    """Returns `read(file)`; a damaged file is a ConfigError, whose message names the file and the line."""
     try:
         return read(file)
     except (OSError, ValueError) as error:

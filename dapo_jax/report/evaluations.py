@@ -44,15 +44,9 @@ class _Dataset:
 def lay_out_evaluations(
     files: Sequence[AnyPath], *, steps: int | None = None, by_score: bool = False
 ) -> Laid:
-    """Reads a run's evaluations.
+    """Reads a run's evaluations: `files` of problems, in the order of their steps, at most `steps` of them (see `spaced`).
 
-    Args:
-        files: of problems, in the order of their steps.
-        steps: the largest number of evaluations, evenly spaced, including the first and the last; None: all.
-        by_score: include rewards and scores.
-
-    Raises:
-        ConfigError: a file is damaged; the message names it and the line.
+    With `by_score`, rewards and scores are included. A damaged file is a ConfigError.
     """
     laying = Evaluations(by_score=by_score)
     for folder in spaced(list(dict.fromkeys(file.parent for file in files)), steps):
@@ -71,11 +65,7 @@ class Evaluations:
         self._chunks: list[bytes] = []
 
     def add(self, file: AnyPath) -> None:
-        """Reads the problems of one evaluation of one dataset.
-
-        Raises:
-            ConfigError: the file is damaged; the message names it and the line.
-        """
+        """Reads the problems of one evaluation of one dataset. A damaged file is a ConfigError."""
         problems = read_checked(file, read_problems)
         if not problems:
             return
@@ -94,12 +84,11 @@ class Evaluations:
             places.append(dataset.places[identity])
         if new:
             dataset.texts.append((self._chunk(new), len(new)))
-        chunk = self._chunk(
-            {place: self._record(problem) for place, problem in zip(places, problems, strict=True)}
-        )
+        placed = dict(zip(places, problems, strict=True))
+        chunk = self._chunk({place: self._record(problem) for place, problem in placed.items()})
         numbers = {
             place: (problem["correct"], problem["samples"], as_float(problem.get("reward")))
-            for place, problem in zip(places, problems, strict=True)
+            for place, problem in placed.items()
         }
         dataset.evaluations.append((problems[0]["step"], chunk, numbers))
 
@@ -115,9 +104,8 @@ class Evaluations:
             }
             for name, dataset in self._datasets.items()
         ]
-        return Laid(
-            about={"datasets": about, "logged": logged}, index=self._index(), chunks=tuple(self._chunks)
-        )
+        whole = {"datasets": about, "logged": logged}
+        return Laid(about=whole, index=self._index(), chunks=tuple(self._chunks))
 
     def _index(self) -> bytes:
         """Returns, for each dataset, the numbers of correct responses and of samples, each [evaluations, problems] in two bytes.

@@ -1,4 +1,4 @@
-"""Draws the curves of a report as PNGs with matplotlib (extra `report`)."""
+"""Renders the curves of a report as PNGs with matplotlib (extra `report`)."""
 
 import importlib
 import io
@@ -23,12 +23,13 @@ _WIDTH, _HEIGHT = 4.4, 2.7
 def figures(
     panels: Sequence[Panel], names: Sequence[str], tables: Sequence[Table]
 ) -> Iterator[tuple[str, bytes]]:
-    """Yields (name, PNG) of the sheet `overview` with all panels, and of each panel.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    made = _figure_class()
+    """Yields (name, PNG) of the sheet `overview` with all panels, and of each panel; needs matplotlib."""
+    try:
+        made = importlib.import_module("matplotlib.figure").Figure
+    except ImportError as error:
+        raise ConfigError(
+            f"PNGs are drawn with matplotlib, which is not installed ({error}): {how_to_install('report')}"
+        ) from error
     drawn = [panel for panel in panels if panel.section != OTHER]
     columns = 3
     lines = math.ceil(len(drawn) / columns)
@@ -40,16 +41,6 @@ def figures(
         figure = made(figsize=(1.4 * _WIDTH, 1.4 * _HEIGHT), layout="constrained")
         _draw(figure.add_subplot(), panel, names, tables)
         yield _slug(panel.title), _png(figure)
-
-
-def _figure_class() -> Any:
-    try:
-        figure = importlib.import_module("matplotlib.figure").Figure
-    except ImportError as error:
-        raise ConfigError(
-            f"PNGs are drawn with matplotlib, which is not installed ({error}): {how_to_install('report')}"
-        ) from error
-    return figure
 
 
 def _draw(axis: Any, panel: Panel, names: Sequence[str], tables: Sequence[Table]) -> None:

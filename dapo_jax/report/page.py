@@ -9,7 +9,8 @@ import base64
 import hashlib
 import html
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
@@ -28,31 +29,26 @@ WATCHING = "watch.js"
 def page_of(
     title: str, data: Mapping[str, Any], packed: Mapping[str, bytes], *, watching: bool = False
 ) -> str:
-    """Returns the page as text.
+    """Returns the page as text. The scripts read `data` at once; its numbers must be finite. `packed` is from `packed_of`.
 
-    Args:
-        title: of the browser's window.
-        data: the data that the scripts read at once; numbers must be finite.
-        packed: the results of `packed_of` for all runs.
-        watching: the page asks its server for new data, and for parts that are not in `packed`.
+    With `watching` the page asks its server for new data, and for parts that are not in `packed`.
     """
     style = "\n".join(_asset(name) for name in STYLES)
     scripts = (*SCRIPTS[:-1], WATCHING, SCRIPTS[-1]) if watching else SCRIPTS
     script = "(() => {\n'use strict';\n" + "\n".join(_asset(name) for name in scripts) + "\n})();"
     connect = "connect-src 'self'; " if watching else ""
-    body = _asset("page.html")
+    inactive = [f'<script type="application/json" id="data">{inert(data)}</script>\n']
+    for name, content in packed.items():
+        text = base64.b64encode(content).decode("ascii")
+        inactive.append(f'<script type="application/gzip" id="{name}">{text}</script>\n')
     parts = {
         "policy": f"default-src 'none'; {connect}script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'",
         "title": html.escape(title),
         "style": style,
         "script": script,
-        "data": "".join(_data(data, packed)),
+        "data": "".join(inactive),
     }
-    pieces = []
-    for piece in body.split("{{"):
-        name, closed, rest = piece.partition("}}")
-        pieces += [parts[name], rest] if closed else [piece]
-    return "".join(pieces)
+    return re.sub(r"\{\{(\w+)\}\}", lambda name: parts[name[1]], _asset("page.html"))
 
 
 def inert(value: Any) -> str:
@@ -65,22 +61,14 @@ def inert(value: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def packed_of(number: int, rollouts: Laid, evaluations: Laid) -> dict[str, bytes]:
-    """Returns the compressed parts of one run by the names that the scripts use."""
-    parts = {f"index-{number}": rollouts.index, f"eval-index-{number}": evaluations.index}
-    parts |= {f"chunk-{number}-{place}": chunk for place, chunk in enumerate(rollouts.chunks)}
-    return parts | {f"eval-{number}-{place}": chunk for place, chunk in enumerate(evaluations.chunks)}
-
-
-def _data(data: Mapping[str, Any], packed: Mapping[str, bytes]) -> Iterable[str]:
-    yield f'<script type="application/json" id="data">{inert(data)}</script>\n'
-    for name, content in packed.items():
-        yield _packed(name, content)
-
-
-def _packed(name: str, content: bytes) -> str:
-    text = base64.b64encode(content).decode("ascii")
-    return f'<script type="application/gzip" id="{name}">{text}</script>\n'
+def packed_of(runs: Sequence[tuple[Laid, Laid]]) -> dict[str, bytes]:
+    """Returns the compressed parts of rollouts and evaluations of all runs, by the names that the scripts use."""
+    parts: dict[str, bytes] = {}
+    for number, (rollouts, evaluations) in enumerate(runs):
+        parts |= {f"index-{number}": rollouts.index, f"eval-index-{number}": evaluations.index}
+        parts |= {f"chunk-{number}-{place}": chunk for place, chunk in enumerate(rollouts.chunks)}
+        parts |= {f"eval-{number}-{place}": chunk for place, chunk in enumerate(evaluations.chunks)}
+    return parts
 
 
 def _hash(text: str) -> str:

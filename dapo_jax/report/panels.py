@@ -11,7 +11,7 @@ OTHER = "Other metrics"
 """The section of metrics without a panel."""
 
 _PARTS = re.compile(r"eval/.+_stderr|eval/.+/problems|time/(?:step|eval)_s")
-"""Metrics that are drawn as a part of another one, or never change."""
+"""Metrics that are a part of another panel, or never change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Panel:
     section: str
     title: str
     unit: str
-    """The unit of the vertical axis; `share` is drawn in percent."""
+    """The unit of the vertical axis; `share` is shown in percent."""
     series: tuple[Series, ...]
     stacked: bool = False
     log: bool = False
@@ -41,7 +41,7 @@ class Panel:
     note: str = ""
     """A remark for the reader."""
     hidden: tuple[str, ...] = ()
-    """Keys that are drawn only on demand."""
+    """Keys that are shown only on demand."""
     quiet: bool = False
     """Omit series that are 0 throughout, and the panel if all are."""
     exact: bool = False
@@ -160,9 +160,9 @@ _KNOWN = tuple(series for panel in (*PANELS, _BY_SCORE) for series in panel.seri
 
 
 def panels_for(by_score: Collection[bool]) -> Sequence[Panel]:
-    """Returns the panels for some runs. For each run it is known whether scores or verdicts count.
+    """Returns the panels for some runs; `by_score` has for each whether scores count, not verdicts.
 
-    If some are, rewards come first; if all are, panels of right and wrong are omitted.
+    If they do in some runs, rewards come first; in all runs, panels of right and wrong are omitted.
     """
     if not any(by_score):
         return PANELS

@@ -70,15 +70,7 @@ class Index:
 
 
 def lay_out(run: RunFiles, *, steps: int | None = None) -> Laid:
-    """Reads a run's rollouts.
-
-    Args:
-        run: the run.
-        steps: the largest number of logged steps, evenly spaced, including the first and the last; None: all.
-
-    Raises:
-        ConfigError: a file of rollouts is damaged; the message names it and the line.
-    """
+    """Reads a run's rollouts, of at most `steps` logged steps (see `spaced`). A damaged file is a ConfigError."""
     laying = Rollouts(run)
     for file in spaced(run.logged, steps):
         laying.add(file)
@@ -103,11 +95,7 @@ class Rollouts:
         self._seen = dict.fromkeys(("advantage", "ratios", "in_loss", "pieces", "spans"), False)
 
     def add(self, file: AnyPath) -> None:
-        """Adds the groups of one step.
-
-        Raises:
-            ConfigError: the file is damaged; the message names it and the line.
-        """
+        """Adds the groups of one step. A damaged file is a ConfigError."""
         rows = read_checked(file, read_rollouts)
         latest: dict[int, tuple[int, float]] = {}
         for _, of_group in groupby(rows, key=lambda row: row["ordinal"]):
@@ -116,12 +104,21 @@ class Rollouts:
                 (group[0]["prompt"], group[0]["answer"]), len(self._questions)
             )
             before, accuracy = self._latest.get(question, (-1, 1.0))
+            latest[question] = (
+                len(self._index.columns["group_step"]),
+                sum(row["correct"] for row in group) / len(group),
+            )
+            self._index.add(
+                group_step=group[0]["step"],
+                group_ordinal=group[0]["ordinal"],
+                group_first=len(self._index.columns["flags"]),
+                group_question=question,
+                group_before=before,
+                group_chunk=len(self._chunks),
+                group_place=len(self._open),
+            )
             flipped = accuracy < 0.5 and not self._by_score
-            states = [self._states(row) for row in group]
-            self._add_numbers(group, states, question, before, flipped=flipped)
-            accuracy = sum(row["correct"] for row in group) / len(group)
-            latest[question] = len(self._index.columns["group_step"]) - 1, accuracy
-            responses = [self._response(row, state) for row, state in zip(group, states, strict=True)]
+            responses = [self._response(row, flipped=flipped) for row in group]
             self._open.append(
                 {"prompt": group[0]["prompt"], "answer": group[0]["answer"], "responses": responses}
             )
@@ -158,51 +155,33 @@ class Rollouts:
             self._chunks.append(compressed_json(self._open))
             self._open, self._characters = [], 0
 
-    def _add_numbers(
-        self,
-        group: Sequence[Mapping[str, Any]],
-        states: Sequence[str | None],
-        question: int,
-        before: int,
-        *,
-        flipped: bool,
-    ) -> None:
-        self._index.add(
-            group_step=group[0]["step"],
-            group_ordinal=group[0]["ordinal"],
-            group_first=len(self._index.columns["flags"]),
-            group_question=question,
-            group_before=before,
-            group_chunk=len(self._chunks),
-            group_place=len(self._open),
-        )
-        for row, state in zip(group, states, strict=True):
-            in_loss = row.get("in_loss")
-            flags = (
-                CORRECT * row["correct"]
-                | TRUNCATED * (row.get("finish_reason") == "length")
-                | FLIPPED * (row["correct"] and flipped)
-                | TRAINED * (in_loss is not None or row.get("ratios") is not None)
-                | LEFT_OUT * (in_loss is False)
-            )
-            turns = row.get("turns") or [(0, len(row["response_token_ids"]))]
-            self._index.add(
-                flags=flags,
-                reward=as_float(row.get("reward")),
-                advantage=as_float(row.get("advantage")),
-                penalty=as_float(row.get("overlong_penalty")),
-                tokens=sum(stop - first for first, stop in turns),
-                clipped=0 if state is None else sum(map(state.count, "^vd")),
-            )
-            for key in ("advantage", "ratios", "in_loss", "spans"):
-                self._seen[key] = self._seen[key] or row.get(key) not in (None, [])
-
-    def _response(self, row: Mapping[str, Any], states: str | None) -> dict[str, Any]:
-        """Returns the entry of a response in a chunk.
+    def _response(self, row: Mapping[str, Any], *, flipped: bool) -> dict[str, Any]:
+        """Adds the numbers of a response to the index, and returns its entry in a chunk.
 
         `lengths` are the lengths of its tokens in UTF-16 units, `ages` has (first token, age in steps) of each span. An episode has
         `turns` as (first token, end, reward), `contexts` and `size`, its number of tokens including the environment's.
         """
+        in_loss, turns, advantage, ratios = map(row.get, ("in_loss", "turns", "advantage", "ratios"))
+        states = None
+        if self._loss is not None and advantage is not None and ratios is not None:
+            states = clip_states(ratios, advantage, self._loss)
+        flags = (
+            CORRECT * row["correct"]
+            | TRUNCATED * (row.get("finish_reason") == "length")
+            | FLIPPED * (row["correct"] and flipped)
+            | TRAINED * (in_loss is not None or ratios is not None)
+            | LEFT_OUT * (in_loss is False)
+        )
+        self._index.add(
+            flags=flags,
+            reward=as_float(row.get("reward")),
+            advantage=as_float(advantage),
+            penalty=as_float(row.get("overlong_penalty")),
+            tokens=sum(stop - first for first, stop in turns or [(0, len(row["response_token_ids"]))]),
+            clipped=0 if states is None else sum(map(states.count, "^vd")),
+        )
+        for key in ("advantage", "ratios", "in_loss", "spans"):
+            self._seen[key] = self._seen[key] or row.get(key) not in (None, [])
         text, found = row["response"], {}
         if self._pieces is not None and (pieces := self._pieces.of(row["response_token_ids"], text)):
             whole, parts = pieces
@@ -214,9 +193,9 @@ class Rollouts:
             found["nats"] = _scaled(row["logprobs"], -1000)
         if states is not None:
             found["clips"] = states
-        if row.get("ratios") is not None:
-            found["ratios"] = _scaled(row["ratios"], 10_000)
-        if turns := row.get("turns"):
+        if ratios is not None:
+            found["ratios"] = _scaled(ratios, 10_000)
+        if turns:
             rewards = row.get("turn_rewards") or [None] * len(turns)
             found["turns"] = [[*turn, reward] for turn, reward in zip(turns, rewards, strict=True)]
             found["size"] = len(row["response_token_ids"])
@@ -236,11 +215,6 @@ class Rollouts:
             **({"score": row.get("score")} if self._by_score else {}),
             **found,
         }
-
-    def _states(self, row: Mapping[str, Any]) -> str | None:
-        if self._loss is None or row.get("advantage") is None or row.get("ratios") is None:
-            return None
-        return clip_states(row["ratios"], row["advantage"], self._loss)
 
 
 def clip_states(ratios: Iterable[float | None], advantage: float, loss: LossConfig) -> str:

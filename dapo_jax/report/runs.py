@@ -13,7 +13,7 @@ from typing import Any
 
 from dapo_jax.config import ConfigError, SftConfig, TrainConfig, load_config
 from dapo_jax.storage import AnyPath, check_access, entries, files_below, path_of
-from dapo_jax.trackers.json_lines import LineFollower
+from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.run_status import FILE, read_status
 
 _LOGGED = re.compile(r"step_(\d+)\.jsonl")
@@ -69,60 +69,57 @@ def read_runs(places: Sequence[str | PathLike[str]]) -> list[RunFiles]:
         ConfigError: a run does not exist, has no metrics yet, is not a training run, or has a damaged line or configuration.
             The message names the folder or file.
     """
-    return [reader.read() for reader in readers(places)]
+    return [read_run(place, name) for name, place in named(places).items()]
 
 
-def readers(places: Sequence[str | PathLike[str]], *, early: bool = False) -> "list[Reader]":
-    """Returns readers of run folders; with `early` a run may have no metrics yet.
-
-    Raises:
-        ConfigError: there is no such folder.
-    """
+def named(places: Sequence[str | PathLike[str]]) -> dict[str, AnyPath]:
+    """Returns run folders by the shortest unique ends of their paths. A missing one is a ConfigError."""
     if not places:
         raise ConfigError("a report needs at least one run; name a run folder")
-    found = [_found(place) for place in places]
-    names = _names([str(place) for place in found])
-    return [Reader(place, name, early=early) for place, name in zip(found, names, strict=True)]
+    found = [_place(given) for given in places]
+    for place in found:
+        if not place.is_dir():
+            raise ConfigError(_NO_RUN.format(place=place, what="there is no such folder"))
+        if found.count(place) > 1:
+            raise ConfigError(f"{place} is named twice; a report shows each run once")
+    parts, names, count = [str(place).split("/") for place in found], dict[str, AnyPath](), 0
+    while len(names) < len(found):
+        count += 1
+        names = {"/".join(part[-count:]): place for part, place in zip(parts, found, strict=True)}
+    return names
 
 
-class Reader:
-    """Reads one run repeatedly; metrics are read incrementally."""
-
-    def __init__(self, place: AnyPath, name: str, *, early: bool) -> None:
-        self._place, self._name, self._early = place, name, early
-        self._follower = LineFollower(place / "metrics.jsonl")
-
-    def read(self) -> RunFiles:
-        """Reads the run up to now.
-
-        Raises:
-            ConfigError: it is not a training run, has a damaged line or configuration, or has no metrics yet.
-        """
-        place, file = self._place, self._place / "config.yaml"
-        config = _config(file) if file.is_file() else None
-        rows = _metrics(place, self._follower, known=config is not None, early=self._early)
-        return RunFiles(
-            name=self._name,
-            place=place,
-            config=config,
-            rows=rows,
-            logged=_of_steps(place / "rollouts", _LOGGED),
-            evaluations=_of_steps(place / "evaluations", _EVALUATED),
-            state=state_of(place, config, rows, now=datetime.now(UTC)),
+def read_run(place: AnyPath, name: str, *, early: bool = False) -> RunFiles:
+    """Reads one run up to now; with `early` it may have no metrics yet. Errors as in `read_runs`."""
+    file = place / "config.yaml"
+    config = _config(file) if file.is_file() else None
+    try:
+        rows = read_metrics(place / "metrics.jsonl")
+    except FileNotFoundError:
+        rows = []
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{error}; repair that file, or remove the line") from error
+    if not rows and config is None:
+        raise ConfigError(_NO_RUN.format(place=place, what="it has neither config.yaml nor metrics.jsonl"))
+    if not rows and not early:
+        raise ConfigError(
+            f"{place} has no metrics yet: metrics.jsonl gets its first line after the first evaluation or step; try again later"
         )
+    return RunFiles(
+        name=name,
+        place=place,
+        config=config,
+        # A run that was copied from a bucket and continued locally may have a step in both places.
+        rows=list({row["step"]: row for row in rows}.values()),
+        logged=_of_steps(place / "rollouts", _LOGGED),
+        evaluations=_of_steps(place / "evaluations", _EVALUATED),
+        state=state_of(place, config, rows, now=datetime.now(UTC)),
+    )
 
 
 def has_begun(given: str | PathLike[str]) -> bool:
-    """Returns whether a folder has a run's configuration or metrics.
-
-    Raises:
-        ConfigError: it is a file, or not a path of a folder.
-    """
+    """Returns whether a folder has a run's configuration or metrics. A file is a ConfigError."""
     place = _place(given)
-    if not place.is_dir():
-        if place.exists():
-            raise ConfigError(_NO_RUN.format(place=place, what="it is a file"))
-        return False
     return any((place / name).exists() for name in ("config.yaml", "metrics.jsonl", "metrics"))
 
 
@@ -132,14 +129,8 @@ def _place(given: str | PathLike[str]) -> AnyPath:
         check_access(place, write=False)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return place
-
-
-def _found(given: str | PathLike[str]) -> AnyPath:
-    place = _place(given)
-    if not place.is_dir():
-        what = "it is a file" if place.exists() else "there is no such folder"
-        raise ConfigError(_NO_RUN.format(place=place, what=what))
+    if not place.is_dir() and place.exists():
+        raise ConfigError(_NO_RUN.format(place=place, what="it is a file"))
     return place
 
 
@@ -161,39 +152,6 @@ def _config(file: AnyPath) -> TrainConfig:
         raise ConfigError(
             f"{file.parent} is a warm start (dapo-jax sft), which has no rollouts; reports are for runs of dapo-jax train"
         ) from None
-
-
-def _metrics(place: AnyPath, follower: LineFollower, *, known: bool, early: bool) -> list[dict[str, Any]]:
-    try:
-        rows = follower.read()
-    except FileNotFoundError:
-        rows = []
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{error}; repair that file, or remove the line") from error
-    if not rows and not known:
-        raise ConfigError(_NO_RUN.format(place=place, what="it has neither config.yaml nor metrics.jsonl"))
-    if not rows and not early:
-        raise ConfigError(
-            f"{place} has no metrics yet: metrics.jsonl gets its first line after the first evaluation or step; try again later"
-        )
-    # A run that was copied from a bucket and continued locally may have a step in both places.
-    return list({row["step"]: row for row in rows}.values())
-
-
-def _names(places: Sequence[str]) -> list[str]:
-    """Returns the shortest unique ends of the paths.
-
-    >>> _names(["runs/a/seed0", "runs/b/seed0"])
-    ['a/seed0', 'b/seed0']
-    """
-    if twice := {place for place in places if places.count(place) > 1}:
-        raise ConfigError(f"{min(twice)} is named twice; a report shows each run once")
-    parts = [place.rstrip("/").split("/") for place in places]
-    for count in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(part[-count:]) for part in parts]
-        if len(set(names)) == len(names):
-            return names
-    return list(places)
 
 
 def state_of(
@@ -220,15 +178,12 @@ def state_of(
 
 def _last_written(place: AnyPath) -> datetime | None:
     """Returns the time of the run's newest file."""
-    folders = ("metrics", "rollouts", "evaluations", "checkpoints")
-    newest = [
-        files[-1] for folder in folders if (place / folder).is_dir() and (files := entries(place / folder))
+    folders = [place / name for name in ("metrics", "rollouts", "evaluations", "checkpoints")]
+    newest = [files[-1] for folder in folders if folder.is_dir() and (files := entries(folder))]
+    found = [path for path in (place / FILE, place / "metrics.jsonl", *newest) if path.exists()]
+    times = [
+        path.stat().st_mtime if isinstance(path, Path) else path.stat().mtime
+        for path in found
+        if isinstance(path, Path) or not path.is_dir()  # a folder of a bucket has no time
     ]
-    times = [_modified(path) for path in (place / FILE, place / "metrics.jsonl", *newest) if path.exists()]
-    return max((time for time in times if time is not None), default=None)
-
-
-def _modified(path: AnyPath) -> datetime | None:
-    if isinstance(path, Path):
-        return datetime.fromtimestamp(path.stat().st_mtime, UTC)
-    return None if path.is_dir() else datetime.fromtimestamp(path.stat().mtime, UTC)
+    return datetime.fromtimestamp(max(times), UTC) if times else None

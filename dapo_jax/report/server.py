@@ -1,6 +1,6 @@
 """Serves a report to this machine's browser and keeps it current, for `dapo-jax report RUN --watch`.
 
-Files are read when the page asks, at most once a second, and incrementally. Only programs of this machine can connect. A page from
+Files are read when the page asks, at most once a second; rollouts and evaluations once. Only programs of this machine can connect. A page from
 elsewhere whose name resolves to this machine (DNS rebinding) is refused by its host name.
 """
 
@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from os import PathLike
@@ -19,9 +20,9 @@ from typing import Any
 from dapo_jax.config import ConfigError
 from dapo_jax.report.build import check_count, page_data, title_of
 from dapo_jax.report.evaluations import Evaluations
-from dapo_jax.report.page import page_of
+from dapo_jax.report.page import packed_of, page_of
 from dapo_jax.report.rollouts import Rollouts
-from dapo_jax.report.runs import Reader, RunFiles, has_begun, readers
+from dapo_jax.report.runs import has_begun, named, read_run
 from dapo_jax.storage import AnyPath
 
 HOST = "127.0.0.1"
@@ -35,9 +36,8 @@ _PACKED = re.compile(r"/packed/(chunk|eval)-(\d{1,3})-(\d{1,9})")
 class _Followed:
     """One run and its layouts so far."""
 
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
-        self.run: RunFiles = reader.read()
+    def __init__(self, place: AnyPath, name: str) -> None:
+        self.run = read_run(place, name, early=True)
         self._laying: Rollouts | None = None
         self._evaluations = Evaluations(by_score=self.run.by_score)
         self._done: set[AnyPath] = set()
@@ -46,7 +46,7 @@ class _Followed:
     def look(self, until: float) -> bool:
         """Reads new files, rollouts and evaluations until about `until`; returns whether there was anything new."""
         before = self.run
-        self.run = self._reader.read()
+        self.run = read_run(before.place, before.name, early=True)
         rollouts = self._read(self.run.logged, self._step, until)
         evaluations = self._read(self.run.evaluations, self._evaluations.add, until)
         if rollouts or self.run.logged != before.logged:
@@ -79,14 +79,10 @@ class Watched:
     """The runs of a served page. Its methods are thread-safe."""
 
     def __init__(self, places: Sequence[str | PathLike[str]]) -> None:
-        """Reads the runs for the first time.
-
-        Raises:
-            ConfigError: a run does not exist or is damaged, or there are too many runs.
-        """
+        """Reads the runs for the first time. Errors as in `report`."""
         check_count(len(places))
         self._lock = threading.Lock()
-        self._runs = [_Followed(reader) for reader in readers(places, early=True)]
+        self._runs = [_Followed(place, name) for name, place in named(places).items()]
         self.names = [each.run.name for each in self._runs]
         self._version, self._looked, self._error = 1, -LOOK_S, ""
         self._made: tuple[int, dict[str, Any]] = (0, {})
@@ -133,20 +129,15 @@ class Watched:
 
     def _data(self) -> dict[str, Any]:
         if self._made[0] != self._version:
-            data, *_ = page_data(
-                [each.run for each in self._runs],
-                [each.rollouts for each in self._runs],
-                [each.evaluations for each in self._runs],
-            )
+            data, *_ = page_data([(each.run, each.rollouts, each.evaluations) for each in self._runs])
             self._made = self._version, {**data, "watched": self._version}
         return self._made[1]
 
     def _indices(self) -> dict[str, bytes]:
-        found = {}
-        for number, each in enumerate(self._runs):
-            found[f"index-{number}"] = each.rollouts.index
-            found[f"eval-index-{number}"] = each.evaluations.index
-        return found
+        runs = [
+            (replace(each.rollouts, chunks=()), replace(each.evaluations, chunks=())) for each in self._runs
+        ]
+        return packed_of(runs)
 
 
 class _Server(ThreadingHTTPServer):
@@ -155,7 +146,12 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, port: int, watched: Watched) -> None:
-        super().__init__((HOST, port), _Handler)
+        try:
+            super().__init__((HOST, port), _Handler)
+        except OSError as error:
+            raise ConfigError(
+                f"port: cannot listen at {HOST}:{port} ({error.strerror or error}); choose another port, or leave it out for a free one"
+            ) from error
         self.watched = watched
         shown = "" if self.server_port == 80 else f":{self.server_port}"  # browsers omit port 80
         self.hosts = {f"{name}{shown}" for name in (HOST, "localhost")}
@@ -233,32 +229,19 @@ def watch(
         raise ConfigError(f"port: found {port}, needs 0 (any that is free) to 65535")
     check_count(len(runs))
     try:
-        _wait(runs)
+        if late := [run for run in runs if not has_begun(run)]:
+            names = ", ".join(map(str, late))
+            print(
+                f"waiting for {names}, where no run has begun yet; Ctrl-C ends", file=sys.stderr, flush=True
+            )
+        while not all(map(has_begun, late)):
+            time.sleep(LOOK_S)
+        watched = Watched(runs)
+        with _Server(port, watched) as server:
+            say(
+                f"watching {', '.join(watched.names)}: http://{HOST}:{server.server_port}/ (only for programs of this machine; "
+                "Ctrl-C ends it)"
+            )
+            server.serve_forever(poll_interval=0.2)
     except KeyboardInterrupt:
         say("\nno longer watching")
-        return
-    watched = Watched(runs)
-    try:
-        server = _Server(port, watched)
-    except OSError as error:
-        raise ConfigError(
-            f"port: cannot listen at {HOST}:{port} ({error.strerror or error}); choose another port, or leave it out for a free one"
-        ) from error
-    with server:
-        say(
-            f"watching {', '.join(watched.names)}: http://{HOST}:{server.server_port}/ (only for programs of this machine; Ctrl-C ends it)"
-        )
-        try:
-            server.serve_forever(poll_interval=0.2)
-        except KeyboardInterrupt:
-            say("\nno longer watching")
-
-
-def _wait(runs: Sequence[str | PathLike[str]]) -> None:
-    """Waits until all runs have begun."""
-    late = [run for run in runs if not has_begun(run)]
-    if late:
-        names = ", ".join(map(str, late))
-        print(f"waiting for {names}, where no run has begun yet; Ctrl-C ends", file=sys.stderr, flush=True)
-    while not all(map(has_begun, late)):
-        time.sleep(LOOK_S)

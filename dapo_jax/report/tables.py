@@ -5,11 +5,11 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from itertools import accumulate
 from typing import Any
 
 from dapo_jax.config import TrainConfig
-from dapo_jax.config.section import leaf_types
+from dapo_jax.config.loading import leaf_values
 from dapo_jax.report.runs import RunFiles
 
 Column = list[float | int | None]
@@ -45,7 +45,13 @@ class Table:
 
 def table_of(run: RunFiles) -> Table:
     """Returns the columns of a run, including `REST` and `EQUAL`."""
-    rows = [{**row, **_rest(row), **(_equal(row) if run.by_score else {})} for row in run.rows]
+    rows = [dict(row) for row in run.rows]
+    for row in rows:
+        if row.get("time/step_s") is not None:
+            inside = sum(row.get(name) or 0.0 for name in ("time/sample_s", "time/update_s"))
+            row[REST] = max(row["time/step_s"] - inside, 0.0) + (row.get("time/eval_s") or 0.0)
+        if run.by_score and (differ := row.get("rollout/scores_differ_frac")) is not None:
+            row[EQUAL] = 1.0 - differ
     names = dict.fromkeys(name for row in rows for name in row if name != "step")
     columns = {name: [_number(row.get(name)) for row in rows] for name in names}
     return Table(
@@ -85,29 +91,21 @@ def configurations(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
         {key, default, values, departs, differs} for each key in the order of the schema. `values` has None for a run
         without config.yaml, `departs` is true if a run differs from the default, `differs` if runs differ.
     """
-    default = _leaves(TrainConfig(run_dir="RUN"))
-    leaves = [None if run.config is None else _leaves(run.config) for run in runs]
+    default = leaf_values(TrainConfig(run_dir="RUN"))
+    leaves = [None if run.config is None else leaf_values(run.config) for run in runs]
     rows = []
-    for key in default:
-        values = [None if each is None else each[key] for each in leaves]
-        known = [value for value, each in zip(values, leaves, strict=True) if each is not None]
+    for key, usual in default.items():
+        known, own = [each[key] for each in leaves if each is not None], key == "run_dir"
         rows.append(
             {
                 "key": key,
-                "default": "" if key == "run_dir" else _shown(default[key]),
-                "values": [
-                    None if each is None else _shown(value)
-                    for value, each in zip(values, leaves, strict=True)
-                ],
-                "departs": key != "run_dir" and any(value != default[key] for value in known),
+                "default": "" if own else _shown(usual),
+                "values": [None if each is None else _shown(each[key]) for each in leaves],
+                "departs": not own and any(value != usual for value in known),
                 "differs": any(value != known[0] for value in known),
             }
         )
     return rows
-
-
-def _leaves(config: TrainConfig) -> dict[str, Any]:
-    return {key: reduce(getattr, key.split("."), config) for key in leaf_types(TrainConfig)}
 
 
 def _shown(value: Any) -> str:
@@ -116,43 +114,23 @@ def _shown(value: Any) -> str:
 
 
 def _axes(rows: Sequence[Mapping[str, Any]], config: TrainConfig | None) -> dict[str, Column]:
+    def of(name: str) -> list[float | int]:
+        return [row.get(name) or 0 for row in rows]
+
     axes: dict[str, Column] = {"step": [row["step"] for row in rows]}
     if config is not None:
-        axes["updates"] = _sums([_updates(row, config.batch.groups_per_update) for row in rows])
-        axes["sampled_tokens"] = _sums([_sampled_tokens(row, config.batch.group_size) for row in rows])
+        batch, tokens = config.batch, of("rollout/response_tokens")
+        updates = [math.ceil(groups / batch.groups_per_update) for groups in of("rollout/trained_groups")]
+        responses = [prompts * batch.group_size for prompts in of("rollout/prompts")]
+        axes["updates"] = _sums(updates)
+        axes["sampled_tokens"] = _sums([round(a * b) for a, b in zip(responses, tokens, strict=True)])
     if any("time/step_s" in row for row in rows):
-        clock = [(row.get("time/step_s") or 0.0) + (row.get("time/eval_s") or 0.0) for row in rows]
-        axes["clock_s"] = _sums(clock)
+        axes["clock_s"] = _sums([a + b for a, b in zip(of("time/step_s"), of("time/eval_s"), strict=True)])
     return axes
 
 
-def _updates(row: Mapping[str, Any], groups_per_update: int) -> int:
-    """Returns the number of updates; the last minibatch may be smaller if dynamic sampling fell short."""
-    return math.ceil((row.get("rollout/trained_groups") or 0) / groups_per_update)
-
-
-def _sampled_tokens(row: Mapping[str, Any], group_size: int) -> int:
-    return round((row.get("rollout/prompts") or 0) * group_size * (row.get("rollout/response_tokens") or 0))
-
-
-def _rest(row: Mapping[str, Any]) -> dict[str, float]:
-    if row.get("time/step_s") is None:
-        return {}
-    inside = sum(row.get(name) or 0.0 for name in ("time/sample_s", "time/update_s"))
-    return {REST: max(row["time/step_s"] - inside, 0.0) + (row.get("time/eval_s") or 0.0)}
-
-
-def _equal(row: Mapping[str, Any]) -> dict[str, float]:
-    differ = row.get("rollout/scores_differ_frac")
-    return {} if differ is None else {EQUAL: 1.0 - differ}
-
-
 def _sums(values: Sequence[float | int]) -> Column:
-    total, sums = 0.0, []
-    for value in values:
-        total += value
-        sums.append(_number(total))
-    return sums
+    return [_number(total) for total in accumulate(values)]
 
 
 def _number(value: Any) -> float | int | None:

@@ -48,30 +48,21 @@ class MultiTracker:
                 stack.callback(tracker.close)
 
 
-def missing_requirement(log: LogConfig) -> tuple[str, str]:
-    """Returns the package or key that a configured tracker lacks, and the remedy; two empty texts if nothing is missing.
+def check_trackers(log: LogConfig) -> None:
+    """Refuses a configuration whose trackers cannot be opened; none is opened.
 
-    No tracker is opened.
+    Raises:
+        ConfigError: a package or a key is missing; the message has the remedy.
     """
     for key, wanted, package, extra in (
         ("log.tensorboard", log.tensorboard, "tensorboardX", "tensorboard"),
         ("log.wandb", log.wandb, "wandb", "wandb"),
     ):
         if wanted and importlib.util.find_spec(package) is None:
-            found = f"{key}=true needs the package {package}, which is not installed"
-            return found, f"{how_to_install(extra)}, or set {key}=false"
+            raise ConfigError(
+                f"{key}=true needs the package {package}, which is not installed: {how_to_install(extra)}, or set {key}=false"
+            )
     if log.wandb and wandb_mode() == "online" and not has_wandb_key():
-        found = "log.wandb=true, and there is no API key of Weights & Biases"
-        return found, "run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline"
-    return "", ""
-
-
-def check_trackers(log: LogConfig) -> None:
-    """Refuses a configuration whose trackers cannot be opened.
-
-    Raises:
-        ConfigError: names the key and the remedy.
-    """
-    found, remedy = missing_requirement(log)
-    if found:
-        raise ConfigError(f"{found}: {remedy}")
+        raise ConfigError(
+            "log.wandb=true, and there is no API key of Weights & Biases: run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline"
+        )

@@ -8,9 +8,9 @@ and holds up to `LINES_PER_OBJECT` lines; every step replaces the last object by
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,22 +27,25 @@ SCHEMA_VERSION = 1
 def write_lines(path: AnyPath, rows: Iterable[Mapping[str, Any]], *, what: str) -> None:
     """Writes one row per line, all of them or none. Creates the folder if needed and replaces an existing file.
 
-    Args:
-        path: the file.
-        rows: values that JSON cannot express are written as text.
-        what: name of the rows, in the plural, for the message.
+    Values that JSON cannot express are written as text. `what` names the rows in the message of an OSError.
 
     Raises:
         ValueError: a number is nan or infinite.
-        OSError: it cannot be written; the message names the file.
     """
     text = "".join(
         json.dumps(row, allow_nan=False, ensure_ascii=False, default=_plain) + "\n" for row in rows
     )
-    try:
+    with writing(what, path):
         path.parent.mkdir(parents=True, exist_ok=True)
         # A sampled token may decode to half a surrogate pair, which is not UTF-8.
         write_whole(path, text.encode("utf-8", errors="replace"))
+
+
+@contextmanager
+def writing(what: str, path: AnyPath) -> Iterator[None]:
+    """Names `what` and the path in the message of an OSError."""
+    try:
+        yield
     except OSError as error:
         raise OSError(error.errno, f"cannot write {what} ({error.strerror or error})", str(path)) from error
 
@@ -50,18 +53,11 @@ def write_lines(path: AnyPath, rows: Iterable[Mapping[str, Any]], *, what: str) 
 def read_lines(path: AnyPath, *, what: str, needs: str) -> list[dict[str, Any]]:
     """Returns the rows that `write_lines` wrote, in order.
 
-    Args:
-        path: the file.
-        what: name of a row, with its article, for the message.
-        needs: a key that every such row has.
-
     Raises:
-        ValueError: a line is not such a row, or has a newer version; the message names the file and the line.
+        ValueError: a line is not a row (`what`) with the key `needs`, or has a newer version; the message names the file and the line.
     """
     rows: list[dict[str, Any]] = []
-    for number, line in enumerate(file_bytes(path).split(b"\n"), start=1):
-        if not line:
-            continue
+    for number, line in enumerate(file_bytes(path).splitlines(), start=1):
         try:
             row = json.loads(line)
             version, _ = row["schema_version"], row[needs]
@@ -104,15 +100,12 @@ class JsonlTracker:
     def __init__(self, path: str | PathLike[str], resume_step: int | None = None) -> None:
         self.path = path_of(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._last_step: int | None = None
-        if resume_step is not None:
-            self._last_step = _cut_after(self.path, resume_step)
-        else:
-            for file in _files_of(self.path):
-                if size := size_of(file):
-                    raise FileExistsError(
-                        f"{file} already holds {size} bytes of metrics: resume that run, or choose another run_dir"
-                    )
+        for file in _files_of(self.path) if resume_step is None else []:
+            if size := size_of(file):
+                raise FileExistsError(
+                    f"{file} already holds {size} bytes of metrics: resume that run, or choose another run_dir"
+                )
+        self._last_step = None if resume_step is None else _cut_after(self.path, resume_step)
         self._name, self._lines = "", list[bytes]()
         """The last object in a bucket, and its lines."""
         # Unbuffered: after an error for lack of space, closing the file must not try the line again.
@@ -131,13 +124,8 @@ class JsonlTracker:
                 "metrics (evaluation too) in one call"
             )
         line = {"step": step} | {name: _number(value) for name, value in metrics.items()}
-        try:
+        with writing(f"the metrics of step {step}", self.path):
             self._append(step, json.dumps(line, allow_nan=False).encode() + b"\n")
-        except OSError as error:
-            reason = error.strerror or error
-            raise OSError(
-                error.errno, f"cannot write the metrics of step {step} ({reason})", str(self.path)
-            ) from error
         self._last_step = step
 
     def close(self) -> None:
@@ -175,33 +163,6 @@ def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: row["step"])
 
 
-class LineFollower:
-    """`read_metrics` of a live run: a local file is read incrementally."""
-
-    def __init__(self, path: str | PathLike[str]) -> None:
-        self._path = path_of(path)
-        self._rows: list[dict[str, Any]] = []
-        self._read, self._file = 0, 0
-        """Bytes of `_rows`, and the inode of their file: a resumed run may replace it."""
-
-    def read(self) -> list[dict[str, Any]]:
-        """Returns the lines that `read_metrics` returns."""
-        path = self._path
-        if not isinstance(path, Path) or _files_of(path) != [path]:
-            return read_metrics(path)
-        about = path.stat()
-        if about.st_ino != self._file or about.st_size < self._read:
-            self._rows, self._read, self._file = [], 0, about.st_ino
-        with path.open("rb") as file:
-            file.seek(self._read)
-            content = file.read()
-        rows = _parsed(path, content, before=len(self._rows))
-        whole = content.count(b"\n", 0, content.rfind(b"\n") + 1)  # the last line may still grow
-        self._rows += [row for row, _ in rows[:whole]]
-        self._read += sum(len(line) + 1 for _, line in rows[:whole])
-        return sorted([*self._rows, *(row for row, _ in rows[whole:])], key=lambda row: row["step"])
-
-
 def _folder_of(path: AnyPath) -> AnyPath:
     return path.with_name(path.stem)
 
@@ -213,17 +174,17 @@ def _files_of(path: AnyPath) -> list[AnyPath]:
     return [path, *objects] if path.exists() else objects
 
 
-def _parsed(path: AnyPath, content: bytes, *, before: int = 0) -> list[tuple[dict[str, Any], bytes]]:
-    """Parses each whole line of `content`, which follows `before` lines of the file. Returns (object, line) pairs."""
+def _parsed(path: AnyPath, content: bytes) -> list[tuple[dict[str, Any], bytes]]:
+    """Returns the object and the text of each whole line of a file."""
     found: list[tuple[dict[str, Any], bytes]] = []
-    lines = content.rstrip(b"\n").split(b"\n")
-    for number, line in enumerate(lines, start=before + 1):
+    lines = content.splitlines()
+    for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
             if not (isinstance(row, dict) and isinstance(row.get("step"), int)):
                 raise ValueError('not an object with an integer "step"')
         except ValueError as error:
-            if number == before + len(lines):
+            if number == len(lines):
                 break
             raise ValueError(f"{path}, line {number} is damaged ({error}): {line[:80]!r}") from error
         found.append((row, line))

@@ -20,14 +20,6 @@ from rich.text import Text
 from dapo_jax.config.keys import without_secrets
 from dapo_jax.terminal import visible
 
-ACCURACY = "rollout/accuracy"
-REWARD = "reward/mean"
-LOST = "reward/lost"
-RESPONSE_TOKENS = "rollout/response_tokens"
-ENTROPY = "policy/entropy"
-SAMPLED_PER_S = "speed/sampled_tokens_per_s"
-STEP_S = "time/step_s"
-
 _COUNTED = re.compile(r"[^/]+@(\d+)")
 """Metrics over a number of samples; their standard errors do not match."""
 
@@ -97,7 +89,7 @@ class Progress:
         """Shows the work before the first step, which may take a minute: as a line, or in a live view as a phase."""
         self.phase(what)
         if not _can_redraw(self._console):
-            self._print(f"{what} ...")
+            self.message(f"{what} ...")
 
     def begin(self, step: int) -> None:
         """Sets the last finished step, with which a resumed run begins."""
@@ -107,7 +99,7 @@ class Progress:
         """Shows the progress of sampling until the step ends; plain output has it after `_QUIET_S` seconds of silence."""
         self._wave = words
         if not self._live.is_started and self._clock() - self._printed >= _QUIET_S:
-            self._print(f"step {self._step + 1}  sampling: {words}")
+            self.message(f"step {self._step + 1}  sampling: {words}")
 
     def step(self, step: int, metrics: Mapping[str, float | int]) -> None:
         """Shows the metrics of a finished step, counted from 1 to `total_steps`."""
@@ -115,7 +107,7 @@ class Progress:
         self._metrics, self._wave = dict(metrics), ""
         self._step_ends.append(self._clock())
         if not self._live.is_started:
-            self._print(self.line())
+            self.message(self.line())
 
     def evaluation(self, name: str, metrics: Mapping[str, float | int], step: int) -> None:
         """Shows the results on the dataset `name`: the metrics over all k samples, such as `eval/NAME/avg@8`, and the mean reward.
@@ -127,21 +119,26 @@ class Progress:
         counted = [key for key, count in samples.items() if count == max(samples.values())]
         # avg@k comes first because papers report it.
         ordered = sorted(counted, key=lambda key: (not key.startswith("avg@"), key))
-        shown = [_with_error(key, found, _decimal) for key in ordered]
-        shown += [_with_error("reward", found, _figures)] if "reward" in found else []
+        ordered += ["reward"] if "reward" in found else []
+        shown = []
+        for key in ordered:
+            form, error = ".3g" if key == "reward" else ".2f", found.get(f"{key}_stderr")
+            spread = "" if error is None else f" ± {_formatted(error, form)}"
+            shown.append(f"{key} {_formatted(found[key], form)}{spread}")
         result = "  ".join(shown) or "-"
         # A new dict, because the drawing thread may be iterating over the old one.
         self._evaluations = self._evaluations | {name: f"{result}  (step {step})"}
         if not self._live.is_started:
-            self._print(f"eval  {name}  {self._evaluations[name]}")
+            self.message(f"eval  {name}  {self._evaluations[name]}")
 
     def message(self, text: str) -> None:
-        """Prints a permanent line, above the live view."""
-        self._print(text)
+        """Prints a permanent line, above the live view: plain text without markup, highlighting and line breaks."""
+        self._printed = self._clock()
+        self._console.print(visible(without_secrets(text)), markup=False, highlight=False, soft_wrap=True)
 
     def line(self) -> str:
         """Returns the last step in one short line."""
-        cells, lost = self._cells(), self._metrics.get(LOST)
+        cells, lost = self._cells(), self._metrics.get("reward/lost")
         width = len(str(self.total_steps))
         return "  ".join(
             [
@@ -157,12 +154,12 @@ class Progress:
         """Returns the metrics of the last step as text."""
         measured = self._metrics.get
         return {
-            "reward": _figures(measured(REWARD)),
-            **({"acc": _decimal(measured(ACCURACY))} if self._counts else {}),
-            "len": _decimal(measured(RESPONSE_TOKENS), 1),
-            "entropy": _decimal(measured(ENTROPY)),
-            "tok/s": _thousands(measured(SAMPLED_PER_S)),
-            "s/step": _decimal(measured(STEP_S), 1),
+            "reward": _formatted(measured("reward/mean"), ".3g"),
+            **({"acc": _formatted(measured("rollout/accuracy"), ".2f")} if self._counts else {}),
+            "len": _formatted(measured("rollout/response_tokens"), ".1f"),
+            "entropy": _formatted(measured("policy/entropy"), ".2f"),
+            "tok/s": _thousands(measured("speed/sampled_tokens_per_s")),
+            "s/step": _formatted(measured("time/step_s"), ".1f"),
         }
 
     def _eta(self) -> str:
@@ -171,7 +168,7 @@ class Progress:
         if len(self._step_ends) > 1:
             step_s = (self._step_ends[-1] - self._step_ends[0]) / (len(self._step_ends) - 1)
         else:
-            step_s = self._metrics.get(STEP_S, math.nan)
+            step_s = self._metrics.get("time/step_s", math.nan)
         return format_seconds((self.total_steps - self._step) * step_s)
 
     def _view(self) -> RenderableType:
@@ -207,11 +204,6 @@ class Progress:
             title_align="left",
         )
 
-    def _print(self, text: str) -> None:
-        self._printed = self._clock()
-        # Plain text: without markup, highlighting and line breaks.
-        self._console.print(visible(without_secrets(text)), markup=False, highlight=False, soft_wrap=True)
-
 
 def format_seconds(seconds: float) -> str:
     """Formats a duration in its two largest units.
@@ -228,21 +220,8 @@ def format_seconds(seconds: float) -> str:
     return f"{whole}s"
 
 
-def _with_error(
-    key: str, found: Mapping[str, float | int], written: Callable[[float | int | None], str]
-) -> str:
-    """Formats `avg@8 0.72 ± 0.01`, with the standard error if there is one."""
-    error = found.get(f"{key}_stderr")
-    return f"{key} {written(found[key])}" + (f" ± {written(error)}" if error is not None else "")
-
-
-def _decimal(value: float | int | None, digits: int = 2) -> str:
-    return f"{value:.{digits}f}" if value is not None and math.isfinite(value) else "-"
-
-
-def _figures(value: float | int | None) -> str:
-    """Formats three significant figures, for rewards of any size."""
-    return f"{value:.3g}" if value is not None and math.isfinite(value) else "-"
+def _formatted(value: float | int | None, form: str) -> str:
+    return f"{value:{form}}" if value is not None and math.isfinite(value) else "-"
 
 
 def _thousands(value: float | int | None) -> str:

@@ -2,7 +2,7 @@
 
 A post-mortem is a folder:
 
-report.json         what was not finite, and where; written last, so a folder without it is incomplete
+report.json         the numbers that were not finite, and their places; written last, so a folder without it is incomplete
 arrays.safetensors  the update's microbatches as they were on the device; 0/tokens is [microbatches, rows, tokens] of stack 0
 step_*.jsonl        its responses, as in RUN/rollouts
 config.yaml         the run's configuration
@@ -59,15 +59,14 @@ def write_rollouts(
         raise ValueError(
             f"{advantages.size} advantages for {count} rollouts in {len(groups)} groups; one per rollout is needed"
         )
-    values = [None] * count if advantages is None else advantages.reshape(-1).tolist()
+    values = iter([None] * count if advantages is None else advantages.reshape(-1).tolist())
     rows = [
-        _row(step, group, index, rollout, ratios)
+        {**_row(step, group, index, rollout, ratios), "advantage": _rounded(next(values))}
         for group in groups
         for index, rollout in enumerate(group.rollouts)
     ]
     path = path_of(folder) / f"step_{step:06d}.jsonl"
-    given = zip(rows, values, strict=True)
-    write_lines(path, [row | {"advantage": _rounded(value)} for row, value in given], what="rollouts")
+    write_lines(path, rows, what="rollouts")
     return path
 
 
@@ -132,15 +131,8 @@ def write_post_mortem(
 ) -> None:
     """Writes a post-mortem, or replaces it.
 
-    Args:
-        folder: created if needed.
-        report: plain values, including `step`.
-        stacks: arrays by name, for each length of rows.
-        groups: the groups of the update.
-        config: the run's configuration as YAML.
-
-    Raises:
-        OSError: it cannot be written; the message names the file.
+    `report` has plain values, including `step`; `stacks` has arrays by name, for each length of rows; `groups` are the groups of the
+    update; `config` is YAML.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_rollouts(folder, report["step"], groups)
@@ -208,8 +200,16 @@ def _row(
     rollout: Rollout,
     ratios: Mapping[tuple[int, int], Float[np.ndarray, " response"] | None],
 ) -> dict[str, Any]:
-    """Returns the line of one rollout, with long lists last; `in_loss` is null if it was not trained on."""
-    found = ratios.get(key := (group.prompt.ordinal, index))
+    """Returns the line of one rollout, with long lists last.
+
+    `in_loss` is null if it was not trained on. Only an episode has `turns` as [first token, end), their rewards, and `contexts`.
+    """
+    found, response, turns = ratios.get(key := (group.prompt.ordinal, index)), rollout.response, {}
+    if response.turns:
+        rewards = [_rounded(reward) for reward in rollout.verdict.turn_rewards]
+        turns = {"turns": [list(turn) for turn in response.turns], "turn_rewards": rewards}
+    if response.contexts:
+        turns["contexts"] = [list(context) for context in response.contexts]
     return {
         "schema_version": SCHEMA_VERSION,
         "step": step,
@@ -225,26 +225,15 @@ def _row(
         "reward": _rounded(rollout.reward),
         "overlong_penalty": _rounded(rollout.overlong_penalty),
         "response_tokens": rollout.response_tokens,
-        "finish_reason": rollout.response.finish_reason,
-        "spans": [list(span) for span in rollout.response.spans],
-        **_of_turns(rollout),
+        "finish_reason": response.finish_reason,
+        "spans": [list(span) for span in response.spans],
+        **turns,
         "row": dict(group.prompt.row),
         "prompt_token_ids": group.prompt.tokens.tolist(),
-        "response_token_ids": rollout.response.tokens.tolist(),
-        "logprobs": [_rounded(value) for value in rollout.response.logprobs.tolist()],
+        "response_token_ids": response.tokens.tolist(),
+        "logprobs": [_rounded(value) for value in response.logprobs.tolist()],
         "in_loss": found is not None if key in ratios else None,
         "ratios": None if found is None else [_rounded(value) for value in found.tolist()],
-    }
-
-
-def _of_turns(rollout: Rollout) -> dict[str, Any]:
-    """Returns the turns of an episode as [first token, end) and their rewards."""
-    if not rollout.response.turns:
-        return {}
-    return {
-        "turns": [list(turn) for turn in rollout.response.turns],
-        "turn_rewards": [_rounded(reward) for reward in rollout.verdict.turn_rewards],
-        **({"contexts": [list(one) for one in contexts]} if (contexts := rollout.response.contexts) else {}),
     }
 
 

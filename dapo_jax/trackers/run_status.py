@@ -1,6 +1,6 @@
 """RUN/status.json: the state of a run, and the time and reason of its end.
 
-The file of a killed run keeps the state `running`; `RunStatus.is_alive` then tells whether its process exists.
+The file of a killed run keeps the state `running`; `RunStatus.is_alive` then checks whether its process exists.
 """
 
 import contextlib
@@ -77,11 +77,7 @@ def status_kept(run_dir: AnyPath, *, check: Callable[[], None] = lambda: None) -
 
 
 def write_status(run_dir: AnyPath, state: str, reason: str = "") -> None:
-    """Replaces the file.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Replaces the file."""
     status = RunStatus(
         state=state,
         at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -112,7 +108,7 @@ def _this_process() -> Process:
 
 
 def _started(pid: int) -> str:
-    """Returns the start of a process; empty if there is no such process, or the system does not tell."""
+    """Returns the start of a process; empty if there is no such process, or the system does not know."""
     try:
         # The second field is the program's name in parentheses, which may hold spaces; the start is the 22nd.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]

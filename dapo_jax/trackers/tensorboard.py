@@ -6,8 +6,10 @@ import os
 import time
 from collections.abc import Mapping
 from os import PathLike
+from pathlib import Path
 
 from dapo_jax.hints import how_to_install
+from dapo_jax.trackers.json_lines import writing
 
 
 class TensorBoardTracker:
@@ -62,10 +64,6 @@ class TensorBoardTracker:
             self._writer.close()
 
     def _write(self, event: object) -> None:
-        try:
+        with writing("TensorBoard events", Path(self.folder)):
             self._writer.write_event(event)
             self._writer.flush()
-        except OSError as error:
-            raise OSError(
-                error.errno, f"cannot write TensorBoard events ({error.strerror})", self.folder
-            ) from error

@@ -149,7 +149,7 @@ def test_one_nan_in_the_weights(examined, tmp_path):
 
 
 def test_waves_that_are_larger_than_the_data_are_a_warning(examined):
-    """Nine rows: waves of three times two prompts fit, of three times four do not; without dynamic sampling a step samples four prompts."""
+    """Of nine rows, waves of three times four prompts do not fit; without dynamic sampling a step samples four prompts."""
     found = examined(quick=True, batch__prompts_per_step=4)["training data"]
     assert found.state == "warning"
     assert "1.33 times" in found.message
@@ -180,13 +180,7 @@ def test_an_environment_is_examined_instead_of_a_grader(examined, tmp_path):
         # The longest form of the answer that this model's characters can write is =0 to =4.
         ("score", "long", "ok", "reference answers score 2, an empty response 0;", ""),
         ("score", "brief", "warning", "reference answers score -1, an empty response -0;", "write nothing"),
-        (
-            "score",
-            "wrong",
-            "failed",
-            "the grader returned a verdict without",
-            "dynamic_sampling.metric=correct",
-        ),
+        ("score", "wrong", "failed", "the grader returned a verdict", "dynamic_sampling.metric=correct"),
     ],
 )
 def test_with_scores_answers_must_score_more_than_an_empty_response(
@@ -215,9 +209,7 @@ def test_a_grader_with_its_own_form_needs_the_option_right(examined, graders):
     assert "--right" in found.remedy
     found = examined(quick=True, reward__grader=grader, right="::{answer}::")
     assert found["grader"].state == "ok"
-    good, sentence = judged(found)
-    assert good
-    assert "no step was tried" in sentence
+    assert judged(found)[0]
 
 
 def test_a_full_disk(examined, monkeypatch):
@@ -297,7 +289,7 @@ def test_weights_and_biases_needs_its_extra_and_a_key(installed, examined, monke
     # Without a model the later checks are skipped, which saves time.
     wants = {"quick": True, "log__wandb": "true", "model__source": "preset:none"}
     remedy = "wandb login" if installed else "pip install -e '.[wandb]'"
-    assert remedy in examined(**wants)["metrics"].remedy
+    assert remedy in examined(**wants)["metrics"].message
     netrc.write_text("machine api.wandb.ai login user password key\n")
     assert (examined(**wants)["metrics"].state == "ok") == installed
 
@@ -308,8 +300,7 @@ def test_another_model_makes_the_step_if_the_own_one_is_too_large(examined, monk
     monkeypatch.setitem(module.OWN_MODEL, "cpu", 100)
     found = examined()
     assert not failed(found)
-    assert "preset:tiny" in found["weights"].message
-    assert "over 100 for a cpu" in found["weights"].message
+    assert re.search("preset:tiny.* over 100 for a cpu", found["weights"].message)
     good, sentence = judged(found)
     assert good
     assert "weights" in sentence
@@ -325,22 +316,11 @@ def test_without_a_model_its_dependents_are_skipped_and_the_verdict_names_it(exa
     assert judged(found) == (False, "This configuration cannot train here: see model.")
 
 
-def printed(*findings):
-    out = io.StringIO()
-    show(findings, Console(file=out, width=200), configured=True)
-    return out.getvalue()
-
-
-def test_control_characters_are_escaped():
+def test_control_characters_are_escaped_and_tokens_and_passwords_are_not_printed(monkeypatch):
     """Prompts, responses and quoted errors are untrusted text: ESC would colour the screen, the other character reverses the line."""
-    evil = "\x1b[31m\u202e"
-    text = printed(Finding("prompts", Found(evil, remedy=evil, details=(f"prompt 0: {evil}",)), 0.0))
-    assert not {"\x1b", "\u202e"} & set(text)
-    assert text.count("\\x1b[31m\\u202e") == 3
-
-
-def test_tokens_and_passwords_are_not_printed(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
-    secret = "hf_0123456789 at https://me:word@host"
-    text = printed(Finding("model", Found(secret, remedy=secret, details=(secret,)), 0.0))
-    assert text.count("$HF_TOKEN at https://me:...@host") == 3
+    evil, out = "\x1b[31m\u202e hf_0123456789 at https://me:word@host", io.StringIO()
+    finding = Finding("prompts", Found(evil, remedy=evil, details=(f"prompt 0: {evil}",)), 0.0)
+    show([finding], Console(file=out, width=200), configured=True)
+    assert not {"\x1b", "\u202e"} & set(out.getvalue())
+    assert out.getvalue().count("\\x1b[31m\\u202e $HF_TOKEN at https://me:...@host") == 3

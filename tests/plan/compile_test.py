@@ -1,4 +1,4 @@
-"""Programs really compiled for TPU slices, which needs libtpu (extra tpu) and no TPU."""
+"""Programs compiled for TPU slices, which needs libtpu (extra tpu) and no TPU."""
 
 import json
 
@@ -88,11 +88,8 @@ def test_the_arguments_have_the_sizes_of_the_shapes(file, compiled):
 
 
 LONG = [
-    "data.max_prompt_tokens=256",
-    "sampling.max_response_tokens=1792",
-    "sampling.page_tokens=128",
-    "sampling.cache_tokens=8192",
-]
+    "data.max_prompt_tokens=256", "sampling.max_response_tokens=1792", "sampling.page_tokens=128", "sampling.cache_tokens=8192",
+]  # fmt: skip
 
 
 def test_rows_of_several_lengths_and_chunked_prefill_have_their_programs(folder, file):
@@ -105,9 +102,8 @@ def test_rows_of_several_lengths_and_chunked_prefill_have_their_programs(folder,
     ]  # fmt: skip
     parts = ("prefill_part", "prefill_kept", "fill_part", "insert_part")
     # The others take half a minute more to compile.
-    found = plan(
-        config, slice=parse("v5e:2x2"), only=("update_begin", "update_add_shortest", "update_apply", *parts)
-    )
+    updates = ("update_begin", "update_add_shortest", "update_apply")
+    found = plan(config, slice=parse("v5e:2x2"), only=(*updates, *parts))
     assert found.fits
     phases = {phase.program: phase.parts for phase in found.phases}
     assert set(parts) < set(phases)
@@ -127,9 +123,8 @@ def test_rows_of_several_lengths_and_chunked_prefill_have_their_programs(folder,
 
 def test_rollouts_in_flight_have_their_programs(file):
     """32 responses in flight share 8 slots. A row of prefill has 128 of the 256 tokens of a re-prefilled response."""
-    config = load_config(
-        file, ["rollout.in_flight=32", "rollout.round_tokens=16", "sampling.prefill_tokens=128"]
-    )
+    changes = ["rollout.in_flight=32", "rollout.round_tokens=16", "sampling.prefill_tokens=128"]
+    config = load_config(file, changes)
     names = ("paused", "insert_paused", "prefill_part", "prefill_kept")
     found = plan(config, slice=parse("v5e:2x2"), only=names)
     assert {program.name for program in found.programs} == set(names)
@@ -154,11 +149,8 @@ def test_the_reported_cache_fits_and_leaves_little(file, folder):
     """An eighth of the most that 1024 slots may need is 4 GiB on each device; the reported cache leaves less than a hundredth of the memory."""
     slots, capacity = 1024, 65_536
     options = [
-        f"model.source={folder}",
-        f"sampling.slots={slots}",
-        "sampling.max_response_tokens=65408",
-        "sampling.page_tokens=1024",
-    ]
+        f"model.source={folder}", f"sampling.slots={slots}", "sampling.max_response_tokens=65408", "sampling.page_tokens=1024"
+    ]  # fmt: skip
 
     def planned(tokens):
         config = load_config(file, [*options, f"sampling.cache_tokens={tokens}"])
@@ -171,12 +163,6 @@ def test_the_reported_cache_fits_and_leaves_little(file, folder):
     assert found.phases[0].total > 0.99 * found.limit
 
 
-def test_weights_over_two_devices_are_summed_in_every_layer_of_a_decode_step(compiled):
-    """The outputs of attention and MLP are sums over the tensor axis: 2 all-reduces in each of 2 layers, 16 tokens per call."""
-    counts = {kind.kind: kind.count for p in compiled.programs if p.name == "generate" for kind in p.traffic}
-    assert counts["all-reduce"] >= 2 * 2 * 16
-
-
 def test_the_programs_have_a_roofline(compiled):
     assert compiled.step_s == sum(bound.seconds for bound in compiled.bounds) > 0
     assert 0 < compiled.mfu_bound < 1
@@ -186,16 +172,11 @@ def test_the_programs_have_a_roofline(compiled):
 def test_arrays_that_do_not_fit_are_named_and_a_remedy_is_compiled(file, folder, capsys):
     """A cached token on one of its 2 devices has 2 layers x 1 head x 128 x 2 x 2 bytes = 1 KiB. 1024 slots of 16,384 on each of 2 groups of
     devices are 16 GiB of the 15.75. The suggestion is as many tokens as the limit leaves."""
-    config = load_config(
-        file,
-        [
-            f"model.source={folder}",
-            "sampling.slots=2048",
-            "sampling.max_response_tokens=16256",
-            "sampling.page_tokens=512",
-            "sampling.cache_tokens=33554432",
-        ],
-    )
+    changes = [
+        f"model.source={folder}", "sampling.slots=2048", "sampling.max_response_tokens=16256", "sampling.page_tokens=512",
+        "sampling.cache_tokens=33554432",
+    ]  # fmt: skip
+    config = load_config(file, changes)
     found = plan(config, slice=parse("v5e:2x2"), only=("generate",))
     assert found.failures == ["generate"]
     assert "15.75G" in found.programs[0].refusal
@@ -252,16 +233,6 @@ def test_the_recipes_fit_their_slices(name, slice, responses):
         trained = {kind.kind: kind for kind in traffic}
         assert trained.keys() <= {"all-gather", "reduce-scatter", "all-reduce"}
         assert trained["all-reduce"].received_bytes < 0.01 * trained["reduce-scatter"].received_bytes
-
-
-# Slow: compiles a decode step of 64 layers for 256 chips.
-@pytest.mark.slow
-def test_32b_on_a_slice_with_too_little_memory_is_refused_with_the_numbers():
-    """fsdp 32 x tensor 8 on 256 chips of 16 GB."""
-    config = load_config("configs/dapo_qwen2.5_32b.yaml", ["parallel.fsdp=32", "parallel.tensor=8"])
-    found = plan(config, slice=parse("v5e:16x16"), only=["generate"])
-    assert not found.fits
-    assert list(found.failures) == ["generate"]
 
 
 def test_nothing_of_size_is_allocated(file):

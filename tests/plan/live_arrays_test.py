@@ -62,6 +62,7 @@ def counted(tmp_path_factory):
     return observed(tmp_path_factory.mktemp("run"))
 
 
+# Slow: three more runs; the tests of `counted` check the same sums without adapters.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "frozen"),
@@ -75,12 +76,7 @@ def counted(tmp_path_factory):
 def test_frozen_weights_below_adapters_are_counted(changes, frozen, tmp_path):
     """The sampler's copy stays between steps."""
     made, found = observed(tmp_path, "lora.rank=4", *changes)
-    resident = parts(made, "update")
-    assert list(resident) == ["train state", *frozen, "reference policy", "rotations", "minibatches"]
-    assert max(found["updates"]) == pytest.approx(sum(resident.values()), abs=SMALLS)
-    assert max(found["between"]) == pytest.approx(
-        sum(resident.values()) - resident["minibatches"], abs=SMALLS
-    )
+    check_updates(made, found, *frozen)
     check_while_sampling(made, found)
 
 
@@ -108,15 +104,17 @@ def parts(made, program):
     return {name: size for name, size in found[1].items() if size}
 
 
-def test_arrays_during_updates_and_between_steps_are_counted(counted):
-    """State, reference policy, rotations, and during updates the minibatches of a step."""
-    made, found = counted
+def check_updates(made, found, *frozen):
+    """State, frozen weights, reference policy, rotations, and during updates the minibatches of a step."""
     resident = parts(made, "update")
-    assert list(resident) == ["train state", "reference policy", "rotations", "minibatches"]
-    assert max(found["updates"]) == pytest.approx(sum(resident.values()), abs=SMALLS)
-    assert max(found["between"]) == pytest.approx(
-        sum(resident.values()) - resident["minibatches"], abs=SMALLS
-    )
+    assert list(resident) == ["train state", *frozen, "reference policy", "rotations", "minibatches"]
+    total = sum(resident.values())
+    assert max(found["updates"]) == pytest.approx(total, abs=SMALLS)
+    assert max(found["between"]) == pytest.approx(total - resident["minibatches"], abs=SMALLS)
+
+
+def test_arrays_during_updates_and_between_steps_are_counted(counted):
+    check_updates(*counted)
 
 
 def check_while_sampling(made, found):
@@ -131,13 +129,8 @@ def test_arrays_while_sampling_are_counted(counted):
     """Weights and cache, and a prompt in prefill while the previous one waits for slots."""
     made, found = counted
     resident, total = check_while_sampling(made, found)
-    assert list(resident)[3:] == [
-        "sampler weights",
-        "decode state",
-        "prefilled prompts",
-        "sequence prefilled in chunks",
-        "sequence that waits for its slot",
-    ]
+    waiting = ["prefilled prompts", "sequence prefilled in chunks", "sequence that waits for its slot"]
+    assert list(resident)[3:] == ["sampler weights", "decode state", *waiting]
     # At the end of sampling nothing is in prefill.
     least = total - sum(list(resident.values())[5:])
     assert min(found["sampling"]) == pytest.approx(least, abs=SMALLS)
@@ -149,15 +142,11 @@ FLYING = [
 """Three responses share a slot. A row of prefill has 32 of a sequence's 56 tokens, a page 16."""
 
 
+# Slow: another run; `counted` checks the same sums without rollouts in flight.
 @pytest.mark.slow
 def test_arrays_with_rollouts_in_flight_are_counted(tmp_path):
     """A re-prefilled response waits for its slot while another is in prefill, and prompts are there."""
     made, found = observed(tmp_path, *FLYING)
     resident, _ = check_while_sampling(made, found)
-    assert list(resident)[4:] == [
-        "decode state",
-        "paused responses",
-        "prefilled prompts",
-        "sequence prefilled in chunks",
-        "sequence that waits for its slot",
-    ]
+    waiting = ["prefilled prompts", "sequence prefilled in chunks", "sequence that waits for its slot"]
+    assert list(resident)[4:] == ["decode state", "paused responses", *waiting]

@@ -36,13 +36,6 @@ def test_the_32b_run_by_hand():
     assert (made.sizes.samplers, made.sizes.devices) == (32, 128)
 
 
-def test_the_early_run_differs_in_dynamic_sampling_alone():
-    whole, early = (load_config(CONFIGS / f"{name}.yaml") for name in LARGE[:2])
-    sections = [name for name in vars(whole) if getattr(whole, name) != getattr(early, name)]
-    assert sections == ["run_dir", "dynamic_sampling"]
-    assert not early.dynamic_sampling.enabled
-
-
 def test_the_32b_configuration_is_the_papers():
     """Section 4.1 of https://arxiv.org/abs/2503.14476."""
     config = load_config(CONFIGS / "dapo_qwen2.5_32b.yaml")

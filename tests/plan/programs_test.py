@@ -34,15 +34,9 @@ def sampler_of(planned):
     mesh = mesh_of(config.parallel, rows_per_microbatch=8, devices=jax.devices()[:1])
     policy = Policy(decoder=planned.decoder, params=planned.state.params, tokenizer=ByteTokenizer())
     return response_sampler(
-        policy,
-        meshes_of(config.parallel, mesh),
-        config.sampling,
-        seed=0,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        compute_dtype=config.model.compute_dtype,
-        group_size=config.batch.group_size,
-        in_flight=config.rollout.in_flight,
-    )
+        policy, meshes_of(config.parallel, mesh), config.sampling, seed=0, group_size=config.batch.group_size,
+        max_prompt_tokens=config.data.max_prompt_tokens, compute_dtype=config.model.compute_dtype, in_flight=config.rollout.in_flight,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("in_flight", [0, 8, 24, 48])

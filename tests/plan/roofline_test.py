@@ -26,7 +26,6 @@ from dapo_jax.config import (
 from dapo_jax.models.decoder import Decoder
 from dapo_jax.models.lora import lora_shape
 from dapo_jax.models.presets import DecoderConfig
-from dapo_jax.plan.chips import CHIPS
 from dapo_jax.plan.collectives import Traffic
 from dapo_jax.plan.compiled import Program
 from dapo_jax.plan.mesh_sizes import MeshSizes
@@ -41,6 +40,7 @@ from dapo_jax.plan.roofline import (
     matrix_parameters,
     work_of,
 )
+from dapo_jax.plan.topologies import CHIPS
 from dapo_jax.plan.workload import Assumptions, workload_of
 from dapo_jax.sampling.pages import PageSizes, slot_pages
 
@@ -183,13 +183,6 @@ def test_responses_in_flight_decode_without_waves_and_are_re_prefilled():
     assert phases["prefill"].flops == pytest.approx((prompts + again) / 4)
     assert phases["prefill"].useful_flops == prompts / 4
     assert phases["prefill"].runs == 4 / 4 + 6 / 2
-
-
-def test_more_responses_in_flight_than_slots_share_the_slots():
-    flying = replace(CONFIG, rollout=RolloutConfig(in_flight=64, round_tokens=8))
-    work, _ = works(flying)
-    pages = PageSizes(holders=32, capacity=16, page_tokens=4, pools=2, pool_pages=64)
-    assert in_flight(flying, work, pages, 2) == 8
 
 
 def test_prefill_and_transfer_by_hand():

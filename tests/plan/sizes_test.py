@@ -14,7 +14,6 @@ from dapo_jax.plan.sizes import decoder_of
 @pytest.mark.parametrize(
     ("source", "known"),
     [
-        ("hf:Qwen/Qwen2.5-32B", "qwen2.5-32b"),
         ("hf:Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
         ("hf:Qwen/Qwen3-0.6B-Base", "qwen3-0.6b"),
         ("hf:meta-llama/Llama-3.2-1B", "llama-3.2-1b"),

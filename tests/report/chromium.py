@@ -120,7 +120,7 @@ class Shown:
         return [each.get_attribute("class").split()[1] for each in tokens]
 
     def settings(self):
-        """Those of the configurations that are shown."""
+        """Returns the keys in the shown configurations."""
         return [text.replace("\n", "") for text in self.texts(".keys tbody th")]
 
     def status(self):

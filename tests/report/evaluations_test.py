@@ -8,7 +8,7 @@ import pytest
 
 from dapo_jax.config import ConfigError
 from dapo_jax.report.chunks import question_key
-from dapo_jax.report.evaluations import ABSENT, Evaluations, lay_out_evaluations
+from dapo_jax.report.evaluations import ABSENT, lay_out_evaluations
 from dapo_jax.report.runs import read_runs
 from tests.report.made import problem_line, write_evaluation, write_run
 
@@ -58,16 +58,6 @@ def test_the_same_prompt_twice_is_two_problems_and_datasets_are_separate(tmp_pat
     found = opened(lay_out_evaluations(files))
     assert list(found) == ["a", "hf:b/c"]
     assert found["a"][1][0].tolist() == [[1, 2], [1, 2]]
-
-
-def test_earlier_layouts_do_not_change(tmp_path):
-    laying = Evaluations()
-    laying.add(write_evaluation(tmp_path, 0, [problem_line(0, 1)]))
-    before = laying.laid(logged=1)
-    laying.add(write_evaluation(tmp_path, 1, [problem_line(0, 2), problem_line(1, 2)]))
-    after = laying.laid(logged=2)
-    assert after.chunks[: len(before.chunks)] == before.chunks
-    assert opened(before)["aime_2024"][1].tolist() == [[[1]], [[8]]]
 
 
 def test_some_of_many_evaluations_are_chosen_with_all_datasets(tmp_path):

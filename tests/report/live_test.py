@@ -93,24 +93,6 @@ def test_the_open_group_stays_and_new_ones_are_listed(driver, run):
         assert complaints(driver) == []
 
 
-def test_a_run_that_has_just_begun_fills_its_page(driver, tmp_path):
-    run = write_run(tmp_path / "run", steps=1, every=9)
-    lines = (run / "metrics.jsonl").read_text()
-    (run / "metrics.jsonl").unlink()
-    with served(run) as server:
-        shown = opened(driver, server)
-        assert "0 of 1" in shown.one(".summary").text
-        assert shown.texts("#rollouts .empty, #evaluations .empty") != []
-        (run / "metrics.jsonl").write_text(lines)
-        add_step(run, 2)
-        shown.until(lambda: shown.all('[data-title="Entropy"]'))
-        shown.click("#tab-rollouts")
-        shown.until(lambda: shown.all("#rollouts .row"))
-        shown.click("#tab-evaluations")
-        shown.until(lambda: shown.all("#evaluations .row"))
-        assert complaints(driver) == []
-
-
 def test_the_page_shows_when_its_server_has_ended(driver, run):
     with served(run) as server:
         shown = opened(driver, server)

@@ -5,11 +5,11 @@ import hashlib
 import html
 import json
 import re
+from functools import partial
 from html.parser import HTMLParser
 
 import pytest
 
-from dapo_jax import report as room
 from dapo_jax.config import ConfigError
 from dapo_jax.report import report
 from dapo_jax.report.page import SCRIPTS, WATCHING, inert
@@ -52,18 +52,13 @@ class Elements(HTMLParser):
 def hostile(tmp_path):
     """A run whose texts and name try to break out of the page."""
 
-    def line(step, ordinal, index, *, rng):
-        return rollout_line(
-            step, ordinal, index, rng=rng, prompt=HOSTILE, response=f"</script>{index}", extracted=HOSTILE, reason=HOSTILE
-        )  # fmt: skip
-
-    run = write_run(tmp_path / "<b>run<!--", steps=2, line=line)
+    texts = {"prompt": HOSTILE, "extracted": HOSTILE, "reason": HOSTILE}
+    run = write_run(
+        tmp_path / "<b>run<!--", steps=2, line=partial(rollout_line, response="</script>", **texts)
+    )
     for step in (0, 1):
-        strange = {
-            "prompt": HOSTILE,
-            "answer": HOSTILE,
+        strange = dict.fromkeys(("prompt", "answer", "place"), HOSTILE) | {
             "responses": [{"response": HOSTILE, "reason": HOSTILE}],
-            "place": HOSTILE,
             "extracted": [{"answer": HOSTILE, "count": 8, "correct": 0}],
         }
         write_evaluation(run, step, [problem_line(0, 0) | strange], name="</script><b>x")
@@ -119,7 +114,7 @@ def test_scripts_never_read_markup():
     markup = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|DOMParser|XMLHttp|import\("
     assert {path.name for path in folder.glob("*.js")} == {*SCRIPTS, WATCHING}
     for name in (*SCRIPTS, WATCHING):
-        # Only the page that is served asks for anything, which its policy lets it do there alone.
+        # Only a served page sends requests; its policy allows only its own server.
         forbidden = markup if name == WATCHING else rf"{markup}|fetch\("
         found = re.search(forbidden, (folder / name).read_text())
         assert not found, f"{name}: {found}"
@@ -152,13 +147,12 @@ def test_a_report_is_saved_whole_and_is_the_same_except_its_time(tmp_path):
     assert one == other
 
 
-def test_too_many_runs_are_said(tmp_path):
+def test_too_many_runs_are_refused(tmp_path):
     runs = [write_run(tmp_path / str(number), steps=1) for number in range(9)]
     with pytest.raises(ConfigError, match="found 9 runs, needs at most 8"):
         report(*runs)
     with pytest.raises(ConfigError, match="rollout_steps: found -1"):
         report(runs[0], rollout_steps=-1)
-    assert room.report is report
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing() or "there is a browser")

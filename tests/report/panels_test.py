@@ -72,15 +72,8 @@ def test_a_single_dataset_has_no_name_and_only_the_largest_pass_at_k_is_drawn():
 
 
 def evaluated(k, dataset="x"):
-    return table(
-        {
-            "step": 0,
-            **{
-                f"eval/{dataset}/{kind}": 0.5
-                for kind in (f"avg@{k}", f"avg@{k}_stderr", "pass@2", f"pass@{k}", f"cons@{k}")
-            },
-        }
-    )
+    kinds = (f"avg@{k}", f"avg@{k}_stderr", "pass@2", f"pass@{k}", f"cons@{k}")
+    return table({"step": 0, **{f"eval/{dataset}/{kind}": 0.5 for kind in kinds}})
 
 
 def test_runs_that_differ_in_k_are_compared_at_the_largest_common_k():

@@ -12,23 +12,17 @@ from dapo_jax.trackers.run_status import FILE, read_status, write_status
 from tests.report.made import problem_line, write_evaluation, write_run
 
 
-def test_a_current_run_is_read_up_to_its_last_whole_line(tmp_path):
+def test_a_current_run_is_read_up_to_its_last_whole_line_and_each_step_counts_once(tmp_path):
+    """A run that was copied from a bucket and continued locally may have a step in both places."""
     run = write_run(tmp_path / "run", steps=3)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "rollout/accu')
+    (run / "metrics").mkdir()
+    (run / "metrics" / "000001.jsonl").write_text('{"step": 1, "rollout/accuracy": 0.125}\n')
     [found] = read_runs([run])
     assert [row["step"] for row in found.rows] == [0, 1, 2, 3]
     assert found.config.steps == 3
     assert [path.name for path in found.logged] == [f"step_{step:06d}.jsonl" for step in (1, 2, 3)]
-
-
-def test_a_step_that_is_in_a_file_and_in_an_object_counts_once(tmp_path):
-    """A run that was copied from a bucket and continued locally."""
-    run = write_run(tmp_path / "run", steps=2)
-    (run / "metrics").mkdir()
-    (run / "metrics" / "000001.jsonl").write_text('{"step": 1, "rollout/accuracy": 0.125}\n')
-    [found] = read_runs([run])
-    assert [row["step"] for row in found.rows] == [0, 1, 2]
 
 
 def test_evaluations_are_found_in_the_order_of_their_steps(tmp_path):
@@ -42,13 +36,6 @@ def test_evaluations_are_found_in_the_order_of_their_steps(tmp_path):
     assert [f"{path.parent.name}/{path.name}" for path in found.evaluations] == [
         f"step_{step}/{name}.jsonl" for step in ("000003", "000020", "1000000") for name in ("a", "b")
     ]
-
-
-def test_metrics_without_a_configuration_are_a_run_too(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "rollout/accuracy": 0.5}\n')
-    [found] = read_runs([tmp_path])
-    assert found.config is None
-    assert found.logged == []
 
 
 def test_a_run_in_a_bucket_is_read(bucket, tmp_path):

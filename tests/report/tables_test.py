@@ -6,18 +6,13 @@ import pytest
 
 from dapo_jax.config import BatchConfig, DynamicSamplingConfig, LossConfig, TrainConfig
 from dapo_jax.report.runs import RunFiles, State
-from dapo_jax.report.tables import EQUAL, REST, configurations, table_of
+from dapo_jax.report.tables import EQUAL, REST, _shown, configurations, table_of
 
 
 def run(rows, config=None, name="run"):
+    state = State(kind="unknown", at=None)
     return RunFiles(
-        name=name,
-        place=Path(name),
-        config=config,
-        rows=rows,
-        logged=[],
-        evaluations=[],
-        state=State(kind="unknown", at=None),
+        name=name, place=Path(name), config=config, rows=rows, logged=[], evaluations=[], state=state
     )
 
 
@@ -76,8 +71,6 @@ def test_configurations_mark_departures_and_differences():
     ("value", "text"), [(True, "true"), (None, "null"), ([5], "[5]"), ("", '""'), (1e-6, "1e-06")]
 )
 def test_values_are_written_as_in_a_file(value, text):
-    from dapo_jax.report.tables import _shown
-
     assert _shown(value) == text
 
 

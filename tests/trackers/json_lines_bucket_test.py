@@ -1,4 +1,4 @@
-"""Metrics in a bucket, where nothing can be appended to: the same lines, none lost, and no more sent as a run gets longer."""
+"""Metrics in a bucket, where nothing can be appended to: the same lines, and requests that do not grow with the run."""
 
 import json
 import os
@@ -16,7 +16,7 @@ def objects(bucket):
     return {name.removeprefix("gs://bucket/run/"): data for name, data in bucket.files("gs://bucket").items()}
 
 
-def test_the_lines_are_those_of_a_file(bucket, tmp_path):
+def test_the_lines_equal_a_files(bucket, tmp_path):
     steps = range(2 * LINES_PER_OBJECT + 3)
     write(PATH, steps)
     write(tmp_path / "metrics.jsonl", steps)
@@ -27,11 +27,7 @@ def test_the_lines_are_those_of_a_file(bucket, tmp_path):
 
 
 def test_a_step_is_stored_before_log_returns_by_one_request(bucket):
-    """Neither the number nor the size of requests grows with earlier steps.
-
-    The objects are looked at in the server: a reader's client asks several questions at once, takes the first answer, and
-    the others may arrive while the next step is logged.
-    """
+    """Neither the number nor the size of requests grows with earlier steps. Reading by a client would add requests."""
     tracker = JsonlTracker(PATH)
     for step in range(LINES_PER_OBJECT + 2):
         before = len(bucket.requests)
@@ -40,14 +36,6 @@ def test_a_step_is_stored_before_log_returns_by_one_request(bucket):
         last = list(objects(bucket).values())[-1].splitlines()[-1]
         assert json.loads(last)["step"] == step
     assert max(data.count(b"\n") for data in objects(bucket).values()) == LINES_PER_OBJECT
-
-
-def test_a_write_that_is_tried_again_stores_a_line_once(bucket):
-    tracker = JsonlTracker(PATH)
-    tracker.log(1, {"a": 1.0})
-    bucket.busy = 1
-    tracker.log(2, {"a": 1.0})
-    assert steps_of(PATH) == [1, 2]
 
 
 def test_a_line_that_cannot_be_stored_is_an_error_and_may_be_logged_again(bucket):
@@ -72,7 +60,7 @@ def test_a_line_that_cannot_be_stored_is_an_error_and_may_be_logged_again(bucket
         (99, ["metrics/000000.jsonl", "metrics/000032.jsonl"]),
     ],
 )
-def test_resuming_cuts_later_steps_and_goes_on(bucket, resume_step, names):
+def test_resuming_cuts_later_steps_and_continues(bucket, resume_step, names):
     last = LINES_PER_OBJECT + 1
     write(PATH, range(last + 1))
     write(PATH, [], resume_step)
@@ -83,7 +71,7 @@ def test_resuming_cuts_later_steps_and_goes_on(bucket, resume_step, names):
     assert steps_of(PATH) == list(range(last + 3))
 
 
-def test_a_run_copied_from_a_disk_goes_on_in_a_bucket(bucket, tmp_path):
+def test_a_run_copied_from_a_disk_continues_in_a_bucket(bucket, tmp_path):
     write(tmp_path / "metrics.jsonl", [1, 2, 3])
     bucket.buckets["bucket"]["run/metrics.jsonl"] = ((tmp_path / "metrics.jsonl").read_bytes(), 1)
     write(PATH, [3, 4], resume_step=2)
@@ -93,7 +81,7 @@ def test_a_run_copied_from_a_disk_goes_on_in_a_bucket(bucket, tmp_path):
     assert steps_of(PATH) == [1]
 
 
-def test_a_run_copied_from_a_bucket_goes_on_on_a_disk(bucket, tmp_path):
+def test_a_run_copied_from_a_bucket_continues_on_a_disk(bucket, tmp_path):
     """The file's lines are then later than the lines in the folder."""
     write(PATH, [1, 2, 3])
     os.makedirs(tmp_path / "metrics")

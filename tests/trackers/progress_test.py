@@ -50,7 +50,7 @@ def view_of(progress):
     return console.export_text()
 
 
-def test_what_is_done_before_the_first_step_is_a_line_or_a_phase():
+def test_work_before_the_first_step_is_a_line_or_a_phase():
     lines = []
     for terminal in (False, True):
         text = io.StringIO()
@@ -83,15 +83,6 @@ def test_time_left_counts_what_happens_between_steps_but_not_the_first_compilati
     assert progress.line().endswith("eta 1m10s")  # 7 x 10 s
 
 
-def test_time_left_follows_recent_steps():
-    clock = Clock()
-    progress = Progress(100, console=plain(), clock=clock)
-    for step in range(1, 60):
-        clock.now += 100.0 if step < 39 else 1.0
-        progress.step(step, {})
-    assert progress.line().endswith("eta 41s")  # 41 steps at the last 20 steps' 1 s
-
-
 @pytest.mark.parametrize("metrics", [{}, dict.fromkeys(METRICS, math.nan), dict.fromkeys(METRICS, math.inf)])
 def test_a_missing_number_is_a_dash(metrics):
     console = plain()
@@ -111,7 +102,6 @@ def test_evaluation_and_messages_are_lines_of_their_own():
                 "eval/arithmetic/pass@8": 0.9,
                 "eval/arithmetic/avg@8": 0.721,
                 "eval/arithmetic/avg@8_stderr": 0.012,
-                "eval/arithmetic/response_tokens": 12.0,
                 "eval/arithmetic/reward": 0.4421,
                 "eval/arithmetic/reward_stderr": 0.0243,
                 "eval/other/avg@8": 0.1,
@@ -149,7 +139,7 @@ def test_an_evaluation_shows_what_counts_over_all_samples():
 
 
 def test_where_scores_count_no_share_of_correct_responses_is_shown():
-    """A reward of numbers below 0 calls nothing correct: `acc 0.00` and `avg@8 0.00` would say that it learns nothing."""
+    """With rewards below 0 no response counts as correct, so `acc 0.00` and `avg@8 0.00` would mislead."""
     console, metrics = plain(), METRICS | {"rollout/accuracy": 0.0, "reward/mean": -0.2238}
     with Progress(120, metric="score", console=console) as progress:
         progress.step(12, metrics)
@@ -174,7 +164,7 @@ def test_the_live_view_shows_where_the_run_is():
         clock.now += 65.0
         progress.message("kept above")
         text = view_of(progress)
-    for words in (
+    shown = [
         "12/120",
         "eta 3m20s",
         "sampling",
@@ -186,8 +176,8 @@ def test_the_live_view_shows_where_the_run_is():
         "0.41",
         "4.1k",
         "1.9",
-    ):
-        assert words in text
+    ]
+    assert [words for words in shown if words not in text] == []
     assert "arithmetic  avg@8 0.72  (step 10)" in text
     assert max(map(len, text.splitlines())) <= 80
     screen = printed(console)
@@ -228,7 +218,7 @@ def test_the_live_view_can_be_drawn_before_anything_is_known():
     assert "held out" in text
 
 
-def test_leaving_by_an_exception_gives_the_cursor_back_and_no_signal_is_touched():
+def test_an_exception_restores_the_cursor_and_no_signal_handler_changes():
     console = terminal()
     handler = signal.getsignal(signal.SIGINT)
 
@@ -241,14 +231,7 @@ def test_leaving_by_an_exception_gives_the_cursor_back_and_no_signal_is_touched(
         interrupted()
     assert printed(console).rstrip().endswith("\x1b[?25h")  # show the cursor
     with Progress(10, console=console):
-        pass  # nothing of the first one is in the way
-
-
-def test_a_dumb_terminal_gets_plain_lines():
-    console = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "dumb"})
-    with Progress(9, console=console) as progress:
-        progress.step(1, {})
-    assert printed(console).startswith("step 1/9  reward -  acc -")
+        pass  # a second view can start
 
 
 def test_a_notebook_without_widgets_gets_plain_lines(monkeypatch):
@@ -261,10 +244,10 @@ def test_a_notebook_without_widgets_gets_plain_lines(monkeypatch):
     assert shown == ["step 1/9  reward -  acc -  len -  entropy -  - tok/s  - s/step  eta -"]
 
 
-def test_who_listens_hears_of_every_phase():
-    heard = []
+def test_a_listener_gets_every_phase():
+    phases = []
     progress = Progress(10, console=terminal())
-    progress.listen(lambda *phase: heard.append(phase))
+    progress.listen(lambda *phase: phases.append(phase))
     progress.phase("update", 1, 16)
     progress.phase("checkpoint")
-    assert heard == [("update", 1, 16), ("checkpoint", None, None)]
+    assert phases == [("update", 1, 16), ("checkpoint", None, None)]

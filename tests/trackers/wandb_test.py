@@ -45,14 +45,6 @@ def test_files_of_a_run_in_a_bucket_are_local(tmp_path, wandb_mode, monkeypatch,
     assert [path.name for path in tmp_path.iterdir()] == ["wandb"]
 
 
-def test_the_mode_of_the_environment_is_respected(tmp_path, wandb_mode):
-    wandb_mode("disabled")
-    tracker = WandbTracker(tmp_path / "run", None, {})
-    tracker.log(1, {"reward/mean": 0.5})
-    tracker.close()
-    assert not (tmp_path / "run" / "wandb").exists()
-
-
 def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ImportError, match=r"pip install -e '\.\[wandb\]'"):
