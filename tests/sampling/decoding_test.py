@@ -65,7 +65,7 @@ def are_plausible(tokens, probabilities):
     counts, possible = np.bincount(tokens, minlength=len(probabilities)), probabilities > 0
     means = probabilities[possible] * len(tokens)
     statistic = ((counts[possible] - means) ** 2 / means).sum()
-    return not counts[~possible].any() and chi2.sf(statistic, possible.sum() - 1) > 1e-4
+    return not counts[~possible].any() and chi2.sf(float(statistic), float(possible.sum() - 1)) > 1e-4
 
 
 @pytest.mark.parametrize(
