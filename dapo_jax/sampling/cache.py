@@ -16,6 +16,16 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from dapo_jax.models.attention import cached_attention
 
+Scalar = Int[Array, ""]
+Tables = Int[Array, "slots table_pages"]
+PerSlot = Int[Array, " slots"]
+Live = Bool[Array, " slots"]
+Queries = Float[Array, "heads head_dim slots"]
+NewHeads = Float[Array, "kv_heads head_dim slots"]
+"""Keys or values of one token per slot."""
+RowHeads = Float[Array, "kv_heads head_dim tokens"]
+"""Keys or values of prefilled rows, end to end."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cache:
@@ -34,6 +44,7 @@ class LayerCache:
     """One layer's keys and values."""
 
     keys: Num[Array, "pages kv_heads head_dim page_tokens"] | Any
+    """[pages, kv_heads, page_tokens, head_dim] in `gpu_cache`."""
     values: Num[Array, "pages kv_heads page_tokens head_dim"] | Any
     key_scales: Float[Array, "pages kv_heads page_tokens"] | Any = None
     """Scale of each token's key if keys have eight bits; else None."""
@@ -45,8 +56,8 @@ class LayerCache:
 class DenseStep:
     """The state of all slots at one decoding step, equal in all layers."""
 
-    lengths: Int[Array, " slots"] | Any
-    live: Bool[Array, " slots"] | Any
+    lengths: PerSlot | Any
+    live: Live | Any
 
 
 EIGHT_BITS = {"int8": 127.0, "float8_e4m3fn": 448.0}
@@ -74,12 +85,7 @@ def empty(pages: int, kv_heads: int, page_tokens: int, head_dim: int, dtype: str
     return LayerCache(keys, keys.swapaxes(2, 3), scales, scales)
 
 
-def of_rows(
-    keys: Float[Array, "kv_heads head_dim tokens"],
-    values: Float[Array, "kv_heads head_dim tokens"],
-    rows: int,
-    dtype: str,
-) -> LayerCache:
+def of_rows(keys: RowHeads, values: RowHeads, rows: int, dtype: str) -> LayerCache:
     """Returns the keys and values of prefilled rows, given end to end."""
     (keys, key_scales), (values, value_scales) = stored(keys, dtype), stored(values, dtype)
     return LayerCache(
@@ -95,28 +101,18 @@ def of_row(part: Any, rows: int) -> Any:
 
 
 def fill(
-    cache: LayerCache, read: LayerCache, page: Int[Array, ""], row: Int[Array, ""], start: Int[Array, ""]
-) -> LayerCache:
-    """Copies the tokens of row `row` from `start` on into a page. All of the page is written, with zeros after the row's end."""
-
-    def filled(into: Any, source: Any, axis: int) -> Any:
-        return fill_page(into, source, page, row, start, axis=axis)
-
-    return LayerCache(
-        filled(cache.keys, read.keys, 3),
-        filled(cache.values, read.values, 2),
-        filled(cache.key_scales, read.key_scales, 2),
-        filled(cache.value_scales, read.value_scales, 2),
-    )
+    cache: LayerCache, read: LayerCache, page: Scalar, row: Scalar, start: Scalar, *, keys_axis: int = 3
+) -> LayerCache:  # fmt: skip
+    """Copies the tokens of row `row` from `start` on into a page. All of the page is written, with zeros after the row's end. `keys_axis` is the tokens' axis of the keys."""
+    axes = {"keys": keys_axis, "values": 2, "key_scales": 2, "value_scales": 2}
+    return LayerCache(**{
+        name: fill_page(getattr(cache, name), getattr(read, name), page, row, start, axis=axis)
+        for name, axis in axes.items()
+    })  # fmt: skip
 
 
-def fill_page(
-    into: Any, source: Any, page: Int[Array, ""], row: Int[Array, ""], start: Int[Array, ""], *, axis: int
-) -> Any:
-    """Returns `into` [pages, kv_heads, ...] with a page replaced by a row of `source` [rows, kv_heads, ...] from `start` on. `axis` is the
-    tokens' axis.
-    None stays None.
-    """
+def fill_page(into: Any, source: Any, page: Scalar, row: Scalar, start: Scalar, *, axis: int) -> Any:
+    """Returns `into` [pages, kv_heads, ...] with a page replaced by a row of `source` [rows, kv_heads, ...] from `start` on. `axis` is the tokens' axis. None stays None."""
     if into is None:
         return None
     tokens = into.shape[axis]
@@ -127,38 +123,34 @@ def fill_page(
     return lax.dynamic_update_slice_in_dim(into, taken, page, axis=0)
 
 
-def reading(
-    tables: Int[Array, "slots table_pages"], lengths: Int[Array, " slots"], live: Bool[Array, " slots"]
-) -> DenseStep:
+def reading(tables: Tables, lengths: PerSlot, live: Live) -> DenseStep:
     """Returns the part of a step that all layers share. Each slot is its own page here, so `tables` is not used."""
     return DenseStep(lengths, live)
 
 
-def page_of_new(
-    tables: Int[Array, "slots table_pages"],
-    lengths: Int[Array, " slots"],
-    live: Bool[Array, " slots"],
-    *,
-    page_tokens: int,
-) -> Int[Array, " slots"]:
+def page_of_new(tables: Tables, lengths: PerSlot, live: Live, *, page_tokens: int) -> PerSlot:
     """Returns the page of each slot's new token; for slots that are not live, a number beyond all pages."""
     page = jnp.take_along_axis(tables, lengths[:, None] // page_tokens, axis=1, mode="clip")[:, 0]
     return jnp.where(live, page, jnp.iinfo(jnp.int32).max)
 
 
-def put_new(into: Any, new: Any, at: tuple[Any, ...]) -> Any:
-    """Returns `into` [pages, kv_heads, ...] with one token of each slot, `new` [kv_heads, ..., slots], written at `at`. Places outside are
-    dropped. None stays None.
-    """
-    return None if into is None else into.at[at].set(jnp.moveaxis(new, -1, 0), mode="drop")
-
-
-def append(
-    cache: LayerCache,
-    key: Float[Array, "kv_heads head_dim slots"],
-    value: Float[Array, "kv_heads head_dim slots"],
-    lengths: Int[Array, " slots"],
+def append_to_pages(
+    cache: LayerCache, page: PerSlot, lengths: PerSlot, key: NewHeads, value: NewHeads, *, keys_axis: int = 3
 ) -> LayerCache:
+    """Writes one token per slot after its `lengths` tokens into its `page` (of `page_of_new`). A page outside the cache is dropped."""
+    dtype, offset = cache.values.dtype.name, lengths % cache.values.shape[2]
+    (key, key_scale), (value, value_scale) = stored(key, dtype), stored(value, dtype)
+    at = page, slice(None), offset
+
+    def put(into: Any, new: Any, at: tuple[Any, ...] = at) -> Any:
+        return None if into is None else into.at[at].set(jnp.moveaxis(new, -1, 0), mode="drop")
+
+    keys = put(cache.keys, key, (*at[:2], slice(None), offset) if keys_axis == 3 else at)
+    values = put(cache.values, value)
+    return LayerCache(keys, values, put(cache.key_scales, key_scale), put(cache.value_scales, value_scale))
+
+
+def append(cache: LayerCache, key: NewHeads, value: NewHeads, lengths: PerSlot) -> LayerCache:
     """Writes one token per slot after its `lengths` tokens."""
 
     def write(into: Array, new: Array, axis: int) -> Array:
@@ -170,23 +162,13 @@ def append(
     return LayerCache(write(cache.keys, key, 2), write(cache.values, value, 1))
 
 
-def attend(
-    cache: LayerCache, query: Float[Array, "heads head_dim slots"], lengths: Int[Array, " slots"]
-) -> Float[Array, "heads head_dim slots"]:
-    """Returns the attention of one query per slot over the slot's first `lengths` tokens."""
-    return cached_attention(query, cache.keys, cache.values, lengths)
-
-
 def extend(
-    cache: LayerCache,
-    now: DenseStep,
-    query: Float[Array, "heads head_dim slots"],
-    key: Float[Array, "kv_heads head_dim slots"],
-    value: Float[Array, "kv_heads head_dim slots"],
-) -> tuple[Float[Array, "heads head_dim slots"], LayerCache]:
+    cache: LayerCache, now: DenseStep, query: Queries, key: NewHeads, value: NewHeads
+) -> tuple[Queries, LayerCache]:
     """Appends a token to each slot. Its query attends to the slot's tokens and to itself, or to nothing in a slot that is not live."""
     grown = append(cache, key, value, now.lengths)
-    return attend(grown, query, (now.lengths + 1) * now.live.astype(jnp.int32)), grown
+    counts = (now.lengths + 1) * now.live.astype(jnp.int32)
+    return cached_attention(query, grown.keys, grown.values, counts), grown
 
 
 DENSE = Cache(empty=empty, of_rows=of_rows, fill=fill, reading=reading, extend=extend)

@@ -101,7 +101,7 @@ def sizes_for(
         pool_pages = all_of_them if room_tokens is None else room_tokens // size
     if pool_pages < most and not cache_tokens:
         raise ValueError(
-            f"a device has room for {max(pool_pages, 0)} pages of {size} tokens of cache beside what else lies there; a prompt and response of up "
+            f"a device has room for {max(pool_pages, 0)} pages of {size} tokens of cache next to its other arrays; a prompt and response of up "
             f"to {capacity} tokens need {most}: lower data.max_prompt_tokens, sampling.max_response_tokens or sampling.slots, set "
             "sampling.cache_dtype=int8, or spread the model over more devices (parallel.fsdp, parallel.sampler_tensor)"
         )
@@ -117,9 +117,9 @@ def sizes_for(
 
 
 def cache_for(
-    kind: Kind, mesh: Mesh, sizes: PageSizes, *, kv_heads: int, head_dim: int, dtype: str, compute_dtype: str
-) -> Cache:
-    """Returns the functions of that kind of cache: keys and values in `dtype`, products in `compute_dtype`. On another platform a kernel is
+    kind: Kind, mesh: Mesh, sizes: PageSizes, *, kv_heads: int, head_dim: int, cache_dtype: str, compute_dtype: str
+) -> Cache:  # fmt: skip
+    """Returns the functions of that kind of cache: keys and values in `cache_dtype`, products in `compute_dtype`. On another platform a kernel is
     interpreted, slowly.
 
     Raises:
@@ -129,37 +129,28 @@ def cache_for(
         return DENSE
     heads, slots = PartitionSpec("tensor", None, BATCH_AXES), PartitionSpec(BATCH_AXES)
     layer = PartitionSpec(BATCH_AXES, "tensor")
-    platform = mesh.devices.flat[0].platform
-    kept = _module(kind)
     if kv_heads % (tensor := mesh.shape["tensor"]):
         raise ValueError(
             f"the model's {kv_heads} key heads do not spread over the {tensor} devices of a sampler's tensor axis; "
             "set parallel.sampler_tensor, or parallel.tensor, to a number that divides them"
         )
-    at_once = tpu_cache.pages_at_once(kv_heads // tensor, sizes.page_tokens, head_dim, dtype)
-    reading, extend = {
-        "pages": (partial(paged_cache.reading, page_tokens=sizes.page_tokens), paged_cache.extend),
-        "tpu": (
-            partial(tpu_cache.reading, page_tokens=sizes.page_tokens, at_once=at_once),
-            partial(tpu_cache.extend, interpret=platform != "tpu"),
-        ),
-        "gpu": (
-            partial(gpu_cache.reading, page_tokens=sizes.page_tokens),
-            partial(gpu_cache.extend, interpret=platform != "gpu"),
-        ),
-    }[kind]
+    pages = _module(kind)
+    step = paged_cache if kind == "pages" else pages
+    reading = partial(step.reading, page_tokens=sizes.page_tokens)
+    extend = partial(step.extend, dtype=compute_dtype)
+    if kind == "tpu":
+        at_once = tpu_cache.pages_at_once(kv_heads // tensor, sizes.page_tokens, head_dim, cache_dtype)
+        reading = partial(reading, at_once=at_once)
+    if kind != "pages":
+        extend = partial(extend, interpret=mesh.devices.flat[0].platform != kind)
     # Page numbers count within a device's own pool, and XLA cannot split a kernel: so each device gets its slots and its heads.
     spread = partial(jax.shard_map, mesh=mesh, check_vma=False)
     return Cache(
-        empty=kept.empty,
-        of_rows=kept.of_rows,
-        fill=kept.fill,
+        empty=pages.empty,
+        of_rows=pages.of_rows,
+        fill=pages.fill,
         reading=spread(reading, in_specs=(slots, slots, slots), out_specs=slots),
-        extend=spread(
-            partial(extend, dtype=compute_dtype),
-            in_specs=(layer, slots, heads, heads, heads),
-            out_specs=(heads, layer),
-        ),
+        extend=spread(extend, in_specs=(layer, slots, heads, heads, heads), out_specs=(heads, layer)),
     )
 
 

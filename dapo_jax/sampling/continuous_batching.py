@@ -27,12 +27,10 @@ class Sampler:
         refill_frac: float = 0.125,
         on_look: Callable[[], None] = lambda: None,
     ) -> None:
-        """Prefills up to `prefill_prompts` prompts together, and refills slots once the fraction `refill_frac` of those that were live is free. Calls `on_look`
+        """Prefills up to `prefill_prompts` prompts together, and refills slots once the fraction `refill_frac` of the live ones is free. Calls `on_look`
         before each call of the engine that samples tokens."""
-        self._on_look = on_look
-        self._engine = engine
-        self._prefill_prompts = prefill_prompts
-        self._refill_frac = refill_frac
+        self._engine, self._prefill_prompts = engine, prefill_prompts
+        self._refill_frac, self._on_look = refill_frac, on_look
 
     def sample(
         self,
@@ -59,9 +57,8 @@ class Sampler:
             ValueError: a prompt is empty, or leaves no room for `max_response_tokens` in a slot.
         """
         groups: dict[int, dict[int, Response]] = {}
-        taking: TurnTaking | None = None
+        capacity, taking = self._engine.capacity, None
         if environments is not None:
-            capacity = self._engine.capacity
             limits = limits_of(environments, max_response_tokens=max_response_tokens, capacity=capacity)
             taking = TurnTaking(environments, limits, self._on_look)
 
@@ -71,12 +68,12 @@ class Sampler:
                 if (going := taking.continuing()) or taking.starting or loop.waiting:
                     return going
             prompts = draw(self._prefill_prompts)
-            check_prompts(prompts, capacity=self._engine.capacity, max_response_tokens=max_response_tokens)
+            check_prompts(prompts, capacity=capacity, max_response_tokens=max_response_tokens)
             groups.update({prompt.ordinal: {} for prompt in prompts})
             asked = [
                 [
-                    Request(prompt, index, max_response_tokens, version=version)
-                    for index in range(samples_per_prompt)
+                    Request(prompt, at, max_response_tokens, version=version)
+                    for at in range(samples_per_prompt)
                 ]
                 for prompt in prompts
             ]
@@ -86,29 +83,22 @@ class Sampler:
             taking.resume(loop.resume)
             return taking.continuing()
 
+        park = taking is not None and self._engine.feed_tokens > 0
         loop = DecodeLoop(
-            self._engine,
-            params,
-            key=key,
-            decoding=decoding,
-            stop=stop,
-            refill_frac=self._refill_frac,
-            on_look=self._on_look,
-            more=more,
-            park=taking is not None and self._engine.feed_tokens > 0,
-        )
+            self._engine, params, key=key, decoding=decoding, stop=stop, refill_frac=self._refill_frac,
+            on_look=self._on_look, more=more, park=park,
+        )  # fmt: skip
         try:
             while True:
                 if taking is not None:
                     taking.resume(loop.resume)
                 ended = loop.step()
-                over: list[Request] = []
-                for request, length, reason in ended or ():
-                    request.drawn, request.finish_reason = length, reason
-                    over.append(request)
+                over = [request for request, _ in ended or ()]
+                for request, reason in ended or ():
+                    request.finish_reason = reason
+                    if taking is not None:
+                        taking.end_turn(request, reason)
                 if taking is not None:
-                    for request in over:
-                        taking.end_turn(request)
                     over = taking.ended()
                     for request in over:
                         loop.slots.forget(request)

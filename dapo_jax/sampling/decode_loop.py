@@ -2,13 +2,12 @@
 
 The host looks at the device every `steps_per_call` tokens, or as soon as enough slots are free to be worth refilling.
 
-A response starts when there are a slot and pages of the KV cache for it. Every call gives it the pages that it will need. If there are none left, a response is preempted: it
+A response starts when there are a slot and pages of the KV cache for it. Every call gives it the pages that it will need. When pages run out, a response is preempted: it
 keeps its tokens, waits, is re-prefilled with its prompt, and continues. No token is sampled twice, and the key of a token does not depend on time.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -30,13 +29,8 @@ Unread = Sequence[Sequence[Request]]
 """Lists of requests with the same context."""
 
 
-class Ended(NamedTuple):
-    """A response that has ended."""
-
-    request: Request
-    tokens: int
-    """Number of its tokens; the request may have more, which `stop` cut."""
-    reason: FinishReason
+Ended = list[tuple[Request, FinishReason]]
+"""The responses, or turns of episodes, that have ended."""
 
 
 class DecodeLoop:
@@ -85,24 +79,30 @@ class DecodeLoop:
         self.waiting.appendleft(request)
         return True
 
-    def step(self) -> list[Ended] | None:
+    def step(self) -> Ended | None:
         """Calls the engine once. Returns the responses that ended; None if there was nothing to sample."""
-        slots, waiting = self.slots, self.waiting
-        slots.make_room(waiting)
+        slots = self.slots
+        slots.make_room(self.waiting)
         self._put_aside()
         self._release()
         self._start()
         interrupted = self._prefill()
-        if not slots.live:
+        if not (live := slots.live):
             return None
         # With work waiting, come back once enough slots are free; without, run on to the end of the call.
-        live = slots.live
         min_live = live - max(1, round(live * self._refill_frac)) + 1 if self._has_work else 1
         if interrupted:
             min_live = live + 1  # The call ends after one token.
         self._on_look()
+        # The decoding of the loop, or of each slot if requests have their own.
+        options, decoding = (
+            [None if owner is None else owner.options for owner in slots.owners],
+            self._decoding,
+        )
+        if any(options):
+            decoding = decoding_of_slots([None if each is None else each.decoding for each in options])
         self._state, result = self._engine.generate(
-            self._params, self._state, self._decoding_now(), min_live, slots.tables, slots.until
+            self._params, self._state, decoding, min_live, slots.tables, slots.until
         )
         ended = self._absorb(result)
         self._release()
@@ -144,22 +144,10 @@ class DecodeLoop:
         """Forgets `more`, a function that knows this loop: else cache and weights would stay until the garbage collector finds the cycle."""
         self._more = tuple
 
-    def _decoding_now(self) -> Decoding:
-        """Returns the decoding of the loop, or one for each slot."""
-        options = [None if owner is None else owner.options for owner in self.slots.owners]
-        if not any(options):
-            return self._decoding
-        return decoding_of_slots([None if each is None else each.decoding for each in options])
-
     @property
     def _has_work(self) -> bool:
         """Whether a response waits for a slot, as far as is known."""
-        return bool(self.waiting) or self._prefilling
-
-    @property
-    def _prefilling(self) -> bool:
-        """Whether a prefill has begun and has not ended."""
-        return self._reading.busy or self._again.busy
+        return bool(self.waiting) or self._reading.busy or self._again.busy
 
     def _prefill(self) -> bool:
         """Prefills until one more response is in line than can start now: with an empty line, `generate` would not return for a freed slot.
@@ -187,24 +175,21 @@ class DecodeLoop:
                 waiting.extend(request for request in self._reading.advance() if not request.dropped)
             self._start()
             idle = slots.live < self._engine.slots
-            if self._prefilling and slots.live and not (idle and self._prefill_first):
+            if (self._reading.busy or self._again.busy) and slots.live and not (idle and self._prefill_first):
                 return idle
         return False
 
     def _start(self) -> None:
-        """Starts prefilled responses at the head of the line, as many as there are slots and pages for: one `insert` for each prefix."""
-        started: list[tuple[PyTree, Started]] = []
+        """Starts prefilled responses at the head of the line, as many as there are slots and pages for: one `insert` for each prefix and key."""
+        batches: dict[tuple[int, int], tuple[PyTree, PRNGKeyArray | None, list[Started]]] = {}
         while self.waiting and (prefix := self.waiting[0].prefix) is not None:
             if (one := self.slots.take(self.waiting[0], self.waiting)) is None:
                 break
-            started.append((prefix, one))
+            key = None if one.request.options is None else one.request.options.key
+            batches.setdefault((id(prefix), id(key)), (prefix, key, []))[2].append(one)
             self.waiting.popleft()
         self._release()
-        while started:
-            prefix, key = started[0][0], _own_key(started[0][1].request)
-            alike = [of is prefix and _own_key(one.request) is key for of, one in started]
-            batch = [one for (_, one), same in zip(started, alike, strict=True) if same]
-            started = [each for each, same in zip(started, alike, strict=True) if not same]
+        for prefix, key, batch in batches.values():
             requests = [each.request for each in batch]
             if prefix is PARKED:
                 prefix = self._engine.parked([request.length - len(request.fed) for request in requests])
@@ -223,9 +208,8 @@ class DecodeLoop:
                 fills=[(each.request.place, fill) for each in batch for fill in each.fills],
                 fed=[request.fed for request in requests],
             )
-            self._state = self._engine.insert(
-                prefix, self._state, insertion, self._key if key is None else key
-            )
+            used = self._key if key is None else key
+            self._state = self._engine.insert(prefix, self._state, insertion, used)
             for request in requests:
                 request.fed = NOTHING
 
@@ -235,13 +219,11 @@ class DecodeLoop:
             self._state = self._engine.release(self._state, self.slots.released)
             self.slots.released = []
 
-    def _absorb(self, result: ResultTokens) -> list[Ended]:
+    def _absorb(self, result: ResultTokens) -> Ended:
         """Hands new tokens to the owners of the slots, and frees the slots of ended responses."""
-        slots = self.slots
-        tokens, logprobs, valid, live = jax.device_get(
-            (result.tokens, result.logprobs, result.valid, result.live)
-        )
-        counts, ended = valid.sum(axis=1), []
+        slots, result = self.slots, jax.device_get(result)
+        tokens, logprobs, live = result.tokens, result.logprobs, result.live
+        counts, ended = result.valid.sum(axis=1), Ended()
         for slot, request in enumerate(slots.owners):
             if request is None or not counts[slot]:
                 continue
@@ -254,9 +236,10 @@ class DecodeLoop:
             slots.park(slot) if self._park else slots.end(slot)
             if live[slot]:
                 slots.released.append(slot)
-            length = request.drawn if cut is None else begun + cut
-            stopped = cut is not None or int(request.tokens[length - 1]) in self._engine.stop_ids
-            ended.append(Ended(request, length, "stop" if stopped else "length"))
+            if cut is not None:
+                request.drawn = begun + cut
+            stopped = cut is not None or int(request.tokens[request.drawn - 1]) in self._engine.stop_ids
+            ended.append((request, "stop" if stopped else "length"))
         return ended
 
     def _put_aside(self) -> None:
@@ -270,11 +253,6 @@ class DecodeLoop:
             return
         prefix = self._engine.paused(self._state)
         for slot, request in pausing:
-            slots.leave(slot)
+            slots.park(slot)
             slots.released.append(slot)
-            slots.aside.append(request)
             request.prefix, request.place = prefix, slot
-
-
-def _own_key(request: Request) -> PRNGKeyArray | None:
-    return None if request.options is None else request.options.key

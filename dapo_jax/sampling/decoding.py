@@ -18,6 +18,14 @@ LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-3, 1e3
 MOST_TOP_K = 2**31 - 1
 """A 32-bit integer on the devices."""
 
+_Bits = UInt32[Array, "slots vocab"]
+_SlotBits = UInt32[Array, " slots"]
+_Scores = Float[Array, "slots vocab"]
+_Masks = Bool[Array, "slots vocab"]
+_SlotMask = Bool[Array, " slots"]
+_SlotFloats = Float[Array, " slots"]
+_SlotInts = Int[Array, " slots"]
+
 _FIRST_TURN = np.uint32(1 << 31)
 """Added to the number of a turn: no position is as large."""
 
@@ -103,7 +111,7 @@ def response_keys(
     turns: Int[Array, " responses"] | None = None,
 ) -> Key[Array, " responses"]:
     """Returns one key per response, folded from the prompt's ordinal and the response's index in its group. Each turn of an episode
-    has a key of its own; the first turn's is that of a response without turns.
+    has a key of its own; the first turn has the key of a response without turns.
     """
     keys = jax.vmap(lambda ordinal, index: jax.random.fold_in(jax.random.fold_in(key, ordinal), index))(
         ordinals, indices
@@ -116,10 +124,8 @@ def response_keys(
 
 
 def truncate(
-    logits: Float[Array, "slots vocab"],
-    top_p: Float[Array, ""] | Float[Array, " slots"],
-    top_k: Int[Array, ""] | Int[Array, " slots"],
-) -> Float[Array, "slots vocab"]:
+    logits: _Scores, top_p: Float[Array, ""] | _SlotFloats, top_k: Int[Array, ""] | _SlotInts
+) -> _Scores:
     """Sets logits outside top-k and outside the nucleus to -inf. The likeliest token always stays; so do all tokens if both are off.
 
     Top-k acts first, then top-p on the renormalized rest. The nucleus is the smallest set of likeliest tokens
@@ -138,18 +144,14 @@ def truncate(
     )
 
 
-def _likeliest(
-    logits: Float[Array, "slots vocab"], top_k: Int[Array, " slots"]
-) -> Float[Array, "slots vocab"]:
+def _likeliest(logits: _Scores, top_k: _SlotInts) -> _Scores:
     keys = _ordered(logits)
     threshold = _threshold(keys, lambda keys: keys.sum(-1, dtype=jnp.int32) >= top_k)
     above, equal = keys > threshold[:, None], keys == threshold[:, None]
     return _kept(logits, above, equal, top_k - above.sum(-1, dtype=jnp.int32))
 
 
-def _nucleus(
-    logits: Float[Array, "slots vocab"], top_p: Float[Array, " slots"]
-) -> Float[Array, "slots vocab"]:
+def _nucleus(logits: _Scores, top_p: _SlotFloats) -> _Scores:
     probabilities = jax.nn.softmax(logits, axis=-1)
     crossing = _crossing(probabilities, top_p)
     above, equal = probabilities > crossing[:, None], probabilities == crossing[:, None]
@@ -159,20 +161,18 @@ def _nucleus(
     return _kept(logits, above, equal, jnp.minimum(wanted, logits.shape[-1]).astype(jnp.int32))
 
 
-def _crossing(
-    probabilities: Float[Array, "slots vocab"], top_p: Float[Array, " slots"]
-) -> Float[Array, " slots"]:
+def _crossing(probabilities: _Scores, top_p: _SlotFloats) -> _SlotFloats:
     """Returns the probability of the token at which the likeliest tokens reach `top_p`. It is usually among the first few hundred."""
     listed, _ = jax.lax.top_k(probabilities, min(_SHORTLIST, probabilities.shape[-1]))
     mass = jnp.cumsum(listed, axis=-1)
 
-    def among_them() -> Float[Array, " slots"]:
+    def among_them() -> _SlotFloats:
         return jnp.take_along_axis(listed, jnp.argmax(mass >= top_p[:, None], axis=-1)[:, None], axis=-1)[
             :, 0
         ]
 
-    def among_all() -> Float[Array, " slots"]:
-        def enough(taken: Bool[Array, "slots vocab"]) -> Bool[Array, " slots"]:
+    def among_all() -> _SlotFloats:
+        def enough(taken: _Masks) -> _SlotMask:
             return jnp.where(taken, probabilities, 0.0).sum(-1) >= top_p
 
         found = _threshold(_ordered(probabilities), enough)
@@ -181,36 +181,28 @@ def _crossing(
     return jax.lax.cond((mass[:, -1] >= top_p).all(), among_them, among_all)
 
 
-def _ordered(values: Float[Array, "slots vocab"]) -> UInt32[Array, "slots vocab"]:
+def _ordered(values: _Scores) -> _Bits:
     """Integers in the order of the values: the bits of a float, except the sign, sort like the float."""
     bits = jax.lax.bitcast_convert_type(jnp.where(values == 0.0, 0.0, values), jnp.uint32)  # -0 is 0
     sign = jnp.uint32(1 << 31)
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
-def _threshold(
-    keys: UInt32[Array, "slots vocab"],
-    enough: Callable[[Bool[Array, "slots vocab"]], Bool[Array, " slots"]],
-) -> UInt32[Array, " slots"]:
+def _threshold(keys: _Bits, enough: Callable[[_Masks], _SlotMask]) -> _SlotBits:
     """Returns the highest key for which it and all keys above are `enough`, bit by bit from the highest; 0 if all keys are not enough."""
 
-    def next_bit(place: Array, found: UInt32[Array, " slots"]) -> UInt32[Array, " slots"]:
+    def next_bit(place: Array, found: _SlotBits) -> _SlotBits:
         trial = found | jnp.uint32(1 << 31) >> place.astype(jnp.uint32)
         return jnp.where(enough(keys >= trial[:, None]), trial, found)
 
     return jax.lax.fori_loop(0, 32, next_bit, jnp.zeros(keys.shape[0], jnp.uint32))
 
 
-def _kept(
-    logits: Float[Array, "slots vocab"],
-    above: Bool[Array, "slots vocab"],
-    equal: Bool[Array, "slots vocab"],
-    wanted: Int[Array, " slots"],
-) -> Float[Array, "slots vocab"]:
-    """Keeps the logits above the threshold, and the first `wanted` (1 or more) of those equal to it; the others become -inf."""
+def _kept(logits: _Scores, above: _Masks, equal: _Masks, wanted: _SlotInts) -> _Scores:
+    """Keeps the logits above the threshold, and the first `wanted` (1 or more) that equal it; the others become -inf."""
     wanted = jnp.maximum(wanted, 1)
 
-    def first() -> Bool[Array, "slots vocab"]:
+    def first() -> _Masks:
         return equal & (jnp.cumsum(equal, axis=-1, dtype=jnp.int32) <= wanted[:, None])
 
     # Nearly always one entry alone is equal to it.
@@ -219,11 +211,8 @@ def _kept(
 
 
 def draw(
-    logits: Float[Array, "slots vocab"],
-    keys: Key[Array, " slots"],
-    positions: Int[Array, " slots"],
-    decoding: Decoding,
-) -> tuple[Int[Array, " slots"], Float[Array, " slots"]]:
+    logits: _Scores, keys: Key[Array, " slots"], positions: _SlotInts, decoding: Decoding
+) -> tuple[_SlotInts, _SlotFloats]:
     """Returns one token per slot, and its log-probability under the whole tempered distribution, in nats.
 
     `keys` are the responses' keys; `positions` count the response's tokens from 0. The log-probability is of the
@@ -264,21 +253,19 @@ def draw(
     return tokens, chosen - top - jnp.log(mass.sum(-1))
 
 
-def _blocks(scores: Float[Array, "slots vocab"]) -> Float[Array, "slots blocks block"]:
+def _blocks(scores: _Scores) -> Float[Array, "slots blocks block"]:
     """Returns the vocabulary in blocks; the last block is padded with entries that cannot be sampled."""
     slots, vocab = scores.shape
     padded = jnp.pad(scores, ((0, 0), (0, -vocab % _BLOCK)), constant_values=-jnp.inf)
     return padded.reshape(slots, -1, _BLOCK)
 
 
-def _pick(
-    rows: Float[Array, " slots count *rest"], index: Int[Array, " slots"]
-) -> Float[Array, " slots *rest"]:
+def _pick(rows: Float[Array, " slots count *rest"], index: _SlotInts) -> Float[Array, " slots *rest"]:
     """Returns entry `index` of each slot."""
     return jax.vmap(lambda row, at: row[at])(rows, index)
 
 
-def _reached(mass: Float[Array, "slots count"], share: Float[Array, " slots"]) -> Int[Array, " slots"]:
+def _reached(mass: Float[Array, "slots count"], share: _SlotFloats) -> _SlotInts:
     """Returns the first entry at which the running sum of mass exceeds `share`, in (0, 1), of the whole; never one without mass."""
     running = jnp.where(mass > 0, jnp.cumsum(mass, axis=-1), 0.0)
     whole = running.max(-1)

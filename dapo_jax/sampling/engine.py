@@ -8,7 +8,7 @@ each samples its own first token.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +70,15 @@ of one shape.
 _Carry = tuple[Array, DecodeState, dict[str, Array]]
 
 
+class _Call(NamedTuple):
+    """The arguments of `generate` that do not change during the call."""
+
+    params: SamplerWeights
+    rope: RopeTables
+    tables: Array
+    until: Array
+
+
 class DecoderEngine:
     """The engine for `dapo_jax.models.decoder`, on one mesh."""
 
@@ -104,12 +113,12 @@ class DecoderEngine:
                 f"sampling.slots={slots} must be a multiple of parallel.data x parallel.fsdp = {spread}, "
                 f"over which the slots are spread; {slots // spread * spread + spread} is"
             )
-        self._blocks = slots // (spread * BLOCK_SLOTS) if batch_invariant else 0
-        self._spread = spread
-        if batch_invariant and slots % (spread * BLOCK_SLOTS):
+        block = spread * BLOCK_SLOTS
+        self._spread, self._blocks = spread, slots // block if batch_invariant else 0
+        if batch_invariant and slots % block:
             raise ValueError(
-                f"sampling.slots={slots} must be a multiple of {BLOCK_SLOTS} x parallel.data x parallel.fsdp = {spread * BLOCK_SLOTS} with sampling.batch_invariant=true, "
-                f"which decodes {BLOCK_SLOTS} slots of each device at a time; {-(-slots // (spread * BLOCK_SLOTS)) * spread * BLOCK_SLOTS} is"
+                f"sampling.slots={slots} must be a multiple of {BLOCK_SLOTS} x parallel.data x parallel.fsdp = {block} with sampling.batch_invariant=true, "
+                f"which decodes {BLOCK_SLOTS} slots of each device at a time; {-(-slots // block) * block} is"
             )
         if capacity > config.max_positions:
             raise ValueError(
@@ -119,11 +128,7 @@ class DecoderEngine:
         self.slots, self.capacity, self.stop_ids = slots, capacity, tuple(stop_ids)
         self.steps_per_call = steps_per_call
         self._config, self._dtype, self._cache_dtype = config, compute_dtype, cache_dtype or compute_dtype
-        asked: dict[str, Any] = {
-            "page_tokens": page_tokens,
-            "cache_tokens": cache_tokens,
-            "dtype": self._cache_dtype,
-        }
+        asked: Any = {"page_tokens": page_tokens, "cache_tokens": cache_tokens, "dtype": self._cache_dtype}
         kind = cache or kind_for(mesh, **asked, turns=in_flight > 0 or batch_invariant or has_turns)
         parks = has_turns and not batch_invariant
         holders = max(slots * (1 + parks), -(-in_flight // spread) * spread)
@@ -137,7 +142,7 @@ class DecoderEngine:
         )
         if batch_invariant and self.page_sizes.runs_out:
             raise ValueError(
-                "sampling.batch_invariant=true needs a cache that holds every response to its end, since one that gives way is read again, which rounds otherwise: "
+                "sampling.batch_invariant=true needs a cache that holds every response to its end, since a preempted response is re-prefilled, which rounds otherwise: "
                 f"leave out sampling.cache_tokens, or lower sampling.slots, rollout.in_flight or sampling.max_response_tokens; {holders} sequences of up to {capacity} tokens "
                 f"do not fit {self.page_sizes.pools * self.page_sizes.pool_pages} pages of {self.page_sizes.page_tokens} tokens"
             )
@@ -147,39 +152,23 @@ class DecoderEngine:
         self._ends, _ = nnx.split(
             nnx.eval_shape(lambda: EmbeddingAndHead(config, rngs=nnx.Rngs(0), compute_dtype=compute_dtype))
         )
-        self._cache = cache_for(
-            kind, mesh, self.page_sizes,
-            kv_heads=config.kv_heads, head_dim=config.head_dim, dtype=self._cache_dtype, compute_dtype=compute_dtype,
-        )  # fmt: skip
+        heads = {"kv_heads": config.kv_heads, "head_dim": config.head_dim}
+        dtypes = {"cache_dtype": self._cache_dtype, "compute_dtype": compute_dtype}
+        self._cache = cache_for(kind, mesh, self.page_sizes, **heads, **dtypes)
         self._read = Prefill(
-            config,
-            mesh,
-            block=self._block,
-            ends=self._ends,
-            shape=prefill
-            or prefill_shape(
-                longest=capacity, capacity=capacity, prompts=_ROWS, tokens=_TOKENS, alone=batch_invariant
-            ),
-            capacity=capacity,
-            cache=self._cache,
-            cache_dtype=self._cache_dtype,
-            compute_dtype=compute_dtype,
-        )
-        rows, whole = NamedSharding(mesh, PartitionSpec(BATCH_AXES)), NamedSharding(mesh, PartitionSpec())
+            config, mesh, self._cache, block=self._block, ends=self._ends, capacity=capacity, **dtypes,
+            shape=prefill or prefill_shape(longest=capacity, capacity=capacity, prompts=_ROWS, tokens=_TOKENS, alone=batch_invariant),
+        )  # fmt: skip
         # Each device samples for a share of the slots, from whole rows of logits. So the logits move between devices once, and nothing else does.
         share = (*BATCH_AXES, "tensor") if slots % (spread * mesh.shape["tensor"]) == 0 else BATCH_AXES
-        self._rows, self._shares = rows, NamedSharding(mesh, PartitionSpec(share))
-        self._columns = NamedSharding(mesh, PartitionSpec(None, BATCH_AXES))
-        self._halves = NamedSharding(mesh, PartitionSpec(BATCH_AXES, "tensor"))
-        slot_cache = NamedSharding(mesh, PartitionSpec(BATCH_AXES, "tensor"))
-        self._whole = whole
-        # Pinned: a state returned with another layout would compile `insert` and `generate` a second time.
-        shapes = jax.eval_shape(self._init_program)
-        state = replace(
-            jax.tree.map(lambda _: rows, shapes),
-            layers=jax.tree.map(lambda _: slot_cache, shapes.layers),
-            logits=self._shares,
+        self._whole, self._rows, self._shares, self._columns, self._halves = (
+            NamedSharding(mesh, PartitionSpec(*axes))
+            for axes in ((), (BATCH_AXES,), (share,), (None, BATCH_AXES), (BATCH_AXES, "tensor"))
         )
+        # Pinned: a state returned with another layout would compile `insert` and `generate` a second time.
+        shapes, whole = jax.eval_shape(self._init_program), self._whole
+        layers = jax.tree.map(lambda _: self._halves, shapes.layers)
+        state = replace(jax.tree.map(lambda _: self._rows, shapes), layers=layers, logits=self._shares)
         self.state_structs = jax.tree.map(
             lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), shapes, state
         )
@@ -250,14 +239,8 @@ class DecoderEngine:
         """Returns a prefix from which `insert` gives a slot to responses whose pages hold `lengths` tokens. It has no logits: feeding tokens
         makes them.
         """
-        zeros = np.zeros(self.slots, np.int32)
-        return Prefix(
-            layers=(),
-            logits=self._no_logits,
-            rows=zeros,
-            starts=zeros,
-            lengths=self._padded(np.array(lengths)),
-        )
+        zeros, held = np.zeros(self.slots, np.int32), self._padded(np.array(lengths))
+        return Prefix(layers=(), logits=self._no_logits, rows=zeros, starts=zeros, lengths=held)
 
     @cached_property
     def _no_logits(self) -> Array:
@@ -280,31 +263,15 @@ class DecoderEngine:
 
     def programs(self, params: SamplerWeights, decoding: Decoding) -> dict[str, Callable[[], Lowered]]:
         """Returns the name of each sampling program, with a function that lowers it. `params` and `decoding` may be shapes."""
-        again = self.page_sizes.runs_out or self._reads_again
-        number, column, fills, rows, tables = (
-            jax.ShapeDtypeStruct(shape, jnp.int32)  # host arrays, without a sharding
-            for shape in (
-                (),
-                (self.slots,),
-                (3, self.slots),
-                (7, self.slots),
-                (self.slots, self.page_sizes.table_pages),
-            )
-        )
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        state = self.state_structs
+        again, slots = self.page_sizes.runs_out or self._reads_again, self.slots
+        shapes = (), (slots,), (3, slots), (7, slots), (slots, self.page_sizes.table_pages)
+        # Host arrays, without a sharding.
+        number, column, fills, rows, tables = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
+        key, state = jax.eval_shape(lambda: jax.random.key(0)), self.state_structs
+        rope = (self._struct((self._config.head_dim // 2, self.capacity), jnp.float32),) * 2
         made: dict[str, Callable[[], Lowered]] = {
             "init": self._init.lower,
-            "generate": partial(
-                self._generate.lower,
-                params,
-                state,
-                self._rope_structs(self.capacity),
-                decoding,
-                number,
-                tables,
-                column,
-            ),
+            "generate": partial(self._generate.lower, params, state, rope, decoding, number, tables, column),
             "release": partial(self._release.lower, state, column, number),
             **self._read.programs(params, again=again),
         }
@@ -329,9 +296,6 @@ class DecoderEngine:
 
     def _struct(self, shape: tuple[int, ...], kind: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, kind, sharding=self._whole)
-
-    def _rope_structs(self, tokens: int) -> Any:
-        return (self._struct((self._config.head_dim // 2, tokens), jnp.float32),) * 2
 
     @cached_property
     def _rope(self) -> RopeTables:
@@ -387,21 +351,19 @@ class DecoderEngine:
         (slots, prompts, ordinals, indices, limits, drawn, turns), *feeding = arrays
         at = self._first(slots, count)
 
-        def put(old: Array, new: Array) -> Array:
-            return old.at[at].set(new, mode="drop")
+        def put(name: str, new: Array) -> Array:
+            return getattr(state, name).at[at].set(new, mode="drop")
 
-        return DecodeState(
+        return replace(
+            state,
             layers=self._fill_program(prefix, state.layers, *pages) if prefix.layers else state.layers,
-            logits=put(state.logits, prefix.logits[jnp.minimum(prompts, len(prefix.logits) - 1)]),
-            lengths=put(state.lengths, prefix.lengths[prompts]),
-            generated=put(state.generated, drawn),
-            limits=put(state.limits, limits),
-            live=put(state.live, jnp.ones_like(slots, bool)),
-            keys=put(state.keys, response_keys(key, ordinals, indices, turns)),
-            **{
-                name: put(getattr(state, name), new)
-                for name, new in zip(("fed", "to_feed"), feeding, strict=False)
-            },
+            logits=put("logits", prefix.logits[jnp.minimum(prompts, len(prefix.logits) - 1)]),
+            lengths=put("lengths", prefix.lengths[prompts]),
+            generated=put("generated", drawn),
+            limits=put("limits", limits),
+            live=put("live", jnp.ones_like(slots, bool)),
+            keys=put("keys", response_keys(key, ordinals, indices, turns)),
+            **{name: put(name, new) for name, new in zip(("fed", "to_feed"), feeding, strict=False)},
         )
 
     def _paused_program(self, logits: Array, lengths: Array) -> tuple[Array, Array]:
@@ -416,17 +378,11 @@ class DecoderEngine:
         return jnp.where(jnp.arange(self.slots, dtype=jnp.int32) < count, slots, self.slots)
 
     def _generate_program(
-        self,
-        params: SamplerWeights,
-        state: DecodeState,
-        rope: RopeTables,
-        decoding: Decoding,
-        min_live: Array,
-        tables: Array,
-        until: Array,
-    ) -> tuple[DecodeState, ResultTokens]:
+        self, params: SamplerWeights, state: DecodeState, rope: RopeTables, decoding: Decoding, min_live: Array, tables: Array, until: Array
+    ) -> tuple[DecodeState, ResultTokens]:  # fmt: skip
+        call = _Call(params, rope, tables, until)
         if not self._blocks:
-            state, drawn = self._generated(params, state, rope, decoding, min_live, tables, until)
+            state, drawn = self._generated(call, state, decoding, min_live)
             return state, ResultTokens(**drawn, live=state.live)
         drawing = self._drawing(state, until)
         total = jnp.maximum(drawing.sum(dtype=jnp.int32), 1)
@@ -444,7 +400,8 @@ class DecoderEngine:
             share = self._drawing(slots, mine(until)).sum(dtype=jnp.int32)
             # A block returns when the free share of its slots is as large as the share required of all slots.
             least = (share * min_live + total - 1) // total
-            slots, new = self._generated(params, slots, rope, own, least, mine(tables), mine(until))
+            part = call._replace(tables=mine(tables), until=mine(until))
+            slots, new = self._generated(part, slots, own, least)
             put = partial(self._with_block, index=index)
             rest = jax.tree.map(put, replace(state, layers=()), replace(slots, layers=()))
             return replace(rest, layers=slots.layers), {name: put(drawn[name], new[name]) for name in drawn}
@@ -469,44 +426,34 @@ class DecoderEngine:
         return {name: jnp.zeros((slots, self.steps_per_call), kind) for name, kind in kinds.items()}
 
     def _generated(
-        self,
-        params: SamplerWeights,
-        state: DecodeState,
-        rope: RopeTables,
-        decoding: Decoding,
-        min_live: Array,
-        tables: Array,
-        until: Array,
+        self, call: _Call, state: DecodeState, decoding: Decoding, min_live: Array
     ) -> tuple[DecodeState, dict[str, Array]]:
         """One call for the slots of `state`. Returns the new state and the sampled tokens."""
 
         def going(carry: _Carry) -> Array:
             step, state, _ = carry
-            live = self._drawing(state, until).sum(dtype=jnp.int32)
+            live = self._drawing(state, call.until).sum(dtype=jnp.int32)
             return (step < self.steps_per_call) & (live > 0) & ((step == 0) | (live >= min_live))
 
         def advance(carry: _Carry) -> _Carry:
             step, state, so_far = carry
             drawn = draw(state.logits, state.keys, state.generated, decoding)
             tokens, logprobs = lax.with_sharding_constraint(drawn, self._rows)
-            new = {"tokens": tokens, "logprobs": logprobs, "valid": self._drawing(state, until)}
-            if self.feed_tokens:
-                written = {
-                    name: self._behind(so_far[name], column, so_far["valid"], state)
-                    for name, column in new.items()
-                }
-            else:
-                written = {
-                    name: lax.dynamic_update_slice_in_dim(so_far[name], column[:, None], step, axis=1)
-                    for name, column in new.items()
-                }
-            return step + 1, self._take(params, state, rope, tables, until, tokens), written
+            new = {"tokens": tokens, "logprobs": logprobs, "valid": self._drawing(state, call.until)}
+
+            def written(name: str, column: Array) -> Array:
+                if self.feed_tokens:
+                    return self._after(so_far[name], column, so_far["valid"], state)
+                return lax.dynamic_update_slice_in_dim(so_far[name], column[:, None], step, axis=1)
+
+            written_so_far = {name: written(name, column) for name, column in new.items()}
+            return step + 1, self._take(call, state, tokens), written_so_far
 
         start = (jnp.zeros((), jnp.int32), state, self._blank(len(state.live)))
         _, state, drawn = lax.while_loop(going, advance, start)
         return state, drawn
 
-    def _behind(self, buffer: Array, column: Array, valid: Array, state: DecodeState) -> Array:
+    def _after(self, buffer: Array, column: Array, valid: Array, state: DecodeState) -> Array:
         """Returns `buffer` with one token per slot after its sampled tokens of this call; a slot that is fed has none."""
         count = jnp.where(state.to_feed > 0, buffer.shape[1], valid.sum(1, dtype=jnp.int32))
         return buffer.at[jnp.arange(len(buffer)), count].set(column, mode="drop")
@@ -515,17 +462,9 @@ class DecoderEngine:
         """Returns the slots that sample: live and not paused."""
         return state.live & (state.generated < until)
 
-    def _take(
-        self,
-        params: SamplerWeights,
-        state: DecodeState,
-        rope: RopeTables,
-        tables: Array,
-        until: Array,
-        tokens: Array,
-    ) -> DecodeState:
+    def _take(self, call: _Call, state: DecodeState, tokens: Array) -> DecodeState:
         """Returns the state after the sampling or fed slots have taken their tokens: stopped, or with the logits of their next tokens."""
-        drawing, fed = self._drawing(state, until), {}
+        drawing, fed = self._drawing(state, call.until), {}
         taken = drawing.astype(jnp.int32)
         stopped = drawing & (tokens[:, None] == jnp.asarray(self.stop_ids, jnp.int32)[None]).any(-1)
         if self.feed_tokens:
@@ -540,29 +479,14 @@ class DecoderEngine:
             generated = state.generated + taken
         live = state.live & ~stopped & (generated < state.limits)
         # Once the last response has ended, no logits are needed. A slot that pauses here samples its next token from them.
-        state = lax.cond(
-            (live & drawing).any(),
-            self._forward,
-            lambda _, state, *__: state,
-            params,
-            state,
-            rope,
-            tables,
-            drawing,
-            tokens,
-        )
+        given = call.params, state, call.rope, call.tables, drawing, tokens
+        state = lax.cond((live & drawing).any(), self._forward, lambda _, state, *__: state, *given)
         counts = {"lengths": state.lengths + taken, "generated": generated, "live": live, **fed}
         return replace(state, **lax.with_sharding_constraint(counts, self._rows))
 
     def _forward(
-        self,
-        params: SamplerWeights,
-        state: DecodeState,
-        rope: RopeTables,
-        tables: Array,
-        drawing: Array,
-        tokens: Array,
-    ) -> DecodeState:
+        self, params: SamplerWeights, state: DecodeState, rope: RopeTables, tables: Array, drawing: Array, tokens: Array
+    ) -> DecodeState:  # fmt: skip
         """Returns the state with the tokens appended to the KV cache of each sampling slot, and the logits that follow."""
         outer = nnx.merge(self._ends, params["ends"])
         cos, sin = (part[:, state.lengths] for part in rope)

@@ -5,14 +5,26 @@ It is noticed all the same: the logits of its own token are NaN.
 """
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array
 
-from dapo_jax.sampling.cache import EIGHT_BITS, fill_page, of_row, page_of_new, put_new, stored
+from dapo_jax.sampling import cache as plain
+from dapo_jax.sampling.cache import (
+    LayerCache,
+    Live,
+    NewHeads,
+    PerSlot,
+    Queries,
+    RowHeads,
+    Tables,
+    append_to_pages,
+    page_of_new,
+)
 
 SMALLEST_PAGE = 16
 """Tokens; the kernel's blocks are powers of two, at least this."""
@@ -26,26 +38,14 @@ _PART_TOKENS = 2048
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Pool:
-    """One layer's keys and values."""
-
-    keys: Num[Array, "pages kv_heads page_tokens head_dim"] | Any
-    values: Num[Array, "pages kv_heads page_tokens head_dim"] | Any
-    key_scales: Float[Array, "pages kv_heads page_tokens"] | Any = None
-    """The scales of `cache.LayerCache`."""
-    value_scales: Float[Array, "pages kv_heads page_tokens"] | Any = None
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
 class GpuStep:
     """The state of all slots at one decoding step, equal in all layers."""
 
-    tables: Int[Array, "slots table_pages"] | Any
-    lengths: Int[Array, " slots"] | Any
+    tables: Tables | Any
+    lengths: PerSlot | Any
     """Number of tokens in the cache; 0 if the slot is not live."""
-    live: Bool[Array, " slots"] | Any
-    page: Int[Array, " slots"] | Any
+    live: Live | Any
+    page: PerSlot | Any
     """Page of each slot's new token; beyond all pages if it is not live."""
 
 
@@ -60,71 +60,41 @@ def kernel() -> Any:
     return paged_attention
 
 
-def empty(pages: int, kv_heads: int, page_tokens: int, head_dim: int, dtype: str) -> Pool:
+def empty(pages: int, kv_heads: int, page_tokens: int, head_dim: int, dtype: str) -> LayerCache:
     """Returns an empty cache."""
-    whole, scales = jnp.zeros((pages, kv_heads, page_tokens, head_dim), dtype), None
-    if dtype in EIGHT_BITS:
-        scales = jnp.zeros((pages, kv_heads, page_tokens), jnp.float32)
-    return Pool(whole, whole, scales, scales)
+    made = plain.empty(pages, kv_heads, page_tokens, head_dim, dtype)
+    return replace(made, keys=made.values)
 
 
-def of_rows(
-    keys: Float[Array, "kv_heads head_dim tokens"],
-    values: Float[Array, "kv_heads head_dim tokens"],
-    rows: int,
-    dtype: str,
-) -> Pool:
+def of_rows(keys: RowHeads, values: RowHeads, rows: int, dtype: str) -> LayerCache:
     """Returns the keys and values of prefilled rows, given end to end."""
-    (keys, key_scales), (values, value_scales) = (
-        stored(jnp.nan_to_num(part), dtype) for part in (keys, values)
-    )
-    return Pool(
-        of_row(keys, rows).swapaxes(2, 3), of_row(values, rows).swapaxes(2, 3), of_row(key_scales, rows), of_row(value_scales, rows)
-    )  # fmt: skip
+    made = plain.of_rows(jnp.nan_to_num(keys), jnp.nan_to_num(values), rows, dtype)
+    return replace(made, keys=made.keys.swapaxes(2, 3))
 
 
-def fill(cache: Pool, read: Pool, page: Int[Array, ""], row: Int[Array, ""], start: Int[Array, ""]) -> Pool:
-    """Implements `cache.fill`: copies the tokens of row `row` from `start` on into a page."""
-
-    def filled(name: str) -> Any:
-        return fill_page(getattr(cache, name), getattr(read, name), page, row, start, axis=2)
-
-    return Pool(*map(filled, ("keys", "values", "key_scales", "value_scales")))
+fill = partial(plain.fill, keys_axis=2)
 
 
-def reading(
-    tables: Int[Array, "slots table_pages"],
-    lengths: Int[Array, " slots"],
-    live: Bool[Array, " slots"],
-    *,
-    page_tokens: int,
-) -> GpuStep:
+def reading(tables: Tables, lengths: PerSlot, live: Live, *, page_tokens: int) -> GpuStep:
     """Returns a step in the form that the kernel reads."""
     page = page_of_new(tables, lengths, live, page_tokens=page_tokens)
     return GpuStep(tables, jnp.where(live, lengths, 0), live, page)
 
 
 def extend(
-    cache: Pool,
+    cache: LayerCache,
     now: GpuStep,
-    query: Float[Array, "heads head_dim slots"],
-    key: Float[Array, "kv_heads head_dim slots"],
-    value: Float[Array, "kv_heads head_dim slots"],
+    query: Queries,
+    key: NewHeads,
+    value: NewHeads,
     *,
     dtype: str,
     interpret: bool = False,
-) -> tuple[Float[Array, "heads head_dim slots"], Pool]:
+) -> tuple[Queries, LayerCache]:
     """Implements `paged_cache.extend`. Products are in `dtype` with sums in float32."""
     (pages, kv_heads, page_tokens, head_dim), slots = cache.keys.shape, len(now.live)
-    at = (now.page, slice(None), now.lengths % page_tokens)
-
-    (key, key_scale), (value, value_scale) = (
-        stored(jnp.nan_to_num(part), cache.keys.dtype.name) for part in (key, value)
-    )
-    grown = Pool(
-        put_new(cache.keys, key, at), put_new(cache.values, value, at),
-        put_new(cache.key_scales, key_scale, at), put_new(cache.value_scales, value_scale, at),
-    )  # fmt: skip
+    new = jnp.nan_to_num(key), jnp.nan_to_num(value)
+    grown = append_to_pages(cache, now.page, now.lengths, *new, keys_axis=2)
     # Every key head of a slot is a sequence of its own, and every page holds one head, so the heads need not come first in memory.
     at_once, parts, tables = _parts(now.tables, page_tokens)
     head = jnp.arange(kv_heads, dtype=jnp.int32)
@@ -152,7 +122,7 @@ def extend(
     return attended.transpose(1, 2, 3, 0).reshape(query.shape).astype(query.dtype), grown
 
 
-def _parts(tables: Int[Array, "slots table_pages"], page_tokens: int) -> tuple[int, int, Array]:
+def _parts(tables: Tables, page_tokens: int) -> tuple[int, int, Array]:
     """Returns the pages read at a time, the parallel parts of a sequence, and the tables padded to a multiple of both."""
     at_once = max(1, _BLOCK_TOKENS // page_tokens)
     each = max(1, _PART_TOKENS // page_tokens // at_once) * at_once

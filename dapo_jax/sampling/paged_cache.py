@@ -1,6 +1,6 @@
 """The paged KV cache by operations of every platform: a slot's tokens are in the pages that its table names.
 
-Empty, prefilled and filled pages are those of `cache`; only append and attend differ. A step goes page by page over the slots
+Pages are made and filled as in `cache`; only append and attend differ. A step goes page by page over the slots
 with so many pages, the longest slots first, and reads no empty page. Each slot reads its own pages in order, so its result depends on
 itself alone, to the last bit.
 """
@@ -11,11 +11,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Int
 
 from dapo_jax.dapo.precision import product
 from dapo_jax.models.attention import MASKED
-from dapo_jax.sampling.cache import LayerCache, page_of_new, put_new, stored
+from dapo_jax.sampling.cache import (
+    LayerCache,
+    Live,
+    NewHeads,
+    PerSlot,
+    Queries,
+    Scalar,
+    Tables,
+    append_to_pages,
+    page_of_new,
+)
 
 _AT_ONCE = 16
 """Slots whose pages are read together. With fewer, the loop costs more than the reads; with more, the last part is mostly idle."""
@@ -26,8 +36,8 @@ _AT_ONCE = 16
 class PagedStep:
     """One decoding step: the lengths of the slots, and the order in which pages are read."""
 
-    lengths: Int[Array, " slots"] | Any
-    live: Bool[Array, " slots"] | Any
+    lengths: PerSlot | Any
+    live: Live | Any
     tables: Int[Array, "padded table_pages"] | Any
     """The tables in the order of `order`, padded to a multiple of the slots read at once."""
     order: Int[Array, " padded"] | Any
@@ -36,17 +46,11 @@ class PagedStep:
     """Tokens of each slot including the new one, in that order; 0 if it is not live."""
     ends: Int[Array, " table_pages"] | Any
     """Number of parts read once the first, second, ... pages of all slots are read."""
-    page: Int[Array, " slots"] | Any
+    page: PerSlot | Any
     """Page of each slot's new token; beyond all pages if it is not live."""
 
 
-def reading(
-    tables: Int[Array, "slots table_pages"],
-    lengths: Int[Array, " slots"],
-    live: Bool[Array, " slots"],
-    *,
-    page_tokens: int,
-) -> PagedStep:
+def reading(tables: Tables, lengths: PerSlot, live: Live, *, page_tokens: int) -> PagedStep:
     """Returns the order of a step, equal in all layers."""
     slots, most = tables.shape
     counts = jnp.where(live, lengths + 1, 0)
@@ -67,38 +71,21 @@ def reading(
     )
 
 
-def append(
-    cache: LayerCache,
-    now: PagedStep,
-    key: Float[Array, "kv_heads head_dim slots"],
-    value: Float[Array, "kv_heads head_dim slots"],
-) -> LayerCache:
-    """Writes one token per live slot after its tokens."""
-    dtype, offset = cache.keys.dtype.name, now.lengths % cache.keys.shape[3]
-    (key, key_scale), (value, value_scale) = stored(key, dtype), stored(value, dtype)
-    of_head = (now.page, slice(None), offset)
+def extend(
+    cache: LayerCache, now: PagedStep, query: Queries, key: NewHeads, value: NewHeads, *, dtype: str
+) -> tuple[Queries, LayerCache]:
+    """Implements `cache.extend`, but writes nothing to a slot that is not live, whose attention is 0. Products are in `dtype`.
 
-    return LayerCache(
-        put_new(cache.keys, key, (now.page, slice(None), slice(None), offset)),
-        put_new(cache.values, value, of_head),
-        put_new(cache.key_scales, key_scale, of_head),
-        put_new(cache.value_scales, value_scale, of_head),
-    )
-
-
-def attend(
-    cache: LayerCache, now: PagedStep, query: Float[Array, "heads head_dim slots"], dtype: str
-) -> Float[Array, "heads head_dim slots"]:
-    """Returns the attention of one query per slot over the slot's tokens; 0 if it is not live. Entries of a page after these tokens are never
-    multiplied, so a NaN of the page's former owner has no effect.
+    Entries of a page after a slot's tokens are never multiplied, so a NaN of the page's former owner has no effect.
     """
+    cache = append_to_pages(cache, now.page, now.lengths, key, value)
     heads, head_dim, slots = query.shape
     kv_heads, page_tokens = cache.values.shape[1], cache.values.shape[2]
     at_once = min(_AT_ONCE, slots)
     grouped = (query * head_dim**-0.5).reshape(kv_heads, heads // kv_heads, head_dim, slots)
     grouped = grouped.transpose(3, 0, 1, 2)[now.order]
 
-    def part(step: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def part(step: Scalar, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         place = jnp.searchsorted(now.ends, step, side="right").astype(jnp.int32)
         first = (step - jnp.where(place > 0, now.ends[place - 1], 0)) * at_once
 
@@ -132,18 +119,4 @@ def attend(
     _, total, out = lax.fori_loop(0, now.ends[-1], part, carry)
     out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
     back = jnp.zeros((slots, *out.shape[1:]), out.dtype).at[now.order[:slots]].set(out[:slots])
-    return back.transpose(1, 2, 3, 0).reshape(query.shape).astype(query.dtype)
-
-
-def extend(
-    cache: LayerCache,
-    now: PagedStep,
-    query: Float[Array, "heads head_dim slots"],
-    key: Float[Array, "kv_heads head_dim slots"],
-    value: Float[Array, "kv_heads head_dim slots"],
-    *,
-    dtype: str,
-) -> tuple[Float[Array, "heads head_dim slots"], LayerCache]:
-    """Implements `cache.extend`, but writes nothing to a slot that is not live. Products are in `dtype`."""
-    grown = append(cache, now, key, value)
-    return attend(grown, now, query, dtype), grown
+    return back.transpose(1, 2, 3, 0).reshape(query.shape).astype(query.dtype), cache

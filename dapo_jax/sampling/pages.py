@@ -8,8 +8,8 @@ If slots are spread over devices, each device has its own pool of pages. A cache
 with a single page as long as the slot.
 """
 
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Int
@@ -63,12 +63,6 @@ class Fill:
     """Counted over all pools."""
 
 
-@dataclass
-class _Held:
-    pages: list[int] = field(default_factory=list)
-    shared: Hashable = None
-
-
 class Pages:
     """Assigns the pages of a cache and takes them back. Pages are numbered within their pool."""
 
@@ -82,20 +76,18 @@ class Pages:
         # The lowest number on top, so that a small run touches little memory.
         self._free = [list(range(sizes.pool_pages - 1, -1, -1)) for _ in range(sizes.pools)]
         self._holders = np.zeros((sizes.pools, sizes.pool_pages), np.int32)
-        self._held = [_Held() for _ in range(sizes.holders)]
+        self._held = [list[int]() for _ in range(sizes.holders)]
+        self._shares: dict[int, Hashable] = {}
+        """The prompt whose pages a holder shares."""
         self._prompts: dict[tuple[int, Hashable], list[int]] = {}
 
-    def free(self, holder: int) -> int:
-        """Returns the number of free pages in the holder's pool."""
-        return len(self._free[self.sizes.pool_of(holder)])
-
-    def free_of(self, pool: int) -> int:
+    def free(self, pool: int) -> int:
         """Returns the number of free pages in a pool."""
         return len(self._free[pool])
 
-    def count(self, holder: int) -> int:
-        """Returns the number of pages that it holds."""
-        return len(self._held[holder].pages)
+    def held(self, holder: int) -> Sequence[int]:
+        """Returns the pages of a holder, in the order of its tokens."""
+        return self._held[holder]
 
     def start(
         self,
@@ -107,67 +99,52 @@ class Pages:
         prompt_tokens: int = 0,
         spare: int = 0,
     ) -> list[Fill] | None:
-        """Gives a new holder pages for `tokens` tokens, of which `read` are prefilled and written now.
+        """Gives a new holder pages for `tokens` tokens. The first `read` tokens are prefilled and written now.
 
         Holders with the same `prompt` begin with the same `prompt_tokens` tokens and share its full pages. Returns the pages to write;
         shared pages are written by their first holder. Returns None, without any change, if fewer than `spare` free pages would be left.
         """
-        sizes, held = self.sizes, self._held[holder]
-        assert not held.pages, "the holder was not released"
-        shared = self._shared(holder, prompt, prompt_tokens)
+        assert not self._held[holder], "the holder was not released"
+        sizes, pool = self.sizes, self.sizes.pool_of(holder)
+        full = prompt_tokens // sizes.page_tokens if prompt is not None else 0
+        shared = self._prompts.get((pool, prompt), [])[:full]
         more = pages_for(tokens, sizes.page_tokens) - len(shared)
-        if more + spare > self.free(holder):
+        if more + spare > self.free(pool):
             return None
-        pages = [*shared, *self._taken(holder, more)]
-        full = prompt_tokens // sizes.page_tokens
-        pool = sizes.pool_of(holder)
-        if prompt is not None and full:
-            self._prompts[pool, prompt] = pages[:full]
-            held.shared = prompt
-        self._hold(holder, held, pages)
+        pages = self._hold(holder, shared, more)
+        if full:
+            self._prompts[pool, prompt], self._shares[holder] = pages[:full], prompt
         written = range(len(shared), pages_for(read, sizes.page_tokens))
         return [Fill(at * sizes.page_tokens, pool * sizes.pool_pages + pages[at]) for at in written]
 
     def grow(self, holder: int, tokens: int) -> bool:
         """Gives the holder pages up to `tokens` tokens. Returns False, without any change, if there are not enough."""
-        held = self._held[holder]
-        more = pages_for(tokens, self.sizes.page_tokens) - len(held.pages)
-        if more > self.free(holder):
+        more = pages_for(tokens, self.sizes.page_tokens) - len(self._held[holder])
+        if more > self.free(self.sizes.pool_of(holder)):
             return False
         if more > 0:
-            self._hold(holder, held, self._taken(holder, more))
+            self._hold(holder, [], more)
         return True
 
     def release(self, holder: int) -> None:
         """Releases the holder's pages; pages with other holders stay."""
-        held, pool = self._held[holder], self.sizes.pool_of(holder)
+        held, pool, shared = self._held[holder], self.sizes.pool_of(holder), self._shares.pop(holder, None)
         holders, gone = self._holders[pool], []
-        for page in held.pages:
+        for page in held:
             holders[page] -= 1
             if not holders[page]:
                 gone.append(page)
         # The first page of a prompt is released with all of its full pages: they have the same holders.
-        if held.shared is not None and held.pages[0] in gone:
-            del self._prompts[pool, held.shared]
+        if shared is not None and held[0] in gone:
+            del self._prompts[pool, shared]
         self._free[pool].extend(reversed(gone))
-        self._held[holder] = _Held()
+        self._held[holder] = []
 
-    def held(self, holder: int) -> tuple[int, ...]:
-        """Returns the pages of a holder, in the order of its tokens."""
-        return tuple(self._held[holder].pages)
-
-    def _shared(self, holder: int, prompt: Hashable, prompt_tokens: int) -> list[int]:
-        full = prompt_tokens // self.sizes.page_tokens
-        if prompt is None or not full:
-            return []
-        return self._prompts.get((self.sizes.pool_of(holder), prompt), [])[:full]
-
-    def _taken(self, holder: int, count: int) -> list[int]:
-        free = self._free[self.sizes.pool_of(holder)]
-        return [free.pop() for _ in range(count)]
-
-    def _hold(self, holder: int, held: _Held, pages: list[int]) -> None:
-        first = len(held.pages)
+    def _hold(self, holder: int, shared: list[int], more: int) -> list[int]:
+        """Gives a holder shared pages, then `more` free ones, and returns all of these."""
+        pool, first = self.sizes.pool_of(holder), len(self._held[holder])
+        pages = [*shared, *(self._free[pool].pop() for _ in range(more))]
         self.tables[holder, first : first + len(pages)] = pages
-        self._holders[self.sizes.pool_of(holder)][pages] += 1
-        held.pages += pages
+        self._holders[pool][pages] += 1
+        self._held[holder] += pages
+        return pages

@@ -48,36 +48,27 @@ class Prefill:
     """The prefill programs on one mesh."""
 
     def __init__(
-        self, config: DecoderConfig, mesh: Mesh, *, block: nnx.GraphDef[Block], ends: nnx.GraphDef[EmbeddingAndHead],
-        shape: PrefillShape, capacity: int, cache: Cache, cache_dtype: str, compute_dtype: str,
+        self, config: DecoderConfig, mesh: Mesh, cache: Cache, *, block: nnx.GraphDef[Block], ends: nnx.GraphDef[EmbeddingAndHead],
+        shape: PrefillShape, capacity: int, cache_dtype: str, compute_dtype: str,
     ) -> None:  # fmt: skip
-        """Makes the programs.
-
-        Args:
-            block, ends: the structure of a layer, and of embedding and head.
-            capacity: tokens of the longest sequence.
-            cache: the kind of KV cache; keys and values are in `cache_dtype`.
-        """
+        """Makes the programs. `block` and `ends` are the structure of a layer, and of embedding and head; `capacity` is the length of the longest sequence."""
         self.shape, self._config, self._cache, self._block, self._ends = shape, config, cache, block, ends
         self._dtype, self._cache_dtype = compute_dtype, cache_dtype
         # The CPU's runtime may hang with many collective programs in its queue.
         self._waits = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
         self._room = -(-capacity // shape.width) * shape.width
-        whole = NamedSharding(mesh, PartitionSpec())
-        row, buffer = (
-            NamedSharding(mesh, PartitionSpec(None, "tensor")),
-            NamedSharding(mesh, PartitionSpec("tensor")),
+        whole, row, buffer = (
+            NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), (None, "tensor"), ("tensor",))
         )
         self._whole, self._buffer, self._row = whole, buffer, row
         self._embed = jax.jit(self._embed_program, out_shardings=whole)
         self._layer = jax.jit(self._layer_program, donate_argnums=1, out_shardings=(whole, row))
-        self._part = jax.jit(
-            self._part_program, donate_argnums=(1, 2), out_shardings=(whole, (buffer, buffer))
-        )
+        pair = buffer, buffer
+        self._part = jax.jit(self._part_program, donate_argnums=(1, 2), out_shardings=(whole, pair))
         self._kept = jax.jit(self._kept_program, out_shardings=row)
         self._head = jax.jit(self._head_program, out_shardings=whole)
         self._angles = jax.jit(rope_tables, static_argnums=1, out_shardings=whole)
-        self._empty = jax.jit(self._empty_program, out_shardings=(buffer, buffer))
+        self._empty = jax.jit(self._empty_program, out_shardings=pair)
 
     def __call__(self, params: SamplerWeights, prompts: Sequence[Int[np.ndarray, " _"]]) -> Iterator[Read]:
         """Prefills prompts, those longer than a row last. Yields after each call the finished ones, possibly none."""
@@ -86,10 +77,8 @@ class Prefill:
             prefix = self._rows(params, packed)
             yield [(index, prefix, place) for place, index in enumerate(packed.indices)]
         for index, prompt in enumerate(prompts):
-            if len(prompt) > self.shape.width:
-                yield from (
-                    [] if prefix is None else [(index, prefix, 0)] for prefix in self._parts(params, prompt)
-                )
+            for prefix in self._parts(params, prompt) if len(prompt) > self.shape.width else ():
+                yield [] if prefix is None else [(index, prefix, 0)]
 
     def programs(self, params: SamplerWeights, *, again: bool) -> dict[str, Callable[[], Lowered]]:
         """Returns the name of each program in use, with a function that lowers it. `params` may be shapes with their shardings.
@@ -97,30 +86,26 @@ class Prefill:
         With `again`, preempted responses are re-prefilled; these may be longer than any prompt.
         """
         made: dict[str, Callable[[], Lowered]] = {}
-        layer, ends = params["layers"][0], params["ends"]
-        half, embed, width = self._config.head_dim // 2, self._config.embed_dim, self.shape.width
-
-        def of_tokens(tokens: int) -> tuple[Any, Any]:
-            angles = self._struct((half, tokens), jnp.float32)
-            return self._struct((embed, tokens), self._flowing(ends)), (angles, angles)
-
-        for name, rows, _ in (shape for shape in self._used(again) if shape[0] != "part"):
-            x, rope = of_tokens(rows * width)
+        layer, ends, width = params["layers"][0], params["ends"], self.shape.width
+        for name, rows, _ in self._used(again):
+            count = width if name == "part" else rows * width
+            x = self._struct((self._config.embed_dim, count), self._flowing(ends))
+            rope = (self._struct((self._config.head_dim // 2, count), jnp.float32),) * 2
+            if name == "part":
+                buffer, _ = jax.eval_shape(self._empty_program)
+                pair = (jax.ShapeDtypeStruct(buffer.shape, buffer.dtype, sharding=self._buffer),) * 2
+                start = jax.ShapeDtypeStruct((), jnp.int32)
+                made["prefill_part"] = partial(self._part.lower, layer, x, pair, rope, start)
+                made["prefill_kept"] = partial(self._kept.lower, pair)
+                made["prefill_empty"] = self._empty.lower
+                continue
             tokens, segments, last = (
                 jax.ShapeDtypeStruct(shape, jnp.int32)  # host arrays, without a sharding
-                for shape in ((rows * width,), (rows, width), (rows * self.shape.row_prompts,))
+                for shape in ((count,), (rows, width), (rows * self.shape.row_prompts,))
             )
             made[f"prefill_{name}_embed"] = partial(self._embed.lower, ends, tokens)
             made[f"prefill_{name}"] = partial(self._layer.lower, layer, x, rope, segments)
             made[f"prefill_{name}_head"] = partial(self._head.lower, ends, x, last)
-        if any(name == "part" for name, *_ in self._used(again)):
-            x, rope = of_tokens(width)
-            buffer, _ = jax.eval_shape(self._empty_program)
-            buffer = jax.ShapeDtypeStruct(buffer.shape, buffer.dtype, sharding=self._buffer)
-            start = jax.ShapeDtypeStruct((), jnp.int32)
-            made["prefill_part"] = partial(self._part.lower, layer, x, (buffer, buffer), rope, start)
-            made["prefill_kept"] = partial(self._kept.lower, (buffer, buffer))
-            made["prefill_empty"] = self._empty.lower
         return made
 
     def prefixes(self, params: SamplerWeights, *, again: bool) -> dict[str, Prefix]:
@@ -128,9 +113,7 @@ class Prefill:
         ends, made = params["ends"], {}
         for name, rows, width in self._used(again):
             x = jax.ShapeDtypeStruct((self._config.embed_dim, rows * width), self._flowing(ends))
-            heads = jax.ShapeDtypeStruct(
-                (self._config.kv_heads, self._config.head_dim, rows * width), jnp.float32
-            )
+            heads = self._struct((self._config.kv_heads, self._config.head_dim, rows * width), jnp.float32)
             kept = jax.eval_shape(
                 lambda part, rows=rows: self._cache.of_rows(part, part, rows, self._cache_dtype), heads
             )
@@ -146,7 +129,7 @@ class Prefill:
         return made
 
     def _used(self, again: bool) -> list[tuple[str, int, int]]:
-        """Yields (name, rows, width) of each shape of call."""
+        """Returns (name, rows, width) of each shape of call."""
         several = [("rows", self.shape.rows, self.shape.width)] if self.shape.rows > 1 else []
         longest = self._room if again else self.shape.longest
         parts = [("part", 1, self._room)] if longest > self.shape.width else []
@@ -180,9 +163,8 @@ class Prefill:
             part[: len(prompt) - start] = prompt[start : start + width]
             x, rope = self._embed(params["ends"], part), self._angles(positions, self._config)
             for index, weights in enumerate(params["layers"]):
-                x, buffers[index] = self._awaited(
-                    self._part(weights, x, buffers[index], rope, np.int32(start))
-                )
+                made = self._part(weights, x, buffers[index], rope, np.int32(start))
+                x, buffers[index] = self._awaited(made)
             if start + width < len(prompt):
                 yield None
         last = np.zeros(self.shape.row_prompts, np.int32)
@@ -213,10 +195,10 @@ class Prefill:
         self, weights: nnx.State, x: Array, buffers: tuple[Array, Array], rope: RopeTables, start: Array
     ) -> tuple[Array, tuple[Array, Array]]:
         def attend(query: Array, key: Array, value: Array) -> tuple[Array, Any]:
-            def written(buffer: Array, new: Array) -> Array:
-                return lax.dynamic_update_slice_in_dim(buffer, new.astype(buffer.dtype), start, axis=2)
-
-            keys, values = (written(*pair) for pair in zip(buffers, (key, value), strict=True))
+            keys, values = (
+                lax.dynamic_update_slice_in_dim(buffer, new.astype(buffer.dtype), start, axis=2)
+                for buffer, new in zip(buffers, (key, value), strict=True)
+            )
             return part_attention(query, keys, values, start, dtype=self._dtype), (keys, values)
 
         return nnx.merge(self._block, weights)(x, rope, attend)

@@ -3,7 +3,6 @@
 A response pauses in its slot. With more responses than slots, they take turns, and keep their pages outside the slots. Tokens do not depend on that.
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -48,21 +47,14 @@ class RoundSampler:
         """See `Sampler`. Prompts and tokens that earlier weights sampled are prefilled. With `limits` responses are episodes, and a round samples tokens of
         one turn at most."""
         self._engine, self._limit, self._limits = engine, max_response_tokens, limits
-        self._unread: deque[list[Request]] = deque()
+        self._unread: list[list[Request]] = []
         self._paused: set[Request] = set()
         self._between: set[Request] = set()
         """Episodes between two turns, whose pages stay until other responses need them."""
+        park = limits is not None and engine.feed_tokens > 0
         self._loop = DecodeLoop(
-            engine,
-            params,
-            key=key,
-            decoding=decoding,
-            stop=stop,
-            refill_frac=refill_frac,
-            on_look=on_look,
-            more=self._more,
-            park=limits is not None and engine.feed_tokens > 0,
-        )
+            engine, params, key=key, decoding=decoding, stop=stop, refill_frac=refill_frac, on_look=on_look, more=self._more, park=park
+        )  # fmt: skip
 
     def draw(self, requests: Sequence[Request], tokens: int) -> list[Drawn]:
         """Samples one round of `tokens` tokens: the requests grow, and their new tokens are returned in the same order.
@@ -74,11 +66,8 @@ class RoundSampler:
         Raises:
             ValueError: a prompt is empty, or leaves no room for a response in a slot; or a paused response is missing.
         """
-        check_prompts(
-            [request.prompt for request in requests],
-            capacity=self._engine.capacity,
-            max_response_tokens=self._limit,
-        )
+        prompts, capacity = [request.prompt for request in requests], self._engine.capacity
+        check_prompts(prompts, capacity=capacity, max_response_tokens=self._limit)
         if missing := self._paused.difference(requests):
             names = sorted((request.prompt.ordinal, request.index) for request in missing)
             raise ValueError(
@@ -94,20 +83,16 @@ class RoundSampler:
         self._line_up(requests)
         ended: dict[Request, FinishReason] = {}
         while (found := self._loop.step()) is not None:
-            for request, length, reason in found:
-                request.drawn, ended[request] = length, reason
+            ended.update(found)
         self._paused = set(requests).difference(ended)
         self._between.difference_update(requests)
         if self._limits is not None:
             self._between.update(ended)
         assert all(request.paused for request in self._paused), "a response has not reached its target"
+        new = [(request, slice(first, request.drawn)) for request, first in zip(requests, begin, strict=True)]
         return [
-            Drawn(
-                tokens=request.tokens[first : request.drawn].copy(),
-                logprobs=request.logprobs[first : request.drawn].copy(),
-                finish_reason=ended.get(request),
-            )
-            for request, first in zip(requests, begin, strict=True)
+            Drawn(tokens=of.tokens[at].copy(), logprobs=of.logprobs[at].copy(), finish_reason=ended.get(of))
+            for of, at in new
         ]
 
     def close(self) -> None:
@@ -124,21 +109,21 @@ class RoundSampler:
             if request.prefix is not None:
                 self._loop.waiting.append(request)
                 slots.aside.remove(request)
-            elif self._loop.resume(request):
-                continue
-            elif self._unread and self._begins_alike(self._unread[-1][0], request):
-                self._unread[-1].append(request)
-            else:
-                self._unread.append([request])
-
-    def _begins_alike(self, one: Request, other: Request) -> bool:
-        if one.prompt.ordinal != other.prompt.ordinal or one.turn or other.turn:
-            return False
-        # Before the first sampled token there are only the tokens of environments.
-        same = one.drawn == one.begun == other.drawn == other.begun and one.anew == other.anew
-        return same and bool((one.tokens[: one.drawn] == other.tokens[: one.drawn]).all())
+            elif not self._loop.resume(request):
+                if self._unread and _begin_alike(self._unread[-1][0], request):
+                    self._unread[-1].append(request)
+                else:
+                    self._unread.append([request])
 
     def _more(self) -> list[list[Request]]:
         # All at once: prefilled prompts start before the next ones are prefilled, and nothing is prefilled while nothing can start.
-        unread, self._unread = list(self._unread), deque()
+        unread, self._unread = self._unread, []
         return unread
+
+
+def _begin_alike(one: Request, other: Request) -> bool:
+    if one.prompt.ordinal != other.prompt.ordinal or one.turn or other.turn:
+        return False
+    # Before the first sampled token there are only the tokens of environments.
+    same = one.drawn == one.begun == other.drawn == other.begun and one.anew == other.anew
+    return same and bool((one.tokens[: one.drawn] == other.tokens[: one.drawn]).all())

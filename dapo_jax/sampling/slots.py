@@ -39,21 +39,18 @@ class Slots:
     def __init__(self, engine: Engine) -> None:
         self.pages, self._steps = Pages(engine.page_sizes), engine.steps_per_call
         self.owners: list[Request | None] = [None] * engine.slots
-        # For each pool, the lowest number first.
-        self._idle: list[list[int]] = [[] for _ in range(self.pages.sizes.pools)]
+        sizes = self.pages.sizes
+        # The free slots and rows of each pool: slots with the lowest number first, rows with the lowest number last.
+        self._idle, self._rows = ([list[int]() for _ in range(sizes.pools)] for _ in range(2))
         for slot in range(engine.slots):
             self._idle[self._pool_of(slot)].append(slot)
+        for row in reversed(range(sizes.holders)):
+            self._rows[sizes.pool_of(row)].append(row)
         self.released: list[int] = []
         """Slots without an owner that the engine still counts as live."""
         self.aside: list[Request] = []
         """Responses with pages but without a slot: they pause, or their environment works."""
         self._starts = itertools.count()
-        rows, self._rows = (
-            range(self.pages.sizes.holders),
-            [list[int]() for _ in range(self.pages.sizes.pools)],
-        )
-        for row in reversed(rows):
-            self._rows[self.pages.sizes.pool_of(row)].append(row)
 
     @property
     def live(self) -> int:
@@ -78,8 +75,8 @@ class Slots:
         needed, spare = pages_for(request.room(self._steps), self.pages.sizes.page_tokens), self._spare()
         if not (pools := self._open_to(request, waiting)):
             return False
-        pool = max(pools, key=lambda pool: self._free(pool) - spare[pool])
-        while self._free(pool) < needed + spare[pool]:
+        pool = max(pools, key=lambda pool: self.pages.free(pool) - spare[pool])
+        while self.pages.free(pool) < needed + spare[pool]:
             if not self._preempts(pool, waiting, to=request):
                 return False
         return True
@@ -91,7 +88,7 @@ class Slots:
         """
         if not (pools := self._open_to(request, waiting)):
             return None
-        pool = max(pools, key=self._free)
+        pool = max(pools, key=self.pages.free)
         slot = heapq.heappop(self._idle[pool])
         while (fills := self._given(request, pool)) is None:
             if not self._preempts(pool, waiting, to=request):
@@ -104,8 +101,8 @@ class Slots:
             self.released.remove(slot)
         if request.order < 0:
             request.order = next(self._starts)
-        request.prefix, started = None, Started(slot, request, fills)
-        return started
+        request.prefix = None
+        return Started(slot, request, fills)
 
     def make_room(self, waiting: deque[Request]) -> None:
         """Gives every response the pages for the next call, the oldest responses first.
@@ -114,25 +111,21 @@ class Slots:
         """
         if self.pages.sizes.table_pages == 1:
             return  # Each response has one page for all of its tokens.
-        running = sorted(
-            (owner.order, slot)
-            for slot, owner in enumerate(self.owners)
-            if owner is not None and not owner.paused
-        )
+        owners = [(slot, owner) for slot, owner in enumerate(self.owners) if owner and not owner.paused]
+        running = sorted(owners, key=lambda each: each[1].order)
         while running:
-            _, slot = running.pop(0)
-            owner, pool = self.owners[slot], self._pool_of(slot)
-            assert owner is not None
+            slot, owner = running.pop(0)
+            pool = self._pool_of(slot)
             assert owner.row is not None
             while not self.pages.grow(owner.row, owner.room(self._steps)):
                 if self._preempts_paused(pool) or self._preempts_waiting(pool, waiting):
                     continue
-                last = next((at for _, at in reversed(running) if self._pool_of(at) == pool), slot)
+                last = next((at for at, _ in reversed(running) if self._pool_of(at) == pool), slot)
                 waiting.appendleft(self.end(last))
                 self.released.append(last)
                 if last == slot:
                     break
-                running = [each for each in running if each[1] != last]
+                running = [each for each in running if each[0] != last]
 
     def end(self, slot: int) -> Request:
         """Frees a slot and its pages."""
@@ -145,7 +138,7 @@ class Slots:
         self.aside.append(self.leave(slot))
 
     def others_idle(self, request: Request) -> bool:
-        """Returns whether slots are free, but none in the pool of the request's pages."""
+        """Returns whether slots are free, but only in other pools than the request's pages."""
         assert request.row is not None
         return not self._idle[self.pages.sizes.pool_of(request.row)] and any(self._idle)
 
@@ -170,7 +163,7 @@ class Slots:
                 yield slot, owner
 
     def _open_to(self, request: Request, waiting: deque[Request]) -> list[int]:
-        """Returns the pools with a free slot for the request: the pool of its pages, or pools with a free row of the page table. If there is none, preempts as `take` does."""
+        """Returns the pools with a free slot for the request: the pool of its pages, or pools with a free row of the page table. Without one, preempts as `take` does."""
         if request.row is not None:
             pool = self.pages.sizes.pool_of(request.row)
             return [pool] if self._idle[pool] else []
@@ -181,17 +174,15 @@ class Slots:
 
     def _given(self, request: Request, pool: int) -> list[Fill] | None:
         """Gives a request the pages that it needs. Returns the pages to write; None if there are not enough."""
-        tokens = request.room(self._steps)
+        tokens, prompt = request.room(self._steps), request.prompt
         if request.row is not None:
             return [] if self.pages.grow(request.row, tokens) else None
-        row = self._rows[pool][-1]
-        begins_with_prompt = request.anew is None
         fills = self.pages.start(
-            row,
+            self._rows[pool][-1],
             tokens,
             read=request.length,
-            prompt=request.prompt.ordinal if begins_with_prompt else None,
-            prompt_tokens=len(request.prompt.tokens) if begins_with_prompt else 0,
+            prompt=prompt.ordinal if request.anew is None else None,
+            prompt_tokens=len(prompt.tokens),
             spare=self._spare()[pool],
         )
         if fills is not None:
@@ -199,11 +190,11 @@ class Slots:
         return fills
 
     def let_go(self, request: Request) -> None:
-        """Frees the pages of a request."""
+        """Frees the pages of a request, which has to be re-prefilled to continue."""
         assert request.row is not None
         self.pages.release(request.row)
         self._rows[self.pages.sizes.pool_of(request.row)].append(request.row)
-        request.row = None
+        request.row = request.prefix = None
 
     def _preempts(self, pool: int, waiting: deque[Request], *, to: Request) -> bool:
         """Preempts one response for another to start: a paused one, or if nothing is being sampled, a waiting one."""
@@ -214,9 +205,10 @@ class Slots:
     def _preempts_paused(self, pool: int) -> bool:
         """Preempts the paused response that started last; it has to be re-prefilled. Returns False without such a response."""
         pausing = [*self.aside, *(owner for _, owner in self.pausing())]
-        if not (held := [each for each in pausing if self._holds(each, pool)]):
+        held = [each for each in pausing if self._holds(each, pool)]
+        last = max(held, key=lambda request: request.order, default=None)
+        if last is None:
             return False
-        last = max(held, key=lambda request: request.order)
         if last in self.aside:
             self.aside.remove(last)
         else:
@@ -224,7 +216,6 @@ class Slots:
             self.leave(slot)
             self.released.append(slot)
         self.let_go(last)
-        last.prefix = None
         return True
 
     def _preempts_waiting(self, pool: int, waiting: deque[Request], but: Request | None = None) -> bool:
@@ -233,7 +224,6 @@ class Slots:
         if last is None:
             return False
         self.let_go(last)
-        last.prefix = None
         return True
 
     def _holds(self, request: Request, pool: int) -> bool:
@@ -241,9 +231,6 @@ class Slots:
 
     def _pool_of(self, slot: int) -> int:
         return slot * self.pages.sizes.pools // len(self.owners)
-
-    def _free(self, pool: int) -> int:
-        return self.pages.free_of(pool)
 
     def _spare(self) -> list[int]:
         """Pages of each pool that a start leaves free: a few for each running response, as far as it may still grow. Without them, a response that starts would soon be
@@ -255,5 +242,5 @@ class Slots:
         for slot, owner in enumerate(self.owners):
             if owner is not None and owner.row is not None and not owner.paused:
                 most = pages_for(owner.ahead + owner.limit, sizes.page_tokens)
-                spare[self._pool_of(slot)] += min(SPARE_PAGES, most - self.pages.count(owner.row))
+                spare[self._pool_of(slot)] += min(SPARE_PAGES, most - len(self.pages.held(owner.row)))
         return spare

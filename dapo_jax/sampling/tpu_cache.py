@@ -15,10 +15,22 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Float, Int, Num
 
 from dapo_jax.models.attention import MASKED
-from dapo_jax.sampling.cache import EIGHT_BITS, fill_page, of_row, stored
+from dapo_jax.sampling.cache import (
+    EIGHT_BITS,
+    Live,
+    NewHeads,
+    PerSlot,
+    Queries,
+    RowHeads,
+    Scalar,
+    Tables,
+    fill_page,
+    of_row,
+    stored,
+)
 
 LANES = 128
 """A page with eight bits is a multiple of this, since the scales of its tokens fill lanes."""
@@ -47,14 +59,14 @@ def tile_rows(dtype: str) -> int:
 class TpuStep:
     """The state of all slots at one decoding step, equal in all layers."""
 
-    tables: Int[Array, "slots table_pages"] | Any
-    lengths: Int[Array, " slots"] | Any
-    live: Bool[Array, " slots"] | Any
+    tables: Tables | Any
+    lengths: PerSlot | Any
+    live: Live | Any
     count: Int[Array, "1"] | Any
     """Number of the kernel's steps: one for each block of pages that a live slot has begun, at least one."""
     slot_of: Int[Array, " most"] | Any
     """The slot of each step."""
-    starts: Int[Array, " slots"] | Any
+    starts: PerSlot | Any
     """The first step of each slot."""
 
 
@@ -75,12 +87,7 @@ def empty(pages: int, kv_heads: int, page_tokens: int, head_dim: int, dtype: str
     return Pairs(jnp.zeros((pages, kv_heads, page_tokens, 2 * head_dim), dtype), scales)
 
 
-def of_rows(
-    keys: Float[Array, "kv_heads head_dim tokens"],
-    values: Float[Array, "kv_heads head_dim tokens"],
-    rows: int,
-    dtype: str,
-) -> Pairs:
+def of_rows(keys: RowHeads, values: RowHeads, rows: int, dtype: str) -> Pairs:
     """Returns the keys and values of prefilled rows, given end to end."""
     pairs, scales = _paired(keys, values, dtype)
     return Pairs(of_row(pairs, rows).swapaxes(2, 3), of_row(scales, rows))
@@ -93,9 +100,7 @@ def _paired(key: Array, value: Array, dtype: str) -> tuple[Array, Array | None]:
     return jnp.concatenate([key, value], axis=1), scales
 
 
-def fill(
-    cache: Pairs, read: Pairs, page: Int[Array, ""], row: Int[Array, ""], start: Int[Array, ""]
-) -> Pairs:
+def fill(cache: Pairs, read: Pairs, page: Scalar, row: Scalar, start: Scalar) -> Pairs:
     """Implements `cache.fill`: copies the tokens of row `row` from `start` on into a page."""
     return Pairs(
         fill_page(cache.pairs, read.pairs, page, row, start, axis=2),
@@ -103,14 +108,7 @@ def fill(
     )
 
 
-def reading(
-    tables: Int[Array, "slots table_pages"],
-    lengths: Int[Array, " slots"],
-    live: Bool[Array, " slots"],
-    *,
-    page_tokens: int,
-    at_once: int,
-) -> TpuStep:
+def reading(tables: Tables, lengths: PerSlot, live: Live, *, page_tokens: int, at_once: int) -> TpuStep:
     """Returns a step in the form that the kernel reads; `at_once` is `pages_at_once`."""
     slots, most = tables.shape
     lengths, at_once = jnp.where(live, lengths, 0), min(at_once, most)
@@ -119,9 +117,7 @@ def reading(
     return TpuStep(tables, lengths, live, count, slot_of, starts)
 
 
-def _walk(
-    blocks: Int[Array, " slots"], most: int
-) -> tuple[Int[Array, "1"], Int[Array, " most"], Int[Array, " slots"]]:
+def _walk(blocks: PerSlot, most: int) -> tuple[Int[Array, "1"], Int[Array, " most"], PerSlot]:
     """Returns the number of steps (at least one), the slot of each step, and each slot's first step."""
     ends = jnp.cumsum(blocks, dtype=jnp.int32)
     # A slot begins at the end of the slot before it; a slot without blocks begins nothing.
@@ -132,13 +128,13 @@ def _walk(
 def extend(
     cache: Pairs,
     now: TpuStep,
-    query: Float[Array, "heads head_dim slots"],
-    key: Float[Array, "kv_heads head_dim slots"],
-    value: Float[Array, "kv_heads head_dim slots"],
+    query: Queries,
+    key: NewHeads,
+    value: NewHeads,
     *,
     dtype: str,
     interpret: bool = False,
-) -> tuple[Float[Array, "heads head_dim slots"], Pairs]:
+) -> tuple[Queries, Pairs]:
     """Implements `paged_cache.extend`.
 
     The running softmax begins with the new token, so it is never empty and the token is not read from the cache. Products are in `dtype`
@@ -156,35 +152,26 @@ def extend(
     def at_slot(part: Any, step: Any, slot_of: Any, *_: Any) -> tuple[Any, ...]:
         return slot_of[step], part, 0, 0
 
-    def page_of(step: Any, slot_of: Any, lengths: Any, tables: Any) -> tuple[Any, Any]:
-        """Returns the page of a slot's new token, and the token's place in it."""
+    def at_new(
+        part: Any, step: Any, slot_of: Any, _: Any, lengths: Any, tables: Any, *__: Any, lanes: bool = False
+    ) -> tuple[Any, ...]:
+        """Returns the block with a slot's new token: a tile of rows of pairs, or `lanes` of scales."""
         slot = slot_of[step]
-        return tables[slot, lengths[slot] // page_tokens], lengths[slot] % page_tokens
-
-    def at_tile(
-        part: Any, step: Any, slot_of: Any, _: Any, lengths: Any, tables: Any, *__: Any
-    ) -> tuple[Any, ...]:
-        page, offset = page_of(step, slot_of, lengths, tables)
-        return page, part, offset // tile, 0
-
-    def at_lanes(
-        part: Any, step: Any, slot_of: Any, _: Any, lengths: Any, tables: Any, *__: Any
-    ) -> tuple[Any, ...]:
-        page, offset = page_of(step, slot_of, lengths, tables)
-        return page, part, 0, offset // LANES
+        page, offset = tables[slot, lengths[slot] // page_tokens], lengths[slot] % page_tokens
+        return (page, part, 0, offset // LANES) if lanes else (page, part, offset // tile, 0)
 
     new, new_scales = _paired(key, value, kept)
     per_head = (1, heads, group, head_dim)
     pools = [pairs] if cache.scales is None else [pairs, cache.scales]
     news = [new.transpose(2, 0, 1)[:, :, None]]
     new_specs = [pl.BlockSpec((1, heads, 1, width), at_slot)]
-    pool_specs = [pl.BlockSpec((1, heads, tile, width), at_tile)]
+    pool_specs = [pl.BlockSpec((1, heads, tile, width), at_new)]
     scratch = [pltpu.VMEM((2, heads, block, width), pairs.dtype)]
     if new_scales is not None:
         # A lane for each: the kernel puts one of them in its place.
         news.append(jnp.broadcast_to(new_scales.transpose(2, 0, 1)[..., None], (slots, kv_heads, 2, LANES)))
         new_specs.append(pl.BlockSpec((1, heads, 2, LANES), at_slot))
-        pool_specs.append(pl.BlockSpec((1, heads, 2, LANES), at_lanes))
+        pool_specs.append(pl.BlockSpec((1, heads, 2, LANES), partial(at_new, lanes=True)))
         scratch.append(pltpu.VMEM((2, heads, 2, block), jnp.float32))
     first_pool = 6 + len(news)
     attended, *grown = pl.pallas_call(
@@ -228,7 +215,7 @@ def extend(
 
 
 def _kernel(
-    slot_of: Any, starts: Any, lengths: Any, tables: Any, any_live: Any, query: Any, *refs: Any, heads: int, page_tokens: int, pools: int,
+    slot_of: Any, starts: Any, lengths: Any, tables: Any, any_live: Any, query: Any, *refs: Any, heads: int, page_tokens: int, pools: int
 ) -> None:  # fmt: skip
     """Computes one block of one slot: `out`, `top` and `total` are its running softmax, `tiles` the rows (and scales) that contain the new
     token.

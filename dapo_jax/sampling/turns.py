@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Protocol, runtime_checkable
 
-from dapo_jax.dapo.rollouts import Continuation, DrawnTurn, Prompt
+from dapo_jax.dapo.rollouts import Continuation, DrawnTurn, FinishReason, Prompt
 from dapo_jax.sampling.requests import EpisodeLimits, Request
 
 _LOOK_S = 1.0
@@ -64,7 +64,7 @@ class TurnTaking:
 
     @property
     def busy(self) -> bool:
-        """Whether an episode is not over and has no slot."""
+        """Whether an episode without a slot is not over."""
         return self._pending > 0 or bool(self._continuing)
 
     def start(self, requests: Sequence[Request]) -> None:
@@ -73,10 +73,9 @@ class TurnTaking:
         for request in requests:
             self._await(request, self._environments.start(request.prompt, request.index))
 
-    def end_turn(self, request: Request) -> None:
-        """Hands the present turn, which ended for `finish_reason`, to its environment."""
-        assert request.finish_reason is not None
-        turn = request.end_turn(request.finish_reason)
+    def end_turn(self, request: Request, reason: FinishReason) -> None:
+        """Hands the present turn, which ended for `reason`, to its environment."""
+        turn = request.end_turn(reason)
         self._await(request, self._environments.step(request.prompt, request.index, turn))
 
     def resume(self, resumed: Callable[[Request], bool]) -> None:

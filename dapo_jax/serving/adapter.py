@@ -1,13 +1,9 @@
-"""The decoder engine as a `jetstream.engine.engine_api.Engine`, version 0.2.2, for callers with JetStream's orchestrator.
-
-`dapo-jax serve` does not use this module. `bulk_insert` and `free_resource` are verbs of JetStream's unreleased main branch.
-"""
+"""The decoder engine as a `jetstream.engine.engine_api.Engine`, version 0.2.2, for callers with JetStream's orchestrator. `dapo-jax serve` does not use it."""
 
 import itertools
 import os
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -21,7 +17,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 from jetstream.engine import engine_api, tokenizer_api, tokenizer_pb2
 
 from dapo_jax.sampling.decoding import Decoding
-from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.sampling.engine import DecoderEngine, DecodeState
 from dapo_jax.sampling.interface import Insertion
 from dapo_jax.sampling.pages import Pages
 from dapo_jax.serving.text import decoded
@@ -37,15 +33,6 @@ class ServedPrefix:
     place: int = field(metadata={"static": True})
     """Index of the prompt in the prefix."""
     prompt_tokens: int = field(metadata={"static": True})
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class ServedState:
-    """The engine's state, and the number of tokens that each slot has sampled."""
-
-    slots: PyTree
-    lengths: Int[Array, " slots"] | Any
 
 
 class JetStreamEngine(engine_api.Engine):
@@ -67,8 +54,8 @@ class JetStreamEngine(engine_api.Engine):
         self, engine: DecoderEngine, weights: PyTree, tokenizer: Tokenizer, mesh: Mesh, *, decoding: Decoding, key: PRNGKeyArray
     ) -> None:  # fmt: skip
         sizes = engine.page_sizes
-        pages, needed = sizes.pools * sizes.pool_pages, sizes.holders * sizes.table_pages
-        if pages < needed:
+        if sizes.runs_out:
+            pages, needed = sizes.pools * sizes.pool_pages, sizes.holders * sizes.table_pages
             raise ValueError(
                 f"the cache has {pages} pages, {sizes.holders} slots of {sizes.capacity} tokens may need {needed}; "
                 "JetStream cannot preempt a response, so leave sampling.cache_tokens at 0 or lower the slots"
@@ -76,24 +63,18 @@ class JetStreamEngine(engine_api.Engine):
         self._engine, self._weights, self._mesh = engine, weights, mesh
         self._tokenizer, self._decoding, self._key = JetStreamTokenizer(tokenizer), decoding, key
         self._pages, self._ordinals = Pages(sizes), itertools.count()
-        self._freed: set[int] = set()
         self._lock = threading.Lock()
         """JetStream has two threads, but programs over several devices must reach all of them in one order."""
-        whole = NamedSharding(mesh, PartitionSpec())
-        self._no_lengths = jax.jit(lambda: jnp.zeros(engine.slots, jnp.int32), out_shardings=whole)
-        self._restart = jax.jit(
-            lambda lengths, at: lengths.at[at].set(0, mode="drop"), donate_argnums=0, out_shardings=whole
-        )
-        self._pack = jax.jit(_packed, donate_argnums=2, out_shardings=whole)
+        self._pack = jax.jit(_packed, out_shardings=self.get_prefix_destination_sharding())
 
     def load_params(self, *args: Any, **kwargs: Any) -> PyTree:
         """Returns the weights."""
         return self._weights
 
-    def init_decode_state(self, *args: Any, **kwargs: Any) -> ServedState:
+    def init_decode_state(self, *args: Any, **kwargs: Any) -> DecodeState:
         """Returns a state in which every slot is free."""
         self._pages = Pages(self._engine.page_sizes)
-        return ServedState(slots=self._engine.init_decode_state(), lengths=self._no_lengths())
+        return self._engine.init_decode_state()
 
     def prefill(
         self, *, params: PyTree, existing_prefix: Any = None, padded_tokens: Any, true_length: int
@@ -117,57 +98,35 @@ class JetStreamEngine(engine_api.Engine):
             ((_, prefix, place),) = [done for chunk in chunks for done in chunk]
         return ServedPrefix(prefix=prefix, place=place, prompt_tokens=true_length)
 
-    def insert(self, prefix: ServedPrefix, decode_state: ServedState, slot: int) -> ServedState:
+    def insert(self, prefix: ServedPrefix, decode_state: DecodeState, slot: int) -> DecodeState:
         """Inserts a prompt into a slot, which its response may fill. Consumes `decode_state`, but not `prefix`."""
-        return self.bulk_insert(prefix, decode_state, [slot])
-
-    def bulk_insert(
-        self, prefix: ServedPrefix, decode_state: ServedState, slots: Sequence[int]
-    ) -> ServedState:
-        """Inserts one prompt into several slots; each samples its own response."""
-        count, ordinal, length = len(slots), next(self._ordinals), prefix.prompt_tokens
-        capacity, fills = self._engine.capacity, []
-        for slot in slots:
-            self._pages.release(slot)  # held by the slot's previous response
-            start = self._pages.start(slot, capacity, read=length, prompt=ordinal, prompt_tokens=length)
-            fills += [(prefix.place, fill) for fill in start or ()]
+        capacity, length, zero = self._engine.capacity, prefix.prompt_tokens, np.zeros(1, np.int32)
+        self._pages.release(slot)  # held by the slot's previous response
+        fills = self._pages.start(slot, capacity, read=length) or ()
         insertion = Insertion(
-            slots=np.array(slots, np.int32),
-            prompts=np.full(count, prefix.place, np.int32),
-            ordinals=np.full(count, ordinal, np.int32),
-            indices=np.arange(count, dtype=np.int32),
-            limits=np.full(count, capacity - length, np.int32),
-            drawn=np.zeros(count, np.int32),
-            turns=np.zeros(count, np.int32),
-            fills=fills,
+            slots=zero + slot,
+            prompts=zero + prefix.place,
+            ordinals=zero + next(self._ordinals),
+            indices=zero,
+            limits=zero + capacity - length,
+            drawn=zero,
+            turns=zero,
+            fills=[(prefix.place, fill) for fill in fills],
         )
-        # Padded with an index out of range, so that one program serves any number of slots.
-        at = np.full(self._engine.slots, self._engine.slots, np.int32)
-        at[:count] = slots
         with self._lock:
-            self._freed.difference_update(slots)
-            state = self._engine.insert(prefix.prefix, decode_state.slots, insertion, self._key)
-            return ServedState(slots=state, lengths=self._restart(decode_state.lengths, at))
+            return self._engine.insert(prefix.prefix, decode_state, insertion, self._key)
 
     def generate(
-        self, params: PyTree, decode_state: ServedState
-    ) -> tuple[ServedState, engine_api.ResultTokens]:
+        self, params: PyTree, decode_state: DecodeState
+    ) -> tuple[DecodeState, engine_api.ResultTokens]:
         """Samples up to `steps_per_call` tokens in every live slot. Consumes `decode_state`."""
         with self._lock:
-            slots = decode_state.slots
-            if self._freed:
-                slots = self._engine.release(slots, sorted(self._freed))
-                self._freed.clear()
-            slots, result = self._engine.generate(params, slots, self._decoding, 1, self._pages.tables)
-            data, lengths = self._pack(result.tokens, result.valid, decode_state.lengths)
+            state, result = self._engine.generate(params, decode_state, self._decoding, 1, self._pages.tables)
+            data = self._pack(result.tokens, result.valid, state.generated)
         steps = result.tokens.shape[1]
-        packed = engine_api.ResultTokens(data, (0, steps), (steps, 2 * steps), (2 * steps, 2 * steps + 1), 1)
-        return replace(decode_state, slots=slots, lengths=lengths), packed
-
-    def free_resource(self, slot: int) -> None:
-        """Ends the slot's response at the next `generate`. May be called from any thread."""
-        with self._lock:
-            self._freed.add(slot)
+        return state, engine_api.ResultTokens(
+            data, (0, steps), (steps, 2 * steps), (2 * steps, 2 * steps + 1), 1
+        )
 
     def get_tokenizer(self) -> Any:
         """Returns the argument of `build_tokenizer`, which ignores it."""
@@ -239,7 +198,6 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
 
 def _packed(
     tokens: Int[Array, "slots steps"], valid: Bool[Array, "slots steps"], lengths: Int[Array, " slots"]
-) -> tuple[Int[Array, "slots columns"], Int[Array, " slots"]]:
+) -> Int[Array, "slots columns"]:
     """Returns JetStream's single array: tokens, their validity, and the length of each response so far."""
-    lengths = lengths + valid.sum(axis=1, dtype=jnp.int32)
-    return jnp.concatenate([tokens, valid.astype(jnp.int32), lengths[:, None]], axis=1), lengths
+    return jnp.concatenate([tokens, valid.astype(jnp.int32), lengths[:, None]], axis=1)

@@ -1,7 +1,7 @@
 """The connections of the HTTP server: their number, and the time that each has to send a request.
 
 A connection is *waiting* until its whole request has arrived, and again once the request is answered. A client needs no key to hold a waiting
-connection. So if there are too many connections, the one that has waited longest is closed. A connection whose request is being answered stays.
+connection. If there are too many connections, the longest-waiting connection is closed. A connection whose request is being answered stays.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The bodies of HTTP requests: vLLM's of token ids and OpenAI's of messages, as `msgspec` structs, and the errors that name what is wrong with them.
+"""The bodies of HTTP requests, as `msgspec` structs: vLLM's with token ids, and OpenAI's with messages. Errors name the wrong field.
 
 A field that this server does not support is accepted with a value that changes nothing, and refused otherwise.
 """
@@ -14,7 +14,8 @@ from jaxtyping import Int
 from msgspec import Meta
 
 from dapo_jax.hints import nearest
-from dapo_jax.serving.served_requests import CheckedRequest, RequestError, ServedLimits
+from dapo_jax.serving.request_loop import RequestError
+from dapo_jax.serving.served_requests import CheckedRequest, ServedLimits
 from dapo_jax.text.conversations import conversation_ids
 from dapo_jax.text.stop_strings import StopStrings
 

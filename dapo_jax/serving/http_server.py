@@ -16,16 +16,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 from dapo_jax.serving.http_answers import ChatAnswer, GenerateAnswer
 from dapo_jax.serving.http_connections import Connections
 from dapo_jax.serving.http_requests import read_chat, read_generate
-from dapo_jax.serving.request_loop import NewTokens, RequestLoop
-from dapo_jax.serving.served_requests import (
-    GRACE_S,
-    CheckedRequest,
-    RequestError,
-    ServedLimits,
-    ServerThread,
-    sampled,
-    stopping,
-)
+from dapo_jax.serving.request_loop import NewTokens, RequestError, RequestLoop, stopping
+from dapo_jax.serving.served_requests import GRACE_S, CheckedRequest, ServedLimits, ServerThread, sampled
 from dapo_jax.terminal import visible
 
 _PATIENCE_S = 60
@@ -44,8 +36,7 @@ class HttpServer(ServerThread):
     Args:
         requests: samples responses; started and stopped by the caller.
         limits: limits of requests.
-        host: the interface, such as 127.0.0.1, or [::] for all.
-        port: 0 takes a free port.
+        host, port: as in `ServerThread`.
         api_key: bearer token that every route except `/health` needs; empty: no key is needed.
         say: logs errors of the server itself.
     """

@@ -9,15 +9,8 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from jetstream.core.proto import jetstream_pb2
 
-from dapo_jax.serving.request_loop import RequestLoop
-from dapo_jax.serving.served_requests import (
-    GRACE_S,
-    CheckedRequest,
-    RequestError,
-    ServedLimits,
-    ServerThread,
-    sampled,
-)
+from dapo_jax.serving.request_loop import RequestError, RequestLoop
+from dapo_jax.serving.served_requests import GRACE_S, CheckedRequest, ServedLimits, ServerThread, sampled
 from dapo_jax.serving.text import GrowingText
 from dapo_jax.text.formatting import AS_IT_STANDS, PromptFormat
 
@@ -38,8 +31,7 @@ class JetStreamServer(ServerThread):
         requests: samples responses; started and stopped by the caller.
         limits: limits of requests.
         prompt_format: template around the text of a request.
-        host: the interface, such as 127.0.0.1, or [::] for all.
-        port: 0 takes a free port.
+        host, port: as in `ServerThread`.
         say: logs messages that are not requests.
     """
 

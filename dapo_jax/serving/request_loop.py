@@ -27,8 +27,26 @@ _REFILL_FRAC = 0.125
 """Slots are refilled once this fraction of the live slots has become free."""
 
 
-class QueueFullError(Exception):
-    """The server has as many running and waiting responses as it takes."""
+class RequestError(Exception):
+    """A request that is answered with an error.
+
+    Args:
+        message: the value found, the value needed, and the remedy.
+        status: the HTTP status.
+        code: a name for programs.
+        retry_after_s: seconds after which the same request may succeed.
+    """
+
+    def __init__(
+        self, message: str, *, status: int = 400, code: str = "invalid_value", retry_after_s: int | None = None
+    ) -> None:  # fmt: skip
+        super().__init__(message)
+        self.status, self.code, self.retry_after_s = status, code, retry_after_s
+
+
+def stopping() -> RequestError:
+    """Returns the error of a server that ends."""
+    return RequestError("the server is stopping", status=503, code="stopping")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,15 +79,16 @@ class ServedRequest:
     sent: list[int]
     """Number of tokens of each response that the listener has received."""
 
-    def send(self, request: Request, length: int, reason: FinishReason | None) -> None:
-        """Sends the listener the missing tokens of a response up to `length`."""
-        new = slice(self.sent[request.index], length)
-        self.sent[request.index] = length
+    def send(self, request: Request, reason: FinishReason | None) -> None:
+        """Sends the listener the missing tokens of a response."""
+        new = slice(self.sent[request.index], request.drawn)
+        self.sent[request.index] = request.drawn
+        tokens, logprobs = request.tokens[new].copy(), request.logprobs[new].copy()
         self.listener(
             NewTokens(
                 index=request.index,
-                tokens=request.tokens[new].copy(),
-                logprobs=request.logprobs[new].copy(),
+                tokens=tokens,
+                logprobs=logprobs,
                 spans=request.spans,
                 finish_reason=reason,
             )
@@ -105,16 +124,9 @@ class RequestLoop:
         self._stopping = False
         self._running: dict[Request, ServedRequest] = {}
         self._loop = DecodeLoop(
-            engine,
-            weights,
-            key=key,
-            decoding=decoding(),
-            stop=None,
-            refill_frac=_REFILL_FRAC,
-            on_look=lambda: None,
-            more=self._more,
-            prefill_first=False,
-        )
+            engine, weights, key=key, decoding=decoding(), stop=None, refill_frac=_REFILL_FRAC, on_look=lambda: None,
+            more=self._more, prefill_first=False,
+        )  # fmt: skip
         self._thread = threading.Thread(target=self._run, name="request loop")
 
     @property
@@ -130,16 +142,17 @@ class RequestLoop:
         """Queues a request for `count` responses of up to `max_tokens` tokens, and returns at once. May be called from any thread.
 
         Raises:
-            QueueFullError: too many responses run or wait.
-            RuntimeError: the loop is ending.
+            RequestError: too many responses run or wait, or the loop is ending.
         """
         with self._changed:
             if self._stopping:
-                raise RuntimeError("the server is stopping")
+                raise stopping()
             if (under_way := self.under_way) + count > self._most:
-                raise QueueFullError(
-                    f"{under_way} responses are running or waiting, and this request needs {count} more; the server takes {self._most}"
-                )
+                raise RequestError(
+                    f"{under_way} responses are running or waiting, and this request needs {count} more; the server takes {self._most}: "
+                    "ask again later, or serve with a larger --queue",
+                    status=503, code="queue_full", retry_after_s=1,
+                )  # fmt: skip
             asked = Prompt(ordinal=next(self._ordinals), tokens=prompt, text="", answer="")
             requests = [Request(asked, index, max_tokens, options=options) for index in range(count)]
             served = ServedRequest(requests, listener, streams, [0] * count)
@@ -160,13 +173,13 @@ class RequestLoop:
         programs to the devices.
 
         Raises:
-            Exception: `weights` raised it; the old weights are served on.
-            RuntimeError: the loop has ended.
+            Exception: `weights` raised it; the old weights stay.
+            RequestError: the loop has ended.
         """
         taken: Future[None] = Future()
         with self._changed:
             if self._stopping:
-                raise RuntimeError("the server is stopping")
+                raise stopping()
             self._actions.append(partial(self._take, weights, version, taken))
             self._changed.notify()
         taken.result()
@@ -221,7 +234,7 @@ class RequestLoop:
     def _take(self, weights: Callable[[], PyTree], version: int, taken: Future[None]) -> None:
         try:
             if self._stopping:
-                raise RuntimeError("the server is stopping")
+                raise stopping()
             made = jax.block_until_ready(weights())
         except Exception as error:
             taken.set_exception(error)
@@ -246,14 +259,14 @@ class RequestLoop:
                 taken.append(served.requests)
         return taken
 
-    def _send(self, ended: Sequence[tuple[Request, int, FinishReason]]) -> None:
-        over = {request: (length, reason) for request, length, reason in ended}
+    def _send(self, ended: Sequence[tuple[Request, FinishReason]]) -> None:
+        over = dict(ended)
         for request, served in list(self._running.items()):
-            length, reason = over.get(request, (request.drawn, None))
+            reason = over.get(request)
             if reason is not None:
                 del self._running[request]
-            if reason is not None or (served.streams and length > served.sent[request.index]):
-                served.send(request, length, reason)
+            if reason is not None or (served.streams and request.drawn > served.sent[request.index]):
+                served.send(request, reason)
 
 
 def seeded_key(seed: int) -> PRNGKeyArray:
@@ -271,13 +284,12 @@ def stop_rule(strings: StopRule | None, ids: Sequence[int]) -> StopRule | None:
     """Returns a rule that ends a response at the first token that completes a stop string or is in `ids`."""
     if not ids:
         return strings
-    return partial(_first_stop, strings, np.array(ids, np.int32))
+    wanted = np.array(ids, np.int32)
 
+    def first(tokens: Int[np.ndarray, " tokens"], seen: int) -> int | None:
+        ends = [seen + int(place) + 1 for place in np.flatnonzero(np.isin(tokens[seen:], wanted))[:1]]
+        if strings is not None and (found := strings(tokens, seen)) is not None:
+            ends.append(found)
+        return min(ends, default=None)
 
-def _first_stop(
-    strings: StopRule | None, ids: Int[np.ndarray, " ids"], tokens: Int[np.ndarray, " tokens"], seen: int
-) -> int | None:
-    ends = [seen + int(place) + 1 for place in np.flatnonzero(np.isin(tokens[seen:], ids))[:1]]
-    if strings is not None and (found := strings(tokens, seen)) is not None:
-        ends.append(found)
-    return min(ends, default=None)
+    return first

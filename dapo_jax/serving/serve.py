@@ -1,19 +1,52 @@
 """Serves a model or a run with the engine that training samples from: `dapo-jax serve`, over HTTP or with JetStream's protocol over gRPC."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
-from dapo_jax.config import ConfigError
+import jax
+from flax import nnx
+
+from dapo_jax.checkpoints.checkpointer import Checkpointer, Restored
+from dapo_jax.config import ConfigError, DataConfig, ParallelConfig, SamplingConfig, load_config
 from dapo_jax.hints import how_to_install
-from dapo_jax.run.policy import Policy
-from dapo_jax.serving.served_model import ServingOptions, limits_of, reachable, request_loop, served_policy
+from dapo_jax.parallel.weights import both_on
+from dapo_jax.run.policy import (
+    Policy,
+    check_of_readers,
+    data_of_run,
+    find_policy,
+    mesh_of,
+    optimizer_of,
+)
+from dapo_jax.run.programs import Transfer, compile_sampling, sharing, transfer_of
+from dapo_jax.run.prompt_sets import dated, prompt_format
+from dapo_jax.run.records import use_compilation_cache
+from dapo_jax.run.run_dir import place_of
+from dapo_jax.sampling.decoding import DecodingOptions, decoding_of_slots
+from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.serving.request_loop import RequestLoop
 from dapo_jax.serving.served_requests import GRACE_S, ServedLimits, ServerThread
+from dapo_jax.terminal import visible
 from dapo_jax.text.formatting import PromptFormat
+from dapo_jax.training.state import state_structs
 
-ServerOf = Callable[..., ServerThread]
-"""Makes a server of a request loop, `host` and `port`."""
+_LONGEST = 1024
+"""Default length of a prompt, and of a response, if the model has room for it."""
+_LARGEST = 1 << 31
+_RANGES = {
+    "slots": (1, _LARGEST),
+    "steps_per_call": (1, _LARGEST),
+    "queue": (0, _LARGEST),
+    "max_prompt_tokens": (0, _LARGEST),
+    "max_response_tokens": (0, _LARGEST),
+    "page_tokens": (0, _LARGEST),
+    "seed": (0, (1 << 32) - 1),
+    "port": (0, (1 << 16) - 1),
+}
 CLIENT = """\
     import grpc
     from jetstream.core.proto import jetstream_pb2 as pb, jetstream_pb2_grpc
@@ -23,6 +56,63 @@ CLIENT = """\
     for part in server.Decode(pb.DecodeRequest(text_content=prompt, max_tokens={max_tokens})):
         print(part.stream_content.samples[0].text, end="", flush=True)
 """
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingOptions:
+    """The options of `dapo-jax serve` for both servers.
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
+
+    host: str = "127.0.0.1"
+    """The interface; [::] is all interfaces."""
+    port: int = 9000
+    """0 takes a free port."""
+    slots: int = 16
+    """Number of responses that are decoded in parallel."""
+    queue: int = 1024
+    """Number of responses that may wait for a slot."""
+    max_prompt_tokens: int = 0
+    """0: 1,024, or as many as the model has room for."""
+    max_response_tokens: int = 0
+    """0: 1,024, or as many as the model has room for."""
+    temperature: float = 1.0
+    """Default of requests; 0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    steps_per_call: int = 4
+    """Tokens per call of the engine. More are faster; with fewer, tokens arrive sooner."""
+    page_tokens: int = 0
+    """Tokens per page of the KV cache; 0: the default of `sampling.page_tokens`."""
+    compute_dtype: str = "float32"
+    batch_invariant: bool = False
+    """No bit of a response depends on other requests."""
+    follow_s: float | None = None
+    """Seconds between two searches for a new checkpoint of the run; None: the weights do not change."""
+    compilation_cache: str = "~/.cache/dapo_jax/xla"
+
+    def __post_init__(self) -> None:
+        for name, (least, most) in _RANGES.items():
+            if not least <= (value := getattr(self, name)) <= most:
+                raise ConfigError(f"{name}={value} must be from {least} to {most}")
+        if self.follow_s is not None and not 0 < self.follow_s <= 86_400:
+            raise ConfigError(f"follow={self.follow_s} must be more than 0 seconds, and at most 86400, a day")
+        try:
+            self.decoding()
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    def decoding(self) -> DecodingOptions:
+        """Returns temperature, top-p and top-k.
+
+        Raises:
+            ValueError: a value is out of its range.
+        """
+        return DecodingOptions(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,23 +160,19 @@ def serve(source: str, options: ServeOptions, *, say: Callable[[str], None] = pr
             "google-jetstream==0.2.2 (not the package jetstream)"
         ) from error
 
-    def server_of(policy: Policy, limits: ServedLimits) -> ServerOf:
+    def server_of(policy: Policy, limits: ServedLimits) -> Callable[..., ServerThread]:
         if options.chat and policy.tokenizer.chat_template is None:
             raise ConfigError("--chat needs a chat template, and the model has none; serve it without")
-        prompt_format = PromptFormat(
+        given = PromptFormat(
             chat=options.chat,
             system_prompt=options.system_prompt,
             chat_template_kwargs=options.chat_template_kwargs,
             today=limits.today,
         )
-        return partial(JetStreamServer, limits=limits, prompt_format=prompt_format, say=say)
+        return partial(JetStreamServer, limits=limits, prompt_format=given, say=say)
 
-    def greeting(address: str, limits: ServedLimits) -> str:
-        sampling = f"temperature {options.temperature:g}" if options.temperature else "greedy"
-        client = CLIENT.format(address=reachable(address), max_tokens=limits.max_response_tokens)
-        return f", {sampling}; Ctrl-C stops it. From Python:\n\n{client}"
-
-    _serve(source, options, server_of, greeting, say)
+    sampling = f"temperature {options.temperature:g}" if options.temperature else "greedy"
+    _serve(source, options, server_of, f", {sampling}; Ctrl-C stops it. From Python:\n\n{CLIENT}", say)
 
 
 def serve_http(
@@ -116,28 +202,34 @@ def serve_http(
             "bearer token, or leave out --host"
         )
 
-    def server_of(policy: Policy, limits: ServedLimits) -> ServerOf:
+    def server_of(policy: Policy, limits: ServedLimits) -> Callable[..., ServerThread]:
         return partial(HttpServer, limits=limits, api_key=api_key, say=say)
 
-    def greeting(address: str, limits: ServedLimits) -> str:
-        key = "; requests need the key" if api_key else ""
-        models = f"http://{reachable(address)}/v1/models describes the model"
-        return f"{key}; Ctrl-C stops it. {models}"
-
+    key = "; requests need the key" if api_key else ""
+    greeting = f"{key}; Ctrl-C stops it. http://{{address}}/v1/models describes the model"
     _serve(source, options, server_of, greeting, say, name=options.model_name, scheme="http://")
 
 
 def _serve(
     source: str,
     options: ServingOptions,
-    server_of: Callable[[Policy, ServedLimits], ServerOf],
-    rest_of_greeting: Callable[[str, ServedLimits], str],
+    server_of: Callable[[Policy, ServedLimits], Callable[..., ServerThread]],
+    greeting: str,
     say: Callable[[str], None],
     *,
     name: str = "",
     scheme: str = "",
 ) -> None:
-    with served_policy(source, options, say) as (policy, follow), ExitStack() as ends:
+    """Runs a server. `server_of` returns a function of the request loop, `host` and `port`. `greeting` may have {address}, which this machine reaches, and {max_tokens}."""
+    use_compilation_cache(options.compilation_cache)
+    with ExitStack() as ends:
+        follower = None
+        if options.follow_s is not None:
+            follower = ends.enter_context(Follower(source, options.follow_s, say))
+        # Spread over all devices from the start: a large model does not fit the first one.
+        mesh = mesh_of(ParallelConfig())
+        shares = sharing(both_on(mesh), SamplingConfig(), dtype=options.compute_dtype)
+        policy = find_policy(source, mesh=mesh, shares=shares)
         limits = limits_of(source, policy, options, name=name)
         make = server_of(policy, limits)
         requests, transfer = request_loop(policy, options, limits)
@@ -147,10 +239,13 @@ def _serve(
             ends.enter_context(server)
         except OSError as error:
             raise ConfigError(str(error)) from error
-        follow(lambda params, version: requests.take(partial(transfer, params), version))
+        if follower is not None:
+            follower.start(policy, lambda params, version: requests.take(partial(transfer, params), version))
+        host, _, port = server.address.rpartition(":")
+        reachable = f"localhost:{port}" if host in ("[::]", "0.0.0.0") else server.address
         say(
             f"serving {source} at {scheme}{server.address}: {options.slots} slots, prompts of up to {limits.max_prompt_tokens} tokens, "
-            f"responses of up to {limits.max_response_tokens}{rest_of_greeting(server.address, limits)}"
+            f"responses of up to {limits.max_response_tokens}{greeting.format(address=reachable, max_tokens=limits.max_response_tokens)}"
         )
         try:
             requests.ended.wait()
@@ -158,3 +253,121 @@ def _serve(
             say(f"stopping; requests in flight have {GRACE_S} s to finish")
             return
     raise RuntimeError(f"the engine has failed: {requests.failure!r}") from requests.failure
+
+
+class Follower:
+    """Serves each new checkpoint of a run in a thread of its own; a context manager, whose end stops the thread.
+
+    Raises:
+        ConfigError: `source` is not the folder of a run.
+    """
+
+    def __init__(self, source: str, every_s: float, say: Callable[[str], None]) -> None:
+        """Notes the last checkpoint. Must be made before the weights are loaded, so that no checkpoint is missed."""
+        self._run, self._every_s, self._say = place_of(source, key="model", write=False), every_s, say
+        if not (self._run / "checkpoints").is_dir():
+            raise ConfigError(
+                f"--follow looks for new checkpoints of a run; {source} has no folder `checkpoints`"
+            )
+        self._checkpointer = Checkpointer(self._run / "checkpoints")
+        self._served = self._checkpointer.latest_step()
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, policy: Policy, take: Callable[[nnx.State, int], None]) -> None:
+        """Starts the thread, which calls `take` with the parameters of each new checkpoint, and its number of steps done."""
+        config = load_config(self._run / "config.yaml")
+        target = state_structs(policy.params, optimizer_of(config.optimizer), mesh_of(ParallelConfig()))
+        restore = partial(self._checkpointer.restore, target, check=check_of_readers(config, policy))
+        self._thread = threading.Thread(target=self._follow, args=(restore, take))
+        self._thread.start()
+
+    def _follow(self, restore: Callable[[], Restored], take: Callable[[nnx.State, int], None]) -> None:
+        logged = ""
+        while not self._stopping.wait(self._every_s):
+            try:
+                if self._checkpointer.latest_step() == self._served:
+                    continue
+                found = restore()
+                take(found.state.params, found.step)
+            except Exception as error:  # whatever it is, the old weights are served on
+                if str(error) != logged and not self._stopping.is_set():
+                    logged = str(error)
+                    self._say(visible(f"no new weights: {error}"))
+                continue
+            self._served, logged = found.step, ""
+            self._say(f"now serving step {found.step}")
+
+    def __enter__(self) -> "Follower":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._checkpointer.close()
+
+
+def limits_of(source: str, policy: Policy, options: ServingOptions, *, name: str = "") -> ServedLimits:
+    """Returns the limits of requests: the lengths of `options`, or as far as the model has room. `name` is the model's; empty: `source`.
+
+    Raises:
+        ConfigError: the model has no room for them.
+    """
+    positions = policy.decoder.max_positions
+    prompt, response = options.max_prompt_tokens, options.max_response_tokens
+    response = response or min(_LONGEST, (positions - prompt) // (1 if prompt else 2))
+    prompt = prompt or min(_LONGEST, positions - response)
+    if not (prompt > 0 and response > 0 and prompt + response <= positions):
+        raise ConfigError(
+            f"--max-prompt-tokens {prompt} and --max-response-tokens {response} are {prompt + response} positions; "
+            f"the model has {positions}: lower one"
+        )
+    return ServedLimits(
+        model=name or source,
+        tokenizer=policy.tokenizer,
+        vocabulary=policy.decoder.vocab_size,
+        max_prompt_tokens=prompt,
+        max_response_tokens=response,
+        most_responses=options.slots + options.queue,
+        decoding=options.decoding(),
+        template_kwargs=options.chat_template_kwargs,
+        # The date that chat templates of a run print, so that prompts equal the prompts of training.
+        today=prompt_format(dated(DataConfig(), like=data_of_run(source))).today,
+    )
+
+
+def request_loop(
+    policy: Policy, options: ServingOptions, limits: ServedLimits
+) -> tuple[RequestLoop, Transfer]:
+    """Returns the loop that samples responses, with its programs compiled, and the function that turns parameters into its weights.
+
+    Raises:
+        ConfigError: the slots do not fit the devices.
+    """
+    mesh = mesh_of(ParallelConfig())
+    transfer = transfer_of(policy, both_on(mesh), SamplingConfig(), dtype=options.compute_dtype)
+    try:
+        engine = DecoderEngine(
+            policy.decoder,
+            slots=options.slots,
+            capacity=limits.max_prompt_tokens + limits.max_response_tokens,
+            steps_per_call=options.steps_per_call,
+            stop_ids=policy.tokenizer.stop_ids,
+            mesh=mesh,
+            compute_dtype=options.compute_dtype,
+            page_tokens=options.page_tokens,
+            batch_invariant=options.batch_invariant,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    decoding = jax.eval_shape(partial(decoding_of_slots, [None] * options.slots))
+    compile_sampling(engine, transfer.shapes, [decoding])
+    loop = RequestLoop(
+        engine,
+        transfer(policy.params),
+        key=jax.random.key(options.seed),
+        version=policy.step,
+        most_responses=limits.most_responses,
+    )
+    return loop, transfer

@@ -14,29 +14,19 @@ from jaxtyping import Int
 
 from dapo_jax.sampling.decoding import DecodingOptions
 from dapo_jax.sampling.requests import OwnOptions
-from dapo_jax.serving.request_loop import NewTokens, QueueFullError, RequestLoop, seeded_key, stop_rule
+from dapo_jax.serving.request_loop import (
+    NewTokens,
+    RequestError,
+    RequestLoop,
+    seeded_key,
+    stop_rule,
+    stopping,
+)
 from dapo_jax.text.stop_strings import StopStrings
 from dapo_jax.text.tokenizers import Tokenizer
 
 GRACE_S = 10
 """Seconds that running requests have to finish when a server stops."""
-
-
-class RequestError(Exception):
-    """A request that is answered with an error.
-
-    Args:
-        message: the value found, the value needed, and the remedy.
-        status: the HTTP status.
-        code: a name for programs.
-        retry_after_s: seconds after which the same request may succeed.
-    """
-
-    def __init__(
-        self, message: str, *, status: int = 400, code: str = "invalid_value", retry_after_s: int | None = None
-    ) -> None:  # fmt: skip
-        super().__init__(message)
-        self.status, self.code, self.retry_after_s = status, code, retry_after_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,15 +129,9 @@ async def sampled(
         key=None if asked.seed is None else seeded_key(asked.seed),
         stop=stop_rule(strings, asked.stop_token_ids),
     )
-    try:
-        served = requests.submit(
-            asked.prompt, options, count=asked.count, max_tokens=asked.max_tokens, listener=listener, streams=asked.stream
-        )  # fmt: skip
-    except QueueFullError as error:
-        text = f"{error}: ask again later, or serve with a larger --queue"
-        raise RequestError(text, status=503, code="queue_full", retry_after_s=1) from error
-    except RuntimeError as error:
-        raise stopping() from error
+    served = requests.submit(
+        asked.prompt, options, count=asked.count, max_tokens=asked.max_tokens, listener=listener, streams=asked.stream
+    )  # fmt: skip
 
     async def arriving() -> AsyncIterator[NewTokens]:
         left = asked.count
@@ -165,11 +149,6 @@ async def sampled(
         yield arriving()
     finally:
         requests.cancel(served)
-
-
-def stopping() -> RequestError:
-    """Returns the error of a server that ends."""
-    return RequestError("the server is stopping", status=503, code="stopping")
 
 
 class ServerThread(ABC):

@@ -1,4 +1,4 @@
-"""The cache holds what was put in, where it was put."""
+"""The dense cache stores tokens at their places."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +30,7 @@ def test_fill_brings_tokens_to_a_page_and_writes_all_of_it():
     assert_holds(after, expected)
 
 
-def test_nothing_of_a_slots_previous_owner_is_left_not_even_nan():
+def test_fill_overwrites_all_of_a_page_even_nan():
     filled = kv.fill(
         of(np.full((2, 1, 5, 2), np.nan, np.float32)), of(numbered(1, 3)), *(jnp.zeros((3,), jnp.int32))
     )
@@ -39,7 +39,7 @@ def test_nothing_of_a_slots_previous_owner_is_left_not_even_nan():
     assert np.isnan(filled.keys[1]).all()
 
 
-def test_append_writes_behind_what_is_there():
+def test_append_writes_after_a_slots_tokens():
     before, new = numbered(3, 5), np.arange(6, dtype=np.float32).reshape(3, 1, 2)
     lengths = np.array([0, 3, 4], np.int32)
     token = jnp.asarray(new.transpose(1, 2, 0))
@@ -48,17 +48,3 @@ def test_append_writes_behind_what_is_there():
     for slot, length in enumerate(lengths):
         expected[slot, :, length] = new[slot]
     assert_holds(after, expected)
-
-
-def test_rows_read_end_to_end_come_apart():
-    """Two rows of three tokens: the fourth token is the first of the second row."""
-    tokens = np.arange(12, dtype=np.float32).reshape(1, 2, 6)
-    cache = kv.of_rows(jnp.asarray(tokens), -jnp.asarray(tokens), 2, "float32")
-    np.testing.assert_array_equal(cache.keys[1, :, :, 0], tokens[:, :, 3])
-    np.testing.assert_array_equal(cache.values[1, :, 0], -tokens[:, :, 3])
-
-
-def test_append_keeps_the_dtype_of_the_cache():
-    cache = kv.empty(2, 1, 4, 2, "bfloat16")
-    new = jnp.ones((1, 2, 2))
-    assert kv.append(cache, new, new, jnp.zeros(2, jnp.int32)).keys.dtype == jnp.bfloat16

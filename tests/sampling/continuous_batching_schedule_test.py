@@ -70,12 +70,6 @@ def test_slots_are_filled_in_prompt_order():
     assert engine.inserted == [(ordinal, index) for ordinal in range(9) for index in range(3)]
 
 
-def test_a_group_may_be_larger_than_all_slots():
-    engine = scripted(slots=2)
-    ((_, responses),) = sample(engine, drawing(prompts(1)), samples=11)
-    assert [got.tokens[0] for got in responses] == [index + 2 for index in range(11)]
-
-
 def test_each_prompt_is_prefilled_once():
     engine = scripted(slots=4)
     asked = [prompt(0, range(2, 5)), prompt(1, range(2, 11)), prompt(2, [7] * 16), prompt(3, [8] * 17)]
@@ -101,32 +95,6 @@ def test_a_response_that_a_stop_function_ends_gives_up_its_slot():
     assert {got.finish_reason for _, responses in found for got in responses} == {"stop"}
     assert engine.released == [0, 1, 2, 3] * 3
     assert len(engine.live_slots) == 3 * 8
-
-
-def test_a_long_tail_holds_up_nobody():
-    """Response (0, 0) takes 40 steps, all others 2: six groups end before the first does."""
-    engine = scripted(lambda ordinal, index: 40 if (ordinal, index) == (0, 0) else 2)
-    order = [p.ordinal for p, _ in sample(engine, drawing(prompts(7)), prefill_prompts=1)]
-    assert order == [1, 2, 3, 4, 5, 6, 0]
-
-
-def test_prompts_that_come_later_are_taken_up():
-    """As dynamic sampling draws: nothing more until a group has ended, then another wave."""
-    waves, asked = [prompts(4)[:2], prompts(4)[2:]], []
-    pending = waves.pop(0)
-
-    def draw(count):
-        taken = [pending.pop(0) for _ in range(min(count, len(pending)))]
-        asked.append(len(taken))
-        return taken
-
-    order = []
-    for p, _ in sample(scripted(slots=8), draw):
-        order.append(p.ordinal)
-        if waves and not pending:
-            pending += waves.pop(0)
-    assert sorted(order) == [0, 1, 2, 3]
-    assert 0 in asked[:-1], "it was told `none for now` in between"
 
 
 def test_the_second_wave_starts_while_the_tail_of_the_first_still_runs():
@@ -193,8 +161,8 @@ def occupancy(*, refill_frac=0.125, steps=16, count=64):
 def test_long_tailed_lengths_leave_few_slots_idle():
     """A batch that waits for its longest response would keep 11 / 40 = 28 % busy.
 
-    Slots are refilled when 2 of the 16 are free, so at most one is idle on the way: 15 / 16 = 94 %. The prompts drawn
-    at once fill the slots exactly, which must not leave the line empty.
+    Slots are refilled when 2 of the 16 are free, so at most one is idle on the way: 15 / 16 = 94 %. The prompts of one prefill
+    fill the slots exactly, which must not leave the line empty.
     """
     assert occupancy() > 15 / 16
     assert occupancy(steps=4) > 15 / 16
@@ -210,7 +178,7 @@ class Prefix(np.ndarray):
 
 
 class Watching(ScriptedEngine):
-    """Reads one prompt at a time; knows at each call that draws how many of the prefixes are still held by somebody."""
+    """Prefills one prompt at a time, and counts the prefixes that are still referenced at each call of `generate`."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -227,7 +195,7 @@ class Watching(ScriptedEngine):
         return super().generate(params, state, how, min_live, tables, until)
 
 
-def test_a_prefill_is_let_go_once_its_last_response_has_a_slot():
+def test_a_prefix_is_released_once_its_last_response_has_a_slot():
     engine = Watching(lambda o, i: response(o, i, 30), slots=4, capacity=46, steps_per_call=4, stop_ids=[EOS])
     list(sample(engine, drawing(prompts(4)), samples=2, prefill_prompts=1))
     assert len(engine.held) == 4
@@ -240,7 +208,7 @@ def log_normal(ordinal, index):
 
 
 def short_of_pages(engine=ScriptedEngine, *, share, slots=32):
-    """The engine after sampling with pages for so much of what all slots may come to."""
+    """The engine after sampling with pages for this share of the tokens that all slots may have."""
     capacity, page = 260, 4
     sizes = PageSizes(
         holders=slots,
@@ -257,15 +225,15 @@ def short_of_pages(engine=ScriptedEngine, *, share, slots=32):
     return engine
 
 
-def test_where_pages_run_out_few_prompts_wait_that_were_read():
-    """What is read again does not wait for other prompts to be read first, of which all would then wait on the device."""
+def test_few_prefilled_prompts_wait_when_pages_run_out():
+    """A re-prefill does not wait for other prompts to be prefilled first: all of their prefixes would then wait on the device."""
     engine = short_of_pages(Watching, share=0.12, slots=64)
-    assert len(engine.inserted) > 32 * 8, "responses gave way"
+    assert len(engine.inserted) > 32 * 8, "no response was preempted"
     assert max(engine.alive) <= 2
 
 
-def test_where_pages_run_out_few_responses_give_way():
-    """32 prompts of 8 responses: those that start leave the others pages to grow. Without that there are 195 readings again, with it 70."""
+def test_few_responses_are_preempted_when_pages_run_out():
+    """32 prompts of 8 responses: those that start leave the others pages to grow. Without spare pages there are 195 re-prefills, with them 70."""
     started = Counter(short_of_pages(share=0.12).inserted)
     assert 0 < sum(started.values()) - 256 < 100
 
@@ -295,7 +263,7 @@ class PrefillsSlowly(ScriptedEngine):
 
 
 def ideal_steps(lengths, slots):
-    """Decoding steps if each slot takes the next response as soon as it is free: nobody who does not know the lengths beforehand can do better."""
+    """Decoding steps if each slot takes the next response as soon as it is free: without knowing the lengths beforehand, nothing is faster."""
     ends = [0] * slots
     for length in lengths:
         heapq.heapreplace(ends, ends[0] + length)
@@ -323,15 +291,6 @@ def test_sampling_takes_the_ideal_steps_and_one_call_at_most(
     assert len(engine.live_slots) <= ideal_steps(lengths, slots) + steps
 
 
-def test_all_slots_are_taken_before_a_call_that_could_run_to_the_end():
-    """64 responses of 64 tokens in 64 slots, and a prefill has 32 of them: 64 steps, and not 128."""
-    engine = PrefillsSlowly(
-        lambda o, i: [2] * 64, slots=64, capacity=128, steps_per_call=64, stop_ids=[EOS], at_a_time=2
-    )
-    list(sample(engine, drawing(prompts(4)), samples=16, limit=64))
-    assert engine.live_slots == [64] * 64
-
-
 def test_slots_are_not_held_up_by_a_long_prompt_that_has_no_slot_yet():
     """Both slots are busy: the third prompt is prefilled one part at a time, between calls."""
     engine = PrefillsSlowly(
@@ -353,7 +312,7 @@ def test_a_prompt_that_does_not_fit_is_refused_with_the_arithmetic(length, messa
         list(sample(scripted(), drawing([prompt(4), prompt(5, [3] * length)])))
 
 
-def test_each_call_that_draws_tokens_is_announced():
+def test_on_look_is_called_before_each_call_of_the_engine():
     """One response of 9 tokens, 4 a call, is three calls."""
     looks = []
     list(

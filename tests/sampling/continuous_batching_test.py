@@ -27,7 +27,6 @@ from dapo_jax.rollout.response_sampler import EVALUATION, TRAINING
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
-from dapo_jax.sampling.pages import pages_for
 from dapo_jax.sampling.prompt_packing import PrefillShape
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.training.optimizer import make_optimizer
@@ -48,17 +47,13 @@ def one_device():
     return make_mesh(devices=jax.devices()[:1])
 
 
-@functools.cache
-def engine_of(slots, steps, **cache):
+def made(slots, steps=8, *, mesh=None, **how):
     return DecoderEngine(
-        CONFIG,
-        slots=slots,
-        capacity=MAX_PROMPT + LIMIT,
-        steps_per_call=steps,
-        stop_ids=[EOS],
-        mesh=one_device(),
-        **cache,
-    )
+        CONFIG, slots=slots, capacity=MAX_PROMPT + LIMIT, steps_per_call=steps, stop_ids=[EOS], mesh=mesh or one_device(), **how
+    )  # fmt: skip
+
+
+engine_of = functools.cache(made)
 
 
 @functools.cache
@@ -84,8 +79,9 @@ def prompts(*ordinals):
     ]  # fmt: skip
 
 
-def sample(engine, asked, *, key=KEY, temperature=1.0, samples=GROUP, limit=LIMIT, weights=None, at_once=4,
-           stop=None):  # fmt: skip
+def sample(
+    engine, asked, *, key=KEY, temperature=1.0, samples=GROUP, limit=LIMIT, weights=None, at_once=4, **how
+):
     """{ordinal: responses}; `at_once` is how many prompts the source hands over when asked."""
     left = iter(asked)
     sampled = Sampler(engine, prefill_prompts=4).sample(
@@ -95,7 +91,7 @@ def sample(engine, asked, *, key=KEY, temperature=1.0, samples=GROUP, limit=LIMI
         decoding=decoding(temperature=temperature),
         samples_per_prompt=samples,
         max_response_tokens=limit,
-        stop=stop,
+        **how,
     )
     return {prompt.ordinal: responses for prompt, responses in sampled}
 
@@ -119,38 +115,39 @@ def all_of(sampled):
     return [response for responses in sampled.values() for response in responses]
 
 
-@functools.cache
-def trainer_state():
-    return init_state(tiny_params(CONFIG), make_optimizer(), one_device())
-
-
-def trainer_logprobs(rows, temperature):
-    """What the trainer would take its importance ratio to: it scores the second minibatch of a step."""
+def differences(sampled, temperature=1.0):
+    """The sampler's log-probabilities minus the trainer's, for all sampled tokens. The trainer has the rows packed, padded and in chunks."""
+    asked = {prompt.ordinal: prompt.tokens for prompt in prompts(*sampled)}
+    rows = [
+        Example(
+            prompt_tokens=context,
+            response_tokens=response.tokens[first:stop],
+            logprobs=response.logprobs[first:stop],
+            sampled=response.sampled[first:stop],
+        )
+        for ordinal, responses in sampled.items()
+        for response in responses
+        for context, first, stop in response.parts(asked[ordinal])
+    ]
     graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0), remat="dots")))
     options = UpdateOptions(temperature=temperature, logprob_chunk_vocab=100)
     updater = Updater(graph, shapes_of(CONFIG), make_optimizer(), one_device(), options=options)
+    state = init_state(tiny_params(CONFIG), make_optimizer(), one_device())
     packed = pack(rows, np.ones(len(rows)), row_tokens=40, rows_per_microbatch=24)
-    [prepared] = updater.prepare(trainer_state(), [packed, packed])[1]
-    m = jax.device_get(prepared.microbatches)
-    return list(zip(m.old_logprobs, m.sampler_logprobs, m.mask, strict=True))
+    [second] = updater.prepare(state, [packed, packed])[
+        1
+    ]  # the trainer scores the second minibatch of a step
+    m = jax.device_get(second.microbatches)
+    assert m.mask.sum() == sum(response.sampled_tokens for response in all_of(sampled))
+    return (m.sampler_logprobs - m.old_logprobs)[m.mask]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_are_those_of_the_trainer_end_token_included(temperature):
-    """Packed into rows with others, padded, in chunks: the same numbers to 2e-5 in float32."""
+def test_logprobs_equal_the_trainers_end_token_included(temperature):
+    """To 2e-5 in float32."""
     sampled = sample(engine_of(4, 8), prompts(0, 1, 2, 3, 4), temperature=temperature)
-    asked = {prompt.ordinal: prompt.tokens for prompt in prompts(*sampled)}
-    rows = [
-        Example(prompt_tokens=asked[ordinal], response_tokens=response.tokens, logprobs=response.logprobs)
-        for ordinal, responses in sampled.items()
-        for response in responses
-    ]
-    compared = 0
-    for trained, recorded, mask in trainer_logprobs(rows, temperature):
-        np.testing.assert_allclose(recorded[mask], trained[mask], rtol=0, atol=2e-5)
-        compared += mask.sum()
-    assert compared == sum(len(row.response_tokens) for row in rows)
-    assert any(row.response_tokens[-1] == EOS for row in rows)
+    assert np.abs(differences(sampled, temperature)).max() <= 2e-5
+    assert any(response.tokens[-1] == EOS for response in all_of(sampled))
 
 
 @pytest.mark.parametrize(("slots", "steps"), [(16, 8), (4, 1)])
@@ -161,15 +158,7 @@ def test_slots_and_steps_per_call_change_no_response(slots, steps):
 @functools.cache
 def invariant(slots, steps, devices=1):
     mesh = make_mesh(devices=jax.devices()[:devices])
-    engine = DecoderEngine(
-        CONFIG,
-        slots=slots,
-        capacity=MAX_PROMPT + LIMIT,
-        steps_per_call=steps,
-        stop_ids=[EOS],
-        mesh=mesh,
-        batch_invariant=True,
-    )
+    engine = made(slots, steps, mesh=mesh, batch_invariant=True)
     weights = weight_transfer(shapes_of(CONFIG), mesh, dtype="float32")(tiny_params(CONFIG))
     return engine, weights
 
@@ -180,7 +169,7 @@ def invariant_baseline():
     return sample(engine, prompts(0, 1, 2, 3, 4), weights=weights)
 
 
-def test_batch_invariant_sampling_draws_the_same_responses():
+def test_batch_invariant_sampling_gives_the_same_responses():
     assert_same(invariant_baseline(), baseline())
 
 
@@ -195,7 +184,7 @@ def test_batch_invariant_sampling_draws_the_same_responses():
     ],
 )
 def test_batch_invariant_sampling_changes_no_bit(slots, steps, devices, order, at_once):
-    """Any slots, tokens a call, devices that share the slots, order of prompts, and number of them that are read together."""
+    """Any slots, tokens a call, devices that share the slots, order of prompts, and number of prompts in a prefill."""
     engine, weights = invariant(slots, steps, devices)
     found = sample(engine, prompts(*order), weights=weights, at_once=at_once)
     assert_same(found, invariant_baseline(), logprob_tolerance=0)
@@ -214,44 +203,29 @@ def test_other_slots_change_bits_unless_sampling_is_batch_invariant():
         ({"slots": 8, "cache_tokens": 100, "page_tokens": 4}, r"needs a cache that holds every response to its end, .*cache_tokens.*25 pages of 4"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_batch_invariant_is_refused(how, message):
+def test_sizes_that_cannot_be_batch_invariant_are_refused(how, message):
     with pytest.raises(ValueError, match=message):
-        DecoderEngine(
-            CONFIG,
-            capacity=MAX_PROMPT + LIMIT,
-            steps_per_call=8,
-            stop_ids=[EOS],
-            mesh=one_device(),
-            batch_invariant=True,
-            **how,
-        )
-
-
-def test_reading_in_parts_changes_no_response():
-    """Rows of 5 tokens, where prompts have up to 8 and what is read again up to 24."""
-    shape = PrefillShape(rows=2, width=5, longest=MAX_PROMPT)
-    engine = engine_of(16, 3, page_tokens=4, cache_tokens=48, prefill=shape)
-    assert_same(sample(engine, prompts(0, 1, 2, 3, 4)), baseline())
+        made(batch_invariant=True, **how)
 
 
 @pytest.mark.parametrize(
-    ("slots", "steps", "page_tokens", "cache_tokens"),
+    ("slots", "steps", "cache"),
     [
-        (16, 8, 1, 40),
-        (4, 8, 7, 28),
-        (4, 8, 4, 0),
+        (16, 8, {"page_tokens": 1, "cache_tokens": 40}),
+        (4, 8, {"page_tokens": 7, "cache_tokens": 28}),
+        (4, 8, {"page_tokens": 4}),
+        (16, 3, {"page_tokens": 4, "cache_tokens": 48, "prefill": PrefillShape(rows=2, width=5, longest=MAX_PROMPT)}),
         *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in ((16, 1, 5, 50), (16, 3, 4, 96), (16, 8, 24, 24))
+            pytest.param(16, steps, {"page_tokens": page, "cache_tokens": tokens}, marks=pytest.mark.slow)
+            for steps, page, tokens in ((1, 5, 50), (3, 4, 96), (8, 24, 24))
         ),
     ],
-)
-def test_pages_change_no_response(slots, steps, page_tokens, cache_tokens):
-    """Down to a pool that holds one sequence alone: responses give way again and again, and are read again."""
-    engine = engine_of(slots, steps, page_tokens=page_tokens, cache_tokens=cache_tokens)
+)  # fmt: skip
+def test_pages_change_no_response(slots, steps, cache):
+    """Down to a pool that holds one sequence alone: responses are preempted again and again, and re-prefilled, also in parts of 5 tokens."""
+    engine = engine_of(slots, steps, **cache)
     assert_same(sample(engine, prompts(0, 1, 2, 3, 4)), baseline())
-    order = prompts(4, 2, 0, 3, 1)
-    assert_same(sample(engine, order, at_once=2), baseline())
+    assert_same(sample(engine, prompts(4, 2, 0, 3, 1), at_once=2), baseline())
 
 
 def test_the_order_in_which_prompts_arrive_changes_no_response():
@@ -259,88 +233,25 @@ def test_the_order_in_which_prompts_arrive_changes_no_response():
         assert_same(sample(engine_of(4, 8), prompts(*order), at_once=at_once), baseline())
 
 
-def test_a_group_cut_over_two_refills_is_the_group_of_a_single_insert():
-    """Six responses go into 4 slots as 4 and 2, and into 16 slots at once."""
-    assert_same(sample(engine_of(4, 8), prompts(3)), {3: baseline()[3]})
-    assert_same(sample(engine_of(16, 8), prompts(3)), {3: baseline()[3]})
-
-
 def test_a_response_does_not_depend_on_the_group_size():
     for ordinal, responses in sample(engine_of(4, 8), prompts(0, 1), samples=2).items():
         assert_same({ordinal: responses}, {ordinal: baseline()[ordinal][:2]})
 
 
-class PoisonedEngine:
-    """Before each insert, everything that free slots and free pages hold becomes NaN or nonsense."""
-
-    def __init__(self, engine):
-        self._engine, self.slots, self.capacity, self.stop_ids, self.steps_per_call, self.page_sizes = (
-            engine, engine.slots, engine.capacity, engine.stop_ids, engine.steps_per_call, engine.page_sizes,
-        )  # fmt: skip
-        self.prefill, self.release, self.paused, self._tables = (
-            engine.prefill,
-            engine.release,
-            engine.paused,
-            None,
-        )
-        self.feed_tokens, self.parked = engine.feed_tokens, engine.parked
-        self.poisoned = 0
-        self._new, self._written = (
-            set(),
-            set(),
-        )  # slots that were filled, and pages, since the tables were seen
-
-    def init_decode_state(self):
-        self._tables = None
-        self._new, self._written = set(), set()
-        return self._engine.init_decode_state()
-
-    def generate(self, params, state, decoding, min_live, tables, until=None):
-        self._tables, self._new, self._written = tables, set(), set()
-        return self._engine.generate(params, state, decoding, min_live, tables, until)
-
-    def insert(self, prefix, state, insertion, key):
-        if self._tables is not None:
-            free = ~np.asarray(state.live)
-            self.poisoned += free.sum()
-            state = replace(
-                state,
-                layers=jax.tree.map(lambda leaf: poison(leaf, self._free_pages(state), np.nan), state.layers),
-                logits=poison(state.logits, free, np.nan),
-                lengths=poison(state.lengths, free, self.capacity - 1),
-                generated=poison(state.generated, free, 1000),
-                limits=poison(state.limits, free, -5),
-            )
-        self._new |= set(insertion.slots.tolist())
-        self._written |= {fill.page for _, fill in insertion.fills}
-        return self._engine.insert(prefix, state, insertion, key)
-
-    def _free_pages(self, state):
-        """Those that no live slot has filled; one pool for all slots, or one for each."""
-        sizes, free = self.page_sizes, np.ones(self.page_sizes.pools * self.page_sizes.pool_pages, bool)
-        free[sorted(self._written)] = False
-        for slot in set(map(int, np.flatnonzero(state.live))) - self._new:
-            filled = pages_for(int(state.lengths[slot]), sizes.page_tokens)
-            free[sizes.pool_of(slot) * sizes.pool_pages + self._tables[slot, :filled]] = False
-        return free
-
-
-def poison(leaf, at, value):
-    return jnp.where(at.reshape(-1, *(1,) * (leaf.ndim - 1)), jnp.asarray(value, leaf.dtype), leaf)
-
-
 @pytest.mark.parametrize("cache", [{}, {"page_tokens": 4}, {"page_tokens": 4, "cache_tokens": 96}], ids=str)
-def test_nothing_of_a_slots_previous_owner_reaches_the_next(cache):
-    """Neither NaN in its cache nor a long response before a short prompt: not a bit of any response changes."""
-    poisoned = PoisonedEngine(engine_of(16, 8, **cache))
-    clean = sample(engine_of(16, 8, **cache), prompts(0, 1, 2, 3, 4))
-    assert_same(sample(poisoned, prompts(0, 1, 2, 3, 4)), clean, logprob_tolerance=0)
-    assert poisoned.poisoned >= 10
+def test_nothing_of_a_slots_previous_owner_reaches_the_next(cache, monkeypatch):
+    """Neither NaN in all free pages and slots nor a long response before a short prompt: not a bit of any response changes."""
+    engine = engine_of(16, 8, **cache)
+    clean, state = sample(engine, prompts(0, 1, 2, 3, 4)), engine.init_decode_state()
     # Prompt 0 has one token; prompts 2 and 5 have seven and eight, and their responses were there before it.
-    lone = sample(engine_of(4, 8, **cache), prompts(0))
-    assert_same(
-        {0: sample(engine_of(4, 8, **cache), prompts(2, 5, 0), at_once=1)[0]}, lone, logprob_tolerance=0
+    lone, later = (
+        sample(engine_of(4, 8, **cache), prompts(*order), at_once=1)[0] for order in ([0], [2, 5, 0])
     )
+    assert_same({0: later}, {0: lone}, logprob_tolerance=0)
+    layers, logits = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), (state.layers, state.logits))
+    poisoned = replace(state, layers=layers, logits=logits, lengths=state.lengths + engine.capacity - 1)
+    monkeypatch.setattr(engine, "init_decode_state", lambda: poisoned)
+    assert_same(sample(engine, prompts(0, 1, 2, 3, 4)), clean, logprob_tolerance=0)
 
 
 @contextmanager
@@ -355,9 +266,7 @@ def compiled_programs(caplog):
 
 
 def test_new_weights_and_numbers_compile_nothing(caplog):
-    engine = DecoderEngine(
-        CONFIG, slots=4, capacity=MAX_PROMPT + LIMIT, steps_per_call=8, stop_ids=[EOS], mesh=one_device()
-    )
+    engine = made(4)
     weights_of(seed=0)
     with compiled_programs(caplog) as compiled:
         first = sample(engine, prompts(0, 1, 2))
@@ -381,7 +290,7 @@ def test_new_weights_and_numbers_compile_nothing(caplog):
 
 @pytest.mark.parametrize(
     ("how", "most"),
-    # A cache in float8 keeps 3 bits behind the leading one, int8 about 7 of the largest.
+    # A cache in float8 keeps 3 bits after the leading one, int8 about 7 of the largest.
     [
         ({"cache_dtype": "int8"}, 0.02),
         pytest.param({"cache_dtype": "float8_e4m3fn"}, 0.1, marks=pytest.mark.slow),
@@ -390,23 +299,14 @@ def test_new_weights_and_numbers_compile_nothing(caplog):
     ids=str,
 )
 def test_eight_bits_sample_another_policy_by_little(how, most):
-    """The log-probabilities that are recorded are those of what was sampled with: near the trainer's, and not equal."""
+    """The recorded log-probabilities are the sampler's, with its rounded weights or cache: near the trainer's, and not equal."""
     how = dict(how)
     eight_bit = how.pop("weights", None) == "int8"
     weights = weight_transfer(shapes_of(CONFIG), one_device(), dtype="float32", eight_bit=eight_bit)(
         tiny_params(CONFIG)
     )
     sampled = sample(engine_of(16, 8, **how), prompts(0, 1, 2, 3, 4), weights=weights)
-    asked = {prompt.ordinal: prompt.tokens for prompt in prompts(*sampled)}
-    rows = [
-        Example(prompt_tokens=asked[ordinal], response_tokens=response.tokens, logprobs=response.logprobs)
-        for ordinal, responses in sampled.items()
-        for response in responses
-    ]
-    apart = np.concatenate(
-        [(recorded - trained)[mask] for trained, recorded, mask in trainer_logprobs(rows, 1.0)]
-    )
-    assert 1e-4 < np.abs(apart).mean() < most
+    assert 1e-4 < np.abs(differences(sampled)).mean() < most
 
 
 def test_responses_end_in_the_end_token_or_at_the_limit():
@@ -466,7 +366,7 @@ def test_a_question_asked_again_gets_other_responses():
 
 
 def test_another_seed_or_key_domain_gives_other_responses():
-    """Evaluation must not be asked with the very numbers that training draws."""
+    """Evaluation must not use the random numbers of training."""
     assert TRAINING != EVALUATION
     groups = [
         sample(engine_of(4, 8), prompts(3), key=key)[3]
@@ -491,22 +391,15 @@ def test_at_temperature_0_all_responses_are_the_same():
     ],
 )
 def test_a_mesh_of_eight_devices_samples_the_same(axes, sampler_tensor, slots, caplog):
-    """Wherever the trainer has the weights: slots and heads are cut, sums over heads are taken in another order."""
+    """For any layout of the trainer: slots and heads are spread, so sums over heads have another order."""
     meshes = make_meshes(make_mesh(**axes), sampler_tensor=sampler_tensor)
-    engine = DecoderEngine(
-        CONFIG,
-        slots=slots,
-        capacity=MAX_PROMPT + LIMIT,
-        steps_per_call=8,
-        stop_ids=[EOS],
-        mesh=meshes.sampler,
-    )
+    engine = made(slots, mesh=meshes.sampler)
     params = jax.device_put(tiny_params(CONFIG), shardings(shapes_of(CONFIG), meshes.train))
     weights = weight_transfer(params, meshes, dtype="float32")(params)
     with compiled_programs(caplog) as compiled:
         found = sample(engine, prompts(0, 1, 2, 3, 4), weights=weights)
     assert_same(found, baseline())
-    # Four prompts are read, then one, in a row of 24 each. A state that came back with another layout would compile some twice.
+    # Four prompts are prefilled, then one, in a row of 24 each. A state returned with another layout would compile some programs twice.
     assert sorted(compiled) == PROGRAMS
     keys = engine.init_decode_state().layers[0].keys
     tensor = meshes.sampler.shape["tensor"]

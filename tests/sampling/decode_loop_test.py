@@ -44,7 +44,7 @@ def run(loop, at=lambda call: None, *, least_calls=0):
     while ended is not None or call < least_calls:
         at(call)
         ended, call = loop.step(), call + 1
-        found.update({id(each): each.tokens[:length].tolist() for each, length, _ in ended or ()})
+        found.update({id(each): each.tokens[: each.drawn].tolist() for each, _ in ended or ()})
     return found
 
 
@@ -61,7 +61,7 @@ def scripted(slots=4, *, length=10, pool_pages=None):
 @pytest.mark.parametrize("pool_pages", [None, 8])
 @pytest.mark.parametrize("when", range(7))
 def test_requests_that_are_dropped_leave_their_places_to_others(when, pool_pages):
-    """In slots, in line with or without pages, or being read: half of them go, and the others have their responses."""
+    """In slots, in line with or without pages, or in prefill: half of the requests are dropped, and the others have their responses."""
     engine = scripted(slots=2, pool_pages=pool_pages)
     asked = [request(ordinal) for ordinal in range(8)]
     loop = loop_of(engine, [[each] for each in asked])
@@ -74,7 +74,7 @@ def test_requests_that_are_dropped_leave_their_places_to_others(when, pool_pages
     assert loop.slots.live == 0
     pages = loop.slots.pages
     assert (
-        sum(pages.free_of(pool) for pool in range(pages.sizes.pools))
+        sum(pages.free(pool) for pool in range(pages.sizes.pools))
         == pages.sizes.pools * pages.sizes.pool_pages
     )
     drawn_for = len(engine.inserted)
@@ -85,7 +85,7 @@ def test_requests_that_are_dropped_leave_their_places_to_others(when, pool_pages
 
 @pytest.mark.parametrize("pool_pages", [None, 9])
 @pytest.mark.parametrize("when", range(1, 9))
-def test_other_weights_lose_no_response_and_draw_no_token_twice(when, pool_pages):
+def test_other_weights_lose_no_response_and_sample_no_token_twice(when, pool_pages):
     engine = scripted(slots=3, pool_pages=pool_pages)
     asked = [[request(ordinal, index=index) for index in range(2)] for ordinal in range(5)]
     loop = loop_of(engine, asked)
@@ -94,9 +94,9 @@ def test_other_weights_lose_no_response_and_draw_no_token_twice(when, pool_pages
     for each in itertools.chain.from_iterable(asked):
         assert found[id(each)] == [each.prompt.ordinal + 20] * 9 + [EOS]
     pages = loop.slots.pages
-    assert pages.free_of(0) == pages.sizes.pool_pages
+    assert pages.free(0) == pages.sizes.pool_pages
     read_again = [len(prompt) for prompts in engine.prefills for prompt in prompts if len(prompt) > 4]
-    assert read_again, "nothing was read again"
+    assert read_again, "nothing was re-prefilled"
 
 
 def test_running_responses_stream_on_while_other_prompts_are_prefilled():
@@ -130,8 +130,8 @@ def with_seed(seed, *, at=None, **options):
 
 
 @pytest.mark.parametrize("how", [{}, {"batch_invariant": True}], ids=["", "batch_invariant"])
-def test_requests_draw_by_their_own_options_and_keys(how, weights):
-    """One with a key of its own draws the same wherever and beside whomever it is; the others by their ordinals."""
+def test_requests_are_sampled_with_their_own_options_and_keys(how, weights):
+    """A request with a key of its own has the same response in any slot, next to any others. The other responses depend on their ordinals."""
 
     def sampled(asked):
         engine = decoder_engine(8, **how)
@@ -145,10 +145,10 @@ def test_requests_draw_by_their_own_options_and_keys(how, weights):
         request(ordinal, options=OwnOptions(decoding=DecodingOptions(temperature=0.3 * ordinal, top_p=0.8)))
         for ordinal in range(4, 9)
     ]
-    alone, beside = sampled([own(0)])[0], sampled([*others, own(77)])[-1]
-    assert beside[0] == alone[0]
+    alone, among = sampled([own(0)])[0], sampled([*others, own(77)])[-1]
+    assert among[0] == alone[0]
     if how:
-        assert beside == alone
+        assert among == alone
     [(another, _)] = sampled([request(0, tokens=tokens, options=with_seed(6, temperature=0.9))])
     assert another != alone[0]
     by_ordinal = [

@@ -35,8 +35,7 @@ def test_the_kernel_lowers(shape, dtype):
         struct((SLOTS,), jnp.int32),
         struct((SLOTS,), jnp.bool_),
         struct((heads, head_dim, SLOTS), jnp.bfloat16),
-        struct((kv_heads, head_dim, SLOTS), jnp.bfloat16),
-        struct((kv_heads, head_dim, SLOTS), jnp.bfloat16),
+        *[struct((kv_heads, head_dim, SLOTS), jnp.bfloat16)] * 2,
     )
     with (
         jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=H100)),

@@ -33,7 +33,9 @@ class Filled:
         sizes = sizes_for(name, self.mesh, holders=slots, capacity=capacity, page_tokens=page_tokens)
         self.kind, self.sizes, self.slots = name, sizes, slots
         self.heads = {"kv_heads": kv_heads, "head_dim": head_dim}
-        self.functions = cache_for(name, self.mesh, sizes, **self.heads, dtype=dtype, compute_dtype=dtype)
+        self.functions = cache_for(
+            name, self.mesh, sizes, **self.heads, cache_dtype=dtype, compute_dtype=dtype
+        )
         rng, count = np.random.default_rng(seed), slots * sizes.table_pages + spare
         self.tables = rng.permutation(count)[: slots * sizes.table_pages].reshape(slots, -1).astype(np.int32)
 
@@ -43,60 +45,38 @@ class Filled:
 
         self.keys, self.values, self.dtype = some(), some(), dtype
 
-    @property
-    def layer(self):
-        keys, values = (jnp.asarray(part).astype(self.dtype) for part in (self.keys, self.values))
-        if self.functions.empty is tpu_cache.empty:
-            return tpu_cache.Pairs(jnp.concatenate([keys, values], axis=-1))
-        if self.functions.empty is gpu_cache.empty:
-            return gpu_cache.Pool(keys, values)
-        return dense.LayerCache(keys.swapaxes(2, 3), values)
-
-    def extended(self, new, lengths, live=None):
-        """One step: (attention, keys, values)."""
-        out, grown = self._step(self.layer, new, lengths, live)
-        return out, *self._parts(grown)
-
-    def _parts(self, grown):
-        """Keys and values as [pages, kv_heads, page_tokens, head_dim]."""
-        if isinstance(grown, tpu_cache.Pairs):
-            return np.split(np.asarray(grown.pairs, np.float32), 2, axis=-1)
-        keys, values = np.asarray(grown.keys, np.float32), np.asarray(grown.values, np.float32)
-        return (keys.swapaxes(2, 3) if isinstance(grown, dense.LayerCache) else keys), values
-
-    def extended_in(self, dtype, new, lengths):
-        """One step of the same cache in eight bits: (attention, (keys, values) times their scales)."""
+    def extended(self, new, lengths, live=None, *, dtype=None):
+        """One step: (attention, keys, values), with keys and values times their scales. `dtype` is the cache's, if it has eight bits."""
+        functions, dtype = self.functions, dtype or self.dtype
+        if dtype != self.dtype:
+            how = {"cache_dtype": dtype, "compute_dtype": "float32"}
+            functions = cache_for(self.kind, self.mesh, self.sizes, **self.heads, **how)
         count, kv_heads, page_tokens, head_dim = self.keys.shape
-        how = {"dtype": dtype, "compute_dtype": "float32"}
-        self.functions = cache_for(self.kind, self.mesh, self.sizes, **self.heads, **how)
-
-        @jax.jit
-        def filled(keys, values):
-            read = self.functions.of_rows(keys, values, count, dtype)
-            layer = self.functions.empty(count, kv_heads, page_tokens, head_dim, dtype)
-            for page in range(count):
-                layer = self.functions.fill(layer, read, jnp.int32(page), jnp.int32(page), jnp.int32(0))
-            return layer
-
-        out, grown = self._step(
-            filled(*(part.transpose(1, 3, 0, 2).reshape(kv_heads, head_dim, -1) for part in (self.keys, self.values))),
-            new, lengths, None,
-        )  # fmt: skip
-        parts = self._parts(grown)
-        if isinstance(grown, tpu_cache.Pairs):
-            scales = grown.scales[:, :, 0], grown.scales[:, :, 1]
-        else:
-            scales = grown.key_scales, grown.value_scales
-        return out, tuple(part * scale[..., None] for part, scale in zip(parts, scales, strict=True))
-
-    def _step(self, layer, new, lengths, live):
         live = np.ones(self.slots, bool) if live is None else np.asarray(live)
 
         @jax.jit
-        def step(layer, tables, lengths, live, *new):
-            return self.functions.extend(layer, self.functions.reading(tables, lengths, live), *new)
+        def step(keys, values, tables, lengths, live, *new):
+            read = functions.of_rows(keys, values, count, dtype)
+            layer = functions.empty(count, kv_heads, page_tokens, head_dim, dtype)
+            layer = jax.lax.fori_loop(
+                0, count, lambda page, layer: functions.fill(layer, read, page, page, jnp.int32(0)), layer
+            )
+            return functions.extend(layer, functions.reading(tables, lengths, live), *new)
 
-        return jax.device_get(step(layer, self.tables, np.asarray(lengths, np.int32), live, *new))
+        rows = [
+            part.transpose(1, 3, 0, 2).reshape(kv_heads, head_dim, -1) for part in (self.keys, self.values)
+        ]
+        out, grown = jax.device_get(step(*rows, self.tables, np.asarray(lengths, np.int32), live, *new))
+        if isinstance(grown, tpu_cache.Pairs):
+            parts = np.split(np.asarray(grown.pairs, np.float32), 2, axis=-1)
+            scales = (None, None) if grown.scales is None else (grown.scales[:, :, 0], grown.scales[:, :, 1])
+        else:
+            keys, values = np.asarray(grown.keys, np.float32), np.asarray(grown.values, np.float32)
+            parts = keys if functions.empty is gpu_cache.empty else keys.swapaxes(2, 3), values
+            scales = grown.key_scales, grown.value_scales
+        return out, *(
+            part if by is None else part * by[..., None] for part, by in zip(parts, scales, strict=True)
+        )
 
     def of_slot(self, array, slot):
         """[kv_heads, tokens, head_dim] of a slot's pages, in order."""
@@ -128,7 +108,7 @@ def attend(query, keys, values):
 def test_a_live_slot_attends_to_its_tokens_and_the_new_one(
     kind, heads, kv_heads, head_dim, capacity, page_tokens, dtype
 ):
-    """Slots: full but for one token, with a new token at the start of a page, with a single token, and not live.
+    """Slots: full except for one token, with a new token at the start of a page, with a single token, and not live.
 
     In float32 sums differ by their order. In bfloat16 a weight is rounded by at most 2^-8 of itself, so the result by 2^-8 of the
     sum of |weight x value|. The kernel on GPU has six more roundings of 2^-9 each: a part's result, its factor, their product, the
@@ -220,7 +200,7 @@ def test_a_cache_in_eight_bits_attends_to_its_scaled_values(kind, dtype):
     there = Filled(kind, slots, kv_heads, 300, head_dim, "float32", page_tokens=128)
     query, key, value = new_token(slots, 4, kv_heads, head_dim, "float32")
     exact = there.keys.copy(), there.values.copy()
-    found, grown = there.extended_in(dtype, (query, key, value), lengths)
+    found, *grown = there.extended((query, key, value), lengths, dtype=dtype)
     scaled = np.asarray(query) * head_dim**-0.5
     for array, original, new in zip(grown, exact, (key, value), strict=True):
         for slot, length in enumerate(lengths):
@@ -248,7 +228,7 @@ def test_the_walk_passes_the_blocks_of_live_slots_slot_by_slot():
     assert (count[0], slot_of[0], starts[2]) == (1, 2, 0)
 
 
-def test_prompts_are_brought_to_pages_as_in_the_other_caches():
+def test_prompts_are_written_to_pages_as_in_the_other_caches():
     """Two rows of 3 tokens; the second, from its second token on, goes into the last of three pages of 16."""
     tokens = np.arange(1, 2 * 4 * 6 + 1, dtype=np.float32).reshape(2, 4, 6)
     where = [jnp.int32(number) for number in (2, 1, 1)]
@@ -265,7 +245,7 @@ def test_prompts_are_brought_to_pages_as_in_the_other_caches():
 def test_the_cache_is_the_one_for_the_meshs_platform():
     """On CPU pages are slower than whole slots, so they are used only on request."""
     mesh = make_mesh(devices=jax.devices("cpu")[:1])
-    how = {"kv_heads": 2, "head_dim": 8, "dtype": "float32", "compute_dtype": "float32"}
+    how = {"kv_heads": 2, "head_dim": 8, "cache_dtype": "float32", "compute_dtype": "float32"}
     assert kind_for(mesh) == "slots"
     assert kind_for(mesh, page_tokens=16) == kind_for(mesh, cache_tokens=512) == "pages"
     assert cache_for("slots", mesh, slot_pages(4, 24), **how) is dense.DENSE
@@ -297,6 +277,10 @@ def test_a_pool_has_room_for_all_slots_by_default():
         ),
         ("tpu", {"page_tokens": 20}, r"page_tokens=20 must be a multiple of 16 .*; 32 is"),
         ("gpu", {"page_tokens": 48}, r"page_tokens=48 must be a power of two .*; 64 is"),
+        *(
+            (kind, {"page_tokens": 512}, r"sampling\.page_tokens=512 must be at most 128")
+            for kind in ("pages", "tpu", "gpu")
+        ),
     ],
 )
 def test_sizes_of_pages_that_do_not_fit_are_refused(kind, how, message):
@@ -304,23 +288,13 @@ def test_sizes_of_pages_that_do_not_fit_are_refused(kind, how, message):
         sizes_for(kind, make_mesh(devices=jax.devices("cpu")[:1]), holders=10, capacity=100, **how)
 
 
-@pytest.mark.parametrize("kind", ["pages", "tpu", "gpu"])
-def test_a_page_longer_than_any_sequence_is_refused(kind):
-    """One tile of 128 tokens is allowed for shorter sequences."""
-    mesh = make_mesh(devices=jax.devices("cpu")[:1])
-    how = {"holders": 10, "capacity": 300}
-    assert sizes_for(kind, mesh, **how, page_tokens=256).table_pages == 2
-    assert sizes_for(kind, mesh, holders=10, capacity=30, page_tokens=128).table_pages == 1
-    for size in (512, 2**30):
-        with pytest.raises(ValueError, match=rf"sampling\.page_tokens={size} must be at most 300"):
-            sizes_for(kind, mesh, **how, page_tokens=size)
-
-
 def test_heads_that_do_not_spread_over_the_mesh_are_refused():
     mesh = make_mesh(data=1, fsdp=1, tensor=4, devices=jax.devices("cpu")[:4])
     sizes = sizes_for("pages", mesh, holders=4, capacity=24, page_tokens=16)
     with pytest.raises(ValueError, match=r"2 key heads .* 4 devices .* parallel.sampler_tensor"):
-        cache_for("pages", mesh, sizes, kv_heads=2, head_dim=8, dtype="float32", compute_dtype="float32")
+        cache_for(
+            "pages", mesh, sizes, kv_heads=2, head_dim=8, cache_dtype="float32", compute_dtype="float32"
+        )
 
 
 class Gpu:

@@ -1,4 +1,4 @@
-"""Episodes of several turns: what was sampled and what was appended stay what they are, whatever slots and environments wait for."""
+"""Episodes of several turns: neither slots nor the time of environments change the sampled and the appended tokens."""
 
 import itertools
 import threading
@@ -9,26 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.dapo.batching import Example
 from dapo_jax.dapo.rollouts import ContextSpan, Continuation
-from dapo_jax.sampling.continuous_batching import Sampler
-from dapo_jax.sampling.decoding import decoding, response_keys
-from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.sampling.decoding import response_keys
 from dapo_jax.sampling.pages import PageSizes
 from dapo_jax.testing import ScriptedEngine
 from tests.sampling.continuous_batching_test import (
-    CONFIG,
     EOS,
-    GROUP,
     KEY,
     LIMIT,
     MAX_PROMPT,
     assert_same,
-    one_device,
+    differences,
+    made,
     prompts,
     sample,
-    trainer_logprobs,
-    weights_of,
 )
 
 
@@ -58,33 +52,17 @@ class Appending:
         return found
 
 
-def episodes(engine, environments, asked, *, samples=GROUP, limit=LIMIT, weights=None, stop=None):
-    left = list(asked)
-
-    def draw(count):
-        some, left[:] = left[:count], left[count:]
-        return some
-
-    sampled = Sampler(engine, prefill_prompts=4).sample(
-        weights_of() if weights is None else weights,
-        draw,
-        key=KEY,
-        decoding=decoding(),
-        samples_per_prompt=samples,
-        max_response_tokens=limit,
-        stop=stop,
-        environments=environments,
-    )
-    return {prompt.ordinal: responses for prompt, responses in sampled}
+def episodes(engine, environments, asked, **how):
+    return sample(engine, asked, environments=environments, **how)
 
 
 def two_more(ordinal, index, turns):
-    """Two tokens behind each turn, nothing before the first."""
+    """Two tokens after each turn, nothing before the first."""
     return [] if not turns else [2 + (ordinal + len(turns)) % 18, 2 + index % 18]
 
 
 def anew(ordinal, index, turns):
-    """Two tokens behind each turn but the second, behind which a context of three begins anew; the third response begins with one, too."""
+    """Two tokens after each turn except the second, after which a new context of three begins. The third response begins with a new context, too."""
     if len(turns) == 2:
         return Continuation(np.array([2 + ordinal, 9, 2 + index], np.int32), anew=True)
     if not turns and index == 2:
@@ -93,9 +71,7 @@ def anew(ordinal, index, turns):
 
 
 def engine_of(slots, steps, **how):
-    return DecoderEngine(
-        CONFIG, slots=slots, capacity=MAX_PROMPT + LIMIT, steps_per_call=steps, stop_ids=[EOS], mesh=one_device(), has_turns=True, **how
-    )  # fmt: skip
+    return made(slots, steps, has_turns=True, **how)
 
 
 @pytest.fixture(scope="module")
@@ -106,11 +82,11 @@ def expected():
 
 @pytest.fixture(scope="module")
 def expected_anew():
-    """The same with contexts that begin anew."""
+    """The same with new contexts."""
     return episodes(engine_of(4, 8), Appending(anew, turn_tokens=3), prompts(0, 1, 2, 3, 4))
 
 
-def test_an_episode_is_what_was_sampled_and_what_was_appended(expected):
+def test_an_episode_has_the_sampled_and_the_appended_tokens(expected):
     kinds = set()
     for ordinal, responses in expected.items():
         for index, response in enumerate(responses):
@@ -127,10 +103,10 @@ def test_an_episode_is_what_was_sampled_and_what_was_appended(expected):
             assert all(stop - first <= 3 for first, stop in turns)
             assert response.finish_reason == "length", "this environment never ends"
             kinds.add(len(turns))
-    assert kinds == {4}, "four turns of three tokens or less, with two behind each: all that there may be"
+    assert kinds == {4}, "four turns of three tokens or less, with two tokens after each: the most"
 
 
-def test_the_first_turn_is_that_of_a_response_without_turns(expected):
+def test_the_first_turn_equals_a_response_without_turns(expected):
     alone = sample(engine_of(4, 8), prompts(0, 1, 2, 3, 4), limit=3)
     for ordinal, responses in alone.items():
         for response, episode in zip(responses, expected[ordinal], strict=True):
@@ -138,8 +114,8 @@ def test_the_first_turn_is_that_of_a_response_without_turns(expected):
             np.testing.assert_array_equal(episode.tokens[first:stop], response.tokens)
 
 
-def test_each_turn_draws_with_numbers_of_its_own():
-    """Else a policy that forgets would say the same in every turn."""
+def test_each_turn_has_keys_of_its_own():
+    """Otherwise a policy that forgets would repeat itself in every turn."""
     ordinals, indices = jnp.arange(3, dtype=jnp.int32), jnp.array([0, 1, 5], jnp.int32)
     plain = response_keys(KEY, ordinals, indices)
     keys = [response_keys(KEY, ordinals, indices, jnp.full(3, turn, jnp.int32)) for turn in range(3)]
@@ -166,8 +142,8 @@ def test_slots_and_the_time_of_environments_change_no_episode(slots, steps, how,
             assert [each.contexts for each in found[ordinal]] == [each.contexts for each in responses]
 
 
-def test_what_an_environment_appends_is_fed_to_pages_that_stayed():
-    """Prompts of eight tokens, one appended to each turn: nothing but the prompts is read, and tokens and log-probabilities are those of an engine that reads all again."""
+def test_appended_tokens_are_fed_to_pages_that_stayed():
+    """Prompts of eight tokens, one appended to each turn: only the prompts are prefilled. Tokens and log-probabilities equal an engine's that re-prefills everything."""
 
     def one_more(ordinal, index, turns):
         return [] if not turns else [2 + (ordinal + index) % 18]
@@ -188,8 +164,8 @@ def test_what_an_environment_appends_is_fed_to_pages_that_stayed():
 
 
 @pytest.mark.parametrize(("holders", "again"), [(2, True), (8, False)])
-def test_pages_give_way_to_others_and_are_read_again(holders, again):
-    """Two slots; eight episodes whose environments take a while. With rows of the table for two of them, those of the others are read again."""
+def test_preempted_pages_are_re_prefilled(holders, again):
+    """Two slots; eight episodes whose environments take a while. With table rows for two episodes, the other episodes are re-prefilled."""
     sizes = PageSizes(holders=holders, capacity=48, page_tokens=8, pools=1, pool_pages=6 * holders)
     engine = ScriptedEngine(
         lambda *_: [5, 5, EOS], slots=2, capacity=48, steps_per_call=3, stop_ids=[EOS], page_sizes=sizes, feed_tokens=4
@@ -211,7 +187,7 @@ def test_batch_invariant_episodes_change_no_bit():
     assert_same(many, few, logprob_tolerance=0)
 
 
-def test_a_context_that_begins_anew_is_all_that_the_next_turn_follows(expected_anew):
+def test_a_new_context_is_all_that_the_next_turn_follows(expected_anew):
     for ordinal, responses in expected_anew.items():
         for index, response in enumerate(responses):
             begins = response.turns[2].first
@@ -228,7 +204,7 @@ def test_a_context_that_begins_anew_is_all_that_the_next_turn_follows(expected_a
             )
 
 
-def test_contexts_that_begin_anew_make_an_episode_longer_than_a_slot():
+def test_new_contexts_make_an_episode_longer_than_a_slot():
     """A slot has 8 + 16 tokens: three contexts of 20 and three turns of up to three are up to 69."""
 
     def answer(ordinal, index, turns):
@@ -246,34 +222,17 @@ def test_contexts_that_begin_anew_make_an_episode_longer_than_a_slot():
         assert response.finish_reason == "length"
     environments.episode_tokens, environments.turn_tokens = 70, 0
     for response in episodes(engine_of(4, 4), environments, prompts(0))[0]:
-        assert all(stop - first <= 4 for first, stop in response.turns), "what a slot has left behind twenty"
-
-
-def test_logprobs_of_whole_episodes_are_those_of_the_trainer(expected, expected_anew):
-    """To 2e-5 in float32, over all turns, behind what was appended; and the mask is exactly what was sampled."""
-    check_logprobs(expected)
-    check_logprobs(expected_anew)
-
-
-def check_logprobs(expected):
-    asked = {prompt.ordinal: prompt.tokens for prompt in prompts(*expected)}
-    rows = [
-        Example(
-            prompt_tokens=context,
-            response_tokens=response.tokens[first:stop],
-            logprobs=response.logprobs[first:stop],
-            sampled=response.sampled[first:stop],
+        assert all(stop - first <= 4 for first, stop in response.turns), (
+            "the room of a slot after twenty tokens"
         )
-        for ordinal, responses in expected.items()
-        for response in responses
-        for context, first, stop in response.parts(asked[ordinal])
-    ]
-    compared = 0
-    for trained, recorded, mask in trainer_logprobs(rows, 1.0):
-        np.testing.assert_allclose(recorded[mask], trained[mask], rtol=0, atol=2e-5)
-        compared += mask.sum()
-    assert compared == sum(response.sampled_tokens for group in expected.values() for response in group)
-    assert compared < sum(len(response.tokens) for group in expected.values() for response in group)
+
+
+def test_logprobs_of_whole_episodes_equal_the_trainers(expected, expected_anew):
+    """To 2e-5 in float32, over all turns, after appended tokens and in new contexts."""
+    for sampled in (expected, expected_anew):
+        found = differences(sampled)
+        assert np.abs(found).max() <= 2e-5
+        assert len(found) < sum(len(response.tokens) for group in sampled.values() for response in group)
 
 
 def test_an_environment_may_begin_and_end_the_episode():
@@ -313,23 +272,9 @@ def test_an_episode_without_a_turn_costs_no_other(beginning):
         assert_same({ordinal: others}, {ordinal: same})
 
 
-def test_a_turn_that_ends_with_the_last_token_of_the_episode_is_not_cut_off():
-    """Turns of four tokens in episodes of four: with an end token the response is whole, without it the limit cut it off, whatever the environment does."""
-
-    def script(ordinal, index, turn=0):
-        return [5, 6, 7, EOS] if index else [5, 6, 7, 8, EOS]
-
-    found = {}
-    for environments in (Appending(lambda ordinal, index, turns: None if turns else [], max_turns=1), None):
-        engine = ScriptedEngine(script, slots=2, capacity=MAX_PROMPT + 4, stop_ids=[EOS])
-        [responses] = episodes(engine, environments, prompts(0), samples=2, limit=4, weights={}).values()
-        found[environments is None] = [(len(each.tokens), each.finish_reason) for each in responses]
-    assert found[False] == found[True] == [(4, "length"), (4, "stop")]
-
-
 @pytest.mark.parametrize("seed", range(30))
 def test_random_environments_get_every_script(seed):
-    """Any slots, pages, appended lengths, ends and delays: an episode is its scripts and what was appended, up to its limits."""
+    """Any slots, pages, appended lengths, ends and delays: an episode is its scripts and the appended tokens, up to its limits."""
     rng = np.random.default_rng(seed)
     limit, slots = int(rng.integers(8, 40)), int(rng.integers(1, 9))
 

@@ -117,14 +117,12 @@ def test_a_response_may_fill_its_slot(serving, sampled):
 
 
 def test_a_cache_in_pages_gives_the_same_tokens(serving, sampled):
-    """Each slot twice, so that pages are reused; then two slots share the full page of a prompt."""
+    """Each slot twice, so that pages are reused."""
     engine = serving(engine=decoder_of(page_tokens=4))
     expected, state = sampled[:12], engine.init_decode_state()
     for slot in (0, 2, 1, 2, 0, 1):
         tokens, state = answers(engine, engine.insert(prefilled(engine), state, slot), [slot], calls=3)
         assert tokens == [expected]
-    state = engine.bulk_insert(prefilled(engine), state, [0, 2])
-    assert answers(engine, state, [0, 2], calls=3)[0] == [expected, expected]
 
 
 def test_a_cache_with_too_few_pages_is_refused(serving):
@@ -133,28 +131,17 @@ def test_a_cache_with_too_few_pages_is_refused(serving):
         serving(engine=decoder_of(page_tokens=4, cache_tokens=17 * 4))
 
 
-def test_a_freed_slot_ends_at_the_next_call(serving):
-    engine = serving()
-    state = engine.bulk_insert(prefilled(engine), engine.init_decode_state(), [0, 2])
-    [tokens], state = answers(engine, state, [2], calls=1)
-    assert len(tokens) == STEPS
-    engine.free_resource(2)
-    (left, other), state = answers(engine, state, [2, 0], calls=1)
-    assert (left, len(other)) == ([], STEPS)
-    # The next response in the slot is not affected.
-    state = engine.insert(prefilled(engine), state, 2)
-    assert answers(engine, state, [2], calls=1)[0] == [tokens]
-
-
-def test_responses_of_a_group_differ_and_repeat(serving):
-    def group():
+def test_responses_to_a_prompt_differ_and_repeat(serving):
+    def sampled():
         engine = serving(temperature=1.0)
-        state = engine.bulk_insert(prefilled(engine), engine.init_decode_state(), list(range(SLOTS)))
+        prefix, state = prefilled(engine), engine.init_decode_state()
+        for slot in range(SLOTS):
+            state = engine.insert(prefix, state, slot)
         return answers(engine, state, range(SLOTS), calls=1)[0]
 
-    found = group()
+    found = sampled()
     assert len({tuple(tokens) for tokens in found}) == SLOTS
-    assert found == group()
+    assert found == sampled()
 
 
 @pytest.mark.parametrize("length", [0, 17, CAPACITY])

@@ -38,7 +38,6 @@ from dapo_jax.training.optimizer import make_optimizer
 from dapo_jax.training.row_packing import pack
 from dapo_jax.training.state import init_state
 from dapo_jax.training.update import UpdateOptions, Updater
-from tests.serving.http_flood_test import flooded
 from tests.serving.servers import ask, events, left_alone, until
 from tests.text.folders import files_of
 
@@ -387,7 +386,6 @@ MALFORMED = [
     (GENERATE, b"", "not JSON"),
     (GENERATE, nested(100_000), "nested too deeply"),
     (GENERATE, b'{"token_ids": [5], "sampling_params": {"temperature": NaN}}', "not JSON"),
-    (GENERATE, b'{"token_ids": [5], "sampling_params": {"temperature": 1e999}}', "out of range"),
     (GENERATE, b'{"token_ids": [1' + b"0" * 30 + b"]}", "vocabulary of 324"),
     (GENERATE, {}, "`token_ids`"),
     (GENERATE, {"token_ids": []}, "0 tokens; the server takes 1 to 64"),
@@ -409,7 +407,6 @@ MALFORMED = [
     (GENERATE, params(stop_token_ids=[999]), "stop_token_ids has the token id 999"),
     (GENERATE, params(min_tokens=2), "'min_tokens'=2, which this server does not support: leave it out, or set it to 0"),
     (GENERATE, params(temperatur=1), "did you mean 'temperature'?"),
-    (CHAT, {}, "`messages`"),
     (CHAT, {"messages": ["hi"]}, "messages[0]: Expected `object`, got `str`; found 'hi'"),
     (CHAT, {"messages": [{"role": "user"}]}, "message 0: 'content' must be a string"),
     (CHAT, {"messages": [{"role": "<|im_end|>", "content": "a"}]}, "messages[0].role is '<|im_end|>'"),
@@ -516,6 +513,26 @@ def few_connections(loop, **how):
     assert not logged
 
 
+HALVES = [
+    b"",
+    b"GET /v1/mod",
+    b"POST /inference/v1/generate HTTP/1.1\r\nHost: a\r\n",
+    b"POST /inference/v1/generate HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 90\r\n\r\n{",
+    b"\x16\x03\x01 no HTTP at all\r\n\r\n",
+]
+"""Incomplete requests."""
+
+
+def flooded(address, count):
+    """Returns open connections. On each, one of `HALVES` was sent."""
+    host, _, port = address.rpartition(":")
+    clients = []
+    for number in range(count):
+        clients.append(socket.create_connection((host, int(port)), timeout=60))
+        clients[-1].sendall(HALVES[number % len(HALVES)])
+    return clients
+
+
 def closed(client):
     """Whether the server has closed a connection."""
     try:
@@ -575,14 +592,11 @@ def test_connections_with_running_requests_stay_and_further_ones_get_503(loop):
 
 NO_HTTP = [
     b"\x16\x03\x01\x00\xa5\x01\x00\r\n\r\n",
-    b"hello\r\n\r\n",
     b"GET / HTTP/1.1\r\nHost a\r\n\r\n",
     b"GET / HTTP/1.1\r\nA: " + b"x" * 10_000 + b"\r\n\r\n",
-    b"GET / HTTP/1.1\r\n" + b"A: x\r\n" * 1000 + b"\r\n",
     b"POST /v1/models HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
     b"POST /inference/v1/generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
     b"GET /v1/models HTTP/1.1\r\nHost: [\r\n\r\n",
-    b"GET /v1/models HTTP/1.1\r\nHost: \xff\r\n\r\n",
 ]  # fmt: skip
 
 
@@ -628,31 +642,3 @@ def test_a_port_that_is_taken_is_an_error_that_names_it(loop, address):
 )  # fmt: skip
 def test_loopback_addresses_are_recognized(host, loopback):
     assert is_loopback(host) == loopback
-
-
-def resident_mib():
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * 4096 / (1 << 20)
-
-
-@pytest.mark.slow  # twelve rounds of everything at once, half a minute
-def test_memory_is_flat_over_rounds(address, loop):
-    """Answers, streams, refusals and clients that leave: memory does not grow after two rounds."""
-
-    def round_of(number):
-        with ThreadPoolExecutor(40) as pool:
-            right = [pool.submit(generate, address, PROMPTS[at % 8], seed=at, n=2) for at in range(60)]
-            streams = [pool.submit(ask, address, CHAT, talk(stream=True)) for _ in range(20)]
-            wrong = [pool.submit(ask, address, path, body) for path, body, _ in MALFORMED]
-            gone = [left_alone(address, GENERATE, params(n=4)) for _ in range(20)]
-            for client in gone:
-                client.close()
-            assert all(len(each.result()) == 2 for each in right)
-            assert all(events(each.result()) for each in streams)
-            assert all(400 <= each.result().status < 500 for each in wrong)
-        until(lambda: loop.under_way == 0, "the slots")
-        return resident_mib()
-
-    sizes = [round_of(number) for number in range(12)]
-    print([round(size, 1) for size in sizes])
-    assert max(sizes[-3:]) - min(sizes[3:6]) < 16, sizes

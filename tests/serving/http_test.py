@@ -7,7 +7,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from io import StringIO
-from queue import Queue
 
 import jax
 import numpy as np
@@ -17,10 +16,8 @@ from dapo_jax.cli import main
 from dapo_jax.config import ConfigError
 from dapo_jax.sampling.decoding import DecodingOptions
 from dapo_jax.sampling.engine import DecoderEngine
-from dapo_jax.sampling.requests import OwnOptions
-from dapo_jax.serving import served_model
-from dapo_jax.serving.serve import HttpOptions, ServeOptions, serve, serve_http
-from dapo_jax.serving.served_model import limits_of, request_loop
+from dapo_jax.serving import serve as serving
+from dapo_jax.serving.serve import HttpOptions, ServeOptions, limits_of, request_loop, serve, serve_http
 from tests.serving.servers import LIMIT, PROMPTS, ROOT, TOKENIZER, ask, running, save
 
 
@@ -52,26 +49,20 @@ def test_other_machines_need_a_key(host):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "message"),
+    ("option", "value"),
     [
-        (HttpOptions, {"slots": 0}, "slots=0"),
-        (HttpOptions, {"queue": -1}, "queue=-1"),
-        (HttpOptions, {"max_prompt_tokens": -1}, "max_prompt_tokens=-1"),
-        (HttpOptions, {"port": 65536}, "port=65536"),
-        (HttpOptions, {"temperature": math.nan}, "temperature=nan"),
-        (HttpOptions, {"temperature": 1e-9}, "temperature=1e-09"),
-        (HttpOptions, {"top_k": 2**31}, "top_k=2147483648"),
-        (HttpOptions, {"seed": 2**32}, "seed=4294967296"),
-        (HttpOptions, {"follow_s": math.inf}, "follow=inf"),
-        (HttpOptions, {"follow_s": 0.0}, "follow=0.0"),
-        (HttpOptions, {"page_tokens": -1}, "page_tokens=-1"),
-        (HttpOptions, {"compute_dtype": "float16"}, "compute_dtype='float16'"),
-        (ServeOptions, {"system_prompt": "Be brief."}, "--chat"),
+        ("slots", 0), ("queue", -1), ("max_prompt_tokens", -1), ("port", 65536), ("temperature", math.nan), ("temperature", 1e-9),
+        ("top_k", 2**31), ("seed", 2**32), ("follow_s", math.inf), ("follow_s", 0.0), ("page_tokens", -1),
     ],
-)
-def test_an_option_out_of_range_is_a_configuration_error(kind, options, message):
-    with pytest.raises(ConfigError, match=message):
-        kind(**options)
+)  # fmt: skip
+def test_an_option_out_of_range_is_a_configuration_error(option, value):
+    with pytest.raises(ConfigError, match=rf"{option.removesuffix('_s')}={value}"):
+        HttpOptions(**{option: value})
+
+
+def test_a_system_prompt_needs_a_chat():
+    with pytest.raises(ConfigError, match="--chat"):
+        ServeOptions(system_prompt="Be brief.")
 
 
 @pytest.mark.parametrize(
@@ -145,8 +136,8 @@ def test_every_option_reaches_the_loop(policies, monkeypatch):
             made.append(options)
             super().__init__(config, **options)
 
-    monkeypatch.setattr(served_model, "DecoderEngine", Noted)
-    monkeypatch.setattr(served_model, "compile_sampling", lambda *_: None)
+    monkeypatch.setattr(serving, "DecoderEngine", Noted)
+    monkeypatch.setattr(serving, "compile_sampling", lambda *_: None)
     options = HttpOptions(
         slots=64, queue=3, max_prompt_tokens=17, max_response_tokens=7, temperature=0.7, top_p=0.9, top_k=5, seed=3, steps_per_call=2,
         page_tokens=4, compute_dtype="bfloat16", batch_invariant=True,
@@ -160,23 +151,6 @@ def test_every_option_reaches_the_loop(policies, monkeypatch):
     expected = {"slots": 64, "capacity": 24, "steps_per_call": 2, "page_tokens": 4, "compute_dtype": "bfloat16", "batch_invariant": True}  # fmt: skip
     assert expected.items() <= given.items()
     assert jax.tree.leaves(transfer.shapes["ends"]["embedding"])[0].dtype == "bfloat16"
-
-
-@pytest.mark.slow  # compiles for eight devices; tests/sampling has the same of the sampler
-def test_several_devices_sample_the_same_tokens(policies, greedy):
-    """The loop that the command makes, on the eight devices of this process."""
-    options = HttpOptions(slots=16, max_prompt_tokens=9, max_response_tokens=LIMIT)
-    loop, _ = request_loop(policies[0], options, limits_of("preset:none", policies[0], options))
-    came = Queue()
-    own = OwnOptions(decoding=DecodingOptions(temperature=0.0))
-    with loop:
-        for at, text in enumerate(PROMPTS):
-            tokens = TOKENIZER.encode(text)
-            loop.submit(
-                tokens, own, count=1, max_tokens=LIMIT, listener=lambda new, at=at: came.put((at, new))
-            )
-        found = dict(came.get(timeout=60) for _ in PROMPTS)
-    assert {PROMPTS[at]: new.tokens.tolist() for at, new in found.items()} == greedy_tokens(greedy[0])
 
 
 def test_a_run_is_followed_while_requests_run_and_nothing_compiles(server, run_dir, policies, greedy):

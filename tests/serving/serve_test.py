@@ -133,8 +133,8 @@ def test_an_invalid_request_is_refused_and_others_are_served(prompt, limit, mess
     assert server.tokens("7") == direct["7"]
 
 
-@pytest.mark.parametrize("content", [b"\xff" * 8, b"\x0a\x02\xff\xfe"], ids=["no message", "no UTF-8"])
-def test_a_message_that_cannot_be_parsed_is_logged_in_one_line(content, server, direct):
+def test_a_message_that_cannot_be_parsed_is_logged_in_one_line(server, direct):
+    content = b"\x0a\x02\xff\xfe"  # not UTF-8
     call = server.channel.unary_stream("/jetstream_proto.Orchestrator/Decode")(content, timeout=PATIENCE_S)
     with pytest.raises(grpc.RpcError) as refused:
         list(call)
@@ -193,13 +193,6 @@ def test_a_port_that_is_taken_is_refused():
 def test_a_request_without_a_prompt_is_refused(server):
     with pytest.raises(grpc.RpcError, match="set text_content or token_content"):
         list(server.stub.Decode(pb.DecodeRequest(max_tokens=1), timeout=PATIENCE_S))
-
-
-def test_the_end_token_is_not_among_the_ids(server, greedy):
-    [text] = [text for text, response in greedy[0].items() if response.finish_reason == "stop"][:1]
-    tokens = server.tokens(text)
-    assert [*tokens, TOKENIZER.eos_id] == greedy[0][text].tokens.tolist()
-    assert len(tokens) < LIMIT
 
 
 def test_a_client_that_leaves_ends_its_response():

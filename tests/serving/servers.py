@@ -3,13 +3,11 @@
 import json
 import os
 import re
-import resource
 import socket
 import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -109,18 +107,14 @@ def until(found, what):
 class Running:
     """`dapo-jax serve` in a process of its own."""
 
-    def __init__(self, folder, model, *arguments, http=True, key="", descriptors=None):
+    def __init__(self, folder, model, *arguments, http=True):
         self.out, self.err = folder / "out", folder / "err"
         command = [sys.executable, "-m", "dapo_jax.cli", "serve", model, *["--http"] * http, "--port", 0, "--slots", 4, "--compilation-cache", "", *arguments]  # fmt: skip
-        environment = {**os.environ, "JAX_LOG_COMPILES": "0" if descriptors else "1"}
+        environment = {**os.environ, "JAX_LOG_COMPILES": "1"}
         environment.pop("DAPO_JAX_API_KEY", None)
-        if key:
-            environment["DAPO_JAX_API_KEY"] = key
-        limit = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (descriptors, descriptors))
         with self.out.open("w") as out, self.err.open("w") as err:
             self.process = subprocess.Popen(
-                list(map(str, command)), cwd=ROOT, stdout=out, stderr=err, env=environment, start_new_session=True,
-                preexec_fn=limit if descriptors else None,
+                list(map(str, command)), cwd=ROOT, stdout=out, stderr=err, env=environment, start_new_session=True
             )  # fmt: skip
 
     def until(self, text):
@@ -136,17 +130,14 @@ class Running:
         """HOST:PORT."""
         return re.search(r"at (?:http://)?(127\.0\.0\.1:\d+)", self.out.read_text())[1]
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.process.kill()
-        self.process.wait()
-
 
 @contextmanager
 def running(folder, model, *arguments, **how):
     """Yields a server that is ready, and kills it at the end."""
-    with Running(folder, model, *arguments, **how) as server:
+    server = Running(folder, model, *arguments, **how)
+    try:
         server.until("serving")
         yield server
+    finally:
+        server.process.kill()
+        server.process.wait()

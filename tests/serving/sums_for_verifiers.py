@@ -23,7 +23,7 @@ class SumTask(vf.Task[SumData]):
 
 
 class SumsConfig(vf.TasksetConfig):
-    """The options; there are none."""
+    """No options."""
 
 
 class SumsTaskset(vf.Taskset[SumTask, SumsConfig]):

@@ -41,10 +41,6 @@ def test_pieces_of_any_bytes_add_up_to_the_whole(data, size):
     assert "".join(grown(ByteTokenizer(), pieces)) == ByteTokenizer().decode(np.array(ids, np.int32))
 
 
-def test_a_block_without_tokens_has_no_text():
-    assert grown(ByteTokenizer(), [[67], [], [68]]) == ["A", "", "B", ""]
-
-
 def test_ids_outside_the_tokenizers_vocabulary_are_left_out():
     """Many models have a larger vocabulary than their tokenizer."""
     assert decoded(CharTokenizer("ab"), [2, 99, 3, -1]) == "ab"
