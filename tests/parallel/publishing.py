@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dapo_jax.models.folder import shapes_of
+from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel import processes
 from dapo_jax.parallel.mesh import make_mesh, make_meshes
 from dapo_jax.parallel.sharding import SAMPLER_RULES, shardings
