@@ -94,7 +94,9 @@ _QWEN2_5 = DecoderConfig(
     vocab_size=151_936, embed_dim=896, layers=24, heads=14, kv_heads=2, head_dim=64, mlp_dim=4864, rope_theta=1e6,
     max_positions=32_768, qkv_bias=True,
 )  # fmt: skip
-_QWEN2_5_LARGE = replace(_QWEN2_5, vocab_size=152_064, kv_heads=4, head_dim=128, tied_embeddings=False)
+_QWEN2_5_LARGE = replace(
+    _QWEN2_5, vocab_size=152_064, heads=28, kv_heads=4, head_dim=128, tied_embeddings=False
+)
 _QWEN3 = DecoderConfig(
     vocab_size=151_936, embed_dim=1024, layers=28, heads=16, kv_heads=8, head_dim=128, mlp_dim=3072, rope_theta=1e6,
     max_positions=40_960, qk_norm=True,

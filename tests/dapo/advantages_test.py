@@ -54,6 +54,15 @@ def test_equal_rewards_give_exactly_zero(group, dtype, reward):
         )
 
 
+def test_float32_arithmetic_would_make_advantages_of_equal_rewards():
+    """A float32 mean of seven rewards of 0.1 is not 0.1, and the standard deviation is as small as the error."""
+    rewards = np.full((1, 7), 0.1, np.float32)
+    centered = rewards - rewards.mean(axis=1, keepdims=True, dtype=np.float32)
+    in_float32 = centered / (rewards.std(axis=1, ddof=1, keepdims=True) + np.float32(1e-6))
+    assert np.abs(in_float32).max() > 1e-3
+    np.testing.assert_array_equal(group_advantages(rewards), np.zeros((1, 7)))
+
+
 @given(rewards=exact_rewards, shift=st.integers(-64, 64))
 def test_shifting_a_groups_rewards_changes_nothing(rewards, shift):
     np.testing.assert_array_equal(group_advantages(rewards + shift), group_advantages(rewards))

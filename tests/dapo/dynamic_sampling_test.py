@@ -36,17 +36,18 @@ def make_group(verdicts, *, rewards=None, scores=None):
         ("x.", None, True),
         (".x", None, True),
         ("x", None, False),
-        # The overlong penalty: advantages would be large, and about nothing but length.
-        ("....", [-1.0, -1.0, -1.0, -1.25], False),
-        ("xx", [1.0, 0.5], False),
         # A correct answer with the whole penalty may have a wrong one's reward.
         ("x.", [-1.0, -1.0], True),
     ],
 )
-def test_a_group_is_informative_if_some_but_not_all_are_correct_whatever_the_rewards(
-    verdicts, rewards, informative
-):
+def test_a_group_is_informative_if_some_but_not_all_are_correct(verdicts, rewards, informative):
     assert is_informative(make_group(verdicts, rewards=rewards)) is informative
+
+
+def test_the_overlong_penalty_does_not_make_a_group_informative():
+    """All wrong, one of them 0.25 deep in the buffer: its advantages would be large, and about nothing but length."""
+    assert not is_informative(make_group("....", rewards=[-1.0, -1.0, -1.0, -1.25]))
+    assert not is_informative(make_group("xx", rewards=[1.0, 0.5]))
 
 
 @pytest.mark.parametrize(
