@@ -141,13 +141,9 @@ def _present(described: Mapping[str, Any]) -> dict[str, Any]:
 
 def _family_defaults(described: Mapping[str, Any], family: str) -> dict[str, Any]:
     """Returns transformers' defaults of keys that older files lack."""
-    defaults: dict[str, Any] = {"tie_word_embeddings": False}
     heads, width = described.get("num_attention_heads"), described.get("hidden_size")
-    if heads:
-        defaults["num_key_value_heads"] = heads
-        if width:
-            defaults["head_dim"] = 128 if family == "qwen3" else width // heads
-    return defaults
+    head_dim = 128 if family == "qwen3" else width // heads if heads and width else None
+    return _present({"tie_word_embeddings": False, "num_key_value_heads": heads, "head_dim": head_dim})
 
 
 def _refuse_what_is_not_covered(described: Mapping[str, Any], family: str, where: object) -> None:

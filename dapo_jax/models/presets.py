@@ -34,7 +34,6 @@ class DecoderConfig:
     """RMS norm of queries and keys per head (Qwen3)."""
     vocab_multiple: int = 1
     """The rows of embedding and unembedding are padded to a multiple of this, so that they can be split over devices."""
-
     lora: LoraShape | None = None
     """The adapters of each block; None: every parameter is trained."""
 
