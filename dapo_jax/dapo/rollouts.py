@@ -7,6 +7,7 @@ They hold numpy arrays of their natural length. This module does not import jax,
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -152,7 +153,7 @@ class Response:
         return np.repeat(np.array(versions, np.int32), np.diff((*firsts, len(self.tokens))))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False)
 class Verdict:
     """A grader's verdict on one response, before any shaping.
 
@@ -176,9 +177,20 @@ class Verdict:
     turn_rewards: tuple[float, ...] = ()
     """The reward of each turn of an episode; `score` is the sum. A reward from a comparison within the group belongs to the last turn."""
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        *,
+        correct: Any,
+        extracted: Any = None,
+        reason: Any = "",
+        score: Any = None,
+        lost: Any = "",
+        parts: Any = MappingProxyType({}),
+        turn_rewards: Any = (),
+    ) -> None:
+        given = locals()
         for name, (convert, need) in _VERDICT_FIELDS.items():
-            found = getattr(self, name)
+            found = given[name]
             try:
                 object.__setattr__(self, name, convert(found))
             except (TypeError, ValueError):
