@@ -22,7 +22,7 @@ from flax import nnx
 
 from dapo_jax import dapo_loss, overlong_penalty, to_scalars, token_weights
 from dapo_jax.dapo.advantages import group_advantages
-from dapo_jax.dapo.log_ratios import k3
+from dapo_jax.dapo.losses import k3
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.data import load_rows
 from dapo_jax.data.prompts import PromptSource

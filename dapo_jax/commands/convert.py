@@ -9,11 +9,11 @@ from dapo_jax.config import ConfigError, ModelConfig
 from dapo_jax.config.keys import Rules, check_value
 from dapo_jax.models.adapter_folder import is_adapter
 from dapo_jax.models.config_json import describe, family_of
-from dapo_jax.models.folder import CONFIG, read_config, read_json, write_model
+from dapo_jax.models.folder import CONFIG, read_config, write_model
 from dapo_jax.models.gguf import GgufFile
 from dapo_jax.models.gguf_tokenizer import special_ids, tokenizer_files
 from dapo_jax.models.presets import DecoderConfig
-from dapo_jax.models.safetensors_files import SafetensorsFolder
+from dapo_jax.models.safetensors_files import SafetensorsFolder, read_json
 from dapo_jax.models.tensors import Tensor, TensorFile, checked, tensor_shapes
 from dapo_jax.run.policy import find_policy, folder_of, run_at
 from dapo_jax.run.run_dir import place_of

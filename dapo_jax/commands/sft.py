@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dapo_jax.config import ConfigError, SftConfig, load_config, to_yaml
 from dapo_jax.dapo.batching import Example, example_weights
+from dapo_jax.dapo.losses import supervised_loss
 from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.dapo.microbatch import Microbatch
 from dapo_jax.data.prompts import PairSource
@@ -37,7 +38,6 @@ from dapo_jax.trackers.progress import Progress
 from dapo_jax.training.optimizer import warmed_up
 from dapo_jax.training.row_packing import pack
 from dapo_jax.training.state import init_state, state_structs
-from dapo_jax.training.supervised import supervised_loss
 from dapo_jax.training.update import UpdateOptions, Updater
 
 

@@ -38,19 +38,6 @@ def group_advantages(
         https://arxiv.org/abs/2503.14476
     """
     values = np.asarray(rewards, dtype=np.float64)
-    _check(values, eps)
-    if values.shape[1] == 1:
-        return values / (1.0 + eps) if normalize_std else values.copy()
-
-    # Relative to the first reward, equal rewards are exactly zero, and so are their advantages.
-    shifted = values - values[:, :1]
-    centered = shifted - shifted.mean(axis=1, keepdims=True)
-    if not normalize_std:
-        return centered
-    return centered / (shifted.std(axis=1, ddof=1, keepdims=True) + eps)
-
-
-def _check(values: np.ndarray, eps: float) -> None:
     if values.ndim != 2 or values.shape[1] == 0:
         raise ValueError(
             f"rewards must be [prompts, group] with a group of 1 or more, got shape {values.shape}"
@@ -64,3 +51,12 @@ def _check(values: np.ndarray, eps: float) -> None:
         )
     if not eps > 0:
         raise ValueError(f"eps must be positive, got {eps}: a group of equal rewards would divide 0 by 0")
+    if values.shape[1] == 1:
+        return values / (1.0 + eps) if normalize_std else values.copy()
+
+    # Relative to the first reward, equal rewards are exactly zero, and so are their advantages.
+    shifted = values - values[:, :1]
+    centered = shifted - shifted.mean(axis=1, keepdims=True)
+    if not normalize_std:
+        return centered
+    return centered / (shifted.std(axis=1, ddof=1, keepdims=True) + eps)

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 
 from dapo_jax.dapo.advantages import group_advantages
 from dapo_jax.dapo.losses import token_weights
-from dapo_jax.dapo.rollouts import Group, Verdict
+from dapo_jax.dapo.rollouts import Group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,11 @@ def turn_advantages(group: Group, *, normalize_std: bool = True) -> dict[int, Fl
         for place, rollout in enumerate(group.rollouts)
         if rollout.response.turns and len(rollout.verdict.turn_rewards) == len(rollout.response.turns)
     }
-    add_up = all(_add_up(each.verdict) for each in by_turn.values())
+    verdicts = [rollout.verdict for rollout in by_turn.values()]
+    add_up = all(
+        each.score is not None and math.isclose(each.score, sum(each.turn_rewards), abs_tol=1e-9)
+        for each in verdicts
+    )
     returns = {}
     for place, rollout in by_turn.items():
         rewards = np.array(rollout.verdict.turn_rewards, np.float64) * add_up
@@ -129,12 +133,6 @@ def turn_advantages(group: Group, *, normalize_std: bool = True) -> dict[int, Fl
             advantages[first:stop] = (returns[place][turn] - mean) / spread if differ else 0.0
         found[place] = advantages
     return found
-
-
-def _add_up(verdict: Verdict) -> bool:
-    """Returns whether the rewards by turn add up to the score, apart from rounding."""
-    score, total = verdict.score, sum(verdict.turn_rewards)
-    return score is not None and math.isclose(score, total, rel_tol=1e-9, abs_tol=1e-9)
 
 
 def example_weights(

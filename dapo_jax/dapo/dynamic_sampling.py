@@ -101,10 +101,15 @@ class Collected:
 
 def nothing_to_learn(tally: Tally, sampled: Sequence[Group], metric: str) -> str:
     """Returns why so few of the groups `sampled`, which `tally` has counted, are informative, and the remedy."""
-    return _equal_scores(tally, sampled) if metric == "score" else _flat_verdicts(tally)
-
-
-def _flat_verdicts(tally: Tally) -> str:
+    if metric == "score":
+        equal = [group.rollouts[0].verdict.score for group in sampled if not scores_differ(group)]
+        scores = sorted({score for score in equal if score is not None})
+        which = f" ({scores[0]:g}{f' to {scores[-1]:g}' if scores[1:] else ''})" if scores else ""
+        return (
+            f"of {tally.groups} groups {tally.differing} had scores that differ, {len(equal)} one score for all responses{which}, which "
+            "teaches nothing. The reward function may give every response the same score, or the prompts may be too easy or too hard for "
+            "it to distinguish responses. Change the data or the function, raise batch.group_size"
+        )
     differ = (
         f" In {tally.flat_differing} of these the scores differ, and only scores above 0 count as correct: if the reward is a number "
         "rather than a verdict, set dynamic_sampling.metric=score, which keeps them."
@@ -113,15 +118,4 @@ def _flat_verdicts(tally: Tally) -> str:
         f"of {tally.groups} groups {tally.correct} were all correct, {tally.wrong} all wrong, {tally.mixed} mixed."
         f"{differ if tally.flat_differing else ''} All correct: the prompts are too easy. All wrong: they are too hard, or the grader "
         "never matches. Change the data or the grader"
-    )
-
-
-def _equal_scores(tally: Tally, sampled: Sequence[Group]) -> str:
-    equal = [group.rollouts[0].verdict.score for group in sampled if not scores_differ(group)]
-    scores = sorted({score for score in equal if score is not None})
-    which = f" ({scores[0]:g}{f' to {scores[-1]:g}' if scores[1:] else ''})" if scores else ""
-    return (
-        f"of {tally.groups} groups {tally.differing} had scores that differ, {len(equal)} one score for all responses{which}, which "
-        "teaches nothing. The reward function may give every response the same score, or the prompts may be too easy or too hard for it to "
-        "distinguish responses. Change the data or the function, raise batch.group_size"
     )

@@ -2,7 +2,7 @@ r"""Importance weights of off-policy tokens.
 
 The ratio of the objective is $\pi_\theta / \pi_\text{prox}$, with the policy at the start of the step in the denominator. Tokens that were sampled
 by earlier or rounded weights need another factor, $\pi_\text{prox} / \pi_\text{sampler}$. With
-$d = \log \pi_\text{prox} - \log \pi_\text{sampler}$ of a token, this factor is $e^d$, and one of three rules bounds it. (Hilton et al., "Batch
+$d = \log \pi_\text{prox} - \log \pi_\text{sampler}$ of a token, clamped to +-20, this factor is $e^d$, and one of three rules bounds it. (Hilton et al., "Batch
 size-invariance for policy optimization", 2021, decouple the two ratios.)
 
 | correction | weight of a token | |
@@ -55,8 +55,8 @@ def importance_weights(
         mask: True on response tokens that enter the loss.
         segment_ids: number of a token's response in its row; the tokens of a segment are adjacent. Only `mask_responses` needs them.
         correction: truncate, mask or mask_responses.
-        low: smallest weight that is kept; `truncate` ignores it.
-        high: largest weight that is kept; for `truncate` the cap C.
+        low: smallest weight that is kept, included; `truncate` ignores it.
+        high: largest weight that is kept, included; for `truncate` the cap C.
 
     Returns:
         The weights, 0 outside the mask, and metrics over the tokens in the mask; `with_effective_share` completes their scalars.
@@ -68,13 +68,14 @@ def importance_weights(
         near = nearest(correction, CORRECTIONS[1:], least=0.0)[0]
         raise ValueError(f"correction={correction!r} gives no weights. Did you mean {near!r}?")
     difference = jnp.where(mask, lax.stop_gradient(logprobs - sampler_logprobs), 0.0)
+    if correction == "mask_responses":
+        difference = response_mean(difference, mask, segment_ids)
+    ratio = jnp.exp(jnp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     if correction == "truncate":
-        weights = truncated_importance_weight(difference, high)
-        cut = _ratio(difference) > high
+        weights, cut = jnp.minimum(ratio, high), ratio > high
     else:
-        if correction == "mask_responses":
-            difference = response_mean(difference, mask, segment_ids)
-        weights = masked_importance_weight(difference, low, high)
+        # A NaN stays NaN; it must not become a weight of 0.
+        weights = jnp.where((ratio < low) | (ratio > high), 0.0, ratio)
         cut = weights == 0.0
     weights = jnp.where(mask, weights, 0.0)
     return weights, {
@@ -97,33 +98,6 @@ def with_effective_share(scalars: Mapping[str, float]) -> dict[str, float]:
     return rest
 
 
-def truncated_importance_weight(
-    log_ratio: Float[Array, "*shape"], cap: float | Float[Array, ""]
-) -> Float[Array, "*shape"]:
-    r"""Returns the weight $\min(e^d, \text{cap})$ of a token that another policy sampled (Ionides 2008).
-
-    Args:
-        log_ratio: $d = \log \pi - \log \mu$ of the trained policy and the sampling policy, in nats; clamped to +-20.
-        cap: largest weight.
-    """
-    return jnp.minimum(_ratio(log_ratio), cap)
-
-
-def masked_importance_weight(
-    log_ratio: Float[Array, "*shape"], low: float, high: float
-) -> Float[Array, "*shape"]:
-    r"""Returns the weight $e^d$ if it is from `low` to `high`, both included, and otherwise 0 (IcePop: Ling Team 2025).
-
-    Args:
-        log_ratio: d of a token, or its mean over a response, in nats; clamped to +-20.
-        low: smallest weight that is kept.
-        high: largest weight that is kept.
-    """
-    ratio = _ratio(log_ratio)
-    # A NaN stays NaN; it must not become a weight of 0.
-    return jnp.where((ratio < low) | (ratio > high), 0.0, ratio)
-
-
 def response_mean(
     values: Float[Array, "rows seq"], mask: Bool[Array, "rows seq"], segment_ids: Int[Array, "rows seq"]
 ) -> Float[Array, "rows seq"]:
@@ -141,21 +115,15 @@ def response_mean(
     return total / jnp.maximum(count, 1.0)
 
 
-def _ratio(log_ratio: Array) -> Array:
-    return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-
-
 def _segment_sums(values: Array, segment_ids: Array) -> Array:
     """Returns the sum over each segment, at each of its tokens.
 
     It uses shifts only, so the order of additions is fixed. A scatter adds in any order on a GPU, and a row may be split over devices.
     """
     sums = _running_sums(values, segment_ids, 1)
-    follows = _shifted(segment_ids, -1, fill=-1)
-    whole = jnp.where(
-        segment_ids != follows, sums, 0.0
-    )  # the sum at the last token; the other tokens get it by adding zeros
-    return _running_sums(whole, segment_ids, -1)
+    last = segment_ids != _shifted(segment_ids, -1, fill=-1)
+    # The last token has the sum; the other tokens get it by adding zeros.
+    return _running_sums(jnp.where(last, sums, 0.0), segment_ids, -1)
 
 
 def _running_sums(values: Array, segment_ids: Array, direction: int) -> Array:

@@ -5,6 +5,7 @@ A metric is a small pair of arrays on the device; only `to_scalars` copies numbe
 """
 
 import functools
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,21 +68,11 @@ def add_metrics(a: Mapping[str, Metric], b: Mapping[str, Metric]) -> dict[str, M
     Raises:
         ValueError: the keys differ, or a name is a mean in one and a maximum in the other.
     """
-    if a.keys() != b.keys():
+    if odd := sorted(name for name in {**a, **b} if type(a.get(name)) is not type(b.get(name))):
         raise ValueError(
-            f"metrics differ in keys: {sorted(a.keys() ^ b.keys())} are missing from one of the dicts"
+            f"metrics differ: {odd} are missing in one dict, or a Mean in one and a Max in the other"
         )
-    return {name: _add(name, a[name], b[name]) for name in a}
-
-
-def _add(name: str, a: Metric, b: Metric) -> Metric:
-    if isinstance(a, Mean) and isinstance(b, Mean):
-        return a + b
-    if isinstance(a, Max) and isinstance(b, Max):
-        return a + b
-    raise ValueError(
-        f"metric {name!r} is a {type(a).__name__} in one dict and a {type(b).__name__} in the other"
-    )
+    return {name: operator.add(a[name], b[name]) for name in a}
 
 
 def to_scalars(metrics: Mapping[str, Metric] | Sequence[Mapping[str, Metric]]) -> dict[str, float]:
@@ -99,23 +90,20 @@ def to_scalars(metrics: Mapping[str, Metric] | Sequence[Mapping[str, Metric]]) -
     records = [metrics] if isinstance(metrics, Mapping) else list(metrics)
     if not records:
         return {}
-    on_host = [_in_float64(record) for record in jax.device_get(records)]
-    added = functools.reduce(add_metrics, on_host)
+    on_host = [
+        {name: _in_float64(metric) for name, metric in record.items()} for record in jax.device_get(records)
+    ]
     return {
         name: _scalar(metric)
-        for name, metric in added.items()
+        for name, metric in functools.reduce(add_metrics, on_host).items()
         if not (isinstance(metric, Mean) and metric.rare and metric.count == 0)
     }
 
 
-def _in_float64(record: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Returns the metrics as float64 numpy numbers; several values of one metric are added."""
-
-    def added(metric: Metric) -> Metric:
-        join = np.max if isinstance(metric, Max) else np.sum
-        return jax.tree.map(lambda values: np.float64(join(np.asarray(values, np.float64))), metric)
-
-    return {name: added(metric) for name, metric in record.items()}
+def _in_float64(metric: Metric) -> Metric:
+    """Returns a metric as float64 numpy numbers, its values added."""
+    join = np.max if isinstance(metric, Max) else np.sum
+    return jax.tree.map(lambda values: np.float64(join(np.asarray(values, np.float64))), metric)
 
 
 def _scalar(metric: Metric) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 
@@ -42,13 +42,10 @@ class Microbatch:
     """Log-probabilities under the reference policy; zeros without a reference policy."""
 
 
-def microbatch_structs(shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> Microbatch:
-    """Returns the shapes of microbatches of `shape`, [rows, seq] or stacked, to compile a program for."""
+def blank_microbatch(shape: tuple[int, ...]) -> Microbatch:
+    """Returns numpy arrays of zeros of `shape`, [rows, seq] or stacked."""
     integers = ("tokens", "segment_ids", "prefix_ids", "previous", "positions")
-    kinds = {"mask": jnp.bool_, **dict.fromkeys(integers, jnp.int32)}
+    kinds = {"mask": np.bool_, **dict.fromkeys(integers, np.int32)}
     return Microbatch(
-        **{
-            field.name: jax.ShapeDtypeStruct(shape, kinds.get(field.name, jnp.float32), sharding=sharding)
-            for field in fields(Microbatch)
-        }
+        **{field.name: np.zeros(shape, kinds.get(field.name, np.float32)) for field in fields(Microbatch)}
     )

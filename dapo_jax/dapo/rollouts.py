@@ -16,7 +16,6 @@ from jaxtyping import Bool, Float, Int
 FinishReason = Literal["stop", "length"]
 """Why sampling ended: an end token, or the length limit."""
 
-
 Lost = Literal["timeout", "memory", "died", "nonfinite", "raised"]
 """Why there is no verdict: the grader exceeded its time or memory, its process died, its score is not finite, or the episode's environment raised an error."""
 

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
-from dapo_jax.models.folder import read_json
 from dapo_jax.models.lora import MATRICES, LoraShape, lora_shape
 from dapo_jax.models.presets import DecoderConfig
-from dapo_jax.models.safetensors_files import SafetensorsFolder, write_json, write_named
+from dapo_jax.models.safetensors_files import SafetensorsFolder, read_json, write_file, write_json
 from dapo_jax.models.tensors import adapter_tensors
 from dapo_jax.storage import AnyPath
 
@@ -110,24 +109,17 @@ def save_adapter(
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ADAPTER_CONFIG).unlink(missing_ok=True)
-    written = write_named(
-        folder / ADAPTER_TENSORS, sorted(adapter_tensors(config, adapters), key=lambda t: t.name), dtype=dtype
-    )
-    assert config.lora is not None
-    write_json(folder / ADAPTER_CONFIG, described(config.lora, base=base, revision=revision))
-    return written
-
-
-def described(shape: LoraShape, *, base: str, revision: str) -> dict[str, Any]:
-    """Returns the content of adapter_config.json."""
-    alpha = int(shape.alpha) if shape.alpha.is_integer() else shape.alpha
-    return {
+    tensors = sorted(adapter_tensors(config, adapters), key=lambda tensor: tensor.name)
+    written = write_file(folder / ADAPTER_TENSORS, tensors, dtype=dtype)
+    shape = config.lora
+    assert shape is not None
+    described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "revision": revision or None,
         "r": shape.rank,
-        "lora_alpha": alpha,
+        "lora_alpha": int(shape.alpha) if shape.alpha.is_integer() else shape.alpha,
         "target_modules": list(shape.targets),
         "lora_dropout": 0.0,
         "bias": "none",
@@ -137,3 +129,5 @@ def described(shape: LoraShape, *, base: str, revision: str) -> dict[str, Any]:
         "init_lora_weights": True,
         "inference_mode": True,
     }
+    write_json(folder / ADAPTER_CONFIG, described)
+    return written

@@ -13,7 +13,6 @@ from dapo_jax.dapo.precision import product
 MASKED = -1e30
 """Score of a masked position: finite, so that a fully masked row is not NaN."""
 
-
 QUERY_BLOCKS, SMALLEST_BLOCK = 4, 64
 """Number of blocks into which the queries of a row are split, and the smallest block."""
 

@@ -41,21 +41,13 @@ _COVERED_VALUES: dict[str, tuple[Any, ...]] = {
 }
 """Keys that change the network, and their supported values; null is always supported."""
 
-_SCALING_FIELDS = {
-    "factor": "factor",
-    "original_max_positions": "original_max_position_embeddings",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-    "attention_factor": "attention_factor",
-}
+_ORIGINAL = "original_max_position_embeddings"
 _SCALING_KINDS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
-    "llama3": ("factor", "original_max_positions", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "original_max_positions", "beta_fast", "beta_slow", "attention_factor"),
+    "llama3": ("factor", _ORIGINAL, "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", _ORIGINAL, "beta_fast", "beta_slow", "attention_factor"),
 }
-"""The fields of `RopeScaling` that each kind uses."""
+"""The rotary settings of each kind, which are fields of `RopeScaling`; the field of `_ORIGINAL` is original_max_positions."""
 _NEUTRAL = {"partial_rotary_factor": 1.0, "truncate": True}
 """Rotary settings that change nothing at this value."""
 
@@ -84,7 +76,11 @@ def describe(
     """Returns the content of config.json, with rotary settings in the notations of transformers 4 and 5."""
     family = family_of(config)
     described = {theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()}
-    scaling = None if config.rope_scaling is None else _describe_scaling(config.rope_scaling)
+    scaling = None
+    if config.rope_scaling is not None:
+        ours = {**vars(config.rope_scaling), _ORIGINAL: config.rope_scaling.original_max_positions}
+        fields = {key: ours[key] for key in _SCALING_KINDS[config.rope_scaling.kind]}
+        scaling = {"rope_type": config.rope_scaling.kind, **_present(fields)}
     return described | {
         "model_type": family,
         "architectures": [f"{family.capitalize()}ForCausalLM"],
@@ -145,13 +141,9 @@ def _present(described: Mapping[str, Any]) -> dict[str, Any]:
 
 def _family_defaults(described: Mapping[str, Any], family: str) -> dict[str, Any]:
     """Returns transformers' defaults of keys that older files lack."""
-    defaults: dict[str, Any] = {"tie_word_embeddings": False}
     heads, width = described.get("num_attention_heads"), described.get("hidden_size")
-    if heads:
-        defaults["num_key_value_heads"] = heads
-        if width:
-            defaults["head_dim"] = 128 if family == "qwen3" else width // heads
-    return defaults
+    head_dim = 128 if family == "qwen3" else width // heads if heads and width else None
+    return _present({"tie_word_embeddings": False, "num_key_value_heads": heads, "head_dim": head_dim})
 
 
 def _refuse_what_is_not_covered(described: Mapping[str, Any], family: str, where: object) -> None:
@@ -184,9 +176,8 @@ def _rope(described: Mapping[str, Any], where: object) -> dict[str, Any]:
         raise ValueError(
             f"{where}: rope_type {kind!r} is not covered; default, {', '.join(_SCALING_KINDS)} are"
         )
-    known = {_SCALING_FIELDS[field] for field in _SCALING_KINDS.get(kind, ())}
     # Files may have the original context although their kind does not use it.
-    known |= {"rope_type", "rope_theta", "original_max_position_embeddings", *_NEUTRAL}
+    known = {*_SCALING_KINDS.get(kind, ()), "rope_type", "rope_theta", _ORIGINAL, *_NEUTRAL}
     for key, value in rope.items():
         if key not in known or value != _NEUTRAL.get(key, value):
             raise ValueError(f"{where}: {key}={value!r} of rope_type {kind!r} is not covered")
@@ -200,9 +191,7 @@ def _completed(rope: Mapping[str, Any], described: Mapping[str, Any]) -> dict[st
     inside = _present(rope)
     old_name = inside.pop("type", "default")
     elsewhere = _present(described.get("rope_parameters") or {}) | _present(described)
-    kept = {
-        key: elsewhere[key] for key in ("rope_theta", "original_max_position_embeddings") if key in elsewhere
-    }
+    kept = {key: elsewhere[key] for key in ("rope_theta", _ORIGINAL) if key in elsewhere}
     return {"rope_type": old_name, "rope_theta": 10_000.0, **kept, **inside}
 
 
@@ -210,17 +199,7 @@ def _scaling(rope: Mapping[str, Any], max_positions: int) -> RopeScaling | None:
     kind = rope["rope_type"]
     if kind == "default":
         return None
-    fields = {
-        ours: rope[_SCALING_FIELDS[ours]] for ours in _SCALING_KINDS[kind] if _SCALING_FIELDS[ours] in rope
-    }
+    numbers: dict[str, Any] = {key: float(rope[key]) for key in _SCALING_KINDS[kind] if key in rope}
     if kind != "linear":
-        fields.setdefault("original_max_positions", max_positions)
-    numbers: dict[str, Any] = {name: float(value) for name, value in fields.items()}
-    if "original_max_positions" in numbers:
-        numbers["original_max_positions"] = int(numbers["original_max_positions"])
+        numbers["original_max_positions"] = int(numbers.pop(_ORIGINAL, max_positions))
     return RopeScaling(kind=kind, **numbers)
-
-
-def _describe_scaling(scaling: RopeScaling) -> dict[str, Any]:
-    fields = {_SCALING_FIELDS[ours]: getattr(scaling, ours) for ours in _SCALING_KINDS[scaling.kind]}
-    return {"rope_type": scaling.kind, **_present(fields)}

@@ -134,8 +134,7 @@ class Block(nnx.Module):
         """Returns queries, keys and values, with rotary embedding applied."""
         config = self.config
         query, key, value = (
-            self._project("hde,et->hdt", name, x, ("heads", "head_dim", "embed"))
-            for name in ("query", "key", "value")
+            self._project(name, x, ("heads", "head_dim", "embed")) for name in ("query", "key", "value")
         )
         if config.qkv_bias:
             query, key, value = (
@@ -156,24 +155,18 @@ class Block(nnx.Module):
         inner, outer = partial(self.layout.inner, dtype=dtype), partial(self.layout.outer, dtype=dtype)
         normed = inner(rms_norm(x, self.attention_norm[...], eps))
         attended, kept = attend(*self._queries_keys_values(normed, rope))
-        x = x + outer(self._linear("output", attended.reshape(-1, attended.shape[2]), ("embed", "heads")))
+        x = x + outer(self._project("output", attended.reshape(-1, attended.shape[2]), ("embed", "heads")))
         y = inner(rms_norm(x, self.mlp_norm[...], eps))
         into = ("mlp", "embed")
-        gated = jax.nn.silu(self._linear("gate", y, into)) * self._linear("up", y, into)
-        return x + outer(self._linear("down", gated, ("embed", "mlp"))), kept
+        gated = jax.nn.silu(self._project("gate", y, into)) * self._project("up", y, into)
+        return x + outer(self._project("down", gated, ("embed", "mlp"))), kept
 
-    def _linear(
-        self, name: str, x: Float[Array, "inputs tokens"], axes: tuple[str, str]
-    ) -> Float[Array, "outputs tokens"]:
-        return self._project("oi,it->ot", name, x, axes)
-
-    def _project(
-        self, spec: str, name: str, x: Float[Array, "inputs tokens"], axes: tuple[str, ...]
-    ) -> Array:
+    def _project(self, name: str, x: Float[Array, "inputs tokens"], axes: tuple[str, ...]) -> Array:
         """Multiplies by the weight `name` and adds its adapter's product, under the checkpoint name of rematerialisation.
 
         `axes` are the weight's logical axes; the last one is summed over.
         """
+        spec = "hde,et->hdt" if len(axes) == 3 else "oi,it->ot"
         weight, in_parts = getattr(self, name)[...], self.layout.in_parts(axes[-1])
         if name == "output":
             # With heads and their dimensions as two axes, XLA would transpose the weight at every call.
@@ -269,8 +262,6 @@ class Decoder(nnx.Module):
             layout: of arrays over devices.
             apart: each layer has its own arrays, as in a sampler, which can then share them; compile time grows with depth.
         """
-        if remat != "none" and remat not in REMAT_POLICIES:
-            raise ValueError(f"remat={remat!r} must be one of none, {', '.join(REMAT_POLICIES)}")
         self.remat = remat
         how: dict[str, Any] = {"compute_dtype": compute_dtype, "layout": layout}
         self.ends = EmbeddingAndHead(config, rngs=rngs, **how)
@@ -310,16 +301,8 @@ class Decoder(nnx.Module):
         return self.ends.layout.rows(self.ends.normed(x), tokens.shape, self.ends.compute_dtype)
 
 
-def graph_of(
-    config: DecoderConfig,
-    *,
-    compute_dtype: str = "float32",
-    remat: str = "none",
-    layout: Layout = WHOLE,
-    apart: bool = False,
-) -> nnx.GraphDef[Any]:
-    """Returns the structure from which `nnx.merge` makes a `Decoder`, together with parameters."""
-    how: dict[str, Any] = {"compute_dtype": compute_dtype, "remat": remat, "layout": layout, "apart": apart}
+def graph_of(config: DecoderConfig, **how: Any) -> nnx.GraphDef[Any]:
+    """Returns the structure from which `nnx.merge` makes a `Decoder` with the arguments `how`, together with parameters."""
     return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), **how)))[0]
 
 

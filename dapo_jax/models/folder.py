@@ -13,12 +13,15 @@ from jaxtyping import PyTree
 
 from dapo_jax.models.config_json import describe, understand
 from dapo_jax.models.presets import DecoderConfig
-from dapo_jax.models.safetensors_files import SafetensorsFolder, write_json, write_tensors
-from dapo_jax.models.tensors import ByRows, Tensor, exported, place, shapes_of
-from dapo_jax.storage import AnyPath, file_bytes, path_of
-from dapo_jax.text.plain_json import read_object
-
-__all__ = ["load_model", "read_config", "read_json", "save_model", "shapes_of", "write_model"]
+from dapo_jax.models.safetensors_files import (
+    SafetensorsFolder,
+    check_dtype,
+    read_json,
+    write_json,
+    write_tensors,
+)
+from dapo_jax.models.tensors import ByRows, Tensor, exported, place
+from dapo_jax.storage import path_of
 
 CONFIG = "config.json"
 
@@ -62,19 +65,6 @@ def read_config(folder: str | os.PathLike[str]) -> DecoderConfig:
     return understand(read_json(path), path)
 
 
-def read_json(path: AnyPath) -> dict[str, Any]:
-    """Returns the JSON object in `path`.
-
-    Raises:
-        ValueError: there is no such file, or it is not a JSON object.
-    """
-    try:
-        content = file_bytes(path)
-    except OSError as error:
-        raise ValueError(f"cannot read a model from {path}: {error.strerror or error}") from error
-    return read_object(content, path)
-
-
 def save_model(
     folder: str | os.PathLike[str],
     config: DecoderConfig,
@@ -103,13 +93,8 @@ def save_model(
         token_ids: further tokens by their names in config.json.
     """
     described = describe(config, dtype=dtype, eos_ids=eos_ids, bos_id=bos_id, pad_id=pad_id) | dict(token_ids)
-    return write_model(
-        folder,
-        described,
-        list(exported(config, params, adapters)),
-        dtype=dtype,
-        max_shard_bytes=max_shard_bytes,
-    )
+    tensors = list(exported(config, params, adapters))
+    return write_model(folder, described, tensors, dtype=dtype, max_shard_bytes=max_shard_bytes)
 
 
 def write_model(
@@ -117,13 +102,14 @@ def write_model(
     described: dict[str, Any],
     tensors: Sequence[Tensor],
     *,
-    dtype: str = "float32",
+    dtype: str,
     max_shard_bytes: int = 5 * 2**30,
 ) -> int:
     """Writes tensors and then config.json with the content `described`; returns the bytes of the tensors.
 
     config.json is written last, so that an interrupted export is not taken for a model.
     """
+    check_dtype(dtype)  # before files of an earlier model are removed
     path = path_of(folder)
     path.mkdir(parents=True, exist_ok=True)
     (path / CONFIG).unlink(missing_ok=True)

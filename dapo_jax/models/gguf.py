@@ -13,30 +13,9 @@ from dapo_jax.hints import how_to_install
 from dapo_jax.models.config_json import FAMILIES, WHAT_LOADS
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.rope import RopeScaling, rope_frequencies
-from dapo_jax.models.tensors import Cut, Shape
+from dapo_jax.models.tensors import Cut, Shape, tensor_names
 
 _ROPE_FACTORS = "rope_freqs.weight"
-_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_LAYER_NAMES = {
-    "attn_norm.weight": "input_layernorm.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
-    "attn_q.weight": "self_attn.q_proj.weight",
-    "attn_k.weight": "self_attn.k_proj.weight",
-    "attn_v.weight": "self_attn.v_proj.weight",
-    "attn_output.weight": "self_attn.o_proj.weight",
-    "attn_q.bias": "self_attn.q_proj.bias",
-    "attn_k.bias": "self_attn.k_proj.bias",
-    "attn_v.bias": "self_attn.v_proj.bias",
-    "attn_q_norm.weight": "self_attn.q_norm.weight",
-    "attn_k_norm.weight": "self_attn.k_norm.weight",
-    "ffn_gate.weight": "mlp.gate_proj.weight",
-    "ffn_up.weight": "mlp.up_proj.weight",
-    "ffn_down.weight": "mlp.down_proj.weight",
-}
 
 
 class GgufFile:
@@ -49,7 +28,7 @@ class GgufFile:
             ValueError: the package `gguf` is missing, the file cannot be read, or its architecture is not covered.
         """
         try:
-            from gguf import GGUFReader
+            from gguf import MODEL_ARCH, GGUFReader, get_tensor_name_map
         except ImportError as error:
             raise ValueError(
                 f"{path} is a GGUF file; reading it needs the package gguf: {how_to_install('gguf')}"
@@ -69,7 +48,10 @@ class GgufFile:
             raise ValueError(
                 f"{path}: architecture {self._family!r} is not covered; llama, qwen2 and qwen3 are; {WHAT_LOADS}"
             )
-        self._tensors = {_hugging_face_name(tensor.name): tensor for tensor in reader.tensors}
+        layers = min(self._size("block_count"), len(reader.tensors))  # the file may be damaged
+        known = get_tensor_name_map(MODEL_ARCH[self._family.upper()], layers)
+        names = {known.get_name(name, (".weight", ".bias")): name for name in tensor_names(layers)}
+        self._tensors = {names.get(tensor.name, tensor.name): tensor for tensor in reader.tensors}
         self.shapes: Mapping[str, Shape] = {
             name: tuple(int(size) for size in reversed(tensor.shape.tolist()))
             for name, tensor in self._tensors.items()
@@ -175,15 +157,6 @@ class GgufFile:
                 "from its Hugging Face folder, whose config.json has the numbers"
             )
         return scaling
-
-
-def _hugging_face_name(name: str) -> str:
-    """Returns Hugging Face's name of a tensor; an unknown tensor keeps its own."""
-    head, _, rest = name.partition(".")
-    layer, _, rest = rest.partition(".")
-    if head == "blk" and rest in _LAYER_NAMES:
-        return f"model.layers.{layer}.{_LAYER_NAMES[rest]}"
-    return _NAMES.get(name, name)
 
 
 def _shortest(value: float) -> float:

@@ -2,28 +2,18 @@
 
 import importlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from dapo_jax.hints import how_to_install
 
-PATTERNS = ("*.safetensors", "*.json", "*.jinja")
+_WEIGHTS, _OTHERS = "*.safetensors", ("*.json", "*.jinja")
 """The files that are downloaded: neither code nor pickled weights."""
 
-_SMALL = ("*.json", "*.jinja")
 
-_NOT_OURS = ("*/*",)
-"""Repositories keep exports and training checkpoints in subfolders."""
-
-
-def download(
-    name: str,
-    *,
-    revision: str | None = None,
-    weights: bool = True,
-) -> Path:
+def download(name: str, *, revision: str | None = None, weights: bool = True) -> Path:
     """Returns the folder of a repository's model, which is downloaded if it is not in the cache.
 
     The token for gated models comes from the environment (HF_TOKEN, or `hf auth login`); HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE
@@ -40,8 +30,12 @@ def download(
     """
     hub = _client()
     with _explained(name, revision):
-        folder = _snapshot(hub, name, revision, PATTERNS if weights else _SMALL)
-    if weights and not any(folder.glob("*.safetensors")):
+        # Repositories keep exports and training checkpoints in subfolders.
+        wanted = [*_OTHERS, _WEIGHTS] if weights else [*_OTHERS]
+        folder = Path(
+            hub.snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=["*/*"])
+        )
+    if weights and not any(folder.glob(_WEIGHTS)):
         raise ValueError(_without_weights(name, revision))
     return folder
 
@@ -54,22 +48,22 @@ def look_up(name: str, *, revision: str | None = None) -> tuple[Path, int]:
     Raises:
         ValueError: see `download`.
     """
-    hub = _client()
     try:
         with _explained(name, revision):
-            listed = hub.HfApi().model_info(name, revision=revision, files_metadata=True).siblings or []
+            listed = _client().HfApi().model_info(name, revision=revision, files_metadata=True).siblings or []
     except ValueError:
         raise
     except Exception:  # offline: each HTTP client of the hub raises its own errors
         folder = download(name, revision=revision)
-        return folder, sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    weights = [
-        file for file in listed if file.rfilename.endswith(".safetensors") and "/" not in file.rfilename
+        return folder, sum(file.stat().st_size for file in folder.glob(_WEIGHTS))
+    sizes = [
+        file.size or 0
+        for file in listed
+        if file.rfilename.endswith(".safetensors") and "/" not in file.rfilename
     ]
-    if not weights:
+    if not sizes:
         raise ValueError(_without_weights(name, revision))
-    with _explained(name, revision):
-        return _snapshot(hub, name, revision, _SMALL), sum(file.size or 0 for file in weights)
+    return download(name, revision=revision, weights=False), sum(sizes)
 
 
 def _client() -> Any:
@@ -79,17 +73,6 @@ def _client() -> Any:
         raise ValueError(
             f"models from the hub need huggingface_hub, which is not installed: {how_to_install('hub')}"
         ) from error
-
-
-def _snapshot(
-    hub: Any,
-    name: str,
-    revision: str | None,
-    patterns: Sequence[str],
-) -> Path:
-    patterns, ignored = list(patterns), list(_NOT_OURS)
-    found = hub.snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=ignored)
-    return Path(found)
 
 
 @contextmanager
@@ -112,7 +95,16 @@ def _explained(name: str, revision: str | None) -> Iterator[None]:
     except errors.RevisionNotFoundError as error:
         raise ValueError(f"{name} has no revision {revision!r}; name a branch, a tag or a commit") from error
     except errors.LocalEntryNotFoundError as error:
-        raise ValueError(_unreachable(name, _at(revision))) from error
+        offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
+        why, remedy = (
+            ("HF_HUB_OFFLINE is set", "unset it")
+            if offline
+            else ("the hub cannot be reached", "check the connection")
+        )
+        raise ValueError(
+            f"{why}, and {name}{_at(revision)} is not, or not completely, in the cache (HF_HOME); {remedy}, download the model before, "
+            "or name the folder of a copy"
+        ) from error
     except errors.HfHubHTTPError as error:
         raise ValueError(f"the hub refuses {name}{_at(revision)}: {str(error).splitlines()[0]}") from error
 
@@ -125,14 +117,4 @@ def _without_weights(name: str, revision: str | None) -> str:
     return (
         f"{name}{_at(revision)} has no safetensors files. Weights as .bin or .pt are pickles, which "
         "run code when they are opened, and are not read; use a repository or a revision with safetensors"
-    )
-
-
-def _unreachable(name: str, at: str) -> str:
-    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
-    why = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached"
-    remedy = "unset it" if offline else "check the connection"
-    return (
-        f"{why}, and {name}{at} is not, or not completely, in the cache (HF_HOME); {remedy}, download the model before, or name the "
-        "folder of a copy"
     )

@@ -59,10 +59,8 @@ def lora_shape(*, rank: int, alpha: float, targets: Sequence[str]) -> LoraShape:
     if rank < 1 or not 0 < alpha < math.inf:
         raise ValueError(f"rank {rank} and alpha {alpha} must both be more than 0")
     known = [*SETS, *MATRICES]
-    if unknown := [name for name in targets if name not in known]:
-        raise ValueError(f"no linear layer is called {unknown[0]!r}; there are {', '.join(known)}")
-    if not targets:
-        raise ValueError(f"no linear layer is named; there are {', '.join(known)}")
+    if not targets or (set(targets) - set(known)):
+        raise ValueError(f"targets {list(targets)} must name linear layers; there are {', '.join(known)}")
     named = {name for target in targets for name in SETS.get(target, (target,))}
     chosen = tuple(name for name in MATRICES if name in named)
     return LoraShape(rank=rank, alpha=float(alpha), targets=chosen)

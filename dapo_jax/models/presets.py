@@ -1,6 +1,7 @@
 """Sizes of known decoders. A model family is a set of field values, not a class."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from dapo_jax.hints import nearest
 from dapo_jax.models.lora import LoraShape
@@ -33,7 +34,6 @@ class DecoderConfig:
     """RMS norm of queries and keys per head (Qwen3)."""
     vocab_multiple: int = 1
     """The rows of embedding and unembedding are padded to a multiple of this, so that they can be split over devices."""
-
     lora: LoraShape | None = None
     """The adapters of each block; None: every parameter is trained."""
 
@@ -79,30 +79,27 @@ class DecoderConfig:
         return replace(self, lora=None)
 
 
-def _llama3(embed_dim: int, layers: int, heads: int, mlp_dim: int, *, head_dim: int, factor: float,
-            tied_embeddings: bool) -> DecoderConfig:  # fmt: skip
-    return DecoderConfig(
-        vocab_size=128_256, embed_dim=embed_dim, layers=layers, heads=heads, kv_heads=8, head_dim=head_dim,
-        mlp_dim=mlp_dim, rope_theta=5e5, norm_eps=1e-5, max_positions=131_072, tied_embeddings=tied_embeddings,
-        rope_scaling=RopeScaling(kind="llama3", factor=factor, original_max_positions=8192),
-    )  # fmt: skip
+def _sized(
+    base: DecoderConfig, embed_dim: int, layers: int, heads: int, mlp_dim: int, **others: Any
+) -> DecoderConfig:
+    return replace(base, embed_dim=embed_dim, layers=layers, heads=heads, mlp_dim=mlp_dim, **others)
 
 
-def _qwen2_5(embed_dim: int, layers: int, heads: int, kv_heads: int, mlp_dim: int, *, vocab_size: int,
-             tied_embeddings: bool, head_dim: int) -> DecoderConfig:  # fmt: skip
-    return DecoderConfig(
-        vocab_size=vocab_size, embed_dim=embed_dim, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-        mlp_dim=mlp_dim, rope_theta=1e6, norm_eps=1e-6, max_positions=32768, tied_embeddings=tied_embeddings,
-        qkv_bias=True,
-    )  # fmt: skip
-
-
-def _qwen3(embed_dim: int, layers: int, heads: int, mlp_dim: int, *, tied_embeddings: bool) -> DecoderConfig:
-    return DecoderConfig(
-        vocab_size=151_936, embed_dim=embed_dim, layers=layers, heads=heads, kv_heads=8, head_dim=128, mlp_dim=mlp_dim,
-        rope_theta=1e6, norm_eps=1e-6, max_positions=40_960, tied_embeddings=tied_embeddings, qk_norm=True,
-    )  # fmt: skip
-
+_LLAMA3 = DecoderConfig(
+    vocab_size=128_256, embed_dim=2048, layers=16, heads=32, kv_heads=8, head_dim=64, mlp_dim=8192, rope_theta=5e5, norm_eps=1e-5,
+    max_positions=131_072, rope_scaling=RopeScaling(kind="llama3", factor=32.0, original_max_positions=8192),
+)  # fmt: skip
+_QWEN2_5 = DecoderConfig(
+    vocab_size=151_936, embed_dim=896, layers=24, heads=14, kv_heads=2, head_dim=64, mlp_dim=4864, rope_theta=1e6,
+    max_positions=32_768, qkv_bias=True,
+)  # fmt: skip
+_QWEN2_5_LARGE = replace(
+    _QWEN2_5, vocab_size=152_064, heads=28, kv_heads=4, head_dim=128, tied_embeddings=False
+)
+_QWEN3 = DecoderConfig(
+    vocab_size=151_936, embed_dim=1024, layers=28, heads=16, kv_heads=8, head_dim=128, mlp_dim=3072, rope_theta=1e6,
+    max_positions=40_960, qk_norm=True,
+)  # fmt: skip
 
 # Sizes are from config.json in the publishers' repositories: HuggingFaceTB/SmolLM2-135M, meta-llama/Llama-3.2-1B,
 # Qwen/Qwen2.5-*, Qwen/Qwen3-*. The tests count the parameters of each.
@@ -115,17 +112,20 @@ PRESETS: dict[str, DecoderConfig] = {
         vocab_size=49152, embed_dim=576, layers=30, heads=9, kv_heads=3, head_dim=64, mlp_dim=1536,
         rope_theta=1e5, norm_eps=1e-5, max_positions=8192,
     ),
-    "llama-3.2-1b": _llama3(2048, 16, 32, 8192, head_dim=64, factor=32.0, tied_embeddings=True),
-    "llama-3.1-8b": _llama3(4096, 32, 32, 14_336, head_dim=128, factor=8.0, tied_embeddings=False),
-    "qwen2.5-0.5b": _qwen2_5(896, 24, 14, 2, 4864, vocab_size=151_936, tied_embeddings=True, head_dim=64),
-    "qwen2.5-1.5b": _qwen2_5(1536, 28, 12, 2, 8960, vocab_size=151_936, tied_embeddings=True, head_dim=128),
-    "qwen2.5-3b": _qwen2_5(2048, 36, 16, 2, 11_008, vocab_size=151_936, tied_embeddings=True, head_dim=128),
-    "qwen2.5-7b": _qwen2_5(3584, 28, 28, 4, 18_944, vocab_size=152_064, tied_embeddings=False, head_dim=128),
-    "qwen2.5-32b": _qwen2_5(5120, 64, 40, 8, 27_648, vocab_size=152_064, tied_embeddings=False, head_dim=128),
-    "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tied_embeddings=True),
-    "qwen3-1.7b": _qwen3(2048, 28, 16, 6144, tied_embeddings=True),
-    "qwen3-4b": _qwen3(2560, 36, 32, 9728, tied_embeddings=True),
-    "qwen3-8b": _qwen3(4096, 36, 32, 12_288, tied_embeddings=False),
+    "llama-3.2-1b": _LLAMA3,
+    "llama-3.1-8b": _sized(
+        _LLAMA3, 4096, 32, 32, 14_336, head_dim=128, tied_embeddings=False,
+        rope_scaling=RopeScaling(kind="llama3", factor=8.0, original_max_positions=8192),
+    ),
+    "qwen2.5-0.5b": _QWEN2_5,
+    "qwen2.5-1.5b": _sized(_QWEN2_5, 1536, 28, 12, 8960, head_dim=128),
+    "qwen2.5-3b": _sized(_QWEN2_5, 2048, 36, 16, 11_008, head_dim=128),
+    "qwen2.5-7b": _sized(_QWEN2_5_LARGE, 3584, 28, 28, 18_944),
+    "qwen2.5-32b": _sized(_QWEN2_5_LARGE, 5120, 64, 40, 27_648, kv_heads=8),
+    "qwen3-0.6b": _QWEN3,
+    "qwen3-1.7b": _sized(_QWEN3, 2048, 28, 16, 6144),
+    "qwen3-4b": _sized(_QWEN3, 2560, 36, 32, 9728),
+    "qwen3-8b": _sized(_QWEN3, 4096, 36, 32, 12_288, tied_embeddings=False),
 }  # fmt: skip
 
 

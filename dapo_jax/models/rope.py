@@ -6,8 +6,6 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float, Float32
 
-KINDS = ("linear", "llama3", "yarn")
-
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
@@ -37,8 +35,6 @@ class RopeScaling:
     """Factor on cosine and sine; None is the paper's 0.1 ln(factor) + 1 (yarn)."""
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"RoPE scaling of kind {self.kind!r} is not covered; {', '.join(KINDS)} are")
         if self.factor < 1.0 or self.original_max_positions < 1:
             raise ValueError(
                 f"RoPE scaling needs factor of at least 1 and original_max_positions of at least 1; got "
@@ -65,21 +61,16 @@ def rope_frequencies(
 
     They are computed in float64 on the host for all devices.
     """
-    pairs = np.arange(head_dim // 2)
-    frequencies = theta ** (-2.0 * pairs / head_dim)
+    frequencies = theta ** (-2.0 * np.arange(head_dim // 2) / head_dim)
     if scaling is not None:
         slowed = frequencies / scaling.factor
-        kept = _kept(frequencies, pairs, head_dim, theta, scaling)
+        kept = _kept(frequencies, head_dim, theta, scaling)
         frequencies = kept * frequencies + (1.0 - kept) * slowed
     return frequencies.astype(np.float32)
 
 
 def _kept(
-    frequencies: Float[np.ndarray, " half"],
-    pairs: np.ndarray,
-    head_dim: int,
-    theta: float,
-    scaling: RopeScaling,
+    frequencies: Float[np.ndarray, " half"], head_dim: int, theta: float, scaling: RopeScaling
 ) -> Float[np.ndarray, " half"]:
     """Returns the share of the original speed that each rotation keeps: 1 is unchanged, 0 is slowed in full."""
     if scaling.kind == "linear":
@@ -98,4 +89,4 @@ def _kept(
     last = min(math.ceil(pair_of(scaling.beta_slow)), head_dim - 1)
     # As in the published code, 0.001 avoids a division by 0.
     width = last - first if last != first else 0.001
-    return 1.0 - np.clip((pairs - first) / width, 0.0, 1.0)
+    return 1.0 - np.clip((np.arange(head_dim // 2) - first) / width, 0.0, 1.0)

@@ -143,10 +143,7 @@ def _read_index(folder: AnyPath) -> dict[str, str]:
         pickled = sorted(name for name in there if name.endswith(PICKLED))
         hint = f"; {pickled[0]} is {A_PICKLE}" if pickled else ""
         raise ValueError(f"cannot read {folder / SINGLE}: there is no such file, nor {INDEX}{hint}")
-    try:
-        listed = read_object(file_bytes(path), path).get("weight_map")
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
+    listed = read_json(path).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise ValueError(f"{path}: weight_map must name a file for each tensor; got {listed!r}")
     for name, file in listed.items():
@@ -163,18 +160,12 @@ def _local_shapes(path: AnyPath) -> dict[str, Shape]:
         return {name: tuple(part.get_shape()) for name, part in parts.items()}
 
 
-def write_tensors(
-    folder: AnyPath, tensors: Sequence[Tensor], *, dtype: str = "float32", max_shard_bytes: int = 5 * 2**30
-) -> int:
+def write_tensors(folder: AnyPath, tensors: Sequence[Tensor], *, dtype: str, max_shard_bytes: int) -> int:
     """Writes the tensors into one file, or into several with an index if they need more than `max_shard_bytes`.
 
     One tensor at a time is on the host. A file gets its name when it is complete, and files of an earlier model are removed
-    first. Returns the bytes of all tensors.
-
-    Raises:
-        ValueError: `dtype` is not float32, float16 or bfloat16.
+    first. Returns the bytes of all tensors. Errors: see `write_file`.
     """
-    _check_dtype(dtype)
     for path in entries(folder):
         if fnmatch(path.name, "model*.safetensors") or path.name == INDEX:
             path.unlink()
@@ -182,7 +173,9 @@ def write_tensors(
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     if len(shards) == 1:
         names = [SINGLE]
-    total = sum(_write_file(folder / name, shard, dtype) for name, shard in zip(names, shards, strict=True))
+    total = sum(
+        write_file(folder / name, shard, dtype=dtype) for name, shard in zip(names, shards, strict=True)
+    )
     if len(shards) > 1:
         weight_map = {
             tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard
@@ -191,19 +184,17 @@ def write_tensors(
     return total
 
 
-def write_named(path: AnyPath, tensors: Sequence[Tensor], *, dtype: str = "float32") -> int:
-    """Writes one file with all tensors and returns their bytes.
+def read_json(path: AnyPath) -> dict[str, Any]:
+    """Returns the JSON object in `path`.
 
     Raises:
-        ValueError: `dtype` is not float32, float16 or bfloat16.
+        ValueError: there is no such file, or it is not a JSON object.
     """
-    _check_dtype(dtype)
-    return _write_file(path, tensors, dtype)
-
-
-def _check_dtype(dtype: str) -> None:
-    if dtype not in _CODES:
-        raise ValueError(f"dtype={dtype!r} must be one of {', '.join(_CODES)}")
+    try:
+        content = file_bytes(path)
+    except OSError as error:
+        raise ValueError(f"cannot read a model from {path}: {error.strerror or error}") from error
+    return read_object(content, path)
 
 
 def write_json(path: AnyPath, content: Any) -> None:
@@ -226,8 +217,19 @@ def _shards(tensors: Sequence[Tensor], itemsize: int, limit: int) -> Iterator[li
     yield shard
 
 
-def _write_file(path: AnyPath, tensors: Sequence[Tensor], dtype: str) -> int:
-    """Writes a file in the safetensors format: the header's length, the header in JSON, the bytes of all tensors."""
+def check_dtype(dtype: str) -> None:
+    """Raises ValueError if tensors cannot be written as `dtype`."""
+    if dtype not in _CODES:
+        raise ValueError(f"dtype={dtype!r} must be one of {', '.join(_CODES)}")
+
+
+def write_file(path: AnyPath, tensors: Sequence[Tensor], *, dtype: str) -> int:
+    """Writes a file in the safetensors format: the header's length, the header in JSON, the bytes of all tensors. Returns these bytes.
+
+    Raises:
+        ValueError: `dtype` is not float32, float16 or bfloat16, or a tensor has NaN or infinity.
+    """
+    check_dtype(dtype)
     kind, offset = jnp.dtype(dtype), 0
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for tensor in tensors:

@@ -85,6 +85,12 @@ def shapes_of(config: DecoderConfig) -> nnx.State:
     return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))[1]
 
 
+def tensor_names(layers: int) -> list[str]:
+    """Returns the names of all tensors that a decoder of so many layers may have."""
+    of_layers = [_layer_name(name, layer) for layer in range(layers) for name in _LAYER_TENSORS]
+    return [*_END_TENSORS.values(), *of_layers]
+
+
 def tensor_shapes(config: DecoderConfig) -> dict[str, Shape]:
     """Returns name and shape of every tensor of the decoder without adapters, in the order of writing."""
     pure = nnx.to_pure_dict(shapes_of(replace(config.base, vocab_multiple=1)))
@@ -165,7 +171,9 @@ def place(
         shapes = jax.eval_shape(unstacked, shapes)
     like, pure = nnx.to_pure_dict(shapes), {"ends": {}, "blocks": {}}
     # Without shardings, arrays are on the default device but not committed to it, like results of jitted functions.
-    where: Any = None if shardings is None else nnx.to_pure_dict(shardings(shapes))
+    where: Any = (
+        jax.tree.map(lambda _: None, like) if shardings is None else nnx.to_pure_dict(shardings(shapes))
+    )
 
     def put(theirs: str, name: str, shape: Shape, sharding: Sharding | None) -> jax.Array:
         # Waits, so that the host does not fill its memory with tensors in transfer.
@@ -174,14 +182,14 @@ def place(
         )
 
     for name, leaf in like["ends"].items():
-        pure["ends"][name] = put(_END_TENSORS[name], name, leaf.shape, where and where["ends"][name])
+        pure["ends"][name] = put(_END_TENSORS[name], name, leaf.shape, where["ends"][name])
     for layer, leaves in like["blocks"].items() if apart else ():
         pure["blocks"][layer] = {
-            name: put(_layer_name(name, layer), name, leaf.shape, where and where["blocks"][layer][name])
+            name: put(_layer_name(name, layer), name, leaf.shape, where["blocks"][layer][name])
             for name, leaf in leaves.items()
         }
     for name, leaf in () if apart else like["blocks"].items():
-        sharding = where and where["blocks"][name]
+        sharding = where["blocks"][name]
         stack = jnp.zeros(leaf.shape, _stored_as(name, dtype), device=sharding)
         for layer in range(config.layers):
             part = put(_layer_name(name, layer), name, leaf.shape[1:], sharding and _of_a_layer(sharding))
@@ -214,7 +222,7 @@ def exported(config: DecoderConfig, params: nnx.State, adapters: nnx.State | Non
             def fetch(
                 value: Array = value, layer: int = layer, shape: Shape = shape, pair: list[Array] = pair
             ) -> np.ndarray:
-                found = _gathered(value, None if apart else layer).reshape(shape)
+                found = _gathered(value, None if apart else layer, shape)
                 if not pair:
                     return found
                 assert config.lora is not None
@@ -230,10 +238,7 @@ def adapter_tensors(config: DecoderConfig, adapters: nnx.State) -> Iterator[Tens
     for layer in range(config.layers):
         for name, stack in nnx.to_pure_dict(adapters)["blocks"].items():
             shape = _adapter_shape(name, stack.shape[1:])
-
-            def fetch(stack: Array = stack, layer: int = layer, shape: Shape = shape) -> np.ndarray:
-                return _gathered(stack, layer).reshape(shape)
-
+            fetch = functools.partial(_gathered, stack, layer, shape)
             yield Tensor(adapter_name(name, layer), shape, fetch)
 
 
@@ -380,15 +385,15 @@ def _rows(file: TensorFile, name: str, dtype: str) -> Rows:
     return rows
 
 
-def _gathered(value: Array, layer: int | None = None) -> np.ndarray:
-    """Returns the array, or one layer of a stack, on the host."""
+def _gathered(value: Array, layer: int | None = None, shape: Shape | None = None) -> np.ndarray:
+    """Returns the array, or one layer of a stack, on the host; with `shape` it is reshaped."""
     sharding = value.sharding
     whole = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
     if layer is not None:
         value = _picker(whole)(value, np.int32(layer))
     elif not value.is_fully_addressable:
         value = jax.device_put(value, whole)
-    return np.asarray(value)
+    return np.asarray(value).reshape(value.shape if shape is None else shape)
 
 
 def _merged(name: str) -> int | None:

@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from dapo_jax.dapo.microbatch import Microbatch
 
@@ -30,10 +29,6 @@ class Stack:
             lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), self.microbatches
         )
 
-    def with_arrays(self, **arrays: Float[Array, "capacity rows seq"]) -> "Stack":
-        """Returns a copy with some arrays of its microbatches replaced."""
-        return replace(self, microbatches=replace(self.microbatches, **arrays))
-
 
 Minibatch = tuple[Stack, ...]
 """The microbatches of one update: one stack per length of rows, the longest first."""
@@ -41,7 +36,9 @@ Minibatch = tuple[Stack, ...]
 
 def with_array(minibatch: Minibatch, name: str, made: Callable[[Stack], Array]) -> Minibatch:
     """Returns the minibatch with the array `name` of each stack replaced by `made(stack)`."""
-    return tuple(stack.with_arrays(**{name: made(stack)}) for stack in minibatch)
+    return tuple(
+        replace(stack, microbatches=replace(stack.microbatches, **{name: made(stack)})) for stack in minibatch
+    )
 
 
 def on_host(arrays: Any) -> Any:
@@ -66,10 +63,15 @@ class Placing:
 
     def put(self, minibatches: Sequence[Sequence[Microbatch]]) -> list[Minibatch]:
         """Returns the stacks of each minibatch. All stacks of one row length have the same capacity."""
-        stacks = [_by_length(minibatch) for minibatch in minibatches]
-        # The capacity only grows, since each capacity costs a compilation.
-        for tokens, same in chain.from_iterable(by_length.items() for by_length in stacks):
-            self._capacity[tokens] = max(self._capacity.get(tokens, 1), stack_capacity(len(same)))
+        stacks: list[dict[int, list[Microbatch]]] = []
+        for minibatch in minibatches:
+            stacks.append({})
+            for one in sorted(minibatch, key=lambda one: -one.tokens.shape[1]):
+                tokens = one.tokens.shape[1]
+                same = stacks[-1].setdefault(tokens, [])
+                same.append(one)
+                # The capacity only grows, since each capacity costs a compilation.
+                self._capacity[tokens] = max(self._capacity.get(tokens, 1), stack_capacity(len(same)))
         return [
             tuple(self._stack(same, self._capacity[tokens]) for tokens, same in by_length.items())
             for by_length in stacks
@@ -83,9 +85,3 @@ class Placing:
             return jax.make_array_from_callback(whole.shape, self._sharding, lambda index: whole[index])
 
         return Stack(jax.tree.map(place, *microbatches), np.int32(len(microbatches)))
-
-
-def _by_length(minibatch: Sequence[Microbatch]) -> dict[int, list[Microbatch]]:
-    """Returns the microbatches of each row length, the longest first."""
-    lengths = sorted({one.tokens.shape[1] for one in minibatch}, reverse=True)
-    return {tokens: [one for one in minibatch if one.tokens.shape[1] == tokens] for tokens in lengths}

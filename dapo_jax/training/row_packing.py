@@ -9,11 +9,12 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations, pairwise
 
+import jax
 import numpy as np
 from jaxtyping import Float
 
 from dapo_jax.dapo.batching import Example
-from dapo_jax.dapo.microbatch import Microbatch
+from dapo_jax.dapo.microbatch import Microbatch, blank_microbatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,70 +97,44 @@ def pack(
         for index, one in enumerate(examples)
     ]
     lengths = sorted({row_tokens, *shorter_rows}, reverse=True)
-    return [
-        _microbatch(
-            [
-                [[(examples[i], float(weights[i])) for i in bundle] for bundle in _bundles(row)]
-                for row in rows
-            ],
-            shape=(rows_per_microbatch, length),
-            pad_id=pad_id,
-        )
-        for length, rows in share_out(
-            pieces, lengths=lengths, rows_per_microbatch=rows_per_microbatch, spread=spread, alone=alone
-        )
-    ]
+    made = []
+    for length, rows in share_out(
+        pieces, lengths=lengths, rows_per_microbatch=rows_per_microbatch, spread=spread, alone=alone
+    ):
+        made.append(blank_microbatch((rows_per_microbatch, length)))
+        made[-1].tokens[:] = pad_id
+        for index, row in enumerate(rows):
+            _write_row(
+                jax.tree.map(lambda array, index=index: array[index], made[-1]), row, examples, weights
+            )
+    return made
 
 
-def _bundles(row: PackedRow) -> list[list[int]]:
-    """Returns the indices of a row's examples, grouped by prompt."""
+def _write_row(
+    m: Microbatch, row: PackedRow, examples: Sequence[Example], weights: Float[np.ndarray, " examples"]
+) -> None:
+    """Writes a packed row into the arrays of `m`, each [seq]."""
     of_prompt: dict[Hashable, list[int]] = {}
     for piece in row:
         of_prompt.setdefault(piece.prompt, []).extend(piece.rollouts)
-    return list(of_prompt.values())
-
-
-def _microbatch(
-    rows: Sequence[Sequence[Sequence[tuple[Example, float]]]], *, shape: tuple[int, int], pad_id: int
-) -> Microbatch:
-    """Writes packed rows into arrays. A row is a list of bundles; a bundle is a list of examples with one prompt, each with its weight."""
-    tokens = np.full(shape, pad_id, np.int32)
-    segment_ids, prefix_ids, positions, previous = (np.zeros(shape, np.int32) for _ in range(4))
-    mask = np.zeros(shape, bool)
-    advantages, weighted, logprobs = (np.zeros(shape, np.float32) for _ in range(3))
-    for row, bundles in enumerate(rows):
-        stop, segment = 0, 0
-        for bundle in bundles:
-            prompt = bundle[0][0].prompt_tokens
-            start, stop, segment = stop, stop + len(prompt), segment + 1
-            head, prefix = stop - 1, segment
-            tokens[row, start:stop], positions[row, start:stop] = prompt, np.arange(len(prompt))
-            segment_ids[row, start:stop] = prefix_ids[row, start:stop] = segment
-            previous[row, start + 1 : stop] = np.arange(start, head)
-            for one, weight in bundle:
-                count = len(one.response_tokens)
-                segment += len(bundle) > 1
-                place, stop = slice(stop, stop + count), stop + count
-                tokens[row, place], logprobs[row, place] = one.response_tokens, one.logprobs
-                positions[row, place] = len(prompt) + np.arange(count)
-                segment_ids[row, place], prefix_ids[row, place] = segment, prefix
-                previous[row, place] = [head, *range(place.start, stop - 1)][:count]
-                mask[row, place] = one.mask
-                advantages[row, place] = one.advantage
-                weighted[row, place] = weight if one.sampled is None else weight * one.sampled
-    return Microbatch(
-        tokens=tokens,
-        segment_ids=segment_ids,
-        prefix_ids=prefix_ids,
-        previous=previous,
-        positions=positions,
-        mask=mask,
-        advantages=advantages,
-        weights=weighted,
-        sampler_logprobs=logprobs,
-        old_logprobs=np.zeros(shape, np.float32),
-        ref_logprobs=np.zeros(shape, np.float32),
-    )
+    stop, segment = 0, 0
+    for bundle in of_prompt.values():
+        prompt = examples[bundle[0]].prompt_tokens
+        start, stop, segment = stop, stop + len(prompt), segment + 1
+        head, prefix = stop - 1, segment
+        m.tokens[start:stop], m.positions[start:stop] = prompt, np.arange(len(prompt))
+        m.segment_ids[start:stop] = m.prefix_ids[start:stop] = segment
+        m.previous[start + 1 : stop] = np.arange(start, head)
+        for one, weight in ((examples[i], float(weights[i])) for i in bundle):
+            count = len(one.response_tokens)
+            segment += len(bundle) > 1
+            place, stop = slice(stop, stop + count), stop + count
+            m.tokens[place], m.sampler_logprobs[place] = one.response_tokens, one.logprobs
+            m.positions[place] = len(prompt) + np.arange(count)
+            m.segment_ids[place], m.prefix_ids[place] = segment, prefix
+            m.previous[place] = [head, *range(place.start, stop - 1)][:count]
+            m.mask[place], m.advantages[place] = one.mask, one.advantage
+            m.weights[place] = weight if one.sampled is None else weight * one.sampled
 
 
 def share_out(
@@ -170,17 +145,10 @@ def share_out(
     spread: int,
     alone: bool = False,
 ) -> list[tuple[int, list[PackedRow]]]:
-    """Returns microbatches of `rows_per_microbatch` rows with one length each, the longest first.
+    """Returns microbatches of `rows_per_microbatch` rows with one of the `lengths` each, the longest first. The other arguments are as in `pack`.
 
     With a single length, the last microbatch may be mostly padding. With shorter lengths, some pieces are packed into microbatches of shorter
     rows if that reduces the number of computed tokens.
-
-    Args:
-        pieces: the pieces to pack.
-        lengths: possible lengths of rows, the longest first, which holds every piece.
-        rows_per_microbatch: number of rows of one forward and backward pass.
-        spread: number of groups of devices that share a microbatch.
-        alone: every piece has its own row.
     """
     parts = (
         [even_rows(pieces, room=0, multiple=rows_per_microbatch)]
@@ -363,14 +331,11 @@ def _best_fit(pieces: Sequence[Piece], room: int, opened: Sequence[int] = ()) ->
             place = min(homes)
         else:
             need = piece.tokens
-            at = bisect_left(free, (need, -1))
-            if at < len(free):
-                place = free[at]
-            else:
-                place = (max(room, need), len(rows))
+            if not free or free[-1][0] < need:
+                left.append(max(room, need))
+                insort(free, (left[-1], len(rows)))
                 rows.append([])
-                left.append(place[0])
-                insort(free, place)
+            place = free[bisect_left(free, (need, -1))]
             having.setdefault(piece.prompt, []).append(place[1])
         free.pop(bisect_left(free, place))
         tokens, row = place

@@ -44,15 +44,6 @@ def state_structs(
     )
 
 
-def own_copy(params: nnx.State, mesh: Mesh) -> nnx.State:
-    """Returns a copy on the mesh that shares no memory with `params`, so that either can be donated."""
-    return jax.jit(_copied, out_shardings=shardings(params, mesh))(params)
-
-
-def _copied(tree: nnx.State) -> nnx.State:
-    return jax.tree.map(lambda leaf: leaf + 0, tree)
-
-
 def init_state(
     params: nnx.State,
     optimizer: optax.GradientTransformation,
@@ -71,5 +62,10 @@ def init_state(
         copy: False: the state takes over the arrays of `params`, which the first update donates. This saves 4 bytes per parameter.
     """
     placed = state_shardings(params, optimizer, mesh, offload=offload)
-    own = own_copy(params, mesh) if copy else jax.device_put(params, placed.params)
+    copied = jax.jit(_copied, out_shardings=placed.params)
+    own = copied(params) if copy else jax.device_put(params, placed.params)
     return TrainState(own, jax.jit(optimizer.init, out_shardings=placed.opt_state)(own))
+
+
+def _copied(tree: nnx.State) -> nnx.State:
+    return jax.tree.map(lambda leaf: leaf + 0, tree)

@@ -19,6 +19,9 @@ def rollout_metrics(collected: Collected) -> dict[str, float | int]:
     """
     sampled = [rollout for group in collected.sampled for rollout in group.rollouts]
     trained = [rollout for group in collected.groups for rollout in group.rollouts]
+    in_flight: dict[str, float | int] = {}
+    if collected.drawn_tokens is not None:
+        in_flight = {"rollout/rounds": collected.rounds, "rollout/drawn_tokens": collected.drawn_tokens}
     counts = {
         "rollout/prompts": len(collected.sampled),
         "rollout/waves": collected.waves,
@@ -26,16 +29,11 @@ def rollout_metrics(collected: Collected) -> dict[str, float | int]:
         "rollout/surplus_groups": collected.surplus,
         "rollout/carried_groups": len(collected.carry),
         **_ages(collected),
-        **(_of_rounds(collected) if collected.drawn_tokens is not None else {}),
+        **in_flight,
         "rollout/trained_accuracy": float(np.mean([rollout.correct for rollout in trained])),
         "rollout/trained_response_tokens": float(np.mean([rollout.response_tokens for rollout in trained])),
     }
     return {**counts, **(_sampled_metrics(collected.sampled, sampled) if sampled else {})}
-
-
-def _of_rounds(collected: Collected) -> dict[str, int]:
-    """Returns the work of a step with rollouts in flight."""
-    return {"rollout/rounds": collected.rounds, "rollout/drawn_tokens": collected.drawn_tokens or 0}
 
 
 def _ages(collected: Collected) -> dict[str, float | int]:
@@ -60,7 +58,10 @@ def _sampled_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> di
     lengths = np.array([rollout.response_tokens for rollout in rollouts])
     rewards = np.array([rollout.reward for rollout in rollouts])
     accuracy = np.array([group.accuracy for group in groups])
-    parts = {name for rollout in rollouts for name in rollout.verdict.parts}
+    parts: dict[str, list[float]] = {}
+    for rollout in rollouts:  # an environment may omit a metric in some episodes
+        for name, value in rollout.verdict.parts.items():
+            parts.setdefault(name, []).append(value)
     scored = any(rollout.verdict.score is not None for rollout in rollouts)
     turns = [len(rollout.response.turns) for rollout in rollouts]
     of_turns = {"rollout/turns": float(np.mean(turns))} if any(turns) else {}
@@ -81,11 +82,5 @@ def _sampled_metrics(groups: Sequence[Group], rollouts: Sequence[Rollout]) -> di
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/overlong_penalty": float(np.mean([rollout.overlong_penalty for rollout in rollouts])),
-        **{f"reward/parts/{name}": _mean_of_part(name, rollouts) for name in sorted(parts)},
+        **{f"reward/parts/{name}": float(np.mean(parts[name])) for name in sorted(parts)},
     }
-
-
-def _mean_of_part(name: str, rollouts: Sequence[Rollout]) -> float:
-    """Returns the mean over the rollouts that have the part; an environment may omit a metric in some episodes."""
-    given = [rollout.verdict.parts[name] for rollout in rollouts if name in rollout.verdict.parts]
-    return float(np.mean(given))

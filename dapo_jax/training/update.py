@@ -21,16 +21,18 @@ from jax.stages import Lowered
 from jaxtyping import Array, Bool, Float, PyTree
 
 from dapo_jax.dapo.importance import importance_weights
-from dapo_jax.dapo.losses import dapo_loss, kl_penalty
+from dapo_jax.dapo.losses import dapo_loss, k3, kl_penalty
 from dapo_jax.dapo.metrics import Max, Mean, Metric, token_mean
-from dapo_jax.dapo.microbatch import Microbatch, microbatch_structs
+from dapo_jax.dapo.microbatch import Microbatch, blank_microbatch
+from dapo_jax.models.decoder import is_apart, unstacked
 from dapo_jax.parallel.sharding import by_row, replicated
 from dapo_jax.parallel.together import Together
 from dapo_jax.rewards.sample import name_of
-from dapo_jax.training.minibatch import Minibatch, Placing, Stack
-from dapo_jax.training.old_logprobs import OldLogprobs, PolicyLogprobs, Weights
+from dapo_jax.training.minibatch import Minibatch, Placing, Stack, with_array
 from dapo_jax.training.state import TrainState, state_shardings
-from dapo_jax.training.sync_metrics import mismatch_metrics
+
+Weights = tuple[nnx.State, nnx.State]
+"""Trained parameters and frozen ones: the base model of adapters, otherwise none."""
 
 Objective = Callable[..., tuple[Array, Mapping[str, Metric]]]
 """A function with the signature of `dapo_loss`: (logprobs, old_logprobs, advantages, mask, *, weights) -> (loss, metrics)."""
@@ -47,20 +49,18 @@ def check_objective(objective: Objective, *, rows: int, row_tokens: int) -> None
     Raises:
         ValueError: it raises an error, or does not return a loss and metrics.
     """
+    name = f"objective {name_of(objective)}"
     signature = "(logprobs, old_logprobs, advantages, mask, *, weights) -> (loss, metrics)"
 
     def call(values: Array, mask: Array) -> None:
         try:
             result = objective(values, values, values, mask, weights=values)
         except Exception as error:
-            reason = f"raised {type(error).__name__}: {error}"
             raise ValueError(
-                f"objective {name_of(objective)} {reason}; it is called as {signature}"
+                f"{name} raised {type(error).__name__}: {error}; it is called as {signature}"
             ) from error
         if problem := _problem_of(result):
-            raise ValueError(
-                f"objective {name_of(objective)} returned {problem}; it must be a function {signature}"
-            )
+            raise ValueError(f"{name} returned {problem}; it must be a function {signature}")
 
     values = jax.ShapeDtypeStruct((rows, row_tokens), jnp.float32)
     jax.eval_shape(call, values, jax.ShapeDtypeStruct(values.shape, jnp.bool_))
@@ -68,21 +68,17 @@ def check_objective(objective: Objective, *, rows: int, row_tokens: int) -> None
 
 def _problem_of(result: Any) -> str | None:
     """Returns a description of an objective's result if it is not a loss and metrics; None if it is."""
-    if not isinstance(result, tuple | list):
-        return f"{_kind(result)} alone, not a loss and a dict of metrics: return loss, {{}}"
-    if len(result) != 2:
-        return f"{_kind(result)} of {len(result)}, not of a loss and a dict of metrics"
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        return f"{_kind(result)}, not two values: return loss, {{}} if there are no metrics"
     loss, metrics = result
     is_float = isinstance(loss, float) or jnp.issubdtype(getattr(loss, "dtype", np.object_), jnp.floating)
     if not is_float or jnp.shape(loss) != ():
         return f"{_kind(loss)} as the loss, not a scalar of floats: add up weights * token_loss"
     if not isinstance(metrics, Mapping):
-        return f"{_kind(metrics)} as the metrics, not a dict: return loss, {{}} without metrics"
+        return f"{_kind(metrics)} as the metrics, not a dict"
     for name, metric in metrics.items():
-        if not isinstance(metric, Mean | Max):
-            return f"{_kind(metric)} as the metric {name!r}, not a dapo_jax.Mean(total, count) or dapo_jax.Max(value)"
-        if any(jnp.shape(leaf) != () for leaf in jax.tree.leaves(metric)):
-            return f"the metric {name!r} of arrays with more than one number, not of scalars: add them up"
+        if not isinstance(metric, Mean | Max) or any(map(jnp.shape, jax.tree.leaves(metric))):
+            return f"{_kind(metric)} as the metric {name!r}, not a dapo_jax.Mean(total, count) or dapo_jax.Max(value) of scalars"
     return None
 
 
@@ -98,9 +94,11 @@ class UpdateOptions:
     """The options of the update beyond its arrays."""
 
     temperature: float = 1.0
+    """The sampling temperature."""
     logprob_chunk_vocab: int = 2048
+    """Number of entries of the vocabulary for which logits are computed at a time."""
     old_logprobs: str = "trainer"
-    """trainer or sampler: see `OldLogprobs`."""
+    """The old policy's log-probabilities: `trainer` recomputes them with the trained decoder; `sampler` uses the recorded ones."""
     correction: str = "none"
     """Importance weights: one of `dapo_jax.dapo.importance.CORRECTIONS`."""
     importance_range: tuple[float, float] = (0.0, math.inf)
@@ -144,6 +142,7 @@ class Updater:
         Raises:
             ValueError: `reference` and `kl_coef` do not fit together.
         """
+        self._graph, self._reference = graph, reference
         self._frozen = nnx.State({}) if frozen is None else frozen
         self._optimizer, self._objective, self._options = optimizer, objective, options or UpdateOptions()
         if (reference is None) != (self._options.kl_coef == 0.0):
@@ -155,18 +154,8 @@ class Updater:
         self._moments = state_shardings(params, optimizer, mesh).opt_state
         self._rows = NamedSharding(mesh, PartitionSpec(None, *by_row(mesh).spec, "context"))
         self._placing = Placing(self._rows)
-        self._logprobs = PolicyLogprobs(
-            graph,
-            temperature=self._options.temperature,
-            chunk_vocab=self._options.logprob_chunk_vocab,
-        )
-        self._old = OldLogprobs(
-            self._logprobs,
-            source=self._options.old_logprobs,
-            reference=reference,
-            frozen=self._frozen,
-            sharding=self._rows,
-        )
+        self._score = Together(jax.jit(self._score_program, out_shardings=self._rows))
+        self._ratio = jax.jit(_ratio, out_shardings=self._rows)
         changed, sums = (placed, self._whole), (placed.params, self._whole)
         self._update = Together(jax.jit(self._update_program, donate_argnums=0, out_shardings=changed))
         self._nothing = Together(jax.jit(self._nothing_program, out_shardings=sums))
@@ -175,11 +164,24 @@ class Updater:
         self._join = Together(jax.jit(_joined, out_shardings=self._whole))
 
     def prepare(self, state: TrainState, minibatches: Sequence[Sequence[Microbatch]]) -> list[Minibatch]:
-        """Transfers a step's microbatches to the mesh and fills in their old log-probabilities (`OldLogprobs`).
+        """Transfers a step's microbatches to the mesh and fills in their old log-probabilities, and the log-probabilities of a reference policy.
 
         Must be called before the first update of the step, with the weights that sampled. Carried groups were sampled by earlier weights.
         """
-        return self._old.fill(state.params, self._placing.put(minibatches))
+        filled = self._placing.put(minibatches)
+        if self._options.old_logprobs == "sampler":
+            filled = [
+                with_array(m, "old_logprobs", lambda stack: stack.microbatches.sampler_logprobs)
+                for m in filled
+            ]
+        else:
+            score = partial(self._score, (state.params, self._frozen))
+            # The old policy of the first update is the policy itself.
+            filled[1:] = [with_array(m, "old_logprobs", score) for m in filled[1:]]
+        if self._reference is not None:
+            score = partial(self._score, (self._reference, self._frozen))
+            filled = [with_array(m, "ref_logprobs", score) for m in filled]
+        return filled
 
     def update(
         self, state: TrainState, minibatch: Minibatch, *, learning_rate: float, first: bool
@@ -209,16 +211,14 @@ class Updater:
 
     def ratios(self, state: TrainState, minibatch: Minibatch, *, first: bool) -> list[Array]:
         """Returns the ratio pi / pi_old of each token that `update` would use now, [capacity, rows, seq] per stack; 1 if `first`."""
-        return self._old.ratios(state.params, minibatch, first=first)
-
-    def lower_update(self, state: TrainState, *, capacity: int, rows: int, row_tokens: int) -> Lowered:
-        """Lowers the program of `update` for `capacity` microbatches of one shape. `state` may be shapes with shardings."""
-        stack = self.stack_structs(capacity, rows, row_tokens)
-        return self._update.lower(state, self._frozen, stack, *self._scalars())
+        if first and self._options.old_logprobs == "trainer":
+            return [jnp.ones_like(stack.microbatches.old_logprobs) for stack in minibatch]
+        score = partial(self._score, (state.params, self._frozen))
+        return [self._ratio(score(stack), stack.microbatches.old_logprobs) for stack in minibatch]
 
     def lower_score(self, params: nnx.State, *, capacity: int, rows: int, row_tokens: int) -> Lowered:
         """Lowers the program with which `prepare` computes log-probabilities. `params` may be shapes with shardings."""
-        return self._old.lower(params, self.stack_structs(capacity, rows, row_tokens))
+        return self._score.lower((params, self._frozen), self.stack_structs(capacity, rows, row_tokens))
 
     def programs(
         self, state: TrainState, *, capacity: int, rows: int, lengths: Sequence[int]
@@ -234,15 +234,19 @@ class Updater:
             rows: number of rows of a microbatch.
             lengths: lengths of rows, the longest first.
         """
-        whole = {"capacity": capacity, "rows": rows, "row_tokens": lengths[0]}
-        made: dict[str, Callable[[], Lowered]] = {"update": partial(self.lower_update, state, **whole)}
+        whole = self.stack_structs(capacity, rows, lengths[0])
+        rate, first = (
+            jax.ShapeDtypeStruct((), kind, sharding=self._whole) for kind in (jnp.float32, jnp.bool_)
+        )
+        made: dict[str, Callable[[], Lowered]] = {
+            "update": partial(self._update.lower, state, self._frozen, whole, rate, first)
+        }
         if len(lengths) > 1:
-            rate, first = self._scalars()
             sums = self.sums_structs(state)
             add = partial(self._add.lower, (state.params, self._frozen), sums)
             made |= {
                 "update_begin": partial(self._nothing.lower, state.params),
-                "update_add_longest": partial(add, self.stack_structs(**whole), first),
+                "update_add_longest": partial(add, whole, first),
                 "update_add_shortest": partial(add, self.stack_structs(1, rows, lengths[-1]), first),
                 "update_apply": partial(self._apply.lower, state, sums, rate),
             }
@@ -261,14 +265,45 @@ class Updater:
     def stack_structs(self, capacity: int, rows: int, row_tokens: int) -> Stack:
         """Returns shapes and shardings of a stack."""
         count = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole)
-        return Stack(microbatch_structs((capacity, rows, row_tokens), self._rows), count)
-
-    def _scalars(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        """Returns the shapes of the learning rate and of `first`."""
-        rate, first = (
-            jax.ShapeDtypeStruct((), kind, sharding=self._whole) for kind in (jnp.float32, jnp.bool_)
+        shape = (capacity, rows, row_tokens)
+        arrays = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=self._rows), blank_microbatch(())
         )
-        return rate, first
+        return Stack(arrays, count)
+
+    def _logprobs(self, weights: Weights, microbatch: Microbatch) -> tuple[Array, Array]:
+        """Returns log-probability and entropy [rows, seq] of each token given the tokens before it. The first column has no meaning."""
+
+        def program(weights: Weights, m: Microbatch) -> tuple[Array, Array]:
+            decoder = self._decoder(weights)
+            hidden = decoder(m.tokens, m.positions, m.segment_ids, m.prefix_ids)
+            before = jnp.take_along_axis(hidden, m.previous[..., None], axis=1)
+            logprobs, entropy = decoder.ends.layout.logprobs(
+                before.reshape(-1, hidden.shape[-1]),
+                decoder.ends.unembedding(),
+                m.tokens.reshape(-1),
+                vocab_size=decoder.ends.config.vocab_size,
+                temperature=self._options.temperature,
+                chunk_vocab=self._options.logprob_chunk_vocab,
+                dtype=decoder.ends.compute_dtype,
+            )
+            return logprobs.reshape(m.tokens.shape), entropy.reshape(m.tokens.shape)
+
+        return self._decoder(weights).ends.layout.shard(program)(weights, microbatch)
+
+    def _decoder(self, weights: Weights) -> Any:
+        trained, frozen = weights
+        if frozen and is_apart(frozen):
+            trained = unstacked(trained)
+        return nnx.merge(self._graph, trained, frozen)
+
+    def _score_program(self, weights: Weights, stack: Stack) -> Float[Array, "capacity rows seq"]:
+        """Computes the log-probabilities of all microbatches of a shape."""
+
+        def score(i: Array, scores: Array) -> Array:
+            return lax.dynamic_update_index_in_dim(scores, self._logprobs(weights, stack.at(i))[0], i, axis=0)
+
+        return lax.fori_loop(0, stack.count, score, jnp.zeros_like(stack.microbatches.old_logprobs))
 
     def _nothing_program(self, params: nnx.State) -> Sums:
         return jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.float32)
@@ -381,6 +416,26 @@ class Updater:
 def _joined(*measured: dict[str, Metric]) -> dict[str, Metric]:
     """Joins the values of all stacks, for each metric."""
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *measured)
+
+
+def _ratio(logprobs: Array, old_logprobs: Array) -> Array:
+    return jnp.exp(logprobs - old_logprobs)
+
+
+def mismatch_metrics(
+    trainer: Float[Array, "rows seq"], sampler: Float[Array, "rows seq"], mask: Bool[Array, "rows seq"]
+) -> dict[str, Metric]:
+    """Returns the metrics `sync/*`: the difference between the trainer's and the sampler's log-probabilities, in nats, where the mask is True.
+
+    Before a step's first update both are under the weights that sampled. They then differ by rounding alone, unless the sampler has other weights,
+    kernels or dtypes.
+    """
+    delta = jnp.where(mask, trainer - sampler, 0.0)
+    return {
+        "sync/logprob_diff_mean": token_mean(jnp.abs(delta), mask),
+        "sync/logprob_diff_max": Max(jnp.abs(delta).max()),
+        "sync/sampler_trainer_kl": token_mean(k3(delta), mask),
+    }
 
 
 def _not_finite(mask: Array, *values: Array) -> Bool[Array, ""]:

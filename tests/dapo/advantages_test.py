@@ -30,17 +30,6 @@ def test_one_right_answer_in_sixteen():
     np.testing.assert_allclose(advantages[0, :2], [1.875 / (0.5 + 1e-6), -0.125 / (0.5 + 1e-6)], rtol=1e-14)
 
 
-def test_groups_are_independent():
-    both = group_advantages(np.array([[1.0, -1.0, 0.0], [5.0, 5.0, 9.0]]))
-    np.testing.assert_array_equal(both[0], group_advantages(np.array([[1.0, -1.0, 0.0]]))[0])
-
-
-def test_without_std_an_advantage_is_the_distance_to_the_mean():
-    np.testing.assert_allclose(
-        group_advantages(np.array([[1.0, -1.0, -1.0, -1.0]]), normalize_std=False), [[1.5, -0.5, -0.5, -0.5]]
-    )
-
-
 def test_eps_is_added_to_the_standard_deviation():
     """Rewards 1 and -1: standard deviation sqrt(2), so 1 / (sqrt(2) + 1)."""
     advantages = group_advantages(np.array([[1.0, -1.0]]), eps=1.0)
@@ -87,31 +76,25 @@ def test_permuting_a_group_permutes_its_advantages(rewards, seed):
     )
 
 
-@given(rewards=exact_rewards)
-def test_advantages_of_a_group_sum_to_zero(rewards):
-    assert abs(group_advantages(rewards).sum()) < 1e-12
-
-
 @pytest.mark.parametrize("kind", [np.float32, jnp.asarray, np.ndarray.tolist])
 def test_rewards_may_be_any_array(kind):
     rewards = np.array([[1.0, -1.0, 0.5], [0.25, 1.0, 1.0]])
     np.testing.assert_array_equal(group_advantages(kind(rewards)), group_advantages(rewards))
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_reward_that_is_not_finite_is_named_by_its_index(bad):
-    rewards = np.zeros((4, 8))
-    rewards[3, 7] = bad
-    with pytest.raises(ValueError, match=rf"rewards\[3, 7\] is {bad}, the first of 1"):
-        group_advantages(rewards)
-
-
-@pytest.mark.parametrize("shape", [(4,), (2, 3, 4), (3, 0)])
-def test_rewards_that_are_not_groups_are_refused(shape):
-    with pytest.raises(ValueError, match=r"rewards must be \[prompts, group\]"):
-        group_advantages(np.zeros(shape))
-
-
-def test_eps_of_zero_is_refused():
-    with pytest.raises(ValueError, match="eps must be positive, got 0"):
-        group_advantages(np.zeros((1, 2)), eps=0.0)
+@pytest.mark.parametrize(
+    ("rewards", "eps", "words"),
+    [
+        (
+            np.where(np.arange(32).reshape(4, 8) == 31, np.nan, 0.0),
+            1e-6,
+            r"rewards\[3, 7\] is nan, the first of 1",
+        ),
+        (np.zeros(4), 1e-6, r"\[prompts, group\]"),
+        (np.zeros((3, 0)), 1e-6, r"\[prompts, group\]"),
+        (np.zeros((1, 2)), 0.0, "eps must be positive, got 0"),
+    ],
+)
+def test_rewards_without_an_advantage_are_refused(rewards, eps, words):
+    with pytest.raises(ValueError, match=words):
+        group_advantages(rewards, eps=eps)

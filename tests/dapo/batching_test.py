@@ -93,15 +93,6 @@ def test_overlong_filtering_keeps_the_reward_in_the_mean_but_the_tokens_out_of_t
     assert all(row.in_loss for row in plain)
 
 
-def test_examples_have_the_sampled_tokens_and_logprobs():
-    group = make_group(5, [1.0, -1.0], lengths=[2, 4])
-    for row, rollout in zip(training_examples([group]), group.rollouts, strict=True):
-        np.testing.assert_array_equal(row.prompt_tokens, [7, 8, 9])
-        np.testing.assert_array_equal(row.response_tokens, rollout.response.tokens)
-        np.testing.assert_array_equal(row.logprobs, rollout.response.logprobs)
-        assert row.tokens == 3 + rollout.response_tokens
-
-
 @pytest.mark.parametrize(
     ("aggregation", "expected"),
     [
@@ -118,12 +109,6 @@ def test_weights_are_those_of_the_whole_minibatch(aggregation, expected):
     ]  # fmt: skip
     weights = example_weights(rows, aggregation=aggregation, max_response_tokens=10)
     np.testing.assert_allclose(weights, expected, rtol=1e-12)
-
-
-def test_a_prompt_without_a_response_in_the_loss_is_not_counted():
-    """Group 1 is not in the loss: `prompt_mean` divides by one prompt instead of two."""
-    rows = [make_row(2, 4), make_row(2, 3, group=1, in_loss=False)]
-    np.testing.assert_allclose(example_weights(rows, aggregation="prompt_mean"), [1 / 4, 0])
 
 
 def test_examples_without_a_token_have_no_weight():
@@ -243,9 +228,10 @@ def test_prompts_that_are_not_shared_are_repeated():
 
 
 def test_with_alone_every_example_has_its_own_row():
-    microbatches = pack(one_prompt(2, 3, 1), np.ones(3), row_tokens=20, rows_per_microbatch=2, alone=True)
+    how = {"row_tokens": 20, "rows_per_microbatch": 2, "alone": True, "pad_id": 9}
+    microbatches = pack(one_prompt(2, 3, 1), np.ones(3), **how)
     assert [m.tokens[:, :6].tolist() for m in microbatches] == [
-        [[1, 2, 20, 21, 22, 0], [1, 2, 10, 11, 0, 0]], [[1, 2, 30, 0, 0, 0], [0] * 6]
+        [[1, 2, 20, 21, 22, 9], [1, 2, 10, 11, 9, 9]], [[1, 2, 30, 9, 9, 9], [9] * 6]
     ]  # fmt: skip
     for m in microbatches:
         assert m.segment_ids.max() == 1
@@ -268,38 +254,6 @@ def test_packing_balances_the_pairs_of_attention(lengths, share, spread):
         assert np.ptp(pairs.sum(1)) <= pairs.max()
 
 
-def test_a_last_minibatch_of_one_group_uses_all_devices():
-    """Thirteen groups, four at a time: 4, 4, 4 and 1. The last 16 responses of 2 tokens would fit into two rows of 20, but are spread over eight."""
-    groups = [make_group(ordinal, [1.0, -1.0] * 8) for ordinal in range(13)]
-    split = split_minibatches(groups, groups_per_update=4, seed=(0,))
-    assert [len(part) for part in split] == [4, 4, 4, 1]
-    for part in split:
-        rows = training_examples(part)
-        packed = pack(rows, example_weights(rows), row_tokens=20, rows_per_microbatch=8, spread=8)
-        weights = np.concatenate([m.weights for m in packed])
-        assert weights.sum() == pytest.approx(1)  # token_mean
-        assert sum(m.mask.sum() for m in packed) == 2 * len(rows)
-    assert packed[0].mask.sum(axis=1).tolist() == [4] * 8
-
-
-def test_rows_that_cannot_be_spread_evenly_are_refused():
-    message = r"rows_per_microbatch=12 must be a multiple of the 8 groups of devices .*; 16 is"
-    with pytest.raises(ValueError, match=message):
-        pack([make_row(1, 1)], np.ones(1), row_tokens=4, rows_per_microbatch=12, spread=8)
-
-
-def test_a_response_that_does_not_fit_is_refused():
-    rows = [make_row(3, 5), make_row(30, 70)]
-    message = r"rollout 1 has 30 prompt \+ 70 response = 100 tokens, over batch.row_tokens=99"
-    with pytest.raises(ValueError, match=message):
-        pack(rows, np.ones(2), row_tokens=99, rows_per_microbatch=1)
-
-
-def test_padding_has_the_pad_id():
-    [microbatch] = pack([make_row(1, 2)], np.ones(1), row_tokens=5, rows_per_microbatch=2, pad_id=99)
-    assert microbatch.tokens.tolist() == [[1, 2, 3, 99, 99], [99] * 5]
-
-
 def test_remaining_examples_are_packed_into_shorter_rows():
     """Prompts of 1 and responses of 7, 7, 3 and 2 tokens: two rows of 8 are full, and the other two have 4 tokens instead of 8."""
     rows = [make_row(1, count) for count in (7, 3, 7, 2)]
@@ -310,7 +264,19 @@ def test_remaining_examples_are_packed_into_shorter_rows():
     assert [m.mask.sum(axis=1).tolist() for m in packed] == [[7, 7], [3, 2]]
 
 
-def test_with_alone_rows_are_as_short_as_possible():
-    rows = [make_row(1, count) for count in (2, 7, 3, 7, 1)]
-    packed = pack(rows, np.ones(5), row_tokens=8, rows_per_microbatch=2, shorter_rows=(4, 2), alone=True)
-    assert [m.tokens.shape for m in packed] == [(2, 8), (2, 4), (2, 2)]
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (
+            {"rows_per_microbatch": 12, "spread": 8},
+            r"rows_per_microbatch=12 .* 8 groups of devices .*; 16 is",
+        ),
+        (
+            {"rows_per_microbatch": 1},
+            r"rollout 1 has 30 prompt \+ 70 response = 100 tokens, over batch.row_tokens=99",
+        ),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused(how, message):
+    with pytest.raises(ValueError, match=message):
+        pack([make_row(3, 5), make_row(30, 70)], np.ones(2), row_tokens=99, **how)

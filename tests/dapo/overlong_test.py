@@ -40,29 +40,21 @@ def test_an_array_of_lengths_gives_an_array_of_penalties():
     np.testing.assert_array_equal(penalties, [[0.0, -0.5], [-1.0, -1.0]])
 
 
-def test_no_penalty_is_not_a_negative_zero():
-    assert str(overlong_penalty(1, **PAPER)) == "0.0"
-
-
-def test_a_numpy_count_is_one_length():
+def test_a_penalty_is_a_plain_number():
+    assert str(overlong_penalty(1, **PAPER)) == "0.0", "not a negative zero"
     assert type(overlong_penalty(np.int64(18432), **PAPER)) is float
-
-
-def test_the_ramp_may_take_the_whole_length():
     assert overlong_penalty(25, max_response_tokens=100, buffer_tokens=100) == -0.25
 
 
-@pytest.mark.parametrize("buffer_tokens", [0, -1, 101])
-def test_a_buffer_that_does_not_fit_is_refused(buffer_tokens):
-    with pytest.raises(ValueError, match=rf"buffer_tokens must be in .*\(0, 100\], got {buffer_tokens}"):
-        overlong_penalty(5, max_response_tokens=100, buffer_tokens=buffer_tokens)
-
-
-def test_a_negative_length_is_refused():
-    with pytest.raises(ValueError, match="response_tokens must be 0 or more, got -3"):
-        overlong_penalty(np.array([5, -3]), **PAPER)
-
-
-def test_a_negative_factor_is_refused():
-    with pytest.raises(ValueError, match="penalty_factor must be 0 or more"):
-        overlong_penalty(5, **PAPER, penalty_factor=-1.0)
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"buffer_tokens": 0}, "buffer_tokens .* got 0"),
+        ({"buffer_tokens": 20481}, "buffer_tokens .* got 20481"),
+        ({"response_tokens": np.array([5, -3])}, "response_tokens .* got -3"),
+        ({"penalty_factor": -1.0}, "penalty_factor .* got -1"),
+    ],
+)
+def test_impossible_lengths_and_factors_are_refused(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        overlong_penalty(**{"response_tokens": 5, **PAPER, **arguments})

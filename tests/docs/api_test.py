@@ -37,7 +37,6 @@ def test_every_name_that_a_package_offers_is_listed(module):
     [
         "dapo.losses",
         "dapo.advantages",
-        "dapo.log_ratios",
         "dapo.importance",
         "dapo.logprobs",
         "dapo.metrics",

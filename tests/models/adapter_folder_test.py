@@ -22,7 +22,7 @@ from dapo_jax.models.tensors import exported, place_adapters
 from dapo_jax.run.policy import load_policy
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.text.tokenizers import CharTokenizer, save_tokenizer
-from tests.models.parity_test import ALPHABET, TOLERANCE, greedy_by_sampler, logits_of
+from tests.models.parity_test import ALPHABET, TOLERANCE, logits_of
 
 GOLDEN = sorted(path.parent for path in (Path(__file__).parents[1] / "golden").glob("*/adapter"))
 
@@ -40,10 +40,6 @@ def golden(request):
         put_together(place_adapters(config, file), base),
         load_file(folder / "adapter" / "golden.safetensors"),
     )
-
-
-def test_there_are_golden_adapters():
-    assert [path.name for path in GOLDEN] == ["llama", "qwen2", "qwen3"]
 
 
 def test_logits_and_greedy_tokens_equal_those_of_peft(golden):
@@ -82,20 +78,6 @@ def test_a_merged_model_gives_the_same_logits(golden, tmp_path):
     _, merged = load_model(tmp_path)
     found = logits_of(config.base, merged, expected["tokens"])
     np.testing.assert_allclose(found, expected["logits"], rtol=0, atol=TOLERANCE)
-
-
-@pytest.mark.slow  # compiles a sampler; parity_test.py samples a model, and the tests above compare logits
-def test_an_adapter_folder_is_sampled_from(tmp_path):
-    """Its base is found by the name in adapter_config.json."""
-    folder = next(path for path in GOLDEN if path.name == "qwen2")
-    base, adapter = tmp_path / "base", tmp_path / "adapter"
-    shutil.copytree(folder, base, ignore=shutil.ignore_patterns("adapter"))
-    save_tokenizer(CharTokenizer(ALPHABET), base)
-    shutil.copytree(folder / "adapter", adapter)
-    edit(adapter, base_model_name_or_path=str(base))
-    expected = load_file(adapter / "golden.safetensors")
-    prompt = "".join(ALPHABET[token - 2] for token in expected["tokens"])
-    assert greedy_by_sampler(adapter, prompt) == [expected["greedy"].tolist()]
 
 
 def test_the_code_of_the_documentation_opens_an_adapter(golden, tmp_path):
@@ -197,7 +179,7 @@ def test_an_adapter_of_another_base_is_refused_by_name(adapter):
 def test_an_interrupted_export_is_not_an_adapter(adapter, monkeypatch):
     """The folder has no adapter_config.json, not even the one of an earlier adapter."""
     config = tiny_decoder_config(lora=lora_shape(rank=2, alpha=1.0, targets=["mlp"]))
-    monkeypatch.setattr("dapo_jax.models.adapter_folder.write_named", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("dapo_jax.models.adapter_folder.write_file", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         save_adapter(adapter, config, parted(tiny_params(config))[0], base="x")
     assert not (adapter / "adapter_config.json").exists()
@@ -230,7 +212,7 @@ def test_targets_name_matrices(targets, expected):
     [
         ({"rank": 0}, "rank 0"),
         ({"alpha": 0.0}, "alpha 0.0"),
-        ({"targets": ["lm_head"]}, "'lm_head'; there are all, attention, mlp, q_proj"),
+        ({"targets": ["lm_head"]}, "'lm_head'.* there are all, attention, mlp, q_proj"),
         ({"targets": []}, "there are all, attention"),
     ],
 )

@@ -131,15 +131,6 @@ def test_cached_attention_sees_the_first_tokens_of_its_slot(chunk):
         np.testing.assert_allclose(found[slot, head], exact, rtol=1e-5, atol=1e-6)
 
 
-def test_decoding_equals_attention_of_the_whole_sequence():
-    query, key, value = random_inputs(3, batch=1, seq=CAPACITY)
-    whole = causal(query, key, value, np.ones((1, CAPACITY), np.int32))
-    # Every position as a slot of its own over the same cache.
-    caches = [np.repeat(part.swapaxes(1, 2), CAPACITY, axis=0) for part in (key, value)]
-    step = jitted(4)(query[0], *caches, np.arange(1, CAPACITY + 1, dtype=np.int32))
-    np.testing.assert_allclose(step, whole[0], rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("chunk", [13, 5])
 def test_a_slot_does_not_depend_on_its_neighbours_to_the_last_bit(chunk):
     query, keys, values = random_cache(4, 3)

@@ -1,8 +1,6 @@
 """config.json: both notations of rotary scaling, keys that older files lack, and unsupported keys."""
 
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -106,23 +104,6 @@ def test_unsupported_models_are_refused_by_key(changes, message):
     described = without(describe(QWEN2), "rope_parameters") | changes
     with pytest.raises(ValueError, match=message):
         understand({key: value for key, value in described.items() if value is not ...}, "config.json")
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]},
-        {"architectures": ["Qwen2ForSequenceClassification"]},
-        {"use_sliding_window": True},
-        {"layer_types": ["sliding_attention"]},
-    ],
-)
-def test_the_refusal_of_a_model_names_the_page_that_lists_what_loads(changes):
-    described = without(describe(QWEN2), "rope_parameters") | changes
-    with pytest.raises(ValueError, match="not covered") as refused:
-        understand(described, "config.json")
-    [page] = re.findall(r"docs/\w+\.md", str(refused.value))
-    assert "`qwen3_moe`" in (Path(__file__).parents[2] / page).read_text()
 
 
 def test_two_notations_that_contradict_each_other_are_refused():

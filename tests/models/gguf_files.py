@@ -7,27 +7,6 @@ from gguf import GGUFWriter
 from dapo_jax.models.config_json import family_of
 from dapo_jax.models.tensors import exported
 
-LAYER_NAMES = {
-    "input_layernorm.weight": "attn_norm.weight",
-    "post_attention_layernorm.weight": "ffn_norm.weight",
-    "self_attn.q_proj.weight": "attn_q.weight",
-    "self_attn.k_proj.weight": "attn_k.weight",
-    "self_attn.v_proj.weight": "attn_v.weight",
-    "self_attn.o_proj.weight": "attn_output.weight",
-    "self_attn.q_proj.bias": "attn_q.bias",
-    "self_attn.k_proj.bias": "attn_k.bias",
-    "self_attn.v_proj.bias": "attn_v.bias",
-    "self_attn.q_norm.weight": "attn_q_norm.weight",
-    "self_attn.k_norm.weight": "attn_k_norm.weight",
-    "mlp.gate_proj.weight": "ffn_gate.weight",
-    "mlp.up_proj.weight": "ffn_up.weight",
-    "mlp.down_proj.weight": "ffn_down.weight",
-}
-END_NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MERGES = ("1 2", "12 3", "Ġ t", "h e", "Ġt he", "' S")
 TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
@@ -97,13 +76,12 @@ def write_gguf(path, config, params, *, pre="smollm", kinds=(), extra=None, tens
     writer.add_array("tokenizer.ggml.tokens", list(TOKENS))
     writer.add_array("tokenizer.ggml.token_type", list(types))
     writer.add_array("tokenizer.ggml.merges", list(MERGES))
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], config.layers)
     for tensor in exported(config, params):
-        _, _, rest = tensor.name.partition("model.layers.")
-        layer, _, rest = rest.partition(".")
-        name = f"blk.{layer}.{LAYER_NAMES[rest]}" if rest else END_NAMES[tensor.name]
+        name = names.get_name(tensor.name, (".weight", ".bias"))
         value = np.ascontiguousarray(tensor.fetch())
-        if family == "llama" and rest in ("self_attn.q_proj.weight", "self_attn.k_proj.weight"):
-            value = interleaved(value, config.heads if "q_proj" in rest else config.kv_heads)
+        if family == "llama" and name.endswith(("attn_q.weight", "attn_k.weight")):
+            value = interleaved(value, config.heads if "attn_q" in name else config.kv_heads)
         kind = next((kind for end, kind in dict(kinds).items() if name.endswith(end)), None)
         if kind is None:
             writer.add_tensor(name, value)

@@ -32,15 +32,15 @@ REPOSITORIES = {
 }
 ASK = """
 import sys
-from dapo_jax.models.hub import download
+from dapo_jax.models import hub
 try:
-    print(download(sys.argv[1], revision=sys.argv[2] or None))
+    print(getattr(hub, sys.argv[1])(sys.argv[2], revision=sys.argv[3] or None))
 except ValueError as error:
     print("refused:", error)
 """
 
 
-def start(address, cache, *, name="org/model", revision="", **environment):
+def start(address, cache, *, call="download", name="org/model", revision="", **environment):
     plain = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     quiet = {
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -49,7 +49,7 @@ def start(address, cache, *, name="org/model", revision="", **environment):
         "HF_HUB_CACHE": str(cache),
     }
     return subprocess.Popen(
-        [sys.executable, "-c", ASK, name, revision],
+        [sys.executable, "-c", ASK, call, name, revision],
         env={**plain, **quiet, "HF_ENDPOINT": address, "no_proxy": "127.0.0.1", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -135,53 +135,16 @@ def test_a_missing_extra_is_named(monkeypatch):
         download("org/model")
 
 
-LOOK = ASK.replace("import download", "import look_up as download")
-
-
-@pytest.fixture
-def looking(monkeypatch):
-    monkeypatch.setattr(f"{__name__}.ASK", LOOK)
-
-
-@pytest.mark.usefixtures("looking")
 def test_a_look_downloads_no_weights_but_returns_their_size(tmp_path):
     """Two files of 3,000 bytes; the weights in a subfolder are not the model's."""
     with serve_hub(REPOSITORIES) as (address, requests):
-        found = ask(address, tmp_path)
-    assert found.endswith(", 6000)")
+        assert ask(address, tmp_path, call="look_up").endswith(", 6000)")
     assert fetched(requests) == [name for name in WANTED if not name.endswith(".safetensors")]
 
 
-@pytest.mark.slow  # five processes; `look_up` and `download` share the translation of errors
-@pytest.mark.usefixtures("looking")
-def test_a_look_raises_the_errors_of_a_download(tmp_path):
-    with serve_hub(REPOSITORIES, token="hf_right") as (address, _):
-        for name, words in (
-            ("org/nothing", "the hub has no repository"),
-            ("gated/model", "accept its terms"),
-            ("org/pickled", "has no safetensors"),
-        ):
-            assert words in ask(address, tmp_path, name=name)
-        assert "has no revision 'v9'" in ask(address, tmp_path, revision="v9")
-    assert "the hub cannot be reached" in ask("http://127.0.0.1:9", tmp_path)
-
-
-@pytest.mark.usefixtures("looking")
 def test_an_offline_look_finds_a_cached_model(tmp_path):
     with serve_hub(REPOSITORIES) as (address, _):
-        command = [
-            sys.executable,
-            "-c",
-            LOOK.replace("look_up as download", "download"),
-            "org/model",
-            "",
-        ]
-        assert ask(address, tmp_path, HF_HUB_OFFLINE="1").startswith("refused: HF_HUB_OFFLINE is set")
-        environment = os.environ | {
-            "HF_ENDPOINT": address,
-            "HF_HOME": str(tmp_path / "home"),
-            "HF_HUB_CACHE": str(tmp_path),
-            "no_proxy": "127.0.0.1",
-        }
-        subprocess.run(command, env=environment, check=True, capture_output=True)
-        assert ask(address, tmp_path, HF_HUB_OFFLINE="1").endswith(", 6000)")
+        look = {"call": "look_up", "HF_HUB_OFFLINE": "1"}
+        assert ask(address, tmp_path, **look).startswith("refused: HF_HUB_OFFLINE is set")
+        ask(address, tmp_path)
+        assert ask(address, tmp_path, **look).endswith(", 6000)")

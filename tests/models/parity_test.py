@@ -68,11 +68,6 @@ def golden(request):
     return request.param, load_file(request.param / "expected.safetensors")
 
 
-def test_there_is_a_golden_model_of_each_family_and_each_scaling():
-    names = {"llama", "llama3_scaling", "llama_linear", "qwen2", "qwen2_yarn", "qwen3"}
-    assert {path.name for path in GOLDEN} == names
-
-
 def test_golden_logits_and_greedy_tokens_are_ours(golden):
     """Each of the 64 greedy tokens has the largest logit, in one pass over all of them."""
     folder, expected = golden
@@ -193,23 +188,3 @@ def test_the_real_smollm2_agrees_with_transformers(smollm2, monkeypatch):
         np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
         continued.append(row[tokens.shape[1] :].tolist())
     assert greedy_by_sampler(smollm2, *PROMPTS) == continued
-
-
-@pytest.mark.slow
-def test_the_real_smollm2_exported_with_changed_weights_opens_in_transformers(smollm2, tmp_path):
-    transformers, _ = transformers_and_torch()
-    config, params = load_model(smollm2)
-    rng = np.random.default_rng(0)
-    noise = jnp.asarray(rng.normal(size=params["ends"]["final_norm"].shape), jnp.float32)
-    params["ends"]["final_norm"][...] += 0.1 * noise
-    changed = tmp_path / "changed"
-    save_model(changed, config, params, eos_ids=(2,), bos_id=1, pad_id=2)
-    for file in smollm2.glob("*token*.json"):
-        (changed / file.name).write_bytes(file.read_bytes())
-    convert(str(changed), str(tmp_path / "exported"))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
-    tokens = tokenizer(PROMPTS[0]).input_ids
-    found = logits_of(config, params, tokens)
-    np.testing.assert_allclose(found, their_logits(tmp_path / "exported", tokens), rtol=0, atol=TOLERANCE)
-    original = logits_of(*load_model(smollm2), tokens)
-    assert np.abs(found - original).max() > 0.1

@@ -48,7 +48,6 @@ def test_yarn_scales_cosine_and_sine(given, expected):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"kind": "longrope"}, "RoPE scaling of kind 'longrope' is not covered; linear, llama3, yarn are"),
         ({"factor": 0.5}, "factor of at least 1 .* got 0.5"),
         ({"original_max_positions": 0}, "original_max_positions of at least 1; got 4.0 and 0"),
         (

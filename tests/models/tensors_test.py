@@ -1,11 +1,5 @@
 """Tensors one at a time: placed on their sharding, read once, and the host never holds the model twice."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +14,6 @@ from dapo_jax.parallel.sharding import shardings
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 
 CONFIG = tiny_decoder_config(qkv_bias=True, tied_embeddings=False)
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -105,54 +98,3 @@ def test_sharded_weights_are_written_whole(folder, tmp_path):
     _, params = load_model(folder, shardings=on_mesh(fsdp=2, tensor=2))
     save_model(tmp_path, CONFIG, params)
     assert (tmp_path / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
-
-
-MEASURED = """
-import json, sys
-from dapo_jax.models.folder import load_model, save_model
-
-def high_water():
-    lines = dict(line.split(":", 1) for line in open("/proc/self/status"))
-    return int(lines["VmHWM"].split()[0]) * 1024
-
-def reset():
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the mark goes down to what is in use now
-    return high_water()
-
-large, small, out = sys.argv[1:]
-save_model(out, *load_model(small))  # loads the libraries
-before = reset()
-config, params = load_model(large)
-loading = high_water() - before
-before = reset()
-save_model(out, config, params)
-print(json.dumps({"loading": loading, "saving": high_water() - before}))
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures by /proc of Linux")
-@pytest.mark.slow  # a process of its own that loads and saves 128 MB; the tests above check the reads themselves
-def test_the_host_holds_one_tensor_in_addition_to_the_model(folder, tmp_path):
-    """On a CPU the parameters themselves are host memory: 12 layers of 10.5 MB and two ends of 1 MB, 128 MB.
-
-    In addition there are, of one tensor of at most 2.1 MB: its pages of the file, their copy, the transposed copy, and
-    the device's. Compiling the programs that fill the stacks takes up to 40 MB. A reader that holds the whole file
-    would need 128 MB more, and so would a writer that gathers the model first.
-    """
-    config = tiny_decoder_config(
-        vocab_size=512, embed_dim=512, layers=12, heads=8, kv_heads=8, head_dim=64, mlp_dim=1024
-    )
-    save_model(tmp_path / "large", config, jax.tree.map(lambda leaf: jnp.ones(leaf.shape), shapes_of(config)))
-    largest = 4 * 512 * 1024
-    more = 4 * largest + 40e6
-    arguments = [tmp_path / "large", folder, tmp_path / "out"]
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURED, *map(str, arguments)],
-        # Freed memory goes back at once, so that what is counted is what is held.
-        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    grown = json.loads(done.stdout.splitlines()[-1])
-    assert 4 * config.parameters <= grown["loading"] <= 4 * config.parameters + more
-    assert grown["saving"] <= more

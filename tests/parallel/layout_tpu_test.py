@@ -42,10 +42,9 @@ def test_weights_are_gathered_and_gradients_reduce_scattered():
     )
     params, optimizer = shapes_of(CONFIG), make_optimizer()
     state = state_structs(params, optimizer, mesh)
-    lowered = Updater(graph, params, optimizer, mesh).lower_update(
-        state, capacity=1, rows=ROWS, row_tokens=TOKENS
-    )
-    found = {kind.kind: kind.received_bytes for kind in collectives(lowered.compile().as_text())}
+    updater = Updater(graph, params, optimizer, mesh)
+    lower = updater.programs(state, capacity=1, rows=ROWS, lengths=[TOKENS])["update"]
+    found = {kind.kind: kind.received_bytes for kind in collectives(lower().compile().as_text())}
     assert found.keys() <= {"all-gather", "reduce-scatter", "all-reduce"}
     layers = (
         CONFIG.layers * CONFIG.embed_dim * (2 * 128 * (CONFIG.heads + CONFIG.kv_heads) + 3 * CONFIG.mlp_dim)

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from dapo_jax.models.decoder import Decoder
-from dapo_jax.models.folder import shapes_of
+from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.sharding import SAMPLER_RULES, by_row, shardings
 from dapo_jax.testing import tiny_decoder_config, tiny_params

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from dapo_jax.models.folder import shapes_of
 from dapo_jax.models.presets import preset
+from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh, make_meshes
 from dapo_jax.parallel.weights import weight_transfer
 from dapo_jax.plan.topologies import devices_of, parse

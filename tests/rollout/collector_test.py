@@ -11,8 +11,9 @@ from dapo_jax.rollout.collector import Collector, Position
 from dapo_jax.rollout.virtual_clock import ClockSizes, ResponseId, VirtualClock
 from dapo_jax.sampling.requests import EpisodeLimits
 from dapo_jax.sampling.rounds import Drawn
-from tests.dapo.dynamic_sampling_test import MIXED, RIGHT, WRONG, make_group
+from tests.dapo.dynamic_sampling_test import make_group
 
+RIGHT, WRONG, MIXED = "xx", "..", "x."
 SIZES = ClockSizes(in_flight=4, samples_per_prompt=2, needed=2, verdict_rounds=0)
 BEGIN = Position()
 LIMITS = EpisodeLimits(max_turns=9, turn_tokens=0, episode_tokens=99, capacity=99)
@@ -28,6 +29,14 @@ def drawn(token, finish_reason=None):
 
 def prompt_at(ordinal):
     return Prompt(ordinal=ordinal, tokens=np.array([2], np.int32), text="?", answer="!")
+
+
+def group_of(ordinal, verdicts, version=0, **given):
+    rollouts = tuple(
+        replace(each, response=replace(each.response, spans=(Span(0, version),)))
+        for each in make_group(verdicts, **given).rollouts
+    )
+    return Group(prompt=prompt_at(ordinal), rollouts=rollouts)
 
 
 def collector(position=BEGIN, sizes=SIZES, *, max_groups=99, **options):
@@ -195,7 +204,7 @@ def waves(kind_of, *, needed=2, wave=4, max_waves=9, position=BEGIN, **options):
             return found
         ordinal = waiting.pop()
         kind = kind_of(ordinal)
-        made = make_group(ordinal, kind, version=position.step) if isinstance(kind, str) else kind
+        made = group_of(ordinal, kind, version=position.step) if isinstance(kind, str) else kind
         found.end_group(made)
 
 
@@ -218,7 +227,7 @@ def test_in_waves_surplus_groups_are_discarded_or_carried(keeps_surplus, carried
 
 
 def test_enough_carried_groups_sample_nothing():
-    carry = [make_group(ordinal, MIXED) for ordinal in range(3)]
+    carry = [group_of(ordinal, MIXED) for ordinal in range(3)]
     found = waves(lambda ordinal: MIXED, position=Position(step=1, cursor=8, carry=carry)).finish()
     assert (found.cursor, found.waves, found.sampled) == (8, 0, [])
     assert (ordinals(found.groups), ordinals(found.carry)) == ([0, 1], [2])
@@ -242,7 +251,7 @@ def test_a_shortfall_counts_the_groups_by_kind(kind_of, metric, message, fewer):
     def group(ordinal):
         if isinstance(kind := kind_of(ordinal), str):
             return kind
-        return make_group(ordinal, "".join("x" if score > 0 else "." for score in kind), scores=kind)
+        return group_of(ordinal, "".join("x" if score > 0 else "." for score in kind), scores=kind)
 
     found = waves(group, max_waves=2, metric=metric)
     with pytest.raises(ShortfallError, match=message) as error:

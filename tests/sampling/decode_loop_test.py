@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.dapo.rollouts import Prompt
-from dapo_jax.models.folder import shapes_of
+from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.weights import weight_transfer
 from dapo_jax.sampling.decode_loop import DecodeLoop

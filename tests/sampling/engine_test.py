@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from dapo_jax.models.decoder import Decoder
-from dapo_jax.models.folder import shapes_of
+from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.weights import weight_transfer
 from dapo_jax.sampling.decoding import decoding

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from dapo_jax.models.folder import shapes_of
+from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.weights import weight_transfer
 from dapo_jax.plan.topologies import devices_of, parse

@@ -20,7 +20,7 @@ pytest.importorskip("aiohttp", reason="needs the extra http")
 from dapo_jax.dapo.batching import Example
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.models.decoder import Decoder
-from dapo_jax.models.folder import shapes_of
+from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.weights import weight_transfer
 from dapo_jax.sampling.continuous_batching import Sampler

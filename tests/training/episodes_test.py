@@ -252,66 +252,49 @@ def test_mask_responses_weighs_the_part_behind_each_context_by_itself():
     assert np.asarray(weights)[row.mask].round(4).tolist() == [1.0, 1.0, 0.0, 0.0]
 
 
+def group_of(*rewards, scores=None, penalties=None):
+    """Returns a group of episodes with these rewards by turn; each turn has a sampled token and a token of the environment."""
+    rollouts = []
+    for index, each in enumerate(rewards):
+        tokens = np.arange(2, 2 + 2 * len(each)).astype(np.int32)
+        turns = tuple(TurnSpan(2 * k, 2 * k + 1) for k in range(len(each)))
+        response = Response(
+            tokens=tokens, logprobs=np.zeros(len(tokens), np.float32), finish_reason="stop", turns=turns
+        )  # fmt: skip
+        score, penalty = scores[index] if scores else sum(each), penalties[index] if penalties else 0.0
+        verdict = Verdict(correct=True, score=score, turn_rewards=each)
+        rollouts.append(
+            Rollout(response=response, text="", verdict=verdict, reward=score + penalty, overlong_penalty=penalty)
+        )  # fmt: skip
+    prompt = Prompt(ordinal=0, tokens=np.array([2], np.int32), text="", answer="")
+    return Group(prompt=prompt, rollouts=tuple(rollouts))
+
+
+def by_turn(group):
+    """Returns the advantage of each turn of each episode."""
+    found = turn_advantages(group)
+    assert all((values[1::2] == 0).all() for values in found.values()), "tokens of the environment have none"
+    return [values[::2].tolist() for values in found.values()]
+
+
 def test_advantages_by_turn_by_hand():
     """Rewards 1, 0 | 0, 1 | 0: returns (1, 0), (1, 1), (0). Of turn 0 the mean is 2/3, of turn 1 a half; rewards 1, 1, 0 deviate by 0.57735."""
-
-    def rollout(rewards):
-        turns = tuple(TurnSpan(2 * k, 2 * k + 1) for k in range(len(rewards)))
-        response = Response(
-            tokens=np.arange(2, 2 + 2 * len(rewards)).astype(np.int32), logprobs=np.zeros(2 * len(rewards), np.float32),
-            finish_reason="stop", turns=turns,
-        )  # fmt: skip
-        return Rollout(
-            response=response,
-            text="",
-            verdict=Verdict(correct=True, score=sum(rewards), turn_rewards=rewards),
-            reward=sum(rewards),
-        )
-
-    prompt = Prompt(ordinal=0, tokens=np.array([2], np.int32), text="", answer="")
-    group = Group(prompt=prompt, rollouts=tuple(map(rollout, [(1.0, 0.0), (0.0, 1.0), (0.0,)])))
-    found, scale = turn_advantages(group), 0.57735 + 1e-6
-    np.testing.assert_allclose(found[0], [1 / 3 / scale, 0, -0.5 / scale, 0], rtol=1e-5)
-    np.testing.assert_allclose(found[1], [1 / 3 / scale, 0, 0.5 / scale, 0], rtol=1e-5)
-    np.testing.assert_allclose(found[2], [-2 / 3 / scale, 0], rtol=1e-5)
-    flat = Group(prompt=prompt, rollouts=tuple(map(rollout, [(1.0, 0.0), (0.0, 1.0)])))
-    assert all((values == 0).all() for values in turn_advantages(flat).values())
+    first, second, third = by_turn(group_of((1.0, 0.0), (0.0, 1.0), (0.0,)))
+    scale = 0.57735 + 1e-6
+    np.testing.assert_allclose(first, [1 / 3 / scale, -0.5 / scale], rtol=1e-5)
+    np.testing.assert_allclose(second, [1 / 3 / scale, 0.5 / scale], rtol=1e-5)
+    np.testing.assert_allclose(third, [-2 / 3 / scale], rtol=1e-5)
+    assert by_turn(group_of((1.0, 0.0), (0.0, 1.0))) == [[0.0, 0.0]] * 2, "equal rewards"
 
 
 def test_a_compared_reward_is_the_return_of_every_turn():
     """Compared rewards 1 and 0, rewards by turn (+1, 0) and (-1, 0), which add up to the score of the first episode alone. The mean is a half and the deviation
     0.70711, so each turn of the better episode has +0.70711, and each turn of the other -0.70711."""
-
-    def rollout(score, rewards):
-        response = Response(
-            tokens=np.array([2, 3], np.int32), logprobs=np.zeros(2, np.float32), finish_reason="stop",
-            turns=(TurnSpan(0, 1), TurnSpan(1, 2)),
-        )  # fmt: skip
-        verdict = Verdict(correct=score > 0, score=score, turn_rewards=rewards)
-        return Rollout(response=response, text="", verdict=verdict, reward=score)
-
-    prompt = Prompt(ordinal=0, tokens=np.array([2], np.int32), text="", answer="")
-    group = Group(prompt=prompt, rollouts=(rollout(1.0, (1.0, 0.0)), rollout(0.0, (-1.0, 0.0))))
-    found = turn_advantages(group)
-    np.testing.assert_allclose(found[0], [0.70711] * 2, rtol=1e-4)
-    np.testing.assert_allclose(found[1], [-0.70711] * 2, rtol=1e-4)
+    found = by_turn(group_of((1.0, 0.0), (-1.0, 0.0), scores=(1.0, 0.0)))
+    np.testing.assert_allclose(found, [[0.70711] * 2, [-0.70711] * 2], rtol=1e-4)
 
 
 def test_a_penalty_for_length_is_in_the_return_of_every_turn():
     """Rewards (1, 0) and (0, 0), the first with a penalty of -1/2: rewards 1/2 and 0, returns (1/2, -1/2) and (0, 0). The deviation is 0.35355."""
-
-    def rollout(rewards, penalty):
-        response = Response(
-            tokens=np.array([2, 3], np.int32), logprobs=np.zeros(2, np.float32), finish_reason="stop",
-            turns=(TurnSpan(0, 1), TurnSpan(1, 2)),
-        )  # fmt: skip
-        verdict = Verdict(correct=True, score=sum(rewards), turn_rewards=rewards)
-        return Rollout(
-            response=response, text="", verdict=verdict, reward=sum(rewards) + penalty, overlong_penalty=penalty
-        )  # fmt: skip
-
-    prompt = Prompt(ordinal=0, tokens=np.array([2], np.int32), text="", answer="")
-    group = Group(prompt=prompt, rollouts=(rollout((1.0, 0.0), -0.5), rollout((0.0, 0.0), 0.0)))
-    found = turn_advantages(group)
-    np.testing.assert_allclose(found[0], [0.70711, -0.70711], rtol=1e-4)
-    np.testing.assert_allclose(found[1], [-0.70711, 0.70711], rtol=1e-4)
+    found = by_turn(group_of((1.0, 0.0), (0.0, 0.0), penalties=(-0.5, 0.0)))
+    np.testing.assert_allclose(found, [[0.70711, -0.70711], [-0.70711, 0.70711]], rtol=1e-4)

@@ -6,7 +6,6 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
@@ -27,18 +26,10 @@ BASE = tiny_decoder_config(layers=1, embed_dim=16, mlp_dim=24, heads=4, kv_heads
 """One layer, so that float32 rounding is below half of the tolerance."""
 CONFIG = replace(BASE, lora=lora_shape(rank=3, alpha=6.0, targets=["all"]))
 LOW, HIGH = 0.2, 0.28
-MESHES = {
-    "1": {"devices": 1},
-    "fsdp 8": {"fsdp": 8},
-    "fsdp 2 x tensor 2 x context 2": {"fsdp": 2, "tensor": 2, "context": 2},
-    "data 2 x fsdp 2 x tensor 2": {"data": 2, "fsdp": 2, "tensor": 2},
-    "data 2 x context 4": {"data": 2, "context": 4, "fsdp": 1},
-}
-QUICK = [("1", "packed"), ("1", "apart"), ("fsdp 2 x tensor 2 x context 2", "packed")]
 
 
-def mesh_of(axes):
-    return make_mesh(devices=jax.devices()[:1]) if "devices" in axes else make_mesh(**axes)
+def one_device():
+    return make_mesh(devices=jax.devices()[:1])
 
 
 def moved(params, seed, by):
@@ -156,15 +147,17 @@ def assert_exact(found):
 @pytest.mark.parametrize(
     ("axes", "packed"),
     [
-        pytest.param(
-            axes, packed, id=f"{name}, {how}", marks=[pytest.mark.slow] if (name, how) not in QUICK else []
-        )
-        for name, axes in MESHES.items()
-        for how, packed in (("packed", True), ("apart", False))
+        ({}, True),
+        ({}, False),
+        ({"fsdp": 2, "tensor": 2, "context": 2}, True),
+        # Eight devices again; the case above has all kinds of collectives.
+        pytest.param({"data": 2, "context": 4, "fsdp": 1}, False, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, False, marks=pytest.mark.slow),
     ],
+    ids=str,
 )
 def test_the_gradient_of_adapters_follows_by_the_chain_rule(axes, packed):
-    assert_exact(gradient(mesh_of(axes), packed=packed))
+    assert_exact(gradient(make_mesh(**axes) if axes else one_device(), packed=packed))
 
 
 @pytest.mark.parametrize(
@@ -172,7 +165,7 @@ def test_the_gradient_of_adapters_follows_by_the_chain_rule(axes, packed):
 )
 def test_a_base_with_separate_layers_gives_the_same_gradient(remat):
     """Trainer and sampler share such arrays."""
-    assert_exact(gradient(mesh_of(MESHES["1"]), apart=True, remat=remat))
+    assert_exact(gradient(one_device(), apart=True, remat=remat))
 
 
 def test_a_base_with_separate_layers_can_be_sharded():
@@ -192,7 +185,7 @@ def test_full_rank_adapters_with_identity_a_are_updated_as_in_full_training():
     base = tiny_decoder_config(layers=2, embed_dim=16, mlp_dim=16, heads=2, kv_heads=2, head_dim=8)
     config = replace(base, lora=lora_shape(rank=16, alpha=16.0, targets=["all"]))
     optimizer = make_optimizer(weight_decay=0.0, max_grad_norm=1e9, epsilon=1e-3)
-    params, mesh = tiny_params(config), mesh_of(MESHES["1"])
+    params, mesh = tiny_params(config), one_device()
     adapters, frozen = parted(params)
     eye = jnp.eye(16, dtype=jnp.float32)
 
@@ -230,15 +223,14 @@ def test_gradients_of_the_base_are_not_computed():
     """With N parameters in a layer's matrices, a token costs 2 N forward, 2 N for the gradient of activations, and 2 N for the gradient of trained weights."""
     base = tiny_decoder_config(layers=1, embed_dim=64, mlp_dim=128, heads=4, kv_heads=4, head_dim=16)
     config = replace(base, lora=lora_shape(rank=1, alpha=1.0, targets=["all"]))
-    mesh, options = mesh_of(MESHES["1"]), UpdateOptions(old_logprobs="sampler", logprob_chunk_vocab=8)
+    mesh, options = one_device(), UpdateOptions(old_logprobs="sampler", logprob_chunk_vocab=8)
 
     def flops(config, **how):
         trained, _ = parted(jax.eval_shape(lambda: tiny_params(config)))
         updater = Updater(graph_of(config), trained, KEEP_GRADIENT, mesh, options=options, **how)
         state = jax.eval_shape(lambda: init_state(trained_zeros(trained), KEEP_GRADIENT, mesh))
-        return (
-            updater.lower_update(state, capacity=1, rows=1, row_tokens=64).compile().cost_analysis()["flops"]
-        )
+        lower = updater.programs(state, capacity=1, rows=1, lengths=[64])["update"]
+        return lower().compile().cost_analysis()["flops"]
 
     def trained_zeros(shapes):
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
@@ -247,9 +239,3 @@ def test_gradients_of_the_base_are_not_computed():
     matrices = 4 * 64 * 64 + 3 * 64 * 128
     saved = flops(base) - flops(config, frozen=frozen)
     assert saved >= 0.9 * 2 * matrices * 64
-
-
-def test_the_optimizer_has_moments_of_adapters_only():
-    shapes = jax.eval_shape(optax.adam(1.0).init, ADAPTERS)
-    sizes = sum(leaf.size for leaf in jax.tree.leaves(shapes[0].mu))
-    assert sizes == CONFIG.trained_parameters < BASE.parameters / 2

@@ -164,13 +164,3 @@ def test_with_several_lengths_every_piece_is_in_one_row_that_fits(sizes, rows, a
     found = [i for _, packed in made for row in packed for p in row for i in p.rollouts]
     assert sorted(found) == list(range(len(sizes)))
     assert [length for length, _ in made] == sorted((length for length, _ in made), reverse=True)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_with_many_rollouts_less_than_a_twentieth_is_padding(seed):
-    """128 groups in microbatches of 8 rows: the padding of the last microbatch is less than 2% of about 450 rows."""
-    pieces = as_in_the_paper(seed, groups=128, mean=5000, sigma=0.7)
-    packed = even_rows(pieces, room=ROW, multiple=8)
-    assert sum(map(filled_tokens, packed)) > 0.95 * len(packed) * ROW
-    once = sum(p.response_tokens for p in pieces) + sum({p.prompt: p.prompt_tokens for p in pieces}.values())
-    assert once > 0.95 * len(packed) * ROW  # also without repeated prompts

@@ -92,32 +92,31 @@ def test_ages_are_those_of_the_oldest_and_the_newest_token():
     assert early.rollouts[0].response.versions.tolist() == [2, 4, 4, 5]
 
 
+def with_verdicts(group, *verdicts):
+    rollouts = [
+        replace(rollout, verdict=Verdict(correct=False, **verdict))
+        for rollout, verdict in zip(group.rollouts, verdicts, strict=True)
+    ]
+    return replace(group, rollouts=tuple(rollouts))
+
+
 def test_groups_with_different_scores_are_counted_if_there_are_scores():
     """The first of three groups has scores 0.5 and 0.25, the second twice 0.5. The verdicts of the third are lost, which is not a difference."""
-
-    def with_scores(group, *scores):
-        rollouts = [
-            replace(
-                rollout, verdict=Verdict(correct=False, score=score, lost="" if score is not None else "died")
-            )
-            for rollout, score in zip(group.rollouts, scores, strict=True)
-        ]
-        return replace(group, rollouts=tuple(rollouts))
-
-    sampled = [with_scores(MIXED, 0.5, 0.25), with_scores(RIGHT, 0.5, 0.5), with_scores(WRONG, None, None)]
+    scores = [{"score": 0.5}, {"score": 0.25}], [{"score": 0.5}] * 2, [{"lost": "died"}] * 2
+    sampled = [with_verdicts(MIXED, *verdicts) for verdicts in scores]
     assert rollout_metrics(collected(sampled=sampled))["rollout/scores_differ_frac"] == pytest.approx(1 / 3)
     assert "rollout/scores_differ_frac" not in rollout_metrics(collected())
 
 
-def test_each_part_of_a_score_is_logged_as_its_mean_over_sampled_rollouts():
-    def with_parts(group, *parts):
-        rollouts = [
-            replace(rollout, verdict=Verdict(correct=True, parts={"exact": exact, "brief": brief}))
-            for rollout, (exact, brief) in zip(group.rollouts, parts, strict=True)
-        ]
-        return replace(group, rollouts=tuple(rollouts))
-
-    sampled = [with_parts(MIXED, (1.0, 0.5), (-1.0, 0.25)), with_parts(RIGHT, (1.0, 0.0), (1.0, 0.25))]
+def test_each_part_of_a_score_is_logged_as_its_mean_over_the_sampled_rollouts_that_have_it():
+    parts = (
+        {"exact": 1.0, "brief": 0.5},
+        {"exact": -1.0, "brief": 0.25},
+        {"exact": 1.0, "brief": 0.0},
+        {"exact": 1.0},
+    )
+    first, second, third, fourth = ({"parts": each} for each in parts)
+    sampled = [with_verdicts(MIXED, first, second), with_verdicts(RIGHT, third, fourth)]
     metrics = rollout_metrics(collected(sampled=sampled))
     assert {name: value for name, value in metrics.items() if "parts" in name} == {
         "reward/parts/brief": 0.25,
