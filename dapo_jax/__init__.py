@@ -1,4 +1,4 @@
-"""DAPO in JAX. A name is loaded when it is first used: the functions load jax and numpy and nothing else, `train` loads all."""
+"""DAPO in JAX. A name is loaded when it is first used: the functions load only jax, numpy and jaxtyping, `train` loads all."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

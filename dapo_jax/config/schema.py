@@ -228,7 +228,7 @@ class EnvironmentConfig(Section, at="environment"):
     """Worker processes for the environment, per process of the run; 0: in the process itself. An environment that blocks, takes all memory or
     ends its worker costs only its own episode. A new worker replays the turns of its episodes."""
     credit: str = key("episode", choices=["episode", "turn"])
-    """episode: all turns have the advantage of the episode's reward. turn: the advantage of a turn is its reward-to-go, normalized over the episodes of the group that reached this turn.
+    """episode: all turns have the advantage of the episode's reward. turn: the advantage of a turn is its reward-to-go minus the mean over the group's episodes that reached this turn, divided by the standard deviation of the rewards of the group.
     If an environment compares rewards (`group_rewards`), the compared reward replaces the rewards of the turns and follows the last turn."""
 
 
