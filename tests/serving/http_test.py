@@ -60,6 +60,7 @@ def test_other_machines_need_a_key(host):
         (HttpOptions, {"port": 65536}, "port=65536"),
         (HttpOptions, {"temperature": math.nan}, "temperature=nan"),
         (HttpOptions, {"temperature": 1e-9}, "temperature=1e-09"),
+        (HttpOptions, {"temperature": math.inf}, "temperature=inf"),
         (HttpOptions, {"top_k": 2**31}, "top_k=2147483648"),
         (HttpOptions, {"seed": 2**32}, "seed=4294967296"),
         (HttpOptions, {"follow_s": math.inf}, "follow=inf"),

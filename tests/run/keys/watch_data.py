@@ -171,14 +171,6 @@ WATCHERS = [
     ),
     watch(
         "data.max_prompt_tokens",
-        refusal(held_out),
-        (4, "ConfigError"),
-        (5, ""),
-        what="in evaluation",
-        also={**IN_ORDER, "eval.datasets": [LONG]},
-    ),
-    watch(
-        "data.max_prompt_tokens",
         lambda look: [look.run(), look.engine.capacity][1],
         (4, 10),
         (8, 14),
