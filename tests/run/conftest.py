@@ -118,7 +118,7 @@ def changed(config, key, value):
 
 @pytest.fixture(scope="session")
 def on_disk(micro, rows):
-    """(folder, source of a grader's module, its function) -> what makes configurations there for the command line, by name, and writes them."""
+    """(folder, source of a grader's module, its function) -> a function that writes a configuration of this name into the folder."""
 
     def at(folder, grader, function):
         (folder / "grader.py").write_text(grader)
@@ -148,7 +148,7 @@ def on_disk(micro, rows):
 
 
 def correct_by_even_sum(sample):
-    """Correct if the tokens add up to an even number: about half of what a random model says is."""
+    """Correct if the tokens add up to an even number: true for about half of the responses of a random model."""
     return int(sample.tokens.sum()) % 2 == 0
 
 
@@ -170,7 +170,7 @@ def run_micro(rows, even_sum):
 
 @pytest.fixture(scope="session")
 def steps_seen():
-    """What `on_step` was called with in the finished run."""
+    """The arguments of `on_step` in the finished run."""
     return []
 
 

@@ -1,4 +1,4 @@
-"""What a run says of its waves while they run."""
+"""The progress of waves while they run, and warnings about them."""
 
 from rich.console import Console
 
@@ -20,7 +20,7 @@ RIGHT = [Verdict(correct=True)] * 2
 
 
 class Shown(Progress):
-    """Keeps what it is told."""
+    """Keeps its messages."""
 
     def __init__(self):
         super().__init__(9, console=Console(quiet=True))
@@ -60,7 +60,7 @@ def sampled(*steps, metric="correct", enabled=True):
     return shown, told
 
 
-def test_a_wave_shows_what_was_drawn_mixed_and_wrong_while_it_runs():
+def test_a_wave_shows_its_prompts_and_its_mixed_and_wrong_groups():
     """The second wave is opened when the first has one mixed group of the two that are needed."""
     shown, _ = sampled([MIXED, WRONG, RIGHT, WRONG, MIXED, MIXED])
     assert shown.waves == [

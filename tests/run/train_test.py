@@ -35,14 +35,14 @@ def test_every_step_that_samples_logs_the_same_metrics(finished):
     assert any(sampled for _, sampled in names[1:])
 
 
-def test_evaluation_stands_before_the_first_and_after_the_last_step(finished):
+def test_there_is_an_evaluation_before_the_first_and_after_the_last_step(finished):
     evaluated = [line["step"] for line in finished.metrics if "eval/arithmetic/avg@4" in line]
     assert evaluated == [0, 4]
     assert {"eval/arithmetic/pass@2", "eval/arithmetic/pass@4"} <= finished.metrics[0].keys()
 
 
 def test_a_run_keeps_the_size_of_its_waves_and_is_compared_by_it(micro, run_micro):
-    """Two prompts a step: waves of six unless told otherwise, and whoever writes that goes on with the same run."""
+    """Two prompts a step: waves of six by default. A configuration that sets six is of the same run."""
     config = micro(steps=0, dynamic_sampling__prompts_per_wave=0)
     run_dir = Path(run_micro(config).run_dir)
     kept = load_config(run_dir / "config.yaml")
@@ -56,7 +56,7 @@ def test_a_run_keeps_the_size_of_its_waves_and_is_compared_by_it(micro, run_micr
         check_run_dir(run_dir, other, resume=True)
 
 
-def test_what_each_problem_scored_is_written_at_every_evaluation(finished):
+def test_the_score_of_each_problem_is_written_at_every_evaluation(finished):
     """Two prompts; the mean over the file's problems is the metric of that step."""
     files = sorted(path for path in (finished.run_dir / "evaluations").rglob("*") if path.is_file())
     names = [str(path.relative_to(finished.run_dir)) for path in files]
@@ -81,7 +81,7 @@ def test_the_first_step_starts_from_the_shipped_weights_and_warms_up(finished):
     )  # sampler and trainer agree on the same weights
 
 
-def test_on_step_sees_what_is_logged(finished, steps_seen):
+def test_on_step_receives_the_logged_metrics(finished, steps_seen):
     assert [step for step, _ in steps_seen] == [1, 2, 3, 4]
     for (_, seen), line in zip(steps_seen, finished.metrics[1:], strict=True):
         assert seen.keys() | {"step"} == line.keys()
@@ -114,7 +114,7 @@ def test_groups_are_carried_from_step_to_step(finished):
 def test_a_run_interrupted_after_every_step_in_turn_is_the_uninterrupted_run(
     every_steps, finished, micro, run_micro, rows, same_run
 ):
-    """With a checkpoint every two steps the run goes on from before the step it was interrupted at, or from nothing."""
+    """With a checkpoint every two steps, an interrupted step is repeated, or the run begins again."""
     config = micro(checkpoint__every_steps=every_steps)
     for stop in (1, 2, 3, 4):
 

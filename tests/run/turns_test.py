@@ -18,7 +18,7 @@ import random
 from dapo_jax.environments import Context, Step
 
 class Sums:
-    """Right is a turn whose digits add up to an even number; the sum's last digit is appended, after a while, or begins a context anew."""
+    """A turn is correct if its digits add up to an even number. After a while, the sum's last digit is appended, or begins a new context."""
 
     def episode(self, row, seed):
         return Episode(row, seed)
@@ -34,9 +34,9 @@ class Episode:
         await asyncio.sleep(random.choice([0.0, 0.0, 0.01]))
         digits = sum(int(c) for c in turn.text if c.isdigit())
         self.total += digits
-        told = f"{digits % 10}="
-        context = Context("+" + told) if turn.number == 1 and digits % 3 == 0 else None
-        return Step(reward=float(digits % 2 == 0), append=told, context=context, correct=self.total % 2 == 0, metrics={"total": float(self.total)})
+        answer = f"{digits % 10}="
+        context = Context("+" + answer) if turn.number == 1 and digits % 3 == 0 else None
+        return Step(reward=float(digits % 2 == 0), append=answer, context=context, correct=self.total % 2 == 0, metrics={"total": float(self.total)})
 '''
 
 
@@ -61,15 +61,15 @@ def turning(micro, place):
 
 def with_turns(place, changes):
     """The changes to a micro run whose episodes have three turns of two tokens, and these: `environment__key=value` changes one of its environment."""
-    told = {"source": f"{place}/sums.py:Sums", "max_turns": 3, "turn_tokens": 2}
-    told |= {
+    own = {"source": f"{place}/sums.py:Sums", "max_turns": 3, "turn_tokens": 2}
+    own |= {
         name.removeprefix("environment__"): value
         for name, value in changes.items()
         if name.startswith("environment__")
     }
     others = {name: value for name, value in changes.items() if not name.startswith("environment__")}
     return {
-        "environment": EnvironmentConfig(**told),
+        "environment": EnvironmentConfig(**own),
         "batch__row_tokens": 40,
         "sampling__max_response_tokens": 14,
         "optimizer__epsilon": 0.1,
@@ -86,11 +86,11 @@ def trained(turning, run_micro, rows):
 
 
 def test_episodes_are_trained_on_and_their_environment_is_not(trained):
-    assert trained.metrics[1]["sync/logprob_diff_max"] < 2e-5, "of what the step's own weights sampled"
+    assert trained.metrics[1]["sync/logprob_diff_max"] < 2e-5, "the step's own weights sampled"
     for line in trained.metrics[1:]:
         assert 1 < line["rollout/turns"] <= 3
         assert line["rollout/response_tokens"] <= 6, (
-            "three turns of two; what the environment says has no length"
+            "three turns of two; the environment's text does not count"
         )
         assert line["reward/lost"] == 0
         assert line["reward/parts/total"] > 0
@@ -188,7 +188,7 @@ def test_evaluation_by_itself_has_the_episodes_too(trained, turning, rows):
         ({"reward__grader": "math"}, r"environment\.source.*reward\.grader"),
     ],
 )
-def test_what_does_not_go_together_is_refused(changes, message, turning, run_micro, rows):
+def test_keys_that_do_not_fit_together_are_refused(changes, message, turning, run_micro, rows):
     with pytest.raises(ConfigError, match=message):
         run_micro(turning(**changes), reward=None, eval_rows=rows)
 

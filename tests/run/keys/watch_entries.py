@@ -3,8 +3,21 @@
 from dapo_jax.config import GraderConfig, SourceConfig
 from dapo_jax.config.data_schema import ExampleConfig
 from tests.run.keys.looking import refusal
-from tests.run.keys.watch_data import IN_ORDER, LONG, MIXTURE, OTHER, SUMS, TRAIN, first_text, held_out, texts
-from tests.run.keys.watch_rewards import ALL_WRONG, PLAIN, RIGHT, rewards
+from tests.run.keys.watch_data import (
+    IN_ORDER,
+    LONG,
+    MIXTURE,
+    OPTIONS,
+    OTHER,
+    SUMS,
+    TRAIN,
+    first_text,
+    held_out,
+    path,
+    sums,
+    texts,
+)
+from tests.run.keys.watch_rewards import ALL_WRONG, PLAIN, RIGHT, WRONG, rewards
 from tests.run.keys.watching import SEEN, watch
 
 SCHEMAS = {
@@ -13,7 +26,6 @@ SCHEMAS = {
     "data.few_shot": ExampleConfig,
     "reward.graders": GraderConfig,
 }
-OPTIONS = {"prompt": "question", "answer": "solution"}
 MANY = {**MIXTURE, "dynamic_sampling.prompts_per_wave": 20, "dynamic_sampling.enabled": True}
 SHOWN = {**IN_ORDER, "data.max_prompt_tokens": 40, "model.source": "chat_model"}
 
@@ -43,29 +55,20 @@ def evaluated(name, see, *pairs, entry_=TRAIN):
 
 
 WATCHERS = [
-    mixture("source", texts, ("jsonl", ["0+1", "1+1", "2+1"]), ("gsm8k", ["0+3", "1+3", "2+3"]), entry_=SUMS),
-    mixture("path", first_text, ("questions/train.jsonl", "0+1"), ("questions/other.jsonl", "0+5")),
-    mixture("source_options", texts, ({}, ["0+1", "1+1", "2+1"]), (OPTIONS, ["1+0", "1+1", "1+2"])),
+    mixture("source", texts, ("jsonl", sums(1)), ("gsm8k", sums(3)), entry_=SUMS),
+    mixture("path", first_text, (path("train"), "0+1"), (path("other"), "0+5")),
+    mixture("source_options", texts, ({}, sums(1)), (OPTIONS, ["1+0", "1+1", "1+2"])),
     mixture("split", first_text, ("train[:1]", "0+1"), ("train[2:]", "2+1")),
     mixture("weight", of_other, (1.0, SEEN), (4.0, SEEN), others=[OTHER], also=MANY),
     mixture("name", notes, ("", ["long"]), ("mine", ["mine"]), entry_=LONG),
+    evaluated("source", held_out, ("jsonl", {"sums": sums(1)}), ("gsm8k", {"gsm8k": sums(3)}), entry_=SUMS),
     evaluated(
-        "source",
-        held_out,
-        ("jsonl", {"sums": ["0+1", "1+1", "2+1"]}),
-        ("gsm8k", {"gsm8k": ["0+3", "1+3", "2+3"]}),
-        entry_=SUMS,
-    ),
-    evaluated(
-        "path",
-        held_out,
-        ("questions/other.jsonl", {"other": ["0+5", "1+5", "2+5"]}),
-        ("questions/test.jsonl", {"test": ["7+1", "8+1"]}),
+        "path", held_out, (path("other"), {"other": sums(5)}), (path("test"), {"test": ["7+1", "8+1"]})
     ),
     evaluated(
         "source_options",
         held_out,
-        ({}, {"train": ["0+1", "1+1", "2+1", "3+1"]}),
+        ({}, {"train": sums(1, 4)}),
         (OPTIONS, {"train": ["1+0", "1+1", "1+2", "1+3"]}),
     ),
     evaluated("split", held_out, ("train[:1]", {"train": ["0+1"]}), ("train[3:]", {"train": ["3+1"]})),
@@ -90,9 +93,7 @@ WATCHERS = [
         entry={"prompt": "2+3"},
         also=SHOWN,
     ),
-    entry(
-        "reward.graders", "grader", rewards, ("exact", RIGHT), ("dapo", [-1] * 4), entry={}, also=ALL_WRONG
-    ),
+    entry("reward.graders", "grader", rewards, ("exact", RIGHT), ("dapo", WRONG), entry={}, also=ALL_WRONG),
     entry(
         "reward.graders",
         "weight",

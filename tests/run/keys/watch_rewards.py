@@ -10,6 +10,7 @@ ALL_WRONG = {**PLAIN, "dynamic_sampling.enabled": False}
 """Groups without a correct response."""
 RIGHT = [1, -1, 1, -1]
 """Rewards without the overlong penalty."""
+WRONG = [-1, -1, -1, -1]
 POOL = {**PLAIN, "reward.grader": "math"}
 """Needs workers."""
 
@@ -51,13 +52,7 @@ def in_the_loss(look):
 
 
 WATCHERS = [
-    watch(
-        "reward.grader",
-        rewards,
-        ("exact", RIGHT),
-        ("dapo", [-1, -1, -1, -1]),
-        also=ALL_WRONG,
-    ),
+    watch("reward.grader", rewards, ("exact", RIGHT), ("dapo", WRONG), also=ALL_WRONG),
     watch(
         "reward.graders",
         rewards,
@@ -66,13 +61,7 @@ WATCHERS = [
         also=PLAIN,
     ),
     # What follows the last + of 1+1=2 is no answer, and without a marker the whole response is one.
-    watch(
-        "reward.answer_marker",
-        rewards,
-        ("=", RIGHT),
-        ("+", [-1, -1, -1, -1]),
-        also=ALL_WRONG,
-    ),
+    watch("reward.answer_marker", rewards, ("=", RIGHT), ("+", WRONG), also=ALL_WRONG),
     watch("reward.workers", of_pool("workers"), (0, None), (3, 3), also=POOL),
     echoes("reward.timeout_s", of_pool("timeout_s"), 10.0, 3.0, what="of workers", also=POOL),
     echoes("reward.timeout_s", of_calls("timeout_s"), 10.0, 3.0, what="of async functions"),
