@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import pytest
 
-from dapo_jax import storage
 from dapo_jax.config import ConfigError, ModelConfig, ParallelConfig, to_yaml
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.sharding import shardings
@@ -135,14 +134,6 @@ def test_a_model_that_cannot_be_read_from_a_bucket_is_a_configuration_error(sour
     with pytest.raises(ConfigError, match=message) as error:
         load_policy(ModelConfig(source=source))
     assert str(error.value).startswith(f"model.source={source!r}: ")
-
-
-def test_a_model_in_a_bucket_needs_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "gcsfs", None)
-    storage._objects.cache_clear()
-    with pytest.raises(ConfigError, match=r"model\.source='gs://bucket/m': .* pip install -e '\.\[gcs\]'"):
-        load_policy(ModelConfig(source="gs://bucket/m"))
-    storage._objects.cache_clear()
 
 
 @pytest.mark.parametrize("source", ["preset:tiny", "FOLDER", "gs://bucket/models/char"])

@@ -145,15 +145,6 @@ def test_a_run_interrupted_while_it_samples_replays_the_step(
     same_run(run_micro(config, eval_rows=rows, resume=True), finished)
 
 
-@pytest.mark.parametrize("name", ["checkpoints", "evaluations", "model", "rollouts"])
-def test_a_file_in_the_place_of_a_folder_is_refused_before_anything_is_trained(
-    name, micro, run_micro, tmp_path
-):
-    (tmp_path / name).touch()
-    with pytest.raises(ConfigError, match=f"{name} is a file .* needs a folder"):
-        run_micro(micro(tmp_path))
-
-
 def test_a_resumed_run_may_go_on_for_longer(finished, micro, run_micro, same_run):
     """The number of steps is free to change: two steps and two more are four. Nothing but the last evaluation differs."""
     config = micro(steps=2)
