@@ -517,17 +517,17 @@ class EvalConfig(Section, at="eval"):
 
     def check_together(self) -> None:
         parts = entries("eval.datasets", self.datasets, SourceConfig)
-        titles = [part.title for part in parts]
         for place, part in enumerate(parts):
             key = f"eval.datasets[{place}]"
             if part.source == "mixture":
                 refuse(f"{key}.source", part.source, "one dataset", "write an entry for each dataset")
+            if part.weight != 1:
+                refuse(f"{key}.weight", part.weight, "nothing", "every prompt is evaluated: leave it out")
             if "/" in part.title or part.title.startswith("."):
                 needs = "a name without '/' that does not begin with '.'"
                 refuse(f"{key}.name", part.title, needs, "it names files, and metrics eval/NAME/...")
-            if part.title in titles[:place]:
-                remedy = "two datasets would share their metrics: write name: ... in the entry"
-                refuse(f"{key}.name", part.title, "a unique name", remedy)
+            if part.title in [each.title for each in parts[:place]]:
+                refuse(f"{key}.name", part.title, "a unique name", "metrics have its name: write another")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.rewards import Sample, whole_group
 from dapo_jax.rewards.functions import RewardError
 from dapo_jax.run import build, grader_setup
-from dapo_jax.run.grader_setup import check_graders, submit_of
+from dapo_jax.run.grader_setup import check_graders, submit_of, weighted
 
 HERE = Path(__file__)
 
@@ -155,12 +155,16 @@ def test_an_async_grader_is_held_to_its_limits(monkeypatch):
         ([("exact", 1.0), (brevity, 0)], r"reward\[1\]: found the weight 0, needs a finite"),
         ([(brevity, float("nan"))], r"reward\[0\]: found the weight nan"),
         ([(brevity, "2")], r"reward\[0\]: found the weight '2'"),
-        ([("exact", 1.0), ("exat", 1.0)], r"reward\[1\]: .*'exat'; did you mean 'exact'"),
     ],
 )
 def test_a_wrong_list_of_rewards_is_refused_with_the_place_in_it(reward, message):
     with pytest.raises(ConfigError, match=message):
-        submit_of(RewardConfig(), reward=reward)
+        weighted(reward)
+
+
+def test_a_misspelt_name_in_a_weighted_list_is_named_with_its_place():
+    with pytest.raises(ConfigError, match=r"reward\[1\]: .*'exat'; did you mean 'exact'"):
+        submit_of(RewardConfig(), reward=[("exact", 1.0), ("exat", 1.0)])
 
 
 def test_a_listed_grader_that_cannot_be_loaded_is_named_and_nothing_was_started():
