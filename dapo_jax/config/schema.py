@@ -498,7 +498,6 @@ class EvalConfig(Section, at="eval"):
 
     def check_together(self) -> None:
         parts = entries("eval.datasets", self.datasets, SourceConfig)
-        titles = [part.title for part in parts]
         for place, part in enumerate(parts):
             key = f"eval.datasets[{place}]"
             if part.source == "mixture":
@@ -508,9 +507,8 @@ class EvalConfig(Section, at="eval"):
             if "/" in part.title or part.title.startswith("."):
                 needs = "a name without '/' that does not begin with '.'"
                 refuse(f"{key}.name", part.title, needs, "it names files, and metrics eval/NAME/...")
-            if part.title in titles[:place]:
-                remedy = "two datasets would share their metrics: write name: ... in the entry"
-                refuse(f"{key}.name", part.title, "a unique name", remedy)
+            if part.title in [each.title for each in parts[:place]]:
+                refuse(f"{key}.name", part.title, "a unique name", "metrics have its name: write another")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.config import TrainConfig
@@ -99,7 +98,7 @@ class Run:
         files = model_files(self.policy.folder, weights=self._has_weights)
         self.identity = identity_of(config, prompts=asked.identity, model=files)
         """Identity of this run, which checkpoints keep."""
-        self.episodes = episodes = episodes_of(environment, config, self.policy)
+        episodes = episodes_of(environment, config, self.policy)
         grader = grading(
             config.reward,
             self.policy,
@@ -141,6 +140,10 @@ class Run:
             episodes=episodes,
         )
         self.batches = StepBatches(config, how, pad_id=self.policy.tokenizer.pad_id)
+        # The reference policy is the initial one; its adapters are zeros, which add nothing to their base.
+        reference = self.policy.params
+        if config.lora.rank and config.loss.kl_coef:
+            reference = jax.tree.map(jnp.zeros_like, reference)
         self.updater = updater_of(
             config,
             self.policy.decoder,
@@ -148,14 +151,9 @@ class Run:
             self._mesh,
             layout=how.layout,
             objective=objective,
-            reference=self._reference() if config.loss.kl_coef else None,
+            reference=reference if config.loss.kl_coef else None,
             frozen=self.policy.frozen,
         )
-
-    def _reference(self) -> nnx.State:
-        """Returns the parameters of the reference policy: the initial ones; of adapters, zeros, which add nothing to their base."""
-        params = self.policy.params
-        return params if self.config.lora.rank == 0 else jax.tree.map(jnp.zeros_like, params)
 
     def start(self, checkpointer: Checkpointer, *, resume: bool, say: Callable[[str], None]) -> ResumePoint:
         """Returns the last intact checkpoint if there is one to resume from, else step 0. Call it once: afterwards `policy` has only shapes.

@@ -42,11 +42,6 @@ def evaluates_after(config: TrainConfig | SftConfig, step: int) -> bool:
     return step == config.steps or due(step, config.eval.every_steps)
 
 
-def saves_after(config: TrainConfig, step: int) -> bool:
-    """Returns whether a checkpoint is saved after the step: after every `checkpoint.every_steps` steps and after the last."""
-    return step == config.steps or due(step, config.checkpoint.every_steps)
-
-
 class EndOfStep(Observer):
     """Records, evaluates and saves at the end of each step of one run. All processes make the same calls."""
 
@@ -185,7 +180,7 @@ class EndOfStep(Observer):
         self._record(step, metrics)
         self._now = replace(self._now, unfinished=None)
         best = config.checkpoint.keep_best and score is not None and self._is_best(score)
-        if step > self._saved and (best or saves_after(config, step)):
+        if step > self._saved and (best or step == config.steps or due(step, config.checkpoint.every_steps)):
             self._save(score)
         if self._on_step is not None:
             self._on_step(step, metrics)
@@ -255,15 +250,15 @@ _STATM = Path("/proc/self/statm")
 """Linux's file with the number of pages of this process; the second number counts the resident ones."""
 
 
-def memory_metrics(devices: Sequence[Any] | None = None, *, statm: Path = _STATM) -> dict[str, float]:
+def memory_metrics(devices: Sequence[Any] | None = None) -> dict[str, float]:
     """Returns `memory/host_gib` of this process, and `memory/device_gib` and `memory/device_peak_gib` of its fullest device.
 
-    A number that the system (`statm`, Linux only) or the backend (not on CPU) does not report is left out. `devices` is None for the local
+    A number that the system (Linux only) or the backend (not on CPU) does not report is left out. `devices` is None for the local
     devices.
     """
     found = {}
-    if statm.is_file():
-        found["memory/host_gib"] = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / GIB
+    if _STATM.is_file():
+        found["memory/host_gib"] = int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / GIB
     stats = [device.memory_stats() or {} for device in (jax.local_devices() if devices is None else devices)]
     for name, key in (("device_gib", "bytes_in_use"), ("device_peak_gib", "peak_bytes_in_use")):
         if known := [each[key] for each in stats if key in each]:

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import date
 from functools import partial
+from typing import NamedTuple
 
 from dapo_jax.config import (
     ConfigError,
@@ -88,14 +88,13 @@ def submit_of(config: RewardConfig, *, reward: Rewards | None = None) -> tuple[S
     """
     graders = check_graders(config, reward=reward)
     closing: list[Close] = []
-    loop = None
-    if any(grader.loaded.is_async for grader in graders):
-        loop = AsyncCalls(at_once=ASYNC_CALLS, timeout_s=config.timeout_s)
-        closing.append(loop.close)
+    loop: AsyncCalls | None = None
     submits: list[Submit] = []
     for grader in graders:
         if grader.loaded.is_async:
-            assert loop is not None
+            if loop is None:
+                loop = AsyncCalls(at_once=ASYNC_CALLS, timeout_s=config.timeout_s)
+                closing.append(loop.close)
             submits.append(partial(loop.submit, grader.loaded))
         elif grader.spec is None or not config.workers or grader.spec in IN_THIS_PROCESS:
             submits.append(immediately(grader.loaded.grade))
@@ -126,8 +125,7 @@ def submit_of(config: RewardConfig, *, reward: Rewards | None = None) -> tuple[S
     return weighted_sum(parts, rule) if parts else submits[0], close if closing else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConfiguredGrader:
+class ConfiguredGrader(NamedTuple):
     """A grader that was loaded and not started."""
 
     loaded: LoadedReward
@@ -149,7 +147,7 @@ def check_graders(config: RewardConfig, *, reward: Rewards | None = None) -> lis
             found = load_reward(spec, answer_marker=config.answer_marker, on_nonfinite=config.on_nonfinite)
         except ValueError as error:
             raise ConfigError(f"{key}: {error}") from error
-        return ConfiguredGrader(loaded=found, spec=spec if isinstance(spec, str) else None, weight=weight)
+        return ConfiguredGrader(found, spec if isinstance(spec, str) else None, weight)
 
     if reward is None and not config.graders:
         return [loaded("reward.grader", config.grader)]
@@ -178,22 +176,12 @@ def weighted(reward: object) -> list[tuple[str | RewardFunction, float]]:
     found = []
     for place, pair in enumerate(reward):
         key = f"reward[{place}]"
-        if (
-            not isinstance(pair, list | tuple)
-            or len(pair) != 2
-            or not (isinstance(pair[0], str) or callable(pair[0]))
-        ):
+        function, weight = pair if isinstance(pair, list | tuple) and len(pair) == 2 else (None, None)
+        if not isinstance(function, str) and not callable(function):
             raise ConfigError(
-                f"{key}: found {pair!r:.80}, needs a pair of a function (or a grader's name) and its weight; write "
-                "(function, 1.0)"
+                f"{key}: found {pair!r:.80}, needs a pair of a function (or a grader's name) and its weight; write (function, 1.0)"
             )
-        function, weight = pair
-        if (
-            isinstance(weight, bool)
-            or not isinstance(weight, int | float)
-            or not weight
-            or not math.isfinite(weight)
-        ):
+        if not isinstance(weight, int | float) or not weight or not math.isfinite(weight):
             raise ConfigError(
                 f"{key}: found the weight {weight!r}, needs a finite number that is not 0; change it, or leave the pair out"
             )

@@ -5,7 +5,7 @@ It decides at the end of a step, from numbers that are equal in every process, s
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,9 +130,10 @@ class Guard(Observer):
         batches: StepBatches,
         records: Records | None,
         shown: Progress,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Raises GuardError if the initial weights are not finite."""
-        self._config, self._run_dir, self._batches = config, run_dir, batches
+        """Raises GuardError if the initial weights are not finite. `check` raises if the run may no longer write."""
+        self._config, self._run_dir, self._batches, self._check = config, run_dir, batches, check
         self._records, self._shown = records, shown
         self._updates: list[Update] = []
         self._over = False
@@ -155,6 +156,7 @@ class Guard(Observer):
         Raises:
             GuardError: the weights are not finite, or a limit of `config.guard` is exceeded. The step's metrics are written first.
         """
+        self._check()  # before this and later observers write
         metrics, step = result.metrics, result.position.step
         skipped, drifted = self._skipped(result), self._drifted(step, metrics)
         bad = nonfinite_leaves(result.state.params)

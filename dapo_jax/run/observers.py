@@ -1,6 +1,6 @@
 """Observers of a run: the ratio pi / pi_old of each token that is written, the progress display, and profiler traces."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 from jaxtyping import Float
@@ -113,7 +113,12 @@ class StepProgress(Observer):
         """Shows the groups so far. Each warning is shown once per run."""
         sampled, tally = self._now.cursor - self._began, self._now.tally
         self._first_wave = self._first_wave or sampled
-        self._example = self._example or _with_answer(group)
+        with_answer = (
+            (group, i)
+            for i, one in enumerate(group.rollouts)
+            if one.text and one.verdict.extracted is not None
+        )
+        self._example = self._example or next(with_answer, None)
         self._shown.phase("sample", collector.kept, collector.needed)
         stage = f"{self._now.stage}  " if self._now.stage else ""
         found = (
@@ -162,14 +167,6 @@ class StepProgress(Observer):
         )
 
 
-def _with_answer(group: Group) -> tuple[Group, int] | None:
-    """Returns group and index of a response from which an answer was extracted; groups without texts have none."""
-    for index, rollout in enumerate(group.rollouts):
-        if rollout.text and rollout.verdict.extracted is not None:
-            return group, index
-    return None
-
-
 def _quoted(group: Group, index: int) -> str:
     prompt, rollout = group.prompt, group.rollouts[index]
     verdict = rollout.verdict
@@ -186,17 +183,6 @@ def _quoted(group: Group, index: int) -> str:
 def _end_of(text: str) -> str:
     """Returns the end of a text, where answers are."""
     return repr(text if len(text) <= _QUOTED else f"...{text[-_QUOTED:]}")
-
-
-class FolderCheck(Observer):
-    """Calls `check` after each step, which raises LockLostError if another run has taken over the folder."""
-
-    def __init__(self, check: Callable[[], None]) -> None:
-        self._check = check
-
-    def after_step(self, result: StepResult) -> None:
-        """Checks before later observers write."""
-        self._check()
 
 
 class TracedSteps(Observer):

@@ -9,7 +9,6 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int64
 
 from dapo_jax.config import ConfigError, DataConfig, EvalConfig, TrainConfig
 from dapo_jax.config.data_schema import SourceConfig
@@ -63,7 +62,9 @@ def training_rows(data: DataConfig, tokenizer: Tokenizer, *, rows: GivenRows | N
     Raises:
         ConfigError: a dataset cannot be read, or all of its prompts are too long.
     """
-    sources = _training_sources(data) if rows is None else [_own_source(data, data.train_split)]
+    sources = [_own_source(data, data.train_split)]
+    if data.mixture and rows is None:
+        sources = entries("data.mixture", data.mixture, SourceConfig)
     given: list[GivenRows] = []
     parts: list[Sequence[int]] = []
     notes: list[str] = []
@@ -71,7 +72,13 @@ def training_rows(data: DataConfig, tokenizer: Tokenizer, *, rows: GivenRows | N
     for source in sources:
         with _named(source, given=rows is not None):
             loaded = _load(data, source, role="train") if rows is None else LoadedRows(checked_rows(rows))
-            kept, digests = _short_enough(data, tokenizer, loaded)
+            lengths, digests = measured_prompts(loaded, tokenizer, prompt_format(data))
+            kept = np.flatnonzero(lengths <= data.max_prompt_tokens)
+            if len(loaded) and not len(kept):
+                raise ValueError(
+                    f"all of its {len(loaded):,} prompts are longer than data.max_prompt_tokens={data.max_prompt_tokens}, the shortest "
+                    f"has {lengths.min()} tokens; raise data.max_prompt_tokens"
+                )
         if loaded.note:
             notes.append(loaded.note)
         if dropped := len(loaded) - len(kept):
@@ -183,12 +190,6 @@ class Joined(Sequence[Mapping[str, Any]]):
         return chain(*self._lists)
 
 
-def _training_sources(data: DataConfig) -> list[SourceConfig]:
-    if data.mixture:
-        return entries("data.mixture", data.mixture, SourceConfig)
-    return [_own_source(data, data.train_split)]
-
-
 def _evaluation_sources(data: DataConfig, config: EvalConfig) -> list[SourceConfig]:
     if config.datasets:
         return entries("eval.datasets", config.datasets, SourceConfig)
@@ -217,20 +218,6 @@ def _reading(data: DataConfig, source: SourceConfig) -> dict[str, Any]:
         "on_bad_row": data.on_bad_row,
         "deduplicate": data.deduplicate,
     }
-
-
-def _short_enough(
-    data: DataConfig, tokenizer: Tokenizer, rows: GivenRows
-) -> tuple[Int64[np.ndarray, " kept"], list[bytes]]:
-    """Returns the places of the rows with short enough prompts, and a digest of every row."""
-    lengths, digests = measured_prompts(rows, tokenizer, prompt_format(data))
-    kept = np.flatnonzero(lengths <= data.max_prompt_tokens)
-    if len(rows) and not len(kept):
-        raise ValueError(
-            f"all of its {len(rows):,} prompts are longer than data.max_prompt_tokens={data.max_prompt_tokens}, the shortest "
-            f"has {lengths.min()} tokens; raise data.max_prompt_tokens"
-        )
-    return kept, digests
 
 
 @contextmanager

@@ -55,8 +55,7 @@ class Records:
             ConfigError: metrics.jsonl is damaged, or belongs to another run.
         """
         self._config = config
-        self._log, self._run_dir, self._normalize_std = config.log, run_dir, config.loss.normalize_std
-        self._metric = config.dynamic_sampling.metric
+        self._run_dir = run_dir
         self._path = run_dir / "metrics.jsonl"
         try:
             trackers: list[Tracker] = [JsonlTracker(self._path, resume_step=resume_step)]
@@ -66,9 +65,9 @@ class Records:
             ) from error
         with ExitStack() as undo:
             undo.callback(lambda: MultiTracker(trackers).close())
-            if self._log.tensorboard:
+            if config.log.tensorboard:
                 trackers.append(TensorBoardTracker(run_dir / "tensorboard", resume_step=resume_step))
-            if self._log.wandb:
+            if config.log.wandb:
                 trackers.append(self._wandb(config))
             undo.pop_all()
         self._trackers = MultiTracker(trackers)
@@ -89,10 +88,8 @@ class Records:
         """Writes a step's rollouts if they are due: JSON lines for programs, text for people."""
         if not self._config.logs_rollouts(step):
             return
-        groups = collected.logged(LOGGED_GROUPS)
-        advantages = [
-            group_advantages(group.rewards[None], normalize_std=self._normalize_std)[0] for group in groups
-        ]
+        groups, normalize = collected.logged(LOGGED_GROUPS), self._config.loss.normalize_std
+        advantages = [group_advantages(group.rewards[None], normalize_std=normalize)[0] for group in groups]
         written = write_rollouts(
             self._run_dir / "rollouts",
             step,
@@ -101,7 +98,7 @@ class Records:
             ratios=ratios,
         )
         count = sum(len(group.rollouts) for group in groups)
-        text = format_rollouts(groups, limit=count, metric=self._metric)
+        text = format_rollouts(groups, limit=count, metric=self._config.dynamic_sampling.metric)
         write_whole(written.with_suffix(".txt"), text.encode("utf-8", errors="replace"))
 
     def read(self) -> list[dict[str, Any]]:

@@ -22,23 +22,20 @@ from dapo_jax.run.prompt_sets import dated
 from dapo_jax.storage import AnyPath, check_access, entries, in_bucket, path_of
 from dapo_jax.trackers import check_trackers
 
-OF_A_RUN = (
-    locks.NAME,
-    "checkpoints",
-    "config.yaml",
-    "evaluations",
-    "metrics",
-    "metrics.jsonl",
-    "model",
-    "post_mortem",
-    "profile",
-    "report.html",
-    "rollouts",
-    "status.json",
-    "tensorboard",
-    "wandb",
-    "wandb_run_id",
-)
+OF_A_RUN = {
+    *(locks.NAME, "config.yaml", "metrics.jsonl", "report.html", "status.json", "wandb_run_id"),
+    *(
+        "checkpoints",
+        "evaluations",
+        "metrics",
+        "model",
+        "post_mortem",
+        "profile",
+        "rollouts",
+        "tensorboard",
+        "wandb",
+    ),
+}
 """Names of all files and folders that a run writes into its folder, and of a report's page."""
 
 
@@ -183,13 +180,7 @@ def place_of(value: str | AnyPath, *, key: str, write: bool) -> AnyPath:
 
 
 def locked(folder: AnyPath, *, value: str, key: str, lost: Lost) -> Lock:
-    """Takes the lock of a folder from `place_of`, before anything is read or written in it; makes the folder if necessary.
-
-    Args:
-        folder: the folder to lock.
-        value: its name in the message.
-        key: the key of the value in the message.
-        lost: see `dapo_jax.locks.Lost`.
+    """Takes the lock of a folder from `place_of` (arguments as there), before anything is read or written in it; makes the folder if necessary.
 
     Raises:
         ConfigError: another process has it, or the folder cannot be written.

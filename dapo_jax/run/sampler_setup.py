@@ -163,17 +163,8 @@ def room_for_cache(
     Returns None if memory does not decide the size: `sampling.cache_tokens` is set, the cache has no pages, or the device does not
     report its memory.
 
-    Args:
-        decoder: the sizes of the model.
-        mesh: the sampler's mesh.
-        sampling: the configuration's section.
-        shape: the shape of one prefill.
-        capacity: tokens of the longest prompt and response together.
-        compute_dtype: the dtype of the cache, unless `sampling` names another.
-        resident: bytes on a device while it samples, without the arrays that sampling makes.
-        memory: bytes of a device.
-        in_flight: number of responses in flight; they wait for each other if there are fewer slots.
-        has_turns: responses are episodes, which keep their pages while their environments work.
+    Args are as in `response_sampler`, except `mesh` (the sampler's), `shape` (of one prefill), `capacity` (tokens of the longest prompt and
+    response together), and `resident`, which includes the sampler's weights.
     """
     dtype = sampling.cache_dtype or compute_dtype
     kind = kind_for(

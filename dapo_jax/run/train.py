@@ -20,11 +20,11 @@ from dapo_jax.run.disk_space import check_room
 from dapo_jax.run.end_of_step import EndOfStep, OnStep
 from dapo_jax.run.guard import Guard
 from dapo_jax.run.loop import run_steps
-from dapo_jax.run.observers import FolderCheck, Ratios, StepProgress, TracedSteps
+from dapo_jax.run.observers import Ratios, StepProgress, TracedSteps
 from dapo_jax.run.policy import Policy
 from dapo_jax.run.prompt_sets import GivenRows
 from dapo_jax.run.records import Records, use_compilation_cache
-from dapo_jax.run.resume_point import ResumePoint, has_checkpoint
+from dapo_jax.run.resume_point import has_checkpoint
 from dapo_jax.run.run_dir import claim_run_dir, remove_run
 from dapo_jax.storage import AnyPath, write_whole
 from dapo_jax.trackers.profile import Profile
@@ -141,9 +141,10 @@ def train(
         records = None
         if first:  # not earlier: a refused run must not change the folder
             write_whole(run_dir / "config.yaml", to_yaml(config).encode())
-            records = stack.enter_context(
-                Records(config, run_dir, resume_step=_written(start) if resume else None)
-            )
+            step = start.position.step
+            # The last step whose metrics are final. At step 0 the evaluation before training is repeated too.
+            written = step - (start.unfinished is not None) if step else -1
+            records = stack.enter_context(Records(config, run_dir, resume_step=written if resume else None))
         profile = stack.enter_context(Profile(config.log.profile_steps, run_dir / "profile"))
         stack.enter_context(watch)
         stack.push(tell_others)
@@ -151,7 +152,9 @@ def train(
             held.enter_context(status_kept(run_dir, check=check))
 
         ratios = Ratios(config, batches=run.batches, updater=run.updater)
-        guard = Guard(config, run_dir, start=start, batches=run.batches, records=records, shown=shown)
+        guard = Guard(
+            config, run_dir, start=start, batches=run.batches, records=records, shown=shown, check=check
+        )
         end_of_step = EndOfStep(
             config,
             run_dir,
@@ -166,15 +169,7 @@ def train(
             check=check,
         )
         # A trace ends before the guard checks the step, and the end of the step writes the guard's metrics.
-        observers = (
-            FolderCheck(check),
-            TracedSteps(profile),
-            ratios,
-            StepProgress(config, shown),
-            guard,
-            end_of_step,
-        )
-
+        observers = (TracedSteps(profile), ratios, StepProgress(config, shown), guard, end_of_step)
         stack.enter_context(stop.held())
         shown.starting("compiling; later runs read the programs from the cache")
         run.sampling.compile()
@@ -199,11 +194,3 @@ def train(
         if first:
             write_status(run_dir, "finished")
         return TrainResult(run_dir=run_dir, policy=policy, metrics=records.read() if records else [])
-
-
-def _written(start: ResumePoint) -> int:
-    """Returns the last step whose metrics are final if a run resumes at `start`, or -1.
-
-    Then the evaluation before training is repeated too.
-    """
-    return start.position.step - (start.unfinished is not None) if start.position.step else -1

@@ -128,26 +128,24 @@ class StepBatches:
 
     def minibatches(self, groups: Sequence[Group], step: int) -> list[list[Microbatch]]:
         """Returns the microbatches of each update of a step, on the host."""
-        return [self._packed(minibatch) for minibatch in self.split(groups, step)]
-
-    def _packed(self, groups: Sequence[Group]) -> list[Microbatch]:
-        config = self._config
-        examples = training_examples(
-            groups,
-            normalize_std=config.loss.normalize_std,
-            filter_truncated=config.reward.overlong.filter_truncated,
-            by_turn=config.environment.credit == "turn",
-        )
-        weights = example_weights(
-            examples,
-            aggregation=config.loss.aggregation,
-            max_response_tokens=config.episode_tokens,
-        )
-        return pack(
-            examples,
-            weights,
-            row_tokens=self._pass.row_tokens,
-            rows_per_microbatch=config.batch.rows_per_microbatch,
-            pad_id=self._pad_id,
-            **self._pass.packing,
-        )
+        config, packed = self._config, []
+        for minibatch in self.split(groups, step):
+            examples = training_examples(
+                minibatch,
+                normalize_std=config.loss.normalize_std,
+                filter_truncated=config.reward.overlong.filter_truncated,
+                by_turn=config.environment.credit == "turn",
+            )
+            weights = example_weights(
+                examples, aggregation=config.loss.aggregation, max_response_tokens=config.episode_tokens
+            )
+            rows = pack(
+                examples,
+                weights,
+                row_tokens=self._pass.row_tokens,
+                rows_per_microbatch=config.batch.rows_per_microbatch,
+                pad_id=self._pad_id,
+                **self._pass.packing,
+            )
+            packed.append(rows)
+        return packed

@@ -54,6 +54,7 @@ def test_greedy_responses_to_a_prompt_are_all_the_same(model, compiled):
         ((" ",), {}, "'prompt' is empty"),
         (("1+x",), {}, "character 'x' at position 2"),
         (("1" * 125,), {}, "125 tokens, not 1 to data.max_prompt_tokens=122"),
+        (("1",), {"temperature": 1e-9}, "temperature: found 1e-09"),
         (("1",), {"top_k": 2**31}, "top_k"),
         (("1",), {"seed": 2**70}, "seed"),
     ],

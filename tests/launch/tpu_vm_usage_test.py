@@ -52,6 +52,7 @@ def test_each_generation_has_its_image(laptop, typed, named, image):
         (["--type=v6e-64", "parallel.fsdp=32"], "make a mesh of 32 devices, and --type=v6e-64 has 64"),
         (["log.wandb=true"], "WANDB_API_KEY, which the workers would get, is not set here"),
         (["log.wandb=true", "--extras=gcs,tpu"], "needs the extra wandb on the workers"),
+        (["log.wandb=true", "--dry-run"], "WANDB_API_KEY, which the workers would get, is not set here"),
     ],
 )
 def test_errors_end_the_command_before_anything_is_paid_for(laptop, words, message):

@@ -1,7 +1,6 @@
-"""The objects of a configuration: each technique, switched, changes its own quantities and nothing else."""
+"""The objects of a configuration: techniques that are switched on and off, and the memory of a run."""
 
 import gc
-import itertools
 import json
 import shutil
 from dataclasses import replace
@@ -14,7 +13,6 @@ from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.checkpoints.manifest import META
 from dapo_jax.config import ConfigError, RolloutConfig
 from dapo_jax.dapo.dynamic_sampling import ShortfallError
-from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.models.folder import load_model
 from dapo_jax.run.build import Run
 from dapo_jax.run.loop import Observer, run_steps
@@ -23,92 +21,15 @@ from dapo_jax.run.resume_point import IDENTITY
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.text.tokenizers import load_tokenizer
 from dapo_jax.trackers.rollout_log import read_rollouts
-
-
-def params_of(result):
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(result.policy.params)]
-
-
-def equal(a, b):
-    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-def make_group(ordinal, marks, lengths, *, truncated=()):
-    rollouts = tuple(
-        Rollout(
-            response=Response(
-                tokens=np.full(length, 5, np.int32),
-                logprobs=np.full(length, -1.0, np.float32),
-                finish_reason="length" if index in truncated else "stop",
-            ),
-            text="",
-            verdict=Verdict(correct=mark == "x"),
-            reward=1.0 if mark == "x" else -1.0,
-        )
-        for index, (mark, length) in enumerate(zip(marks, lengths, strict=True))
-    )
-    return Group(
-        prompt=Prompt(ordinal=ordinal, tokens=np.array([3, 12, 4], np.int32), text="1+2", answer="3"),
-        rollouts=rollouts,
-    )
-
-
-GROUPS = [make_group(0, "x...", [1, 2, 3, 6], truncated={3}), make_group(1, "xx..", [2, 2, 2, 2])]
-
-
-def minibatches_of(config, rows, groups=GROUPS):
-    return Run(config, prompts=rows, reward=bool).batches.minibatches(groups, 1)
-
-
-def differing(found, expected):
-    """The fields in which the microbatches of two steps differ."""
-    return {
-        name
-        for a, b in zip(itertools.chain(*found), itertools.chain(*expected), strict=True)
-        for name in a.__dataclass_fields__
-        if not np.array_equal(getattr(a, name), getattr(b, name))
-    }
-
-
-def test_aggregation_changes_the_weights_and_nothing_else(micro, rows):
-    """One update over both groups: 12 + 8 = 20 tokens, 8 responses."""
-    one_update = {"batch__groups_per_update": 2}
-    mean = minibatches_of(micro(**one_update), rows)
-    sequence = minibatches_of(micro(**one_update, loss__aggregation="sequence_mean"), rows)
-    assert differing(mean, sequence) == {"weights"}
-    [[m]] = mean
-    np.testing.assert_allclose(m.weights[m.mask], 1 / 20, rtol=1e-6)
-    [[m]] = sequence
-    by_length = sorted(weight for weight in m.weights[m.mask])
-    lengths = [1, 2, 3, 6, 2, 2, 2, 2]
-    expected = sorted(1 / 8 / length for length in lengths for _ in range(length))
-    np.testing.assert_allclose(by_length, expected, rtol=1e-6)
-
-
-def test_normalize_std_changes_the_advantages_and_nothing_else(micro, rows):
-    plain = minibatches_of(micro(loss__normalize_std=False), rows)
-    assert differing(minibatches_of(micro(), rows), plain) == {"advantages"}
-    values = {round(float(a), 4) for minibatch in plain for m in minibatch for a in m.advantages[m.mask]}
-    assert values == {1.5, -0.5, 1.0, -1.0}  # 1 - (-0.5), -1 - (-0.5); 1 - 0, -1 - 0
-
-
-def test_filtering_truncated_responses_removes_their_tokens_and_keeps_advantages(micro, rows):
-    """The truncated response has 6 of 20 tokens. Its reward still counts in its group."""
-    one_update = {"batch__groups_per_update": 2}
-    [[m]] = minibatches_of(micro(**one_update), rows)
-    [[filtered]] = minibatches_of(micro(**one_update, reward__overlong__filter_truncated=True), rows)
-    assert differing([[m]], [[filtered]]) == {"mask", "weights"}
-    assert (m.mask.sum(), filtered.mask.sum()) == (20, 14)
-    np.testing.assert_allclose(filtered.weights[filtered.mask], 1 / 14, rtol=1e-6)
-    assert not filtered.weights[~filtered.mask].any()
+from tests.run.conftest import assert_equal_weights, make_group, params_of
 
 
 def test_a_minibatch_with_nothing_left_is_no_update(micro, rows):
     """AdamW would decay the weights in an update without tokens."""
     cut = make_group(2, "x.", [6, 6], truncated={0, 1})
-    config = micro(reward__overlong__filter_truncated=True)
-    assert len(minibatches_of(config, rows, [cut, GROUPS[1]])) == 1
-    assert minibatches_of(config, rows, [cut]) == []
+    batches = Run(micro(reward__overlong__filter_truncated=True), prompts=rows, reward=bool).batches
+    assert len(batches.minibatches([cut, make_group(1, "xx..")], 1)) == 1
+    assert batches.minibatches([cut], 1) == []
 
 
 def test_every_step_has_its_own_order_and_a_replayed_one_the_same(micro, rows):
@@ -195,29 +116,36 @@ def test_an_own_objective_replaces_the_loss(micro, run_micro):
         np.testing.assert_allclose(a, np.asarray(b) * (1 - 0.025 * 0.1) ** 2, rtol=1e-5)
 
 
-def held_bytes():
-    gc.collect()
+def held_now():
     return sum(array.nbytes for array in jax.live_arrays())
 
 
-@pytest.mark.parametrize("resume", [False, True])
+def held_bytes():
+    gc.collect()
+    return held_now()
+
+
+def own_bytes(state, kl_coef):
+    """Bytes of the weights, and of a run's state with its reference."""
+    weights, whole = (sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) for tree in (state.params, state))
+    return weights, whole + (weights if kl_coef else 0)
+
+
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
-def test_the_initial_weights_are_not_kept_next_to_the_state(kl_coef, resume, micro, rows, tmp_path):
-    """After its start a run holds its state, with a KL penalty one reference, and little else."""
+def test_the_initial_weights_are_not_kept_next_to_the_state(kl_coef, micro, rows, tmp_path):
+    """After its start, also from a checkpoint, a run holds its state, with a KL penalty one reference, and little else."""
     config = micro(loss__kl_coef=kl_coef)
     with Checkpointer(tmp_path) as checkpointer:
-        if resume:
+        for resume in (False, True):
+            before = held_bytes()
             run = Run(config, prompts=rows, reward=bool)
-            begun = run.start(checkpointer, resume=False, say=print)
-            checkpointer.save(1, begun.state, begun.progress(run.identity), {})
-            checkpointer.wait()
-            del begun, run
-        before = held_bytes()
-        run = Run(config, prompts=rows, reward=bool)
-        state = run.start(checkpointer, resume=resume, say=print).state
-        weights = sum(leaf.nbytes for leaf in jax.tree.leaves(state.params))
-        own = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) + (weights if kl_coef else 0)
-        assert own <= held_bytes() - before < own + weights / 4
+            begun = run.start(checkpointer, resume=resume, say=print)
+            weights, own = own_bytes(begun.state, kl_coef)
+            assert own <= held_bytes() - before < own + weights / 4
+            if not resume:
+                checkpointer.save(1, begun.state, begun.progress(run.identity), {})
+                checkpointer.wait()
+            del run, begun
 
 
 class Held(Observer):
@@ -244,10 +172,6 @@ class Held(Observer):
 
     def after_update(self, minibatch, metrics, *, learning_rate):
         self.updates.append(held_now())
-
-
-def held_now():
-    return sum(array.nbytes for array in jax.live_arrays())
 
 
 @pytest.fixture(scope="module")
@@ -282,8 +206,7 @@ def test_during_an_update_the_devices_hold_the_train_state_and_one_gradient(
     run = Run(config, prompts=rows, reward=even_sum)
     with Checkpointer(tmp_path) as checkpointer:
         start = run.start(checkpointer, resume=False, say=print)
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(start.state.params))
-    own = sum(leaf.nbytes for leaf in jax.tree.leaves(start.state)) + (weights if kl_coef else 0)
+    weights, own = own_bytes(start.state, kl_coef)
     assert own > (4 if kl_coef else 3) * weights
     run_steps(
         start.state, start.position, steps=config.steps, sampling=run.sampling, batches=run.batches,
@@ -316,7 +239,7 @@ def test_a_resumed_run_does_not_need_its_initial_weights(begun, run_micro, finis
     """Its checkpoints keep their fingerprint."""
     config = begun()
     resumed = run_micro(replace(config, steps=4), resume=True)
-    assert equal(params_of(resumed), params_of(finished))
+    assert_equal_weights(resumed, finished)
     before, after = (
         json.loads((resumed.run_dir / "checkpoints" / step / META).read_text())["progress"][IDENTITY]["model"]
         for step in ("2", "4")
@@ -335,5 +258,6 @@ def test_where_the_checkpoint_that_was_seen_is_gone_a_run_begins_with_its_weight
     expected, found = (Run(micro(), prompts=rows, reward=bool, resumes=resumes) for resumes in (False, True))
     with Checkpointer(tmp_path) as checkpointer:
         states = [run.start(checkpointer, resume=True, say=print).state for run in (expected, found)]
-    assert equal(*(map(np.asarray, jax.tree.leaves(state)) for state in states))
+    for a, b in zip(*map(jax.tree.leaves, states), strict=True):
+        np.testing.assert_array_equal(a, b)
     assert found.identity == expected.identity

@@ -8,6 +8,7 @@ import math
 import os
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 from rich.console import Console
@@ -26,6 +27,7 @@ from dapo_jax.config import (
     TrainConfig,
     to_yaml,
 )
+from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Span, Verdict
 from dapo_jax.run import train
 from dapo_jax.run.policy import Policy
 from dapo_jax.testing import tiny_decoder_config, tiny_params
@@ -103,30 +105,20 @@ def micro(model, compiled, tmp_path_factory):
             log=LogConfig(rollouts_every_steps=0),
         )
         for key, value in changes.items():
-            section, _, name = key.rpartition("__")
-            inner = replace(_section(config, section), **{name: value})
-            config = _with_section(config, section, inner)
+            config = changed(config, key.split("__"), value)
         return config
 
     return make
 
 
-def _section(config, path):
-    for name in filter(None, path.split("__")):
-        config = getattr(config, name)
-    return config
-
-
-def _with_section(config, path, inner):
-    if not path:
-        return inner
-    outer, _, name = path.rpartition("__")
-    return _with_section(config, outer, replace(_section(config, outer), **{name: inner}))
+def changed(config, key, value):
+    name, *rest = key
+    return replace(config, **{name: changed(getattr(config, name), rest, value) if rest else value})
 
 
 @pytest.fixture(scope="session")
 def on_disk(micro, rows):
-    """(folder, source of a grader's module, its function) -> what makes configurations there for the command line, by name, and writes them."""
+    """(folder, source of a grader's module, its function) -> a function that writes a configuration of this name into the folder."""
 
     def at(folder, grader, function):
         (folder / "grader.py").write_text(grader)
@@ -156,7 +148,7 @@ def on_disk(micro, rows):
 
 
 def correct_by_even_sum(sample):
-    """Correct if the tokens add up to an even number: about half of what a random model says is."""
+    """Correct if the tokens add up to an even number: true for about half of the responses of a random model."""
     return int(sample.tokens.sum()) % 2 == 0
 
 
@@ -178,7 +170,7 @@ def run_micro(rows, even_sum):
 
 @pytest.fixture(scope="session")
 def steps_seen():
-    """What `on_step` was called with in the finished run."""
+    """The arguments of `on_step` in the finished run."""
     return []
 
 
@@ -189,6 +181,41 @@ def finished(micro, run_micro, rows, steps_seen):
     return run_micro(
         config, eval_rows=rows, on_step=lambda step, metrics: steps_seen.append((step, dict(metrics)))
     )
+
+
+def make_group(ordinal, verdicts, lengths=None, *, truncated=(), version=0, text="1+2", answer="3"):
+    """A graded group. Each of `verdicts` is a `Verdict`, or `x` for a correct response; response i has 2 + i tokens by default."""
+    rollouts = []
+    for index, verdict in enumerate(verdicts):
+        graded = verdict if isinstance(verdict, Verdict) else Verdict(correct=verdict == "x")
+        length = lengths[index] if lengths else 2 + index
+        response = Response(
+            tokens=np.full(length, 5, np.int32),
+            logprobs=np.full(length, -1.0, np.float32),
+            finish_reason="length" if index in truncated else "stop",
+            spans=(Span(0, version),),
+        )
+        reward = 1.0 if graded.correct else -1.0
+        rollouts.append(Rollout(response=response, text=f"it is {index}", verdict=graded, reward=reward))
+    prompt = Prompt(ordinal=ordinal, tokens=np.array([3, 12, 4], np.int32), text=text, answer=answer)
+    return Group(prompt=prompt, rollouts=tuple(rollouts))
+
+
+def params_of(result):
+    """The weights of a result of `train`, or of a policy, as arrays of numpy."""
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(getattr(result, "policy", result).params)]
+
+
+def assert_equal_weights(found, expected):
+    """Bit for bit."""
+    for a, b in zip(params_of(found), params_of(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def without_evaluations(metrics):
+    """Metrics whose lines between the first and the last have no evaluation, as a run in parts has one at each of its ends."""
+    between = [{name: value for name, value in line.items() if "eval" not in name} for line in metrics[1:-1]]
+    return [metrics[0], *between, metrics[-1]]
 
 
 def learnt(metrics):
@@ -206,13 +233,9 @@ def learnt(metrics):
 @pytest.fixture(scope="session")
 def same_run():
     """Asserts that two results are of the same run: weights bit for bit, and every metric but the clock's."""
-    import jax
 
     def check(found, expected):
-        for a, b in zip(
-            jax.tree.leaves(found.policy.params), jax.tree.leaves(expected.policy.params), strict=True
-        ):
-            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+        assert_equal_weights(found, expected)
         assert learnt(found.metrics) == learnt(expected.metrics)
 
     return check

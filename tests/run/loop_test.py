@@ -7,7 +7,6 @@ import pytest
 
 from dapo_jax.dapo.dynamic_sampling import ShortfallError
 from dapo_jax.dapo.metrics import Mean
-from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Span, Verdict
 from dapo_jax.rollout.collector import Collector, Position
 from dapo_jax.rollout.group_sampling import GroupSampling
 from dapo_jax.rollout.virtual_clock import ClockSizes
@@ -15,25 +14,7 @@ from dapo_jax.run.loop import Observer, run_steps
 from dapo_jax.run.training_pass import StepBatches
 from dapo_jax.training.state import TrainState
 from dapo_jax.training.update import Updater
-
-
-def make_group(ordinal, verdicts, version=0):
-    rollouts = tuple(
-        Rollout(
-            response=Response(
-                tokens=np.full(2 + index, 7, np.int32),
-                logprobs=np.zeros(2 + index, np.float32),
-                finish_reason="stop",
-                spans=(Span(0, version),),
-            ),
-            text="",
-            verdict=Verdict(correct=mark == "x"),
-            reward=1.0 if mark == "x" else -1.0,
-        )
-        for index, mark in enumerate(verdicts)
-    )
-    prompt = Prompt(ordinal=ordinal, tokens=np.array([2], np.int32), text="?", answer="!")
-    return Group(prompt=prompt, rollouts=rollouts)
+from tests.run.conftest import make_group
 
 
 class Script(Observer):
@@ -101,7 +82,7 @@ class ScriptedSampling(GroupSampling):
             for ordinal in reversed(ordinals):
                 self._script.seen.append(("sample", ordinal, weights))
                 verdicts = "x." if self._script.mixed(ordinal) else "xx"
-                group = make_group(ordinal, verdicts, collector.clock.version)
+                group = make_group(ordinal, verdicts, version=collector.clock.version)
                 collector.end_group(group)
                 yield group
 

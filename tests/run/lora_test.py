@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -29,6 +30,7 @@ from dapo_jax.run.programs import sharing, transfer_of
 from dapo_jax.run.train import train
 from dapo_jax.testing import tiny_params
 from dapo_jax.text.tokenizers import load_tokenizer, save_tokenizer
+from tests.run.conftest import without_evaluations
 
 
 @pytest.fixture(scope="module")
@@ -138,10 +140,7 @@ def test_an_interrupted_run_continues_bit_for_bit(adapting, run_micro, rows, ada
     config = adapting(**layout)
     for steps in range(1, 5):
         found = run_micro(adapting(config.run_dir, steps=steps, **layout), resume=steps > 1, eval_rows=rows)
-    for line in found.metrics[1:-1]:
-        for name in [name for name in line if name.startswith("eval/")]:
-            del line[name]
-    same_run(found, result)
+    same_run(replace(found, metrics=without_evaluations(found.metrics)), result)
 
 
 def test_another_mesh_continues_with_the_adapters(adapting, run_micro, rows, adapted, tmp_path):
@@ -255,17 +254,18 @@ def test_another_base_or_rank_is_refused(adapted, adapting, run_micro, rows, mod
 
 
 @pytest.mark.parametrize(
-    ("keys", "refused"),
+    "keys",
     [
-        (["lora.targets=[mlp]"], r"lora\.targets"),
-        (["lora.alpha=16"], r"lora\.alpha"),
-        (["lora.rank=-1"], r"lora\.rank"),
-        (["lora.rank=2", "lora.targets=[lm_head]"], r"lora\.targets"),
-        (["lora.rank=2", "lora.targets=[]"], r"lora\.targets"),
-        (["lora.rank=2", "lora.alpha=0"], r"lora\.alpha"),
-        (["sampling.merge_lora=true"], r"sampling\.merge_lora"),
+        "lora.targets=[mlp]",
+        "lora.alpha=16",
+        "lora.rank=-1",
+        "lora.rank=2 lora.targets=[lm_head]",
+        "lora.rank=2 lora.targets=[]",
+        "lora.rank=2 lora.alpha=0",
+        "sampling.merge_lora=true",
     ],
 )
-def test_keys_that_do_not_fit_together_are_refused(keys, refused):
-    with pytest.raises(ConfigError, match=refused):
-        load_config("quickstart", keys)
+def test_keys_that_do_not_fit_together_are_refused(keys):
+    *_, last = keys.split()
+    with pytest.raises(ConfigError, match=last.partition("=")[0]):
+        load_config("quickstart", keys.split())

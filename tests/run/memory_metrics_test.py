@@ -32,7 +32,3 @@ def test_the_memory_of_the_process_grows_with_an_array():
     held = np.ones(GIB // 16)
     assert memory_metrics([])["memory/host_gib"] - before > 0.4
     assert held[-1] == 1.0
-
-
-def test_without_statistics_of_the_system_the_metric_is_left_out(tmp_path):
-    assert memory_metrics([], statm=tmp_path / "statm") == {}

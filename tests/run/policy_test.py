@@ -10,17 +10,13 @@ import jax
 import numpy as np
 import pytest
 
-from dapo_jax import storage
 from dapo_jax.config import ConfigError, ModelConfig, ParallelConfig, to_yaml
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.sharding import shardings
 from dapo_jax.run.policy import find_policy, load_policy, mesh_of
 from dapo_jax.run.resume_point import model_files
 from tests.models.hub_server import serve_hub
-
-
-def leaves(policy):
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(policy.params)]
+from tests.run.conftest import assert_equal_weights
 
 
 def test_a_saved_policy_is_loaded_as_it_was(model, tmp_path):
@@ -29,8 +25,7 @@ def test_a_saved_policy_is_loaded_as_it_was(model, tmp_path):
     again = load_policy(ModelConfig(source=str(tmp_path / "copy")))
     assert again.decoder == policy.decoder
     assert again.tokenizer == policy.tokenizer
-    for a, b in zip(leaves(again), leaves(policy), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_equal_weights(again, policy)
 
 
 def test_the_shipped_model_is_there():
@@ -64,8 +59,7 @@ def test_weights_go_onto_the_mesh_where_training_has_them(source, model):
     wanted = shardings(shapes_of(policy.decoder), mesh)
     for leaf, place in zip(jax.tree.leaves(policy.params), jax.tree.leaves(wanted), strict=True):
         assert leaf.sharding.is_equivalent_to(place, leaf.ndim)
-    for a, b in zip(leaves(policy), leaves(load_policy(config, seed=3)), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_equal_weights(policy, load_policy(config, seed=3))
 
 
 def test_a_mesh_that_does_not_fit_is_a_configuration_error(model):
@@ -78,8 +72,7 @@ def test_a_mesh_that_does_not_fit_is_a_configuration_error(model):
 def test_a_run_is_its_latest_checkpoint(finished, monkeypatch):
     """The model folder that it started from is not read."""
     monkeypatch.setattr("dapo_jax.run.policy.load_model", None)
-    for a, b in zip(leaves(find_policy(str(finished.run_dir))), leaves(finished.policy), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_equal_weights(find_policy(str(finished.run_dir)), finished)
 
 
 def test_a_run_without_a_checkpoint_is_refused(micro, tmp_path):
@@ -143,14 +136,6 @@ def test_a_model_that_cannot_be_read_from_a_bucket_is_a_configuration_error(sour
     assert str(error.value).startswith(f"model.source={source!r}: ")
 
 
-def test_a_model_in_a_bucket_needs_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "gcsfs", None)
-    storage._objects.cache_clear()
-    with pytest.raises(ConfigError, match=r"model\.source='gs://bucket/m': .* pip install -e '\.\[gcs\]'"):
-        load_policy(ModelConfig(source="gs://bucket/m"))
-    storage._objects.cache_clear()
-
-
 @pytest.mark.parametrize("source", ["preset:tiny", "FOLDER", "gs://bucket/models/char"])
 def test_without_weights_a_policy_has_only_shapes(source, stored, model, tmp_path):
     """The files of weights are removed first."""
@@ -164,7 +149,6 @@ def test_without_weights_a_policy_has_only_shapes(source, stored, model, tmp_pat
 
 
 ASK = """
-import sys
 from dapo_jax.config import ModelConfig
 from dapo_jax.run.policy import load_policy
 policy = load_policy(ModelConfig(source="hf:org/model", revision="main"))
@@ -176,71 +160,17 @@ except ValueError as error:
 """
 
 
-def with_hub(model, code, argument, tmp_path):
-    """Runs code in a process with a hub that serves the model: (files, output, requests).
-
-    huggingface_hub reads its environment when it is imported.
-    """
+def test_a_model_is_read_from_the_hub_and_fetched_once(chat_model, tmp_path):
+    """In another process: huggingface_hub reads its environment when it is imported."""
     pytest.importorskip("huggingface_hub")
-    files = {path.name: path.read_bytes() for path in Path(model).iterdir()}
+    files = {path.name: path.read_bytes() for path in Path(chat_model).iterdir()}
     with serve_hub({"org/model": files}) as (address, requests):
         hub = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "no_proxy": "127.0.0.1"}
         environment = os.environ | hub | {"PYTHONPATH": str(Path(__file__).parents[2])}
-        command = [sys.executable, "-c", code, str(argument)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-c", ASK], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return files, done.stdout, requests
-
-
-def test_a_model_is_read_from_the_hub_and_fetched_once(chat_model, tmp_path):
-    files, output, requests = with_hub(chat_model, ASK, tmp_path / "cache", tmp_path)
-    first, second = output.splitlines()
+    first, second = done.stdout.splitlines()
     assert first == "336 (2,)"
     assert second.startswith("model.source='hf:org/other': the hub has no repository org/other")
     fetched = [path for method, path in requests if method == "GET" and "/resolve/" in path]
     assert len(fetched) == len(set(fetched)) == len(files)
-
-
-RESUME = """
-import os
-import shutil
-import sys
-from dataclasses import replace
-
-import jax
-from rich.console import Console
-
-jax.config.update("jax_num_cpu_devices", 8)
-
-from dapo_jax.config import load_config
-from dapo_jax.run import train
-from dapo_jax.run.policy import find_policy
-from dapo_jax.trackers.progress import Progress
-from tests.run.conftest import ROWS, correct_by_even_sum
-
-config = load_config(sys.argv[1])
-
-def run(steps):
-    quiet = Progress(steps, console=Console(quiet=True))
-    train(replace(config, steps=steps), reward=correct_by_even_sum, prompts=ROWS, resume=True, progress=quiet)
-    shutil.rmtree(os.environ["HF_HOME"])
-    print("fetched", flush=True)
-
-run(1)
-run(2)
-find_policy(config.run_dir)
-"""
-
-
-def test_a_resumed_run_fetches_no_weights_from_the_hub(model, micro, tmp_path):
-    """With an empty cache each time: all three files at the start, then only the two small ones."""
-    config = micro(tmp_path / "run", model__source="hf:org/model", steps=1)
-    (tmp_path / "run.yaml").write_text(to_yaml(config))
-    files, _, requests = with_hub(model, RESUME, tmp_path / "run.yaml", tmp_path)
-    fetched = [
-        path.rpartition("/")[2] for method, path in requests if method == "GET" and "/resolve/" in path
-    ]
-    assert sorted(fetched) == sorted([*files, *["config.json", "tokenizer.json"] * 2])
-    # The weights are not asked about again.
-    assert [method for method, path in requests if path.endswith(".safetensors")] == ["HEAD", "GET"]
-    assert (Path(config.run_dir) / "checkpoints" / "2").is_dir()

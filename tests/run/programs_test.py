@@ -3,11 +3,10 @@
 from contextlib import contextmanager
 from dataclasses import replace
 
-import jax
-import numpy as np
 from jax import monitoring
 
 from dapo_jax.dapo.losses import dapo_loss
+from tests.run.conftest import assert_equal_weights
 
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 
@@ -28,17 +27,13 @@ def counted():
         monitoring.unregister_event_duration_listener(heard)
 
 
-def weights(result):
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(result.policy.params)]
-
-
 def test_a_second_run_compiles_nothing_for_another_seed_rate_or_reward_but_for_another_loss(micro, run_micro):
     run_micro(micro(steps=2))
     other = {"steps": 2, "seed": 1, "optimizer__learning_rate": 0.01, "reward__correct": 2.0}
     with counted() as found:
         first, second = (run_micro(micro(**other)) for _ in range(2))
     assert not found
-    assert all(np.array_equal(a, b) for a, b in zip(weights(first), weights(second), strict=True))
+    assert_equal_weights(first, second)
     with counted() as found:
         run_micro(micro(steps=1, loss__clip_ratio_high=0.3))
     assert found

@@ -15,7 +15,6 @@ from dapo_jax.run.prompt_sets import (
     training_prompts,
     training_rows,
 )
-from dapo_jax.text.formatting import PromptFormat
 from dapo_jax.text.tokenizers import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()
@@ -80,18 +79,6 @@ def test_a_mixture_samples_by_weight(sums):
     assert len(found.notes) == 3
 
 
-def test_evaluation_has_datasets_of_its_own(sums):
-    datasets = [
-        {"source": "jsonl", "path": str(sums / "sums.jsonl"), "split": "train[:3]"},
-        {"source": "jsonl", "path": str(sums / "sums.jsonl"), "name": "again"},
-    ]
-    found = held_out_prompts(one(sums, "more"), EvalConfig(datasets=datasets, prompts=5), TOKENIZER)
-    assert {name: [prompt.text for prompt in prompts] for name, prompts in found.items()} == {
-        "sums": ["0+1", "1+1", "2+1"],
-        "again": ["0+1", "1+1", "2+1", "3+1", "4+1"],
-    }
-
-
 def test_an_over_long_prompt_is_an_error_in_evaluation(sums):
     datasets = [{"source": "jsonl", "path": str(sums / "more.jsonl")}]
     with pytest.raises(ConfigError, match=r"'jsonl': more\.jsonl, line 10: the prompt has 50 tokens"):
@@ -116,19 +103,6 @@ def test_joined_lists_are_one_list():
     assert (joined[-1]["n"], joined[-5]["n"]) == (4, 0)
     with pytest.raises(IndexError):
         joined[5]
-
-
-def test_every_prompt_option_reaches_the_format():
-    options = {"chat": True, "system_prompt": "S", "chat_template_kwargs": {"enable_thinking": False}}
-    shown = DataConfig(
-        prompt_template="Q{prompt}",
-        few_shot=[{"prompt": "1+1", "response": "2"}],
-        **options,
-    )
-    examples = ({"prompt": "1+1", "response": "2"},)
-    expected = PromptFormat(template="Q{prompt}", examples=examples, **options)
-    assert prompt_format(shown) == expected
-    assert prompt_format(DataConfig()) == PromptFormat()
 
 
 def test_a_conversation_without_a_chat_template_is_a_configuration_error():

@@ -30,7 +30,7 @@ def test_a_new_run_does_not_append_to_another_runs_metrics(micro, tmp_path):
         Records(micro(), tmp_path, resume_step=None)
 
 
-@pytest.mark.slow  # starts two processes; bucket_run_test has the same for a run
+@pytest.mark.slow  # starts two processes
 def test_programs_compiled_by_one_process_are_read_from_a_bucket_by_the_next(bucket):
     code = """if True:
         import jax

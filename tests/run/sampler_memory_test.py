@@ -1,4 +1,4 @@
-"""How large the cache becomes where the configuration leaves it open: by the memory of a device, and by what else lies there."""
+"""The size of a KV cache that the configuration does not set: it depends on the memory of a device and the other arrays there."""
 
 from dataclasses import replace
 
@@ -65,9 +65,9 @@ def test_eight_bits_are_counted_with_their_scales():
         (replace(PAGES, cache_tokens=512), 1 << 20),
         (replace(PAGES, page_tokens=0), 1 << 20),
     ],
-    ids=["a device that does not say", "a size that is set", "whole slots, on CPU"],
+    ids=["a device without a report", "a size that is set", "whole slots, on CPU"],
 )
-def test_memory_decides_nothing_where_the_configuration_or_nobody_does(sampling, memory):
+def test_memory_does_not_decide_if_the_size_is_set_or_the_device_does_not_report_it(sampling, memory):
     assert room(sampling, memory=memory) is None
 
 

@@ -1,6 +1,7 @@
 """Prompts and verdicts as the configuration has them: conversations through the chat template, texts up to a stop string."""
 
 import logging
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 
@@ -18,9 +19,8 @@ from dapo_jax.run.policy import load_policy
 from dapo_jax.run.sampler_setup import response_sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.requests import Request
-from dapo_jax.text.huggingface import HuggingFaceTokenizer
-from tests.text.folders import files_of
 
+SYSTEM = "<|im_start|>system\nAdd.<|im_end|>\n"
 OPENED = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -52,24 +52,18 @@ def test_an_own_reward_function_sees_the_same(model):
 
 @pytest.mark.slow
 def test_conversations_are_sampled_through_the_chat_template(chat_model, compiled):
-    how = {"compilation_cache": compiled, "max_response_tokens": 6, "slots": 8, "samples_per_prompt": 4}
-    groups = sample(chat_model, ["1+1", [{"role": "user", "content": "2+2"}]], chat=True, **how)
-    assert [group.prompt.text for group in groups] == [OPENED.format("1+1"), OPENED.format("2+2")]
-    tokenizer = HuggingFaceTokenizer(files_of())
-    for group in groups:
-        np.testing.assert_array_equal(group.prompt.tokens, tokenizer.encode(group.prompt.text))
-        for rollout in group.rollouts:
-            assert rollout.text == tokenizer.decode(rollout.response.tokens)
+    how = {"compilation_cache": compiled, "max_response_tokens": 6, "slots": 8}
+    asked = ["1+1", [{"role": "user", "content": "2+2"}]]
+    found = sample(chat_model, asked, chat=True, system_prompt="Add.", **how)
+    assert [group.prompt.text for group in found] == [SYSTEM + OPENED.format(text) for text in ("1+1", "2+2")]
     [plain] = sample(chat_model, ["1+1"], **how)
     assert plain.prompt.text == "1+1"
-    [led] = sample(chat_model, ["1+1"], chat=True, system_prompt="Add.", **how)
-    assert led.prompt.text == "<|im_start|>system\nAdd.<|im_end|>\n" + OPENED.format("1+1")
 
 
 def test_a_conversation_is_trained_on_with_its_template_and_logged_readably(
     chat_model, micro, run_micro, tmp_path
 ):
-    """One step on rows of messages; the prompt in the rollout log is what the model read."""
+    """One step on rows of messages; the rollout log has the prompt as the model read it."""
     from dapo_jax.trackers.rollout_log import read_rollouts
 
     rows = [{"prompt": [{"role": "user", "content": f"{n}+1"}], "answer": str(n + 1)} for n in range(3)]
@@ -80,21 +74,48 @@ def test_a_conversation_is_trained_on_with_its_template_and_logged_readably(
     config = replace(config, data=replace(config.data, system_prompt="Add."))
     result = run_micro(config, prompts=rows)
     logged = read_rollouts(result.run_dir / "rollouts" / "step_000001.jsonl")
-    system = "<|im_start|>system\nAdd.<|im_end|>\n"
-    assert {row["prompt"] for row in logged} <= {system + OPENED.format(f"{n}+1") for n in range(3)}
+    assert {row["prompt"] for row in logged} <= {SYSTEM + OPENED.format(f"{n}+1") for n in range(3)}
     assert all(row["row"]["prompt"][0]["role"] == "user" for row in logged)
     assert (result.run_dir / "model" / "chat_template.jinja").is_file()
 
 
-def test_what_was_compiled_beforehand_samples_evaluates_and_reads_again_without_compiling(model, caplog):
-    """Two rows of 16 tokens at a time; six pages of 4 tokens are one sequence of 24, so responses give way and are read again."""
-    mesh = make_mesh(devices=jax.devices()[:1], fsdp=1)
-    policy = load_policy(ModelConfig(source=model), mesh=mesh)
-    config = SamplingConfig(slots=4, page_tokens=4, cache_tokens=24, max_response_tokens=16, steps_per_call=3)
-    sampler = response_sampler(
-        policy, make_meshes(mesh), config, seed=0, max_prompt_tokens=8, compute_dtype="float32", group_size=2
-    )
-    weights = sampler.transfer(policy.params)
+@pytest.fixture
+def compiles_nothing(caplog):
+    """Within, no program may be compiled."""
+
+    @contextmanager
+    def checked():
+        with jax.log_compiles(), caplog.at_level(logging.WARNING):
+            caplog.clear()
+            yield
+        lines = [record.getMessage() for record in caplog.records]
+        assert [line for line in lines if "Compiling jit(" in line and "_program" in line] == []
+
+    return checked
+
+
+@pytest.fixture
+def sampler_of(model):
+    """Makes the sampler of a policy on one device, with prompts of up to 8 and responses of up to 16 tokens."""
+
+    def make(slots, *, in_flight=0, **sampling):
+        mesh = make_mesh(devices=jax.devices()[:1], fsdp=1)
+        policy = load_policy(ModelConfig(source=model), mesh=mesh)
+        config = SamplingConfig(
+            slots=slots, page_tokens=4, max_response_tokens=16, steps_per_call=3, **sampling
+        )
+        sampler = response_sampler(
+            policy, make_meshes(mesh), config, seed=0, max_prompt_tokens=8, compute_dtype="float32", group_size=2,
+            in_flight=in_flight,
+        )  # fmt: skip
+        return policy, sampler, sampler.transfer(policy.params)
+
+    return make
+
+
+def test_compiled_programs_sample_evaluate_and_prefill_again_without_compiling(sampler_of, compiles_nothing):
+    """Two rows of 16 tokens at a time; six pages of 4 tokens are one sequence of 24, so responses are preempted and prefilled again."""
+    policy, sampler, weights = sampler_of(4, cache_tokens=24)
     asked = EvalConfig(samples_per_prompt=2, temperature=0.5, top_p=0.7)
     sampler.compile({"temperature": 1.0}, {"temperature": 0.5, "top_p": 0.7})
     prompts = [
@@ -102,41 +123,22 @@ def test_what_was_compiled_beforehand_samples_evaluates_and_reads_again_without_
         for i in range(8)
     ]
     left = iter(prompts)
-    with jax.log_compiles(), caplog.at_level(logging.WARNING):
-        caplog.clear()
+    with compiles_nothing():
         found = sampler.sample(
             weights, lambda n: list(islice(left, n)), decoding=decoding(), samples=2, domain=TRAINING
         )
         assert len(list(found)) == 8
-        sampler.evaluate(
-            weights,
-            prompts,
-            lambda sampled: [graded_nothing(each) for each in sampled],
-            asked,
-            name="a",
-            step=0,
-        )
-    lines = [record.getMessage() for record in caplog.records]
-    assert [line for line in lines if "Compiling jit(" in line and "_program" in line] == []
+        ungraded = lambda sampled: [Group(prompt=prompt, rollouts=()) for prompt, _ in sampled]  # noqa: E731
+        sampler.evaluate(weights, prompts, ungraded, asked, name="a", step=0)
 
 
-def test_what_was_compiled_beforehand_draws_in_rounds_and_in_turns_without_compiling(model, caplog):
-    """Two responses in turns of one slot: a prompt is read, one pauses and comes back, and new weights read both again."""
-    mesh = make_mesh(devices=jax.devices()[:1], fsdp=1)
-    policy = load_policy(ModelConfig(source=model), mesh=mesh)
-    config = SamplingConfig(
-        slots=1, page_tokens=4, max_response_tokens=16, steps_per_call=3, prefill_tokens=16
-    )
-    sampler = response_sampler(
-        policy, make_meshes(mesh), config, seed=0, max_prompt_tokens=8, compute_dtype="float32", group_size=2,
-        in_flight=2,
-    )  # fmt: skip
-    weights = sampler.transfer(policy.params)
+def test_compiled_programs_sample_in_rounds_and_turns_without_compiling(sampler_of, compiles_nothing):
+    """Two responses in turns of one slot: a prompt is prefilled, one response pauses and returns, and new weights prefill both again."""
+    policy, sampler, weights = sampler_of(1, in_flight=2, prefill_tokens=16)
     sampler.compile({"temperature": 1.0})
     prompt = Prompt(ordinal=0, tokens=policy.tokenizer.encode("1+1=2+1"), text="", answer="")
     requests = [Request(prompt, index, 0) for index in range(2)]
-    with jax.log_compiles(), caplog.at_level(logging.WARNING):
-        caplog.clear()
+    with compiles_nothing():
         for _ in range(2):
             rounds = sampler.rounds(weights, decoding=decoding())
             for _ in range(2):
@@ -144,11 +146,3 @@ def test_what_was_compiled_beforehand_draws_in_rounds_and_in_turns_without_compi
                 assert not any(part.finish_reason for part in found), "another seed is needed"
             requests = [request.rest() for request in requests]
     assert [request.drawn for request in requests] == [12, 12]
-    lines = [record.getMessage() for record in caplog.records]
-    assert [line for line in lines if "Compiling jit(" in line and "_program" in line] == []
-
-
-def graded_nothing(sampled):
-    """A group as an evaluation sorts it, which is all that is done with it here."""
-    prompt, _ = sampled
-    return Group(prompt=prompt, rollouts=())

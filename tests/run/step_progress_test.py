@@ -1,15 +1,15 @@
-"""What a run says of its waves while they run."""
+"""The progress of waves while they run, and warnings about them."""
 
-import numpy as np
 from rich.console import Console
 
 from dapo_jax.config import BatchConfig, DynamicSamplingConfig, TrainConfig
-from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
+from dapo_jax.dapo.rollouts import Verdict
 from dapo_jax.rollout.collector import Collector, Position
 from dapo_jax.rollout.virtual_clock import ClockSizes
 from dapo_jax.run.observers import StepProgress
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.training.state import TrainState
+from tests.run.conftest import make_group
 
 MIXED = [Verdict(correct=True), Verdict(correct=False)]
 WRONG = [
@@ -19,20 +19,8 @@ WRONG = [
 RIGHT = [Verdict(correct=True)] * 2
 
 
-def group_of(ordinal, verdicts):
-    response = Response(
-        tokens=np.array([1], np.int32), logprobs=np.zeros(1, np.float32), finish_reason="stop"
-    )
-    rollouts = tuple(
-        Rollout(response=response, text=f"it is {index}", verdict=verdict, reward=0.0)
-        for index, verdict in enumerate(verdicts)
-    )
-    prompt = Prompt(ordinal=ordinal, tokens=np.array([2], np.int32), text="12+34", answer="46")
-    return Group(prompt=prompt, rollouts=rollouts)
-
-
 class Shown(Progress):
-    """Keeps what it is told."""
+    """Keeps its messages."""
 
     def __init__(self):
         super().__init__(9, console=Console(quiet=True))
@@ -66,13 +54,13 @@ def sampled(*steps, metric="correct", enabled=True):
         while ordinals := [one.ordinal for one in collector.start() if one.index == 0]:
             for ordinal in ordinals:
                 told.append(len(shown.messages))
-                group = group_of(ordinal, verdicts[ordinal])
+                group = make_group(ordinal, verdicts[ordinal], text="12+34", answer="46")
                 collector.end_group(group)
                 progress.on_group(group, collector)
     return shown, told
 
 
-def test_a_wave_shows_what_was_drawn_mixed_and_wrong_while_it_runs():
+def test_a_wave_shows_its_prompts_and_its_mixed_and_wrong_groups():
     """The second wave is opened when the first has one mixed group of the two that are needed."""
     shown, _ = sampled([MIXED, WRONG, RIGHT, WRONG, MIXED, MIXED])
     assert shown.waves == [

@@ -7,14 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.health.stopping import StoppedError, stopped_by_signals
-from dapo_jax.rewards.grading import Grading
 from dapo_jax.rollout.group_sampling import GroupSampling
 from dapo_jax.run.resume_point import UNFINISHED
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.trackers import read_metrics
-from dapo_jax.trackers.run_status import read_status
 from dapo_jax.training.update import Updater
 
 
@@ -52,41 +49,25 @@ def progress_of(config):
     }
 
 
-PHASES = {
-    # Counted from the first evaluation on: each call is in step 2 or 3.
-    "sampling": (DecoderEngine, "generate", 9),
-    "grading": (Grading, "groups", 4),
-    "updating": (Updater, "update", 4),
-    "saving": (Checkpointer, "save", 2),
-    "reading weights": (Updater, "prepare", 3),
-}
+NEVER_DUE = {"checkpoint__every_steps": 0, "checkpoint__keep_best": False}
 
 
-@pytest.mark.parametrize(
-    "phase",
-    [
-        pytest.param(phase, marks=[pytest.mark.slow] * (phase not in ("sampling", "updating")))
-        for phase in PHASES
-    ],
-)
+@pytest.mark.parametrize("phase", [(DecoderEngine, "generate", 9), (Updater, "update", 4)], ids=str)
 def test_a_stopped_run_saves_its_last_step_and_resumes(
     phase, finished, micro, run_micro, rows, same_run, monkeypatch
 ):
-    """No regular checkpoint is due, so it was saved for the stop."""
-    every = 1 if phase == "saving" else 0
-    config = micro(checkpoint__every_steps=every, checkpoint__keep_best=False)
-    stopped(monkeypatch, run_micro, rows, config, *PHASES[phase])
+    """The call is in step 2 or 3. No regular checkpoint is due. `faults/stop_phases_test.py` has the other phases."""
+    config = micro(**NEVER_DUE)
+    stopped(monkeypatch, run_micro, rows, config, *phase)
     lines = read_metrics(f"{config.run_dir}/metrics.jsonl")
     assert lines[-1]["step"] in (1, 2, 3)
     assert max(progress_of(config)) == lines[-1]["step"]
     same_run(run_micro(config, eval_rows=rows, resume=True), finished)
 
 
-EVALUATED = {"eval__every_steps": 1, "checkpoint__every_steps": 0, "checkpoint__keep_best": False}
-
-
 def test_an_abandoned_evaluation_is_repeated(micro, run_micro, rows, same_run, monkeypatch):
-    whole, config = run_micro(micro(**EVALUATED), eval_rows=rows), micro(**EVALUATED)
+    whole, config = (micro(eval__every_steps=1, **NEVER_DUE) for _ in range(2))
+    whole = run_micro(whole, eval_rows=rows)
     stopped(monkeypatch, run_micro, rows, config, GroupSampling, "evaluate", 3)  # of step 2
     assert [line["step"] for line in read_metrics(f"{config.run_dir}/metrics.jsonl")] == [0, 1]
     [(step, progress)] = progress_of(config).items()
@@ -96,31 +77,6 @@ def test_an_abandoned_evaluation_is_repeated(micro, run_micro, rows, same_run, m
         run_micro(config, eval_rows=rows, resume=True, stop=stop)
     assert list(progress_of(config)) == [2]
     same_run(run_micro(config, eval_rows=rows, resume=True), whole)
-
-
-@pytest.mark.slow  # the test above has one repetition
-def test_an_evaluation_may_be_repeated_twice(micro, run_micro, rows, same_run, monkeypatch):
-    """Its line is written by then and is replaced."""
-    whole, config = run_micro(micro(**EVALUATED), eval_rows=rows), micro(**EVALUATED)
-    stopped(monkeypatch, run_micro, rows, config, GroupSampling, "evaluate", 3)
-
-    def interrupt(step, metrics):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run_micro(config, eval_rows=rows, resume=True, on_step=interrupt)
-    assert [line["step"] for line in read_metrics(f"{config.run_dir}/metrics.jsonl")] == [0, 1, 2]
-    same_run(run_micro(config, eval_rows=rows, resume=True), whole)
-
-
-@pytest.mark.slow  # two more runs
-def test_before_the_first_step_nothing_is_saved(finished, micro, run_micro, rows, same_run, monkeypatch):
-    config = micro()
-    stopped(monkeypatch, run_micro, rows, config, GroupSampling, "evaluate", 1)
-    assert not (Path(config.run_dir) / "checkpoints").exists()
-    assert read_status(Path(config.run_dir)).state == "stopped"
-    same_run(run_micro(config, eval_rows=rows, resume=True), finished)
-    assert read_status(Path(config.run_dir)).state == "finished"
 
 
 def test_the_best_checkpoint_is_kept(micro, run_micro, rows):

@@ -51,7 +51,7 @@ def test_other_machines_need_a_key(host):
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("slots", 0), ("queue", -1), ("max_prompt_tokens", -1), ("port", 65536), ("temperature", math.nan), ("temperature", 1e-9),
+        ("slots", 0), ("queue", -1), ("max_prompt_tokens", -1), ("port", 65536), ("temperature", math.nan), ("temperature", math.inf), ("temperature", 1e-9),
         ("top_k", 2**31), ("seed", 2**32), ("follow_s", math.inf), ("follow_s", 0.0), ("page_tokens", -1),
     ],
 )  # fmt: skip

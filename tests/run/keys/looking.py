@@ -14,7 +14,7 @@ from dapo_jax.run.build import Run
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.training.state import TrainState
 from tests.run.keys import doubles
-from tests.run.keys.watching import READING, made
+from tests.run.keys.watching import made
 
 ROWS = [{"prompt": question, "answer": "2"} for question in ("0+2", "1+1", "2+0", "2+00")]
 FILES = {
@@ -127,9 +127,6 @@ class Look:
 
     def received(self, name, **how):
         """The arguments of a class in a run without a step; None if it was not made."""
-        if READING:  # nothing may be kept of a library that ignores a key
-            self.train(**how)
-            return self.noted(name)
         if repr(self.config) not in _BEGUN:
             self.train(**how)
             _BEGUN[repr(self.config)] = dict(self._received)

@@ -3,19 +3,28 @@
 import os
 
 from tests.run.keys.looking import by_length, refusal
-from tests.run.keys.watching import differs, watch
+from tests.run.keys.watching import differs, echoes, watch
+
+
+def path(name):
+    return f"questions/{name}.jsonl"
+
+
+def sums(plus, count=3):
+    """The prompts of a file of sums."""
+    return [f"{n}+{plus}" for n in range(count)]
+
 
 TRAIN, OTHER, TEST, LONG, SUMS = (
-    {"source": "jsonl", "path": f"questions/{name}.jsonl"}
-    for name in ("train", "other", "test", "long", "sums")
+    {"source": "jsonl", "path": path(name)} for name in ("train", "other", "test", "long", "sums")
 )
 IN_ORDER = {
     "data.source": "jsonl",
-    "data.path": "questions/train.jsonl",
+    "data.path": path("train"),
     "data.shuffle": False,
     "eval.datasets": [TEST],
 }
-"""0+1, 1+1, 2+1, 3+1."""
+OPTIONS = {"prompt": "question", "answer": "solution"}
 CHAT = {**IN_ORDER, "model.source": "chat_model", "data.chat": True, "data.max_prompt_tokens": 100}
 DATED = {**CHAT, "model.source": "dated_model"}
 """A chat template that prints the day and `mark`."""
@@ -37,9 +46,11 @@ def order(look):
     return [group.prompt.answer for group in look.collected(prompts=rows, reward=by_length).sampled]
 
 
-def folders(look):
+def prepared(look):
+    """The folder of prepared datasets."""
     look.run(prompts=None)
-    return sorted(name for name in os.listdir() if name.startswith("prepared"))
+    [name] = [name for name in os.listdir() if name.startswith("prepared")]
+    return name
 
 
 def held_out(look):
@@ -50,29 +61,17 @@ WATCHERS = [
     watch(
         "data.source",
         texts,
-        ("jsonl", ["0+1", "1+1", "2+1"]),
-        ("gsm8k", ["0+3", "1+3", "2+3"]),
-        also={**IN_ORDER, "data.path": "questions/sums.jsonl"},
+        ("jsonl", sums(1)),
+        ("gsm8k", sums(3)),
+        also={**IN_ORDER, "data.path": path("sums")},
     ),
-    watch(
-        "data.path",
-        texts,
-        ("questions/train.jsonl", ["0+1", "1+1", "2+1"]),
-        ("questions/other.jsonl", ["0+5", "1+5", "2+5"]),
-        also=IN_ORDER,
-    ),
-    watch(
-        "data.source_options",
-        texts,
-        ({}, ["0+1", "1+1", "2+1"]),
-        ({"prompt": "question", "answer": "solution"}, ["1+0", "1+1", "1+2"]),
-        also={**IN_ORDER, "data.path": "questions/train.jsonl"},
-    ),
+    watch("data.path", texts, (path("train"), sums(1)), (path("other"), sums(5)), also=IN_ORDER),
+    watch("data.source_options", texts, ({}, sums(1)), (OPTIONS, ["1+0", "1+1", "1+2"]), also=IN_ORDER),
     watch(
         "data.mixture",
-        lambda look: sorted({text[1:] for text in look.texts()}),
-        ([TRAIN], ["+1"]),
-        ([OTHER], ["+5"]),
+        lambda look: set(look.texts()),
+        ([TRAIN], {*sums(1)}),
+        ([OTHER], {*sums(5)}),
         also=MIXTURE,
     ),
     watch(
@@ -80,22 +79,16 @@ WATCHERS = [
         refusal(texts),
         ("error", "ConfigError"),
         ("skip", ""),
-        also={**IN_ORDER, "data.path": "questions/bad.jsonl"},
+        also={**IN_ORDER, "data.path": path("bad")},
     ),
     watch(
         "data.deduplicate",
         texts,
         (True, ["0+5", "1+4", "0+5", "1+4"]),
         (False, ["0+5", "1+4", "0+5", "0+5"]),
-        also={**IN_ORDER, "data.path": "questions/twice.jsonl", "dynamic_sampling.prompts_per_wave": 4},
+        also={**IN_ORDER, "data.path": path("twice"), "dynamic_sampling.prompts_per_wave": 4},
     ),
-    watch(
-        "data.train_split",
-        texts,
-        ("train", ["0+1", "1+1", "2+1"]),
-        ("train[2:]", ["2+1", "3+1", "2+1"]),
-        also=IN_ORDER,
-    ),
+    watch("data.train_split", texts, ("train", sums(1)), ("train[2:]", ["2+1", "3+1", "2+1"]), also=IN_ORDER),
     watch(
         "data.eval_split",
         held_out,
@@ -103,13 +96,7 @@ WATCHERS = [
         ("train[:1]", {"both": ["0+1"]}),
         also={**IN_ORDER, "data.path": "questions/both", "eval.datasets": []},
     ),
-    watch(
-        "data.data_dir",
-        folders,
-        ("prepared", ["prepared"]),
-        ("prepared_too", ["prepared_too"]),
-        also=IN_ORDER,
-    ),
+    echoes("data.data_dir", prepared, "prepared", "prepared_too", also=IN_ORDER),
     watch(
         "data.prompt_template",
         first_text,
@@ -167,15 +154,7 @@ WATCHERS = [
         (4, ["0+5", "0+5", "0+5"]),
         (5, ["0+5", "0+1+5", "0+5"]),
         what="in training",
-        also={**IN_ORDER, "data.path": "questions/long.jsonl"},
-    ),
-    watch(
-        "data.max_prompt_tokens",
-        refusal(held_out),
-        (4, "ConfigError"),
-        (5, ""),
-        what="in evaluation",
-        also={**IN_ORDER, "eval.datasets": [LONG]},
+        also={**IN_ORDER, "data.path": path("long")},
     ),
     watch(
         "data.max_prompt_tokens",

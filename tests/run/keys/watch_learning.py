@@ -145,14 +145,6 @@ WATCHERS = [
     # Ordinals 0 and 2 are informative, of the first wave 0, 1, 2 and of the second 4.
     watch("dynamic_sampling.enabled", trained(even), (True, ([0, 2], 0, 3)), (False, ([0, 1], 0, 2))),
     watch("dynamic_sampling.prompts_per_wave", trained(even), (3, ([0, 2], 0, 3)), (4, ([0, 2], 0, 4))),
-    # 0 is three times the prompts of a step, which are 2.
-    watch(
-        "dynamic_sampling.prompts_per_wave",
-        lambda look: look.run().sampling.collector(Position()).clock.sizes.in_flight,
-        (0, 24),
-        (3, 12),
-        what="unless set",
-    ),
     watch("dynamic_sampling.max_waves", waves, (3, 9), (2, 6)),
     watch(
         "dynamic_sampling.on_shortfall",
@@ -184,13 +176,6 @@ WATCHERS = [
         (True, 1),
         (False, 2),
         also={"batch.row_tokens": 24, "batch.group_size": 16},
-    ),
-    watch(
-        "batch.rows_per_microbatch",
-        refusal(shape),
-        (8, ""),
-        (4, "ConfigError"),
-        what="spread over eight devices",
     ),
     # 0.5 of the ratio at a negative advantage: the loss stays at 1 - low. Twice at a positive one: at -(1 + high).
     watch("loss.clip_ratio_low", token_loss(0.5, -1.0), (0.2, [0.8]), (0.1, [0.9])),
@@ -233,21 +218,16 @@ WATCHERS = [
         what="of truncate",
         also={"loss.correction": "truncate"},
     ),
-    watch(
-        "loss.importance_range",
-        option("importance_range"),
-        ([], (0.5, 2.0)),
-        ([0.25, 4.0], (0.25, 4.0)),
-        what="of mask",
-        also={"loss.correction": "mask"},
-    ),
-    watch(
-        "loss.importance_range",
-        option("importance_range"),
-        ([], (0.99, 1.01)),
-        ([0.25, 4.0], (0.25, 4.0)),
-        what="of mask_responses",
-        also={"loss.correction": "mask_responses"},
+    *(
+        watch(
+            "loss.importance_range",
+            option("importance_range"),
+            ([], unset),
+            ([0.25, 4.0], (0.25, 4.0)),
+            what=f"of {kind}",
+            also={"loss.correction": kind},
+        )
+        for kind, unset in (("mask", (0.5, 2.0)), ("mask_responses", (0.99, 1.01)))
     ),
     echoes("loss.kl_coef", option("kl_coef"), 0.0, 0.1),
     watch("loss.kl_coef", reference, (0.0, False), (0.1, True), what="a reference policy"),

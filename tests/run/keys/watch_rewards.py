@@ -2,14 +2,15 @@
 
 import math
 
-from dapo_jax.dapo.rollouts import Verdict
 from tests.run.keys.looking import refusal
 from tests.run.keys.watching import echoes, watch
 
 PLAIN = {"reward.overlong.enabled": False}
+ALL_WRONG = {**PLAIN, "dynamic_sampling.enabled": False}
+"""Groups without a correct response."""
 RIGHT = [1, -1, 1, -1]
 """Rewards without the overlong penalty."""
-WEIGHTED = {**PLAIN, "reward.graders": [{"grader": "exact", "weight": 2.0}]}
+WRONG = [-1, -1, -1, -1]
 POOL = {**PLAIN, "reward.grader": "math"}
 """Needs workers."""
 
@@ -37,13 +38,6 @@ async def waits(sample):
     return True
 
 
-def partly_lost(sample):
-    """Scores, except for a response with a lost verdict."""
-    if sample.response == "=3":
-        return Verdict(correct=False, lost="timeout")
-    return 2.0
-
-
 def nan(sample):
     return math.nan if sample.response == "=3" else 1.0
 
@@ -52,34 +46,13 @@ def not_finite(look):
     return look.rewards(reward=nan)
 
 
-def lost(look):
-    return look.rewards(reward=partly_lost)
-
-
-def lost_of_sum(look):
-    return look.rewards(reward=[(partly_lost, 3.0)])
-
-
 def in_the_loss(look):
     """Tokens in the loss, of all minibatches: of two groups of 3 + 3 + 6 + 6 tokens."""
     return sum(int(m.mask.sum()) for minibatch in look.minibatches() for m in minibatch)
 
 
-def updates(look):
-    """The number of updates, of two, when all responses were cut off."""
-    run = look.run(reward=lambda sample: sample.response == "=2")
-    groups = look.collected(run).groups
-    return len(run.batches.split(groups, 1))
-
-
 WATCHERS = [
-    watch(
-        "reward.grader",
-        rewards,
-        ("exact", RIGHT),
-        ("dapo", [-1, -1, -1, -1]),
-        also={**PLAIN, "dynamic_sampling.enabled": False},
-    ),
+    watch("reward.grader", rewards, ("exact", RIGHT), ("dapo", WRONG), also=ALL_WRONG),
     watch(
         "reward.graders",
         rewards,
@@ -88,13 +61,7 @@ WATCHERS = [
         also=PLAIN,
     ),
     # What follows the last + of 1+1=2 is no answer, and without a marker the whole response is one.
-    watch(
-        "reward.answer_marker",
-        rewards,
-        ("=", RIGHT),
-        ("+", [-1, -1, -1, -1]),
-        also={**PLAIN, "dynamic_sampling.enabled": False},
-    ),
+    watch("reward.answer_marker", rewards, ("=", RIGHT), ("+", WRONG), also=ALL_WRONG),
     watch("reward.workers", of_pool("workers"), (0, None), (3, 3), also=POOL),
     echoes("reward.timeout_s", of_pool("timeout_s"), 10.0, 3.0, what="of workers", also=POOL),
     echoes("reward.timeout_s", of_calls("timeout_s"), 10.0, 3.0, what="of async functions"),
@@ -102,39 +69,7 @@ WATCHERS = [
     watch("reward.on_nonfinite", refusal(not_finite), ("error", "RewardError"), ("lost", "")),
     echoes("reward.on_nonfinite", of_pool("on_nonfinite"), "error", "lost", what="of workers", also=POOL),
     watch("reward.correct", rewards, (1.0, RIGHT), (3.0, [3, -1, 3, -1]), also=PLAIN),
-    watch(
-        "reward.correct",
-        rewards,
-        (1.0, [2, -2, 2, -2]),
-        (3.0, [6, -2, 6, -2]),
-        what="in a sum",
-        also=WEIGHTED,
-    ),
     watch("reward.incorrect", rewards, (-1.0, RIGHT), (0.0, [1, 0, 1, 0]), also=PLAIN),
-    watch(
-        "reward.incorrect",
-        rewards,
-        (-1.0, [2, -2, 2, -2]),
-        (0.0, [2, 0, 2, 0]),
-        what="in a sum",
-        also=WEIGHTED,
-    ),
-    watch(
-        "reward.incorrect",
-        lost,
-        (-1.0, [2, -1, 2, 2]),
-        (-5.0, [2, -5, 2, 2]),
-        what="of a lost one",
-        also=PLAIN,
-    ),
-    watch(
-        "reward.incorrect",
-        lost_of_sum,
-        (-1.0, [6, -3, 6, 6]),
-        (-5.0, [6, -15, 6, 6]),
-        what="of a lost one in a sum",
-        also=PLAIN,
-    ),
     # Limit 6: of a buffer of 2 or 4 tokens all is used up.
     watch("reward.overlong.enabled", rewards, (True, [1, -1, 0, -2]), (False, RIGHT)),
     # Of 3 tokens one is in a buffer of 4.

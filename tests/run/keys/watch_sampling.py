@@ -225,13 +225,6 @@ WATCHERS = [
     ),
     # Of the response 1+1=2 with its end token, the first two stay; the others have no +.
     watch("sampling.stop", tokens, ([], [3, 3, 6, 6]), (["+"], [3, 3, 2, 6])),
-    watch(
-        "sampling.stop",
-        lambda look: [rollout.text for rollout in look.rollouts()],
-        ([], ["=2", "=3", "1+1=2", "111111"]),
-        (["+"], ["=2", "=3", "1", "111111"]),
-        what="what graders see",
-    ),
     # The digit 3 is token 5: it ends the second response.
     watch("sampling.stop_token_ids", tokens, ([], [3, 3, 6, 6]), ([5], [3, 2, 6, 6])),
     differs("seed", keys, 0, 1, what="what is sampled"),

@@ -1,18 +1,14 @@
-"""Watchers of the keys of the configuration, and a way to change what the library reads of a key."""
+"""Watchers of the keys of the configuration, and a way to note which keys the library reads."""
 
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from dapo_jax.config.section import field_types, leaf_types
-
-READING = []
-"""The fields whose values `reading` replaces at the moment."""
 
 SEEN = object()
 """Stands for any result that differs from those of the other values."""
@@ -34,27 +30,6 @@ class Watcher:
 
     def __str__(self) -> str:
         return f"{self.key}, {self.what}" if self.what else self.key
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """A watcher of a name in the entries of a list: the first entry is `entry` and the name, then come `others`."""
-
-    list_key: str
-    name: str
-    see: Callable[[Any], Any]
-    values: Sequence[tuple[Any, Any]]
-    _: dataclasses.KW_ONLY
-    entry: Mapping[str, Any]
-    others: Sequence[Mapping[str, Any]] = ()
-    also: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    @property
-    def key(self) -> str:
-        return f"{self.list_key}[].{self.name}"
-
-    def __str__(self) -> str:
-        return self.key
 
 
 def watch(key, see, *values, what="", also=None):
@@ -106,48 +81,32 @@ def default_of(schema, key):
 
 
 class _Field:
-    """A descriptor for a field of a dataclass: the library reads `read(value)` in place of the value."""
+    """A descriptor for a field of a dataclass, which notes reads by the library beyond checking or writing it."""
 
-    def __init__(self, section, name, read):
-        self._name, self._read = name, read
+    def __init__(self, section, name, key, found):
+        self._name, self._key, self._found = name, key, found
         self._default = getattr(section, name, None)
 
     def __get__(self, config, section=None):
         if config is None:
             return self._default
-        given = vars(config)[self._name]
-        by_library = sys._getframe(1).f_globals["__name__"].startswith("dapo_jax.")
-        return self._read(given) if by_library else given
+        reader = sys._getframe(1)
+        module = reader.f_globals["__name__"]
+        if module.startswith("dapo_jax.") and not _only_checks(module, reader.f_code.co_qualname):
+            self._found.add(self._key)
+        return vars(config)[self._name]
 
     def __set__(self, config, value):  # by a frozen dataclass's own __init__
         vars(config)[self._name] = value
 
 
 @contextmanager
-def reading(section, name, read):
-    """Within, the library reads `read(value)` of a field; other code reads the value."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(section, name, _Field(section, name, read), raising=False)
-        READING.append(name)
-        try:
-            yield
-        finally:
-            READING.pop()
-
-
-@contextmanager
 def noting_reads(schema, found):
-    """Within, collects in `found` the keys that the library uses, beyond checking or writing them."""
-
-    def noting(key, given):
-        reader = sys._getframe(2)
-        if not _only_checks(reader.f_globals["__name__"], reader.f_code.co_qualname):
-            found.add(key)
-        return given
-
-    with ExitStack() as stack:
+    """Within, collects in `found` the keys that the library uses."""
+    with pytest.MonkeyPatch.context() as patch:
         for key in leaf_types(schema):
-            stack.enter_context(reading(*owner(schema, key), partial(noting, key)))
+            section, name = owner(schema, key)
+            patch.setattr(section, name, _Field(section, name, key, found), raising=False)
         yield
 
 
