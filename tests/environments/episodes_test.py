@@ -487,7 +487,7 @@ def test_tools_of_a_model_without_a_chat_template_end_the_run():
         for ordinal in range(4):
             asked = replace(PROMPT, ordinal=ordinal)
             assert {episodes.start(asked, index).result(5) for index in range(16)} == {None}
-            verdicts = episodes.verdicts([replace(one, prompt=asked) for one in samples(16)])
-            assert ordinal == 3 or {verdict.lost for verdict in verdicts.result(5)} == {"raised"}
-    with pytest.raises(RewardError, match=r"my\.py:tools: all 64 episodes.*no chat template"):
-        verdicts.result(5)
+            if ordinal < 3:
+                assert {verdict.lost for verdict in judge(episodes, 16, prompt=asked)} == {"raised"}
+        with pytest.raises(RewardError, match=r"my\.py:tools: all 64 episodes.*no chat template"):
+            judge(episodes, 16, prompt=asked)
