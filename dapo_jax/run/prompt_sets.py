@@ -39,18 +39,6 @@ class Asked:
     """For each dataset its name, and number and sha256 of its prompts. Checkpoints keep this."""
 
 
-def prompt_format(data: DataConfig) -> PromptFormat:
-    """Returns the format that the configuration puts around a question."""
-    return PromptFormat(
-        template=data.prompt_template,
-        examples=tuple(data.few_shot),
-        chat=data.chat,
-        system_prompt=data.system_prompt,
-        chat_template_kwargs=data.chat_template_kwargs,
-        today=date.fromisoformat(data.template_date) if data.template_date else None,
-    )
-
-
 def dated(data: DataConfig, *, like: DataConfig | None = None) -> DataConfig:
     """Returns `data` with the day that chat templates print: its own, else the day of `like`, else today."""
     day = data.template_date or (like.template_date if like else "") or date.today().isoformat()
@@ -118,7 +106,7 @@ def training_prompts(
         tokenizer,
         seed=seed,
         max_prompt_tokens=data.max_prompt_tokens,
-        prompt_format=prompt_format(data),
+        prompt_format=PromptFormat(data),
         shuffle=data.shuffle,
         parts=asked.parts,
         weights=asked.weights,
@@ -143,7 +131,7 @@ def held_out_prompts(
                 asked,
                 tokenizer,
                 max_prompt_tokens=data.max_prompt_tokens,
-                prompt_format=prompt_format(data),
+                prompt_format=PromptFormat(data),
                 limit=min(config.prompts, len(asked)),
             )
     return found
@@ -223,7 +211,7 @@ def _short_enough(
     data: DataConfig, tokenizer: Tokenizer, rows: GivenRows
 ) -> tuple[Int64[np.ndarray, " kept"], list[bytes]]:
     """Returns the places of the rows with short enough prompts, and a digest of every row."""
-    lengths, digests = measured_prompts(rows, tokenizer, prompt_format(data))
+    lengths, digests = measured_prompts(rows, tokenizer, PromptFormat(data))
     kept = np.flatnonzero(lengths <= data.max_prompt_tokens)
     if len(rows) and not len(kept):
         raise ValueError(

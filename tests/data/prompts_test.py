@@ -7,6 +7,7 @@ import grain
 import numpy as np
 import pytest
 
+from dapo_jax.config import DataConfig
 from dapo_jax.data.prompts import PromptSource, held_out, row_order
 from dapo_jax.data.rows import checked_rows
 from dapo_jax.text.formatting import PromptFormat
@@ -39,7 +40,10 @@ def test_the_prompt_of_an_ordinal_does_not_depend_on_earlier_ones():
 def test_braces_in_questions_and_templates_survive():
     rows = [{"prompt": "the set {1, 2} and {prompt}", "answer": "2"}]
     [prompt] = held_out(
-        rows, TOKENIZER, prompt_format=PromptFormat(template="{x} {prompt} {0}"), max_prompt_tokens=64
+        rows,
+        TOKENIZER,
+        prompt_format=PromptFormat(DataConfig(prompt_template="{x} {prompt} {0}")),
+        max_prompt_tokens=64,
     )
     assert prompt.text == "{x} the set {1, 2} and {prompt} {0}"
 

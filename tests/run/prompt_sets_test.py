@@ -11,7 +11,6 @@ from dapo_jax.run.prompt_sets import (
     Joined,
     dated,
     held_out_prompts,
-    prompt_format,
     training_prompts,
     training_rows,
 )
@@ -118,19 +117,6 @@ def test_joined_lists_are_one_list():
         joined[5]
 
 
-def test_every_prompt_option_reaches_the_format():
-    options = {"chat": True, "system_prompt": "S", "chat_template_kwargs": {"enable_thinking": False}}
-    shown = DataConfig(
-        prompt_template="Q{prompt}",
-        few_shot=[{"prompt": "1+1", "response": "2"}],
-        **options,
-    )
-    examples = ({"prompt": "1+1", "response": "2"},)
-    expected = PromptFormat(template="Q{prompt}", examples=examples, **options)
-    assert prompt_format(shown) == expected
-    assert prompt_format(DataConfig()) == PromptFormat()
-
-
 def test_a_conversation_without_a_chat_template_is_a_configuration_error():
     rows = [{"prompt": "1", "answer": "1"}, {"prompt": [{"role": "user", "content": "1"}], "answer": "1"}]
     with pytest.raises(ConfigError, match=r"the rows given from Python: row 1: .* no chat template"):
@@ -142,8 +128,8 @@ def test_the_day_is_the_configured_one_or_the_run_s_or_today():
     assert dated(own, like=run) == own
     assert dated(DataConfig(), like=run) == run
     assert dated(DataConfig(), like=DataConfig()).template_date == dated(DataConfig()).template_date != ""
-    assert prompt_format(run).today == date(2024, 7, 26)
-    assert prompt_format(DataConfig()).today is None
+    assert PromptFormat(run).today == date(2024, 7, 26)
+    assert PromptFormat().today is None
 
 
 @pytest.mark.parametrize(
