@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from dapo_jax.dapo.rollouts import Verdict
-from dapo_jax.rewards.functions import LoadedReward, RewardError, joined
+from dapo_jax.rewards.functions import LoadedReward, joined
 from dapo_jax.rewards.sample import Sample
 
 _Value = TypeVar("_Value")
@@ -92,16 +92,8 @@ class AsyncCalls:
     async def _answer(self, reward: LoadedReward, call: Sequence[Sample]) -> list[Verdict]:
         async with self._places:
             task = asyncio.ensure_future(reward.graded(call))
-            try:
-                if await ends_in_time(task, self._timeout_s):
-                    return task.result()
-            except asyncio.CancelledError:
-                if self._loop.closing.is_set():
-                    raise
-                raise RewardError(
-                    f"reward function {reward.name}: a call was cancelled, and neither by its time limit nor by the end of the run; "
-                    "catch CancelledError inside the function, and cancel only tasks that it made"
-                ) from None
+            if await ends_in_time(task, self._timeout_s):
+                return task.result()
             self._given_up.add(task)
             task.add_done_callback(self._given_up.discard)
             task.cancel()

@@ -156,17 +156,6 @@ def test_a_mixture_samples_by_weight_and_each_part_has_its_own_epochs():
     assert first[:10] != first[10:20]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"parts": [[]]}, "no rows"),
-        ({"seed": -1}, "got -1"),
-        *(
-            ({"weights": weights}, "above 0 for each of its 2 datasets")
-            for weights in ([1.0], [1.0, 0.0], [1.0, -1.0])
-        ),
-    ],
-)
-def test_an_order_needs_rows_a_seed_and_a_weight_above_zero_for_each_part(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        row_order(**{"parts": [range(3), range(3)], "seed": 0, "shuffle": True} | wrong)
+def test_an_order_needs_rows_in_each_part():
+    with pytest.raises(ValueError, match="no rows"):
+        row_order([range(3), []], seed=0, shuffle=True)
