@@ -77,12 +77,7 @@ class AsyncCalls:
         """Queues the calls for the responses to one prompt; the future returns their verdicts in the same order.
 
         It raises RewardError if the function raised or returned no verdict.
-
-        Raises:
-            RuntimeError: it was closed.
         """
-        if self._loop.closing.is_set():
-            raise RuntimeError("the event loop of the async reward functions was closed; submit before that")
         return joined([self._loop.submit(self._answer(reward, call)) for call in reward.calls(samples)])
 
     def close(self) -> None:

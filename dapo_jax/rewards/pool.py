@@ -68,17 +68,9 @@ class GradingPool:
 
         It raises RewardError if the grader raised, returned no verdict, kills its workers again and again or cannot start one,
         and ValueError if the grader cannot be loaded.
-
-        Raises:
-            RuntimeError: the pool was closed.
         """
         calls = [samples] if self._whole_group else [[sample] for sample in samples]
-        try:
-            return joined([self._threads.submit(self._verdicts, call) for call in calls])
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"the grading pool of {self._grader} was closed; submit before that"
-            ) from error
+        return joined([self._threads.submit(self._verdicts, call) for call in calls])
 
     def grade(self, samples: Sequence[Sample]) -> list[Verdict]:
         """Returns the verdicts on the responses to one prompt, in their order."""

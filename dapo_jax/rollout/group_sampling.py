@@ -55,7 +55,7 @@ class GroupSampling:
         """`watch` is notified of progress. With `episodes` responses have several turns."""
         self._config, self._sampler, self._grading, self._episodes = config, sampler, grading, episodes
         self._prompts, self._held_out = prompts, held_out
-        self._stream = PromptStream(prompts, host=meshes.index, hosts=meshes.count)
+        self._stream = PromptStream(prompts, hosts=meshes.count)
         self._stop, self._watch = stop, watch
         batch, rollout = config.batch, config.rollout
         self._in_rounds = rollout.in_flight > 0

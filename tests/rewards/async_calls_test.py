@@ -150,8 +150,6 @@ def test_closing_cancels_all_calls_and_ends_the_thread():
     start = time.monotonic()
     loop.close()
     loop.close()  # a second time changes nothing
-    with pytest.raises(RuntimeError, match="was closed"):
-        submitted(loop, endless, "d")
     assert future.cancelled()
     assert ended == ["a"]
     assert not own.is_alive()
