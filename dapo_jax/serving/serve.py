@@ -23,7 +23,7 @@ from dapo_jax.run.policy import (
     optimizer_of,
 )
 from dapo_jax.run.programs import Transfer, compile_sampling, sharing, transfer_of
-from dapo_jax.run.prompt_sets import dated, prompt_format
+from dapo_jax.run.prompt_sets import dated
 from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.run.run_dir import place_of
 from dapo_jax.sampling.decoding import DecodingOptions, decoding_of_slots
@@ -147,13 +147,13 @@ def serve(source: str, options: ServeOptions, *, say: Callable[[str], None] = pr
     def server_of(policy: Policy, limits: ServedLimits) -> Callable[..., ServerThread]:
         if options.chat and policy.tokenizer.chat_template is None:
             raise ConfigError("--chat needs a chat template, and the model has none; serve it without")
-        given = PromptFormat(
+        data = DataConfig(
             chat=options.chat,
             system_prompt=options.system_prompt,
-            chat_template_kwargs=options.chat_template_kwargs,
-            today=limits.today,
+            chat_template_kwargs=dict(options.chat_template_kwargs),
+            template_date=limits.today.isoformat() if limits.today else "",
         )
-        return partial(JetStreamServer, limits=limits, prompt_format=given, say=say)
+        return partial(JetStreamServer, limits=limits, prompt_format=PromptFormat(data), say=say)
 
     sampling = f"temperature {options.temperature:g}" if options.temperature else "greedy"
     _serve(source, options, server_of, f", {sampling}; Ctrl-C stops it", say)
@@ -315,7 +315,7 @@ def limits_of(source: str, policy: Policy, options: ServingOptions, *, name: str
         decoding=options.decoding(),
         template_kwargs=options.chat_template_kwargs,
         # The date that chat templates of a run print, so that prompts equal the prompts of training.
-        today=prompt_format(dated(DataConfig(), like=data_of_run(source))).today,
+        today=PromptFormat(dated(DataConfig(), like=data_of_run(source))).today,
     )
 
 

@@ -47,10 +47,8 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         variables: Mapping[str, Any] | None = None,
-        /,
         *,
         today: date | None = None,
-        **named: Any,
     ) -> str:
         """Returns the text of a conversation, up to and including the opening of the answer that is to be sampled.
 
@@ -59,13 +57,12 @@ class ChatTemplate:
             variables: further variables of the template by name, such as Qwen3's `enable_thinking`.
             today: the day for templates that print a date, at midnight. The clock is never used, so that a conversation
                 always has the same text.
-            named: more variables.
 
         Raises:
             ValueError: the template is not valid Jinja, refuses these messages, fails, tries to leave the sandbox, or prints
                 more than `MOST_RENDERED` characters.
         """
-        known = {"tools": None, "documents": None, **self._special_tokens, **(variables or {}), **named}
+        known = {"tools": None, "documents": None, **self._special_tokens, **(variables or {})}
         known |= {"messages": list(messages), "add_generation_prompt": True}
         known.setdefault("strftime_now", lambda pattern: _date(pattern, today))
         pieces, length = [], 0

@@ -86,9 +86,6 @@ class ScriptedSampling(GroupSampling):
                 collector.end_group(group)
                 yield group
 
-    def finish(self, collector):
-        return collector.finish()
-
 
 class CountedBatches(StepBatches):
     def __init__(self, script):
