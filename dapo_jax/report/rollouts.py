@@ -1,13 +1,12 @@
 """Lays a run's rollouts out for the browser: an index of numbers that is read at once, and compressed chunks of text.
 
-A chunk has the groups of whole steps as compressed JSON, see `Rollouts._response`. `Index` describes the index.
+A chunk has the groups of whole steps as compressed JSON, see `Rollouts._response`. `TYPES` describes the index.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -31,42 +30,21 @@ CHUNK_BYTES = 512 * 1024
 """Approximate characters of a chunk's texts; a browser opens such a chunk in some milliseconds."""
 
 CORRECT, TRUNCATED, FLIPPED, TRAINED, LEFT_OUT = 1, 2, 4, 8, 16
-"""Bits of `Index.flags`. A flipped response is correct, and at an earlier logged step fewer than half of the responses to its
+"""Bits of the column `flags`. A flipped response is correct, and at an earlier logged step fewer than half of the responses to its
 question were correct. A response is left out if overlong filtering excluded it from the loss."""
 
 
-@dataclass
-class Index:
-    """Numbers of every rollout and of every group, in the order of steps. Unknown floats are NaN.
+TYPES = {
+    "flags": "u1", "clipped": "u4", "reward": "f4", "advantage": "f4", "penalty": "f4", "tokens": "u4",
+    "group_step": "u4", "group_ordinal": "u4", "group_first": "u4", "group_question": "u4",
+    "group_before": "i4", "group_chunk": "u4", "group_place": "u4",
+}  # fmt: skip
+"""Type of each column of the index, in the order of steps. Unknown floats are NaN.
 
-    `tokens` and `clipped` are numbers of sampled and clipped tokens. Of a group, `group_first` is the number of its first rollout,
-    `group_question` the index in `heads`, which groups with the same prompt and answer share. `group_before` is the last group of an
-    earlier logged step with the same question, or -1. `group_place` is the index of a group in its chunk.
-    """
-
-    TYPES: ClassVar = {
-        "flags": "u1", "clipped": "u4", "reward": "f4", "advantage": "f4", "penalty": "f4", "tokens": "u4",
-        "group_step": "u4", "group_ordinal": "u4", "group_first": "u4", "group_question": "u4",
-        "group_before": "i4", "group_chunk": "u4", "group_place": "u4",
-    }  # fmt: skip
-    """Name and type of each column."""
-
-    columns: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in Index.TYPES})
-
-    def add(self, **values: Any) -> None:
-        """Appends a value to each named column."""
-        for name, value in values.items():
-            self.columns[name].append(value)
-
-    def packed(self) -> tuple[bytes, list[tuple[str, str, int]]]:
-        """Returns the columns as compressed little-endian arrays, and (name, type, values) of each.
-
-        Columns of four bytes come first, so that all are aligned.
-        """
-        order = sorted(self.TYPES, key=lambda name: -int(self.TYPES[name][1]))
-        columns = [(name, self.TYPES[name], self.columns[name]) for name in order]
-        content = b"".join(np.array(values, dtype=f"<{kind}").tobytes() for _, kind, values in columns)
-        return compressed(content), [(name, kind, len(values)) for name, kind, values in columns]
+`tokens` and `clipped` are numbers of sampled and clipped tokens. Of a group, `group_first` is the number of its first rollout,
+`group_question` the index in `heads`, which groups with the same prompt and answer share. `group_before` is the last group of an
+earlier logged step with the same question, or -1. `group_place` is the index of a group in its chunk.
+"""
 
 
 def lay_out(run: RunFiles, *, steps: int | None = None) -> Laid:
@@ -85,7 +63,8 @@ class Rollouts:
         self._by_score = run.by_score
         tokenizer = tokenizer_of(run) if run.logged else None
         self._pieces = None if tokenizer is None else Pieces(tokenizer)
-        self._index, self._questions = Index(), dict[tuple[str, str], int]()
+        self._columns: dict[str, list[Any]] = {name: [] for name in TYPES}
+        self._questions: dict[tuple[str, str], int] = {}
         self._latest: dict[int, tuple[int, float]] = {}
         """The last group of each question in earlier steps, and its accuracy."""
         self._open: list[dict[str, Any]] = []
@@ -105,13 +84,13 @@ class Rollouts:
             )
             before, accuracy = self._latest.get(question, (-1, 1.0))
             latest[question] = (
-                len(self._index.columns["group_step"]),
+                len(self._columns["group_step"]),
                 sum(row["correct"] for row in group) / len(group),
             )
-            self._index.add(
+            self._add(
                 group_step=group[0]["step"],
                 group_ordinal=group[0]["ordinal"],
-                group_first=len(self._index.columns["flags"]),
+                group_first=len(self._columns["flags"]),
                 group_question=question,
                 group_before=before,
                 group_chunk=len(self._chunks),
@@ -135,10 +114,12 @@ class Rollouts:
     def laid(self, *, logged: int) -> Laid:
         """Returns the layout so far; `logged` is the run's number of logged steps. Chunks that were returned do not change."""
         self._close()
-        index, columns = self._index.packed()
+        # Columns of four bytes come first, so that all are aligned.
+        order = sorted(TYPES, key=lambda name: -int(TYPES[name][1]))
+        index = b"".join(np.array(self._columns[name], dtype=f"<{TYPES[name]}").tobytes() for name in order)
         loss = self._loss
         about = {
-            "columns": columns,
+            "columns": [(name, TYPES[name], len(self._columns[name])) for name in order],
             "heads": heads([prompt for prompt, _ in self._questions]),
             "keys": [question_key(*question) for question in self._questions],
             "steps": self._steps,
@@ -148,7 +129,11 @@ class Rollouts:
             "clip": loss
             and {"low": loss.clip_ratio_low, "high": loss.clip_ratio_high, "dual": loss.dual_clip},
         }
-        return Laid(about=about, index=index, chunks=tuple(self._chunks))
+        return Laid(about=about, index=compressed(index), chunks=tuple(self._chunks))
+
+    def _add(self, **values: Any) -> None:
+        for name, value in values.items():
+            self._columns[name].append(value)
 
     def _close(self) -> None:
         if self._open:
@@ -172,7 +157,7 @@ class Rollouts:
             | TRAINED * (in_loss is not None or ratios is not None)
             | LEFT_OUT * (in_loss is False)
         )
-        self._index.add(
+        self._add(
             flags=flags,
             reward=as_float(row.get("reward")),
             advantage=as_float(advantage),

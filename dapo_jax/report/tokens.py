@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Sequence
+from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 
@@ -61,10 +62,10 @@ class Pieces:
     """Splits texts into the parts of single tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._first: dict[int, str] = {}
-        self._later: dict[int, str] = {}
-        self._before: tuple[int, str] | None = None
+        def decoded(ids: tuple[int, ...]) -> str:
+            return tokenizer.decode(np.array(ids, dtype=np.int64))
+
+        self._decode, self._decoded = decoded, lru_cache(1 << 18)(decoded)
 
     def of(self, ids: Sequence[int], text: str) -> tuple[str, list[str]] | None:
         """Returns the text of all ids, and the part of each; None if it does not begin with `text` or cannot be split.
@@ -76,41 +77,22 @@ class Pieces:
         ('Aé', ['A', '', 'é', ''])
         """
         try:
-            whole = self._decoded(ids)
+            whole = self._decode(tuple(ids))
             if not whole.startswith(text):
                 return None
-            parts = [self._part(number, first=place == 0) for place, number in enumerate(ids)]
-            if "".join(parts) != whole:
-                parts = self._one_by_one(ids)
+            parts = self._parts(ids)
         except ValueError:
             return None
         return (whole, parts) if "".join(parts) == whole else None
 
-    def _part(self, number: int, *, first: bool) -> str:
-        """Returns the text of one token; a later one is decoded after another, since some tokenizers drop the first space of a text."""
-        known = self._first if first else self._later
-        if number not in known:
-            alone = self._decoded([number])
-            if self._before is None and alone and _UNFINISHED not in alone:
-                self._before = number, alone
-            if first or self._before is None:
-                known[number] = alone
-            else:
-                anchor, text = self._before
-                known[number] = self._decoded([anchor, number])[len(text) :]
-        return known[number]
-
-    def _one_by_one(self, ids: Sequence[int]) -> list[str]:
-        """Decodes each token after the previous ones, while a character is unfinished."""
+    def _parts(self, ids: Sequence[int]) -> list[str]:
+        """Decodes each token after the previous one, since some tokenizers drop the first space of a text."""
         parts, start, given = [], 0, 0
         for end in range(1, len(ids) + 1):
-            now, before = self._decoded(ids[start:end]), self._decoded(ids[start:given])
+            now, before = self._decoded(tuple(ids[start:end])), self._decoded(tuple(ids[start:given]))
             if now.endswith(_UNFINISHED) and end < len(ids) and end - given < _LONGEST:
                 parts.append("")
             else:
                 parts.append(now[len(before) :])
                 start, given = given, end
         return parts
-
-    def _decoded(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(np.array(ids, dtype=np.int64))
