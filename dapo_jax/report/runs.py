@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from os import PathLike
-from pathlib import Path
 from typing import Any
+
+from etils import epath
 
 from dapo_jax.config import ConfigError, SftConfig, TrainConfig, load_config
 from dapo_jax.locks import is_held
-from dapo_jax.storage import AnyPath, check_access, entries, files_below, path_of
+from dapo_jax.storage import AnyPath, check_access, entries, files_below, in_bucket, path_of
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.run_status import FILE, read_status
 
@@ -165,11 +166,8 @@ def state_of(place: AnyPath, config: TrainConfig | None, rows: Sequence[Mapping[
 def _last_written(place: AnyPath) -> str | None:
     """Returns the time of the run's newest file."""
     folders = [place / name for name in ("metrics", "rollouts", "evaluations", "checkpoints")]
-    newest = [files[-1] for folder in folders if folder.is_dir() and (files := entries(folder))]
-    found = [path for path in (place / FILE, place / "metrics.jsonl", *newest) if path.exists()]
-    times = [
-        path.stat().st_mtime if isinstance(path, Path) else path.stat().mtime
-        for path in found
-        if isinstance(path, Path) or not path.is_dir()  # a folder of a bucket has no time
-    ]
+    newest = [files[-1] for folder in folders if (files := entries(folder))]
+    found = [epath.Path(path) for path in (place / FILE, place / "metrics.jsonl", *newest)]
+    # A folder of a bucket has no time.
+    times = [path.stat().mtime for path in found if path.exists() and not (in_bucket(path) and path.is_dir())]
     return datetime.fromtimestamp(max(times), UTC).isoformat(timespec="seconds") if times else None

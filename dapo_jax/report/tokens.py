@@ -2,13 +2,13 @@
 
 import importlib
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 
 import numpy as np
 
-from dapo_jax.config import ModelConfig
 from dapo_jax.report.runs import RunFiles
 from dapo_jax.storage import AnyPath, path_of
 from dapo_jax.text.tokenizers import Tokenizer, load_tokenizer, named_tokenizer
@@ -24,37 +24,25 @@ def tokenizer_of(run: RunFiles) -> Tokenizer | None:
 
     It downloads nothing: models of the hub are only searched in the cache.
     """
-    found = _read(run.place / "model")
-    if found is not None or run.config is None:
-        return found
-    if run.config.model.source.startswith("preset:"):
-        return named_tokenizer(run.config.model.tokenizer)
-    try:
-        folder = _folder(run.config.model)
-    except ValueError:  # in a bucket whose client is not installed
+    with suppress(ValueError):  # an unfinished run has no model folder
+        return load_tokenizer(run.place / "model")
+    if run.config is None:
         return None
-    return None if folder is None else _read(folder)
-
-
-def _read(folder: AnyPath) -> Tokenizer | None:
-    if not (folder / "tokenizer.json").is_file():
-        return None
-    try:
-        return load_tokenizer(folder)
-    except ValueError:  # without it, only the borders of tokens are missing
-        return None
-
-
-def _folder(model: ModelConfig) -> AnyPath | None:
+    model = run.config.model
     kind, _, name = model.source.partition(":")
-    if kind == "shipped":
-        return Path(str(resources.files("dapo_jax"))) / "assets" / name
-    if kind != "hf":
-        return path_of(model.source)
+    if kind == "preset":
+        return named_tokenizer(model.tokenizer)
     try:
-        hub = importlib.import_module("huggingface_hub")
-        return Path(hub.snapshot_download(name, local_files_only=True, revision=model.revision or None))
-    except Exception:  # not installed, or not in the cache: each has its own kinds
+        folder: AnyPath
+        if kind == "shipped":
+            folder = Path(str(resources.files("dapo_jax"))) / "assets" / name
+        elif kind == "hf":
+            hub = importlib.import_module("huggingface_hub")
+            folder = Path(hub.snapshot_download(name, local_files_only=True, revision=model.revision or None))
+        else:
+            folder = path_of(model.source)
+        return load_tokenizer(folder)
+    except Exception:  # missing, damaged, or without its client: then only the borders of tokens are missing
         return None
 
 
