@@ -3,9 +3,14 @@
 A chunk has the groups of whole steps as compressed JSON, see `Rollouts._response`. `TYPES` describes the index.
 """
 
+import importlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from importlib import resources
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,8 +27,8 @@ from dapo_jax.report.chunks import (
     spaced,
 )
 from dapo_jax.report.runs import RunFiles
-from dapo_jax.report.tokens import Pieces, tokenizer_of
-from dapo_jax.storage import AnyPath
+from dapo_jax.storage import AnyPath, path_of
+from dapo_jax.text.tokenizers import Tokenizer, load_tokenizer, named_tokenizer
 from dapo_jax.trackers.rollout_log import read_rollouts
 
 CHUNK_BYTES = 512 * 1024
@@ -33,6 +38,11 @@ CORRECT, TRUNCATED, FLIPPED, TRAINED, LEFT_OUT = 1, 2, 4, 8, 16
 """Bits of the column `flags`. A flipped response is correct, and at an earlier logged step fewer than half of the responses to its
 question were correct. A response is left out if overlong filtering excluded it from the loss."""
 
+
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""The text of an incomplete character."""
+_LONGEST = 4
+"""A character has at most this many bytes and so at most this many tokens."""
 
 TYPES = {
     "flags": "u1", "clipped": "u4", "reward": "f4", "advantage": "f4", "penalty": "f4", "tokens": "u4",
@@ -234,3 +244,70 @@ def _scaled(values: Sequence[float | None], factor: int) -> list[int | None]:
 def _units(text: str) -> int:
     """Returns the length in JavaScript's units."""
     return len(text) if text.isascii() else len(text.encode("utf-16-le", errors="replace")) // 2
+
+
+def tokenizer_of(run: RunFiles) -> Tokenizer | None:
+    """Returns the run's tokenizer, from RUN/model of a finished run or from its initial model; None if neither is there.
+
+    It downloads nothing: models of the hub are only searched in the cache.
+    """
+    with suppress(ValueError):  # an unfinished run has no model folder
+        return load_tokenizer(run.place / "model")
+    if run.config is None:
+        return None
+    model = run.config.model
+    kind, _, name = model.source.partition(":")
+    if kind == "preset":
+        return named_tokenizer(model.tokenizer)
+    try:
+        folder: AnyPath
+        if kind == "shipped":
+            folder = Path(str(resources.files("dapo_jax"))) / "assets" / name
+        elif kind == "hf":
+            hub = importlib.import_module("huggingface_hub")
+            folder = Path(hub.snapshot_download(name, local_files_only=True, revision=model.revision or None))
+        else:
+            folder = path_of(model.source)
+        return load_tokenizer(folder)
+    except Exception:  # missing, damaged, or without its client: then only the borders of tokens are missing
+        return None
+
+
+class Pieces:
+    """Splits texts into the parts of single tokens."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        def decoded(ids: tuple[int, ...]) -> str:
+            return tokenizer.decode(np.array(ids, dtype=np.int64))
+
+        self._decode, self._decoded = decoded, lru_cache(1 << 18)(decoded)
+
+    def of(self, ids: Sequence[int], text: str) -> tuple[str, list[str]] | None:
+        """Returns the text of all ids, and the part of each; None if it does not begin with `text` or cannot be split.
+
+        An end token has an empty part. If several tokens make one character, the last one has it, and the others are empty.
+
+        >>> from dapo_jax.text.tokenizers import ByteTokenizer
+        >>> Pieces(ByteTokenizer()).of([67, 197, 171, 1], "Aé")
+        ('Aé', ['A', '', 'é', ''])
+        """
+        try:
+            whole = self._decode(tuple(ids))
+            if not whole.startswith(text):
+                return None
+            parts = self._parts(ids)
+        except ValueError:
+            return None
+        return (whole, parts) if "".join(parts) == whole else None
+
+    def _parts(self, ids: Sequence[int]) -> list[str]:
+        """Decodes each token after the previous one, since some tokenizers drop the first space of a text."""
+        parts, start, given = [], 0, 0
+        for end in range(1, len(ids) + 1):
+            now, before = self._decoded(tuple(ids[start:end])), self._decoded(tuple(ids[start:given]))
+            if now.endswith(_UNFINISHED) and end < len(ids) and end - given < _LONGEST:
+                parts.append("")
+            else:
+                parts.append(now[len(before) :])
+                start, given = given, end
+        return parts
