@@ -115,7 +115,7 @@ def page_data(
         {
             "name": run.name,
             "place": str(run.place),
-            "state": asdict(run.state),
+            "status": asdict(run.status),
             "steps": None if run.config is None else run.config.steps,
             "model": None if run.config is None else run.config.model.source,
             "by_score": run.by_score,

@@ -16,22 +16,11 @@ from dapo_jax.config import ConfigError, SftConfig, TrainConfig, load_config
 from dapo_jax.locks import is_held
 from dapo_jax.storage import AnyPath, check_access, entries, files_below, in_bucket, path_of
 from dapo_jax.trackers import read_metrics
-from dapo_jax.trackers.run_status import FILE, read_status
+from dapo_jax.trackers.run_status import FILE, RunStatus, read_status
 
 _LOGGED = re.compile(r"step_(\d+)\.jsonl")
 _EVALUATED = re.compile(r"step_(\d+)/[^/]+\.jsonl")
 _NO_RUN = "{place} is not a run: {what}; give the run_dir of a training run"
-
-
-@dataclass(frozen=True, kw_only=True)
-class State:
-    """The state of a run at the time of reading."""
-
-    kind: str
-    """`running`, `finished`, `stopped`, `failed`, `silent` (its status is running, but its lock is free), or `unknown`."""
-    at: str | None
-    """The time of its end, or of its last sign of life; ISO 8601, UTC."""
-    reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +38,8 @@ class RunFiles:
     """Files of rollouts, in the order of their steps."""
     evaluations: Sequence[AnyPath]
     """Files of problems, in the order of their steps."""
-    state: State
+    status: RunStatus
+    """The status at the time of reading, whose state may also be `silent` (its lock is free, but it has not ended) or `unknown`."""
 
     @property
     def by_score(self) -> bool:
@@ -108,7 +98,7 @@ def read_run(place: AnyPath, name: str, *, early: bool = False) -> RunFiles:
         rows=list({row["step"]: row for row in rows}.values()),
         logged=_of_steps(place / "rollouts", _LOGGED),
         evaluations=_of_steps(place / "evaluations", _EVALUATED),
-        state=state_of(place, config, rows),
+        status=_status_of(place, config, rows),
     )
 
 
@@ -149,18 +139,18 @@ def _config(file: AnyPath) -> TrainConfig:
         ) from None
 
 
-def state_of(place: AnyPath, config: TrainConfig | None, rows: Sequence[Mapping[str, Any]]) -> State:
-    """Returns the state in the run's status file; for a status of `running`, the run's lock decides.
+def _status_of(place: AnyPath, config: TrainConfig | None, rows: Sequence[Mapping[str, Any]]) -> RunStatus:
+    """Returns the status in the run's file; for the state `running`, the run's lock decides.
 
     A run that was copied without its status is finished if its model and its last step are there.
     """
     status, at = read_status(place), _last_written(place)
-    if status is not None and status.state in ("finished", "stopped", "failed"):
-        return State(kind=status.state, at=status.at, reason=status.reason)
-    if status is None or status.state != "running":
+    if status is None:
         done = config is not None and rows and rows[-1]["step"] >= config.steps
-        return State(kind="finished" if done and (place / "model").is_dir() else "unknown", at=at)
-    return State(kind={True: "running", False: "silent", None: "unknown"}[is_held(place)], at=at)
+        return RunStatus(state="finished" if done and (place / "model").is_dir() else "unknown", at=at)
+    if status.state != "running":
+        return status
+    return RunStatus(state={True: "running", False: "silent", None: "unknown"}[is_held(place)], at=at)
 
 
 def _last_written(place: AnyPath) -> str | None:

@@ -26,9 +26,9 @@ class RunStatus:
 
     state: str
     """`running`, `finished`, `stopped` (by a signal) or `failed`."""
-    at: str
-    """Time of writing: ISO 8601, UTC."""
-    reason: str
+    at: str | None
+    """Time of writing, for an ended run the time of its end: ISO 8601, UTC."""
+    reason: str = ""
     """The signal or the error; empty otherwise."""
 
 

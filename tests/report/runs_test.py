@@ -8,8 +8,8 @@ import pytest
 
 from dapo_jax.config import ConfigError, SftConfig, to_yaml
 from dapo_jax.locks import take
-from dapo_jax.report.runs import State, read_runs
-from dapo_jax.trackers.run_status import read_status, write_status
+from dapo_jax.report.runs import read_runs
+from dapo_jax.trackers.run_status import RunStatus, read_status, write_status
 from tests.report.made import problem_line, write_evaluation, write_run
 
 WRITTEN = datetime(2026, 3, 1, 12, tzinfo=UTC)
@@ -108,16 +108,16 @@ def touch(folder):
         os.utime(path, (WRITTEN.timestamp(), WRITTEN.timestamp()))
 
 
-def state(folder):
+def status(folder):
     [found] = read_runs([folder])
-    return found.state
+    return found.status
 
 
 @pytest.mark.parametrize("kind", ["finished", "stopped", "failed"])
 def test_the_status_of_an_ended_run_is_its_state(run, kind):
     write_status(run, kind, "why")
-    found = state(run)
-    assert (found.kind, found.reason) == (kind, "why")
+    found = status(run)
+    assert (found.state, found.reason) == (kind, "why")
     assert found.at == read_status(run).at
 
 
@@ -125,18 +125,18 @@ def test_a_run_is_running_while_it_holds_its_lock_and_a_copy_is_not_known(run):
     with take(run, lost=print):
         write_status(run, "running")
         touch(run)
-        assert state(run) == State(kind="running", at=WRITTEN.isoformat())
+        assert status(run) == RunStatus(state="running", at=WRITTEN.isoformat())
         holder = (run / ".lock").read_text()
-    assert state(run) == State(kind="silent", at=WRITTEN.isoformat())
+    assert status(run) == RunStatus(state="silent", at=WRITTEN.isoformat())
     (run / ".lock").write_text(holder.replace(socket.gethostname(), "elsewhere"))
-    assert state(run).kind == "unknown"
+    assert status(run).state == "unknown"
     (run / ".lock").unlink()
-    assert state(run).kind == "unknown"
+    assert status(run).state == "unknown"
 
 
 def test_a_run_without_a_status_is_finished_if_its_model_and_its_last_step_are_there(run):
-    assert state(run).kind == "unknown"
+    assert status(run).state == "unknown"
     (run / "model").mkdir()
-    assert state(run).kind == "finished"
+    assert status(run).state == "finished"
     (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("steps: 5", "steps: 6"))
-    assert (state(run).kind, state(run).at[:10]) == ("unknown", "2026-03-01")
+    assert (status(run).state, status(run).at[:10]) == ("unknown", "2026-03-01")
