@@ -269,7 +269,7 @@ WRONG = {
     "GGUF: version 1": (put("model.gguf", b"GGUF\1" + gguf_bytes()[5:]), CONVERT_GGUF),
     **{
         f"rollouts without {key}": (without(key), SCORE)
-        for key in ("schema_version", "answer", "prompt", "row", "response_token_ids", "finish_reason")
+        for key in ("answer", "prompt", "row", "response_token_ids", "finish_reason")
     },
     "a run whose model is gone": (of_a_run("config.yaml", lambda old: old.replace(b"source: model", b"source: gone")), SAMPLE),
     "a run without checkpoints": (lay_out, SAMPLE),
