@@ -226,7 +226,7 @@ function runName(run, runs, view, drawAll) {
 const valuesOf = (run, key) => (run.columns[key] ?? []).map((value, i) => [value, i]).filter(([value]) => value !== null);
 const last = (run, key) => valuesOf(run, key).at(-1)?.[0] ?? null;
 
-/** Whether the run runs, or when and why it ended, as far as was known when the page was made. */
+/** The state of a run when the page was made. */
 function stateOf({ status: { state, at, reason } }, made) {
   const words = {
     running: [`running`, `last sign of life ${moment(at)}`],
