@@ -206,7 +206,7 @@ WRONG = {
     "no weights": (with_file("model.safetensors", None), CONVERT),
     "no tokenizer": (with_file("tokenizer.json", None), SHOW),
     "GGUF: version 1": (put("model.gguf", b"GGUF\1" + gguf_bytes()[5:]), CONVERT_GGUF),
-    **{f"rollouts without {key}": (without(key), SCORE) for key in ("schema_version", "answer", "row", "finish_reason")},
+    **{f"rollouts without {key}": (without(key), SCORE) for key in ("answer", "row", "finish_reason")},
     "a run whose model is gone": (of_a_run("config.yaml", lambda old: old.replace(b"source: model", b"source: gone")), SAMPLE),
     "a run without checkpoints": (lay_out, SAMPLE),
     **{

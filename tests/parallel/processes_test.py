@@ -98,7 +98,7 @@ def test_an_exception_in_one_process_ends_the_others_with_its_message(failing):
     for index, (_, output) in enumerate(done):
         assert "ValueError: seven is no prompt" in output
         assert (f"process {index} of 3 ends because process {failing} failed" in output) == (index != failing)
-        assert "told to stop" not in output
+        assert "asked to stop" not in output
 
 
 @pytest.mark.slow
@@ -122,7 +122,7 @@ def test_a_stop_of_one_process_stops_the_others_within_the_time_of_grace(kill):
     assert [status for status, _ in done] == [STOPPED, STOPPED]
     assert took < 30
     assert re.search("^stopped", done[1][1], re.MULTILINE)  # another thread may write before the line ends
-    assert f"told to stop by {kill.name} (process 1)" in done[0][1]
+    assert f"asked to stop by {kill.name} (process 1)" in done[0][1]
 
 
 GONE = r"another process is gone: .*Start all processes again, with --resume"
@@ -148,7 +148,7 @@ def test_a_process_that_dies_or_stops_without_an_error_ends_the_others(kill, fai
             assert status != 0
             expected = GONE if (kill, failing) == (signal.SIGKILL, 1) else f"{GONE}|{BY_JAX}"
             assert re.search(expected, output), output
-            assert "told to stop" not in output
+            assert "asked to stop" not in output
     assert took < 60
 
 
