@@ -26,7 +26,7 @@ from dapo_jax.rewards.grading import Grading, Pending
 from dapo_jax.rollout.collector import Collector, Position
 from dapo_jax.rollout.exchange import Answered, Exchange
 from dapo_jax.rollout.response_sampler import TRAINING, ResponseSampler
-from dapo_jax.rollout.virtual_clock import ClockSizes, ResponseId
+from dapo_jax.rollout.scheduler import ClockSizes, ResponseId
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.rounds import Drawn, RoundSampler
 from dapo_jax.sampling.turns import Answer

@@ -8,7 +8,7 @@ import pytest
 from dapo_jax.dapo.dynamic_sampling import ShortfallError
 from dapo_jax.dapo.rollouts import Continuation, Group, Prompt, Rollout, Span, Standing, Verdict
 from dapo_jax.rollout.collector import Collector, Position
-from dapo_jax.rollout.virtual_clock import ClockSizes, ResponseId, VirtualClock
+from dapo_jax.rollout.scheduler import ClockSizes, ResponseId, VirtualClock
 from dapo_jax.sampling.requests import EpisodeLimits
 from dapo_jax.sampling.rounds import Drawn
 from tests.dapo.dynamic_sampling_test import make_group

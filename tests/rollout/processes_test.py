@@ -17,14 +17,14 @@ from dapo_jax.dapo.dynamic_sampling import Collected
 from dapo_jax.dapo.rollouts import Group
 from dapo_jax.health.stopping import STOPPED
 from dapo_jax.models.folder import load_model
-from dapo_jax.rollout.packed import group_arrays, groups_of
+from dapo_jax.rollout.checkpoint_arrays import group_arrays, groups_of
 from dapo_jax.run import train
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.trackers.rollout_log import read_problems, read_rollouts
 from dapo_jax.training.step_metrics import rollout_metrics
 from tests import several
-from tests.rollout.packed_test import make_rollout, prompt_at, rollouts
+from tests.rollout.checkpoint_arrays_test import make_rollout, prompt_at, rollouts
 
 GRADER = '''
 import os

@@ -2,9 +2,9 @@
 
 import pytest
 
-from dapo_jax.text.conversations import conversation_ids
 from dapo_jax.text.formatting import PromptFormat
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
+from dapo_jax.text.special_tokens import conversation_ids
 from dapo_jax.text.tokenizers import ByteTokenizer
 from tests.text.folders import CHATML, SPECIALS, files_of
 
