@@ -4,8 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from dapo_jax.config import ConfigError, TrainConfig
+from dapo_jax.config.loading import replaced
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.device_memory import device_bytes
+from dapo_jax.parallel.mesh import Absent
 from dapo_jax.plan.compiled import Program, compile_program
 from dapo_jax.plan.memory import MARGIN, CacheFit, Phase, Resident, as_compiled, cache_fit, phases
 from dapo_jax.plan.mesh_sizes import MeshSizes, batch_shards, devices_of_run
@@ -125,13 +127,17 @@ def plan(
     else:
         devices, host = devices_of(slice), devices_of(slice.one_host) if slice.hosts > 1 else None
         memory = slice.chip.device_hbm_bytes
-    programs, compiled = Programs(config, decoder, work, devices, host, memory), list[Program]()
+    # JAX has no kinds of memory for absent devices, so offloaded moments are subtracted below.
+    placed = replaced(config, {"optimizer.offload": False}) if isinstance(devices[0], Absent) else config
+    programs, compiled = Programs(placed, decoder, work, devices, host, memory), list[Program]()
     try:
         there = programs.resident  # makes trainer and sampler, from shapes
     except ConfigError:
         raise
     except ValueError as error:  # a size that does not fit comes from the configuration
         raise ConfigError(str(error)) from error
+    if config.optimizer.offload:
+        there = replace(there, state=there.state - there.moments, moments=0)
     for name, lower in (programs.lowered() if slice is not None else {}).items():
         if only is None or any(name == wanted or name.startswith(f"{wanted}_") for wanted in only):
             say(f"compiling {name}")

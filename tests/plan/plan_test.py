@@ -50,7 +50,7 @@ def test_the_32b_configuration_is_the_papers():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["parallel.fsdp=24", "batch.rows_per_microbatch=24"], r"fsdp = 24"),
+        (["parallel.fsdp=24", "batch.rows_per_microbatch=24"], r"parallel\.fsdp=24"),
         (["batch.rows_per_microbatch=1"], r"batch\.rows_per_microbatch=1 .* = 32"),
     ],
 )
