@@ -230,15 +230,23 @@ def _build(schema: type[_Section], values: Mapping[str, Any], defaults: _Section
     kinds, given = field_types(schema), {}
     for field in dataclasses.fields(cast(Any, schema)):
         name, kind = field.name, kinds[field.name]
-        if name in values and dataclasses.is_dataclass(kind):
+        if dataclasses.is_dataclass(kind) and isinstance(values.get(name), Mapping):
             usual = cast(Any, field.default_factory)() if defaults is None else getattr(defaults, name)
             given[name] = _build(cast(Any, kind), values[name], usual)
         elif name in values:
             given[name] = _as_float(values[name]) if float in (kind, *get_args(kind)) else values[name]
-        elif needed(field):
+        elif defaults is None and needed(field):
             remedy = f"add `{name}: some/folder` to the file or {name}=some/folder to the command"
             raise ConfigError(f"{name}: missing, needs a value; {remedy}")
     return schema(**given) if defaults is None else dataclasses.replace(cast(Any, defaults), **given)
+
+
+def replaced(config: _Section, changes: Mapping[str, Any]) -> _Section:
+    """Returns the configuration with other values of some keys (dotted key -> value). It is checked like a loaded one."""
+    values: dict[str, Any] = {}
+    for key, value in changes.items():
+        _set(values, key, value)
+    return _build(type(config), values, config)
 
 
 def _as_float(value: object) -> object:
