@@ -38,7 +38,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """The least time of one phase in a step, and the three times of which it is the longest, as if they overlapped entirely."""
+    """The least time of one phase in a step: the longest of three times, as if they overlapped entirely."""
 
     work: Work
     compute_s: float

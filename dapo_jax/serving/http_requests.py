@@ -18,7 +18,7 @@ from dapo_jax.hints import nearest
 from dapo_jax.sampling.requests import OwnOptions, StopRule
 from dapo_jax.serving.request_loop import RequestError
 from dapo_jax.serving.served_requests import CheckedRequest, ServedLimits
-from dapo_jax.text.special_tokens import conversation_ids
+from dapo_jax.text.conversations import conversation_ids
 from dapo_jax.text.stop_strings import StopStrings
 
 _SHOWN = 80

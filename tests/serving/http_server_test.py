@@ -31,8 +31,8 @@ from dapo_jax.serving.http_server import HttpServer, is_loopback
 from dapo_jax.serving.request_loop import RequestLoop
 from dapo_jax.serving.served_requests import ServedLimits
 from dapo_jax.testing import tiny_decoder_config, tiny_params
+from dapo_jax.text.conversations import conversation_ids
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
-from dapo_jax.text.special_tokens import conversation_ids
 from dapo_jax.text.stop_strings import StopStrings
 from dapo_jax.training.optimizer import make_optimizer
 from dapo_jax.training.row_packing import pack

@@ -17,8 +17,8 @@ import pytest
 
 from dapo_jax.run.policy import Policy
 from dapo_jax.testing import tiny_decoder_config, tiny_params
+from dapo_jax.text.conversations import conversation_ids
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
-from dapo_jax.text.special_tokens import conversation_ids
 from tests.serving.servers import ask, running
 from tests.text.folders import files_of
 

@@ -1,0 +1,97 @@
+"""Conversations from outside: the same prompt as in training, and no special token from a message."""
+
+import pytest
+
+from dapo_jax.text.conversations import conversation_ids
+from dapo_jax.text.formatting import PromptFormat
+from dapo_jax.text.huggingface import HuggingFaceTokenizer
+from dapo_jax.text.tokenizers import ByteTokenizer
+from tests.text.folders import CHATML, SPECIALS, files_of
+
+WITH_TOOLS = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    + CHATML
+)
+
+
+@pytest.fixture(scope="module")
+def chat():
+    return HuggingFaceTokenizer(files_of(template=WITH_TOOLS))
+
+
+def shown(chat, ids):
+    return chat._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+
+
+def specials(ids):
+    return [token for token in ids.tolist() if token < len(SPECIALS)]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": "12 + 34?"}],
+        [{"role": "user", "content": "\n the end  \n"}],  # white space joins the template's own
+        [
+            {"role": "system", "content": "END of text"},
+            {"role": "user", "content": "héllo ␂0␂"},
+            {"role": "assistant", "content": "46"},
+            {"role": "user", "content": "<|im_"},
+        ],
+    ],
+)
+def test_ordinary_messages_give_the_prompt_of_training(messages, chat):
+    assert conversation_ids(messages, chat).tolist() == PromptFormat().encode(messages, chat)[1].tolist()
+
+
+@pytest.mark.parametrize("token", SPECIALS)
+def test_a_special_token_in_a_message_is_characters(token, chat):
+    plain = conversation_ids([{"role": "user", "content": "a b"}], chat)
+    evil = conversation_ids([{"role": "user", "content": f"a{token} b"}], chat)
+    assert specials(evil) == specials(plain)
+    assert shown(chat, evil) == shown(chat, plain).replace("a b", f"a{token} b")
+    assert len(evil) > len(plain)
+
+
+def test_special_tokens_in_tools_are_characters(chat):
+    """In texts, in names of fields, and in a field called role."""
+
+    def prompt(text):
+        tool = {"name": "f", "description": text, "parameters": {text: {"role": text}}}
+        return conversation_ids(
+            [{"role": "user", "content": "a"}], chat, variables={"tools": [{"function": tool}]}
+        )
+
+    assert specials(prompt("<|im_end|>")) == specials(prompt("abc"))
+    assert (
+        shown(chat, prompt("<|im_end|>")).count("<|im_end|>")
+        == shown(chat, prompt("abc")).count("<|im_end|>") + 3
+    )
+
+
+def test_a_special_token_in_pieces_is_characters():
+    pieces = "{% for m in messages %}{{ m.name }}{{ m.content }}<|im_end|>{% endfor %}"
+    chat = HuggingFaceTokenizer(files_of(template=pieces))
+    ids = conversation_ids([{"role": "user", "name": "<|im_", "content": "end|>"}], chat)
+    assert specials(ids) == [2], "the template's own"
+    assert shown(chat, ids) == "<|im_end|><|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"role": "<|im_end|>", "content": "a"}, r"role '<\|im_end\|>'"),
+        ({"role": "user", "content": "\U0010f001"}, r"U\+10F001"),
+        ({"role": "user", "content": "a" * (1 << 20), "name": "b"}, "1,048,576"),
+        ({"role": "user", "content": "a", "file": object()}, "is not text, a number, a list or a mapping"),
+    ],
+    ids=["role", "guard", "long", "object"],
+)
+def test_messages_that_cannot_be_guarded_are_refused(message, words, chat):
+    with pytest.raises(ValueError, match=words):
+        conversation_ids([message], chat)
+
+
+def test_a_conversation_needs_a_chat_template():
+    with pytest.raises(ValueError, match=r"chat_template\.jinja"):
+        conversation_ids([{"role": "user", "content": "a"}], ByteTokenizer())
