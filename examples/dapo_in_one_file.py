@@ -5,6 +5,7 @@
 
 `dapo-jax train quickstart` is the complete version, with checkpoints, several processes, and rows that contain several responses. Equations are numbered as in
 the paper (DAPO, https://arxiv.org/abs/2503.14476).
+"""
 
 import argparse
 from collections.abc import Sequence
