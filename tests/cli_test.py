@@ -351,8 +351,8 @@ def test_a_terminal_sees_a_line_before_a_model_s_libraries_are_loaded(where, fir
 @pytest.mark.parametrize(
     ("grader", "counts"),
     [
-        ("right", "of 8 groups 8 were all correct, 0 all wrong, 0 mixed"),
-        ("wrong", "of 8 groups 0 were all correct, 8 all wrong, 0 mixed"),
+        ("right", "of 8 groups, 8 were all correct, 0 all wrong, 0 mixed"),
+        ("wrong", "of 8 groups, 0 were all correct, 8 all wrong, 0 mixed"),
         ("brief", "set dynamic_sampling.metric=score"),
     ],
 )
