@@ -185,7 +185,7 @@ def test_weights_that_are_not_finite_are_named_before_anything_is_sampled(model,
     def never(sample):
         raise AssertionError("a response was sampled")
 
-    with pytest.raises(ConfigError, match=r"model\.source=.*bad.*: model\.embed_tokens\.weight holds NaN"):
+    with pytest.raises(ConfigError, match=r"model\.source=.*bad.*: model\.embed_tokens\.weight contains NaN"):
         run_micro(config, reward=never)
 
 

@@ -123,7 +123,7 @@ def test_divisors_that_are_not_llama3s_are_refused(written):
                 "llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0,
                 "llama.rope.scaling.original_context_length": 16, "llama.rope.scaling.yarn_beta_fast": 8.0,
             },
-            r"RoPE scaling 'yarn' with \['llama\.rope\.scaling\.yarn_beta_fast'\] is not covered",
+            r"RoPE scaling 'yarn' with \['llama\.rope\.scaling\.yarn_beta_fast'\] is not supported",
         ),
     ],
 )  # fmt: skip

@@ -122,7 +122,7 @@ def removed(bucket, name):
         ("s3://bucket/model", None, r"neither a local path nor in a bucket"),
         ("gs://bucket/models/char", "config.json", r"gs://.*/config\.json: No such file"),
         ("gs://bucket/models/char", "tokenizer.json", r"a tokenizer from gs://.*: No such file"),
-        ("gs://bucket/models/char", "model.safetensors", r"no such file, nor model\.safetensors\.index"),
+        ("gs://bucket/models/char", "model.safetensors", r"neither this file nor model\.safetensors\.index"),
         ("gs://bucket/models/char", "rights", r"storage\.objects\.get access; .* needs roles/storage"),
     ],
 )
