@@ -1,6 +1,6 @@
-"""Public test doubles: an engine that follows a script, and a decoder small enough to compile in a second.
+"""Public test doubles: an engine that returns scripted responses, and a decoder that is small enough to compile in a second.
 
-For tests of code that samples or learns, here and in projects that use this library.
+They are for tests of code that samples or trains, both in this library and in projects that use it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,20 +20,20 @@ from dapo_jax.sampling.interface import Insertion, ResultTokens
 from dapo_jax.sampling.pages import PageSizes, slot_pages
 
 Script = Callable[[int, int], Sequence[int]]
-"""(the prompt's ordinal, the response's index in its group) -> the tokens of that response."""
+"""A function from (ordinal of the prompt, index of the response in its group) to the tokens of the response."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptedSlot:
-    """One slot on its way through its script."""
+    """The state of one slot: its scripted tokens, and the number of them that are already sampled."""
 
     tokens: tuple[int, ...]
-    """The tokens that the script has for it, cut to the limit."""
+    """The scripted tokens of the response, truncated to the length limit."""
     drawn: int = 0
 
     @property
     def live(self) -> bool:
-        """True until the script is used up."""
+        """True until all tokens are sampled."""
         return self.drawn < len(self.tokens)
 
 
@@ -41,10 +41,10 @@ FREE = ScriptedSlot(tokens=())
 
 
 class ScriptedEngine:
-    """Implements `sampling.interface.Engine` without a model: `script` says every response.
+    """Implements `sampling.interface.Engine` without a model. `script` determines all responses.
 
-    A response ends at its first end token or at its limit. A token's log-probability is minus its id, so that a test
-    sees whether the two stay together.
+    A response ends at its first end token or at its limit. The log-probability of a token is its negative id, so that tests
+    can detect if tokens and log-probabilities are mixed up.
 
     >>> engine = ScriptedEngine(lambda ordinal, index: [ordinal, index, 1], slots=4, capacity=32)
     """
@@ -60,34 +60,35 @@ class ScriptedEngine:
         page_sizes: PageSizes | None = None,
         feed_tokens: int = 0,
     ) -> None:
-        """`feed_tokens` are the most that a response is fed when it gets a slot again, which takes no step here. `page_sizes` are of a cache that is not there; by default every slot has room for `capacity` tokens."""
+        """`feed_tokens` is the maximum number of tokens to feed to a response that gets a slot again. Here, this takes no decoding steps. `page_sizes`
+        describes a KV cache, which does not exist here. By default, every slot has room for `capacity` tokens."""
         self.slots, self.capacity, self.stop_ids = slots, capacity, tuple(stop_ids)
         self.steps_per_call, self.page_sizes = steps_per_call, page_sizes or slot_pages(slots, capacity)
         self._script, self.feed_tokens = script, feed_tokens
         self.prefills: list[list[np.ndarray]] = []
-        """The prompts of every `prefill`, as they came."""
+        """The prompts of each `prefill` call."""
         self.released: list[int] = []
-        """Slots that were released, in that order."""
+        """Slots in the order in which they were released."""
         self.inserted: list[tuple[int, int]] = []
-        """(ordinal, index) of every response, in the order in which they got a slot; once more for each time that it was read again."""
+        """(ordinal, index) of each response in the order in which they got a slot. A response that is re-prefilled occurs again."""
         self.pauses = 0
-        """The number of times that responses that pause were put beside the slots."""
+        """Number of calls of `paused`, which moves paused responses out of their slots."""
         self.live_slots: list[int] = []
-        """The number of slots that drew at each decoding step."""
+        """Number of slots that sampled a token in each decoding step."""
 
     @property
     def occupancy(self) -> float:
-        """The mean share of slots that were live, over all decoding steps so far."""
+        """Mean fraction of slots that were live, over all decoding steps so far."""
         return sum(self.live_slots) / (self.slots * len(self.live_slots))
 
     def init_decode_state(self) -> tuple[ScriptedSlot, ...]:
-        """A state in which every slot is free."""
+        """Returns a state in which all slots are free."""
         return (FREE,) * self.slots
 
     def prefill(
         self, params: PyTree, prompts: Sequence[Int[np.ndarray, " _"]]
     ) -> Iterator[list[tuple[int, Int[np.ndarray, " prompts"], int]]]:
-        """Notes the prompts; their lengths are all that `insert` needs. All are read at once."""
+        """Records the prompts and yields their lengths, which are all that `insert` needs. All prompts are prefilled at once."""
         self.prefills.append(list(prompts))
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         yield [(index, lengths, index) for index in range(len(prompts))]
@@ -98,7 +99,7 @@ class ScriptedEngine:
         """Puts responses into slots.
 
         Raises:
-            ValueError: a response would outgrow its slot, or its script has neither an end token nor enough tokens.
+            ValueError: a response may exceed the capacity of its slot, or its script has neither an end token nor enough tokens.
         """
         slots = list(state)
         columns = (
@@ -117,7 +118,7 @@ class ScriptedEngine:
             prompt = prefix[place] + more - drawn
             if prompt + limit > self.capacity:
                 raise ValueError(
-                    f"a prompt of {prompt} tokens and {limit} of response = {prompt + limit} are over "
+                    f"a prompt of {prompt} tokens and a response of {limit} tokens = {prompt + limit} tokens exceed "
                     f"capacity={self.capacity}"
                 )
             slots[slot] = ScriptedSlot(tokens=self._response(ordinal, index, limit, turn), drawn=drawn)
@@ -133,7 +134,7 @@ class ScriptedEngine:
         tables: Int[np.ndarray, "slots table_pages"] | None = None,
         until: Int[np.ndarray, " slots"] | None = None,
     ) -> tuple[tuple[ScriptedSlot, ...], ResultTokens]:
-        """Up to `steps_per_call` tokens of every live slot, and no further than `until`; returns early when fewer than `min_live` slots draw."""
+        """Samples up to `steps_per_call` tokens in each live slot, but not beyond `until`. Returns early if fewer than `min_live` slots still sample."""
         slots = list(state)
         until = np.full(self.slots, self.capacity, np.int32) if until is None else until
         tokens = np.zeros((self.slots, self.steps_per_call), np.int32)
@@ -155,16 +156,16 @@ class ScriptedEngine:
         return tuple(slots), ResultTokens(tokens=tokens, logprobs=logprobs, valid=valid, live=going)
 
     def paused(self, state: PyTree) -> Int[np.ndarray, " slots"]:
-        """The tokens that each response has drawn: all that `insert` needs, which takes them for a prompt's too."""
+        """Returns the number of tokens that each response has sampled. This is all that `insert` needs, which treats it like the length of a prompt."""
         self.pauses += 1
         return np.array([slot.drawn for slot in state], np.int32)
 
     def parked(self, lengths: Sequence[int]) -> Int[np.ndarray, " responses"]:
-        """The tokens that the pages of each response hold."""
+        """Returns the number of tokens in the pages of each response."""
         return np.array(lengths, np.int32)
 
     def release(self, state: PyTree, slots: Sequence[int]) -> tuple[ScriptedSlot, ...]:
-        """Ends the responses in some slots where they are."""
+        """Ends the responses in the given slots, even if they are not complete."""
         self.released += slots
         return tuple(FREE if at in slots else slot for at, slot in enumerate(state))
 
@@ -175,14 +176,14 @@ class ScriptedEngine:
             tokens = tokens[: ends[0] + 1]
         elif len(tokens) < limit:
             raise ValueError(
-                f"the script of response {index} to prompt {ordinal} has {len(tokens)} tokens and none of the end tokens "
-                f"{self.stop_ids}; it needs one, or as many tokens as the limit of {limit}"
+                f"the script of response {index} to prompt {ordinal} has {len(tokens)} tokens, but none of the end tokens "
+                f"{self.stop_ids}; it needs an end token, or as many tokens as the limit of {limit}"
             )
         return tokens[:limit]
 
 
 def tiny_decoder_config(**changes: Any) -> DecoderConfig:
-    """Two layers over a vocabulary of 20, Llama-like unless `changes` says otherwise; all sizes divide by 2."""
+    """Returns a Llama-like configuration with two layers and a vocabulary of 20. `changes` overrides fields. All default sizes are even."""
     sizes: dict[str, Any] = {
         "vocab_size": 20, "embed_dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "mlp_dim": 48,
         "max_positions": 64,
@@ -191,9 +192,9 @@ def tiny_decoder_config(**changes: Any) -> DecoderConfig:
 
 
 def tiny_params(config: DecoderConfig, *, seed: int = 0) -> nnx.State:
-    """Random decoder parameters in which nothing is at its start value: norms differ from 1 and biases from 0.
+    """Returns random decoder parameters. Unlike initial parameters, norms differ from 1 and biases from 0.
 
-    Made on the host, so nothing is compiled.
+    They are created on the host, so nothing is compiled.
     """
     rng = np.random.default_rng(seed)
     params = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))[1]
