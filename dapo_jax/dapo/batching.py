@@ -32,8 +32,7 @@ class Example:
     group: int = 0
     """Index of the example's group in the minibatch."""
     rollout: int | None = None
-    """Number that is shared by all examples of one episode. An episode with several contexts has one example per context. If None, the example
-    is a whole rollout."""
+    """Number of the episode, if it has several contexts and therefore several examples. If None, the example is a whole rollout."""
 
     @property
     def tokens(self) -> int:
@@ -73,8 +72,7 @@ def training_examples(
     Args:
         groups: groups of the minibatch.
         normalize_std: divide advantages by the standard deviation of the group's rewards.
-        filter_truncated: exclude truncated responses from the loss (overlong filtering). Their rewards still enter the mean and standard deviation
-            of their group.
+        filter_truncated: exclude truncated responses from the loss (overlong filtering). Their rewards still enter the statistics of their group.
         by_turn: compute one advantage per turn of an episode (`turn_advantages`). If False, all turns have the advantage of the episode.
     """
     examples, count = [], 0

@@ -101,7 +101,7 @@ def with_effective_share(scalars: Mapping[str, float]) -> dict[str, float]:
 def response_mean(
     values: Float[Array, "rows seq"], mask: Bool[Array, "rows seq"], segment_ids: Int[Array, "rows seq"]
 ) -> Float[Array, "rows seq"]:
-    """Returns, at each token, the mean of `values` over the tokens of its response that are in the mask, or 0 if there are none.
+    """Returns, at each token, the mean of `values` over the tokens of its response that are in the mask, or 0 without such tokens.
 
     All tokens of a response get the bit-identical mean. The mean of log-ratios is the logarithm of the geometric mean of the ratios.
 

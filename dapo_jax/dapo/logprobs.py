@@ -99,7 +99,7 @@ class _Chunks:
 
     @property
     def count(self) -> int:
-        """Number of chunks: the smallest possible number, or a slightly larger one that divides the rows evenly and so avoids a padded copy."""
+        """Number of chunks: the smallest possible number, or a slightly larger number that divides the rows evenly, which avoids a padded copy."""
         fewest = -(-self.rows // self.most)
         return next((n for n in range(fewest, 2 * fewest) if self.rows % n == 0), fewest)
 

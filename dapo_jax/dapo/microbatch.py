@@ -24,7 +24,7 @@ class Microbatch:
     segment_ids: Int[Array, "rows seq"] | Any
     """1, 2, ... for the rollouts of a row, and 0 for padding. A prompt that several responses share is a separate segment."""
     prefix_ids: Int[Array, "rows seq"] | Any
-    """The segment, besides its own, to which a token may attend: its prompt. If prompt and response are one segment, it equals `segment_ids`."""
+    """The second segment, in addition to its own, to which a token may attend: its prompt. If prompt and response are one segment, it equals `segment_ids`."""
     previous: Int[Array, "rows seq"] | Any
     """The column whose logits predict the token: the previous column, or for the first token of a response the last column of its prompt."""
     positions: Int[Array, "rows seq"] | Any

@@ -173,8 +173,8 @@ class Verdict:
     lost: Lost | Literal[""] = ""
     """The reason why there is no verdict, or empty if there is one. A response without a verdict is treated as wrong."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """With several graders, the reward of each before weighting; `correct` is from the first grader, and `score` is the weighted sum. In an episode,
-    the environment's metrics."""
+    """The reward of each grader before weighting, if there are several. `correct` is then from the first grader, and `score` is the weighted sum. In an
+    episode, the environment's metrics."""
     turn_rewards: tuple[float, ...] = ()
     """The reward of each turn of an episode. `score` is their sum. A reward from a comparison within the group belongs to the last turn."""
 

@@ -67,7 +67,7 @@ def read_adapter(folder: AnyPath) -> tuple[Adapter, SafetensorsFolder]:
         covered = _COVERED_VALUES.get(key, (False,))
         if not any(value is each or (isinstance(each, str) and value == each) for each in covered):
             needs = ", ".join(map(repr, covered))
-            raise ValueError(f"{path}: {key}={value!r} is not supported; supported: {needs}")
+            raise ValueError(f"{path}: {key}={value!r} is not supported (only {needs})")
     file = SafetensorsFolder(folder, single=ADAPTER_TENSORS)
     matched = {name: _ADAPTED.fullmatch(name) for name in file.shapes}
     if odd := sorted(name for name, match in matched.items() if match is None or match[1] not in MATRICES):

@@ -109,7 +109,7 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
         named = ", ".join(map(str, described.get("architectures") or ()))
         its = f" (architecture {named})" if named else ""
         raise ValueError(
-            f"{where}: model_type {family!r}{its} is not supported; supported: llama, qwen2, qwen3. {WHAT_LOADS}"
+            f"{where}: model_type {family!r}{its} is not supported (only llama, qwen2 and qwen3). {WHAT_LOADS}"
         )
     _refuse_what_is_not_covered(described, family, where)
     rope = _rope(described, where)
@@ -150,20 +150,16 @@ def _refuse_what_is_not_covered(described: Mapping[str, Any], family: str, where
     for key, covered in _COVERED_VALUES.items():
         value = described.get(key)
         if value is not None and value not in covered:
-            known = (
-                f"; supported: {' or '.join(map(repr, covered))}" if covered else "; the key must be absent"
-            )
+            known = f" (only {' or '.join(map(repr, covered))})" if covered else "; remove the key"
             raise ValueError(f"{where}: {key}={value!r} is not supported{known}. {WHAT_LOADS}")
     if odd := [kind for kind in described.get("layer_types") or () if kind != "full_attention"]:
         raise ValueError(
-            f"{where}: layer_types has {odd[0]!r}, which is not supported; supported: 'full_attention'. {WHAT_LOADS}"
+            f"{where}: layer_types has {odd[0]!r}, which is not supported (only 'full_attention'). {WHAT_LOADS}"
         )
     covered = f"{family.capitalize()}ForCausalLM"
     named = described.get("architectures") or [covered]
     if named != [covered]:
-        raise ValueError(
-            f"{where}: architectures {named!r} is not supported; supported: {covered}. {WHAT_LOADS}"
-        )
+        raise ValueError(f"{where}: architectures {named!r} is not supported (only {covered}). {WHAT_LOADS}")
 
 
 def _rope(described: Mapping[str, Any], where: object) -> dict[str, Any]:
@@ -178,7 +174,7 @@ def _rope(described: Mapping[str, Any], where: object) -> dict[str, Any]:
     kind = rope["rope_type"]
     if kind != "default" and kind not in _SCALING_KINDS:
         raise ValueError(
-            f"{where}: rope_type {kind!r} is not supported; supported: default, {', '.join(_SCALING_KINDS)}"
+            f"{where}: rope_type {kind!r} is not supported (only default, {', '.join(_SCALING_KINDS)})"
         )
     # Files may contain the original context length although their kind of scaling does not use it.
     known = {*_SCALING_KINDS.get(kind, ()), "rope_type", "rope_theta", _ORIGINAL, *_NEUTRAL}

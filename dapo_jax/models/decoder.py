@@ -29,8 +29,7 @@ from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.rope import rope_frequencies
 
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
-"""A function of (query, key, value), each [heads, head_dim, tokens], that returns the attention output, and a value that the `Block` passes on
-to its caller."""
+"""(query, key, value), each [heads, head_dim, tokens] -> (attention output, a value of this layer that `Block` returns to its caller)."""
 
 RopeTables = tuple[Array, Array]
 """Cosine and sine of the RoPE angles, each [head_dim / 2, tokens]."""
@@ -259,8 +258,7 @@ class Decoder(nnx.Module):
             config: sizes and architecture options.
             rngs: random keys.
             compute_dtype: dtype of matrix products.
-            remat: rematerialization. `none` stores all activations, `full` recomputes whole layers in the backward pass, and `dots` stores only
-                the results of projections.
+            remat: `none` stores all activations, `full` recomputes layers in the backward pass, `dots` stores only the results of projections.
             layout: layout of arrays over devices.
             apart: store the arrays of each layer separately, as a sampler does, so that it can share them. Compile time then grows with depth.
         """

@@ -46,7 +46,7 @@ class GgufFile:
         self._family = self.metadata.get("general.architecture")
         if self._family not in FAMILIES:
             raise ValueError(
-                f"{path}: architecture {self._family!r} is not supported; supported: llama, qwen2, qwen3. {WHAT_LOADS}"
+                f"{path}: architecture {self._family!r} is not supported (only llama, qwen2 and qwen3). {WHAT_LOADS}"
             )
         layers = min(self._size("block_count"), len(reader.tensors))  # the file may be damaged
         known = get_tensor_name_map(MODEL_ARCH[self._family.upper()], layers)

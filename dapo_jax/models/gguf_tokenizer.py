@@ -8,8 +8,7 @@ _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\
 """Regular expression that splits text before BPE merges: contractions, words, numbers up to a maximum length, punctuation, white space."""
 
 _SPLITS: dict[str, str | None] = {"smollm": None, "llama-bpe": _WORDS % "{1,3}", "qwen2": _WORDS % ""}
-"""The regular expression for each value of tokenizer.ggml.pre. SmolLM (None) splits digits, and then uses GPT-2's expression, which is built into
-`ByteLevel`."""
+"""The regular expression for each value of tokenizer.ggml.pre. SmolLM (None) splits digits, and then uses the GPT-2 expression in `ByteLevel`."""
 
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
 """Values of tokenizer.ggml.token_type. An ordinary token has type 1."""
@@ -61,12 +60,10 @@ def _tokenizer(metadata: Mapping[str, Any], where: object, begins: str | None) -
 
     kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     if kind != "gpt2":
-        raise ValueError(
-            f"{where}: tokenizer.ggml.model {kind!r} is not supported; supported: 'gpt2' (byte-level BPE)"
-        )
+        raise ValueError(f"{where}: tokenizer.ggml.model {kind!r} is not supported (only 'gpt2')")
     if split not in _SPLITS:
         raise ValueError(
-            f"{where}: tokenizer.ggml.pre {split!r} is not supported; supported: {', '.join(map(repr, _SPLITS))}"
+            f"{where}: tokenizer.ggml.pre {split!r} is not supported (only {', '.join(map(repr, _SPLITS))})"
         )
     tokens = metadata["tokenizer.ggml.tokens"]
     kinds = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)

@@ -43,7 +43,7 @@ def download(name: str, *, revision: str | None = None, weights: bool = True) ->
 def look_up(name: str, *, revision: str | None = None) -> tuple[Path, int]:
     """Returns a local folder with a model's configuration and tokenizer, and the size of its weights in bytes. The weights are not downloaded.
 
-    If the hub cannot be reached, the folder and the size are those of the model in the cache.
+    If the hub cannot be reached, both are taken from the model in the cache.
 
     Raises:
         ValueError: see `download`.
@@ -106,9 +106,7 @@ def _explained(name: str, revision: str | None) -> Iterator[None]:
             "or use a local folder with a copy of the model"
         ) from error
     except errors.HfHubHTTPError as error:
-        raise ValueError(
-            f"the hub returned an error for {name}{_at(revision)}: {str(error).splitlines()[0]}"
-        ) from error
+        raise ValueError(f"hub error for {name}{_at(revision)}: {str(error).splitlines()[0]}") from error
 
 
 def _at(revision: str | None) -> str:

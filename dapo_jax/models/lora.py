@@ -32,7 +32,7 @@ LORA_PARTS = ("lora_a", "lora_b")
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 
 SETS = {"all": ATTENTION + MLP, "attention": ATTENTION, "mlp": MLP}
-"""Names that stand for several linear layers."""
+"""Short names for several linear layers."""
 
 
 @dataclass(frozen=True, kw_only=True)

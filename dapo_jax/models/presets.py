@@ -41,9 +41,7 @@ class DecoderConfig:
         if self.kv_heads < 1 or self.heads % self.kv_heads:
             raise ValueError(f"kv_heads={self.kv_heads} must divide heads={self.heads}")
         if self.head_dim % 2:
-            raise ValueError(
-                f"head_dim={self.head_dim} must be even, because RoPE rotates pairs of dimensions"
-            )
+            raise ValueError(f"head_dim={self.head_dim} must be even, because RoPE rotates pairs")
 
     @property
     def vocab_rows(self) -> int:

@@ -71,9 +71,7 @@ def stored_tensors(path: AnyPath) -> dict[str, StoredTensor]:
     size = size_of(path)
     begin = 8 + int.from_bytes(range_bytes(path, 0, min(8, size)), "little")
     if not 8 < begin <= size:
-        raise ValueError(
-            f"cannot read {path}: its header ends at byte {begin:,}, but the file ends at byte {size:,}"
-        )
+        raise ValueError(f"cannot read {path}: the header has {begin:,} bytes, the file only {size:,} bytes")
     listed = read_object(range_bytes(path, 8, begin), path)
     found, end = {}, begin
     for name, entry in listed.items():
@@ -90,9 +88,7 @@ def stored_tensors(path: AnyPath) -> dict[str, StoredTensor]:
 
 def _check_stored(path: AnyPath, name: str, code: str) -> None:
     if code not in STORED:
-        raise ValueError(
-            f"{path}: {name} is stored as {code}, which is not supported; supported: {', '.join(STORED)}"
-        )
+        raise ValueError(f"{path}: {name} has type {code}, which is not supported (only {', '.join(STORED)})")
 
 
 class SafetensorsFolder:

@@ -124,9 +124,7 @@ def _check_names(file: TensorFile, wanted: Mapping[str, Shape], besides: Sequenc
     # Old model files contain the RoPE frequencies, which can be computed from the configuration.
     names = (name for name in file.shapes if not name.endswith("rotary_emb.inv_freq"))
     if extra := sorted(set(names) - set(wanted) - set(besides)):
-        raise ValueError(
-            f"{file.where} has the tensors {extra[:3]}, which are not part of the configured model"
-        )
+        raise ValueError(f"{file.where} has the tensors {extra[:3]}, which are not part of this model")
 
 
 def _check_the_same(file: TensorFile, first: str, second: str) -> None:

@@ -57,8 +57,7 @@ def pack(
 ) -> list[Microbatch]:
     """Packs examples into rows of `row_tokens` tokens, and rows into microbatches of a few static shapes. Microbatches with the longest rows come first.
 
-    Responses to the same prompt share it if they are in the same row. The forward pass then computes the prompt once, and the gradients of all these
-    responses flow through it. Padding has weight 0 in the loss.
+    Responses to a prompt share it if they are in the same row. The prompt is then computed once, and gets the gradients of all these responses.
 
     Args:
         examples: all examples of a minibatch.
@@ -233,8 +232,7 @@ def _length(rows: Sequence[PackedRow], lengths: Sequence[int]) -> int:
 def _least_padding(
     pieces: Sequence[Piece], lengths: Sequence[int], rows_per_microbatch: int
 ) -> list[list[PackedRow]]:
-    """Returns lists of rows: first the rows of the longest length, then one list per microbatch of shorter rows. The size of each list is a multiple
-    of `rows_per_microbatch`."""
+    """Returns a list of all rows of the longest length, then a list per shorter microbatch. Their sizes are multiples of `rows_per_microbatch`."""
     room = lengths[0]
     even = even_rows(pieces, room=room, multiple=rows_per_microbatch)
     if len(lengths) == 1:
@@ -319,8 +317,7 @@ def _fullest(sizes: Sequence[int], room: int) -> list[int]:
 def _best_fit(pieces: Sequence[Piece], room: int, opened: Sequence[int] = ()) -> list[PackedRow]:
     """Packs pieces with the best-fit-decreasing heuristic: longest pieces first, each into the fullest row with enough free tokens.
 
-    Rows that already contain the prompt of a piece are preferred. Packing starts with empty rows of the lengths `opened`, and adds rows of `room`
-    tokens as needed.
+    Rows that already contain the prompt of a piece are preferred. Rows of the lengths `opened` are filled first. Rows of `room` tokens are added as needed.
     """
     rows: list[PackedRow] = [[] for _ in opened]
     left = list(opened)

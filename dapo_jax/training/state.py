@@ -59,8 +59,7 @@ def init_state(
         optimizer: optimizer whose moments are initialized.
         mesh: mesh on which the state is placed.
         offload: keep the moments in host memory.
-        copy: copy the arrays of `params`. If False, the state uses these arrays itself, which saves 4 bytes per parameter. The first update then donates
-            them, so the caller must not use them afterwards.
+        copy: copy the arrays of `params`. If False, the state uses them directly, which saves 4 bytes per parameter, and the first update donates them.
     """
     placed = state_shardings(params, optimizer, mesh, offload=offload)
     copied = jax.jit(_copied, out_shardings=placed.params)

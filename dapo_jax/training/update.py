@@ -67,7 +67,7 @@ def check_objective(objective: Objective, *, rows: int, row_tokens: int) -> None
 
 
 def _problem_of(result: Any) -> str | None:
-    """Describes what is wrong with an objective's result. Returns None if the result is a valid loss and metrics."""
+    """Describes an invalid result of an objective. Returns None if the result is a valid loss and metrics."""
     if not isinstance(result, tuple | list) or len(result) != 2:
         return f"{_kind(result)}, not two values; if there are no metrics, return loss, {{}}"
     loss, metrics = result
@@ -166,8 +166,7 @@ class Updater:
     def prepare(self, state: TrainState, minibatches: Sequence[Sequence[Microbatch]]) -> list[Minibatch]:
         """Transfers a step's microbatches to the mesh and fills in their old log-probabilities and, if there is a reference policy, its log-probabilities.
 
-        Must be called before the first update of the step, so that `state` still has the weights with which the step sampled. (Carried groups were
-        sampled with earlier weights.)
+        Must be called before the first update of the step, with the weights that sampled. (Carried groups were sampled with earlier weights.)
         """
         filled = self._placing.put(minibatches)
         if self._options.old_logprobs == "sampler":
@@ -211,8 +210,7 @@ class Updater:
         return state, {**self._join(*measured), **applied}
 
     def ratios(self, state: TrainState, minibatch: Minibatch, *, first: bool) -> list[Array]:
-        """Returns the ratio pi / pi_old of each token that `update` would use now, as one array [capacity, rows, seq] per stack. The ratios are 1 if `first`
-        is True and the old log-probabilities are the trainer's."""
+        """Returns the ratio pi / pi_old of each token that `update` would use now. There is one array [capacity, rows, seq] per stack."""
         if first and self._options.old_logprobs == "trainer":
             return [jnp.ones_like(stack.microbatches.old_logprobs) for stack in minibatch]
         score = partial(self._score, (state.params, self._frozen))
