@@ -124,7 +124,7 @@ def one_message(capsys, command):
         (["loss.clip_ratio_hgih=0.3"], "loss.clip_ratio_high"),
         (["steps=many"], "steps: found 'many', needs"),
         (["batch.prompts_per_step=65"], "65 = 4 x 16 + 1"),
-        (["model.source=shipped:quikstart"], "no model 'quikstart' is shipped; these are: quickstart"),
+        (["model.source=shipped:quikstart"], "no shipped model 'quikstart'; available: quickstart"),
         (["data.source=arithmetik"], "did you mean 'arithmetic'?"),
         (["reward.grader=exat"], "did you mean 'exact'?"),
         (["data.eval_split=dev"], "has no split 'dev'"),

@@ -70,9 +70,9 @@ def test_default_rows_are_rounded_up_to_a_multiple_that_can_be_split():
 
 def test_configured_rows_that_cannot_be_split_are_refused():
     asked = BatchConfig(row_tokens=1030)
-    with pytest.raises(ConfigError, match=r"row_tokens=1030 .* = 8, .*; 1032 is"):
+    with pytest.raises(ConfigError, match=r"row_tokens=1030 .* = 8, .* 1032"):
         training_pass(BF16, asked, chips(context=2, tensor=4), row_tokens=1030)
-    with pytest.raises(ConfigError, match=r"x 128 \(model.attention=splash\) = 512, .*; 1536 is"):
+    with pytest.raises(ConfigError, match=r"x 128 \(model.attention=splash\) = 512, .* 1536"):
         training_pass(BF16, asked, chips(tensor=4), row_tokens=1030, platform="tpu")
 
 
