@@ -21,8 +21,7 @@ _COUNTED = re.compile(r"(avg|pass|cons)@(\d+)")
 def pass_at_k(samples: int, correct: int, k: int) -> float:
     """Returns the probability that k of the n samples, chosen without replacement, include a correct sample: 1 - C(n - c, k) / C(n, k).
 
-    This is an unbiased estimate of the probability that k new samples include a correct one (Chen et al. 2021, "Evaluating Large
-    Language Models Trained on Code").
+    It estimates the probability for k new samples without bias (Chen et al. 2021, "Evaluating Large Language Models Trained on Code").
 
     Raises:
         ValueError: the arguments are inconsistent, for example k is larger than the number of samples.

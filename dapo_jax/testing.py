@@ -60,8 +60,7 @@ class ScriptedEngine:
         page_sizes: PageSizes | None = None,
         feed_tokens: int = 0,
     ) -> None:
-        """`feed_tokens` is the maximum number of tokens to feed to a response that gets a slot again. Here, this takes no decoding steps. `page_sizes`
-        describes a KV cache, which does not exist here. By default, every slot has room for `capacity` tokens."""
+        """`feed_tokens` is the maximum number of tokens to feed to a resumed response. `page_sizes` describes a KV cache, which is only simulated."""
         self.slots, self.capacity, self.stop_ids = slots, capacity, tuple(stop_ids)
         self.steps_per_call, self.page_sizes = steps_per_call, page_sizes or slot_pages(slots, capacity)
         self._script, self.feed_tokens = script, feed_tokens

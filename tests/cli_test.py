@@ -277,7 +277,7 @@ def test_control_characters_in_data_are_escaped(tmp_path, capsys, model):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["eval", "shipped:quikstart"], "these are: quickstart"),
+        (["eval", "shipped:quikstart"], "available: quickstart"),
         (["eval", "no/such/folder"], "no/such/folder is neither a run nor a model: there is no such folder"),
         (["eval", "shipped:quickstart", "--data", "arithmetik"], "did you mean 'arithmetic'"),
         (["eval", "shipped:quickstart", "--top-p", "1.5"], "eval.top_p: found 1.5"),

@@ -157,7 +157,7 @@ def test_tensors_of_other_matrices_are_refused_by_name(adapter):
     tensors = load_file(adapter / "adapter_model.safetensors")
     name = "base_model.model.lm_head.lora_A.weight"
     save_file({**tensors, name: np.zeros((2, 32), np.float32)}, adapter / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match=rf"has '{name}'; .* q_proj"):
+    with pytest.raises(ValueError, match=rf"{name}.* q_proj"):
         read_adapter(adapter)
 
 
@@ -212,8 +212,8 @@ def test_targets_name_matrices(targets, expected):
     [
         ({"rank": 0}, "rank 0"),
         ({"alpha": 0.0}, "alpha 0.0"),
-        ({"targets": ["lm_head"]}, "'lm_head'.* there are all, attention, mlp, q_proj"),
-        ({"targets": []}, "there are all, attention"),
+        ({"targets": ["lm_head"]}, "'lm_head'.* all, attention, mlp, q_proj"),
+        ({"targets": []}, ": all, attention"),
     ],
 )
 def test_impossible_shapes_are_refused(how, words):
