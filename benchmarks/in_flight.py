@@ -23,9 +23,9 @@ from dapo_jax.dapo.dynamic_sampling import Collected
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.models.folder import load_model
 from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.parallel.weights import weight_transfer
+from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.rollout.collector import Collector, Position
-from dapo_jax.rollout.virtual_clock import ClockSizes
+from dapo_jax.rollout.scheduler import ClockSizes
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
@@ -75,7 +75,7 @@ class Task:
         self.arguments = arguments
         self._config, params = load_model(str(arguments.model.expanduser().resolve()))
         self._mesh = make_mesh()
-        self.weights = weight_transfer(params, self._mesh, dtype=arguments.dtype)(params)
+        self.weights = WeightTransfer(params, self._mesh, dtype=arguments.dtype)(params)
         count = arguments.most_prompts
         rng = np.random.default_rng(arguments.seed)
         shape = (count, arguments.samples)

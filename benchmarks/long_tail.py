@@ -20,7 +20,7 @@ from benchmarks.workload import Workload
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.models.folder import load_model
 from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.parallel.weights import weight_transfer
+from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
@@ -143,7 +143,7 @@ def _engine(workload: Workload, arguments: argparse.Namespace) -> tuple[DecoderE
         mesh=mesh,
         compute_dtype=arguments.dtype,
     )
-    return engine, weight_transfer(params, mesh, dtype=arguments.dtype)(params)
+    return engine, WeightTransfer(params, mesh, dtype=arguments.dtype)(params)
 
 
 def _prompts(workload: Workload) -> list[Prompt]:

@@ -22,7 +22,7 @@ from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.models.decoder import Decoder
 from dapo_jax.models.presets import preset
 from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.parallel.weights import weight_transfer
+from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
@@ -35,7 +35,7 @@ def main() -> None:
     arguments = _arguments()
     config, mesh = replace(preset(arguments.preset), max_positions=CAPACITY), make_mesh()
     params = jax.jit(lambda: nnx.state(Decoder(config, rngs=nnx.Rngs(0))))()
-    weights = weight_transfer(params, mesh, dtype=arguments.dtype)(params)
+    weights = WeightTransfer(params, mesh, dtype=arguments.dtype)(params)
 
     def engine(slots: int, **pages: int) -> DecoderEngine:
         return DecoderEngine(

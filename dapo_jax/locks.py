@@ -37,6 +37,8 @@ RENEW_S = 15.0
 """Seconds between two renewals by the holder."""
 
 _LOOK_S = 1.0
+_CLOCKS_S = 240.0
+"""Seconds by which the clocks of this machine and of the storage may differ."""
 _LEAVES = "This run ends and writes nothing more there"
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
@@ -71,13 +73,26 @@ def check_free(folder: Path) -> None:
     Raises:
         LockedError: names the process.
     """
-    with suppress(FileNotFoundError), (folder / NAME).open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise _taken_by(file.read()) from None
-        except OSError:  # the file system has no locks
-            return
+    if is_held(folder):
+        raise _taken_by((folder / NAME).read_bytes())
+
+
+def is_held(folder: AnyPath) -> bool | None:
+    """Returns whether a run is at work in the folder; None if unknown, as for a copy from another machine. Writes nothing."""
+    file = folder / NAME
+    try:
+        if not isinstance(file, Path):
+            return time.time() - file.stat().mtime < LEASE_S + _CLOCKS_S
+        with file.open("rb") as lock:
+            holder = lock.read()
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False if json.loads(holder)["host"] == socket.gethostname() else None
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False if in_bucket(folder) else None
+    except (OSError, ValueError):  # the file system has no locks, or the file was cut short
+        return None
 
 
 class Lock(ABC):
@@ -120,8 +135,13 @@ class _FileLock(Lock):
     def _locked(self) -> bool:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        exclusive = fcntl.LOCK_EX | fcntl.LOCK_NB
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(self._file, exclusive)
+            except BlockingIOError:  # `is_held` of another process may have the lock for an instant
+                time.sleep(0.1)
+                fcntl.flock(self._file, exclusive)
         except BlockingIOError:
             found = os.pread(self._file, 1000, 0)
             self._close()

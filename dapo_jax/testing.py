@@ -1,7 +1,4 @@
-"""Public test doubles: an engine that follows a script, and a decoder small enough to compile in a second.
-
-For tests of code that samples or learns, here and in projects that use this library.
-"""
+"""Test doubles for code that samples or learns: an engine that follows a script, and a decoder that compiles in a second."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,20 +17,21 @@ from dapo_jax.sampling.interface import Insertion, ResultTokens
 from dapo_jax.sampling.pages import PageSizes, slot_pages
 
 Script = Callable[[int, int], Sequence[int]]
-"""(the prompt's ordinal, the response's index in its group) -> the tokens of that response."""
+"""(ordinal of the prompt, index of the response in its group) -> the tokens of the response."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptedSlot:
-    """One slot on its way through its script."""
+    """One slot, with the progress through its script."""
 
     tokens: tuple[int, ...]
-    """The tokens that the script has for it, cut to the limit."""
+    """The whole response, cut to its limit."""
     drawn: int = 0
+    """Number of tokens sampled so far."""
 
     @property
     def live(self) -> bool:
-        """True until the script is used up."""
+        """True until all tokens are sampled."""
         return self.drawn < len(self.tokens)
 
 
@@ -41,10 +39,10 @@ FREE = ScriptedSlot(tokens=())
 
 
 class ScriptedEngine:
-    """Implements `sampling.interface.Engine` without a model: `script` says every response.
+    """Implements `sampling.interface.Engine` without a model: every response comes from `script`.
 
-    A response ends at its first end token or at its limit. A token's log-probability is minus its id, so that a test
-    sees whether the two stay together.
+    A response ends at its first end token or at its limit. A token's log-probability is minus its id, so that tests can check that the
+    two stay together.
 
     >>> engine = ScriptedEngine(lambda ordinal, index: [ordinal, index, 1], slots=4, capacity=32)
     """
@@ -60,34 +58,39 @@ class ScriptedEngine:
         page_sizes: PageSizes | None = None,
         feed_tokens: int = 0,
     ) -> None:
-        """`feed_tokens` are the most that a response is fed when it gets a slot again, which takes no step here. `page_sizes` are of a cache that is not there; by default every slot has room for `capacity` tokens."""
+        """Makes an engine.
+
+        Args:
+            script: gives the tokens of every response.
+            slots: number of responses that are sampled at the same time.
+            capacity: the largest length of a prompt with its response.
+            steps_per_call: number of tokens that `generate` samples in each slot.
+            stop_ids: end tokens.
+            page_sizes: sizes of the pages of the KV cache; None: room for `capacity` tokens in every slot.
+            feed_tokens: the largest number of new context tokens that a resumed response is fed; feeding takes no step.
+        """
         self.slots, self.capacity, self.stop_ids = slots, capacity, tuple(stop_ids)
         self.steps_per_call, self.page_sizes = steps_per_call, page_sizes or slot_pages(slots, capacity)
         self._script, self.feed_tokens = script, feed_tokens
         self.prefills: list[list[np.ndarray]] = []
-        """The prompts of every `prefill`, as they came."""
+        """The prompts of every `prefill`."""
         self.released: list[int] = []
-        """Slots that were released, in that order."""
+        """The released slots, in order."""
         self.inserted: list[tuple[int, int]] = []
-        """(ordinal, index) of every response, in the order in which they got a slot; once more for each time that it was read again."""
+        """(ordinal, index) of every response that got a slot, in order; a response that is re-prefilled occurs several times."""
         self.pauses = 0
-        """The number of times that responses that pause were put beside the slots."""
+        """Number of calls of `paused`."""
         self.live_slots: list[int] = []
-        """The number of slots that drew at each decoding step."""
-
-    @property
-    def occupancy(self) -> float:
-        """The mean share of slots that were live, over all decoding steps so far."""
-        return sum(self.live_slots) / (self.slots * len(self.live_slots))
+        """Number of slots that sampled a token, for each decoding step."""
 
     def init_decode_state(self) -> tuple[ScriptedSlot, ...]:
-        """A state in which every slot is free."""
+        """Returns a state in which every slot is free."""
         return (FREE,) * self.slots
 
     def prefill(
         self, params: PyTree, prompts: Sequence[Int[np.ndarray, " _"]]
     ) -> Iterator[list[tuple[int, Int[np.ndarray, " prompts"], int]]]:
-        """Notes the prompts; their lengths are all that `insert` needs. All are read at once."""
+        """Records the prompts and yields their lengths, which `insert` needs, in one batch."""
         self.prefills.append(list(prompts))
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         yield [(index, lengths, index) for index in range(len(prompts))]
@@ -101,19 +104,10 @@ class ScriptedEngine:
             ValueError: a response would outgrow its slot, or its script has neither an end token nor enough tokens.
         """
         slots = list(state)
-        columns = (
-            insertion.slots,
-            insertion.prompts,
-            insertion.ordinals,
-            insertion.indices,
-            insertion.limits,
-            insertion.drawn,
-            insertion.turns,
-        )
+        names = ("slots", "prompts", "ordinals", "indices", "limits", "drawn", "turns")
+        columns = (getattr(insertion, name).tolist() for name in names)
         fed = [len(tokens) for tokens in insertion.fed] or [0] * len(insertion.slots)
-        for slot, place, ordinal, index, limit, drawn, turn, more in zip(
-            *(column.tolist() for column in columns), fed, strict=True
-        ):
+        for slot, place, ordinal, index, limit, drawn, turn, more in zip(*columns, fed, strict=True):
             prompt = prefix[place] + more - drawn
             if prompt + limit > self.capacity:
                 raise ValueError(
@@ -133,7 +127,10 @@ class ScriptedEngine:
         tables: Int[np.ndarray, "slots table_pages"] | None = None,
         until: Int[np.ndarray, " slots"] | None = None,
     ) -> tuple[tuple[ScriptedSlot, ...], ResultTokens]:
-        """Up to `steps_per_call` tokens of every live slot, and no further than `until`; returns early when fewer than `min_live` slots draw."""
+        """Samples up to `steps_per_call` tokens in every live slot, and at most `until` tokens of each response.
+
+        Ends early when fewer than `min_live` slots sample.
+        """
         slots = list(state)
         until = np.full(self.slots, self.capacity, np.int32) if until is None else until
         tokens = np.zeros((self.slots, self.steps_per_call), np.int32)
@@ -155,16 +152,16 @@ class ScriptedEngine:
         return tuple(slots), ResultTokens(tokens=tokens, logprobs=logprobs, valid=valid, live=going)
 
     def paused(self, state: PyTree) -> Int[np.ndarray, " slots"]:
-        """The tokens that each response has drawn: all that `insert` needs, which takes them for a prompt's too."""
+        """Returns the number of tokens that each response has; `insert` takes it like the lengths of prompts."""
         self.pauses += 1
         return np.array([slot.drawn for slot in state], np.int32)
 
     def parked(self, lengths: Sequence[int]) -> Int[np.ndarray, " responses"]:
-        """The tokens that the pages of each response hold."""
+        """Returns the number of tokens in the pages of each response."""
         return np.array(lengths, np.int32)
 
     def release(self, state: PyTree, slots: Sequence[int]) -> tuple[ScriptedSlot, ...]:
-        """Ends the responses in some slots where they are."""
+        """Frees some slots, whose responses may be unfinished."""
         self.released += slots
         return tuple(FREE if at in slots else slot for at, slot in enumerate(state))
 
@@ -182,7 +179,7 @@ class ScriptedEngine:
 
 
 def tiny_decoder_config(**changes: Any) -> DecoderConfig:
-    """Two layers over a vocabulary of 20, Llama-like unless `changes` says otherwise; all sizes divide by 2."""
+    """Returns a Llama-like configuration of two layers and a vocabulary of 20, with `changes`; all sizes are even."""
     sizes: dict[str, Any] = {
         "vocab_size": 20, "embed_dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "mlp_dim": 48,
         "max_positions": 64,
@@ -191,10 +188,7 @@ def tiny_decoder_config(**changes: Any) -> DecoderConfig:
 
 
 def tiny_params(config: DecoderConfig, *, seed: int = 0) -> nnx.State:
-    """Random decoder parameters in which nothing is at its start value: norms differ from 1 and biases from 0.
-
-    Made on the host, so nothing is compiled.
-    """
+    """Returns random decoder parameters: also norms differ from 1, and biases from 0. Nothing is compiled."""
     rng = np.random.default_rng(seed)
     params = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))[1]
 

@@ -29,9 +29,9 @@ from dapo_jax.data.prompts import PromptSource
 from dapo_jax.models.decoder import graph_of
 from dapo_jax.models.folder import load_model
 from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.parallel.weights import weight_transfer
+from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.rollout.collector import Collector, Position
-from dapo_jax.rollout.virtual_clock import ClockSizes
+from dapo_jax.rollout.scheduler import ClockSizes
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
@@ -152,7 +152,7 @@ def main() -> float:
     engine = DecoderEngine(
         config, slots=64, capacity=ROW_TOKENS, steps_per_call=8, stop_ids=tokenizer.stop_ids, mesh=mesh
     )
-    sampler, transfer = Sampler(engine, prefill_prompts=4), weight_transfer(params, mesh, dtype="float32")
+    sampler, transfer = Sampler(engine, prefill_prompts=4), WeightTransfer(params, mesh, dtype="float32")
     sample = partial(
         sampler.sample, decoding=decoding(temperature=TEMPERATURE), max_response_tokens=RESPONSE_TOKENS
     )

@@ -14,9 +14,9 @@ readonly SCRIPT="$HOME/tpu_worker.sh" RUN="$HOME/dapo_jax_run"
 mkdir -p "$RUN"
 cd "$RUN"
 
+# Returns whether a run holds its lock. The command line of its process is no reliable sign, because it is empty for a moment at the start.
 under_way() {
-  local pid
-  pid=$(cat pid 2>/dev/null) && tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null | grep -qF "$SCRIPT job"
+  ! flock --shared --nonblock lock true
 }
 
 setup() {
@@ -48,6 +48,8 @@ start() {
   fi
   printf '%s\n' "$wanted" >wanted
   rm -f status
+  exec 9>lock
+  flock 9
   setsid nohup bash "$SCRIPT" job "$@" >>log 2>&1 </dev/null &
   echo $! >pid
 }
@@ -59,7 +61,7 @@ job() {
   . ./tokens
   set +a
   cd files
-  DAPO_JAX_DISTRIBUTED=1 ../env/bin/dapo-jax train "$@" || code=$?
+  DAPO_JAX_DISTRIBUTED=1 ../env/bin/dapo-jax train "$@" 9>&- || code=$?
   # ssh uses 255 for a broken connection.
   echo $((code == 255 ? 1 : code)) >../status.new
   mv ../status.new ../status

@@ -52,17 +52,6 @@ def test_pass_at_k_is_the_share_of_all_draws_with_a_correct_sample(samples):
         assert pass_at_k(samples, correct, k) == pytest.approx(share, abs=1e-12)
 
 
-@pytest.mark.parametrize("samples", range(1, 9))
-@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9, 1.0])
-def test_pass_at_k_is_right_on_average(samples, p):
-    """Its expectation over the number of correct samples, C ~ Binomial(n, p), is the chance 1 - (1 - p)^k that k fresh samples have a
-    correct one."""
-    chances = [math.comb(samples, c) * p**c * (1 - p) ** (samples - c) for c in range(samples + 1)]
-    for k in range(1, samples + 1):
-        expected = sum(chance * pass_at_k(samples, c, k) for c, chance in enumerate(chances))
-        assert expected == pytest.approx(1 - (1 - p) ** k, abs=1e-12)
-
-
 @pytest.mark.parametrize(("samples", "correct", "k"), [(4, 5, 1), (4, -1, 1), (4, 1, 5), (4, 1, 0)])
 def test_pass_at_k_refuses_impossible_counts(samples, correct, k):
     with pytest.raises(ValueError, match=f"correct={correct}, samples={samples}, k={k}"):
@@ -115,13 +104,6 @@ def test_pass_is_given_for_the_powers_of_two_and_for_all_samples(k, draws):
     assert names == [f"avg@{k}", *(f"pass@{j}" for j in draws), f"cons@{k}", "reward"]
 
 
-def test_scores_of_one_problem():
-    """One of four is right. pass@2: 1 - C(3, 2) / C(4, 2) = 1 - 3 / 6. The vote goes to 3."""
-    assert problem_scores(make_group(["3", "7", "3", None])) == pytest.approx(
-        {"avg@4": 0.25, "pass@2": 0.5, "pass@4": 1.0, "cons@4": 0.0, "reward": 0.0}
-    )
-
-
 def test_the_reward_of_a_problem_is_the_mean_without_length_shaping():
     """Scores 0.5 and -1.5, the second with a length penalty of 0.25: (0.5 - 1.5) / 2 = -0.5, not -0.625. Two such problems and
     one of 0.25: the mean is (-0.5 - 0.5 + 0.25) / 3 = -0.25, its error std([-.5, -.5, .25], ddof=1) / sqrt(3) = 0.25."""
@@ -171,17 +153,6 @@ def test_there_is_no_consensus_without_a_vote():
     # One answer in the whole evaluation is a vote: one of three problems has a consensus.
     found = summarize([*silent, make_group(["7", None])], name="toy")
     assert found["eval/toy/cons@2"] == pytest.approx(1 / 3)
-
-
-def test_standard_errors_of_two_problems():
-    """One and three of four right. avg 1/4, 3/4; pass@2 1/2, 1; pass@4 1, 1; cons 0, 1. Of two values a and b the standard
-    deviation is |a - b| / sqrt(2), so the error of their mean is |a - b| / 2."""
-    found = summarize([make_group(["7", "3", "3", "1"]), make_group(["7", "7", "3", "7"])], name="org/set")
-    means = {"avg@4": 0.5, "pass@2": 0.75, "pass@4": 1.0, "cons@4": 0.5}
-    errors = {"avg@4": 0.25, "pass@2": 0.25, "pass@4": 0.0, "cons@4": 0.5}
-    for key in means:
-        assert found[f"eval/org/set/{key}"] == pytest.approx(means[key])
-        assert found[f"eval/org/set/{key}_stderr"] == pytest.approx(errors[key])
 
 
 @pytest.mark.parametrize("groups", [[], [make_group(["7"]), make_group(["7", "3"])]])

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from dapo_jax import locks
-from dapo_jax.locks import LockedError, LockLostError, check_free, take
+from dapo_jax.locks import LockedError, LockLostError, check_free, is_held, take
 from dapo_jax.storage import path_of
 from tests.several import ROOT
 
@@ -76,9 +76,11 @@ def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path):
             take(tmp_path, lost=never)
         with pytest.raises(LockedError, match=who):
             check_free(tmp_path)
+        assert is_held(tmp_path)
         process.kill()
         process.wait()
         check_free(tmp_path)
+        assert is_held(tmp_path) is False
         assert free(tmp_path)
 
 
@@ -224,8 +226,10 @@ def test_a_lease_is_taken_and_given_back_but_not_by_a_forked_child(bucket):
         with take(path_of(RUN), lost=never) as lock:
             assert json.loads(bucket.files()[LEASE])["pid"] == os.getpid()
             lock.check()
+            assert is_held(path_of(RUN))
             assert not lock.note
         assert bucket.files("gs://bucket") == {}
+        assert is_held(path_of(RUN)) is False
 
 
 def test_a_lease_that_is_renewed_refuses_the_second(bucket, quick, capfd):

@@ -14,7 +14,7 @@ import pytest
 
 from dapo_jax.cli import main
 from dapo_jax.config import TrainConfig, load_config
-from dapo_jax.config.loading import unknown_key
+from dapo_jax.config.other_libraries import unknown_key
 from dapo_jax.config.section import leaf_types
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.data.sources import load_rows

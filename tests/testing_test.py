@@ -48,7 +48,6 @@ def test_slots_follow_their_script_to_the_end_token_or_the_limit():
     assert valid_tokens(second) == [[9], [], []]
     assert not second.live.any()
     assert engine.live_slots == [2, 2, 2, 1, 1]
-    assert engine.occupancy == 8 / (3 * 5)
 
 
 def test_generate_returns_early_when_too_few_live_but_always_takes_a_step():
@@ -65,14 +64,6 @@ def test_states_are_values():
     _, first = engine.generate({}, state, decoding())
     _, again = engine.generate({}, state, decoding())
     assert valid_tokens(first) == valid_tokens(again) == [[7, 8], [], []]
-
-
-def test_it_records_prefills_and_insertions():
-    engine = scripted([[1], [1]])
-    started(engine, [3, 3])
-    ((prompt,),) = engine.prefills
-    assert prompt.tolist() == [5, 5]
-    assert engine.inserted == [(0, 0), (0, 1)]
 
 
 def test_a_released_slot_is_free():

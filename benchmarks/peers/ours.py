@@ -16,7 +16,7 @@ from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.models.decoder import Decoder
 from dapo_jax.models.folder import load_model
 from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.parallel.weights import weight_transfer
+from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
@@ -37,7 +37,7 @@ class System:
         self.version = f"dapo_jax {getattr(dapo_jax, '__version__', 'working tree')}, jax {jax.__version__}"
         self.config, params = load_model(workload.model)
         self.mesh = make_mesh()
-        self.transfer = weight_transfer(params, self.mesh, dtype=workload.dtype)
+        self.transfer = WeightTransfer(params, self.mesh, dtype=workload.dtype)
         if options.get("for_training"):
             optimizer = make_optimizer()
             graph = _graph(self.config, workload.dtype, options.get("remat", "none"))

@@ -370,9 +370,9 @@ def check_shapes(
         ValueError: they belong to different models.
     """
     if missing := sorted(target.keys() - saved.keys()):
-        raise ValueError(f"{where} does not hold {_some(missing)}, which the target has")
+        raise ValueError(f"{where} does not hold {', '.join(missing[:3])}, which the target has")
     if surplus := sorted(saved.keys() - target.keys()):
-        raise ValueError(f"{where} holds {_some(surplus)}, which the target does not have")
+        raise ValueError(f"{where} holds {', '.join(surplus[:3])}, which the target does not have")
     for path, struct in target.items():
         shape = tuple(saved[path][0])
         table = path.endswith((".embedding", ".lm_head")) and shape[1:] == struct.shape[1:]
@@ -382,10 +382,6 @@ def check_shapes(
                 f"{where} holds {path} of shape {shape}; the target's has shape {struct.shape}: "
                 "was it saved with another model configuration?"
             )
-
-
-def _some(paths: Sequence[str]) -> str:
-    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
 
 
 def checked_json(progress: Mapping[str, Any]) -> dict[str, Any]:

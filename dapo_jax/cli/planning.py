@@ -72,7 +72,8 @@ def plan(arguments: argparse.Namespace) -> int:
         informative=arguments.informative,
         turns=arguments.turns,
     )
-    console = Console(stderr=arguments.json == "-", width=None if sys.stdout.isatty() else 160)
+    width = None if sys.stdout.isatty() else 160
+    console = Console(stderr=arguments.json == "-", width=width, highlight=False)
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)

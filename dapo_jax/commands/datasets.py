@@ -9,8 +9,9 @@ from dapo_jax.config import ConfigError, DataConfig, ModelConfig
 from dapo_jax.data.prompts import measured_prompts
 from dapo_jax.rewards.graders import UNREAD_BY
 from dapo_jax.run.policy import folder_of
-from dapo_jax.run.prompt_sets import dated, every_split, prompt_format
+from dapo_jax.run.prompt_sets import dated, every_split
 from dapo_jax.terminal import visible
+from dapo_jax.text.formatting import PromptFormat
 from dapo_jax.text.tokenizers import ByteTokenizer, load_tokenizer
 
 SHOWN = 5
@@ -72,10 +73,8 @@ def show(data: DataConfig, *, split: str = "", model: str = "", count: int = 3) 
     except ValueError as error:
         raise ConfigError(f"--model {model!r}: {error}") from error
     try:
-        lengths, _ = measured_prompts(rows, tokenizer, prompt_format(data))
-        shown = [
-            (row, *prompt_format(data).encode(row["prompt"], tokenizer)) for row in rows[: max(0, count)]
-        ]
+        lengths, _ = measured_prompts(rows, tokenizer, PromptFormat(data))
+        shown = [(row, *PromptFormat(data).encode(row["prompt"], tokenizer)) for row in rows[: max(0, count)]]
     except ValueError as error:
         raise ConfigError(f"data.source={data.source!r}, split {split!r}: {error}") from error
     unit = "tokens" if model else "bytes"

@@ -31,11 +31,12 @@ from dapo_jax.rollout.response_sampler import ResponseSampler
 from dapo_jax.run.grader_setup import check_graders, environment_of, episodes_of, grading
 from dapo_jax.run.policy import Policy, data_of_run, find_policy, mesh_of, meshes_of, run_at
 from dapo_jax.run.programs import sharing
-from dapo_jax.run.prompt_sets import GivenRows, dated, held_out_prompts, prompt_format
+from dapo_jax.run.prompt_sets import GivenRows, dated, held_out_prompts
 from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.run.run_dir import place_of
 from dapo_jax.run.sampler_setup import response_sampler
 from dapo_jax.storage import AnyPath
+from dapo_jax.text.formatting import PromptFormat
 from dapo_jax.trackers.rollout_log import write_problems, write_rollouts
 
 _NO_SHAPING = OverlongConfig(enabled=False)
@@ -189,7 +190,7 @@ def sample(
             checked_rows([{"prompt": text, "answer": "-"} for text in prompts]),
             policy.tokenizer,
             max_prompt_tokens=policy.decoder.max_positions - max_response_tokens,
-            prompt_format=prompt_format(dated(data, like=data_of_run(source))),
+            prompt_format=PromptFormat(dated(data, like=data_of_run(source))),
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error

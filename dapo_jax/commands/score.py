@@ -38,13 +38,6 @@ class Scores:
         """Returns the scores of a grader; plain and lost verdicts have none."""
         return [verdict.score for verdict in self.verdicts[grader] if verdict.score is not None]
 
-    def only_numbers(self, grader: str) -> bool:
-        """Returns True if a grader only returns numbers, so that `correct` means above 0."""
-        return bool(self.numbers(grader)) and all(
-            verdict.extracted is None and verdict.correct == ((verdict.score or 0.0) > 0.0)
-            for verdict in self.verdicts[grader]
-        )
-
     def agreement(self, one: str, other: str) -> float:
         """Returns the share of responses with the same verdict of two graders."""
         return 1.0 - len(self.disagreements(one, other)) / len(self.rows)
@@ -117,28 +110,24 @@ def describe(scores: Scores, *, show: int = 5) -> str:
 
 
 def _shares(scores: Scores, names: Sequence[str], width: int) -> list[str]:
-    """Returns a row for each grader: its share of correct responses, or of scores above 0, and its agreement with each grader."""
-    kinds = {name: "above 0" if scores.only_numbers(name) else "correct" for name in names}
-    numbers = "above 0" in kinds.values()
-    calls = "calls correct, or scores above 0 if it only gives numbers" if numbers else "calls correct"
-    columns = ["share" if numbers else "correct", *names]
+    """Returns a row for each grader: its share of correct responses, and its agreement with each grader."""
+    columns = ["correct", *names]
     lines = [
-        f"{len(scores.rows)} responses; the share that a grader {calls}, and the share on which two agree",
+        f"{len(scores.rows)} responses; the share that a grader calls correct (a number: above 0), and the share on which two agree",
         "",
-        "  ".join([" " * width, *([" " * 7] * numbers), *(f"{name:>7}" for name in columns)]),
+        "  ".join([" " * width, *(f"{name:>7}" for name in columns)]),
     ]
     for one in names:
         shares = [scores.accuracy(one), *(scores.agreement(one, other) for other in names)]
         cells = [f"{share:.1%}".rjust(max(7, len(name))) for name, share in zip(columns, shares, strict=True)]
-        lines.append("  ".join([f"{one:{width}}", *([kinds[one]] * numbers), *cells]))
+        lines.append("  ".join([f"{one:{width}}", *cells]))
     return lines
 
 
 def _differences(scores: Scores, pair: tuple[str, str], differing: list[int], show: int) -> list[str]:
     """Returns how often only one grader of a pair calls a response correct, and the first `show` of these responses."""
     only = [
-        f"only {name} {'scores above 0' if scores.only_numbers(name) else 'says correct'}: "
-        f"{sum(scores.verdicts[name][place].correct for place in differing)}"
+        f"only {name} says correct: {sum(scores.verdicts[name][place].correct for place in differing)}"
         for name in pair
     ]
     lines = ["", f"{' and '.join(pair)} differ on {len(differing)} of {len(scores.rows)}; {', '.join(only)}"]

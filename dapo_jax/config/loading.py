@@ -5,9 +5,8 @@ Names are compared with the schema here; each object checks its values when it i
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from difflib import SequenceMatcher
 from operator import attrgetter
 from os import PathLike
 from typing import Any, NoReturn, TypeAlias, TypeVar, cast, get_args, get_origin, overload
@@ -15,49 +14,16 @@ from typing import Any, NoReturn, TypeAlias, TypeVar, cast, get_args, get_origin
 import yaml
 
 from dapo_jax.config.keys import ConfigError, needed, refuse, shown
+from dapo_jax.config.other_libraries import of_another_library, unknown_key
 from dapo_jax.config.reading import read_file, read_yaml, shipped_configs, write_yaml
 from dapo_jax.config.schema import EvaluateConfig, SftConfig, TrainConfig, evaluation_of
-from dapo_jax.config.section import Section, field_types, leaf_types, rules_by_key
+from dapo_jax.config.section import Section, field_types, leaf_types
 from dapo_jax.storage import path_of
 
 AnyConfig: TypeAlias = TrainConfig | SftConfig | EvaluateConfig
 
 _Config = TypeVar("_Config", TrainConfig, SftConfig, EvaluateConfig)
 _Section = TypeVar("_Section", bound=Section)
-
-_RULES = rules_by_key(TrainConfig)
-ALIASES = {alias: ours for ours, rules in _RULES.items() for alias in rules.aliases}
-"""Name in verl, TRL or open-instruct -> our key. A dotted name takes precedence over its last part."""
-
-NOTES = {alias: note for rules in _RULES.values() for alias, note in rules.aliases.items() if note}
-"""Alias -> note, if it is not the same quantity or is easily confused with another."""
-
-_NO_KEY = {
-    "num_iterations ppo_epochs": "each response is trained on once; for several updates a step, make `batch.groups_per_update` smaller than "
-    "`batch.prompts_per_step`",
-    "use_vllm rollout.name": "the library samples with its own engine, whose keys are in `sampling`",
-    "lr_scheduler_type": "the learning rate rises over `optimizer.warmup_steps` and is constant afterwards",
-    "push_to_hub": "after the run, upload the folder `model` in `run_dir`, which has the Hugging Face layout: hf upload ORG/NAME RUN_DIR/model",
-    "logging_steps logging_strategy logging_first_step": "metrics are logged in every step; `log.rollouts_every_steps` is for sampled responses",
-    "resume_from_checkpoint resume_mode": "the option --resume of the command continues from the last checkpoint",
-    "multi_objective_aggregation": "the rewards of `reward.graders` are summed by weight, and advantages are computed from the sum",
-    "importance_sampling_level": "ratios are computed per token; a loss with another ratio is a function: train(config, objective=...)",
-    "min_p repetition_penalty sampling.top_p sampling.top_k rollout.top_p rollout.top_k": "training samples from the whole distribution, because "
-    "the loss uses the ratio to it; `eval.top_p` and `eval.top_k` are for evaluation",
-    "optim": "the optimizer is AdamW, whose keys are in `optimizer`",
-    "eval_on_start val_before_train": "every run evaluates before its first step and after its last one; `eval.every_steps` adds to these",
-    "adv_estimator": "advantages compare the responses of a group: reward minus the mean, divided by the standard deviation with `loss.normalize_std`",
-    "entropy_coeff": "the loss has no entropy bonus; `loss.clip_ratio_high` keeps up the entropy",
-    "disable_dropout": "the models have no dropout",
-    "use_liger_kernel use_liger_loss": "log-probabilities are always computed in chunks of the vocabulary",
-    "sync_ref_model": "the reference policy of `loss.kl_coef` is the model at the start of the run",
-    "project_name wandb_project": "the environment variable WANDB_PROJECT names the project of Weights & Biases",
-    "cache_dir": "the environment variable HF_HOME sets the folder of models from the Hugging Face hub",
-}
-NO_KEY = {name: answer for names, answer in _NO_KEY.items() for name in names.split()}
-"""Name in verl or TRL without a key here -> the remedy."""
-
-_NO_KEY_PREFIXES = {"vllm_": NO_KEY["use_vllm"], "hub_": NO_KEY["push_to_hub"]}
 
 
 @overload
@@ -264,15 +230,23 @@ def _build(schema: type[_Section], values: Mapping[str, Any], defaults: _Section
     kinds, given = field_types(schema), {}
     for field in dataclasses.fields(cast(Any, schema)):
         name, kind = field.name, kinds[field.name]
-        if name in values and dataclasses.is_dataclass(kind):
+        if dataclasses.is_dataclass(kind) and isinstance(values.get(name), Mapping):
             usual = cast(Any, field.default_factory)() if defaults is None else getattr(defaults, name)
             given[name] = _build(cast(Any, kind), values[name], usual)
         elif name in values:
             given[name] = _as_float(values[name]) if float in (kind, *get_args(kind)) else values[name]
-        elif needed(field):
+        elif defaults is None and needed(field):
             remedy = f"add `{name}: some/folder` to the file or {name}=some/folder to the command"
             raise ConfigError(f"{name}: missing, needs a value; {remedy}")
     return schema(**given) if defaults is None else dataclasses.replace(cast(Any, defaults), **given)
+
+
+def replaced(config: _Section, changes: Mapping[str, Any]) -> _Section:
+    """Returns the configuration with other values of some keys (dotted key -> value). It is checked like a loaded one."""
+    values: dict[str, Any] = {}
+    for key, value in changes.items():
+        _set(values, key, value)
+    return _build(type(config), values, config)
 
 
 def _as_float(value: object) -> object:
@@ -280,61 +254,3 @@ def _as_float(value: object) -> object:
     if isinstance(value, list):
         return [_as_float(item) for item in value]
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-
-def of_another_library(key: str, known: Collection[str]) -> str | None:
-    """Returns the remedy for a key of verl, TRL or open-instruct; None if `known` has no key for it.
-
-    The longest ending of a dotted name decides.
-
-    >>> of_another_library("actor_rollout_ref.rollout.n", ["batch.group_size"])
-    '`rollout.n` of verl, TRL or open-instruct is `batch.group_size` here'
-    """
-    parts = key.lower().split(".")
-    endings = [".".join(parts[start:]) for start in range(len(parts))]
-    places = {place for each in known for place in (each, each.rpartition(".")[0])}
-    if alias := next((ending for ending in endings if ALIASES.get(ending) in places), None):
-        unit = f" ({NOTES[alias]})" if alias in NOTES else ""
-        ours = f"`{alias}` of verl, TRL or open-instruct is `{ALIASES[alias]}` here{unit}"
-        others = [near for near in nearest_keys(key, known, least=1.5) if near != ALIASES[alias]]
-        return f"{ours}; or did you mean {_either(others)}?" if others else ours
-    same_start = (answer for start, answer in _NO_KEY_PREFIXES.items() if parts[-1].startswith(start))
-    answer = next((NO_KEY[ending] for ending in endings if ending in NO_KEY), None) or next(same_start, None)
-    if answer and set(re.findall("`([^`]+)`", answer)) <= places:
-        return f"verl or TRL has this key, dapo_jax does not: {answer}"
-    return None
-
-
-def nearest_keys(key: str, known: Collection[str], *, least: float = 1.1) -> list[str]:
-    """Returns the three dotted keys most similar to `key`, or fewer, best first.
-
-    The similarity goes to 2 (equal); keys below `least` are left out. A right last part in the wrong section counts as much as a
-    right section with a misspelt last part.
-
-    >>> nearest_keys("temperature", ["sampling.temperature", "eval.temperature", "seed"])
-    ['eval.temperature', 'sampling.temperature']
-    """
-
-    def similarity(candidate: str) -> float:
-        whole = SequenceMatcher(None, key, candidate).ratio()
-        last = SequenceMatcher(None, key.rsplit(".", 1)[-1], candidate.rsplit(".", 1)[-1]).ratio()
-        return whole + last
-
-    scores = {candidate: similarity(candidate) for candidate in known}
-    best = sorted(scores, key=lambda candidate: (-scores[candidate], candidate))[:3]
-    return [candidate for candidate in best if scores[candidate] >= max(least, scores[best[0]] - 0.35)]
-
-
-def unknown_key(key: str, known: Collection[str]) -> str:
-    """Returns the remedy that follows "unknown key": our name for it, the nearest keys, or the top level."""
-    if answer := of_another_library(key, known):
-        return answer
-    # The name may be inside a misspelt mapping.
-    if near := nearest_keys(key, known) or nearest_keys(key.rpartition(".")[0], known, least=1.5):
-        return f"did you mean {_either(near)}?"
-    top = sorted({candidate.split(".", 1)[0] for candidate in known})
-    return f"no key is similar; the top level has {', '.join(top)}"
-
-
-def _either(keys: Collection[str]) -> str:
-    return " or ".join(f"`{key}`" for key in keys)

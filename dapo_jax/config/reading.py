@@ -107,10 +107,9 @@ def _missing_file(path: AnyPath) -> str:
     name = path.with_suffix("").as_posix().removeprefix("configs/")
     if name in shipped:
         return f"no such file; the configuration of this name is in the package, so give its name: {name}"
-    folder = path if path.is_dir() else path.parent
-    if not folder.is_dir():
-        return f"no such file, and no folder {folder}; check the path (from {Path.cwd()})"
-    there = {str(each.with_suffix("")): each for each in entries(folder) if each.suffix in (".yaml", ".yml")}
-    near = [there[found] for found in nearest(str(path.with_suffix("")), there)] or nearest(name, shipped)
+    there = [*map(str, entries(path.parent)), *shipped] if path.parent.is_dir() else shipped
+    near = nearest(str(path), [each for each in there if each in shipped or each.endswith((".yaml", ".yml"))])
     remedy = f"did you mean {near[0]}?" if near else f"give a YAML file, or one of {', '.join(shipped)}"
-    return f"{'is a folder, needs a file' if path.is_dir() else 'no such file'}; {remedy}"
+    return (
+        f"{'is a folder, needs a file' if path.is_dir() else f'no such file (from {Path.cwd()})'}; {remedy}"
+    )

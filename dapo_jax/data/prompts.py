@@ -50,7 +50,7 @@ class PromptSource:
             weights: the sampling weight of each part; empty: equal weights.
 
         Raises:
-            ValueError: there are no rows, or the seed is negative.
+            ValueError: there are no rows.
         """
         parts = parts or [range(len(rows))]
         self._order = row_order(parts, weights=weights, seed=seed, shuffle=shuffle)
@@ -66,9 +66,7 @@ class PromptSource:
         return iter(self._order.map_with_index(self._prompt)[start::stride].to_iter_dataset(options))
 
     def row_index(self, ordinal: int) -> int:
-        """Returns the index of the row at `ordinal`; a negative one is an IndexError."""
-        if ordinal < 0:
-            raise IndexError(f"ordinals count from 0; got {ordinal}")
+        """Returns the index of the row at `ordinal`."""
         index = self._order[ordinal]
         assert index is not None  # None is a filtered row in Grain, and nothing is filtered here
         return index
@@ -98,18 +96,12 @@ def row_order(
         shuffle: a new order each epoch.
 
     Raises:
-        ValueError: a part has no rows, or the weights or the seed are out of range.
+        ValueError: a part has no rows.
     """
     import grain  # takes more than a second
 
     if not parts or not all(len(part) for part in parts):
         raise ValueError("there are no rows to sample from; the split or the list of rows is empty")
-    if seed < 0:
-        raise ValueError(f"the seed must not be negative; got {seed}")
-    if weights and (len(weights) != len(parts) or min(weights) <= 0):
-        raise ValueError(
-            f"a mixture needs one weight above 0 for each of its {len(parts)} datasets; got {list(weights)}"
-        )
     orders = []
     for number, part in enumerate(parts):
         order = grain.MapDataset.source(part)
@@ -157,10 +149,8 @@ def held_out(
     """Returns the first `limit` rows (0: all) as prompts in their own order, with ordinals 0, 1, ...
 
     Raises:
-        ValueError: there are fewer than `limit` rows, or a prompt is too long.
+        ValueError: a prompt is too long.
     """
-    if not 0 <= limit <= len(rows):
-        raise ValueError(f"asked for {limit} held-out prompts of {len(rows)} rows; give 0 for all of them")
     prompt = _maker(rows, tokenizer, prompt_format, max_prompt_tokens)
     return [prompt(index, index) for index in range(limit or len(rows))]
 
@@ -198,23 +188,18 @@ def _encoded(
 class PromptStream:
     """One host's share of a run's prompts: ordinals h, h + H, h + 2H, ... Threads read and tokenize them ahead of the sampler."""
 
-    def __init__(self, source: PromptSource, *, host: int = 0, hosts: int = 1, ahead: int = 128) -> None:
-        """Opens the stream of `host` (of 0 to hosts - 1) without reading a row; up to `ahead` prompts are tokenized ahead."""
-        self._source, self._host, self._hosts, self._ahead = source, host, hosts, ahead
+    def __init__(self, source: PromptSource, *, hosts: int = 1, ahead: int = 128) -> None:
+        """Opens the stream of one of `hosts` without reading a row; up to `ahead` prompts are tokenized ahead."""
+        self._source, self._hosts, self._ahead = source, hosts, ahead
         self._next, self._prompts = -1, iter(list[Prompt]())
 
     def at(self, ordinal: int) -> Prompt:
         """Returns the prompt at `ordinal`; the next ones are then prepared.
 
         Raises:
-            ValueError: the ordinal is negative or another host's, or its row cannot be turned into a prompt.
+            ValueError: its row cannot be turned into a prompt.
         """
         if ordinal != self._next:
-            if ordinal < 0 or ordinal % self._hosts != self._host:
-                raise ValueError(
-                    f"ordinal {ordinal} is not for host {self._host} of {self._hosts}, which takes ordinals with "
-                    f"ordinal mod {self._hosts} = {self._host}"
-                )
             self._prompts = self._source.stream(ordinal, stride=self._hosts, ahead=self._ahead)
         prompt = next(self._prompts)
         self._next = ordinal + self._hosts
@@ -239,7 +224,6 @@ class PairSource:
         """Returns the tokens of pair `i`: of the prompt, and of the response with the end token.
 
         Raises:
-            IndexError: `i` is negative.
             ValueError: the row has no demonstration, or a text is too long or cannot be tokenized.
         """
         prompt = self._prompts[i]

@@ -18,9 +18,8 @@ from dapo_jax.doctor.subject import STAND_IN, SUMS, Subject
 from dapo_jax.doctor.tiny_step import TinyStep
 from dapo_jax.terminal import visible
 
-OWN_MODEL = {"cpu": 10**9}
+OWN_MODEL = {"cpu": 10**9, "gpu": 10**10, "tpu": 10**10}
 """Platform -> parameters up to which the tiny step takes the run's own model without `full`."""
-OWN_MODEL_ELSEWHERE = 10**10
 
 _DRIVER = "set JAX_PLATFORMS=cpu, or repair the driver that the message names"
 _GRADER = "mend the reward function, or set another reward.grader"
@@ -70,16 +69,12 @@ def _of_step(step: TinyStep) -> list[Check]:
 
     def weights(subject: Subject) -> Found:
         platform, count = jax.default_backend(), subject.described[0].parameters
-        limit = OWN_MODEL.get(platform, OWN_MODEL_ELSEWHERE)
-        if subject.full or count <= limit:
+        if subject.full or count <= (limit := OWN_MODEL[platform]):
             return step.weights(subject)
         found = step.weights(Subject(STAND_IN, rows=SUMS))
         large = f"the model has {count:,} parameters, over {limit:,} for a {platform}"
-        return Found(
-            f"{found.message}, of preset:tiny in its place: {large}",
-            "warning",
-            "--full takes the model itself",
-        )
+        message = f"{found.message}, of preset:tiny in its place: {large}"
+        return Found(message, "warning", "--full takes the model itself")
 
     needs = ("devices", "mesh", "model", "memory", "training data")
     return [

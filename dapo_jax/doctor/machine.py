@@ -1,6 +1,5 @@
 """Checks of the machine: installed packages, devices, memory, disks."""
 
-import importlib.util
 import os
 import platform
 from collections import Counter
@@ -18,19 +17,20 @@ from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.run.run_dir import place_of
 from dapo_jax.storage import in_bucket
 
-PACKAGES = ("dapo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
-
-EXTRAS = {
-    "jetstream": "jetstream",
-    "http": "aiohttp",
-    "gcs": "gcsfs",
-    "hub": "huggingface_hub",
-    "gguf": "gguf",
-    "reasoning-gym": "reasoning_gym",
-    "tensorboard": "tensorboardX",
-    "wandb": "wandb",
-}
-"""Extra of the package -> a module that it installs."""
+PACKAGES = (
+    *("dapo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain"),
+    *(
+        "aiohttp",
+        "gcsfs",
+        "gguf",
+        "google-jetstream",
+        "huggingface_hub",
+        "reasoning_gym",
+        "tensorboardX",
+        "wandb",
+    ),
+)
+"""The packages that train, and the optional ones of the extras."""
 
 _PLUGINS = {"jax-cuda12-plugin": "cuda", "jax-cuda13-plugin": "cuda", "libtpu": "tpu"}
 """Distribution -> the platform that it adds to JAX."""
@@ -40,17 +40,14 @@ _NVIDIA = Path("/proc/driver/nvidia/version")
 
 
 def versions() -> Found:
-    """Lists the versions of Python and of the packages that train, and which extras are installed."""
-    found = [f"Python {platform.python_version()}"]
+    """Lists the versions of Python and of the packages, and which packages are missing."""
+    found, missing = [f"Python {platform.python_version()}"], list[str]()
     for package in PACKAGES:
         try:
             found.append(f"{package} {version(package)}")
         except PackageNotFoundError:
-            found.append(f"{package} not installed")
-    missing = [name for name, module in EXTRAS.items() if importlib.util.find_spec(module) is None]
-    installed = ", ".join(name for name in EXTRAS if name not in missing) or "none"
-    rest = f", not {', '.join(missing)} ({how_to_install('NAME')})" if missing else ""
-    return Found(f"{', '.join(found)}; extras: {installed}{rest}")
+            missing.append(package)
+    return Found(", ".join(found) + (f"; not installed: {', '.join(missing)}" if missing else ""))
 
 
 def devices() -> Found:

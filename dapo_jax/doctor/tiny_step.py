@@ -6,38 +6,30 @@ whatever their text, so that every group is informative; the configured grader g
 
 import hashlib
 import math
-import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 
 import jax
 import numpy as np
 from jaxtyping import PyTree
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
-from dapo_jax.config import (
-    BatchConfig,
-    DynamicSamplingConfig,
-    EnvironmentConfig,
-    EvalConfig,
-    OverlongConfig,
-    TrainConfig,
-)
+from dapo_jax.config import DynamicSamplingConfig, EnvironmentConfig, TrainConfig
+from dapo_jax.config.loading import replaced
 from dapo_jax.dapo.dynamic_sampling import Collected
 from dapo_jax.dapo.metrics import Metric, to_scalars
 from dapo_jax.dapo.rollouts import DrawnTurn, Group, Prompt, Rollout, Verdict
 from dapo_jax.doctor.check import Found
 from dapo_jax.doctor.subject import Subject
-from dapo_jax.parallel.mesh import BATCH_AXES
+from dapo_jax.plan.mesh_sizes import batch_shards
 from dapo_jax.rewards import whole_group
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.rewards.shaping import samples_of
 from dapo_jax.rollout.collector import Position
 from dapo_jax.run.build import Run
-from dapo_jax.run.disk_space import SPARE, gib
+from dapo_jax.run.disk_space import gib, room_for
 from dapo_jax.run.grader_setup import environment_of, episodes_of, grading
 from dapo_jax.run.loop import Observer, StepResult, run_steps
 from dapo_jax.run.policy import mesh_of, meshes_of
@@ -132,14 +124,9 @@ class TinyStep(ExitStack, Observer):
         finally:
             grader.close()
         lost, right = sum(bool(r.verdict.lost) for r in rollouts), sum(r.correct for r in rollouts)
-        found, by_score = (
-            f"{right} of {len(rollouts)} are right",
-            self.config.dynamic_sampling.metric == "score",
-        )
-        if by_score:
-            rewards = [rollout.reward for rollout in rollouts]
-            found = f"rewards from {min(rewards):.3g} to {max(rewards):.3g}"
-        message = f"{found}, {lost} got no verdict, {time.monotonic() - began:.1f} s"
+        by_score, rewards = self.config.dynamic_sampling.metric == "score", [r.reward for r in rollouts]
+        scores = f"rewards from {min(rewards):.3g} to {max(rewards):.3g}"
+        message = f"{scores if by_score else f'{right} of {len(rollouts)} are right'}, {lost} got no verdict, {time.monotonic() - began:.1f} s"
         if lost:
             return Found(message, "warning", "raise reward.timeout_s or reward.worker_memory_mb")
         if by_score or right:
@@ -201,12 +188,10 @@ class TinyStep(ExitStack, Observer):
 
     def checkpoint(self) -> Found:
         """Saves the train state in a temporary folder, restores it, and compares it bit for bit."""
-        size, free = _bytes(self._state), shutil.disk_usage(tempfile.gettempdir()).free
-        if free < size + SPARE:
-            message = (
-                f"because the temporary folder has {gib(free)} free and the checkpoint takes {gib(size)}"
-            )
-            return Found(message, "skipped", "set TMPDIR to a folder on a larger disk")
+        size = _bytes(self._state)
+        message, room, remedy = room_for({"TMPDIR": (tempfile.gettempdir(), size)})
+        if room != "ok":
+            return Found(message, "skipped", remedy)
         before, began = _digests(self._state), time.monotonic()
         self._checkpointer.save(1, self._state, {"cursor": 0, IDENTITY: self._run.identity}, {})
         self._checkpointer.wait()
@@ -228,11 +213,10 @@ def agreement(*, kl: float, largest: float, compute_dtype: str, platform: str) -
     """Checks that two sets of log-probabilities of the same tokens come from one policy.
 
     `kl` is the KL of the sampler's policy from the trainer's, a mean over sampled tokens; `largest` is the largest difference of one
-    token. Both are in nats. The limits are the differences that rounding explains. Both programs add the same numbers in another order. In float32 a rounding
-    is 6e-8 of a logit of about 20; over some dozen layers that makes 1e-5 nats, and a KL, half the mean square, of 1e-10. In bfloat16
-    a rounding is 4e-3: SmolLM2-135M showed a mean of 0.011 nats and a KL of 1.7e-4 with rounded activations (docs/metrics.md).
-    Accelerators also round the operands of float32 products, to bfloat16 or TF32. The limits are well above these numbers; other
-    weights, positions or temperatures are far above the limits.
+    token. Both are in nats. The limits are well above rounding, and far below the effect of other weights, positions or temperatures.
+    Both programs add the same numbers in another order. In float32 a rounding is 6e-8 of a logit of about 20; over some dozen layers
+    that makes 1e-5 nats, and a KL, half the mean square, of 1e-10. In bfloat16 a rounding is 4e-3: SmolLM2-135M showed 0.011 nats and
+    a KL of 1.7e-4 (docs/metrics.md). Accelerators also round the operands of float32 products, to bfloat16 or TF32.
     """
     most_kl, most, why = 1e-3, 0.5, f"float32 operands, which a {platform} rounds"
     if compute_dtype == "bfloat16":
@@ -259,45 +243,31 @@ def half_are_right(samples: Sequence[Sample]) -> list[bool]:
 def reduced(config: TrainConfig, prompts: Sequence[Prompt]) -> TrainConfig:
     """Returns the configuration with a step of `prompts`, short responses, few slots and few rows."""
     mesh = mesh_of(config.parallel)
-    rows, slots = _spread(mesh), _spread(meshes_of(config.parallel, mesh).sampler)
+    rows, slots = batch_shards(mesh.shape), batch_shards(meshes_of(config.parallel, mesh).sampler.shape)
     slots *= BLOCK_SLOTS if config.sampling.batch_invariant else 1
     limit = min(config.sampling.max_response_tokens, RESPONSE_TOKENS)
-    sampling, evaluation, rollout = config.sampling, config.eval, config.rollout
-    return replace(
+    return replaced(
         config,
-        environment=EnvironmentConfig(),  # `TinyStep.grade` asks the environment
-        data=replace(config.data, max_prompt_tokens=max(len(prompt.tokens) for prompt in prompts)),
-        sampling=replace(
-            sampling,
-            max_response_tokens=limit,
-            slots=-(-SLOTS // slots) * slots,
-            steps_per_call=min(sampling.steps_per_call, limit),
-        ),
-        reward=replace(config.reward, overlong=OverlongConfig(enabled=False)),
-        dynamic_sampling=DynamicSamplingConfig(enabled=False, metric=config.dynamic_sampling.metric),
-        rollout=replace(
-            rollout,
-            in_flight=len(prompts) * GROUP if rollout.in_flight else 0,
-            round_tokens=min(rollout.round_tokens, limit),
-        ),
-        batch=BatchConfig(
-            prompts_per_step=len(prompts),
-            group_size=GROUP,
-            groups_per_update=1,
-            rows_per_microbatch=rows,
-            packing=config.batch.packing,
-        ),
-        eval=EvalConfig(
-            samples_per_prompt=2,
-            temperature=evaluation.temperature,
-            top_p=evaluation.top_p,
-            top_k=evaluation.top_k,
-        ),
+        {
+            "environment": EnvironmentConfig(),  # `TinyStep.grade` asks the environment
+            "data.max_prompt_tokens": max(len(prompt.tokens) for prompt in prompts),
+            "sampling.max_response_tokens": limit,
+            "sampling.slots": -(-SLOTS // slots) * slots,
+            "sampling.steps_per_call": min(config.sampling.steps_per_call, limit),
+            "reward.overlong.enabled": False,
+            "dynamic_sampling": DynamicSamplingConfig(enabled=False, metric=config.dynamic_sampling.metric),
+            "rollout.in_flight": len(prompts) * GROUP if config.rollout.in_flight else 0,
+            "rollout.round_tokens": min(config.rollout.round_tokens, limit),
+            "batch.prompts_per_step": len(prompts),
+            "batch.group_size": GROUP,
+            "batch.groups_per_update": 1,
+            "batch.rows_per_microbatch": rows,
+            "batch.row_tokens": 0,
+            "eval.datasets": [],
+            "eval.prompts": 0,
+            "eval.samples_per_prompt": 2,
+        },
     )
-
-
-def _spread(mesh: jax.sharding.Mesh) -> int:
-    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def _rollouts(groups: Sequence[Group]) -> list[Rollout]:

@@ -30,7 +30,7 @@ from dapo_jax.environments.calls import (
 )
 from dapo_jax.environments.protocol import Context, Environment, Turn
 from dapo_jax.environments.rendering import Rendering
-from dapo_jax.rewards.async_calls import DaemonThreads, run_until
+from dapo_jax.rewards.async_calls import ENDING_S, EventLoop
 from dapo_jax.rewards.functions import RewardError
 from dapo_jax.rewards.sample import Sample, copied, read_only
 
@@ -44,9 +44,6 @@ _PROMPTS, _EPISODES = 4, 32
 
 _CLOSINGS = 4096
 """The most groups whose episodes may be closing at the same time."""
-
-_ENDING_S = 5.0
-"""Seconds for which closing waits for episodes that continue after they were cancelled."""
 
 _NO_ROOM = (
     "the episode begins{begins}, which leaves no room for a turn: an episode has up to sampling.max_response_tokens tokens after the prompt (or "
@@ -113,13 +110,9 @@ class Episodes:
         self._called = partial(called, timeout_s=timeout_s)
         self._judged, self._prompts_judged, self._all_lost = 0, 0, True
         self._open: dict[tuple[int, int], _Open] = {}
-        self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(DaemonThreads())
         self._room = asyncio.Semaphore(calls)
-        self._closing = threading.Event()
         self._closings: deque[Future[None]] = deque(maxlen=_CLOSINGS)
-        self._thread = threading.Thread(target=self._serve, daemon=True, name="environments")
-        self._thread.start()
+        self._loop = EventLoop("a task of an environment raised; the episodes continue")
         threading.Thread(target=self._watch, daemon=True, name="environments watch").start()
 
     def __enter__(self) -> "Episodes":
@@ -209,7 +202,7 @@ class Episodes:
 
     def _soon(self, closing: Coroutine[Any, Any, None]) -> Future[None]:
         """Begins work on the event loop that closes episodes in the end; `close` waits for it."""
-        self._closings.append(asyncio.run_coroutine_threadsafe(closing, self._loop))
+        self._closings.append(self._loop.submit(closing))
         return self._closings[-1]
 
     def _judge(self, opened: Sequence[_Open], found: Future[list[Verdict]]) -> None:
@@ -241,12 +234,10 @@ class Episodes:
 
     def close(self) -> None:
         """Closes the episodes, as far as that ends soon, and ends the thread; calls in progress are given up."""
-        if not self._closing.is_set():
+        if not self._loop.closing.is_set():
             self._soon(self._closed([*self._open.values()]))
-            wait(self._closings, timeout=_ENDING_S / 2)
-            self._closing.set()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_ENDING_S)
+            wait(self._closings, timeout=ENDING_S / 2)
+        self._loop.close(ENDING_S / 2)
         self._on_close()
 
     def _turn(self, turn: DrawnTurn, number: int) -> Turn:
@@ -294,33 +285,22 @@ class Episodes:
             return Continuation(self._rendering.context_ids(follows), anew=True)
         return Continuation(self._rendering.ids(follows, after=after))
 
-    def _serve(self) -> None:
-        """Runs the loop until it is closed, whatever ends it in between."""
-        message = "a task of an environment raised; the episodes continue"
-        run_until(self._loop, self._closing.is_set, message=message)
-        if left := asyncio.all_tasks(self._loop):
-            for task in left:
-                task.cancel()
-            with suppress(BaseException):
-                self._loop.run_until_complete(asyncio.wait(left, timeout=_ENDING_S / 2))
-        self._loop.close()
-
     def _watch(self) -> None:
         """Warns about an environment that holds the event loop. It counts its own looks instead of seconds, since a process may be suspended."""
         answered, held, due = threading.Event(), 0.0, HELD_S
         answered.set()
-        while not self._closing.wait(HELD_S / 10):
+        while not self._loop.closing.wait(HELD_S / 10):
             if answered.is_set():
                 answered.clear()
                 held, due = 0.0, HELD_S
                 with suppress(RuntimeError):  # the loop was closed
-                    self._loop.call_soon_threadsafe(answered.set)
+                    self._loop.loop.call_soon_threadsafe(answered.set)
                 continue
             held += HELD_S / 10
             if held < due:
                 continue
             due *= 2
-            frame = sys._current_frames().get(self._thread.ident or 0)
+            frame = sys._current_frames().get(self._loop.thread.ident or 0)
             place = "" if frame is None else place_of(reversed([*traceback.walk_stack(frame)]))
             with suppress(OSError, ValueError, AttributeError):  # there may be no standard error
                 print(
@@ -338,7 +318,7 @@ class Episodes:
             async with self._room:
                 return await work()
         except (Exception, asyncio.CancelledError) as error:  # the environment may cancel tasks of this loop
-            if isinstance(error, asyncio.CancelledError) and self._closing.is_set():
+            if isinstance(error, asyncio.CancelledError) and self._loop.closing.is_set():
                 raise
             opened.lose(lost_by(error))
         return None
@@ -355,7 +335,7 @@ class Episodes:
             else:
                 answered.set_result(done.result())
 
-        asyncio.run_coroutine_threadsafe(self._guarded(opened, work), self._loop).add_done_callback(settle)
+        self._loop.submit(self._guarded(opened, work)).add_done_callback(settle)
         return answered
 
 

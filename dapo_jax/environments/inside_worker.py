@@ -12,7 +12,7 @@ from dapo_jax.environments.by_name import load_environment
 from dapo_jax.environments.calls import LostError, called, checked_episode, checked_scores, lost_by
 from dapo_jax.environments.protocol import Environment
 from dapo_jax.environments.turns_as_json import MOST_BYTES, appended_as_json, step_as_json, turn_of
-from dapo_jax.rewards.async_calls import DaemonThreads, run_until
+from dapo_jax.rewards.async_calls import new_loop, run_until
 from dapo_jax.workers.inside import Answer, Serve
 
 
@@ -36,8 +36,7 @@ class _Serving:
         self._episodes: dict[int, Any] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         """Calls under way."""
-        self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(DaemonThreads())
+        self._loop = new_loop()
 
     def serve(self, calls: Iterable[dict[str, Any]], answer: Answer) -> None:
         """Answers calls until there are no more, when the process ends."""

@@ -16,9 +16,10 @@ from jaxtyping import Int
 
 from dapo_jax.environments.calls import LostError
 from dapo_jax.environments.protocol import Context
-from dapo_jax.text.chat import FIRST_GUARD, ChatTemplate
+from dapo_jax.text.chat import ChatTemplate
 from dapo_jax.text.conversations import MOST_CHARACTERS, Guarding
 from dapo_jax.text.messages import canonical_messages
+from dapo_jax.text.special_tokens import FIRST_GUARD
 from dapo_jax.text.tokenizers import Tokenizer
 
 _ANSWER = f"{FIRST_GUARD}said{FIRST_GUARD}"

@@ -196,7 +196,7 @@ def _listen(stop: Stop, seen: socket.socket, end: Callable[[int, str], None]) ->
             ends = f"ends within {stop.grace_s:g} s and saves the last whole step, if there is one"
             with contextlib.suppress(OSError):  # standard error may be closed
                 print(
-                    f"told to stop by {name}: {ends}; a second signal ends it at once",
+                    f"was asked to stop by {name}: {ends}; a second signal ends it at once",
                     file=sys.stderr,
                     flush=True,
                 )

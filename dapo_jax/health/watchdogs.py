@@ -99,7 +99,7 @@ def warnings(seen: Seen, *, metric: str) -> dict[str, str]:
         "length_collapse": _length_collapse(seen),
         "entropy_collapse": "" if done else _entropy_collapse(seen),
         "truncation": _truncation(seen),
-        "flat_groups": _equal_scores(seen) if metric == "score" else _flat_groups(seen),
+        "flat_groups": _flat_groups(seen, metric),
         "reward_stuck": "" if done else _reward_stuck(seen),
     }
     return {name: text for name, text in found.items() if text}
@@ -139,13 +139,19 @@ def _truncation(seen: Seen) -> str:
     )
 
 
-def _flat_groups(seen: Seen) -> str:
+def _flat_groups(seen: Seen, metric: str) -> str:
     span = WINDOW // 2
-    mixed = seen["rollout/mixed_frac"][-span:]
-    if len(mixed) < span or _mean(mixed) >= MIN_MIXED_FRAC:
+    mixed, differ = (seen[f"rollout/{name}_frac"][-span:] for name in ("mixed", "scores_differ"))
+    judged = differ if metric == "score" else mixed
+    if len(judged) < span or _mean(judged) >= MIN_MIXED_FRAC:
         return ""
+    if metric == "score":
+        return (
+            f"flat groups: in the last {span} steps the scores differed in {_mean(differ):.1%} of the groups; the policy learns nothing "
+            "from a group with equal scores. Usual causes: a reward function that returns one value for every response, or only a few "
+            "values; responses that have become alike. Read the rollouts; change data or reward function, or raise batch.group_size"
+        )
     head = f"flat groups: in the last {span} steps {_mean(mixed):.1%} of the groups had both right and wrong responses"
-    differ = seen["rollout/scores_differ_frac"][-span:]
     if differ and _mean(differ) >= MIN_MIXED_FRAC:
         return (
             f"{head}, where a score counts as right above 0; yet the scores differ in {_mean(differ):.0%} of them. "
@@ -156,18 +162,6 @@ def _flat_groups(seen: Seen) -> str:
         f"{head}; {right:.0%} were all right, the rest all wrong, and the policy learns nothing from these. Usual causes: the prompts are "
         "too easy (all right) or too hard (all wrong); the grader never matches (dapo-jax score shows what it extracts), or returns one "
         "verdict for every response. Change data, model or grader, or raise batch.group_size"
-    )
-
-
-def _equal_scores(seen: Seen) -> str:
-    span = WINDOW // 2
-    differ = seen["rollout/scores_differ_frac"][-span:]
-    if len(differ) < span or _mean(differ) >= MIN_MIXED_FRAC:
-        return ""
-    return (
-        f"flat groups: in the last {span} steps the scores differed in {_mean(differ):.1%} of the groups; the policy learns nothing from a "
-        "group with equal scores. Usual causes: a reward function that returns one value for every response, or only a few values; "
-        "responses that have become alike. Read the rollouts; change data or reward function, or raise batch.group_size"
     )
 
 

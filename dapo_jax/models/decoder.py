@@ -22,9 +22,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from dapo_jax.dapo.precision import Quantized, product, rounded
+from dapo_jax.dapo.precision import product, rounded
+from dapo_jax.dapo.quantization import Quantized
 from dapo_jax.models.layout import Layout
-from dapo_jax.models.lora import LORA_PARTS, MATRICES, adapter
+from dapo_jax.models.lora import LORA_PARTS, MATRICES, adapter, lora_delta
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.rope import rope_frequencies
 
@@ -173,19 +174,10 @@ class Block(nnx.Module):
             weight = weight.reshape(len(weight), -1)
         result = self._product(spec, weight, x, axes, in_parts=in_parts)
         if hasattr(self, f"{name}_{LORA_PARTS[0]}"):
-            result = result + self._adapted(spec, name, x, axes)
+            assert self.config.lora is not None
+            a, b = (getattr(self, f"{name}_{part}")[...] for part in LORA_PARTS)
+            result = result + lora_delta(self._product, spec, a, b, x, axes, scale=self.config.lora.scale)
         return checkpoint_name(result, "projection")
-
-    def _adapted(
-        self, spec: str, name: str, x: Float[Array, "inputs tokens"], axes: tuple[str, ...]
-    ) -> Array:
-        """Returns (alpha / rank) B A x. If inputs are split over devices, each has a partial sum, as for the weight itself."""
-        a, b = (getattr(self, f"{name}_{part}")[...] for part in LORA_PARTS)
-        outputs = spec.split("->")[1].removesuffix("t")
-        low = self._product("ri,it->rt", a.reshape(len(a), -1), x, ("rank", axes[-1]))
-        into = self._product(f"{outputs}r,rt->{outputs}t", b, low, (*axes[:-1], "rank"))
-        assert self.config.lora is not None
-        return into * self.config.lora.scale
 
     def _product(
         self, spec: str, weight: Array | Quantized, x: Array, axes: tuple[str, ...], *, in_parts: bool = False

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from dapo_jax.config import ConfigError
+from dapo_jax.parallel.mesh import AnyDevice
 from dapo_jax.parallel.sharding import split
 from dapo_jax.parallel.together import all_gather_bytes, meet
 
@@ -16,7 +17,7 @@ OFFLOADED = "pinned_host"
 """JAX's memory kind for host memory that a device can read."""
 
 
-def device_bytes(device: jax.Device) -> int | None:
+def device_bytes(device: AnyDevice) -> int | None:
     """Returns the bytes that programs may use on an accelerator; None for a CPU, or if the device does not report them."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     return int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None

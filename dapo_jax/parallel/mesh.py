@@ -8,6 +8,7 @@ slices, joined by the data-centre network, follow one after the other, and only 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -21,13 +22,29 @@ BATCH_AXES = ("data", "fsdp")
 """Mesh axes over which the rows of a batch and the slots of the sampler are sharded."""
 
 
+@dataclass(frozen=True)
+class Absent:
+    """A device that this machine lacks. Shapes are placed on it as on a present one; nothing is compiled for it."""
+
+    id: int
+    process_index: int
+    platform: str
+    device_kind: str
+
+    def memory_stats(self) -> None:
+        """Returns None: its memory is unknown."""
+
+
+AnyDevice: TypeAlias = jax.Device | Absent
+
+
 def make_mesh(
     *,
     data: int = 1,
     fsdp: int = -1,
     tensor: int = 1,
     context: int = 1,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[AnyDevice] | None = None,
 ) -> Mesh:
     """Returns a mesh with the axes `data`, `fsdp`, `tensor`, `context`; one size may be -1 and takes the remaining devices.
 
@@ -117,20 +134,20 @@ def make_meshes(train: Mesh, *, sampler_tensor: int = 0, sampler_hosts: int = 1)
     )
 
 
-def _slices(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
+def _slices(devices: Sequence[AnyDevice]) -> list[list[AnyDevice]]:
     """Returns the devices of each slice, process by process; devices other than TPUs are one slice."""
-    found: dict[int, list[jax.Device]] = {}
+    found: dict[int, list[AnyDevice]] = {}
     for device in sorted(devices, key=lambda device: (_slice_of(device), device.process_index, device.id)):
         found.setdefault(_slice_of(device), []).append(device)
     return list(found.values())
 
 
-def _slice_of(device: jax.Device) -> int:
+def _slice_of(device: AnyDevice) -> int:
     # A GPU reports its machine as a slice, but all axes may cross machines.
     return getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
 
 
-def _flat(slices: Sequence[Sequence[jax.Device]], sizes: Mapping[str, int]) -> list[jax.Device]:
+def _flat(slices: Sequence[Sequence[AnyDevice]], sizes: Mapping[str, int]) -> list[AnyDevice]:
     """Returns all devices slice by slice, each along the links of its chips if they report coordinates."""
     count, data = len(slices), sizes["data"]
     if len({len(each) for each in slices}) > 1:

@@ -55,118 +55,58 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def start(environment: Mapping[str, str] = os.environ, *, stop: Stop | None = None) -> None:
-    """Joins the run's other processes. Call it before anything else of JAX, and end with `fail` or `leave`.
-
-    A stop of one process stops the others, through their `stop`.
-
-    Raises:
-        ConfigError: the environment does not give this process's number and the count, or the processes do not meet.
-    """
-    global _member
-    import jax
-
-    # Otherwise JAX takes SIGTERM for a preemption notice, and the process continues.
-    jax.config.update("jax_enable_preemption_service", False)
-    address = environment.get("JAX_COORDINATOR_ADDRESS")
-    count, index = (_number(environment, name) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
-    try:
-        jax.distributed.initialize(address, count, index, heartbeat_timeout_seconds=JAX_HEARTBEAT_S)
-    except (RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"the processes of the run do not meet: {error} Found JAX_COORDINATOR_ADDRESS={address}, JAX_NUM_PROCESSES={count}, "
-            f"JAX_PROCESS_ID={index}; set all three, or start by Slurm, GKE or Cloud TPU, which JAX asks"
-        ) from error
-    _member = _Member(stop or Stop())
-
-
-def leave() -> None:
-    """Waits until the other processes are done too, and leaves them."""
-    if _member is not None:
-        _member.leave()
-
-
-def end(status: int, message: str) -> NoReturn:
-    """Ends this process at once, alone or one of several; the others are notified."""
-    if _member is None:
-        print(message, file=sys.stderr, flush=True)
-        os._exit(status)
-    _member.end(status, message)
-
-
-def broadcast(text: str) -> None:
-    """Replaces the text that the other processes read by `received`."""
-    if _member is not None:
-        _member.put("doing", text)
-
-
-def received() -> dict[int, str]:
-    """Returns the last broadcast of each other process."""
-    return {} if _member is None else _member.others("doing")
-
-
-def resume_by(remedy: str) -> None:
-    """Sets the sentence about how the run can be resumed, for the message after another process has died."""
-    if _member is not None:
-        _member.remedy = remedy
-
-
-def fail(status: int, message: str, *, shown: str | None = None, by_all: bool = False) -> NoReturn:
-    """Prints why this process ends, notifies the others, and exits with `status` at once.
-
-    JAX's exit handlers and threads are skipped: they would wait for the other processes.
-
-    Args:
-        status: the exit status, which the others take too.
-        message: for the others.
-        shown: for the user here, such as a traceback; None is the message.
-        by_all: every process is likely to find the same error; then only the first shows it.
-    """
-    assert _member is not None
-    _member.fail(status, message, shown=shown or message, by_all=by_all)
-
-
-def all_say(text: str) -> bool:
-    """Returns whether every process calls this with the same text within the time of grace, so that they may act together."""
-    return _member is None or _member.all_say(text)
-
-
-def tell_others(_: object, error: BaseException | None, __: object) -> None:
-    """Notifies the others of an error, but not of a stop, which all share. Push it last on an `ExitStack`, whose other exits may wait."""
-    if _member is not None and error is not None and not isinstance(error, StoppedError):
-        _member.tell(2 if isinstance(error, ConfigError) else 1, described(error))
-
-
 def described(error: BaseException) -> str:
     """Returns the last lines of a traceback, without tokens, passwords and control characters."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return visible(without_secrets(text))
 
 
-def _number(environment: Mapping[str, str], name: str) -> int | None:
-    text = environment.get(name, "")
-    if text and not text.isdecimal():
-        raise ConfigError(f"{name}={text!r} must be a number from 0 on")
-    return int(text) if text else None
+class _Processes:
+    """This process, alone or as one of several, and the thread that listens to the others."""
 
-
-class _Member:
-    """This process as one of several, and the thread that listens to the others."""
-
-    def __init__(self, stop: Stop) -> None:
-        from dapo_jax.parallel.together import coordination_service
-
-        service = coordination_service()
-        self._client: Any = service.client
-        self._index, self._count = int(service.process_id), int(service.num_processes or 1)
+    def __init__(self) -> None:
+        self._client: Any = None
+        """JAX's coordination service; None: this process is alone."""
+        self._index, self._count = 0, 1
         self._leaving, self._told = threading.Event(), threading.Event()
         self._limit: threading.Timer | None = None
-        self._stop, self._stop_passed, self._cause = stop, False, ""
-        self.remedy = "Start all processes again, with --resume"
+        self._stop, self._stop_passed, self._cause = Stop(), False, ""
+        self._remedy = "Start all processes again, with --resume"
         self._listener = threading.Thread(target=self._listen, name="other processes", daemon=True)
+
+    def start(self, *, stop: Stop | None = None) -> None:
+        """Joins the run's other processes. Call it before anything else of JAX, and end with `fail` or `leave`.
+
+        A stop of one process stops the others, through their `stop`.
+
+        Raises:
+            ConfigError: the environment does not give this process's number and the count, or the processes do not meet.
+        """
+        import jax
+
+        from dapo_jax.parallel.together import coordination_service
+
+        # Otherwise JAX takes SIGTERM for a preemption notice, and the process continues.
+        jax.config.update("jax_enable_preemption_service", False)
+        names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+        address, *given = (os.environ.get(name) or None for name in names)
+        try:
+            count, index = (None if text is None else int(text) for text in given)
+            jax.distributed.initialize(address, count, index, heartbeat_timeout_seconds=JAX_HEARTBEAT_S)
+        except (RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"the processes of the run do not meet: {error} Found JAX_COORDINATOR_ADDRESS={address}, JAX_NUM_PROCESSES={given[0]}, "
+                f"JAX_PROCESS_ID={given[1]}; set all three, or start by Slurm, GKE or Cloud TPU, which JAX asks"
+            ) from error
+        service = coordination_service()
+        self._client, self._stop = service.client, stop or self._stop
+        self._index, self._count = int(service.process_id), int(service.num_processes or 1)
         self._listener.start()
 
     def leave(self) -> None:
+        """Waits until the other processes are done too, and leaves them."""
+        if self._client is None:
+            return
         import jax
 
         jax.distributed.shutdown()  # a barrier, during which errors of the others are still noticed
@@ -174,42 +114,30 @@ class _Member:
         # A thread that is in C++ at the end of the interpreter aborts the process.
         self._listener.join()
 
-    def put(self, subject: str, text: str) -> None:
-        with suppress(Exception):  # the service is gone
-            self._client.key_value_set(f"dapo_jax/{subject}/{self._index}", text, allow_overwrite=True)
+    def broadcast(self, text: str) -> None:
+        """Replaces the text that the other processes read by `received`."""
+        self._put("doing", text)
 
-    def others(self, subject: str) -> dict[int, str]:
-        return {index: text for index, text in self._all(subject).items() if index != self._index}
+    def received(self) -> dict[int, str]:
+        """Returns the last broadcast of each other process."""
+        return self._others("doing")
 
-    def _all(self, subject: str) -> dict[int, str]:
-        try:
-            found = self._client.key_value_dir_get(f"dapo_jax/{subject}/")
-        except Exception:  # the service is gone, and JAX aborts this process
-            return {}
-        return {int(key.rpartition("/")[2]): value for key, value in found}
+    def resume_by(self, remedy: str) -> None:
+        """Sets the sentence about how the run can be resumed, for the message after another process has died."""
+        self._remedy = remedy
 
-    def tell(self, status: int, message: str) -> tuple[int, str]:
-        """Notifies the others of an error, once, and limits the time to unwind.
+    def fail(self, status: int, message: str, *, shown: str | None = None, by_all: bool = False) -> NoReturn:
+        """Prints why this process ends, notifies the others, and exits with `status` at once.
 
-        After a failure of another process with another message this one is a consequence, and stays unreported: a third process
-        would take it for the cause.
+        JAX's exit handlers and threads are skipped: they would wait for the other processes.
+
+        Args:
+            status: the exit status, which the others take too.
+            message: for the others.
+            shown: for the user here, such as a traceback; None is the message.
+            by_all: every process is likely to find the same error; then only the first shows it.
         """
-        if not self._told.is_set():
-            self._told.set()
-            if _LOST_CONNECTION.search(message) and not self._wait_for_failure():
-                self._cause = message = (
-                    f"process {self._index} of {self._count} ends: another process is gone: it was killed, or its machine is lost "
-                    f"(found as {message.splitlines()[0]}). {self.remedy}"
-                )
-            if all(known == message for _, known in self._failures().values()):
-                self.put("failed", json.dumps([status, message]))
-            self._limit = threading.Timer(2 * GRACE_S, self._exit, (status, message))
-            self._limit.daemon = True
-            self._limit.start()
-        return status, message
-
-    def fail(self, status: int, message: str, *, shown: str, by_all: bool) -> NoReturn:
-        self.tell(status, message)
+        self._tell(status, message)
         self._leaving.set()
         if self._limit is not None:
             self._limit.cancel()
@@ -220,18 +148,61 @@ class _Member:
             shown = ""
         elif failures and message not in [known for _, known in failures.values()]:
             status, shown = self._because(failures)
-        self._exit(status, shown)
+        self._exit(status, message if shown is None else shown)
 
     def end(self, status: int, message: str) -> NoReturn:
+        """Ends this process at once, alone or one of several; the others are notified."""
         self._leaving.set()
-        self._exit(*self.tell(status, message))
+        self._exit(*self._tell(status, message))
 
     def all_say(self, text: str) -> bool:
-        self.put("ready", text)
+        """Returns whether every process calls this with the same text within the time of grace, so that they may act together."""
+        if self._client is None:
+            return True
+        self._put("ready", text)
         end = time.monotonic() + GRACE_S
         while len(found := self._all("ready")) < self._count and time.monotonic() < end:
             time.sleep(_POLL_S / 5)
         return len(found) == self._count and set(found.values()) == {text}
+
+    def tell_others(self, _: object, error: BaseException | None, __: object) -> None:
+        """Notifies the others of an error, but not of a stop, which all share. Push it last on an `ExitStack`, whose other exits may wait."""
+        if error is not None and not isinstance(error, StoppedError):
+            self._tell(2 if isinstance(error, ConfigError) else 1, described(error))
+
+    def _put(self, subject: str, text: str) -> None:
+        with suppress(Exception):  # this process is alone, or the service is gone
+            self._client.key_value_set(f"dapo_jax/{subject}/{self._index}", text, allow_overwrite=True)
+
+    def _others(self, subject: str) -> dict[int, str]:
+        return {index: text for index, text in self._all(subject).items() if index != self._index}
+
+    def _all(self, subject: str) -> dict[int, str]:
+        try:
+            found = self._client.key_value_dir_get(f"dapo_jax/{subject}/")
+        except Exception:  # this process is alone; or the service is gone, and JAX aborts this process
+            return {}
+        return {int(key.rpartition("/")[2]): value for key, value in found}
+
+    def _tell(self, status: int, message: str) -> tuple[int, str]:
+        """Notifies the others of an error, once, and limits the time to unwind.
+
+        After a failure of another process with another message this one is a consequence, and stays unreported: a third process
+        would take it for the cause.
+        """
+        if self._client is not None and not self._told.is_set():
+            self._told.set()
+            if _LOST_CONNECTION.search(message) and not self._wait_for_failure():
+                self._cause = message = (
+                    f"process {self._index} of {self._count} ends: another process is gone: it was killed, or its machine is lost "
+                    f"(found as {message.splitlines()[0]}). {self._remedy}"
+                )
+            if all(known == message for _, known in self._failures().values()):
+                self._put("failed", json.dumps([status, message]))
+            self._limit = threading.Timer(2 * GRACE_S, self._exit, (status, message))
+            self._limit.daemon = True
+            self._limit.start()
+        return status, message
 
     def _listen(self) -> None:
         while not self._leaving.wait(_POLL_S):
@@ -250,14 +221,14 @@ class _Member:
         if self._stop_passed:
             return
         if self._stop.reason:
-            self.put("stop", self._stop.reason)
+            self._put("stop", self._stop.reason)
         elif reason := first_reason(self._all("stop"), self._index):
             self._stop.tell(reason)
         self._stop_passed = bool(self._stop.reason)
 
     def _failures(self) -> dict[int, tuple[int, str]]:
         """Returns (exit status, message) of each other process that has failed."""
-        return {index: tuple(json.loads(record)) for index, record in self.others("failed").items()}
+        return {index: tuple(json.loads(record)) for index, record in self._others("failed").items()}
 
     def _wait_for_failure(self, *, of: int | None = None) -> dict[int, tuple[int, str]]:
         """Waits for the time of grace until another process, or process `of`, has failed, and returns `_failures`."""
@@ -277,14 +248,23 @@ class _Member:
     def _exit(self, status: int, shown: str) -> NoReturn:
         if shown:
             print(shown, file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self.put("left", "")
+        with suppress(OSError):  # their readers are gone
+            sys.stdout.flush()
+            sys.stderr.flush()
+        self._put("left", "")
         # The service ends with the first process, so all others that are alive read their message first.
         end, alive = time.monotonic() + 4 * GRACE_S, self._count - bool(self._cause)
-        while self._index == 0 and len(self._all("left")) < alive and time.monotonic() < end:
+        while (
+            self._client is not None
+            and self._index == 0
+            and len(self._all("left")) < alive
+            and time.monotonic() < end
+        ):
             time.sleep(_POLL_S / 5)
         os._exit(status)
 
 
-_member: _Member | None = None
+_here = _Processes()
+start, leave, fail, end = _here.start, _here.leave, _here.fail, _here.end
+broadcast, received, all_say = _here.broadcast, _here.received, _here.all_say
+resume_by, tell_others = _here.resume_by, _here.tell_others

@@ -10,8 +10,8 @@ and takes the one with the fewest links between neighbours: along `tensor` first
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-import jax
 import numpy as np
 from jaxtyping import Int
 
@@ -19,7 +19,7 @@ _DIGIT = tuple[int, int, int]
 """A part of the path along one dimension of the grid: (dimension, step, number of steps)."""
 
 
-def along_links(devices: Sequence[jax.Device], shape: Sequence[int]) -> list[jax.Device]:
+def along_links(devices: Sequence[Any], shape: Sequence[int]) -> list[Any]:
     """Returns the devices of one TPU slice, given process by process, in the order for a mesh of `shape`."""
     places = np.array([(*device.coords, device.core_on_chip) for device in devices])
     processes = np.array([device.process_index for device in devices])

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
-from dapo_jax.dapo.precision import quantized
+from dapo_jax.dapo.quantization import quantized
 from dapo_jax.models.decoder import is_apart
 from dapo_jax.models.layout import output_dimensions
 from dapo_jax.models.lora import merged, put_together
@@ -26,15 +26,15 @@ SamplerWeights = dict[str, PyTree]
 """`layers`: a tuple of the blocks' states; `ends`: embedding, final norm, unembedding."""
 
 
-def weight_transfer(
-    params: nnx.State,
-    where: Mesh | Meshes,
-    *,
-    dtype: str,
-    eight_bit: bool = False,
-    merged_by: float | None = None,
-) -> "WeightTransfer":
-    """Returns the program that converts trainer parameters to sampler weights.
+def both_on(mesh: Mesh) -> Meshes:
+    """Returns the meshes of a single process that trains and samples on one mesh."""
+    types = (mesh.axis_types[0], *mesh.axis_types)
+    publish = Mesh(mesh.devices[None], ("sampler", *AXES), axis_types=types)
+    return Meshes(train=mesh, publish=publish, sampler=mesh, index=0)
+
+
+class WeightTransfer:
+    """Converts trainer parameters to this process's sampler weights. Every process calls it with the same parameters.
 
     Args:
         params: parameters of the decoder or their shapes, blocks stacked; may be adapters alone, or a base without them.
@@ -47,24 +47,11 @@ def weight_transfer(
     Raises:
         ValueError: a dimension is not divisible by its mesh axis.
     """
-    meshes = both_on(where) if isinstance(where, Mesh) else where
-    return WeightTransfer(params, meshes, dtype=dtype, eight_bit=eight_bit, merged_by=merged_by)
-
-
-def both_on(mesh: Mesh) -> Meshes:
-    """Returns the meshes of a single process that trains and samples on one mesh."""
-    types = (mesh.axis_types[0], *mesh.axis_types)
-    publish = Mesh(mesh.devices[None], ("sampler", *AXES), axis_types=types)
-    return Meshes(train=mesh, publish=publish, sampler=mesh, index=0)
-
-
-class WeightTransfer:
-    """Converts trainer parameters to this process's sampler weights. Every process calls it with the same parameters."""
 
     def __init__(
-        self, params: nnx.State, meshes: Meshes, *, dtype: str, eight_bit: bool, merged_by: float | None
-    ) -> None:
-        """See `weight_transfer`."""
+        self, params: nnx.State, where: Mesh | Meshes, *, dtype: str, eight_bit: bool = False, merged_by: float | None = None
+    ) -> None:  # fmt: skip
+        meshes = both_on(where) if isinstance(where, Mesh) else where
         self._dtype, self._eight_bit, self._merged_by = dtype, eight_bit, merged_by
         # The CPU's runtime may hang with many collective programs in its queue.
         self._waits = meshes.train.devices.flat[0].platform == "cpu"

@@ -1,4 +1,4 @@
-"""Facts about one compiled program: memory, collectives, its largest arrays, and why the compiler refused it."""
+"""Facts about one compiled program: memory, collectives, and why the compiler refused it."""
 
 import math
 import re
@@ -9,11 +9,9 @@ from typing import Any
 
 import jax
 
-from dapo_jax.plan.collectives import Traffic, array_bytes, collectives
+from dapo_jax.plan.collectives import Traffic, collectives
 
 _UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_VIEWS = re.compile("parameter|get-tuple-element|bitcast|tuple|while|conditional|constant|after-all")
-"""Instructions that allocate no array."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,16 +42,6 @@ class ProgramMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Allocation:
-    """One array on a device."""
-
-    bytes: int
-    shape: str
-    operation: str
-    """The operation that makes it."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Program:
     """One program, compiled for a slice."""
 
@@ -63,8 +51,7 @@ class Program:
     """None: the compiler refused the program, which does not fit a device even alone."""
     traffic: list[Traffic] = field(default_factory=list)
     refusal: str = ""
-    largest: list[Allocation] = field(default_factory=list)
-    """The largest arrays of its instructions; for a refused program the compiler's list, which may be missing."""
+    """The compiler's message, which may list the program's largest arrays."""
 
 
 def compile_program(name: str, lower: Callable[[], Any], *, trips: Sequence[int]) -> Program:
@@ -73,13 +60,10 @@ def compile_program(name: str, lower: Callable[[], Any], *, trips: Sequence[int]
     try:
         compiled = lower().compile()
     except jax.errors.JaxRuntimeError as error:
-        if (refusal := refused(error)) is None:
+        if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        message, largest = refusal
-        return Program(
-            name=name, compile_s=time.monotonic() - began, memory=None, refusal=message, largest=largest
-        )
-    text, memory = compiled.as_text(), compiled.memory_analysis()
+        return Program(name=name, compile_s=time.monotonic() - began, memory=None, refusal=str(error))
+    memory = compiled.memory_analysis()
     return Program(
         name=name,
         compile_s=time.monotonic() - began,
@@ -90,58 +74,11 @@ def compile_program(name: str, lower: Callable[[], Any], *, trips: Sequence[int]
             temporaries=memory.temp_size_in_bytes,
             code=memory.generated_code_size_in_bytes,
         ),
-        traffic=collectives(text, trips=trips),
-        largest=largest_arrays(text),
+        traffic=collectives(compiled.as_text(), trips=trips),
     )
-
-
-def refused(error: Exception) -> tuple[str, list[Allocation]] | None:
-    """Returns the message and the largest arrays of a program that does not fit a device; None for another error.
-
-    libtpu lists the arrays if it fails while it assigns buffers. If it fails before that it only gives their sum.
-    """
-    text = str(error)
-    if "RESOURCE_EXHAUSTED" not in text:
-        return None
-    largest = []
-    for entry in re.split(r"\n\s*\d+\. Size: ", text)[1:6]:
-        size = re.match(r"([\d.]+)([KMGT]?)", entry)
-        shape, name = re.search(r"Shape: (\S+)", entry), re.search(r'op_name="([^"]*)"', entry)
-        largest.append(
-            Allocation(
-                bytes=_size(size[1], size[2]) if size else 0,
-                shape=shape[1] if shape else "",
-                operation=name[1] if name else "",
-            )
-        )
-    return text.splitlines()[0], largest
-
-
-def of_scalars(message: str) -> bool:
-    """Returns True if the full memory is the small one in which a kernel has its page tables."""
-    return "memory space smem" in message
 
 
 def needed_bytes(message: str) -> int | None:
     """Returns the bytes that a refused program needs, from either form of the message; None if it holds no number."""
     found = re.search(r"(?:\(|Used )([\d.]+)([KMGT]?)(?:\) exceeds| of)", message)
-    return _size(found[1], found[2]) if found else None
-
-
-def largest_arrays(text: str, count: int = 5) -> list[Allocation]:
-    """Returns the largest arrays that a compiled program makes outside of fusions, one per operation and shape."""
-    found: dict[tuple[str, str], int] = {}
-    fused = False
-    for line in text.splitlines():
-        if line.startswith(("%", "ENTRY")):
-            fused = "fused_computation" in line.split(" ", 1)[0]
-        made = re.match(r"\s+(?:ROOT )?%?[\w.\-]+ = ([a-z]\w*\[[\d,]*\])\S* ([a-z][a-z\-]*)\(", line)
-        if made is not None and not fused and not _VIEWS.fullmatch(made[2]):
-            named = re.search(r'op_name="([^"]*)"', line)
-            found[named[1] if named else made[2], made[1]] = array_bytes(made[1])
-    ranked = sorted(found.items(), key=lambda item: -item[1])[:count]
-    return [Allocation(bytes=size, shape=shape, operation=name) for (name, shape), size in ranked]
-
-
-def _size(number: str, unit: str) -> int:
-    return math.ceil(float(number) * _UNITS[unit])
+    return math.ceil(float(found[1]) * _UNITS[found[2]]) if found else None

@@ -191,7 +191,7 @@ def cache_fit(
     sampling = [phase.total for phase in found if "decode state" in phase.parts]
     if not sampling:
         return None
-    left = limit - max(sampling) + pages.pools * pages.pool_pages * pages.page_tokens // spread * token_bytes
+    left = limit - max(sampling) + pages.tokens // spread * token_bytes
     held, logits = work.context + pages.page_tokens / 2, logits_bytes(decoder, 1)
     slots = config.sampling.slots // spread
     tokens, responses = left / token_bytes, left / token_bytes / held

@@ -1,14 +1,25 @@
-"""The sizes of a run's meshes, whether their devices are present or not."""
+"""The devices of a configuration, whether they are present or not, and the sizes of its meshes."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dapo_jax.config import ConfigError, ParallelConfig
-from dapo_jax.parallel.mesh import AXES, BATCH_AXES
+import jax
+
+from dapo_jax.config import ParallelConfig
+from dapo_jax.parallel.mesh import AXES, BATCH_AXES, Absent, AnyDevice
 
 HOST_DEVICES = 4
 """Devices per host if none are present to count: as on a TPU VM."""
+
+
+def devices_of_run(parallel: ParallelConfig) -> Sequence[AnyDevice]:
+    """Returns the present devices, or absent ones on hosts of 4 if `parallel` names another number."""
+    present, sizes = jax.devices(), [getattr(parallel, axis) for axis in AXES]
+    if -1 in sizes or math.prod(sizes) == len(present):
+        return present
+    platform, kind = present[0].platform, present[0].device_kind
+    return [Absent(at, at // HOST_DEVICES, platform, kind) for at in range(math.prod(sizes))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,24 +44,3 @@ class MeshSizes:
 def batch_shards(sizes: Mapping[str, int]) -> int:
     """Returns the number of devices over which rows or slots are sharded."""
     return math.prod(sizes[axis] for axis in BATCH_AXES)
-
-
-def described(parallel: ParallelConfig) -> MeshSizes | None:
-    """Returns the sizes in `parallel`, on hosts of 4 devices; None if one of them is -1 and depends on the devices.
-
-    Raises:
-        ConfigError: the devices cannot be divided into samplers.
-    """
-    train = {axis: getattr(parallel, axis) for axis in AXES}
-    if -1 in train.values():
-        return None
-    devices = math.prod(train.values())
-    each = min(devices, HOST_DEVICES * parallel.sampler_hosts)
-    tensor = parallel.sampler_tensor or math.gcd(train["tensor"], each)
-    if devices % each or each % tensor:
-        raise ConfigError(
-            f"{devices} devices on hosts of {HOST_DEVICES} do not make up samplers of {each} with "
-            f"parallel.sampler_tensor={tensor}"
-        )
-    sampler = {**dict.fromkeys(AXES, 1), "data": each // tensor, "tensor": tensor}
-    return MeshSizes(train=train, sampler=sampler, samplers=devices // each)

@@ -7,33 +7,28 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dapo_jax.plan.compiled import Program, needed_bytes, of_scalars
+from dapo_jax.plan.compiled import needed_bytes
 from dapo_jax.plan.memory import MARGIN, Phase
 from dapo_jax.plan.plan import Plan
 from dapo_jax.plan.remedies import Tried, held_in
 from dapo_jax.plan.roofline import cache_bytes_per_token
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 """The version of the JSON. It rises when a field is removed or changes its meaning."""
 
-_NAMES = {
-    "train state": "the train state",
-    "sampler weights": "the sampler's weights",
-    "decode state": "the decode state (the KV cache, and logits of the slots)",
-    "minibatches": "the minibatches of a step",
-    "gradient": "the accumulated gradient",
-    "reference policy": "the reference policy",
-    "paused responses": "the logits of paused responses",
-}
+_LINES = 40
+"""Most lines of a compiler's message that are printed."""
+
 _COLUMNS = ("arguments", "outputs", "aliased", "temporaries", "code", "needed")
 
 
 def as_data(plan: Plan) -> dict[str, Any]:
     """Returns the content of `--json`, in bytes, seconds and operations; all memory and work is per device."""
-    derived = ("limit", "failures", "in_flight", "cache_tokens", "checkpoint_bytes", "chip_hours")
+    derived = ("limit", "failures", "in_flight", "checkpoint_bytes", "chip_hours")
     return {
         "schema_version": SCHEMA_VERSION,
         **{name: getattr(plan, name) for name in derived},
+        "cache_tokens": plan.pages.tokens,
         "fits": plan.fits if plan.programs else None,
         "model": {"source": plan.config.model.source, **_data(plan.decoder, "parameters", "trained_parameters")},
         "slice": plan.slice and _data(plan.slice, "name", "chips", "hosts"),
@@ -42,7 +37,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
         "works": [_data(work) for work in plan.works],
         "resident": _data(plan.resident),
         "pages": _data(plan.pages),
-        "cached_token_bytes": _cached_token_bytes(plan),
+        "cached_token_bytes": cache_bytes_per_token(plan.config, plan.decoder),
         "cache_fit": plan.cache_fit and _data(plan.cache_fit),
         "programs": [
             {**_data(one), "memory": one.memory and _data(one.memory, "needed")} for one in plan.programs
@@ -52,7 +47,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
         "roofline": plan.slice and {
             "step_s": plan.step_s,
             "mfu_bound": plan.mfu_bound,
-            "phases": [_data(bound, "seconds", "limit") for bound in plan.bounds],
+            "phases": [_data(bound) for bound in plan.bounds],
         },
     }  # fmt: skip
 
@@ -67,15 +62,9 @@ def swept_as_data(found: Sequence[tuple[str, Plan | str]]) -> list[dict[str, Any
     return [{"mesh": name, **({"reason": one} if isinstance(one, str) else as_data(one))} for name, one in found]  # fmt: skip
 
 
-def _cached_token_bytes(plan: Plan) -> int:
-    """Returns the bytes of one cached token, over all devices of a sampler."""
-    dtype = plan.config.model.compute_dtype
-    return cache_bytes_per_token(plan.decoder, plan.config.sampling, compute_dtype=dtype)
-
-
 def show(plan: Plan, console: Console) -> None:
     """Prints a plan."""
-    console.print(_heading(plan), highlight=False)
+    console.print(_heading(plan))
     _rows(console, "Sizes", ("what", "of one device"), _sizes(plan))
     if plan.slice is None:
         console.print("Without --topology: shapes alone. With one, the programs are compiled for it.")
@@ -98,11 +87,10 @@ def show(plan: Plan, console: Console) -> None:
     title = f"Resident together, on each device; limit {size(limit)} = {size(hbm)} less {MARGIN:.0%}"
     _rows(console, title, ("phase", "parts", "total", "fits"), resident)
     if (fits := plan.cache_fit) is not None:
-        slots = f" sampling.slots={fits.slots}" if fits.tokens > plan.cache_tokens else ""
+        slots = f" sampling.slots={fits.slots}" if fits.tokens > plan.pages.tokens else ""
         console.print(
-            f"KV cache: {plan.cache_tokens:,} tokens are configured, {plan.in_flight:,.0f} responses in parallel; {fits.tokens:,} "
+            f"KV cache: {plan.pages.tokens:,} tokens are configured, {plan.in_flight:,.0f} responses in parallel; {fits.tokens:,} "
             f"tokens fit, {fits.in_flight:,.0f} responses (sampling.cache_tokens={fits.tokens}{slots})",
-            highlight=False,
         )
     traffic = [
         (one.name, kind.kind, f"{kind.count:,}", f"{kind.received_bytes / 1e9:,.3f}")
@@ -121,38 +109,37 @@ def show(plan: Plan, console: Console) -> None:
     console.print(
         f"a step takes {plan.step_s:,.1f} s or more, {plan.config.steps:,} steps {plan.chip_hours:,.1f} chip-hours or more; "
         f"model FLOPs utilisation is {plan.mfu_bound:.1%} or less",
-        highlight=False,
     )
 
 
 def show_failures(plan: Plan, tried: Sequence[Tried], console: Console) -> None:
-    """Prints the programs that do not fit, what takes the memory, and the changes that were compiled."""
+    """Prints the programs that do not fit, the arrays and changes that would free memory, and the changes that were compiled."""
     limit = size(plan.limit or 0)
     for program in plan.programs:
         if program.name not in plan.failures:
             continue
         phase = next((phase for phase in plan.phases if phase.program == program.name), None)
-        if program.memory is None or phase is None:
-            needs = _refused(program)
-        else:
+        alone = needed_bytes(program.refusal) or 0
+        if phase is not None:
             over = size(phase.total - (plan.limit or 0))
             needs = f"{phase.name} needs {size(phase.total)}, {over} over the limit of {limit}"
-        console.print(f"DOES NOT FIT: {needs}", style="bold", highlight=False)
-        if of_scalars(program.refusal):
-            continue
-        for held in held_in(plan, program.name):
-            words = [f"{_NAMES.get(held.part, held.part)}: {size(held.bytes)} of {limit}"]
-            for way in held.ways:
-                freed = "" if way.frees is None else f"frees {size(way.frees)}"
-                words.append(f"{way.change} {' and '.join(filter(None, (way.does, freed)))}".rstrip())
-            console.print(f"    {'; '.join(words)}", highlight=False)
-        if program.largest:
-            console.print(f"  the largest arrays of {program.name}:", highlight=False)
-        for array in program.largest:
-            console.print(f"    {size(array.bytes)} {array.shape} {array.operation}", highlight=False)
+        else:
+            needs = f"{program.name} alone" + (f" needs {size(alone)}" if alone else "")
+        console.print(f"DOES NOT FIT: {needs}", style="bold")
+        scalars = "memory space smem" in program.refusal
+        if scalars:
+            remedy = "set fewer sampling.slots, or larger sampling.page_tokens"
+            console.print(f"    the page tables of all slots exceed a core's memory for scalars: {remedy}")
+        for held in [] if scalars else held_in(plan, program.name):
+            ways = [
+                f"; {way.change}" + (f" frees {size(way.frees)}" if way.frees else "") for way in held.ways
+            ]
+            console.print(f"    {held.part}: {size(held.bytes)} of {limit}{''.join(ways)}")
+        for line in program.refusal.splitlines()[:_LINES]:
+            console.print(f"  {line}", markup=False)
     for one in tried:
         verdict = "fits" if one.fits else "does not fit"
-        console.print(f"compiled: {' '.join(one.overrides)}: {verdict}", highlight=False)
+        console.print(f"compiled: {' '.join(one.overrides)}: {verdict}")
     if tried and not any(one.fits for one in tried):
         console.print("None of these fits. A larger slice or shorter responses would help.")
 
@@ -200,7 +187,7 @@ def _heading(plan: Plan) -> str:
 
 
 def _sizes(plan: Plan) -> list[tuple[str, str]]:
-    there, work, token = plan.resident, plan.work, _cached_token_bytes(plan)
+    there, work, token = plan.resident, plan.work, cache_bytes_per_token(plan.config, plan.decoder)
     arrays = [
         ("train state (parameters and moments)", there.state),
         ("the moments' part of it, which optimizer.offload keeps in the host's memory", there.moments),
@@ -211,7 +198,7 @@ def _sizes(plan: Plan) -> list[tuple[str, str]]:
         ("rotations of all positions", there.rotations),
         (f"decode state of {plan.config.sampling.slots} slots per sampler", there.decode_state),
         ("cached token, over a sampler's devices", token),
-        (f"KV cache of {plan.cache_tokens:,} tokens in pages of {plan.pages.page_tokens:,}, over a sampler's devices", token * plan.cache_tokens),
+        (f"KV cache of {plan.pages.tokens:,} tokens in pages of {plan.pages.page_tokens:,}, over a sampler's devices", token * plan.pages.tokens),
         ("prefilled prompts of one call", there.prefix),
         ("a longer sequence while it is prefilled in chunks", there.buffers),
         ("the same after its prefill", there.reread),
@@ -236,17 +223,6 @@ def _fullest(found: Sequence[Phase]) -> list[Phase]:
     for phase in found:
         by_name[phase.name] = max(by_name.get(phase.name, phase), phase, key=lambda one: one.total)
     return list(by_name.values())
-
-
-def _refused(program: Program) -> str:
-    """Returns why the compiler refused a program."""
-    needs = needed_bytes(program.refusal)
-    if of_scalars(program.refusal):
-        return (
-            f"{program.name}: the page tables of all slots take {size(needs or 0)} of a core's memory for scalars, which is too much: "
-            "set fewer sampling.slots, or larger sampling.page_tokens"
-        )
-    return f"{program.name} alone needs {size(needs)}" if needs else f"{program.name}: {program.refusal}"
 
 
 def _rows(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

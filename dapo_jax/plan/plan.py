@@ -3,14 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-import jax
-
-from dapo_jax.config import TrainConfig
+from dapo_jax.config import ConfigError, TrainConfig
+from dapo_jax.config.loading import replaced
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.device_memory import device_bytes
+from dapo_jax.parallel.mesh import Absent
 from dapo_jax.plan.compiled import Program, compile_program
 from dapo_jax.plan.memory import MARGIN, CacheFit, Phase, Resident, as_compiled, cache_fit, phases
-from dapo_jax.plan.mesh_sizes import MeshSizes, batch_shards, described
+from dapo_jax.plan.mesh_sizes import MeshSizes, batch_shards, devices_of_run
 from dapo_jax.plan.programs import Programs
 from dapo_jax.plan.roofline import Bound, Work, bound, in_flight, work_of
 from dapo_jax.plan.sizes import decoder_of
@@ -68,11 +68,6 @@ class Plan:
         return in_flight(self.config, self.work, self.pages, self.sizes.samplers)
 
     @property
-    def cache_tokens(self) -> int:
-        """Tokens of a sampler's cache, over all its devices."""
-        return self.pages.pools * self.pages.pool_pages * self.pages.page_tokens
-
-    @property
     def cache_fit(self) -> CacheFit | None:
         """The KV cache that fits; None without a slice or a compiled phase that has one, or if no sequence would fit."""
         if self.limit is None:
@@ -112,11 +107,11 @@ def plan(
     only: Sequence[str] | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Plan:
-    """Plans `config`, with its programs compiled for a slice, or from shapes on the devices that are present.
+    """Plans `config`, with its programs compiled for a slice, or from shapes alone.
 
     Args:
         config: of the run.
-        slice: a TPU slice; None: shapes alone.
+        slice: a TPU slice; None: shapes alone, on hosts of 4 devices if `parallel` needs another number than are present.
         assumed: lengths and shares that the configuration leaves open.
         only: first words of the names of the programs to compile; None: all.
         say: called with each program that is about to be compiled.
@@ -127,20 +122,28 @@ def plan(
     decoder = replace(decoder_of(config.model), lora=lora_of(config.lora))
     work = workload_of(config, assumed or Assumptions())
     if slice is None:
-        # A configuration whose mesh needs another number of devices than are present is planned without devices.
-        sizes, host = described(config.parallel), None
-        devices = None if sizes is not None and sizes.devices != jax.device_count() else jax.devices()
-        memory = None if devices is None else device_bytes(devices[0])
+        devices, host = devices_of_run(config.parallel), None
+        memory = device_bytes(devices[0])
     else:
         devices, host = devices_of(slice), devices_of(slice.one_host) if slice.hosts > 1 else None
         memory = slice.chip.device_hbm_bytes
-    programs, compiled = Programs(config, decoder, work, devices, host, memory), list[Program]()
+    # JAX has no kinds of memory for absent devices, so offloaded moments are subtracted below.
+    placed = replaced(config, {"optimizer.offload": False}) if isinstance(devices[0], Absent) else config
+    programs, compiled = Programs(placed, decoder, work, devices, host, memory), list[Program]()
+    try:
+        there = programs.resident  # makes trainer and sampler, from shapes
+    except ConfigError:
+        raise
+    except ValueError as error:  # a size that does not fit comes from the configuration
+        raise ConfigError(str(error)) from error
+    if config.optimizer.offload:
+        there = replace(there, state=there.state - there.moments, moments=0)
     for name, lower in (programs.lowered() if slice is not None else {}).items():
         if only is None or any(name == wanted or name.startswith(f"{wanted}_") for wanted in only):
             say(f"compiling {name}")
             compiled.append(compile_program(name, lower, trips=_trips(name, config, work)))
     memories = {program.name: program.memory for program in compiled if program.memory is not None}
-    resident = as_compiled(programs.resident, memories)
+    resident = as_compiled(there, memories)
     return Plan(
         config=config,
         decoder=decoder,

@@ -1,6 +1,6 @@
 """The programs of a run, lowered from shapes on a mesh: the same programs that training, scoring, transfer and sampling call."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -10,17 +10,17 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.stages import Lowered
 
-from dapo_jax.config import ConfigError, TrainConfig
+from dapo_jax.config import TrainConfig
 from dapo_jax.models.lora import parted
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.device_memory import bytes_on_device
-from dapo_jax.parallel.mesh import AXES, Meshes, make_meshes
+from dapo_jax.parallel.mesh import AnyDevice, Meshes
 from dapo_jax.plan.memory import Resident
-from dapo_jax.plan.mesh_sizes import MeshSizes, batch_shards, described
+from dapo_jax.plan.mesh_sizes import MeshSizes, batch_shards
 from dapo_jax.plan.roofline import item, prefill_shape_of
 from dapo_jax.plan.workload import Workload
-from dapo_jax.run.policy import Policy, frozen_structs, mesh_of, optimizer_of
+from dapo_jax.run.policy import Policy, frozen_structs, mesh_of, meshes_of, optimizer_of
 from dapo_jax.run.programs import sampled_decoder, sharing, transfer_of, updater_of
 from dapo_jax.run.sampler_setup import prefix_bytes, room_for_cache
 from dapo_jax.run.training_pass import TrainingPass, for_mesh, training_pass
@@ -44,8 +44,8 @@ class Programs:
     config: TrainConfig
     decoder: DecoderConfig
     work: Workload
-    devices: list[jax.Device] | None
-    """None: the configuration's devices are not present, and nothing can be lowered."""
+    devices: Sequence[AnyDevice]
+    """The run's devices. Nothing can be lowered for absent ones."""
     host: list[jax.Device] | None = None
     """A host's devices as a separate slice, since the compiler rejects some hosts of a larger slice. None: use `devices`."""
     memory: int | None = None
@@ -58,14 +58,8 @@ class Programs:
         Raises:
             ConfigError: the mesh axes do not fit the devices, or the rows of a microbatch do not fit the mesh.
         """
-        parallel, rows, devices = self.config.parallel, self.config.batch.rows_per_microbatch, self.devices
-        if devices is None:
-            # Shapes only need the names of the axes.
-            ones = dict.fromkeys((*AXES, "sampler_tensor", "sampler_hosts"), 1)
-            parallel, devices = replace(parallel, **ones), jax.devices()[:1]
-        train = mesh_of(parallel, rows_per_microbatch=rows, devices=devices)
-        options = {"sampler_tensor": parallel.sampler_tensor, "sampler_hosts": parallel.sampler_hosts}
-        made = _configured(make_meshes, train, **options)
+        parallel, rows = self.config.parallel, self.config.batch.rows_per_microbatch
+        made = meshes_of(parallel, mesh_of(parallel, rows_per_microbatch=rows, devices=self.devices))
         own = made.sampler
         if self.host is None or len(self.host) != own.size:
             return made
@@ -75,28 +69,14 @@ class Programs:
     @cached_property
     def sizes(self) -> MeshSizes:
         """The sizes of the meshes."""
-        if self.devices is None:
-            sizes = described(self.config.parallel)
-            assert sizes is not None, "without devices, the configuration names all sizes"
-        else:
-            made = self.meshes
-            train, sampler = (
-                {axis: mesh.shape[axis] for axis in AXES} for mesh in (made.train, made.sampler)
-            )
-            sizes = MeshSizes(train=train, sampler=sampler, samplers=made.count)
-        rows, over = self.config.batch.rows_per_microbatch, batch_shards(sizes.train)
-        if rows % over:
-            raise ConfigError(
-                f"batch.rows_per_microbatch={rows} must be a multiple of parallel.data x parallel.fsdp = {over}; "
-                f"{rows // over * over + over} is"
-            )
-        return sizes
+        made = self.meshes
+        return MeshSizes(train=dict(made.train.shape), sampler=dict(made.sampler.shape), samplers=made.count)
 
     @cached_property
     def state(self) -> TrainState:
         """The train state as shapes with shardings."""
         optimizer, offload = optimizer_of(self.config.optimizer), self.config.optimizer.offload
-        return _configured(state_structs, self._policy.params, optimizer, self.meshes.train, offload=offload)
+        return state_structs(self._policy.params, optimizer, self.meshes.train, offload=offload)
 
     @cached_property
     def weights(self) -> Any:
@@ -132,8 +112,7 @@ class Programs:
     @property
     def token_bytes(self) -> int:
         """Bytes of one cached token on each of the devices that share its heads."""
-        # Without devices the engine's mesh has a single one.
-        return self._engine.token_bytes * self.meshes.sampler.shape["tensor"] // self.sizes.sampler["tensor"]
+        return self._engine.token_bytes
 
     @cached_property
     def resident(self) -> Resident:
@@ -219,17 +198,11 @@ class Programs:
     @cached_property
     def _shares_base(self) -> bool:
         """Whether trainer and sampler share one copy of the base."""
-        config, sizes = self.config, self.sizes
         if self.decoder.lora is None:
             return False
-        if self.devices is not None:
-            frozen = frozen_structs(self._decoder, self.meshes.train, dtype=self._dtype, apart=False)
-            remat = config.model.remat
-            return sharing(self.meshes, config.sampling, dtype=self._dtype, remat=remat)(frozen)
-        # The meshes have one device here, so compare the described sizes: both shard the base over the same axes and devices.
-        alike = sizes.samplers == 1 and sizes.train["fsdp"] == 1 and sizes.train["context"] == 1
-        changed = config.sampling.merge_lora or bool(config.sampling.weight_dtype)
-        return alike and sizes.train["tensor"] == sizes.sampler["tensor"] and not changed
+        frozen = frozen_structs(self._decoder, self.meshes.train, dtype=self._dtype, apart=False)
+        remat = self.config.model.remat
+        return sharing(self.meshes, self.config.sampling, dtype=self._dtype, remat=remat)(frozen)
 
     @cached_property
     def _decoder(self) -> DecoderConfig:
@@ -246,8 +219,7 @@ class Programs:
 
     @cached_property
     def _updater(self) -> Any:
-        return _configured(
-            updater_of,
+        return updater_of(
             self.config,
             self._policy.decoder,
             optimizer_of(self.config.optimizer),
@@ -262,17 +234,17 @@ class Programs:
         config = self.config
         return training_pass(config.model, config.batch, self.meshes.train, row_tokens=config.row_tokens)
 
-    @property
-    def _cache_bytes(self) -> int | None:
-        """The room for a cache whose size the configuration leaves open, as in a run."""
-        train = self.sizes.train
+    @cached_property
+    def _engine(self) -> DecoderEngine:
+        sampling, train = self.config.sampling, self.sizes.train
+        # The bytes that leave room for a cache whose size the configuration leaves open, as in a run.
         reference = bytes_on_device(self.state.params, train) if self.config.loss.kl_coef else 0
         base = 0 if self._shares_base else bytes_on_device(self._policy.frozen, train)
         weights = bytes_on_device(self.weights, self.sizes.sampler)
-        return room_for_cache(
+        cache_bytes = room_for_cache(
             self._decoder,
             self.meshes.sampler,
-            self.config.sampling,
+            sampling,
             self._prefilled,
             capacity=self._capacity,
             compute_dtype=self._dtype,
@@ -281,12 +253,7 @@ class Programs:
             resident=bytes_on_device(self.state, train) + reference + base + weights,
             memory=self.memory,
         )
-
-    @cached_property
-    def _engine(self) -> DecoderEngine:
-        sampling = self.config.sampling
-        return _configured(
-            DecoderEngine,
+        return DecoderEngine(
             sampled_decoder(self._decoder, sampling),
             slots=sampling.slots,
             capacity=self._capacity,
@@ -297,21 +264,11 @@ class Programs:
             page_tokens=sampling.page_tokens,
             cache_tokens=sampling.cache_tokens,
             cache_dtype=sampling.cache_dtype,
-            cache_bytes=self._cache_bytes,
+            cache_bytes=cache_bytes,
             in_flight=self._in_flight,
             prefill=self._prefilled,
         )
 
     @cached_property
     def _transfer(self) -> Any:
-        return _configured(transfer_of, self._policy, self.meshes, self.config.sampling, dtype=self._dtype)
-
-
-def _configured(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Calls `make` and raises its ValueError as a ConfigError: a size that does not fit comes from the configuration."""
-    try:
-        return make(*arguments, **options)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+        return transfer_of(self._policy, self.meshes, self.config.sampling, dtype=self._dtype)

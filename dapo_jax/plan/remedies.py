@@ -3,10 +3,12 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from dapo_jax.config import ConfigError, TrainConfig
+from dapo_jax.config.loading import replaced
 from dapo_jax.plan.compiled import needed_bytes
 from dapo_jax.plan.memory import together
 from dapo_jax.plan.plan import Plan, plan
@@ -29,7 +31,6 @@ class Way:
 
     change: str
     """Keys with their values."""
-    does: str = ""
     frees: int | None = None
     """Bytes of a device; None: only compiling shows it."""
     tries: Changes = field(default_factory=dict)
@@ -82,11 +83,11 @@ def _ways(made: Plan, part: str, held: int, over: int) -> Iterator[Way]:
     match part:
         case "train state" | "gradient" | "frozen weights":
             if part == "train state" and made.resident.moments:
-                does, tries = "keeps the moments in the host's memory", {"optimizer.offload": True}
-                yield _way(tries, does=does, frees=made.resident.moments)
+                note = " (keeps the moments in the host's memory)"
+                yield _way({"optimizer.offload": True}, note, frees=made.resident.moments)
             yield _more_devices(made, held)
         case "reference policy":
-            yield Way(change="loss.kl_coef=0", does="needs none", frees=held)
+            yield Way(change="loss.kl_coef=0", frees=held)
         case "decode state":
             yield from _smaller_cache(made, held, over)
         case "sampler weights" | "sampler's frozen weights":
@@ -95,14 +96,14 @@ def _ways(made: Plan, part: str, held: int, over: int) -> Iterator[Way]:
             slots, group = config.sampling.slots * sizes.samplers, config.batch.group_size
             if slots >= group:
                 change = f"rollout.in_flight={slots // group * group} (of {config.rollout.in_flight})"
-                yield Way(change=change, does="gives each response a slot", frees=held)
+                yield Way(change=change, frees=held)
         case "prefilled prompts":
             if (half := config.sampling.prefill_tokens // 2) >= config.data.max_prompt_tokens:
                 yield _way({"sampling.prefill_tokens": half}, frees=held // 2)
         case "minibatches":
             if made.work.updates > 1:
-                change = f"batch.prompts_per_step={config.batch.prompts_per_step // 2}"
-                yield Way(change=change, does="has half as many updates per step", frees=held // 2)
+                change = f"batch.prompts_per_step={config.batch.prompts_per_step // 2} (half as many updates per step)"
+                yield Way(change=change, frees=held // 2)
         case "sequence prefilled in chunks" | "sequence that waits for its slot":
             limit = config.sampling.max_response_tokens
             yield Way(change=f"a lower sampling.max_response_tokens (now {limit})")
@@ -110,8 +111,8 @@ def _ways(made: Plan, part: str, held: int, over: int) -> Iterator[Way]:
             yield from _fewer_activations(made)
 
 
-def _way(tries: Changes, note: str = "", *, does: str = "", frees: int | None = None) -> Way:
-    return Way(change=" ".join(_overrides(tries)) + note, does=does, frees=frees, tries=tries)
+def _way(tries: Changes, note: str = "", *, frees: int | None = None) -> Way:
+    return Way(change=" ".join(_overrides(tries)) + note, frees=frees, tries=tries)
 
 
 def _more_devices(made: Plan, held: int) -> Way:
@@ -127,7 +128,7 @@ def _more_devices(made: Plan, held: int) -> Way:
 
 
 def _smaller_cache(made: Plan, held: int, over: int) -> Iterator[Way]:
-    config, pages, tokens = made.config.sampling, made.pages, made.cache_tokens
+    config, pages, tokens = made.config.sampling, made.pages, made.pages.tokens
     spread = made.sizes.sampler_devices // made.sizes.sampler["tensor"]
     fits, least = made.cache_fit, pages.table_pages * pages.page_tokens * pages.pools
     fewer = tokens - -(-over // made.token_bytes) * spread if fits is None else fits.tokens
@@ -159,8 +160,8 @@ def _smaller_weights(made: Plan, held: int) -> Iterator[Way]:
         yield Way(change=change, frees=held - held // item(made.config.model.compute_dtype))
     if not wider and made.sizes.samplers > 1 and heads % (2 * tensor) == 0:
         hosts = 2 * made.config.parallel.sampler_hosts
-        change = f"parallel.sampler_hosts={hosts} parallel.sampler_tensor={2 * tensor}"
-        yield Way(change=change, does=f"has one sampler on {hosts} hosts", frees=held // 2)
+        change = f"parallel.sampler_hosts={hosts} parallel.sampler_tensor={2 * tensor} (one sampler on {hosts} hosts)"
+        yield Way(change=change, frees=held // 2)
 
 
 def _correction(config: TrainConfig) -> str:
@@ -172,15 +173,14 @@ def _fewer_activations(made: Plan) -> Iterator[Way]:
     model, rows, train = made.config.model, made.config.batch.rows_per_microbatch, made.sizes.train
     tensor, fsdp, least = train["tensor"], train["fsdp"], train["data"] * train["fsdp"]
     if model.remat != "full":
-        yield _way({"model.remat": "full"}, does="recomputes activations")
+        yield _way({"model.remat": "full"}, " (recomputes activations)")
     if model.compute_dtype != "bfloat16":
         yield Way(change="model.compute_dtype=bfloat16")
     if rows > least:
         yield _way({"batch.rows_per_microbatch": least}, f" (now {rows})")
     elif model.remat == "full" and tensor < 8 and fsdp % 2 == 0:
         half = {"parallel.fsdp": fsdp // 2, "parallel.tensor": 2 * tensor}
-        does = "has fewer tokens on a device"
-        yield _way({**half, "batch.rows_per_microbatch": least // 2}, does=does)
+        yield _way({**half, "batch.rows_per_microbatch": least // 2}, " (fewer tokens on a device)")
 
 
 def suggestions(
@@ -192,7 +192,10 @@ def suggestions(
     """
     assert made.slice is not None, "without a slice nothing was compiled, so nothing fails"
     began, tried, changes, current = time.monotonic(), list[Tried](), Changes(), made
-    used = list[Changes]()
+    used, planned = (
+        list[Changes](),
+        partial(plan, slice=made.slice, assumed=assumed, only=made.failures, say=say),
+    )
     while not current.fits and time.monotonic() - began <= seconds:
         parts = [part for program in current.failures for part in held_in(current, program)]
         parts.sort(key=lambda part: -part.bytes)
@@ -200,9 +203,7 @@ def suggestions(
         if not ways:
             break
         used.append(ways[0])
-        found = _changed_plan(
-            current.config, ways[0], made.slice, assumed=assumed, only=made.failures, say=say
-        )
+        found = _changed_plan(current.config, ways[0], planned, say)
         if isinstance(found, Plan):
             current, changes = found, changes | ways[0]
             tried.append(Tried(overrides=tuple(_overrides(changes)), fits=found.fits))
@@ -222,6 +223,7 @@ def sweep(
     A microbatch has one row per device of the batch axes, or a multiple if the configuration's has more.
     """
     decoder_of(config.model)  # before libtpu, so that a model that is not covered is reported first
+    planned = partial(plan, slice=slice, assumed=assumed, only=only, say=say)
     found: list[tuple[str, Plan | str]] = []
     devices, context, data = len(devices_of(slice)), config.parallel.context, max(config.parallel.data, 1)
     for tensor in (1, 2, 4, 8, 16):
@@ -231,30 +233,19 @@ def sweep(
         rows = data * fsdp * max(1, config.batch.rows_per_microbatch // (data * fsdp))
         sizes = {"parallel.data": data, "parallel.fsdp": fsdp, "parallel.tensor": tensor}
         changes = {**sizes, "batch.rows_per_microbatch": rows}
-        made = _changed_plan(config, changes, slice, assumed=assumed, only=only, say=say)
+        made = _changed_plan(config, changes, planned, say)
         failed = isinstance(made, Plan) and not made.fits and f"does not fit: {', '.join(made.failures)}"
         found.append((f"fsdp {fsdp} x tensor {tensor}", failed or made))
     return sorted(found, key=lambda one: math.inf if isinstance(one[1], str) else one[1].step_s)
 
 
 def _changed_plan(
-    config: TrainConfig,
-    changes: Changes,
-    slice: Slice,
-    *,
-    assumed: Assumptions,
-    only: Sequence[str] | None,
-    say: Say,
+    config: TrainConfig, changes: Changes, planned: Callable[[TrainConfig], Plan], say: Say
 ) -> Plan | str:
-    """Compiles the programs of a changed configuration; returns the reason if a size does not divide."""
+    """Returns the plan of a changed configuration, or the reason if a size does not divide."""
     say(f"trying {' '.join(_overrides(changes))}")
-    sections: dict[str, Changes] = {}
-    for key, value in changes.items():
-        section, _, name = key.partition(".")
-        sections.setdefault(section, {})[name] = value
     try:
-        new = {name: replace(getattr(config, name), **values) for name, values in sections.items()}
-        return plan(replace(config, **new), slice=slice, assumed=assumed, only=only, say=say)
+        return planned(replaced(config, changes))
     except ConfigError as error:
         return str(error)
 

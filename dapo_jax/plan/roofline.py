@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dapo_jax.config import SamplingConfig, TrainConfig
+from dapo_jax.config import TrainConfig
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.plan.compiled import Program
 from dapo_jax.plan.mesh_sizes import MeshSizes, batch_shards
@@ -38,32 +38,23 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """The least time of one phase in a step."""
+    """The least time of one phase in a step: the longest of three times, as if they overlapped entirely."""
 
     work: Work
     compute_s: float
     hbm_s: float
     ici_s: float
-
-    @property
-    def seconds(self) -> float:
-        """The longest of the three, as if they overlapped entirely."""
-        return max(self.compute_s, self.hbm_s, self.ici_s)
-
-    @property
-    def limit(self) -> str:
-        """The name of the longest: compute, hbm or ici."""
-        return max(("compute", "hbm", "ici"), key=lambda name: getattr(self, f"{name}_s"))
+    seconds: float
+    limit: str
+    """The name of the longest: compute, hbm or ici."""
 
 
 def bound(work: Work, chip: Chip) -> Bound:
     """Divides `work` by the peaks of `chip`."""
-    return Bound(
-        work=work,
-        compute_s=work.flops / chip.device_flops,
-        hbm_s=work.hbm_bytes / chip.device_hbm_bytes_s,
-        ici_s=work.ici_bytes / chip.device_ici_bytes_s,
-    )
+    compute, hbm = work.flops / chip.device_flops, work.hbm_bytes / chip.device_hbm_bytes_s
+    ici = work.ici_bytes / chip.device_ici_bytes_s
+    seconds, limit = max((compute, "compute"), (hbm, "hbm"), (ici, "ici"), key=lambda one: one[0])
+    return Bound(work=work, compute_s=compute, hbm_s=hbm, ici_s=ici, seconds=seconds, limit=limit)
 
 
 def work_of(
@@ -112,7 +103,7 @@ def in_flight(config: TrainConfig, work: Workload, pages: PageSizes, samplers: i
     most = [float(config.sampling.slots)]
     if pages.runs_out:  # else every slot has room for the longest response
         held = work.context + pages.page_tokens / 2
-        most.append(pages.pools * pages.pool_pages * pages.page_tokens / held)
+        most.append(pages.tokens / held)
     if config.rollout.in_flight:
         most.append(config.rollout.in_flight / samplers)
     return min(most)
@@ -144,9 +135,10 @@ def forward_flops(
     return 2 * matrix_parameters(decoder) * tokens + attention * pairs + 2 * unembedding * logits
 
 
-def cache_bytes_per_token(decoder: DecoderConfig, sampling: SamplingConfig, *, compute_dtype: str) -> int:
+def cache_bytes_per_token(config: TrainConfig, decoder: DecoderConfig) -> int:
     """Returns the bytes of one token's keys and values in all layers, with their scales in eight bits."""
-    each = decoder.head_dim * item(compute_dtype) if not sampling.cache_dtype else decoder.head_dim + 4
+    plain = decoder.head_dim * item(config.model.compute_dtype)
+    each = decoder.head_dim + 4 if config.sampling.cache_dtype else plain
     return 2 * decoder.layers * decoder.kv_heads * each
 
 
@@ -223,8 +215,8 @@ def _decode(
     pairs = tokens * work.context
     flops = forward_flops(decoder, tokens=tokens, pairs=pairs, logits=tokens) / sizes.sampler_devices
     # The heads are split over `tensor`, the slots over the other axes.
-    each = cache_bytes_per_token(decoder, config.sampling, compute_dtype=config.model.compute_dtype)
-    cache = tokens / batch_shards(sizes.sampler) * work.context * each / sizes.sampler["tensor"]
+    each = cache_bytes_per_token(config, decoder) / sizes.sampler["tensor"]
+    cache = tokens / batch_shards(sizes.sampler) * work.context * each
     weights = _sampler_bytes(decode_weight_parameters(decoder), config, sizes)
     return Work(
         phase="decode",

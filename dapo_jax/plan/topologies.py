@@ -20,7 +20,7 @@ from dapo_jax.parallel.libtpu import WITHOUT_TPU
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One generation. Numbers are per chip, except `hbm_gib`, which is per device."""
+    """One generation. Peaks are per JAX device: a chip, or one of its two cores."""
 
     name: str
     """The name in libtpu's topologies."""
@@ -28,31 +28,15 @@ class Chip:
     """The text before the number in a slice's name, such as v5litepod in v5litepod-16."""
     counts_cores: bool
     """True if that number counts cores, two per chip."""
-    devices: int
-    """JAX devices per chip, as libtpu describes it."""
-    hbm_gib: float
-    tflops: float
-    """Peak of bfloat16 matrix products, in 1e12 operations per second."""
-    hbm_gb_s: float
-    ici_gb_s: float
-    """Interconnect: all links, one direction."""
     axes: int
     """Dimensions of the interconnect's grid."""
-
-    @property
-    def device_flops(self) -> float:
-        """Floating-point operations per second of one device."""
-        return self.tflops * 1e12 / self.devices
-
-    @property
-    def device_hbm_bytes_s(self) -> float:
-        """Bytes per second between one device and its memory."""
-        return self.hbm_gb_s * 1e9 / self.devices
-
-    @property
-    def device_ici_bytes_s(self) -> float:
-        """Bytes per second that one device can receive from others."""
-        return self.ici_gb_s * 1e9 / self.devices
+    hbm_gib: float
+    device_flops: float
+    """Peak of bfloat16 matrix products, in operations per second."""
+    device_hbm_bytes_s: float
+    """Bytes per second between one device and its memory."""
+    device_ici_bytes_s: float
+    """Bytes per second that one device can receive from others: all links, one direction."""
 
     @property
     def device_hbm_bytes(self) -> int:
@@ -65,20 +49,20 @@ CHIPS: dict[str, Chip] = {
     for chip in (
         # 275 TFLOP/s, 32 GB, 1228 GB/s; 6 links of 50 GB/s each way. libtpu describes the two cores as separate devices;
         # a v4 host joins them to one device with twice the memory.
-        Chip(name="v4", aliases=("v4",), counts_cores=True, devices=2, hbm_gib=15.25, tflops=275.0, hbm_gb_s=1228.0,
-             ici_gb_s=300.0, axes=3),
+        Chip(name="v4", aliases=("v4",), counts_cores=True, axes=3, hbm_gib=15.25, device_flops=275e12 / 2,
+             device_hbm_bytes_s=1228e9 / 2, device_ici_bytes_s=300e9 / 2),
         # 197 TFLOP/s, 16 GB, 819 GB/s (800 GiB/s on some pages), 400 GB/s both ways.
-        Chip(name="v5e", aliases=("v5litepod", "v5e"), counts_cores=False, devices=1, hbm_gib=15.75, tflops=197.0,
-             hbm_gb_s=819.0, ici_gb_s=200.0, axes=2),
+        Chip(name="v5e", aliases=("v5litepod", "v5e"), counts_cores=False, axes=2, hbm_gib=15.75, device_flops=197e12,
+             device_hbm_bytes_s=819e9, device_ici_bytes_s=200e9),
         # 459 TFLOP/s, 95 GiB, 2765 GB/s, 1200 GB/s both ways.
-        Chip(name="v5p", aliases=("v5p",), counts_cores=True, devices=1, hbm_gib=95.74, tflops=459.0, hbm_gb_s=2765.0,
-             ici_gb_s=600.0, axes=3),
+        Chip(name="v5p", aliases=("v5p",), counts_cores=True, axes=3, hbm_gib=95.74, device_flops=459e12,
+             device_hbm_bytes_s=2765e9, device_ici_bytes_s=600e9),
         # 918 TFLOP/s, 32 GB, 1638 GB/s, 800 GB/s both ways.
-        Chip(name="v6e", aliases=("v6e",), counts_cores=False, devices=1, hbm_gib=31.25, tflops=918.0, hbm_gb_s=1638.0,
-             ici_gb_s=400.0, axes=2),
+        Chip(name="v6e", aliases=("v6e",), counts_cores=False, axes=2, hbm_gib=31.25, device_flops=918e12,
+             device_hbm_bytes_s=1638e9, device_ici_bytes_s=400e9),
         # 2307 TFLOP/s, 192 GiB, 7380 GB/s, 1200 GB/s both ways; two devices per chip.
-        Chip(name="tpu7x", aliases=(), counts_cores=True, devices=2, hbm_gib=94.75, tflops=2307.0, hbm_gb_s=7380.0,
-             ici_gb_s=600.0, axes=3),
+        Chip(name="tpu7x", aliases=(), counts_cores=True, axes=3, hbm_gib=94.75, device_flops=2307e12 / 2,
+             device_hbm_bytes_s=7380e9 / 2, device_ici_bytes_s=600e9 / 2),
     )
 }  # fmt: skip
 
@@ -122,35 +106,25 @@ class Slice:
         """Number of hosts, each with one process of the run."""
         return self.chips // math.prod(self.host)
 
-    @property
-    def size(self) -> int:
-        """The number in the slice's name by size, such as 256 in v5p-256: chips or cores."""
-        return self.chips * (2 if self.chip.counts_cores else 1)
-
 
 def parse(name: str) -> Slice:
     """Returns the slice with a name CHIP:AxB or CHIP:AxBxC, or with Google Cloud's name (v5p-256, v5litepod-64, v6e-8).
 
     Raises:
-        ConfigError: there is no such slice; the message names the nearest.
+        ConfigError: there is no such slice; the message lists the slices of that chip, or the nearest names.
     """
+    known = _known_slices()
+    if name in known:
+        return known[name]
     if (shaped := re.fullmatch(r"([a-z0-9]+):(\d+(?:x\d+)*)", name)) and shaped[1] in CHIPS:
-        chip, shape = CHIPS[shaped[1]], tuple(int(size) for size in shaped[2].split("x"))
-        made = Slice(chip=chip, shape=shape)
-        if len(shape) == chip.axes and all(shape) and not any(map(lambda a, b: a % b, shape, made.host)):
+        made = Slice(chip=CHIPS[shaped[1]], shape=tuple(map(int, shaped[2].split("x"))))
+        whole = len(made.shape) == made.chip.axes and all(made.shape)
+        if whole and not any(size % block for size, block in zip(made.shape, made.host, strict=False)):
             return made
-        raise _no_slice_of(chip, name, math.prod(shape))
-    if sized := re.fullmatch(r"([a-z0-9]+)-(\d+)", name):
-        for chip in CHIPS.values():
-            if sized[1] in chip.aliases:
-                found = [made for made in _slices(chip) if made.size == int(sized[2])]
-                if not found:
-                    raise _no_slice_of(chip, name, int(sized[2]) // (2 if chip.counts_cores else 1))
-                return found[0]
-    names = [text for chip in CHIPS.values() for made in _slices(chip) for text in _names(made)]
+    of_chip = [text for text in known if re.split("[-:]", text)[0] == re.split("[-:]", name)[0]]
+    near = ", ".join(of_chip or nearest(name, known, count=3, least=0.0))
     raise ConfigError(
-        f"--topology {name!r}: no such slice; the nearest names: {', '.join(nearest(name, names, count=3, least=0.0))} "
-        f"(chips: {', '.join(CHIPS)}; CHIP:AxB or CHIP:AxBxC, or CHIP-SIZE)"
+        f"--topology {name!r}: no such slice; the nearest names: {near} (chips: {', '.join(CHIPS)})"
     )
 
 
@@ -185,16 +159,12 @@ def describe_only() -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
-def _slices(chip: Chip) -> list[Slice]:
-    shapes = _SHAPES[chip.axes].split()
-    return [Slice(chip=chip, shape=tuple(map(int, shape.split("x")))) for shape in shapes]
-
-
-def _no_slice_of(chip: Chip, name: str, chips: int) -> ConfigError:
-    near = sorted(_slices(chip), key=lambda made: (abs(made.chips - chips), made.chips))[:2]
-    known = " or ".join(" = ".join(_names(made)) for made in sorted(near, key=lambda made: made.chips))
-    return ConfigError(f"--topology {name!r}: no such slice of {chip.name}; the nearest in size: {known}")
-
-
-def _names(made: Slice) -> list[str]:
-    return [*(f"{alias}-{made.size}" for alias in made.chip.aliases[:1]), made.name]
+def _known_slices() -> dict[str, Slice]:
+    """Returns the slices on Google's pages by each of their names, smallest first."""
+    known: dict[str, Slice] = {}
+    for chip in CHIPS.values():
+        for shape in _SHAPES[chip.axes].split():
+            made = Slice(chip=chip, shape=tuple(map(int, shape.split("x"))))
+            size = made.chips * (2 if chip.counts_cores else 1)
+            known |= dict.fromkeys((*(f"{alias}-{size}" for alias in chip.aliases), made.name), made)
+    return known

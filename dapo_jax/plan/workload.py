@@ -46,8 +46,6 @@ class Workload:
     """Microbatches per update if all responses have the maximum length. The update is compiled for so many."""
     microbatch_tokens: int
     """Tokens per microbatch with padding."""
-    informative: float
-    """Share of informative groups; 1 without dynamic sampling."""
     reprefills: float
     """Number of re-prefills per episode, between its turns; 0 if its KV cache is kept."""
     notes: tuple[str, ...]
@@ -108,7 +106,6 @@ def workload_of(config: TrainConfig, assumed: Assumptions) -> Workload:
         microbatches=math.ceil(packed / rows),
         room=stack_capacity(most),
         microbatch_tokens=rows * config.row_tokens,
-        informative=float(assumed.informative) if config.dynamic_sampling.enabled else 1.0,
         reprefills=reprefills,
         notes=tuple(notes),
     )
@@ -163,19 +160,16 @@ def _sampled(config: TrainConfig, informative: int | float, notes: list[str]) ->
         )
     if waves > dynamic.max_waves:
         waves = dynamic.max_waves
-        notes.append(
-            f"with {share} a step of {waves} x {wave} prompts trains on about {informative * wave * waves:g} of {needed} groups "
-            "(dynamic_sampling.on_shortfall=train_fewer); its updates are counted as if on all"
+        few = f"about {informative * wave * waves:g} of {needed} groups (dynamic_sampling.on_shortfall=train_fewer)"
+        notes.append(f"{few} are trained on; updates are counted as if on all")
+    elif flight or dynamic.surplus == "carry":
+        prompts = math.ceil(needed / informative)
+        how = (
+            f"with {flight} responses in flight"
+            if flight
+            else f"in waves of up to {wave}; surplus groups are carried over"
         )
-        return waves * wave, waves
-    prompts = math.ceil(needed / informative)
-    if flight:
-        notes.append(f"{share}: {prompts} prompts per step, with {flight} responses in flight")
-        return prompts, 0
-    if dynamic.surplus == "carry":
-        notes.append(
-            f"{share}: {prompts} prompts per step in waves of up to {wave}; surplus groups are carried over"
-        )
-        return prompts, waves
+        notes.append(f"{share}: {prompts} prompts per step {how}")
+        return prompts, 0 if flight else waves
     notes.append(f"{share}: {waves} waves of {wave} prompts per step")
     return waves * wave, waves

@@ -1,7 +1,11 @@
-"""Makes reports of run folders, for `dapo-jax report` and notebooks."""
+"""Makes reports of run folders, for `dapo-jax report` and notebooks: the page, and its figures as PNGs with matplotlib (extra `report`)."""
 
 import html
-from collections.abc import Sequence
+import importlib
+import io
+import math
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from os import PathLike
@@ -9,18 +13,23 @@ from typing import Any
 
 import dapo_jax
 from dapo_jax.config import ConfigError
+from dapo_jax.hints import how_to_install
 from dapo_jax.report.chunks import Laid
 from dapo_jax.report.evaluations import lay_out_evaluations
-from dapo_jax.report.figures import figures
 from dapo_jax.report.page import packed_of, page_of
-from dapo_jax.report.panels import Panel, panels_of
+from dapo_jax.report.panels import OTHER, Panel, panels_of
 from dapo_jax.report.rollouts import lay_out
 from dapo_jax.report.runs import RunFiles, read_runs
-from dapo_jax.report.tables import AXES, Table, comparable, configurations, table_of
+from dapo_jax.report.tables import AXES, Column, Table, comparable, configurations, table_of
 from dapo_jax.storage import AnyPath, path_of, write_whole
 
-MAX_RUNS = 8
-"""Number of colours that can be distinguished."""
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#b58900", "#56b4e9", "#882255", "#555555")
+"""The page's colours, of Okabe and Ito and of Tol, which the colour-blind can distinguish."""
+MAX_RUNS = len(COLOURS)
+_DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (7, 2, 1.5, 2)))
+_SHARE_COLOURS = ("#009e73", "#56b4e9", "#d55e00")
+_WIDTH, _HEIGHT = 4.4, 2.7
+"""Size of a panel in inches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +64,7 @@ class Report:
         place = path_of(folder)
         place.mkdir(parents=True, exist_ok=True)
         written = []
-        for name, content in figures(self.panels, self.names, self.tables):
+        for name, content in _figures(self.panels, self.names, self.tables):
             write_whole(place / f"{name}.png", content)
             written.append(place / f"{name}.png")
         return written
@@ -115,7 +124,7 @@ def page_data(
         {
             "name": run.name,
             "place": str(run.place),
-            "state": asdict(run.state),
+            "status": asdict(run.status),
             "steps": None if run.config is None else run.config.steps,
             "model": None if run.config is None else run.config.model.source,
             "by_score": run.by_score,
@@ -141,3 +150,98 @@ def page_data(
 def title_of(names: Sequence[str]) -> str:
     """Returns the title of the browser's window."""
     return f"{', '.join(names)} · dapo_jax report"
+
+
+def _figures(
+    panels: Sequence[Panel], names: Sequence[str], tables: Sequence[Table]
+) -> Iterator[tuple[str, bytes]]:
+    """Yields (name, PNG) of the sheet `overview` with all panels, and of each panel; needs matplotlib."""
+    try:
+        made = importlib.import_module("matplotlib.figure").Figure
+    except ImportError as error:
+        raise ConfigError(
+            f"PNGs are drawn with matplotlib, which is not installed ({error}): {how_to_install('report')}"
+        ) from error
+    drawn = [panel for panel in panels if panel.section != OTHER]
+    columns = 3
+    lines = math.ceil(len(drawn) / columns)
+    sheet = made(figsize=(columns * _WIDTH, lines * _HEIGHT), layout="constrained")
+    for place, panel in enumerate(drawn, 1):
+        _draw(sheet.add_subplot(lines, columns, place), panel, names, tables)
+    yield "overview", _png(sheet)
+    for panel in panels:
+        figure = made(figsize=(1.4 * _WIDTH, 1.4 * _HEIGHT), layout="constrained")
+        _draw(figure.add_subplot(), panel, names, tables)
+        yield _slug(panel.title), _png(figure)
+
+
+def _draw(axis: Any, panel: Panel, names: Sequence[str], tables: Sequence[Table]) -> None:
+    shown = [series for series in panel.series if series.key not in panel.hidden] or panel.series
+    several = len(names) > 1
+    for number, (name, table) in enumerate(zip(names, tables, strict=True)):
+        if panel.stacked and several:
+            _line(axis, table, shown[0].key, f"{name}: {shown[0].label}", COLOURS[number], "-")
+            continue
+        if panel.stacked:
+            _stack(axis, table, [(series.key, series.label) for series in shown])
+            continue
+        for place, series in enumerate(shown):
+            colour = COLOURS[number if several else place % len(COLOURS)]
+            dash = _DASHES[place % len(_DASHES)] if several else "-"
+            label = f"{name}: {series.label}" if several else series.label
+            _line(axis, table, series.key, label, colour, dash, band=series.band)
+    axis.set_title(panel.title, fontsize=9, loc="left", fontweight="bold")
+    axis.set_ylabel("" if panel.unit == "share" else panel.unit, fontsize=8)
+    axis.set_xlabel("step", fontsize=8)
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.tick_params(labelsize=8)
+    axis.grid(alpha=0.25, linewidth=0.6)
+    axis.spines[["top", "right"]].set_visible(False)
+    if panel.log:
+        axis.set_yscale("log")
+    if panel.unit == "share":
+        axis.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
+    if len(axis.get_legend_handles_labels()[1]) > 1:
+        axis.legend(fontsize=6.5, framealpha=0.7)
+
+
+def _line(axis: Any, table: Table, key: str, label: str, colour: str, dash: Any, *, band: str = "") -> None:
+    points = _points(table.axes["step"], table.columns.get(key, []))
+    if not points:
+        return
+    steps, values = zip(*points, strict=True)
+    marker = "o" if len(points) <= 40 else ""
+    style = {"color": colour, "linestyle": dash, "linewidth": 1.3, "marker": marker, "markersize": 2.2}
+    axis.plot(steps, values, label=label, **style)
+    if band in table.columns:
+        error = dict(_points(table.axes["step"], table.columns[band]))
+        low, high = ([value + sign * error.get(step, 0.0) for step, value in points] for sign in (-1, 1))
+        axis.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
+
+
+def _stack(axis: Any, table: Table, layers: Sequence[tuple[str, str]]) -> None:
+    there = [(table.columns[key], label) for key, label in layers if key in table.columns]
+    rows = [
+        (step, *(value or 0.0 for value in values))
+        for step, *values in zip(table.axes["step"], *(values for values, _ in there), strict=True)
+        if any(value is not None for value in values)
+    ]
+    steps, *values = zip(*rows, strict=True)
+    axis.stackplot(
+        steps, *values, labels=[label for _, label in there], colors=_SHARE_COLOURS, alpha=0.75, step="mid"
+    )
+
+
+def _points(steps: Column, values: Column) -> list[tuple[float | int, float | int]]:
+    pairs = zip(steps, values, strict=False)
+    return [(step, value) for step, value in pairs if step is not None and value is not None]
+
+
+def _png(figure: Any) -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=130)
+    return file.getvalue()
+
+
+def _slug(title: str) -> str:
+    return re.sub(r"[^a-z0-9@]+", "_", title.lower()).strip("_")

@@ -217,22 +217,26 @@ def _held_out(panel: Panel, series: tuple[Series, ...], tables: Sequence[Table])
     if len({_dataset(each) for each in series}) == 1:
         only = f" {_dataset(series[0])}"
         series = tuple(replace(each, label=each.label.removesuffix(only)) for each in series)
-    drawn, fell_back = set[str](), set[str]()
-    for dataset, kind in dict.fromkeys((_dataset(each), _kind(each)) for each in series):
-        counted = [each for each in series if (_dataset(each), _kind(each)) == (dataset, kind)]
-        lines = [(table.columns, line) for table in tables for line in range(len(table.axes["step"]))]
-        there = [
-            {each.key for each in counted if each.key in columns and columns[each.key][line] is not None}
-            for columns, line in lines
-        ]
-        common = set.intersection(*(keys for keys in there if keys))
-        if kind == "cons" or not common:
+    shown, fell_back = set[str](), set[str]()
+    logged = [
+        {
+            each.key
+            for each in series
+            if each.key in table.columns and table.columns[each.key][line] is not None
+        }
+        for table in tables
+        for line in range(len(table.axes["step"]))
+    ]
+    for kind in dict.fromkeys(each.key.partition("@")[0] for each in series):
+        counted = {each.key for each in series if each.key.partition("@")[0] == kind}
+        common = set.intersection(*(keys & counted for keys in logged if keys & counted))
+        if kind.endswith("/cons") or not common:
             continue
         most = max(common, key=_count)
-        drawn.add(most)
-        if most != max((each.key for each in counted), key=_count):
+        shown.add(most)
+        if most != max(counted, key=_count):
             fell_back.add(most.rpartition("/")[2])
-    hidden = tuple(each.key for each in series if each.key not in drawn)
+    hidden = tuple(each.key for each in series if each.key not in shown)
     panel = replace(panel, series=series, hidden=hidden)
     if not fell_back:
         return panel
@@ -246,10 +250,6 @@ def _held_out(panel: Panel, series: tuple[Series, ...], tables: Sequence[Table])
 
 def _dataset(series: Series) -> str:
     return series.key.removeprefix("eval/").rpartition("/")[0]
-
-
-def _kind(series: Series) -> str:
-    return series.key.rpartition("/")[2].partition("@")[0]
 
 
 def _count(key: str) -> int:

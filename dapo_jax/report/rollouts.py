@@ -1,13 +1,17 @@
 """Lays a run's rollouts out for the browser: an index of numbers that is read at once, and compressed chunks of text.
 
-A chunk has the groups of whole steps as compressed JSON, see `Rollouts._response`. `Index` describes the index.
+A chunk has the groups of whole steps as compressed JSON, see `Rollouts._response`. `TYPES` describes the index.
 """
 
+import importlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from functools import lru_cache
+from importlib import resources
 from itertools import groupby
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,50 +27,34 @@ from dapo_jax.report.chunks import (
     spaced,
 )
 from dapo_jax.report.runs import RunFiles
-from dapo_jax.report.tokens import Pieces, tokenizer_of
-from dapo_jax.storage import AnyPath
+from dapo_jax.storage import AnyPath, path_of
+from dapo_jax.text.tokenizers import Tokenizer, load_tokenizer, named_tokenizer
 from dapo_jax.trackers.rollout_log import read_rollouts
 
 CHUNK_BYTES = 512 * 1024
 """Approximate characters of a chunk's texts; a browser opens such a chunk in some milliseconds."""
 
 CORRECT, TRUNCATED, FLIPPED, TRAINED, LEFT_OUT = 1, 2, 4, 8, 16
-"""Bits of `Index.flags`. A flipped response is correct, and at an earlier logged step fewer than half of the responses to its
+"""Bits of the column `flags`. A flipped response is correct, and at an earlier logged step fewer than half of the responses to its
 question were correct. A response is left out if overlong filtering excluded it from the loss."""
 
 
-@dataclass
-class Index:
-    """Numbers of every rollout and of every group, in the order of steps. Unknown floats are NaN.
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""The text of an incomplete character."""
+_LONGEST = 4
+"""A character has at most this many bytes and so at most this many tokens."""
 
-    `tokens` and `clipped` are numbers of sampled and clipped tokens. Of a group, `group_first` is the number of its first rollout,
-    `group_question` the index in `heads`, which groups with the same prompt and answer share. `group_before` is the last group of an
-    earlier logged step with the same question, or -1. `group_place` is the index of a group in its chunk.
-    """
+TYPES = {
+    "flags": "u1", "clipped": "u4", "reward": "f4", "advantage": "f4", "penalty": "f4", "tokens": "u4",
+    "group_step": "u4", "group_ordinal": "u4", "group_first": "u4", "group_question": "u4",
+    "group_before": "i4", "group_chunk": "u4", "group_place": "u4",
+}  # fmt: skip
+"""Type of each column of the index, in the order of steps. Unknown floats are NaN.
 
-    TYPES: ClassVar = {
-        "flags": "u1", "clipped": "u4", "reward": "f4", "advantage": "f4", "penalty": "f4", "tokens": "u4",
-        "group_step": "u4", "group_ordinal": "u4", "group_first": "u4", "group_question": "u4",
-        "group_before": "i4", "group_chunk": "u4", "group_place": "u4",
-    }  # fmt: skip
-    """Name and type of each column."""
-
-    columns: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in Index.TYPES})
-
-    def add(self, **values: Any) -> None:
-        """Appends a value to each named column."""
-        for name, value in values.items():
-            self.columns[name].append(value)
-
-    def packed(self) -> tuple[bytes, list[tuple[str, str, int]]]:
-        """Returns the columns as compressed little-endian arrays, and (name, type, values) of each.
-
-        Columns of four bytes come first, so that all are aligned.
-        """
-        order = sorted(self.TYPES, key=lambda name: -int(self.TYPES[name][1]))
-        columns = [(name, self.TYPES[name], self.columns[name]) for name in order]
-        content = b"".join(np.array(values, dtype=f"<{kind}").tobytes() for _, kind, values in columns)
-        return compressed(content), [(name, kind, len(values)) for name, kind, values in columns]
+`tokens` and `clipped` are numbers of sampled and clipped tokens. Of a group, `group_first` is the number of its first rollout,
+`group_question` the index in `heads`, which groups with the same prompt and answer share. `group_before` is the last group of an
+earlier logged step with the same question, or -1. `group_place` is the index of a group in its chunk.
+"""
 
 
 def lay_out(run: RunFiles, *, steps: int | None = None) -> Laid:
@@ -85,7 +73,8 @@ class Rollouts:
         self._by_score = run.by_score
         tokenizer = tokenizer_of(run) if run.logged else None
         self._pieces = None if tokenizer is None else Pieces(tokenizer)
-        self._index, self._questions = Index(), dict[tuple[str, str], int]()
+        self._columns: dict[str, list[Any]] = {name: [] for name in TYPES}
+        self._questions: dict[tuple[str, str], int] = {}
         self._latest: dict[int, tuple[int, float]] = {}
         """The last group of each question in earlier steps, and its accuracy."""
         self._open: list[dict[str, Any]] = []
@@ -105,13 +94,13 @@ class Rollouts:
             )
             before, accuracy = self._latest.get(question, (-1, 1.0))
             latest[question] = (
-                len(self._index.columns["group_step"]),
+                len(self._columns["group_step"]),
                 sum(row["correct"] for row in group) / len(group),
             )
-            self._index.add(
+            self._add(
                 group_step=group[0]["step"],
                 group_ordinal=group[0]["ordinal"],
-                group_first=len(self._index.columns["flags"]),
+                group_first=len(self._columns["flags"]),
                 group_question=question,
                 group_before=before,
                 group_chunk=len(self._chunks),
@@ -135,10 +124,12 @@ class Rollouts:
     def laid(self, *, logged: int) -> Laid:
         """Returns the layout so far; `logged` is the run's number of logged steps. Chunks that were returned do not change."""
         self._close()
-        index, columns = self._index.packed()
+        # Columns of four bytes come first, so that all are aligned.
+        order = sorted(TYPES, key=lambda name: -int(TYPES[name][1]))
+        index = b"".join(np.array(self._columns[name], dtype=f"<{TYPES[name]}").tobytes() for name in order)
         loss = self._loss
         about = {
-            "columns": columns,
+            "columns": [(name, TYPES[name], len(self._columns[name])) for name in order],
             "heads": heads([prompt for prompt, _ in self._questions]),
             "keys": [question_key(*question) for question in self._questions],
             "steps": self._steps,
@@ -148,7 +139,11 @@ class Rollouts:
             "clip": loss
             and {"low": loss.clip_ratio_low, "high": loss.clip_ratio_high, "dual": loss.dual_clip},
         }
-        return Laid(about=about, index=index, chunks=tuple(self._chunks))
+        return Laid(about=about, index=compressed(index), chunks=tuple(self._chunks))
+
+    def _add(self, **values: Any) -> None:
+        for name, value in values.items():
+            self._columns[name].append(value)
 
     def _close(self) -> None:
         if self._open:
@@ -172,7 +167,7 @@ class Rollouts:
             | TRAINED * (in_loss is not None or ratios is not None)
             | LEFT_OUT * (in_loss is False)
         )
-        self._index.add(
+        self._add(
             flags=flags,
             reward=as_float(row.get("reward")),
             advantage=as_float(advantage),
@@ -249,3 +244,70 @@ def _scaled(values: Sequence[float | None], factor: int) -> list[int | None]:
 def _units(text: str) -> int:
     """Returns the length in JavaScript's units."""
     return len(text) if text.isascii() else len(text.encode("utf-16-le", errors="replace")) // 2
+
+
+def tokenizer_of(run: RunFiles) -> Tokenizer | None:
+    """Returns the run's tokenizer, from RUN/model of a finished run or from its initial model; None if neither is there.
+
+    It downloads nothing: models of the hub are only searched in the cache.
+    """
+    with suppress(ValueError):  # an unfinished run has no model folder
+        return load_tokenizer(run.place / "model")
+    if run.config is None:
+        return None
+    model = run.config.model
+    kind, _, name = model.source.partition(":")
+    if kind == "preset":
+        return named_tokenizer(model.tokenizer)
+    try:
+        folder: AnyPath
+        if kind == "shipped":
+            folder = Path(str(resources.files("dapo_jax"))) / "assets" / name
+        elif kind == "hf":
+            hub = importlib.import_module("huggingface_hub")
+            folder = Path(hub.snapshot_download(name, local_files_only=True, revision=model.revision or None))
+        else:
+            folder = path_of(model.source)
+        return load_tokenizer(folder)
+    except Exception:  # missing, damaged, or without its client: then only the borders of tokens are missing
+        return None
+
+
+class Pieces:
+    """Splits texts into the parts of single tokens."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        def decoded(ids: tuple[int, ...]) -> str:
+            return tokenizer.decode(np.array(ids, dtype=np.int64))
+
+        self._decode, self._decoded = decoded, lru_cache(1 << 18)(decoded)
+
+    def of(self, ids: Sequence[int], text: str) -> tuple[str, list[str]] | None:
+        """Returns the text of all ids, and the part of each; None if it does not begin with `text` or cannot be split.
+
+        An end token has an empty part. If several tokens make one character, the last one has it, and the others are empty.
+
+        >>> from dapo_jax.text.tokenizers import ByteTokenizer
+        >>> Pieces(ByteTokenizer()).of([67, 197, 171, 1], "Aé")
+        ('Aé', ['A', '', 'é', ''])
+        """
+        try:
+            whole = self._decode(tuple(ids))
+            if not whole.startswith(text):
+                return None
+            parts = self._parts(ids)
+        except ValueError:
+            return None
+        return (whole, parts) if "".join(parts) == whole else None
+
+    def _parts(self, ids: Sequence[int]) -> list[str]:
+        """Decodes each token after the previous one, since some tokenizers drop the first space of a text."""
+        parts, start, given = [], 0, 0
+        for end in range(1, len(ids) + 1):
+            now, before = self._decoded(tuple(ids[start:end])), self._decoded(tuple(ids[start:given]))
+            if now.endswith(_UNFINISHED) and end < len(ids) and end - given < _LONGEST:
+                parts.append("")
+            else:
+                parts.append(now[len(before) :])
+                start, given = given, end
+        return parts

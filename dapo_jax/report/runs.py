@@ -8,35 +8,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
+from etils import epath
+
 from dapo_jax.config import ConfigError, SftConfig, TrainConfig, load_config
-from dapo_jax.storage import AnyPath, check_access, entries, files_below, path_of
+from dapo_jax.locks import is_held
+from dapo_jax.storage import AnyPath, check_access, entries, files_below, in_bucket, path_of
 from dapo_jax.trackers import read_metrics
-from dapo_jax.trackers.run_status import FILE, read_status
+from dapo_jax.trackers.run_status import FILE, RunStatus, read_status
 
 _LOGGED = re.compile(r"step_(\d+)\.jsonl")
 _EVALUATED = re.compile(r"step_(\d+)/[^/]+\.jsonl")
 _NO_RUN = "{place} is not a run: {what}; give the run_dir of a training run"
-
-_QUIET_S = 600.0
-"""A run that was silent for less counts as running."""
-_STEPS = 3.0
-"""A run counts as running for this many of its longest steps without a new file."""
-_RECENT = 50
-"""Number of lines in which the longest step is searched."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class State:
-    """The state of a run at the time of reading."""
-
-    kind: str
-    """`running`, `finished`, `stopped`, `failed`, `silent` (its status is running, but it shows no sign of life), or `unknown`."""
-    at: str | None
-    """The time of its end, or of its last sign of life; ISO 8601, UTC."""
-    reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +38,8 @@ class RunFiles:
     """Files of rollouts, in the order of their steps."""
     evaluations: Sequence[AnyPath]
     """Files of problems, in the order of their steps."""
-    state: State
+    status: RunStatus
+    """The status at the time of reading, whose state may also be `silent` (its lock is free, but it has not ended) or `unknown`."""
 
     @property
     def by_score(self) -> bool:
@@ -113,7 +98,7 @@ def read_run(place: AnyPath, name: str, *, early: bool = False) -> RunFiles:
         rows=list({row["step"]: row for row in rows}.values()),
         logged=_of_steps(place / "rollouts", _LOGGED),
         evaluations=_of_steps(place / "evaluations", _EVALUATED),
-        state=state_of(place, config, rows, now=datetime.now(UTC)),
+        status=_status_of(place, config, rows),
     )
 
 
@@ -154,36 +139,25 @@ def _config(file: AnyPath) -> TrainConfig:
         ) from None
 
 
-def state_of(
-    place: AnyPath, config: TrainConfig | None, rows: Sequence[Mapping[str, Any]], *, now: datetime
-) -> State:
-    """Returns the state in the run's status file; a status of `running` is checked for signs of life.
+def _status_of(place: AnyPath, config: TrainConfig | None, rows: Sequence[Mapping[str, Any]]) -> RunStatus:
+    """Returns the status in the run's file; for the state `running`, the run's lock decides.
 
     A run that was copied without its status is finished if its model and its last step are there.
     """
-    status, seen = read_status(place), _last_written(place)
-    at = None if seen is None else seen.isoformat(timespec="seconds")
-    if status is not None and status.state in ("finished", "stopped", "failed"):
-        return State(kind=status.state, at=status.at, reason=status.reason)
-    if status is None or status.state != "running":
+    status, at = read_status(place), _last_written(place)
+    if status is None:
         done = config is not None and rows and rows[-1]["step"] >= config.steps
-        return State(kind="finished" if done and (place / "model").is_dir() else "unknown", at=at)
-    alive = status.is_alive
-    if alive is None:
-        steps = [(row.get("time/step_s") or 0.0) + (row.get("time/eval_s") or 0.0) for row in rows[-_RECENT:]]
-        patience = max(_QUIET_S, _STEPS * max(steps, default=0.0))
-        alive = seen is not None and (now - seen).total_seconds() < patience
-    return State(kind="running" if alive else "silent", at=at)
+        return RunStatus(state="finished" if done and (place / "model").is_dir() else "unknown", at=at)
+    if status.state != "running":
+        return status
+    return RunStatus(state={True: "running", False: "silent", None: "unknown"}[is_held(place)], at=at)
 
 
-def _last_written(place: AnyPath) -> datetime | None:
+def _last_written(place: AnyPath) -> str | None:
     """Returns the time of the run's newest file."""
     folders = [place / name for name in ("metrics", "rollouts", "evaluations", "checkpoints")]
-    newest = [files[-1] for folder in folders if folder.is_dir() and (files := entries(folder))]
-    found = [path for path in (place / FILE, place / "metrics.jsonl", *newest) if path.exists()]
-    times = [
-        path.stat().st_mtime if isinstance(path, Path) else path.stat().mtime
-        for path in found
-        if isinstance(path, Path) or not path.is_dir()  # a folder of a bucket has no time
-    ]
-    return datetime.fromtimestamp(max(times), UTC) if times else None
+    newest = [files[-1] for folder in folders if (files := entries(folder))]
+    found = [epath.Path(path) for path in (place / FILE, place / "metrics.jsonl", *newest)]
+    # A folder of a bucket has no time.
+    times = [path.stat().mtime for path in found if path.exists() and not (in_bucket(path) and path.is_dir())]
+    return datetime.fromtimestamp(max(times), UTC).isoformat(timespec="seconds") if times else None

@@ -85,7 +85,6 @@ class Watched:
         self._runs = [_Followed(place, name) for name, place in named(places).items()]
         self.names = [each.run.name for each in self._runs]
         self._version, self._looked, self._error = 1, -LOOK_S, ""
-        self._made: tuple[int, dict[str, Any]] = (0, {})
 
     def state(self) -> bytes:
         """Returns {version, error} as JSON. A new version means new `data`."""
@@ -128,10 +127,8 @@ class Watched:
         self._looked, self._error = time.monotonic(), error
 
     def _data(self) -> dict[str, Any]:
-        if self._made[0] != self._version:
-            data, *_ = page_data([(each.run, each.rollouts, each.evaluations) for each in self._runs])
-            self._made = self._version, {**data, "watched": self._version}
-        return self._made[1]
+        data, *_ = page_data([(each.run, each.rollouts, each.evaluations) for each in self._runs])
+        return {**data, "watched": self._version}
 
     def _indices(self) -> dict[str, bytes]:
         runs = [

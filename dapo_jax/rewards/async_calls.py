@@ -7,19 +7,54 @@ holds up all others, and no time limit reaches it.
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from dapo_jax.dapo.rollouts import Verdict
-from dapo_jax.rewards.functions import LoadedReward, RewardError, joined
+from dapo_jax.rewards.functions import LoadedReward, joined
 from dapo_jax.rewards.sample import Sample
+
+_Value = TypeVar("_Value")
 
 ENDING_S = 5.0
 """Seconds that closing waits for functions that continue after they were cancelled."""
 
 LATE_S = 0.1
 """A time limit that is noticed later than this was held up by a task that blocked the loop, which is not the waiting call's fault."""
+
+
+class EventLoop:
+    """An event loop in a thread of its own, for code of users; each blocking job has another thread."""
+
+    def __init__(self, message: str) -> None:
+        """Starts the thread. `message` is logged when a task ends the loop, which then continues."""
+        self.closing = threading.Event()
+        self._message, self.loop = message, new_loop()
+        self.thread = threading.Thread(target=self._serve, daemon=True)
+        self.thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, _Value]) -> Future[_Value]:
+        """Begins work on the loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def close(self, wait_s: float) -> None:
+        """Cancels all tasks and waits at most `wait_s` seconds for the end of the thread."""
+        if not self.closing.is_set():
+            self.closing.set()
+            self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(wait_s)
+
+    def _serve(self) -> None:
+        """Runs the loop until it is closed, then cancels all tasks and runs it until they have ended."""
+        run_until(self.loop, self.closing.is_set, message=self._message)
+        while tasks := asyncio.all_tasks(self.loop):
+            for task in tasks:
+                task.cancel()
+            with contextlib.suppress(BaseException):
+                self.loop.run_until_complete(asyncio.wait(tasks))
+        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        self.loop.close()
 
 
 class AsyncCalls:
@@ -36,58 +71,24 @@ class AsyncCalls:
         self._places = asyncio.Semaphore(at_once)
         self._given_up: set[asyncio.Task[list[Verdict]]] = set()
         """Tasks that continue after they were cancelled at their limit. The event loop itself holds no reference to them."""
-        self._closing = threading.Event()
-        self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(DaemonThreads())
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
+        self._loop = EventLoop("a task or callback of an async reward function raised")
 
     def submit(self, reward: LoadedReward, samples: Sequence[Sample]) -> Future[list[Verdict]]:
         """Queues the calls for the responses to one prompt; the future returns their verdicts in the same order.
 
         It raises RewardError if the function raised or returned no verdict.
-
-        Raises:
-            RuntimeError: it was closed.
         """
-        if self._closing.is_set():
-            raise RuntimeError("the event loop of the async reward functions was closed; submit before that")
-        calls = [self._answer(reward, call) for call in reward.calls(samples)]
-        return joined([asyncio.run_coroutine_threadsafe(call, self._loop) for call in calls])
+        return joined([self._loop.submit(self._answer(reward, call)) for call in reward.calls(samples)])
 
     def close(self) -> None:
         """Cancels all calls and ends the thread. It does not wait for functions that continue after their time limit."""
-        if not self._closing.is_set():
-            self._closing.set()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(0.0 if self._given_up else ENDING_S)
-
-    def _serve(self) -> None:
-        """Runs the loop until it is closed, then cancels all tasks and runs it until they have ended."""
-        run_until(
-            self._loop, self._closing.is_set, message="a task or callback of an async reward function raised"
-        )
-        while tasks := asyncio.all_tasks(self._loop):
-            for task in tasks:
-                task.cancel()
-            with contextlib.suppress(BaseException):
-                self._loop.run_until_complete(asyncio.wait(tasks))
-        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-        self._loop.close()
+        self._loop.close(0.0 if self._given_up else ENDING_S)
 
     async def _answer(self, reward: LoadedReward, call: Sequence[Sample]) -> list[Verdict]:
         async with self._places:
-            task = self._loop.create_task(reward.graded(call))
-            try:
-                if await ends_in_time(task, self._timeout_s):
-                    return task.result()
-            except asyncio.CancelledError:
-                if self._closing.is_set():
-                    raise
-                raise RewardError(
-                    f"reward function {reward.name}: a call was cancelled, and neither by its time limit nor by the end of the run; "
-                    "catch CancelledError inside the function, and cancel only tasks that it made"
-                ) from None
+            task = asyncio.ensure_future(reward.graded(call))
+            if await ends_in_time(task, self._timeout_s):
+                return task.result()
             self._given_up.add(task)
             task.add_done_callback(self._given_up.discard)
             task.cancel()
@@ -108,6 +109,13 @@ async def ends_in_time(task: "asyncio.Task[Any]", timeout_s: float) -> bool:
     # asyncio logs exceptions that nothing retrieves, and the caller gives this task up.
     task.add_done_callback(lambda task: task.cancelled() or task.exception())
     return False
+
+
+def new_loop() -> asyncio.AbstractEventLoop:
+    """Returns an event loop that runs each blocking job, such as of `asyncio.to_thread`, in a daemon thread."""
+    loop = asyncio.new_event_loop()
+    loop.set_default_executor(DaemonThreads())
+    return loop
 
 
 def run_until(loop: asyncio.AbstractEventLoop, ended: Callable[[], bool], *, message: str) -> None:

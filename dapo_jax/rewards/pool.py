@@ -7,7 +7,6 @@ dying, the grader is at fault rather than a response, and calls raise.
 """
 
 import contextlib
-import json
 import queue
 import sys
 import threading
@@ -27,9 +26,6 @@ DEATHS_BORNE = 2
 
 CALLS_A_DEATH = 100
 """Number of calls per further death. A grader that kills its process on at least one response in a hundred is broken."""
-
-MAX_ANSWER_BYTES = 1 << 24
-"""Length of the longest answer to one call. Verdicts on a group take some kilobytes."""
 
 
 class GradingPool:
@@ -72,17 +68,9 @@ class GradingPool:
 
         It raises RewardError if the grader raised, returned no verdict, kills its workers again and again or cannot start one,
         and ValueError if the grader cannot be loaded.
-
-        Raises:
-            RuntimeError: the pool was closed.
         """
         calls = [samples] if self._whole_group else [[sample] for sample in samples]
-        try:
-            return joined([self._threads.submit(self._verdicts, call) for call in calls])
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"the grading pool of {self._grader} was closed; submit before that"
-            ) from error
+        return joined([self._threads.submit(self._verdicts, call) for call in calls])
 
     def grade(self, samples: Sequence[Sample]) -> list[Verdict]:
         """Returns the verdicts on the responses to one prompt, in their order."""
@@ -176,8 +164,7 @@ def load_grader(setup: Mapping[str, Any]) -> tuple[dict[str, Any], Serve]:
 
 def _graded(grade: GradeFunction, call: list[Any], grader: str) -> dict[str, Any]:
     try:
-        answer = {"verdicts": [asdict(verdict) for verdict in grade([sample_of(part) for part in call])]}
-        size = len(json.dumps(answer))
+        return {"verdicts": [asdict(verdict) for verdict in grade([sample_of(part) for part in call])]}
     except MemoryError:
         return {"memory": True}
     except RewardError as error:  # the exception of a reward function, with the name of the prompt
@@ -185,9 +172,3 @@ def _graded(grade: GradeFunction, call: list[Any], grader: str) -> dict[str, Any
         return {"memory": True} if is_memory else {"failed": f"{error}"[:10_000]}
     except BaseException as error:
         return {"failed": f"reward function {grader}: {type(error).__name__}: {error}"[:10_000]}
-    if size > MAX_ANSWER_BYTES:
-        return {
-            "failed": f"reward function {grader} returned verdicts of {size:,} bytes, needs at most {MAX_ANSWER_BYTES:,}; shorten "
-            "`reason` and `extracted`"
-        }
-    return answer

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from dapo_jax.dapo.dynamic_sampling import Collected, ShortfallError, Tally, is_informative, nothing_to_learn
 from dapo_jax.dapo.rollouts import Continuation, Group, Prompt, Response, Standing
-from dapo_jax.rollout.virtual_clock import ClockSizes, ResponseId, VirtualClock
+from dapo_jax.rollout.scheduler import ClockSizes, ResponseId, VirtualClock
 from dapo_jax.sampling.requests import EpisodeLimits, Request
 from dapo_jax.sampling.rounds import Drawn
 
@@ -72,6 +72,8 @@ class Collector:
     metric: str = "correct"
     enabled: bool = True
     """False: all groups are trained on."""
+    trains_fewer: bool = False
+    """Whether a step with too few informative groups trains on them."""
     keeps_surplus: bool = True
     """False: groups that are ready when the step ends, and that it does not train on, are discarded."""
     answer_rounds: int = 0
@@ -224,14 +226,14 @@ class Collector:
         for index in range(self.clock.sizes.samples_per_prompt):
             self.responses.pop(ResponseId(ordinal, index), None)
 
-    def finish(self, *, on_shortfall: str = "error") -> Collected:
+    def finish(self) -> Collected:
         """Ends the step. Returns the first informative groups by ordinal, as many as a step trains on, and the groups that are left.
 
         Raises:
-            ShortfallError: there are too few, and `on_shortfall` is error; or there is no informative group. The message counts the groups by kind,
+            ShortfallError: there are too few, and not `trains_fewer`; or there is no informative group. The message counts the groups by kind,
                 since too easy and too hard prompts call for opposite remedies.
         """
-        if len(self.ready) < self.needed and (on_shortfall == "error" or not self.ready):
+        if len(self.ready) < self.needed and not (self.trains_fewer and self.ready):
             waves = f" in {self.waves} waves of {self._wave} prompts" if self.clock.sizes.waves else ""
             raise ShortfallError(
                 f"dynamic sampling found {self.kept} of the {self.needed} informative groups it needs among the {self.tally.groups} of this step"

@@ -21,9 +21,16 @@ from dapo_jax.health.stopping import Stop, StoppedError, first_reason
 from dapo_jax.parallel.mesh import Meshes
 from dapo_jax.parallel.together import BUFFER_BYTES, all_gather_bytes
 from dapo_jax.rewards.functions import RewardError
-from dapo_jax.rollout.packed import Arrays, PromptAt, drawn_arrays, drawn_of, group_arrays, groups_of
+from dapo_jax.rollout.checkpoint_arrays import (
+    Arrays,
+    PromptAt,
+    drawn_arrays,
+    drawn_of,
+    group_arrays,
+    groups_of,
+)
 from dapo_jax.rollout.response_sampler import Grade, Sampled
-from dapo_jax.rollout.virtual_clock import ResponseId
+from dapo_jax.rollout.scheduler import ResponseId
 from dapo_jax.sampling.rounds import Drawn
 
 _HEAD_BYTES = 1024

@@ -14,7 +14,6 @@ import numpy as np
 from jaxtyping import Int, PyTree
 
 from dapo_jax.config import TrainConfig
-from dapo_jax.dapo.dynamic_sampling import Collected
 from dapo_jax.dapo.rollouts import Group, Prompt
 from dapo_jax.data.prompts import PromptSource, PromptStream
 from dapo_jax.environments import Episodes
@@ -27,7 +26,7 @@ from dapo_jax.rewards.grading import Grading, Pending
 from dapo_jax.rollout.collector import Collector, Position
 from dapo_jax.rollout.exchange import Answered, Exchange
 from dapo_jax.rollout.response_sampler import TRAINING, ResponseSampler
-from dapo_jax.rollout.virtual_clock import ClockSizes, ResponseId
+from dapo_jax.rollout.scheduler import ClockSizes, ResponseId
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.rounds import Drawn, RoundSampler
 from dapo_jax.sampling.turns import Answer
@@ -56,7 +55,7 @@ class GroupSampling:
         """`watch` is notified of progress. With `episodes` responses have several turns."""
         self._config, self._sampler, self._grading, self._episodes = config, sampler, grading, episodes
         self._prompts, self._held_out = prompts, held_out
-        self._stream = PromptStream(prompts, host=meshes.index, hosts=meshes.count)
+        self._stream = PromptStream(prompts, hosts=meshes.count)
         self._stop, self._watch = stop, watch
         batch, rollout = config.batch, config.rollout
         self._in_rounds = rollout.in_flight > 0
@@ -107,6 +106,7 @@ class GroupSampling:
             max_groups=config.prompts_per_wave * dynamic.max_waves if dynamic.enabled else None,
             metric=dynamic.metric,
             enabled=dynamic.enabled,
+            trains_fewer=dynamic.on_shortfall == "train_fewer",
             keeps_surplus=self._in_rounds or dynamic.surplus == "carry",
             answer_rounds=config.rollout.answer_rounds,
         )
@@ -119,14 +119,6 @@ class GroupSampling:
             RewardError: a reward function failed; in every process.
         """
         return (self._rounds if self._in_rounds else self._waves)(weights, collector)
-
-    def finish(self, collector: Collector) -> Collected:
-        """Returns the groups that a step trains on and the groups that it leaves; every process has them whole.
-
-        Raises:
-            ShortfallError: there are too few informative groups.
-        """
-        return collector.finish(on_shortfall=self._config.dynamic_sampling.on_shortfall)
 
     def evaluate(self, params: PyTree, step: int) -> dict[str, list[Group]]:
         """Returns for each dataset the graded groups of its prompts, after step `step`.

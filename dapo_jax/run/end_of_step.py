@@ -22,7 +22,7 @@ from dapo_jax.health.stopping import Stop, StoppedError, first_reason
 from dapo_jax.parallel import processes
 from dapo_jax.parallel.processes import is_first, resume_by
 from dapo_jax.parallel.together import all_gather_bytes, broadcast_from_first
-from dapo_jax.rollout.packed import flight_arrays, group_arrays
+from dapo_jax.rollout.checkpoint_arrays import flight_arrays, group_arrays
 from dapo_jax.run.guard import GuardError
 from dapo_jax.run.loop import Observer, StepResult
 from dapo_jax.run.observers import TokenRatios

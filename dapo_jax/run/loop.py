@@ -111,7 +111,7 @@ def run_steps(
                 observer.on_group(group, collector)
         del weights
         try:
-            collected = sampling.finish(collector)
+            collected = collector.finish()
         except ShortfallError as error:
             for observer in observers:
                 observer.on_shortfall(error)

@@ -37,7 +37,7 @@ from dapo_jax.models.lora import LoraShape, lora_shape, parted, rounded_to
 from dapo_jax.models.presets import DecoderConfig, preset
 from dapo_jax.models.safetensors_files import A_PICKLE, PICKLED
 from dapo_jax.models.tensors import TensorFile, adapter_tensors, exported, place_adapters, shapes_of
-from dapo_jax.parallel.mesh import BATCH_AXES, Meshes, make_mesh, make_meshes
+from dapo_jax.parallel.mesh import BATCH_AXES, AnyDevice, Meshes, make_mesh, make_meshes
 from dapo_jax.parallel.processes import is_first
 from dapo_jax.parallel.sharding import read_by_rows, shardings
 from dapo_jax.run.resume_point import check_identity, identity_of, model_files
@@ -384,7 +384,7 @@ def mesh_of(
     axes: ParallelConfig,
     *,
     rows_per_microbatch: int | None = None,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[AnyDevice] | None = None,
 ) -> jax.sharding.Mesh:
     """Returns the mesh that `axes` describes, over `devices`; None: all devices.
 

@@ -30,7 +30,6 @@ from dapo_jax.parallel.weights import (
     SamplerWeights,
     WeightTransfer,
     shares_base,
-    weight_transfer,
 )
 from dapo_jax.run.policy import Policy
 from dapo_jax.sampling.decoding import Decoding
@@ -99,7 +98,7 @@ def _transfer(
     trained, frozen = parted(shapes)
     moved = {"adapters": trained, "base": frozen}.get(part, shapes)
     factor = decoder.lora.scale if part == "merged" and decoder.lora is not None else None
-    return weight_transfer(moved, meshes, dtype=dtype, eight_bit=eight_bit, merged_by=factor)
+    return WeightTransfer(moved, meshes, dtype=dtype, eight_bit=eight_bit, merged_by=factor)
 
 
 def sharing(

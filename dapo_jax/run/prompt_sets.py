@@ -38,18 +38,6 @@ class Asked:
     """For each dataset its name, and number and sha256 of its prompts. Checkpoints keep this."""
 
 
-def prompt_format(data: DataConfig) -> PromptFormat:
-    """Returns the format that the configuration puts around a question."""
-    return PromptFormat(
-        template=data.prompt_template,
-        examples=tuple(data.few_shot),
-        chat=data.chat,
-        system_prompt=data.system_prompt,
-        chat_template_kwargs=data.chat_template_kwargs,
-        today=date.fromisoformat(data.template_date) if data.template_date else None,
-    )
-
-
 def dated(data: DataConfig, *, like: DataConfig | None = None) -> DataConfig:
     """Returns `data` with the day that chat templates print: its own, else the day of `like`, else today."""
     day = data.template_date or (like.template_date if like else "") or date.today().isoformat()
@@ -72,7 +60,7 @@ def training_rows(data: DataConfig, tokenizer: Tokenizer, *, rows: GivenRows | N
     for source in sources:
         with _named(source, given=rows is not None):
             loaded = _load(data, source, role="train") if rows is None else LoadedRows(checked_rows(rows))
-            lengths, digests = measured_prompts(loaded, tokenizer, prompt_format(data))
+            lengths, digests = measured_prompts(loaded, tokenizer, PromptFormat(data))
             kept = np.flatnonzero(lengths <= data.max_prompt_tokens)
             if len(loaded) and not len(kept):
                 raise ValueError(
@@ -125,7 +113,7 @@ def training_prompts(
         tokenizer,
         seed=seed,
         max_prompt_tokens=data.max_prompt_tokens,
-        prompt_format=prompt_format(data),
+        prompt_format=PromptFormat(data),
         shuffle=data.shuffle,
         parts=asked.parts,
         weights=asked.weights,
@@ -150,7 +138,7 @@ def held_out_prompts(
                 asked,
                 tokenizer,
                 max_prompt_tokens=data.max_prompt_tokens,
-                prompt_format=prompt_format(data),
+                prompt_format=PromptFormat(data),
                 limit=min(config.prompts, len(asked)),
             )
     return found

@@ -18,8 +18,8 @@ from dapo_jax.config.schema import FREE_TO_CHANGE
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.models.folder import CONFIG
 from dapo_jax.parallel.together import broadcast_from_first
+from dapo_jax.rollout.checkpoint_arrays import flight_of, groups_of, split_flight
 from dapo_jax.rollout.collector import Position
-from dapo_jax.rollout.packed import flight_of, groups_of, split_flight
 from dapo_jax.storage import AnyPath, entries, files_of, ranges_bytes, size_of
 from dapo_jax.text.huggingface import TOKENIZER_FILES
 from dapo_jax.training.state import TrainState

@@ -49,21 +49,12 @@ class Decoding:
     truncated: bool = field(metadata={"static": True})
 
 
-def decoding(*, temperature: float = 1.0, top_p: float | None = 1.0, top_k: int | None = 0) -> Decoding:
-    """Temperature 0 is greedy. Disabled top-p (None, 1) and top-k (None, 0, -1) keep the whole distribution.
-
-    Raises:
-        ValueError: as `DecodingOptions`.
-    """
-    options = DecodingOptions(
-        temperature=temperature, top_p=1.0 if top_p is None else top_p, top_k=0 if top_k is None else top_k
-    )
+def decoding(*, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> Decoding:
+    """Returns the options of all slots, with the meaning and errors of `DecodingOptions`."""
+    DecodingOptions(temperature=temperature, top_p=top_p, top_k=top_k)
     return Decoding(
-        jnp.float32(options.temperature),
-        jnp.float32(options.top_p),
-        jnp.int32(max(options.top_k, 0)),
-        truncated=options.top_p < 1.0 or options.top_k > 0,
-    )
+        jnp.float32(temperature), jnp.float32(top_p), jnp.int32(max(top_k, 0)), truncated=top_p < 1.0 or top_k > 0
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

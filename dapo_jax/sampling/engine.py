@@ -80,7 +80,7 @@ class _Call(NamedTuple):
 
 
 class DecoderEngine:
-    """The engine for `dapo_jax.models.decoder`, on one mesh."""
+    """The engine (`interface.Engine`) for `dapo_jax.models.decoder`, on one mesh."""
 
     def __init__(
         self, config: DecoderConfig, *, slots: int, capacity: int, steps_per_call: int, stop_ids: Sequence[int], mesh: Mesh,
@@ -180,20 +180,10 @@ class DecoderEngine:
         self._generate = jax.jit(self._generate_program, donate_argnums=1, out_shardings=(state, whole))
 
     def init_decode_state(self) -> DecodeState:
-        """Returns a state in which every slot is free."""
         return self._init()
 
     def prefill(self, params: SamplerWeights, prompts: Sequence[Int[np.ndarray, " _"]]) -> Iterator[Read]:
-        """Prefills prompts; see `Prefill`.
-
-        Raises:
-            ValueError: a prompt is empty or longer than a slot.
-        """
-        for index, prompt in enumerate(prompts):
-            if not 0 < len(prompt) <= self.capacity:
-                raise ValueError(
-                    f"prompt {index} has {len(prompt)} tokens; a slot has room for 1 to {self.capacity}"
-                )
+        """Prefills prompts of 1 to `capacity` tokens; see `Prefill`."""
         return self._read(params, prompts)
 
     def insert(
@@ -226,19 +216,15 @@ class DecoderEngine:
         return tokens, counts
 
     def release(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
-        """Ends the responses in some slots."""
         return self._release(state, self._padded(np.array(slots, np.int32)), np.int32(len(slots)))
 
     def paused(self, state: DecodeState) -> Prefix:
-        """Returns a prefix from which `insert` gives a paused response a slot again. Its place in the prefix is its slot's number."""
         logits, lengths = self._paused(state.logits, state.lengths)
         zeros = np.zeros(self.slots, np.int32)
         return Prefix(layers=(), logits=logits, rows=zeros, starts=zeros, lengths=lengths)
 
     def parked(self, lengths: Sequence[int]) -> Prefix:
-        """Returns a prefix from which `insert` gives a slot to responses whose pages hold `lengths` tokens. It has no logits: feeding tokens
-        makes them.
-        """
+        """See `Engine.parked`. The prefix has no logits: feeding tokens makes them."""
         zeros, held = np.zeros(self.slots, np.int32), self._padded(np.array(lengths))
         return Prefix(layers=(), logits=self._no_logits, rows=zeros, starts=zeros, lengths=held)
 
@@ -252,9 +238,6 @@ class DecoderEngine:
         self, params: SamplerWeights, state: DecodeState, decoding: Decoding, min_live: int,
         tables: Int[np.ndarray, "slots table_pages"], until: Int[np.ndarray, " slots"] | None = None,
     ) -> tuple[DecodeState, ResultTokens]:  # fmt: skip
-        """Decodes up to `steps_per_call` tokens per live slot, but no further than `until`. Returns early when fewer than `min_live` slots
-        sample.
-        """
         until = np.full(self.slots, np.iinfo(np.int32).max, np.int32) if until is None else until
         # Copies: the caller changes its own arrays while the device may still read them.
         return self._generate(

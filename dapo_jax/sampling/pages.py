@@ -40,6 +40,11 @@ class PageSizes:
         return pages_for(self.capacity, self.page_tokens)
 
     @property
+    def tokens(self) -> int:
+        """Tokens of all pages."""
+        return self.pools * self.pool_pages * self.page_tokens
+
+    @property
     def runs_out(self) -> bool:
         """True if all holders together may need more pages than exist."""
         return self.pools * self.pool_pages < self.holders * self.table_pages

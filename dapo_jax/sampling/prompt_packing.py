@@ -42,7 +42,8 @@ def prefill_shape(
     """Returns rows that hold a prompt of `longest` tokens, if `tokens` per call allow it, and at most `prompts` rows. With `alone` there is
     one row, of limited width.
     """
-    width = min(max(_NARROWEST, _power_of_two(longest)), capacity, max(tokens, 1))
+    power_of_two = 1 << max(longest - 1, 0).bit_length()
+    width = min(max(_NARROWEST, power_of_two), capacity, max(tokens, 1))
     if alone:
         return PrefillShape(rows=1, width=min(width, _ALONE), longest=longest, alone=True)
     return PrefillShape(rows=max(1, min(tokens // width, prompts)), width=width, longest=longest)
@@ -119,8 +120,3 @@ def _first_fit(sizes: dict[int, int], shape: PrefillShape) -> list[list[int]]:
         lines[place].append(index)
         left[place] -= sizes[index]
     return lines
-
-
-def _power_of_two(number: int) -> int:
-    """Returns the smallest power of two that is at least `number`."""
-    return 1 << max(number - 1, 0).bit_length()

@@ -64,15 +64,11 @@ class RoundSampler:
             tokens: the most that each of them samples.
 
         Raises:
-            ValueError: a prompt is empty, or leaves no room for a response in a slot; or a paused response is missing.
+            ValueError: a prompt is empty, or leaves no room for a response in a slot.
         """
         prompts, capacity = [request.prompt for request in requests], self._engine.capacity
         check_prompts(prompts, capacity=capacity, max_response_tokens=self._limit)
-        if missing := self._paused.difference(requests):
-            names = sorted((request.prompt.ordinal, request.index) for request in missing)
-            raise ValueError(
-                f"paused responses have to continue, or their slots stay taken: {names} are missing"
-            )
+        assert self._paused.issubset(requests), "a paused response has to continue, or its slot stays taken"
         for over in [request for request in self._between if request.finish_reason is not None]:
             self._loop.slots.forget(over)
             self._between.remove(over)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree
+from jaxtyping import PRNGKeyArray, PyTree
 
 # JetStream imports TensorFlow, which would log messages about GPU libraries.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -40,7 +40,7 @@ class JetStreamEngine(engine_api.Engine):
 
     Args:
         engine: prefills and decodes.
-        weights: sampler weights, as `dapo_jax.parallel.weights.weight_transfer` makes them.
+        weights: sampler weights, as `dapo_jax.parallel.weights.WeightTransfer` makes them.
         tokenizer: the model's tokenizer.
         mesh: the mesh of `engine`.
         decoding: temperature, top-p and top-k of all requests; JetStream's requests have no sampling options.
@@ -65,7 +65,10 @@ class JetStreamEngine(engine_api.Engine):
         self._pages, self._ordinals = Pages(sizes), itertools.count()
         self._lock = threading.Lock()
         """JetStream has two threads, but programs over several devices must reach all of them in one order."""
-        self._pack = jax.jit(_packed, out_shardings=self.get_prefix_destination_sharding())
+        self._pack = jax.jit(
+            lambda tokens, valid, lengths: jnp.concatenate([tokens, valid.astype(jnp.int32), lengths[:, None]], axis=1),
+            out_shardings=self.get_prefix_destination_sharding(),
+        )  # fmt: skip
 
     def load_params(self, *args: Any, **kwargs: Any) -> PyTree:
         """Returns the weights."""
@@ -122,6 +125,7 @@ class JetStreamEngine(engine_api.Engine):
         """Samples up to `steps_per_call` tokens in every live slot. Consumes `decode_state`."""
         with self._lock:
             state, result = self._engine.generate(params, decode_state, self._decoding, 1, self._pages.tables)
+            # JetStream's single array: tokens, their validity, and the length of each response so far.
             data = self._pack(result.tokens, result.valid, state.generated)
         steps = result.tokens.shape[1]
         return state, engine_api.ResultTokens(
@@ -194,10 +198,3 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
     def stop_tokens(self) -> set[int]:
         """All ids that end a response. The padding's id is not one: the model may sample it."""
         return set(self._tokenizer.stop_ids)
-
-
-def _packed(
-    tokens: Int[Array, "slots steps"], valid: Bool[Array, "slots steps"], lengths: Int[Array, " slots"]
-) -> Int[Array, "slots columns"]:
-    """Returns JetStream's single array: tokens, their validity, and the length of each response so far."""
-    return jnp.concatenate([tokens, valid.astype(jnp.int32), lengths[:, None]], axis=1)

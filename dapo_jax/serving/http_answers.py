@@ -27,15 +27,10 @@ class GenerateAnswer:
     def whole(self) -> dict[str, Any]:
         """Returns the complete answer, once every response has ended."""
         name = self._request.request_id or f"generate-{uuid.uuid4().hex}"
-        choices = [
-            {
-                "index": index,
-                "token_ids": new.tokens.tolist(),
-                "logprobs": self._logprobs(new),
-                **_ending(new),
-            }
-            for index, new in sorted(self._latest.items())
-        ]
+        choices = []
+        for index, new in sorted(self._latest.items()):
+            parts = {"token_ids": new.tokens.tolist(), "logprobs": self._logprobs(new)}
+            choices.append({"index": index, **parts, **_ending(new)})
         return {"request_id": name, "model": self._model, "choices": choices, **self._totals()}
 
     def _logprobs(self, new: NewTokens, *, named: bool = False) -> dict[str, Any] | None:
@@ -77,21 +72,13 @@ class ChatAnswer(GenerateAnswer):
             text = self._texts[index].add(new.tokens.tolist(), last=True)
             message = {"role": "assistant", "content": text}
             choices.append({"index": index, "message": message, **self._parts(new), **_ending(new)})
-        return {
-            **self._head,
-            "object": "chat.completion",
-            "choices": choices,
-            **self._totals(),
-            **self._prompt,
-        }
+        parts = {"object": "chat.completion", "choices": choices, **self._totals()}
+        return {**self._head, **parts, **self._prompt}
 
     def first_chunks(self) -> list[dict[str, Any]]:
         """Returns the chunks before all tokens, which name the role."""
-        delta = {"role": "assistant", "content": ""}
-        chunks = [
-            self._chunk({"index": index, "delta": delta, "finish_reason": None})
-            for index in range(len(self._texts))
-        ]
+        parts = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+        chunks = [self._chunk({"index": index, **parts}) for index in range(len(self._texts))]
         return [chunks[0] | self._prompt, *chunks[1:]]
 
     def chunk(self, new: NewTokens) -> dict[str, Any] | None:

@@ -4,16 +4,18 @@ A field that this server does not support is accepted with a value that changes 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
+import jax
 import msgspec
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, PRNGKeyArray
 from msgspec import Meta
 
 from dapo_jax.hints import nearest
+from dapo_jax.sampling.requests import OwnOptions, StopRule
 from dapo_jax.serving.request_loop import RequestError
 from dapo_jax.serving.served_requests import CheckedRequest, ServedLimits
 from dapo_jax.text.conversations import conversation_ids
@@ -213,15 +215,18 @@ def _request(
         decoding = replace(
             limits.decoding, **{name: value for name, value in changed.items() if value is not None}
         )
-        StopStrings(limits.tokenizer, stop)
+        strings = StopStrings(limits.tokenizer, stop)
         if stop:
             limits.tokenizer.decode(np.array([limits.vocabulary - 1], np.int32))  # which may be sampled
     except ValueError as error:
         raise RequestError(str(error)) from error
-    stop_token_ids = tuple(limits.checked_ids("stop_token_ids", options.stop_token_ids))
-    return limits.request(
-        prompt, max_tokens, count=options.n, named=named, decoding=decoding, seed=options.seed, stop=stop, stop_token_ids=stop_token_ids, **others
-    )  # fmt: skip
+    rule = _stop_rule(
+        strings.find if stop else None, limits.checked_ids("stop_token_ids", options.stop_token_ids)
+    )
+    own = OwnOptions(
+        decoding=decoding, key=None if options.seed is None else _seeded_key(options.seed), stop=rule
+    )
+    return limits.request(prompt, max_tokens, count=options.n, named=named, options=own, stop=stop, **others)
 
 
 def _check_model(name: str, limits: ServedLimits) -> None:
@@ -245,3 +250,24 @@ def _template_variables(body: _ChatBody, tools: Any, limits: ServedLimits) -> di
             {name: value for name, value in tool.items() if value is not None} for tool in tools
         ]
     return {**limits.template_kwargs, **given}
+
+
+def _seeded_key(seed: int) -> PRNGKeyArray:
+    """Returns the key of a request with a seed of up to 64 bits. It does not depend on the server's seed."""
+    high, low = divmod(seed, 1 << 32)
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(0), np.uint32(high)), np.uint32(low))
+
+
+def _stop_rule(strings: StopRule | None, ids: Sequence[int]) -> StopRule | None:
+    """Returns a rule that ends a response at the first token that completes a stop string or is in `ids`."""
+    if not ids:
+        return strings
+    wanted = np.array(ids, np.int32)
+
+    def first(tokens: Int[np.ndarray, " tokens"], seen: int) -> int | None:
+        ends = [seen + int(place) + 1 for place in np.flatnonzero(np.isin(tokens[seen:], wanted))[:1]]
+        if strings is not None and (found := strings(tokens, seen)) is not None:
+            ends.append(found)
+        return min(ends, default=None)
+
+    return first

@@ -144,14 +144,12 @@ class HttpServer(ServerThread):
     async def _models(self, request: web.Request) -> web.StreamResponse:
         prompt, response = self._limits.max_prompt_tokens, self._limits.max_response_tokens
         card = {"id": self._limits.model, "object": "model", "created": self._created, "owned_by": "dapo_jax"}
-        lengths = {
+        card |= {
             "max_model_len": prompt + response,
             "max_prompt_tokens": prompt,
             "max_response_tokens": response,
         }
-        return _json(
-            {"object": "list", "data": [{**card, **lengths, "weights_version": self._requests.version}]}
-        )
+        return _json({"object": "list", "data": [{**card, "weights_version": self._requests.version}]})
 
     async def _sample(
         self,
@@ -165,7 +163,7 @@ class HttpServer(ServerThread):
         # In a thread: tokenizing a prompt of megabytes must not delay other requests.
         asked = await asyncio.to_thread(read, content, limits)
         answer = kind(asked, limits)
-        async with sampled(self._requests, asked, limits.tokenizer) as arriving:
+        async with sampled(self._requests, asked) as arriving:
             if asked.stream and isinstance(answer, ChatAnswer):
                 return await _streamed(request, answer, arriving)
             async for new in arriving:

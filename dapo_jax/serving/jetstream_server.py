@@ -72,11 +72,20 @@ class JetStreamServer(ServerThread):
         As in JetStream, the end token is not sent, so a response with fewer tokens than `max_tokens` has ended by itself. `content` is
         the serialized request: if gRPC parsed it, an invalid message would print a traceback.
         """
+        text, sample = GrowingText(self._limits.tokenizer), _messages.DecodeResponse.StreamContent.Sample
         try:
             request = _messages.DecodeRequest.FromString(content)
             # In a thread: tokenizing a prompt of megabytes must not delay other requests.
             asked = await asyncio.to_thread(self._checked, request)
-            await self._stream(asked, request.HasField("text_content"), context)
+            async with sampled(self._requests, asked) as arriving:
+                async for new in arriving:
+                    tokens = new.tokens.tolist()
+                    if tokens and tokens[-1] in self._limits.tokenizer.stop_ids:
+                        tokens.pop()
+                    last, with_text = new.finish_reason is not None, request.HasField("text_content")
+                    part = sample(text=text.add(tokens, last=last) if with_text else "", token_ids=tokens)
+                    block = _messages.DecodeResponse.StreamContent(samples=[part])
+                    await context.write(_messages.DecodeResponse(stream_content=block))
         except DecodeError:
             self._say(f"a message of {len(content)} bytes from {context.peer()} is not a DecodeRequest")
             text = "the message is not a DecodeRequest"
@@ -84,20 +93,6 @@ class JetStreamServer(ServerThread):
         except RequestError as error:
             code = _CODES.get(error.code, grpc.StatusCode.INVALID_ARGUMENT)
             await context.abort(code, f"{error!s:.{_LONGEST_DETAILS}}")
-
-    async def _stream(self, asked: CheckedRequest, with_text: bool, context: Any) -> None:
-        tokenizer, sample = self._limits.tokenizer, _messages.DecodeResponse.StreamContent.Sample
-        text = GrowingText(tokenizer)
-        async with sampled(self._requests, asked, tokenizer) as arriving:
-            async for new in arriving:
-                tokens = new.tokens.tolist()
-                if tokens and tokens[-1] in tokenizer.stop_ids:
-                    tokens.pop()
-                shown = text.add(tokens, last=new.finish_reason is not None) if with_text else ""
-                content = _messages.DecodeResponse.StreamContent(
-                    samples=[sample(text=shown, token_ids=tokens)]
-                )
-                await context.write(_messages.DecodeResponse(stream_content=content))
 
     def _checked(self, request: Any) -> CheckedRequest:
         """Returns the request with its prompt tokenized.

@@ -21,7 +21,7 @@ from dapo_jax.dapo.rollouts import FinishReason, Prompt, Span
 from dapo_jax.sampling.decode_loop import DecodeLoop
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.interface import Engine
-from dapo_jax.sampling.requests import OwnOptions, Request, StopRule
+from dapo_jax.sampling.requests import OwnOptions, Request
 
 _REFILL_FRAC = 0.125
 """Slots are refilled once this fraction of the live slots has become free."""
@@ -49,7 +49,7 @@ def stopping() -> RequestError:
     return RequestError("the server is stopping", status=503, code="stopping")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class NewTokens:
     """New tokens of a response."""
 
@@ -78,21 +78,6 @@ class ServedRequest:
     """The listener is called after every call of the engine, not only at the end of a response."""
     sent: list[int]
     """Number of tokens of each response that the listener has received."""
-
-    def send(self, request: Request, reason: FinishReason | None) -> None:
-        """Sends the listener the missing tokens of a response."""
-        new = slice(self.sent[request.index], request.drawn)
-        self.sent[request.index] = request.drawn
-        tokens, logprobs = request.tokens[new].copy(), request.logprobs[new].copy()
-        self.listener(
-            NewTokens(
-                index=request.index,
-                tokens=tokens,
-                logprobs=logprobs,
-                spans=request.spans,
-                finish_reason=reason,
-            )
-        )
 
 
 class RequestLoop:
@@ -260,36 +245,14 @@ class RequestLoop:
         return taken
 
     def _send(self, ended: Sequence[tuple[Request, FinishReason]]) -> None:
+        """Sends the listeners the new tokens of responses that ended, and of streams."""
         over = dict(ended)
         for request, served in list(self._running.items()):
-            reason = over.get(request)
+            reason, new = over.get(request), slice(served.sent[request.index], request.drawn)
             if reason is not None:
                 del self._running[request]
-            if reason is not None or (served.streams and request.drawn > served.sent[request.index]):
-                served.send(request, reason)
-
-
-def seeded_key(seed: int) -> PRNGKeyArray:
-    """Returns the key of a request with a seed of up to 64 bits. It does not depend on the server's seed."""
-    high, low = divmod(seed & ((1 << 64) - 1), 1 << 32)
-    return _folded(np.uint32(high), np.uint32(low))
-
-
-@jax.jit
-def _folded(high: jax.Array, low: jax.Array) -> PRNGKeyArray:
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(0), high), low)
-
-
-def stop_rule(strings: StopRule | None, ids: Sequence[int]) -> StopRule | None:
-    """Returns a rule that ends a response at the first token that completes a stop string or is in `ids`."""
-    if not ids:
-        return strings
-    wanted = np.array(ids, np.int32)
-
-    def first(tokens: Int[np.ndarray, " tokens"], seen: int) -> int | None:
-        ends = [seen + int(place) + 1 for place in np.flatnonzero(np.isin(tokens[seen:], wanted))[:1]]
-        if strings is not None and (found := strings(tokens, seen)) is not None:
-            ends.append(found)
-        return min(ends, default=None)
-
-    return first
+            elif not served.streams or new.start == new.stop:
+                continue
+            served.sent[request.index] = request.drawn
+            tokens, logprobs = request.tokens[new].copy(), request.logprobs[new].copy()
+            served.listener(NewTokens(request.index, tokens, logprobs, request.spans, reason))

@@ -23,7 +23,7 @@ from dapo_jax.run.policy import (
     optimizer_of,
 )
 from dapo_jax.run.programs import Transfer, compile_sampling, sharing, transfer_of
-from dapo_jax.run.prompt_sets import dated, prompt_format
+from dapo_jax.run.prompt_sets import dated
 from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.run.run_dir import place_of
 from dapo_jax.sampling.decoding import DecodingOptions, decoding_of_slots
@@ -37,25 +37,8 @@ from dapo_jax.training.state import state_structs
 _LONGEST = 1024
 """Default length of a prompt, and of a response, if the model has room for it."""
 _LARGEST = 1 << 31
-_RANGES = {
-    "slots": (1, _LARGEST),
-    "steps_per_call": (1, _LARGEST),
-    "queue": (0, _LARGEST),
-    "max_prompt_tokens": (0, _LARGEST),
-    "max_response_tokens": (0, _LARGEST),
-    "page_tokens": (0, _LARGEST),
-    "seed": (0, (1 << 32) - 1),
-    "port": (0, (1 << 16) - 1),
-}
-CLIENT = """\
-    import grpc
-    from jetstream.core.proto import jetstream_pb2 as pb, jetstream_pb2_grpc
-
-    server = jetstream_pb2_grpc.OrchestratorStub(grpc.insecure_channel("{address}"))
-    prompt = pb.DecodeRequest.TextContent(text="1+2")
-    for part in server.Decode(pb.DecodeRequest(text_content=prompt, max_tokens={max_tokens})):
-        print(part.stream_content.samples[0].text, end="", flush=True)
-"""
+_LEAST = {"slots": 1, "steps_per_call": 1}
+_MOST = {"seed": (1 << 32) - 1, "port": (1 << 16) - 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +79,9 @@ class ServingOptions:
     compilation_cache: str = "~/.cache/dapo_jax/xla"
 
     def __post_init__(self) -> None:
-        for name, (least, most) in _RANGES.items():
-            if not least <= (value := getattr(self, name)) <= most:
+        for name, value in vars(self).items():
+            least, most = _LEAST.get(name, 0), _MOST.get(name, _LARGEST)
+            if type(value) is int and not least <= value <= most:
                 raise ConfigError(f"{name}={value} must be from {least} to {most}")
         if self.follow_s is not None and not 0 < self.follow_s <= 86_400:
             raise ConfigError(f"follow={self.follow_s} must be more than 0 seconds, and at most 86400, a day")
@@ -163,16 +147,16 @@ def serve(source: str, options: ServeOptions, *, say: Callable[[str], None] = pr
     def server_of(policy: Policy, limits: ServedLimits) -> Callable[..., ServerThread]:
         if options.chat and policy.tokenizer.chat_template is None:
             raise ConfigError("--chat needs a chat template, and the model has none; serve it without")
-        given = PromptFormat(
+        data = DataConfig(
             chat=options.chat,
             system_prompt=options.system_prompt,
-            chat_template_kwargs=options.chat_template_kwargs,
-            today=limits.today,
+            chat_template_kwargs=dict(options.chat_template_kwargs),
+            template_date=limits.today.isoformat() if limits.today else "",
         )
-        return partial(JetStreamServer, limits=limits, prompt_format=given, say=say)
+        return partial(JetStreamServer, limits=limits, prompt_format=PromptFormat(data), say=say)
 
     sampling = f"temperature {options.temperature:g}" if options.temperature else "greedy"
-    _serve(source, options, server_of, f", {sampling}; Ctrl-C stops it. From Python:\n\n{CLIENT}", say)
+    _serve(source, options, server_of, f", {sampling}; Ctrl-C stops it", say)
 
 
 def serve_http(
@@ -220,12 +204,13 @@ def _serve(
     name: str = "",
     scheme: str = "",
 ) -> None:
-    """Runs a server. `server_of` returns a function of the request loop, `host` and `port`. `greeting` may have {address}, which this machine reaches, and {max_tokens}."""
+    """Runs a server. `server_of` returns a function of the request loop, `host` and `port`. `greeting` may have {address}, which this machine reaches."""
     use_compilation_cache(options.compilation_cache)
     with ExitStack() as ends:
         follower = None
         if options.follow_s is not None:
-            follower = ends.enter_context(Follower(source, options.follow_s, say))
+            follower = Follower(source, options.follow_s, say)
+            ends.callback(follower.close)
         # Spread over all devices from the start: a large model does not fit the first one.
         mesh = mesh_of(ParallelConfig())
         shares = sharing(both_on(mesh), SamplingConfig(), dtype=options.compute_dtype)
@@ -245,7 +230,7 @@ def _serve(
         reachable = f"localhost:{port}" if host in ("[::]", "0.0.0.0") else server.address
         say(
             f"serving {source} at {scheme}{server.address}: {options.slots} slots, prompts of up to {limits.max_prompt_tokens} tokens, "
-            f"responses of up to {limits.max_response_tokens}{greeting.format(address=reachable, max_tokens=limits.max_response_tokens)}"
+            f"responses of up to {limits.max_response_tokens}{greeting.format(address=reachable)}"
         )
         try:
             requests.ended.wait()
@@ -256,7 +241,7 @@ def _serve(
 
 
 class Follower:
-    """Serves each new checkpoint of a run in a thread of its own; a context manager, whose end stops the thread.
+    """Serves each new checkpoint of a run in a thread of its own.
 
     Raises:
         ConfigError: `source` is not the folder of a run.
@@ -290,18 +275,15 @@ class Follower:
                     continue
                 found = restore()
                 take(found.state.params, found.step)
+                self._served, logged = found.step, ""
+                self._say(f"now serving step {found.step}")
             except Exception as error:  # whatever it is, the old weights are served on
                 if str(error) != logged and not self._stopping.is_set():
                     logged = str(error)
                     self._say(visible(f"no new weights: {error}"))
-                continue
-            self._served, logged = found.step, ""
-            self._say(f"now serving step {found.step}")
 
-    def __enter__(self) -> "Follower":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Ends the thread."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()
@@ -333,7 +315,7 @@ def limits_of(source: str, policy: Policy, options: ServingOptions, *, name: str
         decoding=options.decoding(),
         template_kwargs=options.chat_template_kwargs,
         # The date that chat templates of a run print, so that prompts equal the prompts of training.
-        today=prompt_format(dated(DataConfig(), like=data_of_run(source))).today,
+        today=PromptFormat(dated(DataConfig(), like=data_of_run(source))).today,
     )
 
 

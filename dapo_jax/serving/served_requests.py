@@ -14,15 +14,7 @@ from jaxtyping import Int
 
 from dapo_jax.sampling.decoding import DecodingOptions
 from dapo_jax.sampling.requests import OwnOptions
-from dapo_jax.serving.request_loop import (
-    NewTokens,
-    RequestError,
-    RequestLoop,
-    seeded_key,
-    stop_rule,
-    stopping,
-)
-from dapo_jax.text.stop_strings import StopStrings
+from dapo_jax.serving.request_loop import NewTokens, RequestError, RequestLoop, stopping
 from dapo_jax.text.tokenizers import Tokenizer
 
 GRACE_S = 10
@@ -37,11 +29,10 @@ class CheckedRequest:
     max_tokens: int
     count: int = 1
     """Number of responses."""
-    decoding: DecodingOptions
-    seed: int | None = None
-    """None: every request is sampled with other random numbers."""
+    options: OwnOptions
+    """Without a key, every request is sampled with other random numbers."""
     stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    """The stop strings, which are not part of the text."""
     logprobs: bool = False
     request_id: str = ""
     return_token_ids: bool = False
@@ -91,8 +82,8 @@ class ServedLimits:
                 raise RequestError(
                     f"{name} is {value}; the server takes 1 to {most}: lower it, or serve with a larger {remedy}"
                 )
-        decoding = others.pop("decoding", self.decoding)
-        return CheckedRequest(prompt=prompt, max_tokens=max_tokens, count=count, decoding=decoding, **others)
+        options = others.pop("options", None) or OwnOptions(decoding=self.decoding)
+        return CheckedRequest(prompt=prompt, max_tokens=max_tokens, count=count, options=options, **others)
 
     def checked_ids(self, name: str, ids: Sequence[int]) -> Sequence[int]:
         """Returns `ids`.
@@ -108,9 +99,7 @@ class ServedLimits:
 
 
 @asynccontextmanager
-async def sampled(
-    requests: RequestLoop, asked: CheckedRequest, tokenizer: Tokenizer
-) -> AsyncIterator[AsyncIterator[NewTokens]]:
+async def sampled(requests: RequestLoop, asked: CheckedRequest) -> AsyncIterator[AsyncIterator[NewTokens]]:
     """Yields the tokens of a request's responses as they arrive. Leaving the context ends unfinished responses.
 
     Raises:
@@ -123,14 +112,8 @@ async def sampled(
         with suppress(RuntimeError):  # the server has stopped
             loop.call_soon_threadsafe(queue.put_nowait, new)
 
-    strings = StopStrings(tokenizer, asked.stop).find if asked.stop else None
-    options = OwnOptions(
-        decoding=asked.decoding,
-        key=None if asked.seed is None else seeded_key(asked.seed),
-        stop=stop_rule(strings, asked.stop_token_ids),
-    )
     served = requests.submit(
-        asked.prompt, options, count=asked.count, max_tokens=asked.max_tokens, listener=listener, streams=asked.stream
+        asked.prompt, asked.options, count=asked.count, max_tokens=asked.max_tokens, listener=listener, streams=asked.stream
     )  # fmt: skip
 
     async def arriving() -> AsyncIterator[NewTokens]:

@@ -5,7 +5,7 @@ The template of a downloaded model is not trusted. It runs in Jinja's `Immutable
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date, datetime, time
 from functools import cached_property
 from typing import Any, NoReturn
@@ -47,10 +47,8 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         variables: Mapping[str, Any] | None = None,
-        /,
         *,
         today: date | None = None,
-        **named: Any,
     ) -> str:
         """Returns the text of a conversation, up to and including the opening of the answer that is to be sampled.
 
@@ -59,13 +57,12 @@ class ChatTemplate:
             variables: further variables of the template by name, such as Qwen3's `enable_thinking`.
             today: the day for templates that print a date, at midnight. The clock is never used, so that a conversation
                 always has the same text.
-            named: more variables.
 
         Raises:
             ValueError: the template is not valid Jinja, refuses these messages, fails, tries to leave the sandbox, or prints
                 more than `MOST_RENDERED` characters.
         """
-        known = {"tools": None, "documents": None, **self._special_tokens, **(variables or {}), **named}
+        known = {"tools": None, "documents": None, **self._special_tokens, **(variables or {})}
         known |= {"messages": list(messages), "add_generation_prompt": True}
         known.setdefault("strftime_now", lambda pattern: _date(pattern, today))
         pieces, length = [], 0
@@ -148,41 +145,3 @@ def _to_json(
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
-
-
-FIRST_GUARD = "\U0010f000"
-"""The first private character used as a guard. Texts from outside may hold neither this one nor a later one."""
-
-
-class Guards:
-    """Keeps texts of messages from becoming special tokens while a chat template is rendered.
-
-    A special token begins with its first character. In texts from outside, a private character replaces each such
-    character during rendering. A special token in the rendered text was therefore written by the template itself.
-
-    >>> guards = Guards(["<|im_end|>", "</s>"])
-    >>> guards.guarded("1 < 2"), guards.restored(guards.guarded("1 < 2"))
-    ('1 \\U0010f001 2', '1 < 2')
-    """
-
-    def __init__(self, special: Iterable[str]) -> None:
-        firsts = sorted({text[0] for text in special if text})
-        self._guards = {ord(first): ord(FIRST_GUARD) + 1 + place for place, first in enumerate(firsts)}
-        self._firsts = {guard: first for first, guard in self._guards.items()}
-
-    def guarded(self, text: str) -> str:
-        """Returns the text with guards in place of first characters.
-
-        Raises:
-            ValueError: the text has half a surrogate pair, or a character from `FIRST_GUARD` on.
-        """
-        text.encode("utf-8")  # raises, with the position of the surrogate
-        if (last := max(text, default="")) >= FIRST_GUARD:
-            raise ValueError(
-                f"a text holds the private character U+{ord(last):X}; characters from U+{ord(FIRST_GUARD):X} on are reserved"
-            )
-        return text.translate(self._guards)
-
-    def restored(self, text: str) -> str:
-        """Returns the text with the original characters."""
-        return text.translate(self._firsts)

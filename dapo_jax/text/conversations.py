@@ -1,8 +1,4 @@
-"""Tokenizes conversations from outside, such as HTTP requests: no text in a message becomes a special token.
-
-The template's own special tokens are meant, special tokens spelled out in a message are not. Messages are guarded
-(`text.chat.Guards`) while the template is rendered.
-"""
+"""Tokenizes conversations from outside, such as HTTP requests: no text in a message becomes a special token."""
 
 import re
 from collections.abc import Mapping, Sequence

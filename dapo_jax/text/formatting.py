@@ -1,6 +1,6 @@
 """Turns the question of a row into the text and the tokens of the prompt, plain or as a conversation."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from typing import Any
@@ -8,42 +8,22 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from dapo_jax.config.data_schema import TEMPLATES
+from dapo_jax.config.data_schema import TEMPLATES, DataConfig
 from dapo_jax.text.chat import Message
 from dapo_jax.text.messages import canonical_messages
 from dapo_jax.text.tokenizers import Tokenizer
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PromptFormat:
-    """The text and the messages around a question.
+    """The text and the messages around a question, by the keys of the configuration's section `data`."""
 
-    Raises:
-        ValueError: the template has no `{prompt}` and is not a name of `TEMPLATES`.
-    """
+    data: DataConfig = field(default_factory=DataConfig)
 
-    template: str = "{prompt}"
-    """A name in `TEMPLATES`, or a text in which every `{prompt}` is replaced by the question. In a conversation, the
-    question is the user's last message."""
-    examples: Sequence[Mapping[str, str]] = ()
-    """Mappings with `prompt` and `response`, shown before the question: as text with a blank line between, or as turns of a
-    conversation (few-shot)."""
-    chat: bool = False
-    """Ask a plain-text question as a user's message. Rows with messages are always conversations."""
-    system_prompt: str = ""
-    """The system message of every conversation; empty: the system message of the row or of the chat template."""
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Further variables of the chat template, such as Qwen3's `enable_thinking`."""
-
-    today: date | None = None
-    """The day that chat templates print; None: a template that prints a date is refused."""
-
-    def __post_init__(self) -> None:
-        if self.template not in TEMPLATES and "{prompt}" not in self.template:
-            raise ValueError(
-                f"data.prompt_template={self.template!r} has no '{{prompt}}': every prompt would be the same text; put "
-                f"{{prompt}} where the question goes, or name one of {sorted(TEMPLATES)}"
-            )
+    @property
+    def today(self) -> date | None:
+        """The day that chat templates print; None: a template that prints a date is refused."""
+        return date.fromisoformat(self.data.template_date) if self.data.template_date else None
 
     def encode(
         self, prompt: str | Sequence[Message], tokenizer: Tokenizer
@@ -54,13 +34,13 @@ class PromptFormat:
             ValueError: the messages are not a conversation, the tokenizer has no chat template for a conversation,
                 there is a system prompt without a conversation, or the text cannot be tokenized.
         """
-        if isinstance(prompt, str) and not self.chat:
-            if self.system_prompt or self.chat_template_kwargs:
+        if isinstance(prompt, str) and not self.data.chat:
+            if self.data.system_prompt or self.data.chat_template_kwargs:
                 raise ValueError(
                     "the prompt is plain text, but data.system_prompt or data.chat_template_kwargs is set, which only "
                     "conversations use; set data.chat=true (--chat) to ask it as a user's message"
                 )
-            shown = [self._around(each["prompt"]) + each["response"] for each in self.examples]
+            shown = [self._around(each["prompt"]) + each["response"] for each in self.data.few_shot]
             text = "\n\n".join([*shown, self._around(prompt)])
             return text, tokenizer.encode_prompt(text)
         text = self._conversation(prompt, tokenizer)
@@ -69,7 +49,9 @@ class PromptFormat:
 
     def _around(self, question: str) -> str:
         # str.format would fail on the braces of questions about sets or code.
-        return TEMPLATES.get(self.template, self.template).replace("{prompt}", question)
+        return TEMPLATES.get(self.data.prompt_template, self.data.prompt_template).replace(
+            "{prompt}", question
+        )
 
     def _conversation(self, prompt: str | Sequence[Message], tokenizer: Tokenizer) -> str:
         if tokenizer.chat_template is None:
@@ -84,7 +66,7 @@ class PromptFormat:
         asked = {**messages[last], "content": self._around(messages[last]["content"])}
         shown = [
             message
-            for each in self.examples
+            for each in self.data.few_shot
             for message in (
                 {"role": "user", "content": self._around(each["prompt"])},
                 {"role": "assistant", "content": each["response"]},
@@ -92,14 +74,14 @@ class PromptFormat:
         ]
         first = int(messages[0]["role"] == "system")
         messages = [*messages[:first], *shown, *messages[first:last], asked, *messages[last + 1 :]]
-        if self.system_prompt:
+        if self.data.system_prompt:
             if messages[0]["role"] == "system":
                 raise ValueError(
                     "the row's messages begin with a system message, and data.system_prompt is set too; empty "
                     "data.system_prompt or take the message out of the row"
                 )
-            messages = [{"role": "system", "content": self.system_prompt}, *messages]
-        return tokenizer.chat_template.render(messages, self.chat_template_kwargs, today=self.today)
+            messages = [{"role": "system", "content": self.data.system_prompt}, *messages]
+        return tokenizer.chat_template.render(messages, self.data.chat_template_kwargs, today=self.today)
 
 
 AS_IT_STANDS = PromptFormat()

@@ -22,8 +22,9 @@ import tokenizers
 from jaxtyping import Int, Int32
 
 from dapo_jax.storage import files_of, path_of, write_whole
-from dapo_jax.text.chat import ChatTemplate, Guards, template_of
+from dapo_jax.text.chat import ChatTemplate, template_of
 from dapo_jax.text.plain_json import read_object
+from dapo_jax.text.special_tokens import Guards
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "special_tokens_map.json"
@@ -119,16 +120,6 @@ class HuggingFaceTokenizer:
         for name, content in files.items():
             write_whole(place / name, content)
 
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, HuggingFaceTokenizer)
-            and self.files[_TOKENIZER] == other.files[_TOKENIZER]
-            and (self.stop_ids, self.pad_id) == (other.stop_ids, other.pad_id)
-        )
-
-    def __hash__(self) -> int:
-        return hash((self.files[_TOKENIZER], self.stop_ids, self.pad_id))
-
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
         """Returns the ids of `text`; special tokens spelled out in it are encoded as such, and none is added.
 
@@ -188,12 +179,7 @@ class HuggingFaceTokenizer:
         """Returns the text of `ids` without special tokens and without ids that pad a model's vocabulary.
 
         Bytes that are not valid UTF-8 become U+FFFD. White space is not changed.
-
-        Raises:
-            ValueError: an id is negative.
         """
-        if (ids < 0).any():
-            raise ValueError(f"token {int(ids[ids < 0][0])} is negative; ids count from 0")
         with self._library("cannot decode these ids with"):
             return self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
 

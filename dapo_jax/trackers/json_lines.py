@@ -21,7 +21,7 @@ LINES_PER_OBJECT = 32
 """A line of a training step is about 2 kB, so a step sends 32 kB on average; 10,000 steps are 313 objects."""
 
 SCHEMA_VERSION = 1
-"""Version of the logs of rollouts and evaluations and of post-mortems; raised if older readers could not use a newer file."""
+"""Version of the logs of rollouts and evaluations and of post-mortems, for other programs that read them."""
 
 
 def write_lines(path: AnyPath, rows: Iterable[Mapping[str, Any]], *, what: str) -> None:
@@ -54,26 +54,17 @@ def read_lines(path: AnyPath, *, what: str, needs: str) -> list[dict[str, Any]]:
     """Returns the rows that `write_lines` wrote, in order.
 
     Raises:
-        ValueError: a line is not a row (`what`) with the key `needs`, or has a newer version; the message names the file and the line.
+        ValueError: a line is not a row (`what`) with the key `needs`; the message names the file and the line.
     """
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(file_bytes(path).splitlines(), start=1):
         try:
             row = json.loads(line)
-            version, _ = row["schema_version"], row[needs]
+            _ = row[needs]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}, line {number} is not {what} ({error!r}): {line[:80]!r}") from error
-        check_version(f"{path}, line {number}", version)
         rows.append(row)
     return rows
-
-
-def check_version(where: str, version: int) -> None:
-    """Raises ValueError for a file of a newer version."""
-    if version > SCHEMA_VERSION:
-        raise ValueError(
-            f"{where} has schema_version {version}; this version of dapo_jax reads up to {SCHEMA_VERSION}: upgrade dapo_jax"
-        )
 
 
 def _plain(value: Any) -> Any:

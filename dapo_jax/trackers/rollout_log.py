@@ -24,7 +24,7 @@ from safetensors.numpy import load, save
 from dapo_jax.dapo.rollouts import Group, Rollout
 from dapo_jax.storage import AnyPath, file_bytes, path_of, write_whole
 from dapo_jax.terminal import visible
-from dapo_jax.trackers.json_lines import SCHEMA_VERSION, check_version, read_lines, write_lines
+from dapo_jax.trackers.json_lines import SCHEMA_VERSION, read_lines, write_lines
 
 LOGGED_GROUPS = 4
 """Groups of a step whose rollouts are written."""
@@ -74,7 +74,7 @@ def read_rollouts(path: str | PathLike[str]) -> list[dict[str, Any]]:
     """Returns the lines of a file that `write_rollouts` wrote, in order.
 
     Raises:
-        ValueError: a line is not a rollout, or has a newer version; the message names the file and the line.
+        ValueError: a line is not a rollout; the message names the file and the line.
     """
     return read_lines(path_of(path), what="a rollout", needs="response")
 
@@ -106,7 +106,7 @@ def read_problems(path: str | PathLike[str]) -> list[dict[str, Any]]:
     """Returns the lines of a file that `write_problems` wrote, in order.
 
     Raises:
-        ValueError: a line is not a problem, or has a newer version; the message names the file and the line.
+        ValueError: a line is not a problem; the message names the file and the line.
     """
     return read_lines(path_of(path), what="a problem", needs="samples")
 
@@ -151,13 +151,12 @@ def read_post_mortem(folder: str | PathLike[str]) -> PostMortem:
     """Reads a folder that `write_post_mortem` wrote.
 
     Raises:
-        ValueError: the post-mortem is missing, incomplete, or of a newer version.
+        ValueError: the post-mortem is missing or incomplete.
     """
     place = path_of(folder)
     if not (place / "report.json").exists():
         raise ValueError(f"{place} has no report.json: it is not a post-mortem, or is incomplete")
     report = json.loads(file_bytes(place / "report.json"))
-    check_version(str(place), report["schema_version"])
     stacks: dict[int, dict[str, np.ndarray]] = {}
     for key, array in load(file_bytes(place / "arrays.safetensors")).items():
         index, _, name = key.partition("/")

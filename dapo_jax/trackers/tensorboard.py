@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 
-from dapo_jax.hints import how_to_install
 from dapo_jax.trackers.json_lines import writing
 
 
@@ -23,20 +22,15 @@ class TensorBoardTracker:
             None for a new run.
 
     Raises:
-        ImportError: tensorboardX is not installed.
+        ImportError: tensorboardX (extra `tensorboard`) is not installed.
         OSError: the event file cannot be written; the message names the folder.
     """
 
     def __init__(self, folder: str | PathLike[str], resume_step: int | None = None) -> None:
-        try:
-            files = importlib.import_module("tensorboardX.event_file_writer")
-            records = importlib.import_module("tensorboardX.record_writer")
-            self._events = importlib.import_module("tensorboardX.proto.event_pb2")
-            self._summaries = importlib.import_module("tensorboardX.proto.summary_pb2")
-        except ImportError as error:
-            raise ImportError(
-                f"log.tensorboard needs the package tensorboardX: {how_to_install('tensorboard')}"
-            ) from error
+        files = importlib.import_module("tensorboardX.event_file_writer")
+        records = importlib.import_module("tensorboardX.record_writer")
+        self._events = importlib.import_module("tensorboardX.proto.event_pb2")
+        self._summaries = importlib.import_module("tensorboardX.proto.summary_pb2")
         self.folder = str(folder)
         records.directory_check(self.folder)
         # The default name has whole seconds only, so a quick resume would overwrite the file before it.

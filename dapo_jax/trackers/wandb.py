@@ -8,7 +8,6 @@ from os import PathLike
 from typing import Any
 from urllib.parse import urlsplit
 
-from dapo_jax.hints import how_to_install
 from dapo_jax.storage import in_bucket, path_of
 
 
@@ -24,14 +23,11 @@ class WandbTracker:
         config: the resolved configuration, shown with the charts.
 
     Raises:
-        ImportError: wandb is not installed.
+        ImportError: wandb (extra `wandb`) is not installed.
     """
 
     def __init__(self, run_dir: str | PathLike[str], run_id: str | None, config: Mapping[str, Any]) -> None:
-        try:
-            wandb = importlib.import_module("wandb")
-        except ImportError as error:
-            raise ImportError(f"log.wandb needs the package wandb: {how_to_install('wandb')}") from error
+        wandb = importlib.import_module("wandb")
         folder = path_of(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(

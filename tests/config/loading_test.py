@@ -25,6 +25,7 @@ from dapo_jax.config import (
     load_evaluation,
     to_yaml,
 )
+from dapo_jax.config.loading import replaced
 from dapo_jax.config.reading import read_yaml, write_yaml
 from dapo_jax.config.section import leaf_types
 
@@ -213,7 +214,7 @@ def test_a_missing_file_is_answered_with_the_nearest(tmp_path):
     assert "is a folder, needs a file" in message_of(tmp_path)
     (tmp_path / "empty").mkdir()
     assert "give a YAML file, or one of" in message_of(tmp_path / "empty" / "a.yaml")
-    assert f"no folder {tmp_path / 'nowhere'}" in message_of(tmp_path / "nowhere" / "a.yaml")
+    assert "no such file (from " in message_of(tmp_path / "nowhere" / "a.yaml")
 
 
 def test_overrides_must_be_a_list(tmp_path):
@@ -277,6 +278,14 @@ def test_one_name_inside_a_mapping_is_overridden_and_the_others_stay(tmp_path):
         "n": {"m": 1.5},
     }
     assert load_config(path).data.chat_template_kwargs == {"a": {"b": 1, "c": 2}, "d": 3}
+
+
+def test_replaced_keys_are_checked_and_the_others_stay():
+    config = load_config("quickstart")
+    made = replaced(config, {"reward.overlong.penalty_factor": 2, "steps": 3})
+    assert changed_keys(config, made).keys() == {"reward.overlong.penalty_factor", "steps"}
+    with pytest.raises(ConfigError, match=r"batch\.prompts_per_step: found 3"):
+        replaced(config, {"batch.prompts_per_step": 3, "batch.groups_per_update": 2})
 
 
 def test_changed_keys_are_dotted_and_hold_both_values():

@@ -7,6 +7,7 @@ import grain
 import numpy as np
 import pytest
 
+from dapo_jax.config import DataConfig
 from dapo_jax.data.prompts import PromptSource, held_out, row_order
 from dapo_jax.data.rows import checked_rows
 from dapo_jax.text.formatting import PromptFormat
@@ -39,7 +40,10 @@ def test_the_prompt_of_an_ordinal_does_not_depend_on_earlier_ones():
 def test_braces_in_questions_and_templates_survive():
     rows = [{"prompt": "the set {1, 2} and {prompt}", "answer": "2"}]
     [prompt] = held_out(
-        rows, TOKENIZER, prompt_format=PromptFormat(template="{x} {prompt} {0}"), max_prompt_tokens=64
+        rows,
+        TOKENIZER,
+        prompt_format=PromptFormat(DataConfig(prompt_template="{x} {prompt} {0}")),
+        max_prompt_tokens=64,
     )
     assert prompt.text == "{x} the set {1, 2} and {prompt} {0}"
 
@@ -61,8 +65,6 @@ def test_character_that_cannot_be_tokenized_names_the_row():
 def test_held_out_prompts_are_the_first_rows_in_their_own_order():
     prompts = held_out(ROWS, TOKENIZER, max_prompt_tokens=32, limit=3)
     assert [(prompt.ordinal, prompt.text) for prompt in prompts] == [(0, "10+10"), (1, "11+11"), (2, "12+12")]
-    with pytest.raises(ValueError, match="31 held-out prompts of 30 rows"):
-        held_out(ROWS, TOKENIZER, max_prompt_tokens=32, limit=31)
 
 
 def test_integer_answers_become_text_and_other_fields_stay():
@@ -152,17 +154,6 @@ def test_a_mixture_samples_by_weight_and_each_part_has_its_own_epochs():
     assert first[:10] != first[10:20]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"parts": [[]]}, "no rows"),
-        ({"seed": -1}, "got -1"),
-        *(
-            ({"weights": weights}, "above 0 for each of its 2 datasets")
-            for weights in ([1.0], [1.0, 0.0], [1.0, -1.0])
-        ),
-    ],
-)
-def test_an_order_needs_rows_a_seed_and_a_weight_above_zero_for_each_part(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        row_order(**{"parts": [range(3), range(3)], "seed": 0, "shuffle": True} | wrong)
+def test_an_order_needs_rows_in_each_part():
+    with pytest.raises(ValueError, match="no rows"):
+        row_order([range(3), []], seed=0, shuffle=True)

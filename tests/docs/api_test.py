@@ -42,7 +42,7 @@ def test_every_name_that_a_package_offers_is_listed(module):
         "dapo.metrics",
         "dapo.dynamic_sampling",
         "rollout.collector",
-        "rollout.virtual_clock",
+        "rollout.scheduler",
         "evaluation",
         "dapo.rollouts",
         "sampling.interface",

@@ -477,7 +477,7 @@ def test_closing_gives_up_calls_under_way():
     answer = episodes.step(PROMPT, 0, turn("a"))
     time.sleep(0.05)
     episodes.close()
-    assert not episodes._thread.is_alive()
+    assert not episodes._loop.thread.is_alive()
     assert answer.done() or not answer.running()
     episodes.close()
 

@@ -151,7 +151,7 @@ class Conversation:
 
     def render(self, messages, of=lambda tool: tool):
         tools = {"tools": [of(tool) for tool in self.tools]} if self.tools else {}
-        return self.tokenizer.chat_template.render(messages, **self.kwargs, **tools)
+        return self.tokenizer.chat_template.render(messages, self.kwargs | tools)
 
     def between(self, *, of=lambda message: message):
         """Returns the template's text up to the first answer, and from each answer to the beginning of the next."""
@@ -279,7 +279,7 @@ def test_thoughts_of_a_turn_stay_whatever_the_template_does_to_them():
         {"role": "assistant", "content": "<think>so</think>4"},
         {"role": "tool", "content": "5"},
     ]
-    assert "so" not in tokenizer.chat_template.render(messages_so_far, **kwargs)
+    assert "so" not in tokenizer.chat_template.render(messages_so_far, kwargs)
 
 
 def merging():

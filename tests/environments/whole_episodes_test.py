@@ -78,7 +78,7 @@ def conversation(said, results, tools):
             {"role": "assistant", "content": text},
             *([] if result is None else [{"role": "tool", "content": result}]),
         ]
-    return TOKENIZER.chat_template.render(told, tools=tools, **KWARGS).removesuffix(
+    return TOKENIZER.chat_template.render(told, {"tools": tools, **KWARGS}).removesuffix(
         "\n<|im_start|>assistant\n"
     )
 

@@ -30,7 +30,8 @@ exit $status
 PARTS = {
     # A checkpoint has about 100 kB: there is room for two or three of the four.
     "checkpoints": ("360k", "saving checkpoint step"),
-    "rollouts": ("4k", "rollouts"),
+    # A step's rollouts have 4 to 8 kB: there is room for the first step, and not for the fifth too.
+    "rollouts": ("12k", "rollouts"),
     # A line is 2 kB.
     "lines": ("8k", "cannot write the metrics of step"),
 }

@@ -2,7 +2,6 @@
 
 import ast
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from dapo_jax.cli import _parser, main
 from dapo_jax.config import load_config, to_yaml
 from dapo_jax.config.reading import _Loader
 from dapo_jax.serving.serve import ServeOptions
-from dapo_jax.text.chat import ChatTemplate
 from tests.malformed.malformed_test import model_files
 
 ROOT = Path(__file__).parents[2]
@@ -107,20 +105,6 @@ def test_the_code_in_a_model_folder_is_never_read(tmp_path, monkeypatch, capsys)
     assert not Path("opened").exists()
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("{{ messages.append(1) }}", "tries to leave its sandbox"),
-        ("{{ cycler.__init__.__globals__.os }}", "tries to leave its sandbox"),
-        ("{% for i in range(10**12) %}{% endfor %}", "Range too big"),
-        ("{% for i in range(9999) %}{{ 'x' * 9999 }}{% endfor %}", "4,194,304 characters"),
-    ],
-)  # fmt: skip
-def test_a_template_neither_leaves_its_sandbox_nor_runs_on(source, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        ChatTemplate(source, name="t").render([{"role": "user", "content": "1+1"}])
-
-
 def test_by_default_the_server_listens_at_this_machine_alone():
     assert ServeOptions().host == _parser().parse_args(["serve", "model"]).host == "127.0.0.1"
 
@@ -154,10 +138,3 @@ def test_a_password_in_a_place_is_refused_and_not_repeated(key, capsys):
     output = capsys.readouterr().err
     assert SECRET not in output
     assert f"{key}: found 'https://me:...@host/x', needs a place without a password" in output
-
-
-def test_the_readme_links_to_the_threat_model():
-    text = (ROOT / "SECURITY.md").read_text()
-    assert "(SECURITY.md)" in (ROOT / "README.md").read_text()
-    for word in ("Trusted", "Not trusted", "pickle", "sandbox", "127.0.0.1", "HF_TOKEN", "module:function"):
-        assert word in text, word

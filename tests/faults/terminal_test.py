@@ -8,8 +8,6 @@ import sys
 import termios
 import time
 
-import pytest
-
 from dapo_jax.health.stopping import STOPPED
 from tests.faults.micro import assert_the_same_run, make_run
 from tests.several import ROOT
@@ -21,9 +19,9 @@ IN_A_TERMINAL = """
 import fcntl, signal, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 # It is inherited: libtpu, which other tests load, has hangups ignored in the process that starts this one.
-signal.signal(signal.SIGHUP, signal.SIG_IGN if sys.argv[1] == "nohup" else signal.SIG_DFL)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from dapo_jax.cli import main
-sys.exit(main(sys.argv[2:]))
+sys.exit(main(sys.argv[1:]))
 """
 
 
@@ -44,18 +42,13 @@ def test_a_reader_that_leaves_does_not_end_it(tmp_path):
     assert_the_same_run(run.run_dir, whole.run_dir)
 
 
-@pytest.mark.parametrize(
-    ("hangups", "steps"), [("stop", 40), pytest.param("nohup", 12, marks=pytest.mark.slow)]
-)
-def test_a_terminal_that_is_closed_stops_it_unless_hangups_are_ignored(hangups, steps, tmp_path):
+def test_a_terminal_that_is_closed_stops_it(tmp_path):
     """While the live view is shown. The system signals the processes of the session, and each later write fails."""
-    run = make_run(tmp_path, steps=steps)
+    run = make_run(tmp_path, steps=40)
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, b"\x28\0\x78\0\0\0\0\0")  # 40 lines of 120 columns
-    program = ("-c", IN_A_TERMINAL, hangups)
-    process = started(
-        run, program=program, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
-    )
+    streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    process = started(run, program=("-c", IN_A_TERMINAL), start_new_session=True, **streams)
     os.close(theirs)
     try:
         shown = b""
@@ -68,11 +61,8 @@ def test_a_terminal_that_is_closed_stops_it_unless_hangups_are_ignored(hangups, 
     finally:
         process.kill()
         process.wait()
-    if hangups == "nohup":
-        assert (status, max(run.steps())) == (0, steps)
-    else:
-        assert status == STOPPED
-        assert 0 < max(run.steps()) < steps
+    assert status == STOPPED
+    assert 0 < max(run.steps()) < 40
 
 
 def _read(descriptor):

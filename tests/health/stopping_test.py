@@ -117,7 +117,7 @@ def test_the_failure_of_another_process_interrupts_without_a_request_to_stop(cap
             with pytest.raises(KeyboardInterrupt, match="process 2 failed"), stop.abandonable():
                 pytest.fail("entered after another process failed")
         assert stop.reason == ""
-    assert "told to stop" not in capfd.readouterr().err
+    assert "asked to stop" not in capfd.readouterr().err
 
 
 def test_former_handlers_are_restored():

@@ -54,13 +54,17 @@ def commands(section):
 
 
 def started(laptop, block):
-    """Starts a block as a process and waits until it follows the run."""
-    before = laptop.verbs().count("follow")
+    """Starts a block as a process and waits until it follows the second run, which has logged its first step."""
+    before, log = laptop.verbs().count("follow"), laptop.folder / "workers" / "0" / "dapo_jax_run" / "log"
+
+    def follows():
+        return laptop.verbs().count("follow") > before and "step 1 of start 1" in log.read_text()
+
     run = subprocess.Popen(
         ["bash", "-c", block], cwd=laptop.work, env=laptop.environment, stderr=subprocess.PIPE, text=True
     )
     until = time.monotonic() + 60
-    while laptop.verbs().count("follow") == before and time.monotonic() < until:
+    while not follows() and time.monotonic() < until:
         time.sleep(0.05)
     return run
 

@@ -1,6 +1,5 @@
 """launch/slurm.sbatch with Slurm's commands stubbed; the step's tasks run."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -74,23 +73,6 @@ def test_xla_accepts_the_flags():
     done = python("import jax; jax.devices()", XLA_FLAGS=f"{FIELD['XLA_FLAGS']} --xla_gpu_no_such_flag=true")
     assert done.returncode != 0
     assert "Unknown flag in XLA_FLAGS: --xla_gpu_no_such_flag" in done.stderr
-
-
-@pytest.mark.parametrize(("more", "devices"), [({"JAX_LOCAL_DEVICE_IDS": "0,1,2,3"}, "0,1,2,3"), ({}, "0")])
-def test_jax_takes_the_devices_of_the_variable_and_without_it_only_one(more, devices):
-    program = (
-        "import json, jax; from jax._src.xla_bridge import CUDA_VISIBLE_DEVICES; jax.distributed.initialize();"
-        "print(json.dumps([jax.process_count(), CUDA_VISIBLE_DEVICES.value]))"
-    )
-    step = {
-        "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_NTASKS": "1",
-        "SLURM_PROCID": "0",
-        "SLURM_LOCALID": "0",
-    }
-    done = python(program, **JOB, **step, **more)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [1, devices]
 
 
 @pytest.mark.parametrize(

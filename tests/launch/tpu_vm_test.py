@@ -48,6 +48,15 @@ def test_a_preempted_run_is_recreated_and_resumed(laptop):
     assert "--spot" in creates[0]
 
 
+def test_a_run_is_followed_while_its_process_is_not_yet_its_program(laptop):
+    slow = laptop.folder / "far" / "setsid"
+    slow.write_text("#!/bin/sh\nWORDS=\"$*\" exec sh -c 'sleep 0.5; exec /usr/bin/setsid $WORDS'\n")
+    slow.chmod(0o755)
+    done = train(laptop, "--restarts=0")
+    assert done.returncode == 0, done.stderr
+    assert laptop.verbs() == [*CREATED, *COPIED, "start", "follow", "delete"]
+
+
 def test_a_status_of_2_is_not_retried_and_the_tpu_stays(laptop):
     laptop.scenario(runs=[2])
     done = train(laptop)

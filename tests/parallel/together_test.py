@@ -35,14 +35,10 @@ processes.leave()
 """
 
 
-@pytest.mark.slow
-def test_two_processes_whose_compilations_differ_by_a_minute_run_together():
-    """Slow: Gloo waits for half a minute, so without a barrier the first process ends with an error."""
-    several.run(LATE, 60, processes=2, devices=1, within_s=240)
-
-
-def test_two_processes_meet_before_a_program_runs():
-    several.run(LATE, 1, processes=2, devices=1)
+@pytest.mark.parametrize("seconds", [1, pytest.param(60, marks=pytest.mark.slow)])
+def test_two_processes_whose_compilations_differ_run_together(seconds):
+    """Gloo waits for half a minute: without a barrier the first process ends with an error after 60 s."""
+    several.run(LATE, seconds, processes=2, devices=1, within_s=240)
 
 
 def test_a_program_is_compiled_and_waited_for_once_per_shape(monkeypatch):

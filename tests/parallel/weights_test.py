@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh, make_meshes
 from dapo_jax.parallel.sharding import shardings
-from dapo_jax.parallel.weights import both_on, local, stages, weight_transfer
+from dapo_jax.parallel.weights import WeightTransfer, both_on, local, stages
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 
 CONFIG = tiny_decoder_config(qkv_bias=True, qk_norm=True, tied_embeddings=False)
@@ -47,13 +47,13 @@ def assert_exact(weights, params, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_transfer_is_exact_and_keeps_norms_in_float32(dtype, one_device):
     params = tiny_params(CONFIG)
-    transfer = weight_transfer(shapes_of(CONFIG), one_device, dtype=dtype)
+    transfer = WeightTransfer(shapes_of(CONFIG), one_device, dtype=dtype)
     assert_exact(transfer(params), params, dtype)
 
 
 def test_the_transfer_between_shardings_is_exact(eight_devices):
     params = jax.device_put(tiny_params(CONFIG), shardings(shapes_of(CONFIG), eight_devices))
-    weights = weight_transfer(params, eight_devices, dtype="float32")(params)
+    weights = WeightTransfer(params, eight_devices, dtype="float32")(params)
     assert_exact(weights, tiny_params(CONFIG), jnp.float32)
     gate = weights["layers"][0]["gate"][...]
     # [mlp 48, embed 32]: the trainer has it cut both ways, the sampler along mlp alone.
@@ -66,7 +66,7 @@ def test_matrices_in_eight_bits_have_a_scale_for_each_output(mesh, request):
     """The error is at most half of 1/127 of the largest weight of the output; biases and norms are not quantized."""
     mesh = request.getfixturevalue(mesh)
     params = jax.device_put(tiny_params(CONFIG), shardings(shapes_of(CONFIG), mesh))
-    made = weight_transfer(shapes_of(CONFIG), mesh, dtype="bfloat16", eight_bit=True)
+    made = WeightTransfer(shapes_of(CONFIG), mesh, dtype="bfloat16", eight_bit=True)
     weights, stacked = made(params), nnx.to_pure_dict(tiny_params(CONFIG))["blocks"]
     found = {name: leaf.get_value() for name, leaf in weights["layers"][1].items()}
     scales = {"query": (4, 8, 1), "value": (2, 8, 1), "output": (32, 1, 1), "gate": (48, 1), "down": (32, 1)}
@@ -96,7 +96,7 @@ def compiled(caplog):
 
 
 def test_new_weights_compile_nothing_and_leave_the_old_alive(one_device, caplog):
-    transfer = weight_transfer(shapes_of(CONFIG), one_device, dtype="float32")
+    transfer = WeightTransfer(shapes_of(CONFIG), one_device, dtype="float32")
     first, second = tiny_params(CONFIG, seed=1), tiny_params(CONFIG, seed=2)
     with jax.log_compiles():
         sharding, first_time = transfer(first), compiled(caplog)
@@ -115,7 +115,7 @@ def test_new_weights_compile_nothing_and_leave_the_old_alive(one_device, caplog)
 )
 def test_trainer_and_sampler_may_have_different_meshes(sizes, sampler_tensor):
     meshes = make_meshes(make_mesh(**sizes), sampler_tensor=sampler_tensor)
-    transfer = weight_transfer(shapes_of(CONFIG), meshes, dtype="bfloat16")
+    transfer = WeightTransfer(shapes_of(CONFIG), meshes, dtype="bfloat16")
     weights = transfer(jax.device_put(tiny_params(CONFIG), shardings(shapes_of(CONFIG), meshes.train)))
     assert_exact(weights, tiny_params(CONFIG), jnp.bfloat16)
     assert weights["layers"][1]["down"][...].sharding == NamedSharding(meshes.sampler, P(None, "tensor"))

@@ -8,7 +8,7 @@ import pytest
 from dapo_jax.models.presets import preset
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh, make_meshes
-from dapo_jax.parallel.weights import weight_transfer
+from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.plan.topologies import devices_of, parse
 from dapo_jax.testing import tiny_decoder_config
 
@@ -31,7 +31,7 @@ def collectives(compiled):
 
 def compiled_for(config, devices, sizes, sampler_tensor):
     meshes = make_meshes(make_mesh(**sizes, devices=devices), sampler_tensor=sampler_tensor)
-    transfer = weight_transfer(shapes_of(config), meshes, dtype="bfloat16")
+    transfer = WeightTransfer(shapes_of(config), meshes, dtype="bfloat16")
     lowered = transfer.lower(shapes_of(config))
     return {part: lowered[part].compile() for part in ("layer", "ends")}
 

@@ -9,7 +9,6 @@ pytest.importorskip("libtpu", reason="the extra tpu")
 
 from dapo_jax.cli import main
 from dapo_jax.config import load_config
-from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.plan.output import show_failures
 from dapo_jax.plan.plan import plan
 from dapo_jax.plan.programs import Programs
@@ -66,6 +65,8 @@ def test_every_program_of_a_step_compiles_and_fits(compiled):
     ]  # fmt: skip
     assert compiled.fits
     assert all(phase.total > 0 for phase in compiled.phases)
+    assert 0 < compiled.mfu_bound < 1
+    assert all(bound.work.ici_bytes > 0 for bound in compiled.bounds)
 
 
 def test_the_arguments_have_the_sizes_of_the_shapes(file, compiled):
@@ -163,12 +164,6 @@ def test_the_reported_cache_fits_and_leaves_little(file, folder):
     assert found.phases[0].total > 0.99 * found.limit
 
 
-def test_the_programs_have_a_roofline(compiled):
-    assert compiled.step_s == sum(bound.seconds for bound in compiled.bounds) > 0
-    assert 0 < compiled.mfu_bound < 1
-    assert all(bound.work.ici_bytes > 0 for bound in compiled.bounds)
-
-
 def test_arrays_that_do_not_fit_are_named_and_a_remedy_is_compiled(file, folder, capsys):
     """A cached token on one of its 2 devices has 2 layers x 1 head x 128 x 2 x 2 bytes = 1 KiB. 1024 slots of 16,384 on each of 2 groups of
     devices are 16 GiB of the 15.75. The suggestion is as many tokens as the limit leaves."""
@@ -181,7 +176,9 @@ def test_arrays_that_do_not_fit_are_named_and_a_remedy_is_compiled(file, folder,
     assert found.failures == ["generate"]
     assert "15.75G" in found.programs[0].refusal
     show_failures(found, [], Console(width=160))
-    assert "DOES NOT FIT: generate alone needs" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "DOES NOT FIT: generate alone needs" in printed
+    assert "15.75G" in printed, "the compiler's own message"
     tried = suggestions(found, assumed=Assumptions(), seconds=300.0)
     assert tried[-1].fits
     [override] = tried[-1].overrides
@@ -235,13 +232,8 @@ def test_the_recipes_fit_their_slices(name, slice, responses):
         assert trained["all-reduce"].received_bytes < 0.01 * trained["reduce-scatter"].received_bytes
 
 
-def test_nothing_of_size_is_allocated(file):
-    """A model of 32B parameters on described devices: shapes and places only."""
-    config = load_config(
-        file,
-        ["model.source=preset:qwen2.5-32b", "parallel.fsdp=32", "parallel.tensor=4", "batch.rows_per_microbatch=32"],
-    )  # fmt: skip
-    work = workload_of(config, Assumptions())
-    made = Programs(config, decoder_of(config.model), work, devices_of(parse("v5p-256")))
-    assert made.resident.weights > 15 * 2**30
-    assert bytes_on_device(made.state, made.sizes.train) == made.resident.state
+# Slow: compiles a decode step of 64 layers for 256 chips.
+@pytest.mark.slow
+def test_the_32b_run_does_not_fit_256_chips_of_16_gb():
+    config = load_config("configs/dapo_qwen2.5_32b.yaml", ["parallel.fsdp=32", "parallel.tensor=8"])
+    assert plan(config, slice=parse("v5e:16x16"), only=["generate"]).failures == ["generate"]

@@ -50,7 +50,7 @@ def test_the_32b_configuration_is_the_papers():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["parallel.fsdp=24", "batch.rows_per_microbatch=24"], r"fsdp = 24"),
+        (["parallel.fsdp=24", "batch.rows_per_microbatch=24"], r"parallel\.fsdp=24"),
         (["batch.rows_per_microbatch=1"], r"batch\.rows_per_microbatch=1 .* = 32"),
     ],
 )
@@ -71,7 +71,7 @@ def test_the_command_writes_tables_or_json(capsys):
     # Weights and two moments in float32.
     assert data["checkpoint_bytes"] == 12 * data["model"]["parameters"]
     assert data["work"]["response_mean"] == 20480
-    assert data["schema_version"] == 5
+    assert data["schema_version"] == 6
     assert [data[key] for key in ("fits", "roofline", "chip_hours")] == [None] * 3
 
 

@@ -78,9 +78,9 @@ def test_fewer_responses_in_flight_need_no_logits_of_paused_ones():
 def test_an_update_is_answered_with_fewer_rows_and_rematerialisation():
     update = failed(["model.remat=none", "batch.rows_per_microbatch=64"], program="update")
     changes = ways(update, "update")["added by update"]
-    assert changes == ["model.remat=full", "batch.rows_per_microbatch=32 (now 64)"]
+    assert changes == ["model.remat=full (recomputes activations)", "batch.rows_per_microbatch=32 (now 64)"]
     [last] = ways(failed(program="update"), "update")["added by update"]
-    assert last == "parallel.fsdp=16 parallel.tensor=8 batch.rows_per_microbatch=16"
+    assert last.startswith("parallel.fsdp=16 parallel.tensor=8 batch.rows_per_microbatch=16")
 
 
 def test_a_phase_of_several_programs_is_one_line_with_the_fullest(capsys):

@@ -32,7 +32,6 @@ from dapo_jax.plan.mesh_sizes import MeshSizes
 from dapo_jax.plan.roofline import (
     Work,
     bound,
-    cache_bytes_per_token,
     decode_steps,
     decode_weight_parameters,
     forward_flops,
@@ -104,16 +103,6 @@ def test_operations_by_hand():
     assert forward_flops(SMALL, tokens=10, pairs=55, logits=1) == 57_600 + 15_840 + 512
 
 
-@pytest.mark.parametrize(
-    ("cache_dtype", "compute_dtype", "bytes_per_token"),
-    [("", "bfloat16", 144), ("", "float32", 288), ("int8", "bfloat16", 120)],
-)
-def test_bytes_of_a_cached_token(cache_dtype, compute_dtype, bytes_per_token):
-    """Keys and values, 3 layers, 2 heads of 6: 72 numbers; in eight bits each of the 12 heads has a scale of 4 bytes."""
-    sampling = SamplingConfig(cache_dtype=cache_dtype)
-    assert cache_bytes_per_token(SMALL, sampling, compute_dtype=compute_dtype) == bytes_per_token
-
-
 def test_the_longest_of_three_times_bounds_a_phase():
     """v5e: 197e12 operations, 819e9 and 200e9 bytes per second."""
     work = Work(phase="x", runs=1, flops=394e12, useful_flops=0, hbm_bytes=819e9, ici_bytes=600e9)
@@ -183,6 +172,12 @@ def test_responses_in_flight_decode_without_waves_and_are_re_prefilled():
     assert phases["prefill"].flops == pytest.approx((prompts + again) / 4)
     assert phases["prefill"].useful_flops == prompts / 4
     assert phases["prefill"].runs == 4 / 4 + 6 / 2
+
+
+def test_more_responses_in_flight_than_slots_share_the_slots():
+    flying = replace(CONFIG, rollout=RolloutConfig(in_flight=64, round_tokens=8))
+    pages = PageSizes(holders=32, capacity=16, page_tokens=4, pools=2, pool_pages=64)
+    assert in_flight(flying, works(flying)[0], pages, 2) == 8
 
 
 def test_prefill_and_transfer_by_hand():

@@ -13,7 +13,6 @@ import pytest
 from dapo_jax.config import ConfigError
 from dapo_jax.report import report
 from dapo_jax.report.page import SCRIPTS, WATCHING, inert
-from dapo_jax.report.server import Watched
 from dapo_jax.trackers.run_status import write_status
 from tests.report.chromium import missing
 from tests.report.made import problem_line, rollout_line, write_evaluation, write_run
@@ -118,15 +117,6 @@ def test_scripts_never_read_markup():
         forbidden = markup if name == WATCHING else rf"{markup}|fetch\("
         found = re.search(forbidden, (folder / name).read_text())
         assert not found, f"{name}: {found}"
-
-
-def test_a_page_that_is_served_may_ask_its_own_server_alone_and_has_no_more_markup(hostile):
-    found = Elements(Watched([hostile]).page().decode())
-    [policy] = [each["content"] for each, _ in found.of("meta") if "Security" in each.get("http-equiv", "")]
-    assert policy.startswith("default-src 'none'; connect-src 'self'; script-src 'sha256-")
-    assert "unsafe" not in policy
-    assert not {"b", "img", "iframe"} & {tag for tag, _ in found.found}
-    assert len([1 for attributes, _ in found.of("script") if "type" not in attributes]) == 1
 
 
 def test_in_a_notebook_the_page_is_in_a_frame_that_may_run_scripts_and_nothing_else(tmp_path):

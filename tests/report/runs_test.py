@@ -1,15 +1,18 @@
 """Reading runs, also while they run; their state; and errors."""
 
-import json
 import os
-from datetime import UTC, datetime, timedelta
+import socket
+from datetime import UTC, datetime
 
 import pytest
 
 from dapo_jax.config import ConfigError, SftConfig, to_yaml
-from dapo_jax.report.runs import read_runs, state_of
-from dapo_jax.trackers.run_status import FILE, read_status, write_status
+from dapo_jax.locks import take
+from dapo_jax.report.runs import read_runs
+from dapo_jax.trackers.run_status import RunStatus, read_status, write_status
 from tests.report.made import problem_line, write_evaluation, write_run
+
+WRITTEN = datetime(2026, 3, 1, 12, tzinfo=UTC)
 
 
 def test_a_current_run_is_read_up_to_its_last_whole_line_and_each_step_counts_once(tmp_path):
@@ -92,69 +95,48 @@ def test_folders_without_a_run_are_refused(places, message, tmp_path):
         read_runs([place.format(tmp=tmp_path) for place in places])
 
 
-NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
-
-
 @pytest.fixture
 def run(tmp_path):
-    """All five steps are done; everything was written an hour before `NOW`."""
+    """All five steps are done; the last file was written on the first of March."""
     folder = write_run(tmp_path / "run", steps=5, tokenizer=False)
-    touch(folder, NOW - timedelta(hours=1))
+    touch(folder)
     return folder
 
 
-def touch(folder, when):
+def touch(folder):
     for path in folder.rglob("*"):
-        os.utime(path, (when.timestamp(), when.timestamp()))
+        os.utime(path, (WRITTEN.timestamp(), WRITTEN.timestamp()))
 
 
-def state(folder, now=NOW):
+def status(folder):
     [found] = read_runs([folder])
-    return state_of(folder, found.config, found.rows, now=now)
-
-
-def with_status(folder, kind, reason="", **process):
-    """Writes the status of a run on another machine."""
-    write_status(folder, kind, reason)
-    there = json.loads((folder / FILE).read_text())
-    there["process"] |= {"host": "elsewhere", **process}
-    (folder / FILE).write_text(json.dumps(there))
-    touch(folder, NOW - timedelta(hours=1))
+    return found.status
 
 
 @pytest.mark.parametrize("kind", ["finished", "stopped", "failed"])
 def test_the_status_of_an_ended_run_is_its_state(run, kind):
-    with_status(run, kind, "why")
-    found = state(run)
-    assert (found.kind, found.reason) == (kind, "why")
+    write_status(run, kind, "why")
+    found = status(run)
+    assert (found.state, found.reason) == (kind, "why")
     assert found.at == read_status(run).at
 
 
-def test_a_local_run_is_running_while_its_process_exists(run):
-    write_status(run, "running")
-    touch(run, NOW - timedelta(days=3))
-    assert state(run).kind == "running"  # this process, although it is silent
-    with_status(run, "running", host=read_status(run).process.host, started="another")
-    found = state(run)
-    assert (found.kind, found.at) == ("silent", "2026-03-01T11:00:00+00:00")
-
-
-def test_a_run_elsewhere_is_silent_after_three_of_its_longest_steps(run):
-    """Steps of `metrics_line` take 20.5 s, with an evaluation 50.5 s: ten minutes are more. A step of an hour allows three."""
-    with_status(run, "running")
-    assert state(run).kind == "silent"
-    assert state(run, NOW - timedelta(minutes=51)).kind == "running"
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 6, "time/step_s": 3600.0, "time/eval_s": null}\n')
-    touch(run, NOW - timedelta(hours=1))
-    assert state(run).kind == "running"
-    assert state(run, NOW + timedelta(hours=2, minutes=1)).kind == "silent"
+def test_a_run_is_running_while_it_holds_its_lock_and_a_copy_is_not_known(run):
+    with take(run, lost=print):
+        write_status(run, "running")
+        touch(run)
+        assert status(run) == RunStatus(state="running", at=WRITTEN.isoformat())
+        holder = (run / ".lock").read_text()
+    assert status(run) == RunStatus(state="silent", at=WRITTEN.isoformat())
+    (run / ".lock").write_text(holder.replace(socket.gethostname(), "elsewhere"))
+    assert status(run).state == "unknown"
+    (run / ".lock").unlink()
+    assert status(run).state == "unknown"
 
 
 def test_a_run_without_a_status_is_finished_if_its_model_and_its_last_step_are_there(run):
-    assert state(run).kind == "unknown"
+    assert status(run).state == "unknown"
     (run / "model").mkdir()
-    assert state(run).kind == "finished"
+    assert status(run).state == "finished"
     (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("steps: 5", "steps: 6"))
-    found = state(run)
-    assert (found.kind, found.at[:10]) == ("unknown", "2026-03-01")
+    assert (status(run).state, status(run).at[:10]) == ("unknown", "2026-03-01")

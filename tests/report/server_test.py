@@ -213,8 +213,6 @@ def test_an_unavailable_port_is_an_error(run):
         watch(run, port=server.server_port)
     with pytest.raises(ConfigError, match="found 70000"):
         watch(run, port=70000)
-    with pytest.raises(ConfigError, match="found 9 runs"):
-        watch(*[run] * 9)
 
 
 def test_rewards_of_a_run_judged_by_scores_are_served(tmp_path):

@@ -5,14 +5,15 @@ from pathlib import Path
 import pytest
 
 from dapo_jax.config import BatchConfig, DynamicSamplingConfig, LossConfig, TrainConfig
-from dapo_jax.report.runs import RunFiles, State
+from dapo_jax.report.runs import RunFiles
 from dapo_jax.report.tables import EQUAL, REST, _shown, configurations, table_of
+from dapo_jax.trackers.run_status import RunStatus
 
 
 def run(rows, config=None, name="run"):
-    state = State(kind="unknown", at=None)
+    status = RunStatus(state="unknown", at=None)
     return RunFiles(
-        name=name, place=Path(name), config=config, rows=rows, logged=[], evaluations=[], state=state
+        name=name, place=Path(name), config=config, rows=rows, logged=[], evaluations=[], status=status
     )
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from dapo_jax.config import ModelConfig
+from dapo_jax.report.rollouts import Pieces, tokenizer_of
 from dapo_jax.report.runs import read_runs
-from dapo_jax.report.tokens import Pieces, tokenizer_of
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
 from dapo_jax.text.tokenizers import ByteTokenizer, CharTokenizer
 from tests.report.made import TOKENIZER, write_run

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dapo_jax.dapo.rollouts import Prompt, Verdict
+from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.rewards import whole_group
 from dapo_jax.rewards.functions import RewardError
 from dapo_jax.rewards.pool import GradingPool
@@ -73,8 +73,6 @@ def hostile(sample):
             sys.stdin.close()
         case "read its input":
             return subprocess.run(["cat"], capture_output=True, check=True, timeout=5).stdout == b""
-        case "return too long a reason":
-            return Verdict(correct=True, reason="x" * 100_000_000)
         case "spin":
             Path(sample.answer).write_text(str(os.getpid()))
             while True:
@@ -181,16 +179,10 @@ def test_a_response_that_ends_its_worker_is_sent_twice_at_most(tmp_path, capfd):
     assert report.count("a new worker is asked") == report.count("it counts as wrong") == 1
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("raise", r"hostile raised ZeroDivisionError: by hand .*; prompt 11 .*'raise'"),
-        ("return too long a reason", r"100,000,\d\d\d bytes, needs at most 16,777,216"),
-    ],
-)
-def test_an_exception_of_the_grader_is_the_callers_and_the_worker_stays(what, message):
+def test_an_exception_of_the_grader_is_the_callers_and_the_worker_stays():
+    message = r"hostile raised ZeroDivisionError: by hand .*; prompt 11 .*'raise'"
     with pool(timeout_s=20.0, memory_mb=1024) as graders:
-        failed, fine = (graders.submit([one]) for one in (sample(what, ordinal=11), sample("34")))
+        failed, fine = (graders.submit([one]) for one in (sample("raise", ordinal=11), sample("34")))
         with pytest.raises(RewardError, match=message) as raised:
             failed.result()
         assert len(str(raised.value)) < 3000
@@ -306,5 +298,3 @@ def test_closing_cancels_waiting_calls_and_waits_for_the_call_that_is_being_grad
     graders.close()
     assert hanging.result()[0].lost == "timeout"
     assert waiting.cancelled()
-    with pytest.raises(RuntimeError, match=r"hostile was closed"):
-        graders.submit([sample("34")])

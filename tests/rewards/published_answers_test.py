@@ -4,11 +4,13 @@ Only where DAPO_JAX_DATA names a folder with the folders dapo_math_17k, aime_202
 """
 
 import os
+import re
 
 import pytest
 
 from dapo_jax.data import load_rows
 from dapo_jax.rewards import GRADERS
+from dapo_jax.rewards.graders import UNREAD_BY
 
 DATA = os.environ.get("DAPO_JAX_DATA")
 
@@ -47,6 +49,14 @@ def test_a_stated_or_boxed_answer_is_correct(rows, source, split, grader, writte
         if not grade(written(row["answer"]), row["answer"]).correct
     ]
     assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("source", "split"), [("dapo_math_17k", "train"), ("aime_2024", "test"), ("math_500", "test")]
+)
+def test_references_that_are_not_read_as_a_whole_are_bases_and_words(rows, source, split):
+    unread = [row["answer"] for row in rows(source, split) if UNREAD_BY["math"](row["answer"])]
+    assert all(re.fullmatch(r"\d+_\{?\d\}?|\\text\{.*\}", answer) for answer in unread)
 
 
 @pytest.mark.parametrize("split", ["train", "test"])

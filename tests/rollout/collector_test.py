@@ -8,7 +8,7 @@ import pytest
 from dapo_jax.dapo.dynamic_sampling import ShortfallError
 from dapo_jax.dapo.rollouts import Continuation, Group, Prompt, Rollout, Span, Standing, Verdict
 from dapo_jax.rollout.collector import Collector, Position
-from dapo_jax.rollout.virtual_clock import ClockSizes, ResponseId, VirtualClock
+from dapo_jax.rollout.scheduler import ClockSizes, ResponseId, VirtualClock
 from dapo_jax.sampling.requests import EpisodeLimits
 from dapo_jax.sampling.rounds import Drawn
 from tests.dapo.dynamic_sampling_test import make_group
@@ -127,14 +127,14 @@ def test_groups_without_signal_are_counted_and_left_out():
 
 
 def test_the_most_groups_of_a_step_end_its_rounds():
-    found = collector(max_groups=4)
+    found = collector(max_groups=4, trains_fewer=True)
     for _ in range(2):
         assert found.goes_on
         one_round(found, dict.fromkeys(range(9), 1), right=(False, False))
     assert not found.goes_on
     message = r"found 0 of the 2 .* the 4 of this step: of 4 groups 0 were all correct, 4 all wrong"
     with pytest.raises(ShortfallError, match=message):
-        found.finish(on_shortfall="train_fewer")
+        found.finish()
 
 
 @pytest.mark.parametrize(("answer_rounds", "rounds_of_turns"), [(0, [0, 1]), (1, [1, 3]), (2, [2, 5])])
@@ -261,11 +261,12 @@ def test_a_shortfall_counts_the_groups_by_kind(kind_of, metric, message, fewer):
         "score": ["correct", "wrong", "mixed", "grader"],
     }
     assert not any(word in str(error.value) for word in words[metric])
+    found.trains_fewer = True
     if fewer:
-        assert ordinals(found.finish(on_shortfall="train_fewer").groups) == fewer
+        assert ordinals(found.finish().groups) == fewer
     else:
         with pytest.raises(ShortfallError):
-            found.finish(on_shortfall="train_fewer")
+            found.finish()
 
 
 def test_without_dynamic_sampling_a_step_is_one_wave_of_exactly_the_groups_it_needs():

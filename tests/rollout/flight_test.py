@@ -9,7 +9,7 @@ import pytest
 
 from dapo_jax.health.stopping import Stop, StoppedError
 from dapo_jax.rollout.group_sampling import Places, dealt
-from dapo_jax.rollout.virtual_clock import ResponseId
+from dapo_jax.rollout.scheduler import ResponseId
 from dapo_jax.trackers.rollout_log import read_rollouts
 from tests.rollout.processes_test import assert_the_same
 

@@ -17,14 +17,14 @@ from dapo_jax.dapo.dynamic_sampling import Collected
 from dapo_jax.dapo.rollouts import Group
 from dapo_jax.health.stopping import STOPPED
 from dapo_jax.models.folder import load_model
-from dapo_jax.rollout.packed import group_arrays, groups_of
+from dapo_jax.rollout.checkpoint_arrays import group_arrays, groups_of
 from dapo_jax.run import train
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.trackers.rollout_log import read_problems, read_rollouts
 from dapo_jax.training.step_metrics import rollout_metrics
 from tests import several
-from tests.rollout.packed_test import make_rollout, prompt_at, rollouts
+from tests.rollout.checkpoint_arrays_test import make_rollout, prompt_at, rollouts
 
 GRADER = '''
 import os
@@ -58,17 +58,20 @@ import random
 import time
 from dapo_jax.cli import main
 from dapo_jax.sampling.engine import DecoderEngine
-decode = DecoderEngine.generate
+decode, calls = DecoderEngine.generate, []
 
 def late(*arguments):
+    calls.append(0)
     time.sleep(random.choice([0.0, 0.0, 0.02]))
     return decode(*arguments)
 
 DecoderEngine.generate = late
-sys.exit(main(sys.argv[1:]))
+status = main(sys.argv[1:])
+print("decode calls:", len(calls))
+sys.exit(status)
 """
 )
-"""The command with processes that are slow at random."""
+"""The command with processes that are slow at random, and the number of their decode calls."""
 
 TOLERANCE = 2e-6
 """Of trained parameters. Devices in one process and in several add up a gradient in another order: 8 addends in float32, clipped
@@ -177,9 +180,10 @@ def weights_of(run):
 def test_two_processes_train_what_one_trains_in_waves(settings, alone):
     """With four slots each: of three prompts in a wave, each with four responses, one process has one and the other two."""
     _, path = settings["waves"]("two", sampling__slots=4)
-    first, second = trained(path, 2)
-    assert "step 4/4" in first
-    assert "step" not in second, "only the first one prints"
+    first, second = (output.rpartition("decode calls: ") for output in trained(path, 2, code=DELAYED))
+    assert "step 4/4" in first[0]
+    assert "step" not in second[0], "only the first one prints"
+    assert int(first[2]) != int(second[2])  # each samples its own prompts until it has done, in no lockstep
     assert_the_same(path.with_name("two"), alone("waves"))
 
 

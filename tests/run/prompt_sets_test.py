@@ -11,10 +11,10 @@ from dapo_jax.run.prompt_sets import (
     Joined,
     dated,
     held_out_prompts,
-    prompt_format,
     training_prompts,
     training_rows,
 )
+from dapo_jax.text.formatting import PromptFormat
 from dapo_jax.text.tokenizers import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()
@@ -116,8 +116,8 @@ def test_the_day_is_the_configured_one_or_the_run_s_or_today():
     assert dated(own, like=run) == own
     assert dated(DataConfig(), like=run) == run
     assert dated(DataConfig(), like=DataConfig()).template_date == dated(DataConfig()).template_date != ""
-    assert prompt_format(run).today == date(2024, 7, 26)
-    assert prompt_format(DataConfig()).today is None
+    assert PromptFormat(run).today == date(2024, 7, 26)
+    assert PromptFormat().today is None
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import heapq
 import itertools
 import weakref
-from collections import Counter
+from collections import Counter, deque
 
 import jax
 import numpy as np
@@ -13,6 +13,8 @@ from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.pages import PageSizes
+from dapo_jax.sampling.requests import Request
+from dapo_jax.sampling.slots import Slots
 from dapo_jax.testing import ScriptedEngine
 
 EOS, LIMIT = 1, 40
@@ -64,12 +66,6 @@ def test_every_group_comes_back_whole_and_in_response_order():
             assert got.finish_reason == "stop"
 
 
-def test_slots_are_filled_in_prompt_order():
-    engine = scripted()
-    list(sample(engine, drawing(prompts(9)), prefill_prompts=2))
-    assert engine.inserted == [(ordinal, index) for ordinal in range(9) for index in range(3)]
-
-
 def test_each_prompt_is_prefilled_once():
     engine = scripted(slots=4)
     asked = [prompt(0, range(2, 5)), prompt(1, range(2, 11)), prompt(2, [7] * 16), prompt(3, [8] * 17)]
@@ -77,12 +73,6 @@ def test_each_prompt_is_prefilled_once():
     assert [[tuple(tokens) for tokens in call] for call in engine.prefills] == [
         [tuple(p.tokens)] for p in asked
     ]
-
-
-def test_prompts_drawn_together_are_prefilled_together():
-    engine = scripted(slots=12)
-    list(sample(engine, drawing(prompts(5)), prefill_prompts=4))
-    assert [len(call) for call in engine.prefills] == [4, 1]
 
 
 def test_a_response_that_a_stop_function_ends_gives_up_its_slot():
@@ -112,13 +102,6 @@ def test_the_second_wave_starts_while_the_tail_of_the_first_still_runs():
     assert len(engine.live_slots) == 40, "the second wave cost no step of its own"
 
 
-def test_nothing_to_sample_decodes_nothing():
-    engine = scripted()
-    assert list(sample(engine, drawing([]))) == []
-    assert engine.live_slots == []
-    assert engine.prefills == []
-
-
 def test_prompts_are_asked_for_only_when_slots_are_free_and_few_at_a_time():
     """6 responses a prompt and 4 slots: a second prompt is read when the line is empty."""
     engine, counts = scripted(slots=4), []
@@ -136,24 +119,15 @@ def test_prompts_are_asked_for_only_when_slots_are_free_and_few_at_a_time():
     assert counts[2][1] == 12
 
 
-def test_a_response_ends_at_the_limit_or_at_its_end_token():
-    """Limit 5: lengths 3 and 5 end in the end token, 6 and 9 are cut just before it."""
-    engine = scripted(lambda ordinal, index: [3, 5, 6, 9][index])
-    ((_, responses),) = sample(engine, drawing(prompts(1)), samples=4, limit=5)
-    assert [len(got.tokens) for got in responses] == [3, 5, 5, 5]
-    assert [got.finish_reason for got in responses] == ["stop", "stop", "length", "length"]
-    assert [int(got.tokens[-1]) for got in responses] == [EOS, EOS, 4, 5]
-
-
 def long_tailed(ordinal, index):
     """Lengths from 5 to 40 with a median of 7 and a mean of 11: Pareto's, from a hash of the names."""
     uniform = ((ordinal * 7919 + index * 104_729 + 13) * 2_654_435_761 % 2**32) / 2**32
     return int(min(2 + 3 * (1 - uniform) ** -0.9, LIMIT))
 
 
-def occupancy(*, refill_frac=0.125, steps=16, count=64):
+def occupancy(steps):
     engine = scripted(long_tailed, slots=16, steps=steps)
-    list(sample(engine, drawing(prompts(count)), samples=8, prefill_prompts=2, refill_frac=refill_frac))
+    list(sample(engine, drawing(prompts(64)), samples=8, prefill_prompts=2))
     # Without the last stretch, when nothing is left to refill with.
     return float(np.mean(engine.live_slots[:-LIMIT])) / engine.slots
 
@@ -164,13 +138,8 @@ def test_long_tailed_lengths_leave_few_slots_idle():
     Slots are refilled when 2 of the 16 are free, so at most one is idle on the way: 15 / 16 = 94 %. The prompts of one prefill
     fill the slots exactly, which must not leave the line empty.
     """
-    assert occupancy() > 15 / 16
-    assert occupancy(steps=4) > 15 / 16
-
-
-def test_refilling_late_leaves_slots_idle():
-    """refill_frac 1 comes back only at the end of a call of 16 steps; half of 16 slots idle on the way is common."""
-    assert occupancy(refill_frac=1.0) < 0.75
+    assert occupancy(16) > 15 / 16
+    assert occupancy(4) > 15 / 16
 
 
 class Prefix(np.ndarray):
@@ -236,6 +205,22 @@ def test_few_responses_are_preempted_when_pages_run_out():
     """32 prompts of 8 responses: those that start leave the others pages to grow. Without spare pages there are 195 re-prefills, with them 70."""
     started = Counter(short_of_pages(share=0.12).inserted)
     assert 0 < sum(started.values()) - 256 < 100
+
+
+def test_a_preempted_response_goes_to_the_head_of_the_line():
+    """Five pages of 4 tokens. Two responses have two pages each for 6 tokens, and both need a third; the older one gets it."""
+    pages = PageSizes(holders=2, pools=1, pool_pages=5, page_tokens=4, capacity=16)
+    engine = ScriptedEngine(
+        lambda *_: [2] * 20, slots=2, capacity=16, steps_per_call=4, stop_ids=[EOS], page_sizes=pages
+    )
+    slots, waiting = Slots(engine), deque([Request(prompt(2), 0, limit=10)])
+    older, younger = (Request(prompt(ordinal), 0, limit=10) for ordinal in range(2))
+    for request in (older, younger):
+        assert slots.take(request, waiting) is not None
+        request.append(np.full(4, 2, np.int32), np.zeros(4, np.float32))
+    slots.make_room(waiting)
+    assert [request.prompt.ordinal for request in waiting] == [1, 2]
+    assert [owner and owner.prompt.ordinal for owner in slots.owners] == [0, None]
 
 
 class PrefillsSlowly(ScriptedEngine):

@@ -11,7 +11,7 @@ import pytest
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.parallel.weights import weight_transfer
+from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.sampling.decode_loop import DecodeLoop
 from dapo_jax.sampling.decoding import DecodingOptions, decoding
 from dapo_jax.sampling.engine import DecoderEngine
@@ -117,7 +117,7 @@ MESH = make_mesh(devices=jax.devices()[:1])
 
 @pytest.fixture(scope="module")
 def weights():
-    return weight_transfer(shapes_of(CONFIG), MESH, dtype="float32")(tiny_params(CONFIG))
+    return WeightTransfer(shapes_of(CONFIG), MESH, dtype="float32")(tiny_params(CONFIG))
 
 
 @functools.cache

@@ -126,7 +126,6 @@ def test_greedy_takes_the_likeliest(options):
 @pytest.mark.parametrize(
     "options",
     [
-        {"top_p": None, "top_k": None},
         {"top_k": -1},
         {"top_k": 1000},
         {"top_p": 0.9999999},

@@ -13,7 +13,7 @@ from flax import nnx
 from dapo_jax.models.decoder import Decoder
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.parallel.weights import weight_transfer
+from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.sampling.interface import Insertion
@@ -44,7 +44,7 @@ def engine(mesh):
 
 @pytest.fixture(scope="module")
 def transfer(mesh):
-    return weight_transfer(shapes_of(CONFIG), mesh, dtype="float32")
+    return WeightTransfer(shapes_of(CONFIG), mesh, dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -188,19 +188,6 @@ def test_greedy_decoding_is_the_argmax_of_the_whole_sequence(engine, weights, pl
         assert likeliest[going].tolist() == [drawn[row][step] for row in going]
 
 
-def test_a_slot_stops_at_its_limit_and_the_others_continue(engine, weights):
-    prefix = prefilled(engine, weights, prompts(4))
-    limits = [1, 3, 12, 6]
-    state, generate = started(engine, prefix, range(4), [0] * 4, limits=limits)
-    state, result = generate(weights, state, decoding())
-    drawn = [tokens.tolist() for tokens in drawn_by(result)]
-    for tokens, limit, live in zip(drawn, limits, np.asarray(result.live), strict=True):
-        assert EOS not in tokens[:-1]
-        assert len(tokens) == min(limit, STEPS) or tokens[-1] == EOS
-        assert live == (len(tokens) < limit and tokens[-1] != EOS)
-    assert np.asarray(state.lengths).tolist() == [4 + len(tokens) for tokens in drawn]
-
-
 def test_generate_comes_back_as_soon_as_too_few_slots_live(engine, weights):
     prefix = prefilled(engine, weights, prompts(4))
     how = decoding(temperature=0.01)
@@ -285,7 +272,7 @@ CACHES = ["slots", "pages", "tpu", "gpu"]
 def test_sampler_and_trainer_agree_in_bfloat16(mesh, cache):
     """Their log-probabilities differ by less than the trainer's own in bfloat16 and float32 (here 0.005 nats)."""
     engine = made(mesh, compute_dtype="bfloat16", cache=cache)
-    weights = weight_transfer(shapes_of(CONFIG), mesh, dtype="bfloat16")(tiny_params(CONFIG))
+    weights = WeightTransfer(shapes_of(CONFIG), mesh, dtype="bfloat16")(tiny_params(CONFIG))
     asked = prompts(8, 3, 6, 5)
     state, generate = started(engine, prefilled(engine, weights, asked), range(4), range(4))
     state, result = generate(weights, state, decoding())
@@ -310,7 +297,7 @@ def test_slots_and_heads_over_several_devices_sample_as_one_device_does(engine, 
     """Slots are spread over two devices, heads and vocabulary over two; each device samples for one slot."""
     spread = make_mesh(data=2, fsdp=1, tensor=2, devices=jax.devices()[:4])
     several = made(spread, cache=cache)
-    params = weight_transfer(shapes_of(CONFIG), spread, dtype="float32")(tiny_params(CONFIG))
+    params = WeightTransfer(shapes_of(CONFIG), spread, dtype="float32")(tiny_params(CONFIG))
 
     def drawn(engine, weights):
         prefix = prefilled(engine, weights, prompts(3, 8, 5))

@@ -8,7 +8,7 @@ import pytest
 
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.parallel.weights import weight_transfer
+from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.plan.topologies import devices_of, parse
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
@@ -32,7 +32,7 @@ def compiled(head_dim=128, name="generate", dtype="bfloat16", eight_bit=False, *
         config, slots=SLOTS, capacity=CAPACITY, steps_per_call=STEPS, stop_ids=[1], mesh=mesh, compute_dtype=dtype,
         prefill=PrefillShape(rows=1, width=512, longest=512),
     )  # fmt: skip
-    weights = weight_transfer(shapes_of(config), mesh, dtype=dtype, eight_bit=eight_bit).shapes
+    weights = WeightTransfer(shapes_of(config), mesh, dtype=dtype, eight_bit=eight_bit).shapes
     program = engine.programs(weights, decoding())[name]()
     return program.compile(), SLOTS * 4 * CAPACITY * 2 * head_dim * 2 // 4
 

@@ -218,16 +218,6 @@ def test_a_cache_in_eight_bits_attends_to_its_scaled_values(kind, dtype):
             np.testing.assert_allclose(found[head, :, slot], expected, rtol=0, atol=1e-5)
 
 
-def test_the_walk_passes_the_blocks_of_live_slots_slot_by_slot():
-    """2, none and 3 blocks: steps 0, 1 | 2, 3, 4 begin at 0 | 2. Without any there is one step, of the last slot."""
-    count, slot_of, starts = tpu_cache._walk(jnp.array([2, 0, 3], jnp.int32), 9)
-    assert count == 5
-    assert slot_of[:5].tolist() == [0, 0, 2, 2, 2]
-    assert starts[jnp.array([0, 2])].tolist() == [0, 2]
-    count, slot_of, starts = tpu_cache._walk(jnp.zeros(3, jnp.int32), 9)
-    assert (count[0], slot_of[0], starts[2]) == (1, 2, 0)
-
-
 def test_prompts_are_written_to_pages_as_in_the_other_caches():
     """Two rows of 3 tokens; the second, from its second token on, goes into the last of three pages of 16."""
     tokens = np.arange(1, 2 * 4 * 6 + 1, dtype=np.float32).reshape(2, 4, 6)

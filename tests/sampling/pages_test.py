@@ -9,7 +9,7 @@ import pytest
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
-from dapo_jax.sampling.pages import Fill, Pages, PageSizes, pages_for, slot_pages
+from dapo_jax.sampling.pages import Fill, Pages, PageSizes, pages_for
 from dapo_jax.testing import ScriptedEngine
 
 EOS = 1
@@ -28,17 +28,6 @@ def test_a_slot_gets_pages_for_its_tokens_and_the_list_to_fill():
     assert pages.held(1) == [0, 1, 2]
     assert pages.tables[1, :3].tolist() == [0, 1, 2]
     assert pages.free(0) == 5
-
-
-def test_growing_takes_pages_only_when_the_last_is_full():
-    pages = pool(3)
-    pages.start(0, 4, read=4)
-    assert pages.grow(0, 4)
-    assert pages.held(0) == [0]
-    assert pages.grow(0, 5)
-    assert pages.held(0) == [0, 1]
-    assert not pages.grow(0, 17)
-    assert (pages.held(0), pages.free(0)) == ([0, 1], 1), "nothing is taken when not all can be had"
 
 
 def test_the_full_pages_of_a_prompt_are_shared_and_filled_once():
@@ -60,13 +49,6 @@ def test_the_full_pages_of_a_prompt_are_shared_and_filled_once():
     assert len(pages.start(0, 9, read=9, prompt="a", prompt_tokens=9)) == 3, "the shared pages are free too"
 
 
-def test_a_re_prefilled_response_shares_its_prompt_and_fills_the_rest():
-    """15 tokens, 9 of them prompt, next to another response: pages 0 and 1 are shared, 2 and 3 are filled."""
-    pages = pool(8)
-    pages.start(0, 9, read=9, prompt="a", prompt_tokens=9)
-    assert [fill.first for fill in pages.start(1, 16, read=15, prompt="a", prompt_tokens=9)] == [8, 12]
-
-
 def test_without_enough_free_pages_nothing_starts_and_nothing_changes():
     pages = pool(4)
     pages.start(0, 9, read=9, prompt="a", prompt_tokens=9)
@@ -82,13 +64,6 @@ def test_slots_on_other_devices_have_pools_of_their_own():
     assert pages.tables[3, :2].tolist() == [0, 1]
     assert (pages.free(0), pages.free(1)) == (6, 4)
     assert len(pages.start(0, 8, read=8, prompt="a", prompt_tokens=8)) == 2, "devices share nothing"
-
-
-def test_whole_slots_are_pools_of_one_page():
-    pages = Pages(slot_pages(3, 24))
-    assert pages.start(2, 24, read=5, prompt="a", prompt_tokens=5) == [Fill(0, 2)]
-    assert pages.grow(2, 24)
-    assert [pages.free(slot) for slot in range(3)] == [1, 1, 0]
 
 
 class Remembering(ScriptedEngine):

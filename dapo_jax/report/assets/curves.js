@@ -226,8 +226,8 @@ function runName(run, runs, view, drawAll) {
 const valuesOf = (run, key) => (run.columns[key] ?? []).map((value, i) => [value, i]).filter(([value]) => value !== null);
 const last = (run, key) => valuesOf(run, key).at(-1)?.[0] ?? null;
 
-/** Whether the run runs, or when and why it ended, as far as was known when the page was made. */
-function stateOf({ state: { kind, at, reason } }, made) {
+/** The state of a run when the page was made. */
+function stateOf({ status: { state, at, reason } }, made) {
   const words = {
     running: [`running`, `last sign of life ${moment(at)}`],
     finished: ["finished", moment(at)],
@@ -235,9 +235,9 @@ function stateOf({ state: { kind, at, reason } }, made) {
     failed: ["ended by an error", moment(at)],
     silent: ["no sign of life", `since ${moment(at)}`],
     unknown: ["not known", `last written ${moment(at)}`],
-  }[kind];
+  }[state];
   const title = `as of ${moment(made)}`;
-  return el("div", { class: `state ${kind}`, title }, el("b", {}, words[0]), ` ${words[1]}`, kind === "failed" && reason ? el("div", { class: "reason" }, reason) : null);
+  return el("div", { class: `state ${state}`, title }, el("b", {}, words[0]), ` ${words[1]}`, state === "failed" && reason ? el("div", { class: "reason" }, reason) : null);
 }
 
 function progress(run) {

@@ -87,7 +87,7 @@ class Look:
         for _ in run.sampling.groups(None, collector):
             pass
         run.close()
-        return run.sampling.finish(collector)
+        return collector.finish()
 
     def rollouts(self, **how):
         """The rollouts of the first prompt, one for each of `RESPONSES`."""

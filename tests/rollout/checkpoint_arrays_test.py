@@ -20,9 +20,7 @@ from dapo_jax.dapo.rollouts import (
     TurnSpan,
     Verdict,
 )
-from dapo_jax.rollout.collector import InFlight
-from dapo_jax.rollout.exchange import _answered, _as_json
-from dapo_jax.rollout.packed import (
+from dapo_jax.rollout.checkpoint_arrays import (
     drawn_arrays,
     drawn_of,
     flight_arrays,
@@ -31,7 +29,9 @@ from dapo_jax.rollout.packed import (
     groups_of,
     split_flight,
 )
-from dapo_jax.rollout.virtual_clock import ClockSizes, ResponseId, VirtualClock
+from dapo_jax.rollout.collector import InFlight
+from dapo_jax.rollout.exchange import _answered, _as_json
+from dapo_jax.rollout.scheduler import ClockSizes, ResponseId, VirtualClock
 from dapo_jax.sampling.requests import Request
 from dapo_jax.sampling.rounds import Drawn
 

@@ -3,8 +3,8 @@
 import pytest
 from tokenizers import AddedToken, Tokenizer, normalizers
 
-from dapo_jax.text.chat import FIRST_GUARD, Guards
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
+from dapo_jax.text.special_tokens import FIRST_GUARD, Guards
 from dapo_jax.text.tokenizers import ByteTokenizer, CharTokenizer
 from tests.text.folders import byte_fallback_json, byte_level_json, files_of
 

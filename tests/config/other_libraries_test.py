@@ -5,7 +5,14 @@ import re
 import pytest
 
 from dapo_jax.config import EvaluateConfig, SftConfig, TrainConfig
-from dapo_jax.config.loading import ALIASES, NO_KEY, NOTES, nearest_keys, of_another_library, unknown_key
+from dapo_jax.config.other_libraries import (
+    ALIASES,
+    NO_KEY,
+    NOTES,
+    nearest_keys,
+    of_another_library,
+    unknown_key,
+)
 from dapo_jax.config.section import leaf_types
 
 KEYS = leaf_types(TrainConfig)

@@ -1,0 +1,45 @@
+"""Arrays in eight bits: int8 values with scales."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Int8
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Quantized:
+    """An array in 8 bits: `values` times `scale`. The scale is constant along the summed dimensions, so it can be factored out of a product."""
+
+    values: Int8[Array, "..."] | Any
+    scale: Float[Array, "..."] | Any
+    """The factors, with as many dimensions as the values; the summed dimensions have length 1."""
+
+    def __getitem__(self, _: Any) -> "Quantized":
+        """Returns all of it, as `[...]` does for an array."""
+        return self
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def reshape(self, first: int, rest: int) -> "Quantized":
+        """Joins all dimensions except the first to one, which is summed over."""
+        return Quantized(self.values.reshape(first, rest), self.scale.reshape(first, 1))
+
+    def rows(self, index: Int[Array, " tokens"]) -> Float[Array, "tokens _"]:
+        """Returns rows of a table that has a scale for each row."""
+        return Quantized(self.values[index], self.scale[index]).whole
+
+    @property
+    def whole(self) -> Float[Array, "..."]:
+        """Returns the dequantized array in float32."""
+        return self.values.astype(jnp.float32) * self.scale
+
+
+def quantized(x: Float[Array, "..."], summed: tuple[int, ...]) -> Quantized:
+    """Quantizes `x` to 8 bits. The largest absolute value along the dimensions `summed` becomes 127."""
+    largest = jnp.abs(x).max(summed, keepdims=True).astype(jnp.float32)
+    scale = jnp.where(largest > 0, largest, 1.0) / 127
+    return Quantized(jnp.round(x.astype(jnp.float32) / scale).astype(jnp.int8), scale)
