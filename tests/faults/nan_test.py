@@ -21,6 +21,7 @@ from dapo_jax.rollout.response_sampler import ResponseSampler
 from dapo_jax.run.guard import GuardError
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.rollout_log import read_post_mortem
+from dapo_jax.training.minibatch import with_array
 from dapo_jax.training.update import Updater
 from tests.docs.blocks import ROOT, blocks
 
@@ -53,7 +54,7 @@ def poison(monkeypatch):
                 array = np.array(getattr(stack.microbatches, name))
                 array[tuple(np.argwhere(np.asarray(stack.microbatches.mask))[-1])] = np.nan
                 placed = jax.device_put(array, getattr(stack.microbatches, name).sharding)
-                prepared[update - 1] = (stack.with_arrays(**{name: placed}),)
+                prepared[update - 1] = with_array((stack,), name, lambda _: placed)
             return prepared
 
         monkeypatch.setattr(Updater, "prepare", prepare)
