@@ -11,7 +11,7 @@ from dapo_jax.doctor.subject import Subject
 State = Literal["ok", "warning", "failed", "skipped"]
 
 _MOST = 700
-"""Maximum number of characters shown of an error message, because a compiler's may fill pages."""
+"""Maximum number of characters shown from an error message, because compiler errors may fill pages."""
 
 
 @dataclass(frozen=True)

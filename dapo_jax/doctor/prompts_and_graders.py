@@ -108,7 +108,7 @@ def _samples(subject: Subject, prompt: Prompt) -> list[Sample]:
 def _judged(
     asked: Sequence[Sequence[Sample]], verdicts: Sequence[Sequence[Verdict]], took: str, *, own_form: bool
 ) -> Found:
-    """Checks verdicts that are correct or wrong."""
+    """Checks a grader whose verdicts are correct or wrong."""
     by_score = ""
     if any(one.score is not None for each in verdicts for one in each):
         by_score = "; a score above 0 counts as correct: if the score is the reward, set dynamic_sampling.metric=score"
@@ -136,7 +136,7 @@ def _judged(
 
 
 def _scored(verdicts: Sequence[Sequence[Verdict]], took: str) -> Found:
-    """Checks scores. There may be no correct answer, but an empty response must not have the best score."""
+    """Checks a grader that returns scores. There may be no correct answer, but an empty response must not have the best score."""
     scores = [[one.score for one in each if one.score is not None] for each in verdicts]
     if any(len(known) < len(each) for known, each in zip(scores, verdicts, strict=True)):
         return Found(

@@ -48,7 +48,7 @@ _NUMBERS = (
 
 
 class TinyStep(ExitStack, Observer):
-    """One step and its checks, each of which needs the previous checks. Leaving the context manager removes the step's files."""
+    """One step and its checks. Each check needs the previous checks. Leaving the context manager removes the step's files."""
 
     def weights(self, subject: Subject) -> Found:
         """Loads the model onto the run's mesh, as a run does. Weights with NaN or infinity raise an error."""

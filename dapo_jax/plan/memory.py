@@ -46,7 +46,7 @@ class Resident:
     sampler_base: int = 0
     """The sampler's own copy of the frozen base weights; 0 if it has none."""
     weights: int = 0
-    """The sampler's other weights."""
+    """The sampler's weights, without the frozen base weights."""
     rotations: int = 0
     """Cosines and sines of the rotary embedding for all positions. Once created by the sampler, they stay in memory."""
     minibatch: int = 0

@@ -84,7 +84,7 @@ class Programs:
         return self._transfer.shapes
 
     def lowered(self) -> dict[str, Lower]:
-        """Returns a function for each program name that lowers this program."""
+        """Maps the name of each program to a function that lowers it."""
         decoded = jax.eval_shape(partial(decoding, temperature=self.config.sampling.temperature))
         sampling = self._engine.programs(self.weights, decoded)
         rows, lengths, params = self.config.batch.rows_per_microbatch, self._row_lengths, self.state.params

@@ -97,8 +97,8 @@ def prefill_shape_of(config: TrainConfig) -> PrefillShape:
 def in_flight(config: TrainConfig, work: Workload, pages: PageSizes, samplers: int) -> float:
     """Returns the number of responses that a sampler decodes in parallel.
 
-    This is the minimum of its slots, its share of `rollout.in_flight`, and the number of responses that fit its pages. Each response
-    takes its mean context plus half a page. Pages that are shared within a group are counted for each response.
+    This is the minimum of its slots, its share of `rollout.in_flight`, and the number of responses that fit its pages. A response
+    is assumed to need the mean context plus half a page. Pages that are shared within a group are counted for each response.
     """
     most = [float(config.sampling.slots)]
     if pages.runs_out:  # otherwise every slot has room for the longest response
@@ -110,7 +110,7 @@ def in_flight(config: TrainConfig, work: Workload, pages: PageSizes, samplers: i
 
 
 def decode_steps(work: Workload, samplers: int, parallel: float) -> float:
-    """Returns the decode steps of a sampler that decodes `parallel` responses at a time. In waves, the longest response is a minimum."""
+    """Returns a sampler's decode steps for `parallel` responses at a time; waves need at least one per token of the longest response."""
     tokens = work.responses * work.response_mean / samplers
     return max(tokens / parallel, work.longest if work.waves else 0.0)
 

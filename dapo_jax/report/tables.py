@@ -62,7 +62,7 @@ def table_of(run: RunFiles) -> Table:
 
 
 def comparable(tables: Sequence[Table]) -> Sequence[Table]:
-    """Renames avg@4, avg@8, ... to avg@k if evaluations of a dataset differ in k, because the expectation is the same for every k."""
+    """Renames avg@4, avg@8, ... to avg@k if evaluations of a dataset differ in k, because all have the same expectation."""
     of_dataset: dict[str, set[str]] = {}
     for match in (match for table in tables for name in table.columns if (match := _AVERAGE.fullmatch(name))):
         of_dataset.setdefault(match[1], set()).add(match[2])

@@ -3,7 +3,7 @@
 Each line is a strictly valid JSON object. JSON has no nan or infinity, so metrics.jsonl contains null instead.
 
 Objects in a bucket cannot be appended to, so the lines of metrics.jsonl are stored there in objects metrics/000001.jsonl and so on. An
-object is named after its first step and contains up to `LINES_PER_OBJECT` lines. Every step replaces the last object with one more line.
+object is named after its first step and contains up to `LINES_PER_OBJECT` lines. Every step rewrites the last object with one more line.
 `read_metrics` supports both forms.
 """
 

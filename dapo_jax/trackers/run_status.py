@@ -27,7 +27,7 @@ class RunStatus:
     state: str
     """`running`, `finished`, `stopped` (by a signal) or `failed`."""
     at: str | None
-    """Time when the status was written, which is the end of an ended run (ISO 8601, UTC)."""
+    """Time when the status was written; for an ended run, the time of its end (ISO 8601, UTC)."""
     reason: str = ""
     """The signal or the error that ended the run; empty otherwise."""
 
