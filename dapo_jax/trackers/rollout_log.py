@@ -131,8 +131,8 @@ def write_post_mortem(
 ) -> None:
     """Writes a post-mortem, replacing an existing one.
 
-    `report` has JSON-serializable values and must contain `step`. `stacks` has one dict of arrays per row length. `groups` are the groups of the
-    update, and `config` is YAML.
+    `report` has JSON-serializable values and must contain `step`. `stacks` has one dict of arrays per row length. `groups` are the groups
+    of the update, and `config` is YAML.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_rollouts(folder, report["step"], groups)
