@@ -109,7 +109,7 @@ def checked_messages(messages: object) -> list[dict[str, Any]]:
             f"no message has the role 'user'; the roles are {[message['role'] for message in checked]!r:.200}"
         )
     if not asked[-1].strip():
-        raise ValueError("the last user message is empty; drop the row or fill it")
+        raise ValueError("the last user message is empty; remove the row or fill in the message")
     if checked[-1]["role"] == "assistant":
         raise ValueError(
             "the last message is the assistant's, so the response would be a second answer in a row; end with the question"
