@@ -27,7 +27,7 @@ class Files:
 
 
 FileRow: TypeAlias = tuple[str, Mapping[str, Any] | Exception]
-"""The position of a row for messages, such as `train.jsonl, line 17` (counted from 1), and its fields, or an exception if the row is bad."""
+"""The position of a row for messages, such as `train.jsonl, line 17` (counted from 1), and its fields. A bad row has an exception instead."""
 
 
 def data_files(path: Path) -> list[Path]:

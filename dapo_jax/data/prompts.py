@@ -60,7 +60,7 @@ class PromptSource:
 
     def stream(self, start: int, *, stride: int, ahead: int) -> Iterator[Prompt]:
         """Yields the prompts at start, start + stride, ... Threads load and tokenize up to `ahead` prompts in advance."""
-        import grain  # takes more than a second
+        import grain  # importing it takes more than a second
 
         options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=ahead)
         return iter(self._order.map_with_index(self._prompt)[start::stride].to_iter_dataset(options))
@@ -98,7 +98,7 @@ def row_order(
     Raises:
         ValueError: a part has no rows.
     """
-    import grain  # takes more than a second
+    import grain  # importing it takes more than a second
 
     if not parts or not all(len(part) for part in parts):
         raise ValueError("there are no rows to sample from; the split or the list of rows is empty")

@@ -14,7 +14,7 @@ class LoadedRows(Sequence[Mapping[str, Any]]):
     def __init__(
         self, rows: Sequence[Any], note: str = "", read: Callable[[Any], Mapping[str, Any]] = lambda row: row
     ) -> None:
-        """Keeps the stored rows, a note for users about rows that were left out, and a function that decodes a stored row."""
+        """Wraps stored rows. `note` informs users about rows that were left out, and `read` decodes a stored row."""
         self._rows, self.note, self._read = rows, note, read
 
     def __len__(self) -> int:

@@ -31,7 +31,7 @@ class ServedPrefix:
 
     prefix: PyTree
     place: int = field(metadata={"static": True})
-    """Index of the prompt in the prefix."""
+    """Index of this prompt among the prompts in `prefix`."""
     prompt_tokens: int = field(metadata={"static": True})
 
 

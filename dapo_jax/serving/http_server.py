@@ -25,7 +25,7 @@ _PATIENCE_S = 60
 _BODY_BYTES, _BODY_BYTES_PER_TOKEN = 1 << 20, 64
 """Maximum size of a body: a fixed number of bytes, plus a number of bytes per token of the longest prompt."""
 _MORE_CONNECTIONS = 320
-"""Connections in addition to the responses that may run or wait, so that further clients get an error and not silence. Bodies are in memory."""
+"""Connections beyond the limit of responses, so that clients over this limit get an error instead of no answer. Each may have a body in memory."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

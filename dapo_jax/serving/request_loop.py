@@ -152,7 +152,7 @@ class RequestLoop:
             self._changed.notify()
 
     def take(self, weights: Callable[[], PyTree], version: int) -> None:
-        """Switches to the weights that `weights` returns, from the next engine call. Returns once the new weights are in use.
+        """Switches to the weights that `weights` returns, starting with the next engine call. Returns once they are in use.
 
         Running responses are re-prefilled and continue with the new weights. `weights` is called in the loop's thread, because only this
         thread may launch programs on the devices.

@@ -140,8 +140,8 @@ def serve(source: str, options: ServeOptions, *, say: Callable[[str], None] = pr
     except ImportError as error:
         # The package `jetstream` is a different project.
         raise ConfigError(
-            f"serving needs JetStream, which cannot be imported ({error}); {how_to_install('jetstream')}, or "
-            "google-jetstream==0.2.2 (not the package jetstream)"
+            f"serving needs JetStream, which cannot be imported ({error}); install it with {how_to_install('jetstream')}, or "
+            "install google-jetstream==0.2.2 (not the package jetstream)"
         ) from error
 
     def server_of(policy: Policy, limits: ServedLimits) -> Callable[..., ServerThread]:
@@ -178,7 +178,7 @@ def serve_http(
         from dapo_jax.serving.http_server import HttpServer, is_loopback
     except ImportError as error:
         raise ConfigError(
-            f"serving over HTTP needs aiohttp and msgspec, which cannot be imported ({error}); {how_to_install('http')}"
+            f"serving over HTTP needs aiohttp and msgspec, which cannot be imported ({error}); install them with {how_to_install('http')}"
         ) from error
     if not api_key and not is_loopback(options.host):
         raise ConfigError(

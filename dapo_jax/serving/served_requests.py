@@ -30,7 +30,7 @@ class CheckedRequest:
     count: int = 1
     """Number of responses."""
     options: OwnOptions
-    """If there is no key, every request is sampled with different random numbers."""
+    """The request's own sampling options. If they have no key, every request is sampled with different random numbers."""
     stop: tuple[str, ...] = ()
     """The stop strings, which are not included in the returned text."""
     logprobs: bool = False

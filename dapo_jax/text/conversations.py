@@ -1,4 +1,4 @@
-"""Tokenizes conversations from outside, such as HTTP requests, so that no text in a message becomes a special token."""
+"""Tokenizes untrusted conversations, such as HTTP requests, so that no text in a message becomes a special token."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -81,10 +81,10 @@ def conversation_ids(
     today: date | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> Int32[np.ndarray, " prompt"]:
-    """Returns the token ids of a conversation from outside, including the generation prompt that begins the answer.
+    """Returns the token ids of an untrusted conversation, including the generation prompt that begins the answer.
 
-    Where a message spells out an added token, it is encoded as ordinary characters. Messages without such text have the same
-    prompt as with `PromptFormat`.
+    If a message spells out an added token, it is encoded as ordinary characters. Otherwise, the prompt is the same as from
+    `PromptFormat`.
 
     Args:
         messages: the messages, oldest first, in any form that `canonical_messages` accepts.

@@ -129,11 +129,11 @@ class HuggingFaceTokenizer:
         return self._encoded(self._tokenizer, text)
 
     def encode_plain(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """Returns the ids of text from outside. Special tokens and other added tokens, such as `<tool_call>`, are encoded as characters."""
+        """Returns the ids of untrusted text. Special tokens and other added tokens, such as `<tool_call>`, are encoded as characters."""
         return self._encoded(self._plain, text)
 
     def _encoded(self, library: tokenizers.Tokenizer, text: str) -> Int32[np.ndarray, " tokens"]:
-        text.encode("utf-8")  # raises, with the position of the surrogate
+        text.encode("utf-8")  # raises an error with the position of a lone surrogate
         with self._library("cannot encode this text with"):
             return np.array(library.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
@@ -312,7 +312,7 @@ def _kind(step: Any) -> str:
 
 @cache
 def _byte_level() -> Mapping[str, int]:
-    """Maps each character of byte-level vocabularies to its byte. Printable bytes are themselves, and the others start at U+0100."""
+    """Maps each character of byte-level vocabularies to its byte. Printable bytes map to themselves, and the others start at U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {

@@ -1,4 +1,4 @@
-"""Parses JSON that other programs or a model wrote. Every problem with it raises a ValueError."""
+"""Parses JSON that other programs or a model wrote. Any problem raises a ValueError."""
 
 import json
 import math

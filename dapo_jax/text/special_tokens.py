@@ -1,4 +1,4 @@
-"""Prevents text from outside, such as HTTP requests and tool results, from being encoded as special tokens.
+"""Prevents untrusted text, such as HTTP requests and tool results, from being encoded as special tokens.
 
 Only the chat template may write special tokens. If a message spells one out, it is encoded as ordinary characters.
 """
@@ -6,7 +6,7 @@ Only the chat template may write special tokens. If a message spells one out, it
 from collections.abc import Iterable
 
 FIRST_GUARD = "\U0010f000"
-"""The first of the private-use characters that serve as guards. Text from outside may not contain this character or a later one."""
+"""The first of the private-use characters that serve as guards. Untrusted text may not contain this character or a later one."""
 
 
 class Guards:
@@ -31,7 +31,7 @@ class Guards:
         Raises:
             ValueError: the text contains a lone surrogate, `FIRST_GUARD`, or a later character.
         """
-        text.encode("utf-8")  # raises, with the position of the surrogate
+        text.encode("utf-8")  # raises an error with the position of a lone surrogate
         if (last := max(text, default="")) >= FIRST_GUARD:
             raise ValueError(
                 f"a text contains the private-use character U+{ord(last):X}; U+{ord(FIRST_GUARD):X} and all later characters are reserved"

@@ -53,10 +53,10 @@ class Tokenizer(Protocol):
         """Returns the ids of `text` without adding any."""
 
     def encode_plain(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """Returns the ids of text from outside, in which special tokens that are spelled out are encoded as ordinary characters."""
+        """Returns the ids of untrusted text. Special tokens that are spelled out in it are encoded as ordinary characters."""
 
     def guarded(self, text: str) -> str:
-        """Returns text from outside for use in a chat template, with guards against special tokens (see `special_tokens.Guards`)."""
+        """Returns untrusted text with guards against special tokens, for use in a chat template (see `special_tokens.Guards`)."""
 
     def encode_guarded(self, text: str) -> Int32[np.ndarray, " tokens"]:
         """Returns the ids of a text with `guarded` parts. Special tokens are encoded as such only outside these parts."""
