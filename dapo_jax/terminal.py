@@ -1,7 +1,7 @@
 """Keeps a program running when its output cannot be printed, and escapes characters that control a terminal.
 
-Printed lines may be lost, but results must not be. If the reader exits (`| head`), the terminal is closed, a descriptor is missing (`>&-`),
-or the terminal's encoding lacks a character, an ordinary `print` would raise an exception and end the program.
+Printed lines may be lost, but results must not be. Without this module, the next `print` raises an exception if the reader exits
+(`| head`), the terminal is closed, a descriptor is missing (`>&-`), or the terminal's encoding lacks a character.
 """
 
 import contextlib

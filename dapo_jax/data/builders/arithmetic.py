@@ -8,8 +8,8 @@ units first and carry as on paper:
 
 The units' sum always has two digits (`3+4=07`), so its first digit is the carry that begins the next step. Every
 character is then either copied from a known position or a one-digit sum, which a very small model can learn. A
-response that is cut off within the reasoning steps is never correct by accident, because the number after its last `=` is
-at most 19, and a sum of two two-digit numbers is at least 20.
+response that is cut off within the reasoning steps is never correct by accident. The number after its last `=` is at most
+19, but a sum of two two-digit numbers is at least 20.
 
 All random choices depend only on SPLIT_SEED and the pair of operands. Changing a constant prepares a new dataset.
 """
