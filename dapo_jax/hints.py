@@ -1,4 +1,4 @@
-"""Hints for error messages: the names most similar to an unknown one, and how to install an extra."""
+"""Hints for error messages: known names that are similar to an unknown name, and how to install an extra."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -6,13 +6,13 @@ from pathlib import Path
 
 
 def nearest(word: str, known: Iterable[str], *, count: int = 1, least: float = 0.5) -> list[str]:
-    """Returns at most `count` of the `known` names most similar to `word`, best first, ignoring case.
+    """Returns up to `count` of the `known` names that are most similar to `word`, best first, ignoring case.
 
     Args:
         word: the unknown name.
         known: the valid names.
-        count: most names to return.
-        least: similarity, from 0 to 1, below which a name is left out; 0 always returns one.
+        count: maximum number of names to return.
+        least: minimum similarity of a returned name, from 0 to 1. With 0, there is always a result.
 
     >>> nearest("Adapo", ["exact", "dapo", "math"]), nearest("xyz", ["exact", "dapo"])
     (['dapo'], [])
@@ -23,9 +23,9 @@ def nearest(word: str, known: Iterable[str], *, count: int = 1, least: float = 0
 
 
 def how_to_install(extra: str) -> str:
-    """Returns the command that installs an extra, from the checkout or the wheel: the package is on no index."""
+    """Returns the command that installs an extra from the checkout or the wheel, because the package is not on PyPI."""
     checkout = Path(__file__).resolve().parents[1]
     if not (checkout / "pyproject.toml").is_file():
-        return f"pip install 'WHEEL[{extra}]', with the wheel's path for WHEEL"
+        return f"pip install 'WHEEL[{extra}]', where WHEEL is the path of the wheel"
     where = "" if checkout == Path.cwd() else f" in {checkout}"
     return f"pip install -e '.[{extra}]'{where}"

@@ -1,7 +1,7 @@
-"""Standard streams that cannot end a program, and text that cannot control a terminal.
+"""Keeps a program running when its output cannot be printed, and escapes characters that control a terminal.
 
-Printed lines may be lost; results must not be. A reader that exits (`| head`), a closed terminal, a missing descriptor (`>&-`) and a character
-that the terminal's encoding lacks would each raise an exception at the next line that is printed.
+Printed lines may be lost, but results must not be. Without this module, the next `print` raises an exception if the reader exits
+(`| head`), the terminal is closed, a descriptor is missing (`>&-`), or the terminal's encoding lacks a character.
 """
 
 import contextlib
@@ -15,24 +15,24 @@ from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 _NO_READER = (errno.EPIPE, errno.ECONNRESET, errno.EBADF)
-"""Errors of a write without a reader; for a closed terminal it is EIO."""
+"""Error codes of a write after the reader has gone. For a closed terminal, the code is EIO."""
 
 _KEPT = "\n\t\u200c\u200d"
-"""Line ends and tabs; and the zero-width joiners of Persian, Indic scripts and emoji."""
+"""Characters that are not escaped: line feeds, tabs, and the zero-width joiners of Persian, Indic scripts and emoji."""
 _HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
-"""Unicode categories: control and format characters, surrogates, line and paragraph separators."""
+"""Unicode categories that are escaped: control and format characters, surrogates, line and paragraph separators."""
 
 
 @contextlib.contextmanager
 def lasting_streams(gone: Callable[[str], None] = lambda name: None) -> Iterator[None]:
-    """Within, standard output and standard error accept all writes, and drop them once there is no reader.
+    """Makes standard output and standard error accept every write, and drop output once its reader has gone.
 
-    A character that the encoding lacks becomes a question mark. Closed descriptors 0 to 2 are opened on the null device, permanently:
-    otherwise the next file to be opened would get such a number, and a library's output would be written into it.
-    Streams that are not the interpreter's own (in a notebook or a test) are unchanged.
+    A character that the encoding lacks is printed as a question mark. If descriptor 0, 1 or 2 is closed, it is permanently redirected to
+    the null device. Otherwise the next file to be opened would get its number, and a library's output would be written into that file.
+    Streams that are not the interpreter's own, for example in a notebook or a test, are unchanged.
 
     Args:
-        gone: called once with `standard output` or `standard error` when it has no reader any more. It must not print there.
+        gone: called once with `standard output` or `standard error` when this stream loses its reader. It must not print to this stream.
     """
     for number in range(3):
         try:
@@ -41,7 +41,7 @@ def lasting_streams(gone: Callable[[str], None] = lambda name: None) -> Iterator
             _discard(number)
     before = (sys.stdin, sys.stdout, sys.stderr)
     if sys.stdin is None:
-        sys.stdin = open(os.devnull)  # noqa: SIM115 - for as long as the program may read it
+        sys.stdin = open(os.devnull)  # noqa: SIM115 - must stay open as long as the program may read it
     sys.stdout = _lasting(sys.stdout, sys.__stdout__, 1, lambda: gone("standard output"))
     sys.stderr = _lasting(sys.stderr, sys.__stderr__, 2, lambda: gone("standard error"))
     try:
@@ -54,7 +54,7 @@ def lasting_streams(gone: Callable[[str], None] = lambda name: None) -> Iterator
 
 
 def _discard(number: int) -> None:
-    """Opens the null device as this descriptor."""
+    """Redirects a descriptor to the null device."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     if nowhere == number:
         os.set_inheritable(number, True)
@@ -81,12 +81,12 @@ def _lasting(stream: Any, own: TextIO | None, number: int, gone: Callable[[], No
 
 
 class _Descriptor(io.FileIO):
-    """A descriptor for writing, which becomes the null device once it has no reader."""
+    """A writable descriptor that is redirected to the null device once its reader has gone."""
 
     def __init__(self, number: int, gone: Callable[[], None]) -> None:
         super().__init__(number, "w", closefd=False)
         self._gone = gone
-        device = stat.S_ISCHR(os.fstat(number).st_mode)  # a closed terminal does not count as one any more
+        device = stat.S_ISCHR(os.fstat(number).st_mode)  # checked before the terminal may be closed
         self._no_reader = (*_NO_READER, errno.EIO) if device else _NO_READER
 
     def write(self, data: Any) -> int | None:
@@ -95,14 +95,14 @@ class _Descriptor(io.FileIO):
         except OSError as error:
             if error.errno not in self._no_reader:
                 raise
-        # The descriptor itself: C libraries write to it too, and child processes inherit it.
+        # Redirect the descriptor itself, because C libraries write to it too and child processes inherit it.
         _discard(self.fileno())
         self._gone()
         return len(memoryview(data).cast("B"))
 
 
 def visible(text: str) -> str:
-    r"""Escapes each character of `text` that controls a terminal, or that hides or reorders others.
+    r"""Escapes the characters of `text` that can control a terminal, or hide or reorder other characters.
 
     >>> visible("red: \x1b[31m")
     'red: \\x1b[31m'

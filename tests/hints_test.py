@@ -34,7 +34,7 @@ def test_a_checkout_is_installed_from_its_folder(monkeypatch, tmp_path):
 
 def test_a_wheel_has_no_checkout(monkeypatch, tmp_path):
     monkeypatch.setattr(hints, "__file__", str(tmp_path / "site-packages" / "dapo_jax" / "hints.py"))
-    assert how_to_install("gcs") == "pip install 'WHEEL[gcs]', with the wheel's path for WHEEL"
+    assert how_to_install("gcs") == "pip install 'WHEEL[gcs]', where WHEEL is the path of the wheel"
 
 
 @pytest.mark.parametrize(

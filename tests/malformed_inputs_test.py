@@ -34,7 +34,7 @@ MESSAGES = {
     "an empty prompt": (b'{"prompt": " ", "answer": "2"}', [], "data.jsonl, line 1: 'prompt' is empty"),
     "a number as prompt": (b'{"prompt": 11, "answer": "2"}', [], "line 1: 'prompt' must be a string or a list of messages"),
     "a float as answer": (b'{"prompt": "1", "answer": 2.5}', [], "'answer' must be a string or an integer; got 2.5"),
-    "nobody asks": (b'{"prompt": [{"role": "system", "content": "2"}], "answer": "2"}', [], "no message is of role 'user'"),
+    "nobody asks": (b'{"prompt": [{"role": "system", "content": "2"}], "answer": "2"}', [], "no message has the role 'user'"),
     "an unknown template": (GOOD, ["--prompt-template", "dappo"], "or the name of a template: dapo"),
     "a template that reaches out": (GOOD, ["--chat"], "data.jsonl, line 1: chat template"),
     "a system prompt without a chat": (GOOD, ["--system-prompt", "S"], "the prompt is plain text, but --system-prompt"),

@@ -1,6 +1,6 @@
 """Sources of prompts and supervised pairs.
 
-Importing this package is cheap: Grain and TensorFlow Datasets are imported when rows are first read.
+Importing this package is fast, because Grain and TensorFlow Datasets are imported only when rows are first read.
 """
 
 from dapo_jax.data.prompts import PairSource, PromptSource, held_out

@@ -1,7 +1,7 @@
-"""The TFDS builder of the user's files; each dataset's module picks question and answer of a row.
+"""Base class of the TFDS builders for files. A dataset's module selects the question and the answer from each row.
 
-Rows are read, checked and de-duplicated first, so that a bad row is reported before anything is written. The name of the prepared
-dataset depends on the files' bytes and the options: other files or other options are another dataset.
+All rows are read, checked and deduplicated first, so a bad row is reported before anything is written. The name of the prepared
+dataset contains a hash of the files' bytes and the options. If either changes, a new dataset is prepared.
 """
 
 import hashlib
@@ -20,9 +20,9 @@ from dapo_jax.data.own_builder import OwnBuilder
 from dapo_jax.data.rows import checked_row
 
 FORMAT = 1
-"""Version of the format of prepared rows; a new number prepares all datasets again."""
+"""Version of the format of prepared rows. If it changes, all datasets are prepared again."""
 SHOWN = 5
-"""Number of skipped rows in the note; the others are only counted."""
+"""Maximum number of skipped rows that the note lists. Further rows are only counted."""
 
 _SPLITS = {"train": "train", "test": "test", "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation"}  # fmt: skip
 _SPLIT = re.compile(rf"({'|'.join(_SPLITS)})(?![a-z])", re.IGNORECASE)
@@ -30,33 +30,33 @@ _SPLIT = re.compile(rf"({'|'.join(_SPLITS)})(?![a-z])", re.IGNORECASE)
 
 @dataclass
 class SplitRows:
-    """The rows of a split's files, checked and counted."""
+    """The checked rows of one split, with counts."""
 
     rows: list[dict[str, str]] = field(default_factory=list)
-    """Prepared rows, in the files' order."""
+    """Prepared rows, in the order of the files."""
     answers: dict[str, str] = field(default_factory=dict)
-    """The answer of each prompt so far."""
+    """The answer to each prompt so far."""
     counts: dict[str, Any] = field(
         default_factory=lambda: {"rows": 0, "skipped": 0, "skipped_rows": [], "repeated": 0, "conflicting": 0}
     )
-    """The metadata of the prepared dataset: all rows, bad ones, repeated ones, and repeated ones with another answer."""
+    """Metadata of the prepared dataset: the number of all rows, bad rows, repeated prompts, and repeated prompts with a different answer."""
 
 
 class FileBuilder(OwnBuilder, skip_registration=True):
-    """Rows with `prompt`, `answer`, their place in the files, and all fields of the files."""
+    """A dataset from files. Its rows have `prompt`, `answer`, their position in the files, and all fields of the files."""
 
-    DESCRIPTION = "Questions and answers of files, one JSON object a row."
+    DESCRIPTION = "Questions and answers from files, one JSON object per row."
     TEXTS = ("row",)
     SPLIT: ClassVar[str] = "train"
-    """The split of a file whose name does not begin with a split."""
+    """The split of a file whose name does not begin with a split name."""
     OPTIONS: ClassVar[tuple[str, ...]] = ()
-    """Names of the options."""
+    """Names of the valid options."""
 
     def __init__(self, files: Files, *, data_dir: str, file_format: str) -> None:
         """Finds the files and hashes their bytes for the dataset's name.
 
         Raises:
-            ValueError: there is no such file or folder, or no file of a known kind.
+            ValueError: the file or folder does not exist, or there is no file with a supported extension.
         """
         path = Path(files.path).expanduser()
         self._files, self._settings, self._options = data_files(path), files, files.options
@@ -71,14 +71,14 @@ class FileBuilder(OwnBuilder, skip_registration=True):
 
     @classmethod
     def get_builder_config(cls, name: str, version: Any = None) -> tfds.core.BuilderConfig:
-        """Returns the configuration of a name. TFDS would search it in a list."""
+        """Returns a configuration with any name. By default, TFDS would search a fixed list."""
         return _config(name)
 
     def example(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a row's `prompt`, `answer` and any other new fields.
+        """Returns the `prompt`, the `answer` and any other new fields of a row.
 
         Raises:
-            ValueError: a field is missing or of another type.
+            ValueError: a field is missing or has the wrong type.
         """
         raise NotImplementedError
 
@@ -86,24 +86,24 @@ class FileBuilder(OwnBuilder, skip_registration=True):
         """Reads and checks the rows of each split.
 
         Raises:
-            ValueError: a file is damaged, a row is bad and `on_bad_row` is `error`, or no row is left.
+            ValueError: a file is damaged, a row is bad and `on_bad_row` is `error`, or no rows remain.
         """
         found: dict[str, SplitRows] = {}
         for file in self._files:
-            # A split is the beginning of the file's name, such as `train-00000-of-00002.parquet`.
+            # The file's name begins with the split, for example `train-00000-of-00002.parquet`.
             named = _SPLIT.match(file.name)
             split = _SPLITS[named[1].lower()] if named else self.SPLIT
             self._read(file, found.setdefault(split, SplitRows()))
         kept = {split: one for split, one in found.items() if one.rows}
         if not kept:
             bad = [problem for one in found.values() for problem in one.counts["skipped_rows"]]
-            first = f"; all of its rows are bad, the first: {bad[0]}" if bad else ""
+            first = f"; all rows are bad. The first one: {bad[0]}" if bad else ""
             raise ValueError(f"{', '.join(file.name for file in self._files)}: no rows{first}")
         self.info.metadata.update({split: one.counts for split, one in kept.items()})
         return {split: one.rows for split, one in kept.items()}
 
     def _read(self, file: Path, into: SplitRows) -> None:
-        """Adds the rows of a file to its split, without repetitions of earlier prompts."""
+        """Adds the rows of a file to its split. With `deduplicate`, skips prompts that the split already has."""
         for place, fields in file_rows(file):
             into.counts["rows"] += 1
             try:
@@ -129,7 +129,7 @@ class FileBuilder(OwnBuilder, skip_registration=True):
 
 
 def field_of(fields: Mapping[str, Any], name: str) -> Any:
-    """Returns a field by its name; `reward_model.ground_truth` is a nested field. A missing field is a ValueError."""
+    """Returns a field by its name, such as `reward_model.ground_truth` for a nested field. If it is missing, raises ValueError."""
     value: Any = fields
     for part in name.split("."):
         if not isinstance(value, Mapping) or part not in value:
@@ -139,7 +139,7 @@ def field_of(fields: Mapping[str, Any], name: str) -> Any:
 
 
 def text_of(fields: Mapping[str, Any], name: str) -> str:
-    """Returns a field, which must be a text that is not blank; anything else is a ValueError."""
+    """Returns a text field. If the field is missing, blank or not text, raises ValueError."""
     value = field_of(fields, name)
     if not isinstance(value, str):
         raise ValueError(f"{name!r} must be text; got {value!r:.60} ({type(value).__name__})")
@@ -154,12 +154,12 @@ def _config(name: str) -> tfds.core.BuilderConfig:
 
 
 def _json(row: Mapping[str, Any]) -> str:
-    """Returns a row as JSON; other values of parquet files, such as dates, become texts."""
+    """Returns a row as JSON. Parquet values that JSON does not support, such as dates, become text."""
     try:
         text = json.dumps(row, ensure_ascii=False, default=str)
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"a text holds half a surrogate pair ({error.object[error.start]!r}), which is not UTF-8"
+            f"a text contains a lone surrogate ({error.object[error.start]!r}), which is not valid UTF-8"
         ) from error
     return text

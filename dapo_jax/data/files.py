@@ -1,4 +1,4 @@
-"""Reads rows of the user's files: parquet and JSON lines, one file or a folder of them."""
+"""Reads rows from the user's parquet and JSON-lines files."""
 
 import gzip
 import json
@@ -10,49 +10,49 @@ from typing import Any, TypeAlias
 
 KINDS = (".parquet", ".jsonl", ".ndjson", ".jsonl.gz")
 _ROWS_AT_ONCE = 1024
-"""Rows of a parquet file that are decoded at once."""
+"""Number of rows of a parquet file that are decoded at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """The options of a builder that reads files."""
+    """The files that a builder reads, and how it reads them."""
 
     path: str = ""
-    """A parquet or JSON-lines file, or a folder of them."""
+    """A parquet or JSON-lines file, or a folder of such files."""
     options: Mapping[str, Any] = field(default_factory=dict)
     on_bad_row: str = "error"
-    """`error`, or `skip` to leave out bad rows and count them."""
+    """`error` to stop at the first bad row, or `skip` to leave out bad rows and count them."""
     deduplicate: bool = True
-    """Keep only the first row of a split with the same prompt."""
+    """Keep only the first of the rows in a split that have the same prompt."""
 
 
 FileRow: TypeAlias = tuple[str, Mapping[str, Any] | Exception]
-"""The place of a row for messages, such as `train.jsonl, line 17` counted from 1, and its fields, or its problem."""
+"""The position of a row for messages, such as `train.jsonl, line 17` (counted from 1), and its fields. A bad row has an exception instead."""
 
 
 def data_files(path: Path) -> list[Path]:
-    """Returns the file `path`, or the files of `KINDS` in the folder `path`, sorted by name.
+    """Returns the file `path`, or if it is a folder, the files in it that end in one of `KINDS`, sorted by name.
 
     Raises:
-        ValueError: there is no such file or folder, or no file of a known kind.
+        ValueError: the file or folder does not exist, or there is no file with a supported extension.
     """
     if path.is_dir():
         found = sorted(file for file in path.iterdir() if file.is_file() and file.name.endswith(KINDS))
         if not found:
-            raise ValueError(f"the folder {path} has no file of the kinds {', '.join(KINDS)}")
+            raise ValueError(f"the folder {path} has no data file; data files end in {', '.join(KINDS)}")
         return found
     if not path.is_file():
         raise ValueError(f"there is no file or folder {path} (looked from {Path.cwd()})")
     if not path.name.endswith(KINDS):
-        raise ValueError(f"{path.name} is of no known kind; data files end in {', '.join(KINDS)}")
+        raise ValueError(f"{path.name} is not a data file; data files end in {', '.join(KINDS)}")
     return [path]
 
 
 def file_rows(path: Path) -> Iterator[FileRow]:
-    """Yields all rows of one file, in their order. A bad row has an exception instead of fields.
+    """Yields all rows of one file in order. A bad row has an exception instead of fields.
 
     Raises:
-        ValueError: the file is damaged, such as a half-written one.
+        ValueError: the file is damaged, for example half-written.
     """
     return _parquet_rows(path) if path.suffix == ".parquet" else _line_rows(path)
 
@@ -79,7 +79,7 @@ def _fields(line: bytes) -> Mapping[str, Any] | Exception:
 
 
 def _parquet_rows(path: Path) -> Iterator[FileRow]:
-    """Decodes one row group after the other, so that memory is bounded by the largest row group."""
+    """Decodes one row group at a time, so the largest row group bounds memory use."""
     import pyarrow
     from pyarrow import parquet
 
@@ -96,9 +96,9 @@ def _parquet_rows(path: Path) -> Iterator[FileRow]:
 
 
 def _python_rows(batch: Any) -> Iterator[Mapping[str, Any] | Exception]:
-    """Yields the rows of a record batch; a row with a text that is not UTF-8, or an impossible date, is an exception."""
+    """Yields the rows of a record batch. For a row with invalid UTF-8 or an impossible date, yields an exception."""
     try:
-        yield from batch.to_pylist()  # much faster than one by one
+        yield from batch.to_pylist()  # much faster than row by row
     except (ValueError, OverflowError):
         for place in range(batch.num_rows):
             try:

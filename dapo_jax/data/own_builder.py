@@ -12,14 +12,14 @@ import tensorflow_datasets as tfds
 
 
 class OwnInfo(tfds.core.DatasetInfo):
-    """A description that is only read from the prepared dataset."""
+    """Dataset information that is read only from the prepared dataset."""
 
     def initialize_from_bucket(self) -> None:
-        """Does nothing. TFDS would search Google's published datasets and leave a temporary folder each time."""
+        """Does nothing. By default, TFDS would search Google's published datasets and leave a temporary folder each time."""
 
 
 class OwnBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-    """A dataset of text fields and lists of texts, whose rows keep their order."""
+    """Base class for datasets with text fields and lists of texts. Rows keep their order."""
 
     VERSION = tfds.core.Version("1.0.0")
     DESCRIPTION: ClassVar[str]
@@ -34,7 +34,7 @@ class OwnBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
     @cached_property
     def rows(self) -> Mapping[str, Iterable[Mapping[str, Any]]]:
-        """The rows of each split to prepare. Errors of files are raised here, before anything is written."""
+        """The rows of each split to prepare. Errors in files are raised here, before anything is written."""
         return self.splits()
 
     def _info(self) -> tfds.core.DatasetInfo:
@@ -56,7 +56,7 @@ class OwnBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
 
 def uniform(*place: str | int) -> float:
-    """Returns a number in [0, 1) that depends only on the place, such as ("split", seed, row), under every version of every library.
+    """Returns a reproducible number in [0, 1) that depends only on `place`, such as ("split", seed, row), and on no library version.
 
     >>> uniform("split", 0, 1) == uniform("split", 0, 1) != uniform("split", 0, 2)
     True
@@ -66,17 +66,17 @@ def uniform(*place: str | int) -> float:
 
 
 def chosen(weights: Mapping[str, float], luck: float) -> str:
-    """Returns the name at `luck` in [0, 1) if each name covers its share of the weights.
+    """Returns a name with a probability proportional to its weight, where `luck` is a uniform number in [0, 1).
 
     >>> [chosen({"a": 1.0, "b": 3.0}, luck) for luck in (0.0, 0.24, 0.25, 0.99)]
     ['a', 'a', 'b', 'b']
     """
     edges = [*itertools.accumulate(weights.values())]
     place = bisect.bisect(edges, luck * edges[-1])
-    return [*weights][min(place, len(edges) - 1)]  # rounding may put the luck on the last edge
+    return [*weights][min(place, len(edges) - 1)]  # rounding may put `luck` on the last edge
 
 
 def named(kind: str, *constants: Any) -> list[tfds.core.BuilderConfig]:
-    """Returns the only configuration of a generated dataset. Its name has a digest of the constants, so changed ones prepare a new dataset."""
+    """Returns the only configuration of a generated dataset. Its name contains a hash of the constants, so changing one prepares a new dataset."""
     digest = hashlib.blake2b(json.dumps(constants).encode(), digest_size=4).hexdigest()
     return [tfds.core.BuilderConfig(name=f"{kind}_{digest}")]

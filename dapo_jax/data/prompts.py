@@ -1,8 +1,8 @@
 """Turns rows into prompts, in an order that any host can compute for any position in the run.
 
 A prompt's `ordinal` is its position in the run's sequence of prompts. `PromptSource` is a pure function of
-(rows, seed, ordinal), so the state of the data pipeline is one integer: the ordinal of the next prompt.
-A checkpoint stores this integer; of H hosts, host h takes the ordinals h, h + H, h + 2H, ...
+(rows, seed, ordinal), so the state of the data pipeline is a single integer, the ordinal of the next prompt.
+A checkpoint stores this integer. With H hosts, host h uses the ordinals h, h + H, h + 2H, ...
 """
 
 import hashlib
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class PromptSource:
-    """Random access to an endless sequence of prompts: `source[ordinal]` for any ordinal >= 0."""
+    """An endless sequence of prompts with random access: `source[ordinal]` for any ordinal >= 0."""
 
     def __init__(
         self,
@@ -37,17 +37,17 @@ class PromptSource:
         parts: Sequence[Sequence[int]] = (),
         weights: Sequence[float] = (),
     ) -> None:
-        """Builds the order of the rows without reading one.
+        """Builds the order of the rows without reading any row.
 
         Args:
             rows: mappings with a `prompt` and an `answer`, from `load_rows` or `checked_rows`.
-            tokenizer: turns the prompt's text into tokens.
-            seed: decides the order of every epoch.
-            max_prompt_tokens: longest prompt that is accepted, including the template.
+            tokenizer: tokenizes the prompt's text.
+            seed: determines the order of every epoch.
+            max_prompt_tokens: maximum number of tokens in a prompt, including the template.
             prompt_format: the text around a row's question.
-            shuffle: visit the rows in a new order each epoch; False: in their own order.
-            parts: the indices in `rows` of each dataset of a mixture; empty: one dataset with all rows. Other rows are never used.
-            weights: the sampling weight of each part; empty: equal weights.
+            shuffle: visit the rows in a new order each epoch, instead of in their own order.
+            parts: for each dataset of a mixture, its indices in `rows`. Other rows are never used. If empty, all rows are one dataset.
+            weights: the sampling weight of each part. If empty, all parts have equal weights.
 
         Raises:
             ValueError: there are no rows.
@@ -56,11 +56,11 @@ class PromptSource:
         self._order = row_order(parts, weights=weights, seed=seed, shuffle=shuffle)
         self._prompt = _maker(rows, tokenizer, prompt_format, max_prompt_tokens)
         self.rows_per_epoch = sum(len(part) for part in parts)
-        """Number of rows in use; with one dataset, ordinal o is in epoch o // rows_per_epoch."""
+        """Number of rows in use. With one dataset, ordinal o is in epoch o // rows_per_epoch."""
 
     def stream(self, start: int, *, stride: int, ahead: int) -> Iterator[Prompt]:
-        """Yields the prompts at start, start + stride, ...; threads read and tokenize up to `ahead` of them in advance."""
-        import grain  # takes more than a second
+        """Yields the prompts at start, start + stride, ... Threads load and tokenize up to `ahead` prompts in advance."""
+        import grain  # importing it takes more than a second
 
         options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=ahead)
         return iter(self._order.map_with_index(self._prompt)[start::stride].to_iter_dataset(options))
@@ -68,7 +68,7 @@ class PromptSource:
     def row_index(self, ordinal: int) -> int:
         """Returns the index of the row at `ordinal`."""
         index = self._order[ordinal]
-        assert index is not None  # None is a filtered row in Grain, and nothing is filtered here
+        assert index is not None  # Grain returns None for a filtered row, but no rows are filtered here
         return index
 
     def __getitem__(self, ordinal: int) -> Prompt:
@@ -83,22 +83,22 @@ class PromptSource:
 def row_order(
     parts: Sequence[Sequence[int]], *, weights: Sequence[float] = (), seed: int, shuffle: bool
 ) -> "grain.MapDataset[int]":
-    """Returns the endless order of the rows: `order[place]` is the row at any place >= 0.
+    """Returns the endless order of the rows: `order[place]` is the index of the row at any position `place` >= 0.
 
-    With one part, place p is in epoch p // len(part), and an epoch visits each row once. With `shuffle`, its order depends
-    on the seed and the epoch; otherwise it is the part's own. Of several parts each goes through its own epochs. Among any n
-    places a part has its share of the weights, to within one or two. The choice of the part depends on the weights alone.
+    With one part, position p is in epoch p // len(part), and each epoch visits every row once. With `shuffle`, the order of an
+    epoch depends on the seed and the epoch number. With several parts, each part has its own epochs. In any n consecutive
+    positions, a part's share matches its weight to within one or two rows. Which part comes next depends only on the weights.
 
     Args:
-        parts: the row numbers of each dataset.
-        weights: one for each part; empty: equal weights.
-        seed: decides every epoch of every part.
-        shuffle: a new order each epoch.
+        parts: the row indices of each dataset.
+        weights: one weight per part. If empty, all parts have equal weights.
+        seed: determines every epoch of every part.
+        shuffle: use a new order each epoch, instead of the part's own order.
 
     Raises:
         ValueError: a part has no rows.
     """
-    import grain  # takes more than a second
+    import grain  # importing it takes more than a second
 
     if not parts or not all(len(part) for part in parts):
         raise ValueError("there are no rows to sample from; the split or the list of rows is empty")
@@ -114,7 +114,7 @@ def row_order(
 def measured_prompts(
     rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, prompt_format: PromptFormat
 ) -> tuple[Int64[np.ndarray, " rows"], list[bytes]]:
-    """Returns the number of tokens of each row's prompt, and a digest of its tokens and of the row that graders see.
+    """Returns the number of tokens in each row's prompt, and a hash of these tokens and of the row that graders receive.
 
     Raises:
         ValueError: a prompt cannot be tokenized.
@@ -124,7 +124,7 @@ def measured_prompts(
         row = rows[index]
         _, tokens = _encoded(row, tokenizer, index, prompt_format)
         lengths[index] = len(tokens)
-        # The place of a row in a file does not affect training.
+        # The position of a row in a file does not affect training.
         seen = {name: row[name] for name in sorted(row) if name != "source_row"}
         content = json.dumps(seen, default=_plain, skipkeys=True).encode()
         digests.append(hashlib.sha256(tokens.tobytes() + content).digest())
@@ -132,7 +132,7 @@ def measured_prompts(
 
 
 def _plain(value: object) -> Any:
-    """Replaces values that JSON lacks: arrays by lists, bytes by hex text, other objects by their type."""
+    """Converts values that JSON does not support: arrays to lists, bytes to hex text, and other objects to the name of their type."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     return value.hex() if isinstance(value, bytes) else type(value).__name__
@@ -146,7 +146,7 @@ def held_out(
     prompt_format: PromptFormat = AS_IT_STANDS,
     limit: int = 0,
 ) -> list[Prompt]:
-    """Returns the first `limit` rows (0: all) as prompts in their own order, with ordinals 0, 1, ...
+    """Returns the first `limit` rows as prompts, or all rows if `limit` is 0, in their own order with ordinals 0, 1, ...
 
     Raises:
         ValueError: a prompt is too long.
@@ -161,15 +161,15 @@ def _maker(
     prompt_format: PromptFormat,
     max_prompt_tokens: int,
 ) -> Callable[[int, int], Prompt]:
-    """Returns a function of (ordinal, index of the row) that makes a prompt."""
+    """Returns a function that creates the prompt for an ordinal and a row index."""
 
     def prompt(ordinal: int, index: int) -> Prompt:
         row = rows[index]
         text, tokens = _encoded(row, tokenizer, index, prompt_format)
         if not 0 < len(tokens) <= max_prompt_tokens:
             raise ValueError(
-                f"{place_of(row, index)}: the prompt has {len(tokens)} tokens, not 1 to data.max_prompt_tokens={max_prompt_tokens}; "
-                f"raise data.max_prompt_tokens or drop the row. It begins {text[:60]!r}"
+                f"{place_of(row, index)}: the prompt has {len(tokens)} tokens; needs 1 to data.max_prompt_tokens={max_prompt_tokens}: "
+                f"raise data.max_prompt_tokens or remove the row. The prompt begins with {text[:60]!r}"
             )
         return Prompt(ordinal=ordinal, tokens=tokens, text=text, answer=row["answer"], row=row)
 
@@ -186,15 +186,15 @@ def _encoded(
 
 
 class PromptStream:
-    """One host's share of a run's prompts: ordinals h, h + H, h + 2H, ... Threads read and tokenize them ahead of the sampler."""
+    """One host's share of a run's prompts: ordinals h, h + H, h + 2H, ... Threads load and tokenize prompts ahead of the sampler."""
 
     def __init__(self, source: PromptSource, *, hosts: int = 1, ahead: int = 128) -> None:
-        """Opens the stream of one of `hosts` without reading a row; up to `ahead` prompts are tokenized ahead."""
+        """Creates the stream of one of `hosts` without reading any row. Up to `ahead` prompts are tokenized in advance."""
         self._source, self._hosts, self._ahead = source, hosts, ahead
         self._next, self._prompts = -1, iter(list[Prompt]())
 
     def at(self, ordinal: int) -> Prompt:
-        """Returns the prompt at `ordinal`; the next ones are then prepared.
+        """Returns the prompt at `ordinal`, while threads prepare the next prompts.
 
         Raises:
             ValueError: its row cannot be turned into a prompt.
@@ -207,21 +207,21 @@ class PromptStream:
 
 
 class PairSource:
-    """Random access to an endless sequence of supervised pairs for a warm start: `source[i]` for any i >= 0.
+    """An endless sequence of supervised pairs for a warm start, with random access: `source[i]` for any i >= 0.
 
-    Pair i has the prompt at ordinal i, and one of its row's demonstrations with the end token. Demonstrations are the row's `responses`, or
-    its single `response`; the choice depends on (seed, i) alone.
+    Pair i has the prompt at ordinal i, and one demonstration from the same row, followed by the end token. A row's demonstrations are its
+    `responses`, or its single `response`. Which demonstration is used depends only on (seed, i).
     """
 
     def __init__(
         self, prompts: PromptSource, tokenizer: Tokenizer, *, seed: int, max_response_tokens: int
     ) -> None:
-        """Keeps the prompts; `max_response_tokens` includes the end token."""
+        """Stores the prompts. `max_response_tokens` includes the end token."""
         self._prompts, self._tokenizer, self._seed = prompts, tokenizer, seed
         self._max_response_tokens = max_response_tokens
 
     def __getitem__(self, i: int) -> tuple[Int32[np.ndarray, " prompt"], Int32[np.ndarray, " response"]]:
-        """Returns the tokens of pair `i`: of the prompt, and of the response with the end token.
+        """Returns the tokens of pair `i`: the prompt, and the response with the end token.
 
         Raises:
             ValueError: the row has no demonstration, or a text is too long or cannot be tokenized.
@@ -237,7 +237,7 @@ class PairSource:
         if len(response) > self._max_response_tokens:
             raise ValueError(
                 f"{place}: the response has {len(response) - 1} + 1 end token = {len(response)} tokens, "
-                f"over max_response_tokens={self._max_response_tokens}; raise it or drop the row"
+                f"over max_response_tokens={self._max_response_tokens}; raise it or remove the row"
             )
         return prompt.tokens, response
 
@@ -246,7 +246,7 @@ def _demonstrations(row: Mapping[str, Any], place: str) -> Sequence[str]:
     choices = row["responses"] if "responses" in row else [row["response"]] if "response" in row else []
     if isinstance(choices, str) or not choices or not all(isinstance(choice, str) for choice in choices):
         raise ValueError(
-            f"{place} needs a demonstration: 'responses', a list of strings, or 'response', a string; "
+            f"{place} needs a demonstration, either 'responses' (a list of strings) or 'response' (a string); "
             f"its fields are {sorted(map(str, row))}"
         )
     return choices

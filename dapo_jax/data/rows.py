@@ -1,4 +1,4 @@
-"""Rows: mappings with a prompt and an answer."""
+"""Rows of datasets, which are mappings with a prompt and an answer."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,12 +9,12 @@ from dapo_jax.text.formatting import checked_messages
 
 
 class LoadedRows(Sequence[Mapping[str, Any]]):
-    """The rows of a split, read on access."""
+    """The rows of a split. Each row is loaded when it is accessed."""
 
     def __init__(
         self, rows: Sequence[Any], note: str = "", read: Callable[[Any], Mapping[str, Any]] = lambda row: row
     ) -> None:
-        """Keeps the stored rows, a remark for users about rows that were left out, and a function that reads a stored row."""
+        """Wraps stored rows. `note` informs users about rows that were left out, and `read` decodes a stored row."""
         self._rows, self.note, self._read = rows, note, read
 
     def __len__(self) -> int:
@@ -29,12 +29,12 @@ class LoadedRows(Sequence[Mapping[str, Any]]):
 
 
 def checked_rows(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Checks rows given from Python. Each needs a `prompt` and an `answer`; other fields are kept.
+    """Checks rows that were passed in Python. Each row needs a `prompt` and an `answer`. Other fields are kept.
 
-    A prompt is a string, or a list of messages with `role` and `content`. An integer answer becomes its decimal text.
+    A prompt is a string, or a list of messages with `role` and `content`. An integer answer is converted to decimal text.
 
     Raises:
-        ValueError: there are no rows, or a field is missing, empty or of another type; names the row and the field.
+        ValueError: there are no rows, or a field is missing, empty or of the wrong type. The message names the row and the field.
     """
     if not rows:
         raise ValueError('no rows were given; each is a mapping such as {"prompt": "1+1", "answer": "2"}')
@@ -48,17 +48,17 @@ def checked_rows(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def checked_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Checks one row, see `checked_rows`; the error names the field."""
+    """Checks one row as in `checked_rows`. The error message names the field."""
     if not isinstance(row, Mapping):
-        raise ValueError(f"it is a {type(row).__name__}; a row is a mapping with 'prompt' and 'answer'")
+        raise ValueError(f"it is a {type(row).__name__}; a row must be a mapping with 'prompt' and 'answer'")
     for name in ("prompt", "answer"):
         if name not in row:
             raise ValueError(f"no field {name!r}; its fields are {sorted(map(str, row))}")
     prompt, answer = row["prompt"], row["answer"]
     if not isinstance(prompt, str):
         checked_messages(prompt)
-        prompt = list(prompt)  # messages are made canonical when they are rendered
-    # To Python, bool is an int, but no user means the answer "True" by it.
+        prompt = list(prompt)  # messages are converted to canonical form when they are rendered
+    # In Python a bool is an int, but the answer "True" would hardly be intended.
     if isinstance(answer, int | np.integer) and not isinstance(answer, bool):
         answer = str(int(answer))
     if not isinstance(answer, str):
@@ -67,11 +67,11 @@ def checked_row(row: Mapping[str, Any]) -> dict[str, Any]:
         )
     for name, value in (("prompt", prompt), ("answer", answer)):
         if isinstance(value, str) and not value.strip():
-            raise ValueError(f"{name!r} is empty; drop the row or fill the field")
+            raise ValueError(f"{name!r} is empty; remove the row or fill in the field")
     return {**row, "prompt": prompt, "answer": answer}
 
 
 def place_of(row: Mapping[str, Any], index: int) -> str:
-    """Returns the place of a row for messages: its place in a file, or its number."""
+    """Returns the position of a row for messages: its position in a file, or else its index."""
     place = row.get("source_row")
     return place if isinstance(place, str) else f"row {index}"

@@ -1,1 +1,1 @@
-"""Servers on the engine that training samples from: HTTP (extra `http`), and JetStream's protocol over gRPC (extra `jetstream`)."""
+"""Servers that use the same engine as sampling in training: HTTP (extra `http`), and JetStream's protocol over gRPC (extra `jetstream`)."""

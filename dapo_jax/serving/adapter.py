@@ -1,4 +1,4 @@
-"""The decoder engine as a `jetstream.engine.engine_api.Engine`, version 0.2.2, for callers with JetStream's orchestrator. `dapo-jax serve` does not use it."""
+"""Adapts the decoder engine to `jetstream.engine.engine_api.Engine` (0.2.2), for JetStream's orchestrator. `dapo-jax serve` does not use it."""
 
 import itertools
 import os
@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PRNGKeyArray, PyTree
 
-# JetStream imports TensorFlow, which would log messages about GPU libraries.
+# JetStream imports TensorFlow, which would otherwise log messages about GPU libraries.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 from jetstream.engine import engine_api, tokenizer_api, tokenizer_pb2
 
@@ -31,7 +31,7 @@ class ServedPrefix:
 
     prefix: PyTree
     place: int = field(metadata={"static": True})
-    """Index of the prompt in the prefix."""
+    """Index of this prompt among the prompts in `prefix`."""
     prompt_tokens: int = field(metadata={"static": True})
 
 
@@ -40,14 +40,14 @@ class JetStreamEngine(engine_api.Engine):
 
     Args:
         engine: prefills and decodes.
-        weights: sampler weights, as `dapo_jax.parallel.weights.WeightTransfer` makes them.
+        weights: sampler weights, as returned by `dapo_jax.parallel.weights.WeightTransfer`.
         tokenizer: the model's tokenizer.
         mesh: the mesh of `engine`.
-        decoding: temperature, top-p and top-k of all requests; JetStream's requests have no sampling options.
-        key: sampled tokens depend on it and on the order in which requests get their slots.
+        decoding: temperature, top-p and top-k for all requests, because JetStream's requests have no sampling options.
+        key: seeds the sampling. Sampled tokens also depend on the order in which requests get their slots.
 
     Raises:
-        ValueError: the cache has fewer pages than all slots may need.
+        ValueError: the KV cache has fewer pages than all slots together may need.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class JetStreamEngine(engine_api.Engine):
         if sizes.runs_out:
             pages, needed = sizes.pools * sizes.pool_pages, sizes.holders * sizes.table_pages
             raise ValueError(
-                f"the cache has {pages} pages, {sizes.holders} slots of {sizes.capacity} tokens may need {needed}; "
-                "JetStream cannot preempt a response, so leave sampling.cache_tokens at 0 or lower the slots"
+                f"the KV cache has {pages} pages, but {sizes.holders} slots of {sizes.capacity} tokens may need {needed}; "
+                "JetStream cannot preempt a response, so leave sampling.cache_tokens at 0 or use fewer slots"
             )
         self._engine, self._weights, self._mesh = engine, weights, mesh
         self._tokenizer, self._decoding, self._key = JetStreamTokenizer(tokenizer), decoding, key
         self._pages, self._ordinals = Pages(sizes), itertools.count()
         self._lock = threading.Lock()
-        """JetStream has two threads, but programs over several devices must reach all of them in one order."""
+        """Serializes calls. JetStream has two threads, but programs must reach all devices in the same order."""
         self._pack = jax.jit(
             lambda tokens, valid, lengths: jnp.concatenate([tokens, valid.astype(jnp.int32), lengths[:, None]], axis=1),
             out_shardings=self.get_prefix_destination_sharding(),
@@ -82,18 +82,18 @@ class JetStreamEngine(engine_api.Engine):
     def prefill(
         self, *, params: PyTree, existing_prefix: Any = None, padded_tokens: Any, true_length: int
     ) -> ServedPrefix:
-        """Prefills one prompt: the first `true_length` of the [padded] token ids.
+        """Prefills one prompt, which is the first `true_length` of the padded token ids.
 
         Raises:
-            ValueError: `existing_prefix` is given, or the prompt is empty, fills the slot, or is longer than its padding.
-                JetStream's own tokenizers cut long prompts and still report the full length.
+            ValueError: `existing_prefix` is given, or the prompt is empty, fills the slot, or is longer than `padded_tokens`.
+                JetStream's own tokenizers truncate long prompts but still report the full length.
         """
         if existing_prefix is not None:
-            raise ValueError("existing_prefix is given; this engine prefills whole prompts only")
+            raise ValueError("existing_prefix is given, but this engine prefills whole prompts only")
         tokens, capacity = np.asarray(padded_tokens, np.int32), self._engine.capacity
         if not 0 < true_length <= min(len(tokens), capacity - 1):
             raise ValueError(
-                f"a prompt of {true_length} tokens is padded to {len(tokens)}, a slot holds {capacity} tokens "
+                f"a prompt of {true_length} tokens is padded to {len(tokens)}, and a slot has room for {capacity} tokens "
                 f"of prompt and response; needs 1 to {min(len(tokens), capacity - 1)}"
             )
         with self._lock:
@@ -102,9 +102,9 @@ class JetStreamEngine(engine_api.Engine):
         return ServedPrefix(prefix=prefix, place=place, prompt_tokens=true_length)
 
     def insert(self, prefix: ServedPrefix, decode_state: DecodeState, slot: int) -> DecodeState:
-        """Inserts a prompt into a slot, which its response may fill. Consumes `decode_state`, but not `prefix`."""
+        """Inserts a prompt into a slot. Its response may fill the rest of the slot. Donates `decode_state`, but not `prefix`."""
         capacity, length, zero = self._engine.capacity, prefix.prompt_tokens, np.zeros(1, np.int32)
-        self._pages.release(slot)  # held by the slot's previous response
+        self._pages.release(slot)  # pages of the slot's previous response
         fills = self._pages.start(slot, capacity, read=length) or ()
         insertion = Insertion(
             slots=zero + slot,
@@ -122,10 +122,10 @@ class JetStreamEngine(engine_api.Engine):
     def generate(
         self, params: PyTree, decode_state: DecodeState
     ) -> tuple[DecodeState, engine_api.ResultTokens]:
-        """Samples up to `steps_per_call` tokens in every live slot. Consumes `decode_state`."""
+        """Samples up to `steps_per_call` tokens in every active slot. Donates `decode_state`."""
         with self._lock:
             state, result = self._engine.generate(params, decode_state, self._decoding, 1, self._pages.tables)
-            # JetStream's single array: tokens, their validity, and the length of each response so far.
+            # JetStream expects a single array with the tokens, their validity, and the length of each response so far.
             data = self._pack(result.tokens, result.valid, state.generated)
         steps = result.tokens.shape[1]
         return state, engine_api.ResultTokens(
@@ -133,7 +133,7 @@ class JetStreamEngine(engine_api.Engine):
         )
 
     def get_tokenizer(self) -> Any:
-        """Returns the argument of `build_tokenizer`, which ignores it."""
+        """Returns the argument for `build_tokenizer`, which ignores it."""
         messages: Any = tokenizer_pb2  # generated, without types
         return messages.TokenizerParameters(path="dapo_jax", extra_ids=0)
 
@@ -142,7 +142,7 @@ class JetStreamEngine(engine_api.Engine):
         return self._tokenizer
 
     def get_prefix_destination_sharding(self) -> NamedSharding:
-        """Returns the sharding of a prefix from another engine: replicated."""
+        """Returns the sharding for a prefix from another engine, which is replicated."""
         return NamedSharding(self._mesh, PartitionSpec())
 
     @property
@@ -155,7 +155,7 @@ class JetStreamEngine(engine_api.Engine):
 
     @property
     def max_prefill_length(self) -> int:
-        """Length that JetStream pads token ids to at most: a power of two, at least 16."""
+        """Maximum length to which JetStream pads token ids: a power of two, at least 16."""
         return max(16, 1 << (self._engine.capacity - 1).bit_length())
 
     @property
@@ -168,13 +168,13 @@ class JetStreamEngine(engine_api.Engine):
 
 
 class JetStreamTokenizer(tokenizer_api.Tokenizer):
-    """A tokenizer of `dapo_jax.text.tokenizers` with JetStream's interface."""
+    """Adapts a tokenizer of this library to JetStream's interface."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     def encode(self, s: str, **kwargs: Any) -> tuple[np.ndarray, int]:
-        """Returns the ids of a prompt without padding, which the engine does not need, and their number."""
+        """Returns the ids of a prompt and their number. The ids are not padded, because the engine does not need padding."""
         ids = self._tokenizer.encode_prompt(s)
         return ids, len(ids)
 
@@ -191,10 +191,10 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
 
     @property
     def bos_id(self) -> int:
-        """The end token. JetStream's driver puts it before token ids unless the request has a history; `encode` does not use it."""
+        """The end token. JetStream's driver puts it before token ids unless the request has a history. `encode` does not use it."""
         return self._tokenizer.eos_id
 
     @property
     def stop_tokens(self) -> set[int]:
-        """All ids that end a response. The padding's id is not one: the model may sample it."""
+        """All ids that end a response. The padding id is not included, because the model may sample it."""
         return set(self._tokenizer.stop_ids)

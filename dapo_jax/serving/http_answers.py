@@ -1,4 +1,4 @@
-"""The answers of the HTTP server in the shapes that clients of vLLM and OpenAI expect."""
+"""Builds the HTTP server's responses in the format that clients of vLLM and OpenAI expect."""
 
 import time
 import uuid
@@ -11,16 +11,16 @@ from dapo_jax.text.tokenizers import token_bytes
 
 
 class GenerateAnswer:
-    """The answer of `/inference/v1/generate`."""
+    """The answer to a request to `/inference/v1/generate`."""
 
     def __init__(self, request: CheckedRequest, limits: ServedLimits) -> None:
         self._request, self._tokenizer, self._model = request, limits.tokenizer, limits.model
         self._latest: dict[int, NewTokens] = {}
-        """The latest tokens of each response. Without a stream, these are all of its tokens."""
+        """The latest tokens of each response. Without streaming, these are all tokens of the response."""
         self._sampled = 0
 
     def add(self, new: NewTokens) -> None:
-        """Takes new tokens."""
+        """Adds new tokens of a response."""
         self._latest[new.index] = new
         self._sampled += len(new.tokens)
 
@@ -34,7 +34,7 @@ class GenerateAnswer:
         return {"request_id": name, "model": self._model, "choices": choices, **self._totals()}
 
     def _logprobs(self, new: NewTokens, *, named: bool = False) -> dict[str, Any] | None:
-        """Returns each token with its log-probability and its bytes. A token is named by its text if `named`, else by its id."""
+        """Returns the log-probability and the bytes of each token. The token's name is its text if `named`, or else its id."""
         if not self._request.logprobs:
             return None
         entries = []
@@ -50,13 +50,13 @@ class GenerateAnswer:
         return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
     def _totals(self) -> dict[str, Any]:
-        """Returns the usage, and the oldest version of the weights that sampled a token."""
+        """Returns the token counts, and the oldest version of the weights that sampled any token."""
         oldest = min(new.spans[0].version for new in self._latest.values())
         return {"usage": self._usage(), "weights_version": oldest}
 
 
 class ChatAnswer(GenerateAnswer):
-    """The answer of `/v1/chat/completions`, whole or in chunks."""
+    """The answer to a request to `/v1/chat/completions`, as one object or in chunks."""
 
     def __init__(self, request: CheckedRequest, limits: ServedLimits) -> None:
         super().__init__(request, limits)
@@ -76,13 +76,13 @@ class ChatAnswer(GenerateAnswer):
         return {**self._head, **parts, **self._prompt}
 
     def first_chunks(self) -> list[dict[str, Any]]:
-        """Returns the chunks before all tokens, which name the role."""
+        """Returns the first chunk of each response, which has the role but no tokens."""
         parts = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
         chunks = [self._chunk({"index": index, **parts}) for index in range(len(self._texts))]
         return [chunks[0] | self._prompt, *chunks[1:]]
 
     def chunk(self, new: NewTokens) -> dict[str, Any] | None:
-        """Returns the chunk of new tokens; None if they complete nothing that the request asked for."""
+        """Returns a chunk with new tokens, or None if they complete no content that the request asked for."""
         self.add(new)
         last, tokens = new.finish_reason is not None, new.tokens.tolist()
         text = self._texts[new.index].add(tokens, last=last)
@@ -95,7 +95,7 @@ class ChatAnswer(GenerateAnswer):
         return self._chunk({**choice, **_ending(new)}) | {"weights_version": new.spans[0].version}
 
     def usage_chunk(self) -> dict[str, Any] | None:
-        """Returns the chunk after all others, if the request asked for it."""
+        """Returns the final chunk with the token counts, or None if the request did not ask for it."""
         return self._chunk() | {"usage": self._usage()} if self._request.include_usage else None
 
     def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:

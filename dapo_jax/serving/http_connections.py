@@ -1,7 +1,7 @@
-"""The connections of the HTTP server: their number, and the time that each has to send a request.
+"""Limits the HTTP server's connections, and the time that each client has to send a request.
 
-A connection is *waiting* until its whole request has arrived, and again once the request is answered. A client needs no key to hold a waiting
-connection. If there are too many connections, the longest-waiting connection is closed. A connection whose request is being answered stays.
+A connection is *waiting* until its whole request has arrived, and again after the request has been answered. Any client can open a waiting
+connection without a key. So if there are too many, the one with the longest wait is closed. A connection whose request is being answered stays open.
 """
 
 import asyncio
@@ -17,15 +17,15 @@ from aiohttp import web
 from dapo_jax.terminal import visible
 
 _HEAD_S = 10.0
-"""Seconds that a client may take to send the first line and the headers."""
+"""Maximum number of seconds for a client to send the request line and the headers."""
 _IDLE_S = 75.0
-"""Seconds that a client may take to fetch an answer, or to send the next request."""
+"""Maximum number of seconds for a client to receive an answer, or to send the next request."""
 _LOOK_S = 0.5
-"""Seconds between two searches for connections that have waited too long."""
+"""Seconds between checks for connections that have waited too long."""
 _OWN_DESCRIPTORS = 48
-"""File descriptors reserved for the rest of the process: checkpoints, caches, libraries."""
+"""File descriptors reserved for the rest of the process: checkpoints, caches and libraries."""
 _TURNS = 5
-"""Iterations of the event loop that read arrived requests before a waiting connection is closed."""
+"""Number of event-loop iterations that read requests which have already arrived, before a waiting connection is closed."""
 _LEAST = 8
 _BACKLOG = 1024
 _REFUSAL = (
@@ -37,9 +37,9 @@ class Connections:
     """Accepts a limited number of connections for an aiohttp server.
 
     Args:
-        most: largest number of connections; lower if the process may not open as many files.
-        answer: returns the answer to a request that is not HTTP, given a status and a reason.
-        say: logs errors of aiohttp itself.
+        most: maximum number of connections. The limit is lower if the process may not open that many files.
+        answer: returns the response to a request that is not valid HTTP, from a status and a reason.
+        say: logs errors from aiohttp itself.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Connections:
         self.most = max(_LEAST, min(most, free))
         self.answer, self.say = answer, say
         self._waiting: dict[_ClientConnection, float] = {}
-        """The time until which each may wait, in the order in which they began to wait."""
+        """The deadline of each waiting connection, in the order in which they began to wait."""
         self._tasks: list[asyncio.Task[None]] = []
         self._listener: socket.socket | None = None
 
@@ -69,7 +69,7 @@ class Connections:
         return self._listener.getsockname()[1]
 
     async def close(self) -> None:
-        """Stops accepting connections. Open connections stay."""
+        """Stops accepting connections. Open connections stay open."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -83,7 +83,7 @@ class Connections:
             self._waiting[handler] = asyncio.get_running_loop().time() + seconds
 
     def works(self, handler: Any) -> None:
-        """Marks a connection whose whole request has arrived, or which is closed."""
+        """Marks a connection as not waiting, because its whole request has arrived or it is closed."""
         self._waiting.pop(handler, None)
 
     async def _accept(self, listener: socket.socket, server: web.Server) -> None:
@@ -91,7 +91,7 @@ class Connections:
         while True:
             try:
                 accepted, _ = await loop.sock_accept(listener)
-            except OSError:  # the client has left, or no file descriptor is free
+            except OSError:  # the client has disconnected, or no file descriptor is free
                 self._make_room()
                 await asyncio.sleep(_LOOK_S / 10)
                 continue
@@ -108,7 +108,7 @@ class Connections:
                 await loop.connect_accepted_socket(lambda: _ClientConnection(self, server, loop), accepted)
 
     def _make_room(self) -> bool:
-        """Closes the connection that has waited longest. Returns False if no connection waits."""
+        """Closes the connection that has waited longest. Returns False if no connection is waiting."""
         oldest = next(iter(self._waiting), None)
         if oldest is None:
             return False
@@ -129,7 +129,7 @@ class Connections:
 
 
 class _ClientConnection(web.RequestHandler):
-    """The connection of a client."""
+    """The connection to one client."""
 
     __slots__ = ("_connections",)
 
@@ -153,9 +153,9 @@ class _ClientConnection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answers a request that is not HTTP. Logs nothing if the client has left."""
+        """Answers a request that is not valid HTTP. Logs nothing if the client has disconnected."""
         if request.writer.output_size > 0 or isinstance(exc, ConnectionError):
-            raise ConnectionError("the client has left")
+            raise ConnectionError("the client has disconnected")
         if status >= 500:
             self.log_exception("a request failed", exc_info=exc)
         response = self._connections.answer(status, message or "")

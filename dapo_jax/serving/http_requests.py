@@ -1,6 +1,6 @@
-"""The bodies of HTTP requests, as `msgspec` structs: vLLM's with token ids, and OpenAI's with messages. Errors name the wrong field.
+"""Parses the bodies of HTTP requests as `msgspec` structs: vLLM's format with token ids, and OpenAI's with messages. Errors name the field.
 
-A field that this server does not support is accepted with a value that changes nothing, and refused otherwise.
+A field that this server does not support is accepted if its value has no effect, and refused otherwise.
 """
 
 import re
@@ -22,7 +22,7 @@ from dapo_jax.text.conversations import conversation_ids
 from dapo_jax.text.stop_strings import StopStrings
 
 _SHOWN = 80
-"""Characters of a value that an error quotes."""
+"""Maximum number of characters of a value that an error message quotes."""
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _RESERVED = frozenset(
     {
@@ -31,14 +31,14 @@ _RESERVED = frozenset(
         *("raise_exception", "strftime_now", "namespace", "dict", "range", "cycler", "joiner"),
     }
 )  # fmt: skip
-"""Names that `chat_template_kwargs` cannot set: other fields of the request, words of Jinja, and functions that templates call."""
+"""Names that `chat_template_kwargs` cannot set: other request fields, Jinja keywords, and functions that templates call."""
 _IGNORED = frozenset(
     {
         "cache_salt", "user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
         "routed_experts_prompt_start", "skip_special_tokens", "spaces_between_special_tokens", "detokenize", "include_stop_str_in_output",
     }
 )  # fmt: skip
-"""Fields that do not change the answer of this server."""
+"""Fields that are ignored, because they would not change this server's answer."""
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,), "add_special_tokens": (False,), "bad_words": ([],), "best_of": (1,), "continue_final_message": (False,),
     "continuous_usage_stats": (False,), "echo": (False,), "features": ({},), "frequency_penalty": (0,), "ignore_eos": (False,),
@@ -46,14 +46,14 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "priority": (0,), "repetition_penalty": (1,), "response_format": ({"type": "text"},), "service_tier": ("auto", "default"), "store": (False,),
     "stream": (False,), "top_logprobs": (0,), "use_beam_search": (False,),
 }  # fmt: skip
-"""Values of fields that are not supported, with which they change nothing."""
+"""Values of unsupported fields that have no effect, and are therefore accepted."""
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _Stop = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class _Sampling(msgspec.Struct, kw_only=True, frozen=True):
-    """The sampling options of both kinds of requests."""
+    """The sampling options that both kinds of requests share."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -82,7 +82,7 @@ class _GenerateBody(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class _Tool(msgspec.Struct, frozen=True):
-    """The fields that a tool must have."""
+    """The required fields of a tool."""
 
     type: Literal["function"]
     function: dict[str, Any]
@@ -111,7 +111,7 @@ class _StreamOptions(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def read_generate(content: bytes, limits: ServedLimits) -> CheckedRequest:
-    """Reads the body of `/inference/v1/generate`.
+    """Parses the body of a request to `/inference/v1/generate`.
 
     Raises:
         RequestError: the request cannot be served; the message names the field.
@@ -125,7 +125,7 @@ def read_generate(content: bytes, limits: ServedLimits) -> CheckedRequest:
 
 
 def read_chat(content: bytes, limits: ServedLimits) -> CheckedRequest:
-    """Reads the body of `/v1/chat/completions` and renders its prompt. Takes as long as tokenizing its texts.
+    """Parses the body of a request to `/v1/chat/completions`, and renders and tokenizes its prompt.
 
     Raises:
         RequestError: the request cannot be served; the message names the field.
@@ -137,10 +137,10 @@ def read_chat(content: bytes, limits: ServedLimits) -> CheckedRequest:
     for index, message in enumerate(body.messages):
         if message.get("role") not in _ROLES:
             raise RequestError(
-                f"messages[{index}].role is {shown(message.get('role'))}; the server takes {', '.join(_ROLES)}"
+                f"messages[{index}].role is {shown(message.get('role'))}; the server accepts {', '.join(_ROLES)}"
             )
     if body.messages[-1]["role"] == "assistant":
-        raise RequestError("messages: the last one is the assistant's; end with a message of another role")
+        raise RequestError("messages: the last message is the assistant's; end with another role")
     variables = _template_variables(body, given.get("tools"), limits)
     try:
         prompt = conversation_ids(body.messages, limits.tokenizer, today=limits.today, variables=variables)
@@ -155,7 +155,7 @@ def read_chat(content: bytes, limits: ServedLimits) -> CheckedRequest:
 
 
 def shown(value: object) -> str:
-    """Returns a value as errors quote it."""
+    """Returns a value as error messages quote it."""
     try:
         text = repr(value)
     except RecursionError:
@@ -173,10 +173,10 @@ def _json(content: bytes) -> Any:
 
 
 def _struct(given: object, kind: type[_Struct], where: str) -> _Struct:
-    """Returns a JSON object as a struct. A field that is null counts as missing.
+    """Converts a JSON object to a struct. A null field counts as missing.
 
     Raises:
-        RequestError: a field is missing, unknown, not supported, of another type or out of its range.
+        RequestError: a field is missing, unknown, not supported, of the wrong type or out of range.
     """
     if isinstance(given, dict):
         given = {name: value for name, value in given.items() if value is not None and name not in _IGNORED}
@@ -196,7 +196,7 @@ def _struct(given: object, kind: type[_Struct], where: str) -> _Struct:
     except msgspec.ValidationError as error:
         needed, _, path = str(error).partition(" - at `$")
         value: Any = given
-        for step in re.findall(r"\w+", path):  # names of fields and indices of lists
+        for step in re.findall(r"\w+", path):  # field names and list indices
             value = value[int(step) if isinstance(value, list) else step]
         name = path.strip(".`") or where
         raise RequestError(f"{name}: {needed}; found {shown(value)}") from error
@@ -217,7 +217,7 @@ def _request(
         )
         strings = StopStrings(limits.tokenizer, stop)
         if stop:
-            limits.tokenizer.decode(np.array([limits.vocabulary - 1], np.int32))  # which may be sampled
+            limits.tokenizer.decode(np.array([limits.vocabulary - 1], np.int32))  # the model may sample it
     except ValueError as error:
         raise RequestError(str(error)) from error
     rule = _stop_rule(
@@ -232,13 +232,13 @@ def _request(
 def _check_model(name: str, limits: ServedLimits) -> None:
     if name not in ("", limits.model):
         raise RequestError(
-            f"model is {shown(name)}; this server has {shown(limits.model)}: name it, or leave the field out",
+            f"model is {shown(name)}; this server has {shown(limits.model)}: use this name, or leave the field out",
             status=404, code="model_not_found",
         )  # fmt: skip
 
 
 def _template_variables(body: _ChatBody, tools: Any, limits: ServedLimits) -> dict[str, Any]:
-    """Returns the variables of the chat template: the server's, the request's, and `tools` with all their fields."""
+    """Returns the variables for the chat template: the server's, the request's, and `tools` with all their fields."""
     given = {name: value for name, value in body.chat_template_kwargs.items() if value is not None}
     for name in given:
         if name in _RESERVED or name.endswith("_token") or not name.isidentifier():
@@ -253,13 +253,13 @@ def _template_variables(body: _ChatBody, tools: Any, limits: ServedLimits) -> di
 
 
 def _seeded_key(seed: int) -> PRNGKeyArray:
-    """Returns the key of a request with a seed of up to 64 bits. It does not depend on the server's seed."""
+    """Returns the PRNG key for a request with a seed of up to 64 bits. It does not depend on the server's seed."""
     high, low = divmod(seed, 1 << 32)
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(0), np.uint32(high)), np.uint32(low))
 
 
 def _stop_rule(strings: StopRule | None, ids: Sequence[int]) -> StopRule | None:
-    """Returns a rule that ends a response at the first token that completes a stop string or is in `ids`."""
+    """Returns a rule that ends a response at the first token that completes a stop string or is one of `ids`."""
     if not ids:
         return strings
     wanted = np.array(ids, np.int32)

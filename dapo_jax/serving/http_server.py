@@ -21,11 +21,11 @@ from dapo_jax.serving.served_requests import GRACE_S, CheckedRequest, ServedLimi
 from dapo_jax.terminal import visible
 
 _PATIENCE_S = 60
-"""Seconds that a client may take to send a body, or to receive a chunk of a stream."""
+"""Maximum number of seconds for a client to send a body, or to receive one chunk of a stream."""
 _BODY_BYTES, _BODY_BYTES_PER_TOKEN = 1 << 20, 64
-"""The largest body: so many bytes, and so many more per token of the longest prompt."""
+"""Maximum size of a body: a fixed number of bytes, plus a number of bytes per token of the longest prompt."""
 _MORE_CONNECTIONS = 320
-"""Connections beyond the responses that may run or wait; their clients get an error instead of no answer. Their bodies are in memory."""
+"""Connections beyond the limit of responses, so that clients over this limit get an error instead of no answer. Each may have a body in memory."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -35,9 +35,9 @@ class HttpServer(ServerThread):
 
     Args:
         requests: samples responses; started and stopped by the caller.
-        limits: limits of requests.
+        limits: the limits for requests.
         host, port: as in `ServerThread`.
-        api_key: bearer token that every route except `/health` needs; empty: no key is needed.
+        api_key: bearer token that every route except `/health` requires. If empty, no key is required.
         say: logs errors of the server itself.
     """
 
@@ -60,7 +60,7 @@ class HttpServer(ServerThread):
         app.router.add_post("/v1/chat/completions", partial(self._sample, read_chat, ChatAnswer))
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
-        # A client that leaves cancels its handler, and thereby its responses.
+        # When a client disconnects, its handler is cancelled, which also cancels its responses.
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=GRACE_S)
         await self._runner.setup()
         assert self._runner.server is not None
@@ -74,14 +74,14 @@ class HttpServer(ServerThread):
         await self._loop.shutdown_default_executor()
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
-        """Logs an error outside of all requests in one line."""
+        """Logs an error that does not belong to any request, as one line."""
         error = context.get("exception")
         if not isinstance(error, ConnectionError):
             self._say(visible(f"the HTTP server: {context.get('message')}: {error!r:.200}"))
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Checks who asks, and turns every error into an answer."""
+        """Checks whether the client may send the request, and converts every error to a response."""
         self._connections.waits(request.protocol, _PATIENCE_S + 1.0)
         try:
             self._check(request)
@@ -93,7 +93,7 @@ class HttpServer(ServerThread):
         except web.HTTPException as error:
             return _error(self._of_aiohttp(request, error))
         except (ConnectionError, asyncio.CancelledError):
-            raise  # the client has left
+            raise  # the client has disconnected
         except Exception as error:
             self._say(visible(f"{request.method} {request.path} failed with {type(error).__name__}: {error}"))
             return _error(_own_failure())
@@ -101,7 +101,7 @@ class HttpServer(ServerThread):
             self._connections.waits(request.protocol)
 
     def _check(self, request: web.Request) -> None:
-        """Raises a `RequestError` if the request has no right to be answered, or the server is stopping."""
+        """Raises a `RequestError` if the request is not authorized, or if the server is stopping."""
         if request.path == "/health":
             return
         if self._api_key:
@@ -109,13 +109,13 @@ class HttpServer(ServerThread):
             known = hmac.compare_digest(given.strip().encode("utf-8", "replace"), self._api_key)
             if not known or scheme.lower() != "bearer":
                 raise RequestError(
-                    "the header Authorization must be Bearer and the key that the server was started with",
+                    "the header Authorization must be `Bearer KEY` with the key that the server was started with",
                     status=401, code="invalid_api_key",
                 )  # fmt: skip
         elif not is_loopback(_name_of(request.headers.get("Host", ""))):
-            # Otherwise a web page in a browser could reach the server by a name that resolves to this machine.
+            # Otherwise a web page in a browser could reach the server through a name that resolves to this machine.
             raise RequestError(
-                f"the header Host is {request.headers.get('Host', '')[:80]!r}; a server without a key answers to localhost and loopback addresses only",
+                f"the header Host is {request.headers.get('Host', '')[:80]!r}; a server without a key accepts only localhost and loopback addresses",
                 status=403, code="invalid_host",
             )  # fmt: skip
         if self._stopping:
@@ -124,7 +124,7 @@ class HttpServer(ServerThread):
     def _of_aiohttp(self, request: web.Request, error: web.HTTPException) -> RequestError:
         if isinstance(error, web.HTTPRequestEntityTooLarge):
             return RequestError(
-                f"the body is larger than {request._client_max_size} bytes, the most that a prompt of {self._limits.max_prompt_tokens} tokens may take: "
+                f"the body is larger than {request._client_max_size} bytes, the limit for prompts of up to {self._limits.max_prompt_tokens} tokens: "
                 "shorten it, or serve with a larger --max-prompt-tokens",
                 status=413, code="body_too_large",
             )  # fmt: skip
@@ -157,10 +157,10 @@ class HttpServer(ServerThread):
         kind: type[GenerateAnswer],
         request: web.Request,
     ) -> web.StreamResponse:
-        """Answers a request that `read` reads, in the shape of `kind`."""
+        """Answers a request. `read` parses its body, and `kind` builds the answer."""
         limits, content = self._limits, await _body(request)
         self._connections.works(request.protocol)
-        # In a thread: tokenizing a prompt of megabytes must not delay other requests.
+        # Parsing runs in a thread, because tokenizing a prompt of several megabytes must not delay other requests.
         asked = await asyncio.to_thread(read, content, limits)
         answer = kind(asked, limits)
         async with sampled(self._requests, asked) as arriving:
@@ -172,7 +172,7 @@ class HttpServer(ServerThread):
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether a name or address can be reached from this machine only."""
+    """Returns whether a host name or address can be reached only from this machine."""
     if host == "localhost":
         return True
     with suppress(ValueError):
@@ -193,12 +193,12 @@ def _own_failure() -> RequestError:
 
 
 def _malformed(reason: str, status: int = 400) -> RequestError:
-    text = f"the request is not HTTP that can be read: {visible(reason)!s:.200}"
+    text = f"the request is not valid HTTP: {visible(reason)!s:.200}"
     return RequestError(text, status=status, code="malformed")
 
 
 def _name_of(host: str) -> str:
-    """Returns the name or address in a header Host, without its port."""
+    """Returns the name or address in a Host header, without the port."""
     if host.startswith("["):
         return host.partition("]")[0] + "]"
     return host.partition(":")[0].lower()
@@ -208,20 +208,20 @@ async def _body(request: web.Request) -> bytes:
     """Returns the body of a request.
 
     Raises:
-        RequestError: it has another content type or encoding, or does not arrive in time.
+        RequestError: its content type or encoding is not supported, or it does not arrive in time.
     """
     for name, found, needed in (
         ("Content-Type", request.content_type, "application/json"),
         ("Content-Encoding", request.headers.get("Content-Encoding", "identity"), "identity"),
     ):
         if found != needed:
-            text = f"the header {name} is {found[:80]!r}; the server takes {needed}"
+            text = f"the header {name} is {found[:80]!r}; the server accepts {needed}"
             raise RequestError(text, status=415, code="unsupported_media_type")
     try:
         async with asyncio.timeout(_PATIENCE_S):
             return await request.read()
     except TimeoutError as error:
-        text = f"the body has not arrived within {_PATIENCE_S} s"
+        text = f"the body did not arrive within {_PATIENCE_S} s"
         raise RequestError(text, status=408, code="timeout") from error
 
 
@@ -249,7 +249,7 @@ async def _streamed(
         async for new in arriving:
             await send(answer.chunk(new))
         await send(answer.usage_chunk())
-    except RequestError as error:  # the status is sent already
+    except RequestError as error:  # the status has already been sent
         await send(_error_object(error))
         return response
     await send(msgspec.Raw(b"[DONE]"))

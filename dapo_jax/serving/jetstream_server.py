@@ -1,4 +1,4 @@
-"""A gRPC server of JetStream's protocol, whose responses come from the same loop as the HTTP server's."""
+"""A gRPC server for JetStream's protocol. It uses the same request loop as the HTTP server."""
 
 import asyncio
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from dapo_jax.serving.text import GrowingText
 from dapo_jax.text.formatting import AS_IT_STANDS, PromptFormat
 
 _LONGEST_DETAILS = 1000
-"""Characters of an error. It may quote a prompt, and gRPC sends it in a header."""
+"""Maximum number of characters in an error message, because it may quote a prompt and gRPC sends it in a header."""
 _CODES = {
     "queue_full": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "stopping": grpc.StatusCode.UNAVAILABLE,
@@ -29,10 +29,10 @@ class JetStreamServer(ServerThread):
 
     Args:
         requests: samples responses; started and stopped by the caller.
-        limits: limits of requests.
-        prompt_format: template around the text of a request.
+        limits: the limits for requests.
+        prompt_format: the template around the text of a request.
         host, port: as in `ServerThread`.
-        say: logs messages that are not requests.
+        say: logs received messages that are not valid requests.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class JetStreamServer(ServerThread):
         self._requests, self._limits, self._format, self._say = requests, limits, prompt_format, say
 
     async def _listen(self) -> int:
-        # Without this option, two servers share a port, and each gets some of the requests.
+        # Without this option, two servers could share a port, and each would receive some of the requests.
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         port = self._server.add_insecure_port(self.address)
         name = _messages.DESCRIPTOR.services_by_name["Orchestrator"].full_name
@@ -67,15 +67,15 @@ class JetStreamServer(ServerThread):
         return _messages.HealthCheckResponse(is_live=not self._requests.ended.is_set())
 
     async def _decode(self, content: bytes, context: Any) -> None:
-        """Streams one response: blocks of tokens, with their text if the prompt was a text.
+        """Streams one response as blocks of tokens. If the prompt was text, each block includes its text.
 
-        As in JetStream, the end token is not sent, so a response with fewer tokens than `max_tokens` has ended by itself. `content` is
-        the serialized request: if gRPC parsed it, an invalid message would print a traceback.
+        As in JetStream, the end token is not sent, so a response with fewer tokens than `max_tokens` ended by itself. `content` is
+        the serialized request. It is parsed here, because gRPC would print a traceback for an invalid message.
         """
         text, sample = GrowingText(self._limits.tokenizer), _messages.DecodeResponse.StreamContent.Sample
         try:
             request = _messages.DecodeRequest.FromString(content)
-            # In a thread: tokenizing a prompt of megabytes must not delay other requests.
+            # Parsing runs in a thread, because tokenizing a prompt of several megabytes must not delay other requests.
             asked = await asyncio.to_thread(self._checked, request)
             async with sampled(self._requests, asked) as arriving:
                 async for new in arriving:
@@ -95,14 +95,14 @@ class JetStreamServer(ServerThread):
             await context.abort(code, f"{error!s:.{_LONGEST_DETAILS}}")
 
     def _checked(self, request: Any) -> CheckedRequest:
-        """Returns the request with its prompt tokenized.
+        """Checks a request and tokenizes its prompt.
 
         Raises:
             RequestError: the request cannot be served.
         """
         limits, kind = self._limits, request.WhichOneof("content")
         if kind is None:
-            raise RequestError("the request holds no prompt; set text_content or token_content")
+            raise RequestError("the request has no prompt; set text_content or token_content")
         if kind == "text_content":
             try:
                 prompt = self._format.encode(request.text_content.text, limits.tokenizer)[1]

@@ -1,7 +1,7 @@
-"""The decode loop of both servers, in a thread of its own: continuous batching of requests that arrive at any time.
+"""The decode loop of both servers, which runs in its own thread and continuously batches requests that arrive at any time.
 
-Only this thread sends programs to the devices. Other threads submit and cancel requests and bring new weights; the loop takes them between two calls
-of the engine.
+Only this thread launches programs on the devices. Other threads can submit requests, cancel them, and supply new weights. The loop processes these
+between engine calls.
 """
 
 import itertools
@@ -24,16 +24,16 @@ from dapo_jax.sampling.interface import Engine
 from dapo_jax.sampling.requests import OwnOptions, Request
 
 _REFILL_FRAC = 0.125
-"""Slots are refilled once this fraction of the live slots has become free."""
+"""Slots are refilled once this fraction of the active slots has become free."""
 
 
 class RequestError(Exception):
-    """A request that is answered with an error.
+    """Raised for a request that is answered with an error.
 
     Args:
         message: the value found, the value needed, and the remedy.
         status: the HTTP status.
-        code: a name for programs.
+        code: a machine-readable name of the error.
         retry_after_s: seconds after which the same request may succeed.
     """
 
@@ -45,50 +45,50 @@ class RequestError(Exception):
 
 
 def stopping() -> RequestError:
-    """Returns the error of a server that ends."""
+    """Returns the error for requests to a server that is stopping."""
     return RequestError("the server is stopping", status=503, code="stopping")
 
 
 @dataclass(frozen=True)
 class NewTokens:
-    """New tokens of a response."""
+    """New tokens of one response."""
 
     index: int
     """Index of the response within its request."""
     tokens: Int[np.ndarray, " new"]
     logprobs: Float[np.ndarray, " new"]
-    """In nats, at the sampling temperature, under the weights that sampled each token."""
+    """Log-probabilities in nats, at the sampling temperature, under the weights that sampled each token."""
     spans: tuple[Span, ...]
-    """Versions of the weights that sampled all tokens so far."""
+    """Versions of the weights that sampled the tokens so far."""
     finish_reason: FinishReason | None
-    """None: the response continues."""
+    """Why the response ended, or None if it continues."""
 
 
 Listener = Callable[[NewTokens | BaseException], None]
-"""Receives new tokens, or the error that ended the loop. Called in the loop's thread; must not block."""
+"""Receives new tokens, or the error that ended the loop. It is called in the loop's thread, so it must not block."""
 
 
 @dataclass(eq=False)
 class ServedRequest:
-    """The responses to one request."""
+    """One request and the state of its responses."""
 
     requests: list[Request]
     listener: Listener
     streams: bool
-    """The listener is called after every call of the engine, not only at the end of a response."""
+    """Call the listener after every engine call, not only at the end of a response."""
     sent: list[int]
     """Number of tokens of each response that the listener has received."""
 
 
 class RequestLoop:
-    """Serves requests inside its context.
+    """Serves requests while its context is open.
 
     Args:
         engine: prefills and decodes.
-        weights: weights of the engine.
-        key: seeds requests without a seed, together with the order of their arrival.
-        version: version of the weights.
-        most_responses: largest number of running and waiting responses.
+        weights: the engine's weights.
+        key: determines, with the order of arrival, the sampling of requests without a seed.
+        version: the version of the weights.
+        most_responses: maximum number of running and waiting responses.
     """
 
     def __init__(
@@ -96,16 +96,16 @@ class RequestLoop:
     ) -> None:
         self._engine, self._most = engine, most_responses
         self.version = version
-        """Version of the served weights."""
+        """Version of the weights in use."""
         self.failure: BaseException | None = None
-        """Error that ended the thread."""
+        """The error that ended the thread, if any."""
         self.ended = threading.Event()
         """Set once the thread has ended."""
         self._ordinals = itertools.count()
         self._changed = threading.Condition()
         self._new: deque[ServedRequest] = deque()
         self._actions: deque[Callable[[], None]] = deque()
-        """Calls that other threads asked for."""
+        """Functions to call in this thread, as requested by other threads."""
         self._stopping = False
         self._running: dict[Request, ServedRequest] = {}
         self._loop = DecodeLoop(
@@ -124,18 +124,18 @@ class RequestLoop:
         self, prompt: Int[np.ndarray, " prompt"], options: OwnOptions, *, count: int, max_tokens: int, listener: Listener,
         streams: bool = False,
     ) -> ServedRequest:  # fmt: skip
-        """Queues a request for `count` responses of up to `max_tokens` tokens, and returns at once. May be called from any thread.
+        """Queues a request for `count` responses of up to `max_tokens` tokens, and returns immediately. May be called from any thread.
 
         Raises:
-            RequestError: too many responses run or wait, or the loop is ending.
+            RequestError: too many responses are running or waiting, or the loop is stopping.
         """
         with self._changed:
             if self._stopping:
                 raise stopping()
             if (under_way := self.under_way) + count > self._most:
                 raise RequestError(
-                    f"{under_way} responses are running or waiting, and this request needs {count} more; the server takes {self._most}: "
-                    "ask again later, or serve with a larger --queue",
+                    f"{under_way} responses are running or waiting, and this request needs {count} more; the server accepts {self._most}: "
+                    "try again later, or serve with a larger --queue",
                     status=503, code="queue_full", retry_after_s=1,
                 )  # fmt: skip
             asked = Prompt(ordinal=next(self._ordinals), tokens=prompt, text="", answer="")
@@ -146,19 +146,19 @@ class RequestLoop:
         return served
 
     def cancel(self, served: ServedRequest) -> None:
-        """Ends the unfinished responses of a request without calling its listener. May be called from any thread, and after the request has ended."""
+        """Cancels the unfinished responses of a request without calling its listener. May be called from any thread, even after the request has ended."""
         with self._changed:
             self._actions.append(partial(self._drop, served))
             self._changed.notify()
 
     def take(self, weights: Callable[[], PyTree], version: int) -> None:
-        """Serves the weights that `weights` returns from the next call of the engine on; returns once they are in use.
+        """Switches to the weights that `weights` returns, starting with the next engine call. Returns once they are in use.
 
-        Running responses are re-prefilled and continue with them. `weights` is called in the loop's thread, since only one thread may send
-        programs to the devices.
+        Running responses are re-prefilled and continue with the new weights. `weights` is called in the loop's thread, because only this
+        thread may launch programs on the devices.
 
         Raises:
-            Exception: `weights` raised it; the old weights stay.
+            Exception: `weights` raised it, so the old weights stay in use.
             RequestError: the loop has ended.
         """
         taken: Future[None] = Future()
@@ -174,7 +174,7 @@ class RequestLoop:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends the thread. Running responses are not finished."""
+        """Ends the thread. Running responses are aborted."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -185,7 +185,7 @@ class RequestLoop:
         try:
             while self._wait():
                 self._send(self._loop.step() or [])
-        except BaseException as failure:  # whatever it is, all listeners must get it
+        except BaseException as failure:  # every listener must receive any kind of error
             self.failure = error = failure
         with self._changed:
             self._stopping = True
@@ -197,7 +197,7 @@ class RequestLoop:
         self.ended.set()
 
     def _wait(self) -> bool:
-        """Waits for work, and does what other threads asked for. Returns False if the loop is to stop."""
+        """Waits for work, and calls the functions that other threads requested. Returns False if the loop should stop."""
         with self._changed:
             while not (self._stopping or self._new or self._running or self._actions):
                 self._changed.wait()
@@ -233,7 +233,7 @@ class RequestLoop:
             taken.set_result(None)
 
     def _more(self) -> list[Sequence[Request]]:
-        """Returns the requests to prefill next, at most one per slot."""
+        """Returns the requests to prefill next, at most one for each slot."""
         taken: list[Sequence[Request]] = []
         with self._changed:
             while self._new and len(taken) < self._engine.slots:
@@ -245,7 +245,7 @@ class RequestLoop:
         return taken
 
     def _send(self, ended: Sequence[tuple[Request, FinishReason]]) -> None:
-        """Sends the listeners the new tokens of responses that ended, and of streams."""
+        """Sends listeners the new tokens of ended responses and of streams."""
         over = dict(ended)
         for request, served in list(self._running.items()):
             reason, new = over.get(request), slice(served.sent[request.index], request.drawn)

@@ -1,4 +1,4 @@
-"""Serves a model or a run with the engine that training samples from: `dapo-jax serve`, over HTTP or with JetStream's protocol over gRPC."""
+"""Implements `dapo-jax serve`, which serves a model or a run over HTTP or JetStream's gRPC protocol. The engine is the same as in training."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -35,7 +35,7 @@ from dapo_jax.text.formatting import PromptFormat
 from dapo_jax.training.state import state_structs
 
 _LONGEST = 1024
-"""Default length of a prompt, and of a response, if the model has room for it."""
+"""Default maximum number of tokens in a prompt, and in a response, if the model has room for them."""
 _LARGEST = 1 << 31
 _LEAST = {"slots": 1, "steps_per_call": 1}
 _MOST = {"seed": (1 << 32) - 1, "port": (1 << 16) - 1}
@@ -43,39 +43,39 @@ _MOST = {"seed": (1 << 32) - 1, "port": (1 << 16) - 1}
 
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions:
-    """The options of `dapo-jax serve` for both servers.
+    """The options of `dapo-jax serve` that both servers share.
 
     Raises:
-        ConfigError: a value is out of its range.
+        ConfigError: a value is out of range.
     """
 
     host: str = "127.0.0.1"
-    """The interface; [::] is all interfaces."""
+    """The network interface to listen on, or [::] for all interfaces."""
     port: int = 9000
-    """0 takes a free port."""
+    """The port, or 0 to pick a free port."""
     slots: int = 16
     """Number of responses that are decoded in parallel."""
     queue: int = 1024
     """Number of responses that may wait for a slot."""
     max_prompt_tokens: int = 0
-    """0: 1,024, or as many as the model has room for."""
+    """If 0, the limit is 1,024 or as many as the model has room for."""
     max_response_tokens: int = 0
-    """0: 1,024, or as many as the model has room for."""
+    """If 0, the limit is 1,024 or as many as the model has room for."""
     temperature: float = 1.0
-    """Default of requests; 0 is greedy."""
+    """Default for requests. 0 means greedy decoding."""
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     steps_per_call: int = 4
-    """Tokens per call of the engine. More are faster; with fewer, tokens arrive sooner."""
+    """Tokens per engine call. More tokens increase throughput; fewer tokens lower the latency of streams."""
     page_tokens: int = 0
-    """Tokens per page of the KV cache; 0: the default of `sampling.page_tokens`."""
+    """Tokens per page of the KV cache. If 0, the default of `sampling.page_tokens`."""
     compute_dtype: str = "float32"
     batch_invariant: bool = False
-    """No bit of a response depends on other requests."""
+    """Make responses bitwise independent of other requests."""
     follow_s: float | None = None
-    """Seconds between two searches for a new checkpoint of the run; None: the weights do not change."""
+    """Seconds between checks for a new checkpoint of the run. If None, the weights do not change."""
     compilation_cache: str = "~/.cache/dapo_jax/xla"
 
     def __post_init__(self) -> None:
@@ -84,7 +84,7 @@ class ServingOptions:
             if type(value) is int and not least <= value <= most:
                 raise ConfigError(f"{name}={value} must be from {least} to {most}")
         if self.follow_s is not None and not 0 < self.follow_s <= 86_400:
-            raise ConfigError(f"follow={self.follow_s} must be more than 0 seconds, and at most 86400, a day")
+            raise ConfigError(f"follow={self.follow_s} must be more than 0 seconds and at most 86400 (a day)")
         try:
             self.decoding()
         except ValueError as error:
@@ -94,45 +94,45 @@ class ServingOptions:
         """Returns temperature, top-p and top-k.
 
         Raises:
-            ValueError: a value is out of its range.
+            ValueError: a value is out of range.
         """
         return DecodingOptions(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(ServingOptions):
-    """The options of `dapo-jax serve`. Temperature, top-p and top-k hold for all requests: JetStream's requests have none.
+    """The options of `dapo-jax serve`. Temperature, top-p and top-k apply to all requests, because JetStream's requests cannot set them.
 
     Raises:
-        ConfigError: a value is out of its range, or needs `chat`.
+        ConfigError: a value is out of range or requires `chat`.
     """
 
     max_prompt_tokens: int = 64
     max_response_tokens: int = 64
     temperature: float = 0.0
     chat: bool = False
-    """The text of a request is a user's message, rendered by the model's chat template."""
+    """Treat the text of a request as a user message, and render it with the model's chat template."""
     system_prompt: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.chat and (self.system_prompt or self.chat_template_kwargs):
-            raise ConfigError("--system-prompt and --chat-template-kwargs need a chat: give --chat too")
+            raise ConfigError("--system-prompt and --chat-template-kwargs work only with --chat: add --chat")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HttpOptions(ServingOptions):
-    """The options of `dapo-jax serve --http`. Temperature, top-p and top-k are the defaults of requests."""
+    """The options of `dapo-jax serve --http`. Temperature, top-p and top-k are defaults, which a request can override."""
 
     model_name: str = ""
-    """Name of the model in requests; empty: its source."""
+    """Name of the model in requests. If empty, the model's source."""
 
 
 def serve(source: str, options: ServeOptions, *, say: Callable[[str], None] = print) -> None:
-    """Answers JetStream's requests until KeyboardInterrupt. `say` logs the address and each new version of the weights.
+    """Answers JetStream requests until KeyboardInterrupt. `say` logs the address and each new version of the weights.
 
     Raises:
-        ConfigError: the extra is missing, there is no such model or run, lengths do not fit it, or the address cannot be bound.
+        ConfigError: the extra is missing, the model or run does not exist or has no room for the lengths, or the address cannot be bound.
         RuntimeError: the engine has failed.
     """
     try:
@@ -140,13 +140,13 @@ def serve(source: str, options: ServeOptions, *, say: Callable[[str], None] = pr
     except ImportError as error:
         # The package `jetstream` is a different project.
         raise ConfigError(
-            f"serving needs JetStream, which cannot be imported ({error}); {how_to_install('jetstream')}, or "
-            "google-jetstream==0.2.2 (not the package jetstream)"
+            f"serving needs JetStream, which cannot be imported ({error}); install it with {how_to_install('jetstream')}, or "
+            "install google-jetstream==0.2.2 (not the package jetstream)"
         ) from error
 
     def server_of(policy: Policy, limits: ServedLimits) -> Callable[..., ServerThread]:
         if options.chat and policy.tokenizer.chat_template is None:
-            raise ConfigError("--chat needs a chat template, and the model has none; serve it without")
+            raise ConfigError("--chat needs a chat template, but the model has none; serve it without --chat")
         data = DataConfig(
             chat=options.chat,
             system_prompt=options.system_prompt,
@@ -167,22 +167,22 @@ def serve_http(
     Args:
         source: a model or a run folder.
         options: all other options.
-        api_key: bearer token that requests need; empty: no key is needed.
+        api_key: bearer token that requests need. If empty, no key is needed.
 
     Raises:
-        ConfigError: the extra is missing, there is no such model or run, lengths do not fit it, the address cannot be bound, or other machines
-            could reach the server without a key.
+        ConfigError: the extra is missing, the model or run does not exist or has no room for the lengths, the address cannot be bound, or
+            other machines could reach the server without a key.
         RuntimeError: the engine has failed.
     """
     try:
         from dapo_jax.serving.http_server import HttpServer, is_loopback
     except ImportError as error:
         raise ConfigError(
-            f"serving over HTTP needs aiohttp and msgspec, which cannot be imported ({error}); {how_to_install('http')}"
+            f"serving over HTTP needs aiohttp and msgspec, which cannot be imported ({error}); install them with {how_to_install('http')}"
         ) from error
     if not api_key and not is_loopback(options.host):
         raise ConfigError(
-            f"--host {options.host} can be reached from other machines, and there is no key: set DAPO_JAX_API_KEY to one, which requests then need as a "
+            f"--host {options.host} can be reached from other machines, but no key is set: set DAPO_JAX_API_KEY, which requests must then send as a "
             "bearer token, or leave out --host"
         )
 
@@ -204,14 +204,14 @@ def _serve(
     name: str = "",
     scheme: str = "",
 ) -> None:
-    """Runs a server. `server_of` returns a function of the request loop, `host` and `port`. `greeting` may have {address}, which this machine reaches."""
+    """Runs a server. `server_of` returns a function that builds it from the request loop, `host` and `port`. `greeting` may contain {address}."""
     use_compilation_cache(options.compilation_cache)
     with ExitStack() as ends:
         follower = None
         if options.follow_s is not None:
             follower = Follower(source, options.follow_s, say)
             ends.callback(follower.close)
-        # Spread over all devices from the start: a large model does not fit the first one.
+        # The weights are sharded over all devices from the start, because a large model does not fit on the first device.
         mesh = mesh_of(ParallelConfig())
         shares = sharing(both_on(mesh), SamplingConfig(), dtype=options.compute_dtype)
         policy = find_policy(source, mesh=mesh, shares=shares)
@@ -241,18 +241,18 @@ def _serve(
 
 
 class Follower:
-    """Serves each new checkpoint of a run in a thread of its own.
+    """Watches a run in its own thread, and loads each new checkpoint.
 
     Raises:
         ConfigError: `source` is not the folder of a run.
     """
 
     def __init__(self, source: str, every_s: float, say: Callable[[str], None]) -> None:
-        """Notes the last checkpoint. Must be made before the weights are loaded, so that no checkpoint is missed."""
+        """Records the latest checkpoint. Create the follower before loading the weights, so that no checkpoint is missed."""
         self._run, self._every_s, self._say = place_of(source, key="model", write=False), every_s, say
         if not (self._run / "checkpoints").is_dir():
             raise ConfigError(
-                f"--follow looks for new checkpoints of a run; {source} has no folder `checkpoints`"
+                f"--follow loads new checkpoints of a run, but {source} has no folder `checkpoints`"
             )
         self._checkpointer = Checkpointer(self._run / "checkpoints")
         self._served = self._checkpointer.latest_step()
@@ -260,7 +260,7 @@ class Follower:
         self._thread: threading.Thread | None = None
 
     def start(self, policy: Policy, take: Callable[[nnx.State, int], None]) -> None:
-        """Starts the thread, which calls `take` with the parameters of each new checkpoint, and its number of steps done."""
+        """Starts the thread, which calls `take` with the parameters and the step of each new checkpoint."""
         config = load_config(self._run / "config.yaml")
         target = state_structs(policy.params, optimizer_of(config.optimizer), mesh_of(ParallelConfig()))
         restore = partial(self._checkpointer.restore, target, check=check_of_readers(config, policy))
@@ -277,7 +277,7 @@ class Follower:
                 take(found.state.params, found.step)
                 self._served, logged = found.step, ""
                 self._say(f"now serving step {found.step}")
-            except Exception as error:  # whatever it is, the old weights are served on
+            except Exception as error:  # after any error, the old weights stay in use
                 if str(error) != logged and not self._stopping.is_set():
                     logged = str(error)
                     self._say(visible(f"no new weights: {error}"))
@@ -291,10 +291,10 @@ class Follower:
 
 
 def limits_of(source: str, policy: Policy, options: ServingOptions, *, name: str = "") -> ServedLimits:
-    """Returns the limits of requests: the lengths of `options`, or as far as the model has room. `name` is the model's; empty: `source`.
+    """Returns the limits for requests. Lengths that `options` leaves at 0 depend on the model. If `name` is empty, the model's name is `source`.
 
     Raises:
-        ConfigError: the model has no room for them.
+        ConfigError: the model does not have enough positions for the lengths.
     """
     positions = policy.decoder.max_positions
     prompt, response = options.max_prompt_tokens, options.max_response_tokens
@@ -302,8 +302,8 @@ def limits_of(source: str, policy: Policy, options: ServingOptions, *, name: str
     prompt = prompt or min(_LONGEST, positions - response)
     if not (prompt > 0 and response > 0 and prompt + response <= positions):
         raise ConfigError(
-            f"--max-prompt-tokens {prompt} and --max-response-tokens {response} are {prompt + response} positions; "
-            f"the model has {positions}: lower one"
+            f"--max-prompt-tokens {prompt} and --max-response-tokens {response} need {prompt + response} positions, but "
+            f"the model has {positions}: lower one of them"
         )
     return ServedLimits(
         model=name or source,
@@ -314,7 +314,7 @@ def limits_of(source: str, policy: Policy, options: ServingOptions, *, name: str
         most_responses=options.slots + options.queue,
         decoding=options.decoding(),
         template_kwargs=options.chat_template_kwargs,
-        # The date that chat templates of a run print, so that prompts equal the prompts of training.
+        # Chat templates print the same date as in the run, so that prompts are the same as in training.
         today=PromptFormat(dated(DataConfig(), like=data_of_run(source))).today,
     )
 
@@ -322,10 +322,10 @@ def limits_of(source: str, policy: Policy, options: ServingOptions, *, name: str
 def request_loop(
     policy: Policy, options: ServingOptions, limits: ServedLimits
 ) -> tuple[RequestLoop, Transfer]:
-    """Returns the loop that samples responses, with its programs compiled, and the function that turns parameters into its weights.
+    """Compiles the programs of the loop that samples responses. Returns the loop, and a function that converts parameters to its weights.
 
     Raises:
-        ConfigError: the slots do not fit the devices.
+        ConfigError: the number of slots does not match the devices.
     """
     mesh = mesh_of(ParallelConfig())
     transfer = transfer_of(policy, both_on(mesh), SamplingConfig(), dtype=options.compute_dtype)

@@ -1,4 +1,4 @@
-"""The parts of requests that both servers share: limits, errors, tokens as they arrive, and the thread of a server."""
+"""Request handling that both servers share: limits, errors, receiving tokens, and the thread of a server."""
 
 import asyncio
 import threading
@@ -23,55 +23,55 @@ GRACE_S = 10
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedRequest:
-    """A request whose prompt is tokenized and whose values are within the server's limits."""
+    """A request with a tokenized prompt and with values that are within the server's limits."""
 
     prompt: Int[np.ndarray, " prompt"]
     max_tokens: int
     count: int = 1
     """Number of responses."""
     options: OwnOptions
-    """Without a key, every request is sampled with other random numbers."""
+    """The request's own sampling options. If they have no key, every request is sampled with different random numbers."""
     stop: tuple[str, ...] = ()
-    """The stop strings, which are not part of the text."""
+    """The stop strings, which are not included in the returned text."""
     logprobs: bool = False
     request_id: str = ""
     return_token_ids: bool = False
     tokens_as_ids: bool = False
-    """Log-probabilities name tokens by their ids instead of their texts."""
+    """Identify tokens in log-probabilities by id instead of by text."""
     stream: bool = False
     include_usage: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedLimits:
-    """The limits of a server's requests, and the objects that requests are read with."""
+    """A server's limits for requests, with the tokenizer and the defaults that are used to parse them."""
 
     model: str
-    """Name of the model. Requests may leave it out."""
+    """Name of the model. Requests may omit it."""
     tokenizer: Tokenizer
     vocabulary: int
-    """Number of the model's token ids. The tokenizer may know fewer."""
+    """Number of token ids in the model's vocabulary. The tokenizer may have fewer."""
     max_prompt_tokens: int
     max_response_tokens: int
     most_responses: int
-    """Number of responses that may run or wait, and so the largest `n` of a request."""
+    """Maximum number of running and waiting responses, and therefore the largest `n` of a request."""
     decoding: DecodingOptions = field(default_factory=DecodingOptions)
-    """Defaults of requests."""
+    """Default decoding options for requests."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults of `chat_template_kwargs`."""
+    """Default values for `chat_template_kwargs`."""
     today: date | None = None
 
     def request(
         self, prompt: Int[np.ndarray, " prompt"], max_tokens: int, *, count: int = 1, named: str = "max_tokens", **others: Any
     ) -> CheckedRequest:  # fmt: skip
-        """Returns the request, after checking it. `named` is the request's field of `max_tokens`.
+        """Checks and returns a request. `named` is the name of the field that set `max_tokens`, for error messages.
 
         Raises:
-            RequestError: the prompt, `max_tokens` or `count` is too large, or zero.
+            RequestError: the prompt, `max_tokens` or `count` is zero or too large.
         """
         if not 0 < len(prompt) <= self.max_prompt_tokens:
             raise RequestError(
-                f"the prompt has {len(prompt)} tokens; the server takes 1 to {self.max_prompt_tokens}: shorten it, or serve with a larger --max-prompt-tokens",
+                f"the prompt has {len(prompt)} tokens; the server accepts 1 to {self.max_prompt_tokens}: shorten it, or serve with a larger --max-prompt-tokens",
                 code="context_length_exceeded" if len(prompt) else "invalid_value",
             )
         for name, value, most, remedy in (
@@ -80,13 +80,13 @@ class ServedLimits:
         ):
             if not 0 < value <= most:
                 raise RequestError(
-                    f"{name} is {value}; the server takes 1 to {most}: lower it, or serve with a larger {remedy}"
+                    f"{name} is {value}; the server accepts 1 to {most}: lower it, or serve with a larger {remedy}"
                 )
         options = others.pop("options", None) or OwnOptions(decoding=self.decoding)
         return CheckedRequest(prompt=prompt, max_tokens=max_tokens, count=count, options=options, **others)
 
     def checked_ids(self, name: str, ids: Sequence[int]) -> Sequence[int]:
-        """Returns `ids`.
+        """Checks and returns `ids`.
 
         Raises:
             RequestError: an id is outside the vocabulary.
@@ -100,10 +100,10 @@ class ServedLimits:
 
 @asynccontextmanager
 async def sampled(requests: RequestLoop, asked: CheckedRequest) -> AsyncIterator[AsyncIterator[NewTokens]]:
-    """Yields the tokens of a request's responses as they arrive. Leaving the context ends unfinished responses.
+    """Yields the tokens of a request's responses as they arrive. Leaving the context cancels unfinished responses.
 
     Raises:
-        RequestError: the queue is full, the loop is ending, or the weights give log-probabilities that are not finite.
+        RequestError: the queue is full, the loop is stopping, or a log-probability is not finite.
     """
     queue: asyncio.Queue[NewTokens | BaseException] = asyncio.Queue()
     loop = asyncio.get_running_loop()
@@ -123,7 +123,7 @@ async def sampled(requests: RequestLoop, asked: CheckedRequest) -> AsyncIterator
             if isinstance(new, BaseException):
                 raise stopping() from new
             if not np.isfinite(new.logprobs).all():
-                text = "the weights give log-probabilities that are not finite: serve others"
+                text = "with these weights, log-probabilities are not finite: serve another checkpoint"
                 raise RequestError(text, status=500, code="not_finite")
             yield new
             left -= new.finish_reason is not None
@@ -135,28 +135,28 @@ async def sampled(requests: RequestLoop, asked: CheckedRequest) -> AsyncIterator
 
 
 class ServerThread(ABC):
-    """A server on an event loop in a thread of its own; a context manager.
+    """A server whose event loop runs in its own thread. It is a context manager.
 
     Args:
-        host: the interface, such as 127.0.0.1, or [::] for all.
-        port: 0 takes a free port.
+        host: the network interface, such as 127.0.0.1, or [::] for all interfaces.
+        port: the port, or 0 to pick a free port.
     """
 
     def __init__(self, host: str, port: int) -> None:
         self.address = f"{host}:{port}"
-        """HOST:PORT, with the port that was taken."""
+        """HOST:PORT, with the port that is in use."""
         self._host, self._port = host, port
 
     @abstractmethod
     async def _listen(self) -> int:
-        """Starts to answer requests, and returns the port."""
+        """Starts answering requests, and returns the port."""
 
     @abstractmethod
     async def _close(self) -> None:
-        """Refuses new requests, gives running ones `GRACE_S` to finish, and ends the rest."""
+        """Refuses new requests, gives running requests `GRACE_S` to finish, and then ends the rest."""
 
     def __enter__(self) -> "ServerThread":
-        """Listens.
+        """Starts the server.
 
         Raises:
             OSError: the address cannot be bound.
@@ -169,7 +169,7 @@ class ServerThread(ABC):
         except (OSError, RuntimeError) as error:
             self.__exit__()
             reason = getattr(error, "strerror", None) or error
-            raise OSError(f"cannot listen at {self.address}: {reason}; --port 0 takes a free port") from error
+            raise OSError(f"cannot listen on {self.address}: {reason}; --port 0 picks a free port") from error
         return self
 
     def __exit__(self, *_: object) -> None:

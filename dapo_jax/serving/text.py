@@ -1,4 +1,4 @@
-"""Text that grows token by token."""
+"""Decodes responses to text while their tokens arrive."""
 
 from collections.abc import Sequence
 
@@ -7,11 +7,11 @@ import numpy as np
 from dapo_jax.text.tokenizers import Tokenizer
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-"""The decoded form of bytes that are not a whole character, or not yet."""
+"""Decoders write this for bytes that are not a complete character, or not yet."""
 
 
 def decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """Returns the text of `ids`, without ids outside the tokenizer's vocabulary; a model may have such spare ids."""
+    """Returns the text of `ids`. Ids outside the tokenizer's vocabulary, which some models have as padding, are skipped."""
     known = [token for token in ids if 0 <= token < tokenizer.vocab_size]
     return tokenizer.decode(np.array(known, np.int32))
 
@@ -19,26 +19,26 @@ def decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
 class GrowingText:
     """The text of a response that arrives in blocks of tokens, up to its first stop string.
 
-    A token may be a part of a character, and some tokenizers decode a token differently at the start of a text. So each block is decoded
-    together with the block before it. An unfinished character, and text that may begin a stop string, are held back.
+    A token may be part of a character, and some tokenizers decode a token differently at the start of a text. Therefore each block is decoded
+    together with the previous block. Incomplete characters, and text that may be the beginning of a stop string, are held back.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, stop
         self._held = max((len(each) for each in stop), default=1) - 1
         self._window: list[int] = []
-        """The last block that ended with a whole character, and all tokens after it."""
+        """The last block that ended with a complete character, and all tokens after it."""
         self._shown = 0
-        """Number of characters of the window's text that are complete."""
+        """Number of complete characters in the window's text."""
         self._waiting, self._over = "", False
 
     def add(self, ids: list[int], *, last: bool = False) -> str:
-        """Returns the text that these tokens complete; with the `last` tokens, all the rest."""
+        """Returns the text that these tokens complete. If these are the `last` tokens, returns all remaining text."""
         if self._over:
             return ""
         self._window += ids
         text = decoded(self._tokenizer, self._window)
-        # Any number of bytes that begin a character decode to one replacement character.
+        # The first bytes of an incomplete character, however many, decode to a single replacement character.
         whole = text if last else text.removesuffix(_BROKEN)
         self._waiting, self._shown = self._waiting + whole[self._shown :], len(whole)
         if ids and whole == text:

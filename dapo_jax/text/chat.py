@@ -1,6 +1,6 @@
-"""Chat templates: the Jinja text in a model's folder turns messages into the string that the model was trained on.
+"""Renders messages with a model's Jinja chat template to the string format that the model was trained on.
 
-The template of a downloaded model is not trusted. It runs in Jinja's `ImmutableSandboxedEnvironment`, as in transformers.
+A downloaded template is not trusted, so it runs in Jinja's `ImmutableSandboxedEnvironment`, as in transformers.
 """
 
 import json
@@ -18,14 +18,14 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 Message = Mapping[str, Any]
-"""One turn: `role`, `content`, and any other field that the template reads, such as `name`."""
+"""One message: `role`, `content`, and any other fields that the template uses, such as `name`."""
 
 MOST_RENDERED = 4 << 20
-"""Characters that a template may print."""
+"""Maximum number of characters that a template may output."""
 
 
 class ChatTemplate:
-    """A chat template with the special tokens that it may print.
+    """A chat template and the special tokens that it may use.
 
     >>> template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", name="doc")
     >>> template.render([{"role": "user", "content": "1+1"}])
@@ -33,12 +33,12 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, *, name: str, special_tokens: Mapping[str, str] | None = None) -> None:
-        """Keeps the source. It is compiled at the first rendering, so a model with a broken template still loads.
+        """Stores the source. It is compiled when it is first rendered, so a model with a broken template still loads.
 
         Args:
-            source: the template.
-            name: its name in error messages, such as the file that it was read from.
-            special_tokens: `bos_token`, `eos_token` and so on, which the template may name.
+            source: the text of the template.
+            name: the template's name in error messages, for example its file.
+            special_tokens: `bos_token`, `eos_token` and so on, as variables for the template.
         """
         self.source, self.name = source, name
         self._special_tokens = dict(special_tokens or {})
@@ -50,16 +50,16 @@ class ChatTemplate:
         *,
         today: date | None = None,
     ) -> str:
-        """Returns the text of a conversation, up to and including the opening of the answer that is to be sampled.
+        """Returns the text of a conversation, including the generation prompt that begins the answer.
 
         Args:
-            messages: the turns, oldest first.
-            variables: further variables of the template by name, such as Qwen3's `enable_thinking`.
-            today: the day for templates that print a date, at midnight. The clock is never used, so that a conversation
-                always has the same text.
+            messages: the messages, oldest first.
+            variables: further template variables by name, such as Qwen3's `enable_thinking`.
+            today: the date for templates that print one; the time is midnight. The clock is never used, so a conversation
+                always renders to the same text.
 
         Raises:
-            ValueError: the template is not valid Jinja, refuses these messages, fails, tries to leave the sandbox, or prints
+            ValueError: the template is not valid Jinja, refuses these messages, fails, tries to leave the sandbox, or outputs
                 more than `MOST_RENDERED` characters.
         """
         known = {"tools": None, "documents": None, **self._special_tokens, **(variables or {})}
@@ -71,14 +71,14 @@ class ChatTemplate:
                 pieces.append(piece)
                 length += len(piece)
                 if length > MOST_RENDERED:
-                    _refuse(f"their text has more than {MOST_RENDERED:,} characters")
+                    _refuse(f"the rendered text has more than {MOST_RENDERED:,} characters")
         except SecurityError as error:
             raise ValueError(f"chat template {self.name} tries to leave its sandbox: {error}") from error
         except _RefusedError as error:
             raise ValueError(f"chat template {self.name} refuses the messages: {error}") from error
         except Exception as error:  # a template may raise anything
             raise ValueError(
-                f"chat template {self.name} fails with {type(error).__name__}: {error}; data.chat_template_kwargs has its variables"
+                f"chat template {self.name} fails with {type(error).__name__}: {error}; set its variables in data.chat_template_kwargs"
             ) from error
         return "".join(pieces)
 
@@ -88,12 +88,12 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )
         sandbox.filters["tojson"] = _to_json
-        del sandbox.filters["random"]  # the same messages must always give the same prompt
+        del sandbox.filters["random"]  # the same messages must always render to the same prompt
         return sandbox.from_string(self.source, globals={"raise_exception": _refuse})
 
 
 def template_of(content: bytes, name: str, special_tokens: Mapping[str, str] | None = None) -> ChatTemplate:
-    """Returns the chat template of a file.
+    """Returns the chat template in a file's content.
 
     Raises:
         ValueError: the content is not UTF-8.
@@ -105,11 +105,11 @@ def template_of(content: bytes, name: str, special_tokens: Mapping[str, str] | N
 
 
 class _RefusedError(TemplateError):
-    """Raised by a template's own `raise_exception`."""
+    """Raised when a template calls `raise_exception`."""
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's text for training masks. It is rendered like any other text."""
+    """`{% generation %}` marks the assistant's text for training masks. Here, it is rendered like any other text."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's interface: it is read, never changed)
 
@@ -123,10 +123,10 @@ class _Generation(Extension):
 def _date(pattern: str, today: date | None) -> str:
     if today is None:
         _refuse(
-            "it prints today's date, and none was given: set data.template_date to a day such as 2024-07-26 (from Python: today=)"
+            "it prints today's date, but no date is set: set data.template_date to a day such as 2024-07-26 (from Python: today=)"
         )
     if "s" in re.findall(r"%[-_0^#]*[0-9]*[EO]?(.)", pattern):
-        _refuse(f"strftime_now({pattern!r}): %s depends on the time zone of the machine")
+        _refuse(f"strftime_now({pattern!r}): %s depends on the machine's time zone")
     return datetime.combine(today, time()).strftime(pattern)
 
 
@@ -141,7 +141,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Returns plain JSON. Jinja's own filter escapes it for HTML."""
+    """Returns plain JSON, because Jinja's own filter escapes characters for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

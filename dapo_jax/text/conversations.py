@@ -1,4 +1,4 @@
-"""Tokenizes conversations from outside, such as HTTP requests: no text in a message becomes a special token."""
+"""Tokenizes untrusted conversations, such as HTTP requests, so that no text in a message becomes a special token."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -13,36 +13,36 @@ from dapo_jax.text.messages import DEEPEST, canonical_messages
 from dapo_jax.text.tokenizers import Tokenizer
 
 MOST_CHARACTERS = 1 << 20
-"""Longer texts are refused before they are tokenized."""
+"""Maximum number of characters in a conversation. Longer ones are refused before tokenization."""
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
-"""Roles are not guarded, because templates compare and print them."""
+"""The format of a role. Roles are checked instead of guarded, because templates compare and print them."""
 _ESCAPED_GUARD = re.compile(r"\\udbf[c-f]\\ud[c-f]", re.IGNORECASE)
-"""A guard in JSON that is limited to ASCII."""
+"""A guard character, written as an escape sequence in ASCII-only JSON."""
 
 
 class Guarding:
-    """Guards messages for a chat template and limits their size."""
+    """Guards the messages of one conversation for a chat template, and limits their size."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._characters = tokenizer, 0
 
     def message(self, message: Message) -> dict[str, Any]:
-        """Returns the message with all its texts guarded except its role, which cannot hold a special token.
+        """Returns the message with every text guarded except its role, which cannot contain a special token.
 
         Raises:
-            ValueError: the message is too long or too deep, or its role is not a name.
+            ValueError: the message is too long or nested too deeply, or its role is not a valid name.
         """
         if not _ROLE.fullmatch(message["role"]):
             raise ValueError(
-                f"a message has the role {message['role']!r:.80}; a role is at most 64 letters, digits, _ and -"
+                f"a message has the role {message['role']!r:.80}; a role must be 1 to 64 letters, digits, _ or -"
             )
         return {**self.value({**message, "role": ""}), "role": message["role"]}
 
     def value(self, value: Any, depth: int = 0) -> Any:
-        """Returns a value with each text in it guarded, including the names in mappings.
+        """Returns a value with every text in it guarded, including the keys of mappings.
 
         Raises:
-            ValueError: it is too long or too deep, is not JSON, or has a text with half a surrogate pair or a guard.
+            ValueError: it is too long or nested too deeply, is not JSON, or contains a lone surrogate or a guard.
         """
         if value is None or isinstance(value, bool | int | float):
             return value
@@ -50,7 +50,7 @@ class Guarding:
             self._characters += len(value)
             if self._characters > MOST_CHARACTERS:
                 raise ValueError(
-                    f"messages of {self._characters:,} characters were given; the limit is {MOST_CHARACTERS:,}"
+                    f"the messages have {self._characters:,} characters or more; the limit is {MOST_CHARACTERS:,}"
                 )
             return self._tokenizer.guarded(value)
         if not isinstance(value, Mapping | list | tuple):
@@ -58,13 +58,13 @@ class Guarding:
                 f"{value!r:.80} ({type(value).__name__}) is not text, a number, a list or a mapping"
             )
         if depth == DEEPEST:
-            raise ValueError(f"a message is nested more than {DEEPEST} deep")
+            raise ValueError(f"a message is nested more than {DEEPEST} levels deep")
         if isinstance(value, Mapping):
             return {self.value(str(name)): self.value(item, depth + 1) for name, item in value.items()}
         return [self.value(item, depth + 1) for item in value]
 
     def ids(self, rendered: str) -> Int32[np.ndarray, " tokens"]:
-        """Returns the ids of the text that a template made of guarded messages.
+        """Returns the ids of the text that a template rendered from guarded messages.
 
         Raises:
             ValueError: the template wrote guards as JSON escapes.
@@ -81,24 +81,24 @@ def conversation_ids(
     today: date | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> Int32[np.ndarray, " prompt"]:
-    """Returns the prompt of a conversation from outside, up to and including the opening of the answer.
+    """Returns the token ids of an untrusted conversation, including the generation prompt that begins the answer.
 
-    If no text spells an added token, `PromptFormat` makes the same prompt of the same messages. A spelled one is encoded as
-    ordinary characters.
+    If a message spells out an added token, it is encoded as ordinary characters. Otherwise, the prompt is the same as from
+    `PromptFormat`.
 
     Args:
-        messages: the turns, oldest first, in any form that `canonical_messages` takes.
+        messages: the messages, oldest first, in any form that `canonical_messages` accepts.
         tokenizer: a tokenizer with a chat template.
-        today: the day that the template prints.
-        variables: further variables of the template, such as `tools`; their texts are guarded too.
+        today: the date that the template prints.
+        variables: further template variables, such as `tools`; their texts are guarded too.
 
     Raises:
-        ValueError: there is no chat template, it fails, or the messages are not a conversation.
+        ValueError: there is no chat template, it fails, or the messages are not a valid conversation.
     """
     template, guarding = tokenizer.chat_template, Guarding(tokenizer)
     if template is None:
         raise ValueError(
-            "the model has no chat template, so it knows no conversations; send token ids, or serve a model with a chat_template.jinja"
+            "the model has no chat template, so it cannot answer messages; send token ids, or serve a model with a chat_template.jinja"
         )
     guarded = [guarding.message(message) for message in canonical_messages(messages)]
     known = {name: guarding.value(value) for name, value in (variables or {}).items()}

@@ -1,4 +1,4 @@
-"""Turns the question of a row into the text and the tokens of the prompt, plain or as a conversation."""
+"""Turns a row's question into the text and the tokens of a prompt, as plain text or as a conversation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,39 +16,39 @@ from dapo_jax.text.tokenizers import Tokenizer
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """The text and the messages around a question, by the keys of the configuration's section `data`."""
+    """Adds the text and the messages around a question, as set in the configuration section `data`."""
 
     data: DataConfig = field(default_factory=DataConfig)
 
     @property
     def today(self) -> date | None:
-        """The day that chat templates print; None: a template that prints a date is refused."""
+        """The date that chat templates print. If None, a template that prints a date is refused."""
         return date.fromisoformat(self.data.template_date) if self.data.template_date else None
 
     def encode(
         self, prompt: str | Sequence[Message], tokenizer: Tokenizer
     ) -> tuple[str, Int32[np.ndarray, " prompt"]]:
-        """Returns the text of the prompt and its tokens.
+        """Returns the prompt's text and tokens.
 
         Raises:
-            ValueError: the messages are not a conversation, the tokenizer has no chat template for a conversation,
-                there is a system prompt without a conversation, or the text cannot be tokenized.
+            ValueError: the messages are not a valid conversation, the tokenizer lacks the chat template for a conversation,
+                a plain-text prompt has settings for conversations, or the text cannot be tokenized.
         """
         if isinstance(prompt, str) and not self.data.chat:
             if self.data.system_prompt or self.data.chat_template_kwargs:
                 raise ValueError(
                     "the prompt is plain text, but data.system_prompt or data.chat_template_kwargs is set, which only "
-                    "conversations use; set data.chat=true (--chat) to ask it as a user's message"
+                    "conversations use; set data.chat=true (--chat) to send it as a user message"
                 )
             shown = [self._around(each["prompt"]) + each["response"] for each in self.data.few_shot]
             text = "\n\n".join([*shown, self._around(prompt)])
             return text, tokenizer.encode_prompt(text)
         text = self._conversation(prompt, tokenizer)
-        # The template itself writes the special tokens, including the beginning of the text.
+        # The template itself writes the special tokens, including the beginning-of-text token.
         return text, tokenizer.encode(text)
 
     def _around(self, question: str) -> str:
-        # str.format would fail on the braces of questions about sets or code.
+        # str.format would fail on braces in questions about sets or code.
         return TEMPLATES.get(self.data.prompt_template, self.data.prompt_template).replace(
             "{prompt}", question
         )
@@ -57,7 +57,7 @@ class PromptFormat:
         if tokenizer.chat_template is None:
             raise ValueError(
                 "the prompt is a conversation, but the tokenizer has no chat template; use an instruction-tuned model, put "
-                "a chat_template.jinja into the model folder, or ask plain text with data.chat=false"
+                "a chat_template.jinja into the model folder, or use plain-text prompts with data.chat=false"
             )
         messages = (
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else checked_messages(prompt)
@@ -77,8 +77,8 @@ class PromptFormat:
         if self.data.system_prompt:
             if messages[0]["role"] == "system":
                 raise ValueError(
-                    "the row's messages begin with a system message, and data.system_prompt is set too; empty "
-                    "data.system_prompt or take the message out of the row"
+                    "the row's messages begin with a system message, but data.system_prompt is set too; clear "
+                    "data.system_prompt or remove the message from the row"
                 )
             messages = [{"role": "system", "content": self.data.system_prompt}, *messages]
         return tokenizer.chat_template.render(messages, self.data.chat_template_kwargs, today=self.today)
@@ -89,10 +89,10 @@ AS_IT_STANDS = PromptFormat()
 
 
 def checked_messages(messages: object) -> list[dict[str, Any]]:
-    """Returns the messages of a prompt in their canonical form (`text.messages`).
+    """Returns the messages of a prompt in canonical form (see `text.messages`).
 
     Raises:
-        ValueError: there are no messages or no user's message, a field is missing or has another type, the question
+        ValueError: there are no messages or no user message, a field is missing or has the wrong type, the question
             is empty, or the last message is the assistant's.
     """
     if isinstance(messages, np.ndarray):  # a column of a parquet file
@@ -106,12 +106,12 @@ def checked_messages(messages: object) -> list[dict[str, Any]]:
     asked = [message["content"] for message in checked if message["role"] == "user"]
     if not asked:
         raise ValueError(
-            f"no message is of role 'user'; the roles are {[message['role'] for message in checked]!r:.200}"
+            f"no message has the role 'user'; the roles are {[message['role'] for message in checked]!r:.200}"
         )
     if not asked[-1].strip():
-        raise ValueError("the last user message is empty; drop the row or fill it")
+        raise ValueError("the last user message is empty; remove the row or fill in the message")
     if checked[-1]["role"] == "assistant":
         raise ValueError(
-            "the last message is the assistant's: the response would be a second answer in a row; end with the question"
+            "the last message is the assistant's, so the response would be a second answer in a row; end with the question"
         )
     return checked

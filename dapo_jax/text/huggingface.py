@@ -1,12 +1,12 @@
-"""Tokenizers of real models: the files of a Hugging Face folder, run by the library `tokenizers`. No code of the folder runs.
+"""Tokenizers of real models, loaded from a Hugging Face folder by the library `tokenizers`. Code in the folder is not executed.
 
-Rules for values that several files state:
+Rules for values that appear in several files:
 
-* The end token is `eos_token` of tokenizer_config.json, with which instruction-tuned models end a turn. All other end
-  tokens of generation_config.json and config.json end a response too.
+* The end token is `eos_token` of tokenizer_config.json, because instruction-tuned models end a turn with it. All other
+  end tokens in generation_config.json and config.json end a response too.
 * A plain-text prompt begins with the token that tokenizer.json's post-processor adds, as in Llama 3. As in
   transformers 5, `add_bos_token` in tokenizer_config.json is ignored. The token is never added twice.
-* Special tokens that are spelled out in a text are encoded as special tokens, because chat templates write them so.
+* Special tokens that are spelled out in a text are encoded as special tokens, because chat templates write them this way.
 """
 
 import json
@@ -29,65 +29,65 @@ from dapo_jax.text.special_tokens import Guards
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "special_tokens_map.json"
 )  # fmt: skip
-"""The files that a tokenizer is read from and written to byte for byte. The model's config.json is read too."""
+"""The files that a tokenizer is loaded from and saved to, byte for byte. The model's config.json is read too."""
 
 _TOKENIZER, _CONFIG, _GENERATION, _TEMPLATE, _SPECIAL_TOKENS = TOKENIZER_FILES
 _OWN_IDS = ("eos_token_id", "pad_token_id")
-"""Decided from all files, see `stop_ids` and `pad_id`."""
+"""Keys whose values are resolved from all files; see `stop_ids` and `pad_id`."""
 _LARGEST_ID = 2**31 - 1
-"""Ids are signed 32-bit integers."""
+"""The largest valid id, since ids are signed 32-bit integers."""
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer with the end tokens and the chat template of its model folder."""
+    """A tokenizer with the end tokens and the chat template from its model folder."""
 
     def __init__(
         self, files: Mapping[str, bytes], *, model: Mapping[str, Any] | None = None, place: str = "the folder"
     ) -> None:
-        """Reads the files' contents.
+        """Parses the files.
 
         Args:
-            files: contents by name: `tokenizer.json` and any other of `TOKENIZER_FILES`.
+            files: contents by file name: `tokenizer.json` and any others of `TOKENIZER_FILES`.
             model: the model's config.json, for end and padding tokens that no other file names.
-            place: the folder's name for errors.
+            place: the folder's name in error messages.
 
         Raises:
-            ValueError: a file cannot be read, a special token is not in the vocabulary, or no end token is named.
+            ValueError: a file cannot be parsed, a special token is not in the vocabulary, or no file names an end token.
         """
         self.files = {name: files[name] for name in TOKENIZER_FILES if name in files}
         self._place = place
         described = self._json(_TOKENIZER)
         self._decoder = described.get("decoder")
-        with self._library("is not a file of"):
+        with self._library("cannot be loaded by"):
             self._tokenizer = tokenizers.Tokenizer.from_str(self.files[_TOKENIZER].decode("utf-8"))
         if dropout := getattr(self._tokenizer.model, "dropout", None):
             raise ValueError(
-                f"{place}/{_TOKENIZER}: its dropout is {dropout}, so the tokens of a text are random; set it to null there"
+                f"{place}/{_TOKENIZER}: its dropout is {dropout}, so tokenization would be random; set it to null in this file"
             )
-        # Files of a training script may limit or pad lengths.
+        # Files from a training script may enable truncation or padding.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         config = {**self._json(_SPECIAL_TOKENS), **self._json(_CONFIG)}
         generation, model = self._json(_GENERATION), model or {}
         self._special_tokens = {}
         for key, value in config.items():
-            text = value.get("content") if isinstance(value, Mapping) else value  # older files have an object
+            text = value.get("content") if isinstance(value, Mapping) else value  # older files store objects
             if key.endswith("_token") and isinstance(text, str) and text:
                 self._special_tokens[key] = text
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        """The largest id plus one. Models often have more rows, see `check_vocabulary`."""
+        """The largest id plus one. Models often have more rows; see `check_vocabulary`."""
         self.token_ids = self._named_ids(generation, model)
-        """Ids by their names in config.json, such as `bos_token_id`, without the end and the padding."""
+        """Ids by their names in config.json, such as `bos_token_id`, except the end and padding tokens."""
         self.stop_ids = self._end_tokens(generation, model)
-        """Every end token that the folder names, `eos_id` first."""
+        """All end tokens that the folder names, with `eos_id` first."""
         self.eos_id = self.stop_ids[0]
-        """The end token of supervised responses."""
+        """The end token that is appended to supervised responses."""
         padding = self._ids_of("pad", generation, model)
         self.pad_id = next((token for token in padding if 0 <= token <= _LARGEST_ID), self.eos_id)
-        """The padding token, or the end token if the folder names no padding."""
+        """The padding token, or the end token if the folder names no padding token."""
         with self._library("cannot encode this text with"):
             probe = self._tokenizer.encode("a", add_special_tokens=True)
-        # Tokens that a post-processor adds after the text would end the prompt.
+        # Only tokens before the text are added to prompts. Tokens that the post-processor adds after the text would end the prompt.
         mask = probe.special_tokens_mask
         self._beginning = probe.ids[: mask.index(0) if 0 in mask else 0]
         added = self._tokenizer.get_added_tokens_decoder()
@@ -96,11 +96,11 @@ class HuggingFaceTokenizer:
         """The ids that `decode` omits."""
         self._guards = Guards(self._added.values())
         self.chat_template = self._template(config.get("chat_template"))
-        """The folder's chat template; if it has several, the one named `default`."""
+        """The folder's chat template, or the template named `default` if there are several."""
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> "HuggingFaceTokenizer":
-        """Reads a model folder, which has a tokenizer.json.
+        """Loads a tokenizer from a model folder, which must contain a tokenizer.json.
 
         Raises:
             OSError: a file cannot be read.
@@ -112,7 +112,7 @@ class HuggingFaceTokenizer:
         return cls(files, model=model, place=str(path))
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes the files unchanged. End tokens that only config.json named are added in a generation_config.json."""
+        """Writes the files unchanged. If there is no generation_config.json, adds one with all end tokens."""
         place = path_of(folder)
         place.mkdir(parents=True, exist_ok=True)
         named = {**self.token_ids, "eos_token_id": list(self.stop_ids), "pad_token_id": self.pad_id}
@@ -121,19 +121,19 @@ class HuggingFaceTokenizer:
             write_whole(place / name, content)
 
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """Returns the ids of `text`; special tokens spelled out in it are encoded as such, and none is added.
+        """Returns the ids of `text`. Special tokens spelled out in it are encoded as such, and no others are added.
 
         Raises:
-            ValueError: the text has half a surrogate pair. So do the other methods that encode.
+            ValueError: the text contains a lone surrogate. The other encoding methods raise this error too.
         """
         return self._encoded(self._tokenizer, text)
 
     def encode_plain(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """Returns the ids of a text from outside. Special and other added tokens, such as `<tool_call>`, are encoded as characters."""
+        """Returns the ids of untrusted text. Special tokens and other added tokens, such as `<tool_call>`, are encoded as characters."""
         return self._encoded(self._plain, text)
 
     def _encoded(self, library: tokenizers.Tokenizer, text: str) -> Int32[np.ndarray, " tokens"]:
-        text.encode("utf-8")  # raises, with the position of the surrogate
+        text.encode("utf-8")  # raises an error with the position of a lone surrogate
         with self._library("cannot encode this text with"):
             return np.array(library.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
@@ -141,17 +141,17 @@ class HuggingFaceTokenizer:
     def _plain(self) -> tokenizers.Tokenizer:
         """The tokenizer without added tokens."""
         described = {**self._json(_TOKENIZER), "added_tokens": [], "post_processor": None}
-        with self._library("without its added tokens is not a file of"):
+        with self._library("without its added tokens cannot be loaded by"):
             plain = tokenizers.Tokenizer.from_str(json.dumps(described))
         plain.no_truncation()
         plain.no_padding()
         return plain
 
     def guarded(self, text: str) -> str:
-        """Returns the text with guards for the first characters of added tokens (`text.chat.Guards`).
+        """Returns the text with guards against added tokens (see `special_tokens.Guards`).
 
         Raises:
-            ValueError: the text has half a surrogate pair or a guard.
+            ValueError: the text contains a lone surrogate or a guard.
         """
         return self._guards.guarded(text)
 
@@ -163,7 +163,7 @@ class HuggingFaceTokenizer:
         parts: list[Int32[np.ndarray, " tokens"]] = []
         done = 0
         for number, (begin, end) in zip(found.ids, found.offsets, strict=True):
-            # Ignores special tokens that only Unicode normalization produces; only literal ones count.
+            # Special tokens that only Unicode normalization produces are ignored; only literal ones count.
             if self._added.get(number) == text[begin:end].strip():
                 before = self.encode_plain(self._guards.restored(text[done:begin]))
                 parts += [before, np.array([number], dtype=np.int32)]
@@ -171,12 +171,12 @@ class HuggingFaceTokenizer:
         return np.concatenate([*parts, self.encode_plain(self._guards.restored(text[done:]))])
 
     def encode_prompt(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """Returns the ids of a plain-text prompt after the token that begins a text, if the model has one."""
+        """Returns the ids of a plain-text prompt, after the beginning-of-text token if the model has one."""
         ids, first = self.encode(text), np.array(self._beginning, dtype=np.int32)
         return ids if np.array_equal(ids[: len(first)], first) else np.concatenate([first, ids])
 
     def decode(self, ids: Int[np.ndarray, " tokens"]) -> str:
-        """Returns the text of `ids` without special tokens and without ids that pad a model's vocabulary.
+        """Returns the text of `ids` without special tokens and without ids that only pad the model's vocabulary.
 
         Bytes that are not valid UTF-8 become U+FFFD. White space is not changed.
         """
@@ -184,9 +184,9 @@ class HuggingFaceTokenizer:
             return self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
 
     def token_bytes(self, token: int) -> bytes | None:
-        """Returns the bytes that a token adds to a text, possibly a part of a character; a special token adds none.
+        """Returns the bytes that a token adds to a text, which may be part of a character. A special token adds no bytes.
 
-        Returns None if the id is outside the vocabulary, or if the decoder makes tokens depend on their neighbours.
+        Returns None if the id is outside the vocabulary, or if a token's text depends on its neighbours in this decoder.
         """
         text = self._tokenizer.id_to_token(token) if 0 <= token <= _LARGEST_ID else None
         if text is None:
@@ -195,9 +195,9 @@ class HuggingFaceTokenizer:
 
     @contextmanager
     def _library(self, deed: str) -> Iterator[None]:
-        """Turns the library's errors into a ValueError that names the file.
+        """Converts the library's errors to a ValueError that names the file.
 
-        A panic of its Rust code is a PanicException, which is not an Exception.
+        A panic in its Rust code raises a PanicException, which is not a subclass of Exception.
         """
         try:
             yield
@@ -212,7 +212,7 @@ class HuggingFaceTokenizer:
         self, generation: Mapping[str, Any], model: Mapping[str, Any]
     ) -> Mapping[str, int | list[int]]:
         found: dict[str, int | list[int]] = {}
-        for config in (generation, model):  # config.json wins
+        for config in (generation, model):  # config.json takes precedence
             for key, value in config.items():
                 ids = value if isinstance(value, list) else [value]
                 named = key.endswith("_token_id") and key not in _OWN_IDS and bool(ids)
@@ -224,7 +224,7 @@ class HuggingFaceTokenizer:
     def _end_tokens(self, generation: Mapping[str, Any], model: Mapping[str, Any]) -> tuple[int, ...]:
         found = self._ids_of("eos", generation, model)
         if wrong := [number for number in found if not 0 <= number <= _LARGEST_ID]:
-            raise ValueError(f"{self._place} names the end token {wrong[0]}; ids are from 0 to {_LARGEST_ID}")
+            raise ValueError(f"{self._place} names the end token {wrong[0]}; ids are 0 to {_LARGEST_ID}")
         if not found:
             raise ValueError(
                 f"{self._place} names no end token, so no response would end; add eos_token to {_CONFIG}, or eos_token_id "
@@ -233,14 +233,14 @@ class HuggingFaceTokenizer:
         return tuple(dict.fromkeys(found))
 
     def _ids_of(self, name: str, *configs: Mapping[str, Any]) -> list[int]:
-        """Returns the ids that the files name as `eos` or `pad`, the tokenizer's own first."""
+        """Returns the ids that the files name for `eos` or `pad`, with the tokenizer's own id first."""
         token, found = self._special_tokens.get(f"{name}_token"), list[int]()
         if token is not None:
             own = self._tokenizer.token_to_id(token)
             if own is None:
                 raise ValueError(
                     f"{self._place}/{_CONFIG}: {name}_token {token!r} is not in the vocabulary of {_TOKENIZER}; both files must "
-                    "belong to one tokenizer"
+                    "belong to the same tokenizer"
                 )
             found.append(own)
         key = f"{name}_token_id"
@@ -269,18 +269,18 @@ class HuggingFaceTokenizer:
 
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""A single byte in a vocabulary with byte fallback."""
+"""The token of a single byte in a vocabulary with byte fallback."""
 
 
 def bytes_of_token(token: str, decoder: Any) -> bytes | None:
     """Returns the bytes that a token adds to a text, or None if they depend on the tokens around it.
 
-    The library `tokenizers` decodes to texts only, in which a part of a character is U+FFFD. If a decoder strips the first
-    space of a text, the space still belongs to the token.
+    The library `tokenizers` can decode only to text, in which part of a character becomes U+FFFD. If a decoder strips the
+    first space of a text, this space still belongs to the token.
 
     Args:
-        token: the token in the vocabulary.
-        decoder: the part `decoder` of tokenizer.json.
+        token: the token as the vocabulary writes it.
+        decoder: the value of `decoder` in tokenizer.json.
 
     >>> bytes_of_token("\u0120\u00e6", {"type": "ByteLevel"})
     b' \\xe6'
@@ -292,7 +292,7 @@ def bytes_of_token(token: str, decoder: Any) -> bytes | None:
         joined = joined or kind in ("Fuse", "Metaspace")
         if kind == "ByteLevel":
             known = _byte_level()
-            # A token with any other character, such as an added one, stands for its own text.
+            # A token with any other character, for example an added token, represents its own text.
             return bytes(known[char] for char in text) if known.keys() >= set(text) else text.encode("utf-8")
         if kind == "ByteFallback" and (match := _BYTE_TOKEN.fullmatch(text)):
             return bytes([int(match[1], 16)])
@@ -302,7 +302,7 @@ def bytes_of_token(token: str, decoder: Any) -> bytes | None:
             text = text.replace(step["replacement"], " ")
         elif kind not in ("Fuse", "ByteFallback") and not (kind == "Strip" and joined):
             return None
-    # Without a joining step, tokens are separated by spaces.
+    # If no step of the decoder joins tokens, they are separated by spaces.
     return text.encode("utf-8") if joined else None
 
 
@@ -312,7 +312,7 @@ def _kind(step: Any) -> str:
 
 @cache
 def _byte_level() -> Mapping[str, int]:
-    """Returns the byte of each character of byte-level vocabularies: printable bytes are themselves, the others start at U+0100."""
+    """Maps each character of byte-level vocabularies to its byte. Printable bytes map to themselves, and the others start at U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {

@@ -1,14 +1,14 @@
-"""The canonical form of messages: data rows, environments and HTTP requests render the same prompt from the same list.
+"""Converts messages to a canonical form, so that data rows, environments and HTTP requests render the same list to the same prompt.
 
 | given | canonical |
 |---|---|
-| a field that is null, at any depth | absent. Arrow gives every object of a column the fields of all others, as nulls |
-| `content` as a list of `{"type": "text", "text": ...}` | the texts, joined |
-| no `content` next to tool calls | an empty text |
-| `tool_calls` that are empty | absent |
+| a null field, at any depth | removed, because Arrow adds fields that only other objects of the column have, as nulls |
+| `content` as a list of `{"type": "text", "text": ...}` | the concatenated texts |
+| tool calls without `content` | an empty text as `content` |
+| an empty list of `tool_calls` | removed |
 | a call `{"name": ..., "arguments": ...}` | `{"type": "function", "function": {"name": ..., "arguments": ...}}` |
-| the arguments of a call as JSON text | the object in the text. Its nulls stay: the model wrote them |
-| the arguments of a call that are absent or an empty text | an empty object |
+| call arguments as JSON text | the parsed object. Its nulls are kept, because the model wrote them |
+| call arguments that are missing or an empty text | an empty object |
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,36 +19,34 @@ import numpy as np
 from dapo_jax.text.plain_json import read_numbers
 
 DEEPEST = 64
-"""Limit of nested lists and objects."""
+"""Maximum nesting depth of lists and objects."""
 
 
 def canonical_messages(messages: Iterable[object]) -> list[dict[str, Any]]:
-    """Returns the messages in their canonical form, each with the texts `role` and `content`; unknown fields are kept.
+    """Returns the messages in canonical form, each with the texts `role` and `content`. Unknown fields are kept.
 
-    Apply it only once, before rendering: a second call would remove nulls that came from JSON text.
+    Call it only once, before rendering, because a second call would remove nulls that came from JSON text.
 
     >>> canonical_messages([{"role": "user", "name": None, "content": [{"type": "text", "text": "1+1"}]}])
     [{'role': 'user', 'content': '1+1'}]
 
     Raises:
-        ValueError: an entry is not a message, a field has another type, or the arguments of a call are not a JSON object.
+        ValueError: an entry is not a message, a field has the wrong type, or a call's arguments are not a JSON object.
     """
     return [_message(message, f"message {place}") for place, message in enumerate(messages)]
 
 
 def content_text(content: object, where: str = "a message") -> str:
-    """Returns the text of a message's `content`, which is a text or a list of text parts.
+    """Returns the text of a message's `content`, which is a string or a list of text parts.
 
     Raises:
-        ValueError: another content.
+        ValueError: the content is neither.
     """
     if isinstance(content, str):
         return content
     parts = _without_nulls(content)
     if not isinstance(parts, list):
-        raise ValueError(
-            f"{where}: 'content' must be a string or a list of parts of text; got {content!r:.80}"
-        )
+        raise ValueError(f"{where}: 'content' must be a string or a list of text parts; got {content!r:.80}")
     for part in parts:
         text = part.get("text") if isinstance(part, dict) else None
         if not isinstance(text, str) or part != {"type": "text", "text": text}:
@@ -101,17 +99,17 @@ def _call(given: Any, where: str) -> dict[str, Any]:
 
 
 def _without_nulls(value: Any, depth: int = 0) -> Any:
-    """Returns a copy without nulls in objects, with lists for arrays and Python numbers for numpy's.
+    """Returns a copy without null fields, in which arrays are lists and numpy numbers are Python numbers.
 
     Raises:
-        ValueError: the value is nested too deep.
+        ValueError: the value is nested too deeply.
     """
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if not isinstance(value, Mapping | list | tuple):
         return value
     if depth == DEEPEST:
-        raise ValueError(f"a message is nested more than {DEEPEST} deep")
+        raise ValueError(f"a message is nested more than {DEEPEST} levels deep")
     if isinstance(value, Mapping):
         return {str(key): _without_nulls(item, depth + 1) for key, item in value.items() if item is not None}
     return [_without_nulls(item, depth + 1) for item in value]

@@ -1,4 +1,4 @@
-"""JSON from others: every problem with it is a ValueError that names the place."""
+"""Parses JSON that other programs or a model wrote. Any problem raises a ValueError."""
 
 import json
 import math
@@ -6,10 +6,10 @@ from typing import Any
 
 
 def read_numbers(text: str | bytes) -> Any:
-    """Parses JSON whose numbers are finite and whose integers fit 64 bits, as in arrays and JavaScript.
+    """Parses JSON in which every number is finite and every integer fits in 64 bits.
 
     Raises:
-        ValueError: it is not JSON, or contains another number.
+        ValueError: the text is not JSON, or contains any other number.
     """
     return json.loads(text, parse_int=_integer, parse_float=_finite, parse_constant=_finite)
 
@@ -17,7 +17,7 @@ def read_numbers(text: str | bytes) -> Any:
 def _integer(digits: str) -> int:
     number = int(digits)
     if not -(1 << 63) <= number < 1 << 63:
-        raise ValueError(f"an integer of {len(digits)} digits does not fit 64 bits")
+        raise ValueError(f"an integer of {len(digits)} digits does not fit in 64 bits")
     return number
 
 
@@ -31,16 +31,16 @@ def read_object(content: bytes, where: object) -> dict[str, Any]:
     """Parses a JSON object.
 
     Args:
-        content: a file's bytes, UTF-8 with or without a byte order mark.
-        where: the file, for the message.
+        content: the bytes of a file, in UTF-8 with or without a byte order mark.
+        where: the file's name in error messages.
 
     Raises:
-        ValueError: it is not UTF-8, not JSON, or not an object.
+        ValueError: the content is not UTF-8, not JSON, or not an object.
     """
     try:
         read = json.loads(content.decode("utf-8-sig"))
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
         raise ValueError(f"{where} is not a JSON file: {error}") from error
     if not isinstance(read, dict):
-        raise ValueError(f"{where} holds a {type(read).__name__}; it must be an object with named values")
+        raise ValueError(f"{where} contains a {type(read).__name__}; it must contain a JSON object")
     return read

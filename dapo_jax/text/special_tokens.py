@@ -1,19 +1,19 @@
-"""Keeps text from outside, such as HTTP requests and tool results, from becoming special tokens.
+"""Prevents untrusted text, such as HTTP requests and tool results, from being encoded as special tokens.
 
-Only the chat template writes special tokens. A special token that is spelled out in a message is encoded as plain characters.
+Only the chat template may write special tokens. If a message spells one out, it is encoded as ordinary characters.
 """
 
 from collections.abc import Iterable
 
 FIRST_GUARD = "\U0010f000"
-"""The first private character used as a guard. Texts from outside may hold neither this one nor a later one."""
+"""The first of the private-use characters that serve as guards. Untrusted text may not contain this character or a later one."""
 
 
 class Guards:
-    """Keeps texts of messages from becoming special tokens while a chat template is rendered.
+    """Guards the text of messages while a chat template is rendered, so that it cannot become special tokens.
 
-    A special token begins with its first character. In texts from outside, a private character replaces each such
-    character during rendering. A special token in the rendered text was therefore written by the template itself.
+    During rendering, a private-use character (the guard) replaces each character of the messages with which a special token
+    can begin. Any special token in the rendered text was therefore written by the template itself.
 
     >>> guards = Guards(["<|im_end|>", "</s>"])
     >>> guards.guarded("1 < 2"), guards.restored(guards.guarded("1 < 2"))
@@ -26,15 +26,15 @@ class Guards:
         self._firsts = {guard: first for first, guard in self._guards.items()}
 
     def guarded(self, text: str) -> str:
-        """Returns the text with guards in place of first characters.
+        """Returns the text with guards in place of the characters with which a special token can begin.
 
         Raises:
-            ValueError: the text has half a surrogate pair, or a character from `FIRST_GUARD` on.
+            ValueError: the text contains a lone surrogate, `FIRST_GUARD`, or a later character.
         """
-        text.encode("utf-8")  # raises, with the position of the surrogate
+        text.encode("utf-8")  # raises an error with the position of a lone surrogate
         if (last := max(text, default="")) >= FIRST_GUARD:
             raise ValueError(
-                f"a text holds the private character U+{ord(last):X}; characters from U+{ord(FIRST_GUARD):X} on are reserved"
+                f"a text contains the private-use character U+{ord(last):X}; U+{ord(FIRST_GUARD):X} and all later characters are reserved"
             )
         return text.translate(self._guards)
 

@@ -1,4 +1,4 @@
-"""Stop ids and stop strings: further ends of a response, in addition to its end token."""
+"""Stop ids and stop strings, which end a response in addition to the model's end token."""
 
 from collections.abc import Sequence
 
@@ -8,18 +8,18 @@ from jaxtyping import Int
 from dapo_jax.text.tokenizers import Tokenizer
 
 _ALIGNMENTS = 4
-"""A UTF-8 character has at most this many bytes, so of this many neighbouring bytes one begins a character."""
+"""Maximum number of bytes in a UTF-8 character. Among this many consecutive bytes, at least one begins a character."""
 
 
 class StopStrings:
-    """Finds the first token at which a response's text holds a stop string.
+    """Finds the first token at which the text of a response contains a stop string.
 
-    A string is complete at token n if the text of the first n tokens holds it. Tokens up to and including this one are
-    kept and trained on. `decode` returns the text before the string, which graders get, as in vLLM.
+    A stop string is complete at token n if the text of the first n tokens contains it. Tokens up to and including token n
+    are kept and trained on. `decode` returns the text before the string. Graders receive this text, as in vLLM.
 
-    Only the last tokens are decoded. Every token with text has at least one byte, so a string of B bytes that ends
-    in token n begins in the last B such tokens. Four more tokens allow for decoders that drop the first space of a text,
-    or a run of bytes whose first character is cut in two. Tokens without text, such as special ones, are skipped.
+    Only the most recent tokens are decoded. Every token with text has at least one byte, so a string of B bytes that ends in
+    token n begins within the last B tokens with text. Four more tokens are decoded, because a decoder may drop the first space
+    of a text, and the first character may be cut in two. Tokens without text, such as special tokens, are skipped.
     The result does not depend on the number of tokens per call.
 
     >>> from dapo_jax.text.tokenizers import ByteTokenizer
@@ -30,19 +30,19 @@ class StopStrings:
     """
 
     def __init__(self, tokenizer: Tokenizer, strings: Sequence[str]) -> None:
-        """Keeps the strings; without strings nothing is ever found.
+        """Stores the strings. Without strings, `find` always returns None.
 
         Raises:
-            ValueError: a string is empty, or has U+FFFD, which decoders write for incomplete characters.
+            ValueError: a string is empty, or contains U+FFFD, which decoders write for incomplete characters.
         """
         for string in strings:
             if not string:
                 raise ValueError(
-                    "a stop string is empty: every response would end before it began; remove it"
+                    "a stop string is empty, so every response would end before it begins; remove it"
                 )
             if "\ufffd" in string:
                 raise ValueError(
-                    f"stop string {string!r} holds U+FFFD, which decoders write for incomplete characters; remove it"
+                    f"stop string {string!r} contains U+FFFD, which decoders write for incomplete characters; remove it"
                 )
         self._tokenizer = tokenizer
         self._strings = tuple(strings)
@@ -50,19 +50,19 @@ class StopStrings:
         self._has_text: dict[int, bool] = {}
 
     def find(self, token_ids: Int[np.ndarray, " tokens"], start: int) -> int | None:
-        """Returns the number of tokens up to and including the first that completes a string, or None.
+        """Returns the number of tokens up to and including the first token that completes a string, or None.
 
         Args:
             token_ids: the response so far.
-            start: the number of tokens that earlier calls have searched.
+            start: number of tokens that earlier calls have already searched.
         """
         if not self._strings or start == len(token_ids):
             return None
         places = self._tail(token_ids, start)
         tail = token_ids[places]
         text = self._tokenizer.decode(tail)
-        # Later bytes change the text of earlier ones only at U+FFFD. Without it, the whole text holds every string
-        # that the text of a part holds.
+        # Later bytes can change earlier text only at U+FFFD. If the whole text has no U+FFFD, it contains every string
+        # that the text of a part contains.
         if "\ufffd" not in text and not self._holds(text):
             return None
         fresh = (end for end, place in enumerate(places, start=1) if place >= start)
@@ -74,7 +74,7 @@ class StopStrings:
         return text[: min((place for s in self._strings if (place := text.find(s)) >= 0), default=len(text))]
 
     def _tail(self, token_ids: Int[np.ndarray, " tokens"], start: int) -> list[int]:
-        """Returns the positions of the new tokens with text, and of as many before them as a window needs."""
+        """Returns the positions of the new tokens with text, and of as many earlier ones as a window needs."""
         places = [place for place in range(start, len(token_ids)) if self._text_in(int(token_ids[place]))]
         before: list[int] = []
         place = start
@@ -85,7 +85,7 @@ class StopStrings:
         return before[::-1] + places
 
     def _completes(self, tail: Int[np.ndarray, " tail"], end: int) -> bool:
-        """Returns whether a string ends within the window before `end`, for any alignment of the decoding."""
+        """Returns whether the window that ends at `end` contains a string, wherever its first character begins."""
         begin = max(0, end - self._window)
         starts = range(begin, max(begin - _ALIGNMENTS, -1), -1)
         return any(self._holds(self._tokenizer.decode(tail[at:end])) for at in starts)
@@ -94,14 +94,14 @@ class StopStrings:
         return any(string in text for string in self._strings)
 
     def _text_in(self, token: int) -> bool:
-        """Returns whether the token has text. It is decoded twice in a row: decoders may drop the first space of a text."""
+        """Returns whether the token has text. It is decoded twice in a row, because decoders may drop the first space of a text."""
         if token not in self._has_text:
             self._has_text[token] = bool(self._tokenizer.decode(np.array([token, token], np.int32)))
         return self._has_text[token]
 
 
 def stop_ids(tokenizer: Tokenizer, extra: Sequence[int]) -> tuple[int, ...]:
-    """Returns all ids that end a response: the tokenizer's own, `eos_id` first, then `extra`; each once.
+    """Returns all ids that end a response, without duplicates: the tokenizer's own, `eos_id` first, and then `extra`.
 
     Raises:
         ValueError: an id is not in the tokenizer's vocabulary.

@@ -1,7 +1,7 @@
-"""Turns text into token ids and back: the protocol of tokenizers, two tokenizers without training, and their files.
+"""Turns text into token ids and back: the `Tokenizer` protocol, two tokenizers that need no training, and their files.
 
-`encode` adds no special tokens and `decode` leaves them out; callers append `eos_id` themselves. Ids 0 and 1 are the
-padding and the end token of the two tokenizers here. `dapo_jax.text.huggingface` has the tokenizers of real models.
+`encode` adds no special tokens and `decode` omits them, so callers append `eos_id` themselves. In the two tokenizers here,
+ids 0 and 1 are the padding token and the end token. `dapo_jax.text.huggingface` has the tokenizers of real models.
 """
 
 import json
@@ -20,18 +20,18 @@ from dapo_jax.text.plain_json import read_object
 PAD_ID = 0
 EOS_ID = 1
 _SPECIALS = 2
-"""Ordinary tokens start after the padding and the end token."""
+"""Number of special ids: the padding token and the end token. Ordinary tokens follow them."""
 
 _FILE_NAME, _TEMPLATE_NAME = "tokenizer.json", "chat_template.jinja"
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """The operations that the library needs of a tokenizer."""
+    """The interface that the library requires of a tokenizer."""
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, including special ones: every id is in [0, vocab_size)."""
+        """Number of ids, including special ids. Every id is in [0, vocab_size)."""
 
     @property
     def pad_id(self) -> int:
@@ -43,26 +43,26 @@ class Tokenizer(Protocol):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """All ids that end a response when they are sampled, `eos_id` first."""
+        """All ids that end a response when sampled, with `eos_id` first."""
 
     @property
     def chat_template(self) -> ChatTemplate | None:
-        """Turns messages into text; None if the model knows no conversations."""
+        """Turns messages into text, or None if the model does not support conversations."""
 
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """Returns the ids of `text`, without additional ones."""
+        """Returns the ids of `text` without adding any."""
 
     def encode_plain(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """Returns the ids of a text from outside; special tokens spelled out in it are encoded as characters."""
+        """Returns the ids of untrusted text. Special tokens that are spelled out in it are encoded as ordinary characters."""
 
     def guarded(self, text: str) -> str:
-        """Returns a text from outside for use in a chat template, with guards for the first characters of special tokens."""
+        """Returns untrusted text with guards against special tokens, for use in a chat template (see `special_tokens.Guards`)."""
 
     def encode_guarded(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """Returns the ids of a text with `guarded` parts, as `encode`; special tokens in guarded parts are encoded as characters."""
+        """Returns the ids of a text with `guarded` parts. Special tokens are encoded as such only outside these parts."""
 
     def encode_prompt(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """Returns the ids of a plain-text prompt, including the token that begins a text, if the model has one."""
+        """Returns the ids of a plain-text prompt, including the beginning-of-text token if the model has one."""
 
     def decode(self, ids: Int[np.ndarray, " tokens"]) -> str:
         """Returns the text of `ids` without special tokens."""
@@ -70,7 +70,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class _Plain:
-    """The common parts of tokenizers in which no text spells a special token."""
+    """Base class of tokenizers in which no text can spell out a special token."""
 
     pad_id: int = field(default=PAD_ID, init=False)
     eos_id: int = field(default=EOS_ID, init=False)
@@ -90,7 +90,7 @@ class _Plain:
 
 @dataclass(frozen=True)
 class ByteTokenizer(_Plain):
-    """One token per UTF-8 byte: 2 special ids and 256 bytes. It encodes any text and needs no training.
+    """Uses one token per UTF-8 byte: 2 special ids and 256 bytes. It encodes any text and needs no training.
 
     >>> ByteTokenizer().encode("A=").tolist()
     [67, 63]
@@ -99,14 +99,14 @@ class ByteTokenizer(_Plain):
     vocab_size: int = field(default=_SPECIALS + 256, init=False)
 
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """Returns the bytes of `text`, shifted past the special ids."""
+        """Returns the bytes of `text`, offset by the number of special ids."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int32) + np.int32(_SPECIALS)
 
     def decode(self, ids: Int[np.ndarray, " tokens"]) -> str:
         """Returns the text of `ids`. Bytes that are not valid UTF-8 become U+FFFD.
 
         Raises:
-            ValueError: an id outside the vocabulary.
+            ValueError: an id is outside the vocabulary.
         """
         return bytes(_ordinary(ids, self.vocab_size)).decode("utf-8", errors="replace")
 
@@ -117,7 +117,7 @@ class ByteTokenizer(_Plain):
 
 @dataclass(frozen=True)
 class CharTokenizer(_Plain):
-    """One token per character of a fixed alphabet, in the alphabet's order after the special ids.
+    """Uses one token per character of a fixed alphabet. Ids follow the alphabet's order, after the special ids.
 
     >>> CharTokenizer("0123456789+=").encode("1+2").tolist()
     [3, 12, 4]
@@ -139,14 +139,14 @@ class CharTokenizer(_Plain):
 
     @property
     def vocab_size(self) -> int:
-        """The alphabet's characters and the 2 special ids."""
+        """Number of characters in the alphabet plus the 2 special ids."""
         return _SPECIALS + len(self.alphabet)
 
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
         """Returns the ids of the characters of `text`.
 
         Raises:
-            ValueError: a character that is not in the alphabet.
+            ValueError: a character is not in the alphabet.
         """
         places = [self.alphabet.find(char) for char in text]
         if -1 in places:
@@ -161,7 +161,7 @@ class CharTokenizer(_Plain):
         """Returns the text of `ids`.
 
         Raises:
-            ValueError: an id outside the vocabulary.
+            ValueError: an id is outside the vocabulary.
         """
         return "".join(self.alphabet[place] for place in _ordinary(ids, self.vocab_size))
 
@@ -171,10 +171,10 @@ class CharTokenizer(_Plain):
 
 
 def named_tokenizer(name: str) -> ByteTokenizer | CharTokenizer:
-    """Returns the tokenizer called `byte` or `char:ALPHABET`.
+    """Returns the tokenizer named `byte` or `char:ALPHABET`.
 
     Raises:
-        ValueError: another name.
+        ValueError: the name is unknown.
     """
     kind, _, alphabet = name.partition(":")
     if kind not in ("byte", "char"):
@@ -183,12 +183,12 @@ def named_tokenizer(name: str) -> ByteTokenizer | CharTokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike[str]) -> None:
-    """Writes the tokenizer's files into `folder`, which is created if necessary.
+    """Writes the tokenizer's files to `folder`, which is created if necessary.
 
     Raises:
         ValueError: the tokenizer is neither from this module nor from a Hugging Face folder.
     """
-    from dapo_jax.text.huggingface import HuggingFaceTokenizer  # loads the library `tokenizers`
+    from dapo_jax.text.huggingface import HuggingFaceTokenizer  # imports the library `tokenizers`
 
     place = path_of(folder)
     place.mkdir(parents=True, exist_ok=True)
@@ -201,8 +201,8 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike[str]) -> None
         content = {"type": "dapo_jax.byte"}
     else:
         raise ValueError(
-            f"a {type(tokenizer).__name__} cannot be written to a model folder; a ByteTokenizer, a CharTokenizer and a "
-            "HuggingFaceTokenizer can"
+            f"a {type(tokenizer).__name__} cannot be written to a model folder; use a ByteTokenizer, a CharTokenizer or a "
+            "HuggingFaceTokenizer"
         )
     text = json.dumps(content, ensure_ascii=False, indent=2) + "\n"
     write_whole(place / _FILE_NAME, text.encode("utf-8"))
@@ -211,22 +211,22 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike[str]) -> None
 
 
 def token_ids(tokenizer: Tokenizer) -> Mapping[str, int | list[int]]:
-    """Returns the ids that a model's files name in addition to the end and the padding, such as `bos_token_id`."""
+    """Returns the ids that a model's files name in addition to the end and padding tokens, such as `bos_token_id`."""
     return getattr(tokenizer, "token_ids", {})
 
 
 def token_bytes(tokenizer: Tokenizer, token: int) -> bytes | None:
-    """Returns the bytes that a token adds to a text, possibly a part of a character; a special token adds none.
+    """Returns the bytes that a token adds to a text, which may be part of a character. A special token adds no bytes.
 
-    Returns None if the id is outside the vocabulary, the token's text depends on its neighbours, or the tokenizer has no
-    method `token_bytes`.
+    Returns None if the id is outside the vocabulary, if the token's text depends on its neighbours, or if the tokenizer has
+    no method `token_bytes`.
     """
     own = getattr(tokenizer, "token_bytes", None)
     return None if own is None else own(token)
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
-    """Reads the tokenizer of a model folder: files of `save_tokenizer`, or of Hugging Face.
+    """Loads the tokenizer from a model folder, which `save_tokenizer` or a Hugging Face library wrote.
 
     Raises:
         ValueError: tokenizer.json is missing, is not JSON, or has an unknown type.
@@ -249,8 +249,8 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
         return ByteTokenizer(chat_template=chat_template)
     if kind != "dapo_jax.char":
         raise ValueError(
-            f"{path} has the tokenizer type {kind!r}; known are 'dapo_jax.byte', 'dapo_jax.char', and the files of Hugging "
-            "Face's tokenizers, which have a 'model'"
+            f"{path} has the tokenizer type {kind!r}; the known types are 'dapo_jax.byte' and 'dapo_jax.char', and a "
+            "Hugging Face tokenizer has a 'model' instead"
         )
     alphabet = described.get("alphabet")
     if not isinstance(alphabet, str):
@@ -259,35 +259,35 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Checks that the model has a row for each id. More rows are usual: models pad their vocabulary.
+    """Checks that the model has an embedding row for each id. Extra rows are common, because models pad their vocabulary.
 
     Raises:
-        ValueError: `tokenizer.vocab_size` is over `vocab_size`.
+        ValueError: `tokenizer.vocab_size` is larger than `vocab_size`.
     """
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} ids and the model's vocabulary {vocab_size} rows: ids from "
+            f"the tokenizer has {tokenizer.vocab_size} ids and the model's vocabulary has only {vocab_size} rows: ids from "
             f"{vocab_size} on would have no embedding; use the tokenizer that the model was trained with"
         )
 
 
 def _instead(folder: AnyPath) -> str:
-    """Returns the remedy for a folder with a tokenizer in an older format."""
+    """Returns the remedy if the folder has a tokenizer in an older format, or else an empty text."""
     older = [name for name in ("tokenizer.model", "spiece.model", "vocab.json") if (folder / name).is_file()]
     if not older:
         return ""
     return (
-        f". It has {older[0]}, which is not read here; convert it with transformers: "
+        f". It has {older[0]}, which is not supported; convert it with transformers: "
         "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
     )
 
 
 def _ordinary(ids: Int[np.ndarray, " tokens"], vocab_size: int) -> Iterable[int]:
-    """Returns the ids that are not special, counted from 0."""
+    """Returns the ids that are not special, renumbered from 0."""
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if outside.size:
         raise ValueError(
             f"token {int(outside[0])} is outside the tokenizer's vocabulary of {vocab_size}; "
-            "the model's vocab_size must be the tokenizer's"
+            "the model's vocab_size must equal the tokenizer's"
         )
     return (ids[ids >= _SPECIALS] - _SPECIALS).tolist()

@@ -1,4 +1,4 @@
-"""Worker processes: they run the user's graders and environments, with a memory limit, and end with the process that started them."""
+"""Worker processes run the user's graders and environments. Each has a memory limit and ends with the process that started it."""
 
 from dapo_jax.workers.process import EndedError, Worker
 

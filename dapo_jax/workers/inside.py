@@ -1,7 +1,7 @@
-"""The program of a worker process: `python -m dapo_jax.workers.inside ARGUMENTS`; `Worker` starts it.
+"""The program that runs in a worker process. `Worker` starts it as `python -m dapo_jax.workers.inside ARGUMENTS`.
 
-It calls a function named `module:function` with the worker's setup. The function loads the user's code and returns the first answer and
-a function `serve(calls, answer)`, which reads calls and answers each by its number until there are no more.
+The arguments name a function as `module:function`, which is called with the worker's setup. It loads the user's code and returns the first
+answer and a function `serve(calls, answer)`. `serve` answers each call by its number until there are no more calls.
 """
 
 import ctypes
@@ -20,18 +20,18 @@ from typing import Any
 from dapo_jax.terminal import lasting_streams
 
 Answer = Callable[[int, Mapping[str, Any]], None]
-"""answer(number of the call, answer)."""
+"""answer(number, content) sends the answer to the call with this number."""
 Serve = Callable[[Iterable[dict[str, Any]], Answer], None]
-"""serve(calls, answer)."""
+"""serve(calls, answer) answers all calls."""
 Load = Callable[[Mapping[str, Any]], tuple[Mapping[str, Any], Serve]]
-"""load(setup) -> (first answer, serve). ValueError if the user's code cannot be loaded."""
+"""load(setup) returns the first answer and `serve`. It raises ValueError if the user's code cannot be loaded."""
 
 _STATM = Path("/proc/self/statm")
 _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Loads the user's code, limits the memory and serves calls until their pipe ends."""
+    """Loads the user's code, limits the memory and answers calls until their pipe is closed."""
     calls, answers = _private_pipes()
     arguments = json.loads(sys.argv[1])
     _end_with(arguments["parent"])
@@ -40,12 +40,12 @@ def main() -> None:
 
     def answer(number: int, content: Mapping[str, Any]) -> None:
         if os.getpid() != worker:
-            os._exit(0)  # a child that the user's code forked came back from the call as well
+            os._exit(0)  # a child process that the user's code forked has returned from the call too
         left = memoryview(json.dumps({"id": number, **content}).encode() + b"\n")
         while left:
             left = left[os.write(answers, left) :]
 
-    with lasting_streams():  # the user's code may print after the output was closed
+    with lasting_streams():  # the user's code may print after standard output is closed
         module, _, name = arguments["load"].partition(":")
         load: Load = getattr(importlib.import_module(module), name)
         try:
@@ -60,8 +60,8 @@ def main() -> None:
 
 
 def _private_pipes() -> tuple[int, int]:
-    """Returns descriptors of calls and answers. The standard streams no longer lead there, so prints disturb no answer."""
-    # Ctrl-C reaches every process of a terminal; the main process decides when workers end.
+    """Returns new descriptors for calls and answers, and redirects the standard streams, so that printed text does not mix with answers."""
+    # Ctrl-C interrupts every process in a terminal, but only the main process decides when workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     nowhere = os.open(os.devnull, os.O_RDWR)
     try:
@@ -76,7 +76,7 @@ def _private_pipes() -> tuple[int, int]:
 
 
 def _end_with(parent: int) -> None:
-    """Makes this process end with `parent`, even while the user's code is busy."""
+    """Makes this process end when `parent` ends, even while the user's code is running."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     else:
@@ -92,7 +92,7 @@ def _end_when_gone(parent: int) -> None:
 
 
 def _limit_memory(memory_mb: int) -> None:
-    """Limits the address space to its present size plus `memory_mb`. Allocating more raises MemoryError."""
+    """Limits the address space to its current size plus `memory_mb`. Allocating more raises MemoryError."""
     if not _STATM.exists():
         return  # not Linux: only the time limit applies
     pages = int(_STATM.read_text().split()[0])

@@ -1,9 +1,9 @@
-"""A worker process, as its parent sees it: it takes calls and answers them in any order.
+"""The parent's handle of a worker process, which accepts calls and may answer them in any order.
 
-Calls and answers are JSON objects, one per line, on two pipes. `dapo_jax.workers.inside` is the other side.
+Calls and answers are JSON objects, one per line, on two pipes. `dapo_jax.workers.inside` runs at the other end.
 
-The pools of `concurrent.futures`, loky and Pebble do not fit. The first two cannot kill a single worker, and Pebble pickles its calls,
-runs the user's main program again in each worker and limits no memory.
+The process pools of `concurrent.futures`, loky and Pebble are not suitable. The first two cannot kill a single worker. Pebble pickles its
+calls, runs the user's main program again in each worker, and does not limit memory.
 """
 
 import contextlib
@@ -21,17 +21,17 @@ from concurrent.futures import Future
 from typing import Any, Literal
 
 START_S = 120.0
-"""Seconds that a worker may take to load the user's code. Importing a large package on a busy machine is slow."""
+"""Maximum number of seconds for loading the user's code. Importing a large package on a busy machine is slow."""
 
 MOST_BYTES = 1 << 25
-"""Length of the longest answer. A longer line is no answer: something else writes to the pipe."""
+"""Maximum length of an answer. A longer line means that something else writes to the pipe."""
 
 _ENDING_S = 2.0
-"""Seconds that a process whose pipe was closed may take to end by itself before it is killed."""
+"""Seconds that a process has to exit after its pipe is closed, before it is killed."""
 
 
 class EndedError(Exception):
-    """The worker ended before it answered."""
+    """Raised if a worker ends before it has answered a call."""
 
     def __init__(self, lost: Literal["died", "timeout"], reason: str) -> None:
         super().__init__(reason)
@@ -39,22 +39,22 @@ class EndedError(Exception):
 
 
 class Worker:
-    """One process. A thread starts it and receives its answers; another thread sends its calls."""
+    """One worker process. One thread starts it and receives its answers, and another thread sends its calls."""
 
     def __init__(self, load: str, setup: Mapping[str, Any], *, memory_mb: int) -> None:
         """Starts the process without waiting for it.
 
         Args:
-            load: `module:function` that the process calls with `setup`, see `dapo_jax.workers.inside`.
-            setup: names and JSON values.
+            load: `module:function`, which the process calls with `setup`; see `dapo_jax.workers.inside`.
+            setup: JSON-serializable values by name.
             memory_mb: megabytes that the process may allocate after loading.
         """
         self.ready: Future[dict[str, Any]] = _running_future()
-        """The worker's first answer, once it has loaded the user's code. ValueError if that failed, EndedError if the process ended."""
+        """The first answer, sent once the user's code is loaded. It raises ValueError if loading fails, or EndedError if the process ends."""
         self.ended: EndedError | None = None
-        """Why the process ended; None while it runs."""
+        """Why the process ended, or None while it runs."""
         self.answered = 0
-        """Number of calls that it has answered."""
+        """Number of calls that the worker has answered."""
         self._asked: dict[int, Future[dict[str, Any]]] = {0: self.ready}
         self._numbers = itertools.count(1)
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -65,7 +65,7 @@ class Worker:
         self._thread.start()
 
     def ask(self, call: Mapping[str, Any]) -> Future[dict[str, Any]]:
-        """Sends a call. The future raises EndedError if the worker ends before it answers."""
+        """Sends a call and returns a future for its answer, which raises EndedError if the worker ends first."""
         answer = _running_future()
         with self._lock:
             number = next(self._numbers)
@@ -77,12 +77,12 @@ class Worker:
         return answer
 
     def end(self, why: EndedError) -> None:
-        """Kills the process and all its children. Waiting calls raise `why`, unless the process had ended before."""
+        """Kills the process and all its children. Pending calls raise `why`, unless the process had already ended."""
         with self._lock:
             if self.ended is not None:
                 return
             if not self.ready.done():
-                remedy = "a file or module must load in a process of its own, without waiting or ending the process"
+                remedy = "a file or module must load in a separate process, without waiting and without ending the process"
                 why = EndedError(why.lost, f"its worker did not start: {why}; {remedy}")
             self.ended = why
             asked, self._asked = self._asked, {}
@@ -93,15 +93,15 @@ class Worker:
             answer.set_exception(why)
 
     def join(self) -> None:
-        """Waits until the process has ended, for a few seconds at most."""
+        """Waits for the process to end, for a few seconds at most."""
         self._thread.join(2 * _ENDING_S)
 
     def _run(self, arguments: Mapping[str, Any]) -> None:
-        """Starts the process and takes its answers. On Linux the process ends with this thread."""
+        """Starts the process and receives its answers. On Linux, the process ends when this thread ends."""
         try:
             process = _started(arguments)
         except OSError as error:
-            self.end(EndedError("died", f"the worker process cannot be started: {error}"))
+            self.end(EndedError("died", f"cannot start the worker process: {error}"))
             return
         with self._lock:
             self._process = process
@@ -125,15 +125,15 @@ class Worker:
                 pipe.close()
 
     def _take_answers(self, process: subprocess.Popen[bytes]) -> str:
-        """Takes answers until there are no more; returns how the process ended."""
+        """Receives answers until there are no more, and returns how the process ended."""
         assert process.stdout is not None
         line = b""
         try:
             while (line := process.stdout.readline(MOST_BYTES)).endswith(b"\n"):
                 self._take(json.loads(line))
         except (ValueError, TypeError, KeyError, RecursionError):
-            return f"it sent {line[:200]!r}, which is no answer"
-        return f"it sent {MOST_BYTES:,} bytes without an end" if line else _ending(process)
+            return f"it sent {line[:200]!r}, which is not an answer"
+        return f"it sent {MOST_BYTES:,} bytes without a line end" if line else _ending(process)
 
     def _take(self, answer: dict[str, Any]) -> None:
         with self._lock:
@@ -153,20 +153,20 @@ class Worker:
 
 
 def _running_future() -> Future[Any]:
-    """A future that cannot be cancelled."""
+    """Returns a future that cannot be cancelled."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
 
 
 def _started(arguments: Mapping[str, Any]) -> subprocess.Popen[bytes]:
-    # The worker searches modules where this process does. Until it has loaded its own modules, the standard library comes first and
-    # the current folder is left out (-P): a user's token.py would otherwise end it.
+    # The worker searches for modules where this process does. While it loads its own modules, the standard library comes first and the
+    # current folder is left out (-P). Otherwise a user's token.py would replace the standard module, and the worker would fail.
     path = [place for place in sys.path if isinstance(place, str)]
     library = [sysconfig.get_path("stdlib"), sysconfig.get_config_var("DESTSHARED")]
     variables = {
         "PYTHONPATH": os.pathsep.join(place for place in [*library, *path] if place),
-        "MALLOC_ARENA_MAX": "2",  # otherwise each thread reserves address space, which counts against the memory limit
+        "MALLOC_ARENA_MAX": "2",  # otherwise each thread reserves address space, which counts towards the memory limit
     }
     return subprocess.Popen(
         [
@@ -186,7 +186,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _ending(process: subprocess.Popen[bytes]) -> str:
-    """Describes how a process ended whose pipe was closed."""
+    """Describes how a process ended after its pipe was closed."""
     try:
         code = process.wait(_ENDING_S)
     except subprocess.TimeoutExpired:

@@ -53,7 +53,7 @@ def test_greedy_responses_to_a_prompt_are_all_the_same(model, compiled):
     [
         ((" ",), {}, "'prompt' is empty"),
         (("1+x",), {}, "character 'x' at position 2"),
-        (("1" * 125,), {}, "125 tokens, not 1 to data.max_prompt_tokens=122"),
+        (("1" * 125,), {}, r"125 tokens.*data\.max_prompt_tokens=122"),
         (("1",), {"temperature": 1e-9}, "temperature: found 1e-09"),
         (("1",), {"top_k": 2**31}, "top_k"),
         (("1",), {"seed": 2**70}, "seed"),
@@ -161,7 +161,7 @@ def test_several_datasets_are_evaluated_one_after_the_other(model, small, tmp_pa
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"data__max_prompt_tokens": 2}, "5 tokens, not 1 to data.max_prompt_tokens=2"),
+        ({"data__max_prompt_tokens": 2}, r"5 tokens.*data\.max_prompt_tokens=2"),
         ({"sampling__slots": 12}, "slots=12"),
     ],
 )

@@ -106,7 +106,7 @@ BAD = [
     ({"prompt": "1"}, "line 2: no field 'answer'"),
     ({"prompt": "1", "answer": None}, "line 2: 'answer' must be a string or an integer; got None"),
     ({"prompt": [{"role": "user"}], "answer": "1"}, "line 2: message 0: 'content' must be a string"),
-    ({"prompt": "\ud800", "answer": "1"}, "line 2: a text holds half a surrogate pair"),
+    ({"prompt": "\ud800", "answer": "1"}, "line 2: a text contains a lone surrogate"),
     (b'{"prompt": "\xff", "answer": "1"}', "line 2: byte 13 of the line is not UTF-8"),
     (b'{"prompt": ', "line 2: not JSON"),
 ]
@@ -132,7 +132,7 @@ def test_a_bad_row_is_an_error_with_its_line_or_is_skipped_and_counted(tmp_path,
         ("dapo_math_17k", {"prompt": "x", "reward_model": {}}, "no field 'reward_model.ground_truth'"),
         ("dapo_math_17k", {"prompt": "x", "reward_model": {"ground_truth": 3}}, "must be text; got 3"),
         ("aime_2024", {**DAPO_ROW, "extra_info": {"raw_problem": " "}}, "'extra_info.raw_problem' is empty"),
-        ("gsm8k", {"question": "How?", "answer": "it is 3"}, "'####'; it ends 'it is 3'"),
+        ("gsm8k", {"question": "How?", "answer": "it is 3"}, "'####'; it ends with 'it is 3'"),
         ("math_500", {"question": "How?", "answer": "3"}, "no field 'problem'"),
     ],
 )

@@ -387,15 +387,15 @@ MALFORMED = [
     (GENERATE, b'{"token_ids": [5], "sampling_params": {"temperature": NaN}}', "not JSON"),
     (GENERATE, b'{"token_ids": [1' + b"0" * 30 + b"]}", "vocabulary of 324"),
     (GENERATE, {}, "`token_ids`"),
-    (GENERATE, {"token_ids": [5] * 65}, "65 tokens; the server takes 1 to 64: shorten it, or serve with a larger --max-prompt-tokens"),
+    (GENERATE, {"token_ids": [5] * 65}, "65 tokens; the server accepts 1 to 64: shorten it, or serve with a larger --max-prompt-tokens"),
     (GENERATE, {"token_ids": [5, "6"]}, "token_ids[1]: Expected `int`, got `str`; found '6'"),
     (GENERATE, {"token_ids": [-1]}, "the token id -1, which is not in the vocabulary of 324 ids, 0 to 323"),
     (GENERATE, {"token_ids": [5], "model": "other"}, "model is 'other'; this server has 'tiny'"),
     (GENERATE, {"token_ids": [5], "sampling_param": {}}, "did you mean 'sampling_params'"),
     (GENERATE, {"token_ids": [5], "stream": True}, "'stream'=True, which this server does not support: leave it out, or set it to False"),
-    (GENERATE, params(max_tokens=0), "max_tokens is 0; the server takes 1 to 32: lower it, or serve with a larger --max-response-tokens"),
+    (GENERATE, params(max_tokens=0), "max_tokens is 0; the server accepts 1 to 32: lower it, or serve with a larger --max-response-tokens"),
     (GENERATE, params(top_k=2**31), "top_k=2147483648"),
-    (GENERATE, params(n=MOST + 1), f"n is {MOST + 1}; the server takes 1 to {MOST}: lower it, or serve with a larger --queue"),
+    (GENERATE, params(n=MOST + 1), f"n is {MOST + 1}; the server accepts 1 to {MOST}: lower it, or serve with a larger --queue"),
     (GENERATE, params(seed=-1), "seed: Expected `int` >= 0; found -1"),
     (GENERATE, params(logprobs=5), "logprobs: Expected `int` <= 1; found 5"),
     (GENERATE, params(stop=""), "stop: Expected `str` of length >= 1"),
@@ -404,7 +404,7 @@ MALFORMED = [
     (GENERATE, params(min_tokens=2), "'min_tokens'=2, which this server does not support: leave it out, or set it to 0"),
     (CHAT, {"messages": [{"role": "user"}]}, "message 0: 'content' must be a string"),
     (CHAT, {"messages": [{"role": "<|im_end|>", "content": "a"}]}, "messages[0].role is '<|im_end|>'"),
-    (CHAT, {"messages": [ASKED, {"role": "assistant", "content": "a"}]}, "the last one is the assistant's"),
+    (CHAT, {"messages": [ASKED, {"role": "assistant", "content": "a"}]}, "the last message is the assistant's"),
     (CHAT, {"messages": [{"role": "user", "content": "a b" * 60}]}, "the prompt has "),
     (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "not JSON"),
     (CHAT, talk(tools=[{"type": "function"}]), "tools[0]: Object missing required field `function`; found {'type': 'function'}"),
@@ -431,8 +431,8 @@ def test_a_request_that_cannot_be_served_is_refused_by_field_value_and_need(addr
     [
         ("/nothing", "GET", None, {}, 404, "GET /nothing; there are POST /inference/v1/generate"),
         (GENERATE, "GET", None, {}, 405, "GET /inference/v1/generate; there are POST /inference/v1/generate"),
-        (GENERATE, "POST", {}, {"Content-Type": "text/plain"}, 415, "the server takes application/json"),
-        (GENERATE, "POST", {}, {"Content-Encoding": "gzip"}, 415, "the server takes identity"),
+        (GENERATE, "POST", {}, {"Content-Type": "text/plain"}, 415, "the server accepts application/json"),
+        (GENERATE, "POST", {}, {"Content-Encoding": "gzip"}, 415, "the server accepts identity"),
         (GENERATE, "POST", b" " * (2 << 20), {}, 413, "the body is larger than"),
         ("/v1/models", "GET", None, {"Host": "evil.example"}, 403, "the header Host is 'evil.example'"),
     ],
@@ -451,7 +451,7 @@ def test_a_full_queue_refuses_requests_with_retry_after(address, loop):
         until(lambda: loop.under_way == MOST, "the queue")
         answered = ask(address, GENERATE, params(n=SLOTS * 8))
         assert (answered.status, answered.headers["retry-after"]) == (503, "1")
-        assert f"{SLOTS * 8} more; the server takes {MOST}" in answered.message
+        assert f"{SLOTS * 8} more; the server accepts {MOST}" in answered.message
         assert answered.json["error"]["code"] == "queue_full"
         first.close()
         until(lambda: loop.under_way == 0, "the slots")

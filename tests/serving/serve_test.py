@@ -116,11 +116,11 @@ def test_a_request_gets_as_many_tokens_as_it_asks_for(limit, server, direct):
     ("prompt", "limit", "message"),
     [
         ("1+x", LIMIT, "character 'x' at position 2"),
-        ("", LIMIT, "0 tokens; the server takes 1 to 9"),
-        ("1" * 10, LIMIT, "10 tokens; the server takes 1 to 9: shorten it, or serve with a larger --max-prompt-tokens"),
+        ("", LIMIT, "0 tokens; the server accepts 1 to 9"),
+        ("1" * 10, LIMIT, "10 tokens; the server accepts 1 to 9: shorten it, or serve with a larger --max-prompt-tokens"),
         ([3, 17], LIMIT, "token id 17, which is not in the vocabulary of 17 ids, 0 to 16"),
-        ("1+2", 0, "max_tokens is 0; the server takes 1 to 10"),
-        ("1+2", 11, "max_tokens is 11; the server takes 1 to 10: lower it, or serve with a larger --max-response-tokens"),
+        ("1+2", 0, "max_tokens is 0; the server accepts 1 to 10"),
+        ("1+2", 11, "max_tokens is 11; the server accepts 1 to 10: lower it, or serve with a larger --max-response-tokens"),
         ("x" + "1" * 3_000_000, LIMIT, "character 'x' at position 0"),
     ],
 )  # fmt: skip
@@ -156,7 +156,7 @@ def server_of(loop, prompt_format=AS_IT_STANDS, port=0, limits=LIMITS):
 
 def test_a_server_without_room_and_a_server_that_stops_have_their_own_status():
     with full_loop() as loop, server_of(loop) as server:
-        with pytest.raises(grpc.RpcError, match=r"needs 1 more; the server takes 0: .*--queue") as refused:
+        with pytest.raises(grpc.RpcError, match=r"needs 1 more; the server accepts 0: .*--queue") as refused:
             samples(server.address, "1")
         assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         loop.__exit__()

@@ -141,7 +141,7 @@ BROKEN = [
     ({"role": "assistant", "tool_calls": "f"}, "message 1: 'tool_calls' must be a list"),
     ({"role": "assistant", "content": None}, "message 1: 'content' must be a string"),
     ({"role": "assistant", "content": [{"type": "image_url", "image_url": "x"}]}, "message 1: 'content' has the part"),
-    ({"role": "assistant", "content": "", "x": json.loads("[" * 70 + "]" * 70)}, "nested more than 64 deep"),
+    ({"role": "assistant", "content": "", "x": json.loads("[" * 70 + "]" * 70)}, "nested more than 64 levels"),
 ]  # fmt: skip
 
 
@@ -149,7 +149,7 @@ BROKEN = [
 def test_messages_without_a_canonical_form_are_refused_everywhere(message, words):
     tokenizer = HuggingFaceTokenizer(files_of(template=QWEN))
     messages = talk(message)
-    with pytest.raises(ValueError, match=r"message 1|64 deep") as refused:
+    with pytest.raises(ValueError, match=r"message 1|64 levels") as refused:
         checked_row({"prompt": messages, "answer": "2"})
     assert words in str(refused.value)
     with pytest.raises(LostError) as lost:

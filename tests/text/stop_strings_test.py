@@ -110,7 +110,7 @@ def test_only_the_end_of_a_long_response_is_decoded(text):
     assert max(tokenizer.lengths) <= 4 + 4 + 4 + 16
 
 
-@pytest.mark.parametrize(("string", "words"), [("", "is empty"), ("a\ufffd", "holds U\\+FFFD")])
+@pytest.mark.parametrize(("string", "words"), [("", "is empty"), ("a\ufffd", "contains U\\+FFFD")])
 def test_strings_that_cannot_be_searched_are_refused(string, words):
     with pytest.raises(ValueError, match=words):
         StopStrings(BYTES, ["x", string])

@@ -80,9 +80,9 @@ def test_saved_tokenizer_comes_back_equal(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"type": "dapo_jax.word"}', "type 'dapo_jax.word'; known are 'dapo_jax.byte'"),
-        ('{"model": {}}', "is not a file of the library tokenizers"),
-        ("[1]", "holds a list"),
+        ('{"type": "dapo_jax.word"}', "type 'dapo_jax.word'"),
+        ('{"model": {}}', "cannot be loaded by the library tokenizers"),
+        ("[1]", "contains a list"),
         ("{", "not a JSON file"),
         ('{"type": "dapo_jax.char"}', "'alphabet' must be a string; got None"),
     ],

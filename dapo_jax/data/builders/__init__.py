@@ -1,1 +1,1 @@
-"""Dataset builders: each module has a TFDS builder class named `Builder`, whose rows have at least `prompt` and `answer`."""
+"""Dataset builders. Each module has a TFDS builder class named `Builder`, whose rows have at least `prompt` and `answer`."""

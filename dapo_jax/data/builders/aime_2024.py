@@ -1,7 +1,7 @@
 """AIME 2024 as published with DAPO (https://huggingface.co/datasets/BytedTsinghua-SIA/AIME-2024): 30 problems, each 32 times.
 
-Here each problem comes once; `eval.samples_per_prompt: 32` samples it 32 times. The question has no instructions:
-`data.prompt_template: dapo` adds the recipe's.
+This dataset contains each problem once; set `eval.samples_per_prompt: 32` for 32 samples of each. The questions have no
+instructions; set `data.prompt_template: dapo` to add the instructions of the DAPO recipe.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from dapo_jax.data.file_builder import FileBuilder, field_of, text_of
 
 
 class Builder(FileBuilder):
-    """The question is `extra_info.raw_problem`, or else the last user message; the answer is `reward_model.ground_truth`."""
+    """The question is `extra_info.raw_problem`, or else the last user message. The answer is `reward_model.ground_truth`."""
 
     name = "aime_2024"
     SPLIT = "test"

@@ -1,17 +1,17 @@
 """Generated arithmetic: all sums of two two-digit numbers, with demonstrations for a warm start.
 
-A prompt is `47+85`. A response ends in `=132`, and a grader takes the text after the last `=`. The working adds the units
-first and carries as on paper:
+A prompt is `47+85`. A response ends in `=132`, and a grader uses the text after the last `=`. The reasoning steps add the
+units first and carry as on paper:
 
     47+85:7+5=12,1+4+8=13=132
           units  carry+tens  answer: the tens' sum, then the last digit of the units' sum
 
-The units' sum always has two digits (`3+4=07`), so its first is the carry that opens the next step. Every
-character is then copied from a known place or is a one-digit sum, which a very small model can learn. A
-response cut off inside the working is never right by accident: the text after its last `=` is
-at most 19, a sum of two two-digit numbers at least 20.
+The units' sum always has two digits (`3+4=07`), so its first digit is the carry that begins the next step. Every
+character is then either copied from a known position or a one-digit sum, which a very small model can learn. A
+response that is cut off within the reasoning steps is never correct by accident. The number after its last `=` is at most
+19, but a sum of two two-digit numbers is at least 20.
 
-All random choices depend on SPLIT_SEED and the pair of operands alone. A changed constant prepares a new dataset.
+All random choices depend only on SPLIT_SEED and the pair of operands. Changing a constant prepares a new dataset.
 """
 
 import itertools
@@ -21,22 +21,22 @@ from typing import Any, ClassVar
 from dapo_jax.data.own_builder import OwnBuilder, chosen, named, uniform
 
 ALPHABET = "0123456789+=:,?"
-"""Every character of prompts and responses."""
+"""All characters that occur in prompts and responses."""
 OPERANDS = range(10, 100)
 SPLIT_SEED = 0
 TRAIN_PAIRS = 7100
-"""The pairs to train on, of 90 x 90 = 8100 ordered ones; the other 1000 are the test split."""
+"""Number of pairs in the train split. The other 1000 of the 90 x 90 = 8100 ordered pairs are the test split."""
 STYLE_WEIGHTS = {"direct": 0.6, "working": 0.15, "rechecked": 0.25}
-"""Share of each style: the answer alone, the working before it, or the working several times."""
+"""Probability of each style: the answer alone, reasoning steps before the answer, or the same steps several times."""
 RECHECK_AGAIN = 0.5
-"""Probability of another recheck after each: the number of rechecks is geometric, so lengths have a long tail."""
+"""Probability of another recheck after each recheck. Their number is geometric, so response lengths have a long tail."""
 MAX_RECHECKS = 4
 DEMONSTRATIONS = {"train": 4, "test": 1}
-"""Demonstrations of each pair, by split."""
+"""Number of demonstrations per pair, by split."""
 
 
 def working_text(left: int, right: int) -> str:
-    """Returns the two steps of a sum on paper, units first.
+    """Returns the two reasoning steps of a sum, units first.
 
     >>> working_text(47, 85), working_text(13, 24)
     ('7+5=12,1+4+8=13', '3+4=07,0+1+2=3')
@@ -48,7 +48,7 @@ def working_text(left: int, right: int) -> str:
 
 
 def response_text(left: int, right: int, style: str, rechecks: int = 0) -> str:
-    """Returns a response to `left+right` that ends in the right answer.
+    """Returns a response to `left+right` that ends in the correct answer.
 
     >>> response_text(47, 85, "direct")
     '=132'
@@ -64,7 +64,7 @@ def response_text(left: int, right: int, style: str, rechecks: int = 0) -> str:
 
 
 def draw_style(pair: int, draw: int = 0) -> tuple[str, int]:
-    """Returns the style and rechecks of demonstration number `draw` of the pair `pair_number(left, right)`."""
+    """Returns the style and the number of rechecks of a pair's demonstration `draw`. `pair` is `pair_number(left, right)`."""
     style = chosen(STYLE_WEIGHTS, uniform("style", SPLIT_SEED, pair, draw))
     if style != "rechecked":
         return style, 0
@@ -73,13 +73,13 @@ def draw_style(pair: int, draw: int = 0) -> tuple[str, int]:
 
 
 def demonstrations(left: int, right: int, *, count: int) -> list[tuple[str, str]]:
-    """Returns style and response of the first `count` demonstrations of a pair."""
+    """Returns the style and the response of the first `count` demonstrations for a pair."""
     sampled = [draw_style(pair_number(left, right), draw) for draw in range(count)]
     return [(style, response_text(left, right, style, rechecks)) for style, rechecks in sampled]
 
 
 def pair_number(left: int, right: int) -> int:
-    """Returns the pair's place among all ordered pairs, 0 to 8099."""
+    """Returns the index of the pair among all ordered pairs, 0 to 8099."""
     return (left - OPERANDS.start) * len(OPERANDS) + right - OPERANDS.start
 
 
@@ -91,7 +91,7 @@ def split_pairs() -> dict[str, list[tuple[int, int]]]:
 
 
 class Builder(OwnBuilder):
-    """TFDS builder of the sums, in the order of `split_pairs`."""
+    """TFDS builder for the sums, in the order of `split_pairs`."""
 
     name = "arithmetic"
     DESCRIPTION = "Sums of two two-digit numbers with demonstrations in several styles."
@@ -104,7 +104,7 @@ class Builder(OwnBuilder):
     )
 
     def splits(self) -> dict[str, Iterator[dict[str, Any]]]:
-        """See `OwnBuilder.splits`; `response` is the first of `responses`, and `style` its style."""
+        """See `OwnBuilder.splits`. `response` is the first of `responses`, and `style` is its style."""
         return {split: _rows(pairs, DEMONSTRATIONS[split]) for split, pairs in split_pairs().items()}
 
 

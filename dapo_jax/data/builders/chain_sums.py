@@ -1,18 +1,18 @@
-"""Generated sums of 2 to 12 labelled digits: from trivial to impossible for a very small model, with demonstrations for a warm start.
+"""Generated sums of 2 to 12 labelled digits, from trivial to impossible for a very small model, with demonstrations for a warm start.
 
-A prompt is `a7b5c8`, and the answer is the last digit of 7 + 5 + 8. A response ends in `=0`, and a grader takes the text after
+A prompt is `a7b5c8`, and the answer is the last digit of 7 + 5 + 8. A response ends in `=0`, and a grader uses the text after
 the `=`. There are four styles:
 
-    direct      =0                     the most frequent style; with many terms right by luck, 1 in 10
-    brief       :b2c0=0                the last digit of each running total, 2 characters a term
-    careful     :b7+5>2,c2+8>0=0       each addition in full, 7 characters a term
-    rambling    the careful working several times, with `?` in between
+    direct      =0                     the most frequent style; with many terms, a guess that is correct in 1 of 10 cases
+    brief       :b2c0=0                the last digit of each running total, 2 characters per term
+    careful     :b7+5>2,c2+8>0=0       each addition in full, 7 characters per term
+    rambling    the careful steps several times, separated by `?`
 
-Working out helps, but is rare in the demonstrations, most of all for long sums. Under a limit of 48 tokens, the careful
-working of 8 or more terms is cut off, and the brief one always fits. A response that is cut off has no `=`, so
-it is never right by accident.
+Reasoning steps help, but they are rare in the demonstrations, especially for long sums. With a limit of 48 tokens, careful
+steps for 8 or more terms are cut off, while brief steps always fit. A response that is cut off has no `=`, so
+it is never correct by accident.
 
-All random choices depend on SPLIT_SEED and the place alone. A changed constant prepares a new dataset.
+All random choices depend only on SPLIT_SEED and the question. Changing a constant prepares a new dataset.
 """
 
 import itertools
@@ -23,22 +23,22 @@ from dapo_jax.data.own_builder import OwnBuilder, chosen, named, uniform
 
 LABELS = "abcdefghijkl"
 ALPHABET = f"0123456789{LABELS}+>=:,?"
-"""Every character of prompts and responses."""
+"""All characters that occur in prompts and responses."""
 DIGITS = range(1, 10)
 TERMS = range(2, 13)
-"""Number of terms of a sum. Each number has equally many rows; sums of two or three terms are so few that they repeat, and sums of
+"""Numbers of terms in a sum. Each has equally many rows. There are so few sums of two or three terms that they repeat, and sums of
 two terms are in both `warm_start` and `train`."""
 LONG = 9
-"""Least number of terms of a long sum."""
+"""Minimum number of terms in a long sum."""
 SPLIT_SEED = 0
 QUESTIONS = {"warm_start": 3000, "train": 400, "test": 24}
-"""Rows of each number of terms. `warm_start` and `train` have different questions: otherwise memorized answers would be
-rewarded, which would hide whether working out helps."""
+"""Rows per number of terms, by split. `warm_start` and `train` have different questions. Otherwise memorized answers would be
+rewarded, which would hide whether reasoning steps help."""
 STYLE_WEIGHTS = {"direct": 0.75, "brief": 0.10, "careful": 0.10, "rambling": 0.05}
 LONG_STYLE_WEIGHTS = {"direct": 0.94, "brief": 0.04, "careful": 0.02}
 MAX_REPEATS = 2
 DEMONSTRATIONS = {"warm_start": 2, "train": 1, "test": 1}
-"""Demonstrations of each question, by split."""
+"""Number of demonstrations per question, by split."""
 
 Question = tuple[int, ...]
 """The terms of a sum."""
@@ -59,7 +59,7 @@ def answer_text(terms: Question) -> str:
 
 
 def response_text(terms: Question, style: str, repeats: int = 0) -> str:
-    """Returns a response that ends in the right answer.
+    """Returns a response that ends in the correct answer.
 
     >>> response_text((7, 5, 8), "direct"), response_text((7, 5, 8), "brief"), response_text((7, 5, 8), "careful")
     ('=0', ':b2c0=0', ':b7+5>2,c2+8>0=0')
@@ -78,7 +78,7 @@ def response_text(terms: Question, style: str, repeats: int = 0) -> str:
 
 
 def draw_style(terms: Question, draw: int) -> tuple[str, int]:
-    """Returns the style and repeats of demonstration number `draw` of a question."""
+    """Returns the style and the number of repeats of a question's demonstration `draw`."""
     weights = LONG_STYLE_WEIGHTS if len(terms) >= LONG else STYLE_WEIGHTS
     style = chosen(weights, uniform("style", SPLIT_SEED, prompt_text(terms), draw))
     if style != "rambling":
@@ -87,7 +87,7 @@ def draw_style(terms: Question, draw: int) -> tuple[str, int]:
 
 
 def split_questions() -> dict[str, list[Question]]:
-    """Returns the shuffled questions of each split. No other split has questions of `test`; only sums of two terms are in both others."""
+    """Returns the shuffled questions of each split. `test` shares no questions; `train` and `warm_start` share only sums of two terms."""
     found: dict[str, list[Question]] = {split: [] for split in QUESTIONS}
     for count in TERMS:
         questions = _questions_of(count)
@@ -100,7 +100,7 @@ def split_questions() -> dict[str, list[Question]]:
 
 
 def _questions_of(count: int) -> Iterator[Question]:
-    """Yields different sums of `count` terms in a random order."""
+    """Yields distinct sums of `count` terms in random order."""
     if count <= 3:
         yield from sorted(itertools.product(DIGITS, repeat=count), key=_place)
         return
@@ -120,7 +120,7 @@ def _place(terms: Question) -> float:
 
 
 class Builder(OwnBuilder):
-    """TFDS builder of the sums, in the order of `split_questions`."""
+    """TFDS builder for the sums, in the order of `split_questions`."""
 
     name = "chain_sums"
     DESCRIPTION = "Sums of 2 to 12 labelled digits with demonstrations in several styles."

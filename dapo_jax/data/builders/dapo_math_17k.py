@@ -1,8 +1,8 @@
 """DAPO-Math-17k (https://huggingface.co/datasets/BytedTsinghua-SIA/DAPO-Math-17k, Apache-2.0): competition mathematics
-with whole numbers for answers.
+with integer answers.
 
-The published file repeats its prompts about a hundred times, so it is de-duplicated. The instructions of the DAPO recipe are
-removed from prompts that have them; `data.prompt_template: dapo` adds them to all.
+The published file contains each prompt about a hundred times, so it is deduplicated. The instructions of the DAPO recipe are
+removed from prompts that have them; set `data.prompt_template: dapo` to add them to all prompts.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from dapo_jax.data.file_builder import FileBuilder, field_of, text_of
 
 
 class Builder(FileBuilder):
-    """The question is the last user message, the answer is `reward_model.ground_truth`."""
+    """The question is the last user message, and the answer is `reward_model.ground_truth`."""
 
     name = "dapo_math_17k"
 
@@ -26,7 +26,7 @@ class Builder(FileBuilder):
 
 
 def question_of(prompt: Any) -> Any:
-    """Returns the question without instructions of a text or a single user message; `checked_row` judges anything else."""
+    """Returns the question in a text or a single user message, without instructions. Returns any other prompt unchanged, for `checked_row`."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], Mapping):
         message = prompt[0]
         if message.get("role") == "user" and isinstance(message.get("content"), str):

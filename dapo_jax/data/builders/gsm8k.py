@@ -1,6 +1,6 @@
-"""GSM8K (https://github.com/openai/grade-school-math, MIT): word problems of primary school, with worked answers.
+"""GSM8K (https://github.com/openai/grade-school-math, MIT): grade-school word problems with step-by-step solutions.
 
-The text after `####` is the answer; the worked answer is kept as `response` for a warm start.
+The answer is the text after `####`. The whole solution is kept as `response`, for a warm start.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ MARK = "####"
 
 
 class Builder(FileBuilder):
-    """`question`, and the `answer` after its mark."""
+    """The question is `question`, and the answer is the text after the mark in `answer`."""
 
     name = "gsm8k"
 
@@ -21,5 +21,5 @@ class Builder(FileBuilder):
         worked = text_of(fields, "answer")
         _, found, answer = worked.rpartition(MARK)
         if not found or not answer.strip():
-            raise ValueError(f"'answer' has nothing after {MARK!r}; it ends {worked[-40:]!r}")
+            raise ValueError(f"'answer' has no text after {MARK!r}; it ends with {worked[-40:]!r}")
         return {"prompt": text_of(fields, "question"), "answer": answer.strip(), "response": worked}

@@ -1,16 +1,16 @@
-"""Generated searches for a number, with demonstrations of an impatient player for a warm start.
+"""Generated searches for a number, with demonstrations by an impatient player for a warm start.
 
-A prompt is the range, `08-70:`. A search follows: a guess of two digits with `?` at its end, and the answer, `>` if the number is
-higher, `<` if it is lower, until the guess is right:
+A prompt is the range, such as `08-70:`. In the search that follows, each guess has two digits and a `?`. The reply is `>` if the number
+is higher or `<` if it is lower, until the guess is correct:
 
     08-70:39?>55?<47?
 
-At each guess the impatient player takes the middle of the remaining range with probability `PATIENCE`, else any number of the whole
-range, and then gives up. So the demonstrations show the format and the middle, and a quarter of them find the number.
-Reinforcement learning has to discover that patience finds every number within `GUESSES` guesses.
+With probability `PATIENCE`, the impatient player guesses the middle of the remaining range. Otherwise the player guesses any number of the
+whole range, and then gives up. So the demonstrations show the format and the bisection, but only a quarter of them find the number.
+Reinforcement learning has to discover that always guessing the middle finds every number within `GUESSES` guesses.
 
-The rows are pairs of a range and a number. `train` and `test` share no pair; `demonstrations` has all pairs, with
-many searches for each. All random choices depend on SPLIT_SEED and the pair alone. A changed constant prepares a new dataset.
+Each row is a pair of a range and a number. `train` and `test` share no pairs. `demonstrations` has all pairs, with many
+searches for each. All random choices depend only on SPLIT_SEED and the pair. Changing a constant prepares a new dataset.
 """
 
 import itertools
@@ -20,24 +20,24 @@ from typing import Any, ClassVar
 from dapo_jax.data.own_builder import OwnBuilder, named, uniform
 
 ALPHABET = "0123456789-:?<>"
-"""Every character of prompts and responses."""
+"""All characters that occur in prompts and responses."""
 WIDTH = 63
-"""Numbers of a range, 2**6 - 1."""
+"""Number of integers in a range: 2**6 - 1 = 63."""
 LOWS = range(0, 37, 4)
-"""The first numbers of ranges; the highest number of all is 36 + 62 = 98."""
+"""The first number of each range. The highest number in any range is 36 + 62 = 98."""
 GUESSES = 6
-"""Largest number of guesses: enough for each of the 63 numbers if every guess is the middle."""
+"""Maximum number of guesses. It suffices for each of the 63 numbers if every guess is the middle."""
 PATIENCE = 0.75
-"""Probability that a guess of a demonstration is the middle."""
+"""Probability that a guess in a demonstration is the middle of the remaining range."""
 SPLIT_SEED = 0
 TEST_PAIRS = 126
-"""Pairs of a range and a number in the test split, of 10 x 63 = 630."""
+"""Number of pairs in the test split, out of 10 ranges x 63 numbers = 630."""
 DEMONSTRATIONS = {"train": 1, "test": 1, "demonstrations": 64}
-"""Demonstrations of each pair, by split."""
+"""Number of demonstrations per pair, by split."""
 
 
 def prompt_text(low: int) -> str:
-    """Returns the range that begins with `low`.
+    """Returns the prompt for the range that begins with `low`.
 
     >>> prompt_text(8)
     '08-70:'
@@ -46,7 +46,7 @@ def prompt_text(low: int) -> str:
 
 
 def demonstration(low: int, number: int, draw: int = 0, *, patience: float = PATIENCE) -> str:
-    """Returns a search for `number` in the range from `low` by the impatient player.
+    """Returns the impatient player's search for `number` in the range that begins with `low`.
 
     >>> demonstration(8, 47, patience=1.0)
     '39?>55?<47?'
@@ -70,17 +70,17 @@ def demonstration(low: int, number: int, draw: int = 0, *, patience: float = PAT
 
 
 def split_pairs() -> dict[str, list[tuple[int, int]]]:
-    """Returns the shuffled pairs of a range's first number and a number in it; `demonstrations` has all of them."""
+    """Returns the shuffled pairs of each split: a range's first number and a number in the range. `demonstrations` has all pairs."""
     pairs = [(low, low + place) for low, place in itertools.product(LOWS, range(WIDTH))]
     pairs.sort(key=lambda pair: uniform("split", SPLIT_SEED, *pair))
     return {"train": pairs[:-TEST_PAIRS], "test": pairs[-TEST_PAIRS:], "demonstrations": pairs}
 
 
 class Builder(OwnBuilder):
-    """TFDS builder of the searches, in the order of `split_pairs`."""
+    """TFDS builder for the searches, in the order of `split_pairs`."""
 
     name = "guess_number"
-    DESCRIPTION = "Searches for a number within a range, with demonstrations of a careless player."
+    DESCRIPTION = "Searches for a number within a range, with demonstrations by an impatient player."
     TEXTS = ("prompt", "answer", "response")
     LISTS = ("responses",)
     BUILDER_CONFIGS: ClassVar = named(
@@ -89,7 +89,7 @@ class Builder(OwnBuilder):
     )
 
     def splits(self) -> dict[str, Iterator[dict[str, Any]]]:
-        """See `OwnBuilder.splits`; `response` is the first of `responses`."""
+        """See `OwnBuilder.splits`. `response` is the first of `responses`."""
         return {split: _rows(pairs, DEMONSTRATIONS[split]) for split, pairs in split_pairs().items()}
 
 

@@ -1,4 +1,4 @@
-"""Any parquet or JSON-lines file with a question and an answer in each row; `data.source_options` names their fields."""
+"""Any parquet or JSON-lines file with a question and an answer in each row. `data.source_options` sets the names of these fields."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from dapo_jax.data.file_builder import FileBuilder, field_of
 
 
 class Builder(FileBuilder):
-    """`source_options: {prompt: question, answer: reward_model.ground_truth}`; the default is `prompt` and `answer`."""
+    """For example, `source_options: {prompt: question, answer: reward_model.ground_truth}`. By default, the fields are `prompt` and `answer`."""
 
     name = "jsonl"
     OPTIONS = ("prompt", "answer")
@@ -18,4 +18,4 @@ class Builder(FileBuilder):
             return {name: field_of(fields, self._options.get(name, name)) for name in self.OPTIONS}
         except ValueError as error:
             example = """data.source_options='{"prompt": "FIELD", "answer": "FIELD.INSIDE"}'"""
-            raise ValueError(f"{error}; name the fields of prompt and answer: {example}") from None
+            raise ValueError(f"{error}; set the names of the prompt and answer fields: {example}") from None

@@ -1,6 +1,6 @@
-"""MATH-500 (https://huggingface.co/datasets/HuggingFaceH4/MATH-500, MIT): 500 problems of MATH, with LaTeX answers.
+"""MATH-500 (https://huggingface.co/datasets/HuggingFaceH4/MATH-500, MIT): 500 problems from MATH, with LaTeX answers.
 
-Use the grader `math`: the same answer is written in many ways.
+Use the grader `math`, because the same answer can be written in many ways.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from dapo_jax.data.file_builder import FileBuilder, text_of
 
 
 class Builder(FileBuilder):
-    """`problem` and `answer`; the worked `solution` is kept."""
+    """The question is `problem`, and the answer is `answer`. The step-by-step `solution` is kept."""
 
     name = "math_500"
     SPLIT = "test"

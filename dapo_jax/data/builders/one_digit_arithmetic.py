@@ -1,9 +1,9 @@
 """Generated arithmetic for pretrained models: every one-digit sum, difference and product.
 
-A prompt is `7+5`, `7-5` or `7*5`, and the answer is its value. Differences are never negative. There are 100 + 55 + 100
-questions, few enough to be memorized; the test split has questions that are never trained on. Since `3*4` may
-be in training and `4*3` held out, the test split measures whether a model has become reliable, not whether it discovered
-arithmetic.
+A prompt is, for example, `7+5`, `7-5` or `7*5`, and the answer is its value. Differences are never negative. There are
+100 + 55 + 100 questions, which is few enough to memorize. Questions in the test split are never trained on. However, `3*4` may
+be in the train split while `4*3` is in the test split. So the test split measures whether a model has become reliable, not whether
+it has discovered arithmetic.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": oper
 OPERANDS = range(10)
 SPLIT_SEED = 0
 TEST_QUESTIONS = 100
-"""Number of questions in the test split, of 255; the other 155 are the train split."""
+"""Number of questions in the test split. The other 155 of the 255 questions are the train split."""
 
 
 class Question(NamedTuple):
@@ -48,7 +48,7 @@ def split_questions() -> dict[str, list[Question]]:
     """Returns all questions, shuffled and split into `train` and `test`."""
 
     def place(question: Question) -> bytes:
-        # A hash shuffles the same way under every version of every library.
+        # A hash gives the same order with every version of every library.
         return hashlib.blake2b(f"{SPLIT_SEED} {question.text}".encode(), digest_size=8).digest()
 
     shuffled = sorted(questions(), key=place)
@@ -56,12 +56,12 @@ def split_questions() -> dict[str, list[Question]]:
 
 
 class Builder(OwnBuilder):
-    """TFDS builder of the questions, in the order of `split_questions`."""
+    """TFDS builder for the questions, in the order of `split_questions`."""
 
     name = "one_digit_arithmetic"
     DESCRIPTION = "One-digit sums, differences and products."
     TEXTS = ("prompt", "answer", "operation")
-    # The name has all constants: changed ones prepare a new dataset.
+    # The name contains all constants, so changing one prepares a new dataset.
     BUILDER_CONFIGS: ClassVar = [tfds.core.BuilderConfig(name=f"seed_{SPLIT_SEED}_test_{TEST_QUESTIONS}")]
 
     def splits(self) -> dict[str, list[dict[str, str]]]:
