@@ -144,7 +144,7 @@ def test_only_a_folder_with_the_name_of_its_step_is_a_checkpoint(folder):
     found, messages = restored(folder)
     assert_is(found, BEFORE)
     assert len(messages) == 1
-    assert f"{folder}/9 is of step 7" in messages[0]
+    assert f"{folder}/9 contains step 7" in messages[0]
     assert f"{folder}/9.damaged" in messages[0]
 
 
