@@ -165,7 +165,7 @@ def test_a_range_beyond_the_end_of_a_file_and_a_missing_file_are_errors(folder):
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "a", b"three")
     assert files_of(folder, ("a", "b")) == {"a": b"three"}
-    with pytest.raises(OSError, match="it ends at byte 5, needed was 9"):
+    with pytest.raises(OSError, match="it ends at byte 5, needs 9"):
         range_bytes(folder / "a", 2, 9)
     for read in (lambda path: range_bytes(path, 0, 1), file_bytes, size_of):
         with pytest.raises(FileNotFoundError, match=r"No such file or directory: .*none"):
