@@ -166,7 +166,7 @@ class _FileLock(Lock):
         if not self._has_name():
             raise LockLostError(
                 f"{self._path} was removed, renamed or replaced, so another run may be at work there. {_LEAVES}; resume from the "
-                "last checkpoint when no other run is"
+                "last checkpoint when no other run is active there"
             )
 
     def release(self) -> None:
@@ -178,7 +178,7 @@ class _FileLock(Lock):
                 self._path.unlink()
                 self._path.parent.rmdir()
         with suppress(OSError):
-            fcntl.flock(self._file, fcntl.LOCK_UN)  # another process may have a copy of the descriptor
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # another process may have inherited the file descriptor
         self._close()
 
     def _close(self) -> None:
@@ -194,7 +194,7 @@ class _Lease(Lock):
         self._errors: Any = importlib.import_module("google.api_core.exceptions")
         refusals = importlib.import_module("google.auth.exceptions").GoogleAuthError
         self._retry: Any = importlib.import_module("google.cloud.storage.retry").DEFAULT_RETRY
-        self._failures = (self._errors.GoogleAPIError, refusals, OSError)  # an OSError is from the network
+        self._failures = (self._errors.GoogleAPIError, refusals, OSError)  # network failures are OSErrors
         self._me, self._generation, self._renewed = _holder(), 0, 0.0
         self._turn, self._ended, self._lost_to = threading.Lock(), threading.Event(), ""
         try:
@@ -202,7 +202,7 @@ class _Lease(Lock):
             self._take()
         except self._failures as error:
             raise LockedError(
-                f"{self._name} cannot be read and written ({error}): the bucket must exist and answer, and this user needs "
+                f"{self._name} cannot be accessed ({error}): the bucket must exist and be reachable, and this user needs "
                 "roles/storage.objectUser on it"
             ) from error
         threading.Thread(target=self._keep, name="lease", daemon=True).start()
@@ -277,7 +277,7 @@ class _Lease(Lock):
             self._generation = int(blob.generation)
         except self._errors.PreconditionFailed:
             there, _, holder = self._found()
-            if not there:  # it was removed by hand
+            if not there:  # the lease was deleted manually
                 return bool(generation) and self._write(0, **how)
             if holder != self._me:  # otherwise this is a retry of a write that had succeeded
                 return False

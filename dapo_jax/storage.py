@@ -76,7 +76,7 @@ def check_access(folder: AnyPath, *, write: bool) -> None:
             _check_writable(Path(folder))
         return
     bucket = str(folder).removeprefix(SCHEME).split("/")[0]
-    deed = f"asking about the bucket {bucket!r}"
+    deed = f"getting the metadata of bucket {bucket!r}"
     try:
         # Orbax makes the same request with the same client before it lists or removes checkpoints.
         client = importlib.import_module("google.cloud.storage").Client()
@@ -103,7 +103,7 @@ def _check_writable(folder: Path) -> None:
     place = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
     if not (place.is_dir() and os.access(place, os.R_OK | os.W_OK | os.X_OK)):
         raise ValueError(
-            f"nothing can be written to {place.absolute()}: this user may not write there, or it is not a folder; choose another folder"
+            f"nothing can be written to {place.absolute()}: this user may not write there, or this is not a folder; choose another folder"
         )
 
 

@@ -92,7 +92,7 @@ class Checkpointer:
     def __init__(self, folder: str | PathLike[str], *, keep: int = 3, keep_best: bool = False) -> None:
         if keep < 1:
             raise ValueError(
-                f"keep must be at least 1, got {keep}: without a checkpoint no run can be resumed"
+                f"keep must be at least 1, got {keep}: a run cannot be resumed without a checkpoint"
             )
         quiet_orbax()
         path = epath.Path(path_of(folder))
@@ -231,7 +231,7 @@ class Checkpointer:
         steps = self.steps()
         if not steps or step not in (None, *steps):
             wanted = "" if step is None else f" of step {step}"
-            raise FileNotFoundError(f"there is no checkpoint{wanted} in {self.folder}; it has steps {steps}")
+            raise FileNotFoundError(f"there is no checkpoint{wanted} in {self.folder}, only steps {steps}")
         step = steps[-1] if step is None else step
         folder, default = self.folder / str(step), SingleDeviceSharding(jax.local_devices()[0])
         target = {
@@ -297,7 +297,7 @@ class Checkpointer:
             return found
         if damaged:
             raise DamagedError(
-                f"none of the checkpoints in {self.folder} can be restored: {'; '.join(damaged.values())}. Restore a checkpoint from a "
+                f"none of the checkpoints in {self.folder} can be restored: {'; '.join(damaged.values())}. Copy a checkpoint from a "
                 "backup, or remove that folder to start over"
             )
         return None

@@ -68,7 +68,7 @@ def unreadable(folder: epath.Path, error: Exception) -> CheckpointError:
     number = getattr(error, "errno", None)
     # XLA and TensorStore have no exception classes for these errors, so their messages are searched.
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error) or number == errno.ENOMEM:
-        remedy = "free memory on host and device, or use more of either"
+        remedy = "free memory on the host or device, or use a machine with more memory"
     elif isinstance(error, PermissionError) or "PERMISSION_DENIED" in str(error):
         remedy = "give this user read permission"
     elif number in _FAILING_DISK:
@@ -337,13 +337,13 @@ def flattened(tree: PyTree) -> dict[str, jax.Array | jax.ShapeDtypeStruct]:
     flat: dict[str, jax.Array | jax.ShapeDtypeStruct] = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if keys and keys[-1] == jax.tree_util.GetAttrKey("value"):
-            keys = keys[:-1]  # the attribute of Flax's variable wrapper
+            keys = keys[:-1]  # leaves out the attribute of Flax's variable wrapper
         path = jax.tree_util.keystr(keys, simple=True, separator=".")
         if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
             raise ValueError(f"state leaf {path} is a {type(leaf).__name__}, needs a JAX array")
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended) or 0 in leaf.shape:
             raise ValueError(
-                f"state leaf {path} of dtype {leaf.dtype} and shape {leaf.shape} cannot be stored: empty arrays cannot be stored; for a "
+                f"state leaf {path} of dtype {leaf.dtype} and shape {leaf.shape} cannot be stored: arrays must not be empty, and for a "
                 "PRNG key, save jax.random.key_data(key)"
             )
         if path in flat:

@@ -66,7 +66,7 @@ def load_environment(source: str) -> Environment:
         near = nearest(source, known)
         hint = f"did you mean {near[0]!r}?" if near else f"the environments are {sorted(known)}."
         raise ValueError(
-            f"no environment is named {source!r}; {hint} Write module:name or path/to/file.py:name for your own, or LIBRARY:NAME"
+            f"no environment is named {source!r}; {hint} Other forms are module:name, path/to/file.py:name and LIBRARY:NAME"
         )
     kind, _, rest = source.partition(":")
     if kind in ADAPTERS:

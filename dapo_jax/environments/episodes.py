@@ -1,7 +1,6 @@
 """Runs the episodes of a run concurrently on one event loop, with limits and rewards for each episode.
 
-The loop runs in a thread of this process, in parallel with sampling. An episode that hangs, raises or returns invalid values is counted
-as lost. Other episodes are not affected.
+The loop runs in a thread, in parallel with sampling. Only an episode that hangs, raises or returns invalid values itself is lost.
 """
 
 import asyncio
@@ -303,7 +302,7 @@ class Episodes:
             due *= 2
             frame = sys._current_frames().get(self._loop.thread.ident or 0)
             place = "" if frame is None else place_of(reversed([*traceback.walk_stack(frame)]))
-            with suppress(OSError, ValueError, AttributeError):  # there may be no standard error
+            with suppress(OSError, ValueError, AttributeError):  # stderr may be closed or missing
                 print(
                     f"environment {self._name}: it has blocked the event loop for {held:.0f} s{place}, so no other episode can continue: await slow "
                     "operations, define blocking functions without `async`, or set environment.workers=1 or more",
@@ -330,7 +329,7 @@ class Episodes:
         answered: Future[Continuation | None] = Future()
 
         def settle(done: Future[Continuation | None]) -> None:
-            if done.cancelled() or done.exception() is not None:  # before it began, by the environment's code
+            if done.cancelled() or done.exception() is not None:  # cancelled by the environment
                 opened.lose(lost_by(asyncio.CancelledError()))
                 answered.set_result(None)
             else:

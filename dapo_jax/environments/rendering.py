@@ -37,7 +37,7 @@ class Rendering:
     """The current date for templates that print it."""
 
     def ids(self, appended: object, *, after: Int[np.ndarray, " turn"] | None) -> Int[np.ndarray, " new"]:
-        """Returns the token ids of an appended value (`protocol.Appended`). It follows the turn `after`, or the prompt if this is None.
+        """Returns the token ids of an appended value (`protocol.Appended`). It follows the turn `after`, or if None, the prompt.
 
         Raises:
             LostError: the value cannot be appended, has ids outside the vocabulary, or needs a chat template that the model lacks.
@@ -74,7 +74,7 @@ class Rendering:
                 f"a text of {len(text):,} characters was appended; the limit is {MOST_CHARACTERS:,}"
             )
         try:
-            text.encode("utf-8")  # half of a surrogate pair is not text
+            text.encode("utf-8")  # raises for an unpaired surrogate
             return self.tokenizer.encode_plain(text)
         except ValueError as error:
             raise LostError(f"a text was appended that cannot be tokenized: {error}") from error

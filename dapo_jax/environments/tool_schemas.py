@@ -70,7 +70,7 @@ def what_is_wrong(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -
     known = parameters["properties"]
     for name in arguments:
         if name not in known:
-            return f"there is no argument {name!r:.80}; there are {sorted(known)}"
+            return f"unknown argument {name!r:.80}; the arguments are {sorted(known)}"
     for name in parameters.get("required", ()):
         if name not in arguments:
             return f"argument {name!r} is missing"

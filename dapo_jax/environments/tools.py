@@ -69,7 +69,7 @@ class Tools:
         if isinstance(call, BrokenCall):
             return "", f"the call cannot be parsed: {call.reason}"
         if call.name not in self._functions:
-            return "", f"there is no tool {call.name!r:.80}; there are {sorted(self._functions)}"
+            return "", f"unknown tool {call.name!r:.80}; the tools are {sorted(self._functions)}"
         if wrong := what_is_wrong(call.arguments, self._parameters[call.name]):
             return "", f"{call.name}: {wrong}"
         task = asyncio.ensure_future(outcome(partial(self._functions[call.name], **call.arguments)))
@@ -83,7 +83,7 @@ class Tools:
         text = found if error is None else f"{type(error).__name__}: {error!s:.500}"
         try:
             text = str(text) if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
-            text.encode("utf-8")  # half of a surrogate pair is not text
+            text.encode("utf-8")  # raises for an unpaired surrogate
         except (TypeError, ValueError, RecursionError):
             return "", f"{call.name} returned a {type(found).__name__} that cannot be converted to text"
         return (text, "") if error is None else ("", f"{call.name}: {text}")

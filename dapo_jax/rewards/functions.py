@@ -137,7 +137,7 @@ class LoadedReward:
             if self.on_nonfinite == "lost":
                 return Verdict(correct=False, reason=str(error), lost="nonfinite")
             raise RewardError(
-                f"{error}; {_named([sample])}; fix the function, or count such responses as wrong with reward.on_nonfinite=lost"
+                f"{error}; {_named([sample])}; correct the function, or count such responses as wrong with reward.on_nonfinite=lost"
             ) from error
 
 
@@ -261,7 +261,7 @@ def as_verdict(result: Any, *, name: str) -> Verdict:
 
 
 def _check_size(score: float, found: str) -> None:
-    if not abs(score) <= MAX_SCORE:  # NaN, too
+    if not abs(score) <= MAX_SCORE:  # also true for NaN
         remedy = ", or advantages would overflow: scale the scores down" if math.isfinite(score) else ""
         raise NonFiniteScoreError(
             f"{found} {score:g}; a score must be a finite number of magnitude at most {MAX_SCORE:g}{remedy}"
@@ -276,7 +276,7 @@ def load_function(spec: str) -> Callable[..., Any]:
     """
     place, colon, name = spec.rpartition(":")
     if not colon or not place or not name:
-        raise ValueError(f"{spec!r} names no function; write module:function or path/to/file.py:function")
+        raise ValueError(f"{spec!r} must have the form module:function or path/to/file.py:function")
     if place.endswith(".py"):
         module = _load_file(Path(place).expanduser(), spec)
     else:
@@ -325,7 +325,7 @@ def _load_file(path: Path, spec: str) -> ModuleType:
     module = importlib.util.module_from_spec(found)
     folder = str(path.resolve().parent)
     if folder not in sys.path:
-        sys.path.append(folder)  # the file can import its neighbors, which shadow no other module
+        sys.path.append(folder)  # so that the file can import files next to it
     sys.modules[name] = module  # dataclasses look up their module in sys.modules while the file runs
     try:
         loading(spec, str(path), partial(found.loader.exec_module, module))

@@ -71,7 +71,7 @@ def unread_by_math(answer: str) -> bool:
 
 
 def _statement(text: str) -> tuple[str | None, str]:
-    """Returns the stated answer and where it was found. The answer is None if it is missing or was cut off."""
+    """Returns the stated answer, or None if it is missing or was cut off, and the place where it was found."""
     answer = last[-1].end() if (last := list(_ANSWER.finditer(text))) else None
     line_end = -1 if answer is None else text.find("\n", answer) % (len(text) + 1)
     # The last statement is used: a box after the line of the last `Answer:`, or else that line.

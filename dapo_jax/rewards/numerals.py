@@ -13,7 +13,7 @@ def _fraction(sign: str) -> str:
 
 _PLAIN = str.maketrans(
     {
-        # Hyphens, dashes and minus signs, then spaces.
+        # First hyphens, dashes and minus signs, then spaces.
         **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2212\ufe63\uff0d", "-"),
         **dict.fromkeys("\u00a0\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f", " "),
         **dict.fromkeys("\u00d7\u00b7\u22c5\u2217\u2219", "*"),

@@ -25,7 +25,7 @@ DEATHS_BORNE = 2
 """Number of worker deaths that are always tolerated."""
 
 CALLS_A_DEATH = 100
-"""A grader is considered broken if at least one call in this many kills its worker."""
+"""If a grader kills its worker on at least one of this many calls, it is considered broken."""
 
 
 class GradingPool:
@@ -142,7 +142,7 @@ class GradingPool:
             ) from None
         if deaths <= DEATHS_BORNE:
             then = "the response counts as wrong" if is_last_try else "retrying on a new worker"
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # there may be no standard error
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be closed or missing
                 print(f"reward function {self._grader}, on {where}: {how}; {then}", file=sys.stderr)
 
 

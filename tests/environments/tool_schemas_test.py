@@ -140,7 +140,7 @@ def test_arguments_that_fit_are_let_through(more):
     ("arguments", "begins"),
     [
         ({"word": "a"}, "argument 'among' is missing"),
-        ({**GOOD, "mist": 1}, "there is no argument 'mist'; there are ['among', 'anything',"),
+        ({**GOOD, "mist": 1}, "unknown argument 'mist'; the arguments are ['among', 'anything',"),
         ({**GOOD, "word": 1}, "word must be string; got 1"),
         ({**GOOD, "most": True}, "most must be integer; got True"),
         ({**GOOD, "sure": 1}, "sure must be boolean; got 1"),

@@ -66,7 +66,7 @@ class OpenEpisode:
             text, reward, done = _text_of(given.observation), given.reward or 0.0, bool(given.done)
         except (ValueError, RuntimeError) as error:
             if type(error) is RuntimeError and "VALIDATION_ERROR" not in str(error):
-                raise  # an error of the server itself
+                raise  # an error in the server itself
             self._errors += 1
             text, reward, done = f"error: this is not an action: {error!s:.500}", 0.0, False
         metrics = {"action_errors": float(self._errors)}
