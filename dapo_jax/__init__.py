@@ -1,4 +1,4 @@
-"""DAPO in JAX. A name is loaded when it is first used: the functions load only jax, numpy and jaxtyping, `train` loads all."""
+"""DAPO in JAX. Names are imported on first use. The functions import only jax, numpy and jaxtyping, but `train` imports the whole library."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -39,7 +39,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # Grading workers are started often and need none of it: importing jax takes a second and 130 MB.
+    # Imports are lazy, because grading workers are started often and do not need jax, which takes a second and 130 MB to import.
     for home, names in _HOMES.items():
         if name in names:
             return getattr(importlib.import_module(f"{__name__}.{home}"), name)

@@ -1,7 +1,7 @@
-"""Scores of a policy on held-out prompts: avg@k, pass@j, cons@k and the reward, each a mean over problems with its standard error.
+"""Scores of a policy on held-out prompts: avg@k, pass@j, cons@k and the reward. Each score is a mean over problems, with its standard error.
 
-A problem is one held-out prompt with all its graded responses. `problem_scores` applies the estimators; `summarize` averages them,
-`problem_record` logs them with their inputs, and `table` formats the averages.
+A problem is one held-out prompt with all its graded responses. `problem_scores` computes the scores of a problem, and `summarize` averages
+them. `problem_record` returns a log record of a problem, and `table` formats averages.
 """
 
 import math
@@ -19,12 +19,12 @@ _COUNTED = re.compile(r"(avg|pass|cons)@(\d+)")
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Returns the chance that k of the samples, chosen without replacement, contain a correct one: 1 - C(n - c, k) / C(n, k).
+    """Returns the probability that k of the n samples, chosen without replacement, include a correct sample: 1 - C(n - c, k) / C(n, k).
 
-    It is unbiased for the chance that k fresh samples do (Chen et al. 2021, "Evaluating Large Language Models Trained on Code").
+    It estimates the probability for k new samples without bias (Chen et al. 2021, "Evaluating Large Language Models Trained on Code").
 
     Raises:
-        ValueError: the numbers are impossible, such as k above samples.
+        ValueError: the arguments are inconsistent, for example k is larger than the number of samples.
 
     >>> pass_at_k(4, 1, 2), pass_at_k(4, 0, 4), pass_at_k(4, 3, 2)
     (0.5, 0.0, 1.0)
@@ -37,10 +37,10 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def consensus_answers(group: Group) -> list[str]:
-    """Returns the most frequent extracted answers, in the order they first appear; several if they are equally frequent.
+    """Returns the most frequent extracted answer, or several answers if they are equally frequent, in the order of their first occurrence.
 
-    Responses without an answer do not vote; without any answer the list is empty. Votes are for texts: 1/2 and 0.5 are different votes
-    even if the grader accepts both.
+    Responses without an answer do not vote, so without any answer the list is empty. Answers are compared as strings: 1/2 and 0.5 are
+    different votes, even if the grader accepts both.
     """
     votes = Counter(r.verdict.extracted for r in group.rollouts if r.verdict.extracted is not None)
     top = max(votes.values(), default=0)
@@ -48,10 +48,10 @@ def consensus_answers(group: Group) -> list[str]:
 
 
 def consensus(group: Group) -> float:
-    """Returns 1 if the most frequent extracted answer (`consensus_answers`) is correct, else 0.
+    """Returns 1 if the most frequent extracted answer (see `consensus_answers`) is correct, otherwise 0.
 
-    If several answers are equally frequent, it is the share of correct ones: the chance that a random one of them is correct. Without any
-    answer it is 0.
+    If several answers are equally frequent, returns the fraction of them that is correct. This is the probability that a random choice
+    among them is correct.
     """
     leaders = consensus_answers(group)
     right = {rollout.verdict.extracted for rollout in group.rollouts if rollout.correct}
@@ -61,8 +61,8 @@ def consensus(group: Group) -> float:
 def problem_scores(group: Group) -> dict[str, float]:
     """Returns `avg@k`, `pass@j`, `cons@k` and `reward` of one problem with k responses.
 
-    j is every power of two below k, and k itself: 2, 4 and 8 for k = 8. pass@1 equals avg@k, so only k = 1 has it. The reward is the
-    mean over the responses, without length shaping.
+    j takes the values k and all powers of two from 2 to below k, for example 2, 4 and 8 for k = 8. pass@1 is omitted except for k = 1, because it equals avg@k.
+    The reward is the mean over the responses, without the overlong penalty.
     """
     k = len(group.rollouts)
     correct = sum(rollout.correct for rollout in group.rollouts)
@@ -78,16 +78,16 @@ def problem_scores(group: Group) -> dict[str, float]:
 def summarize(groups: Sequence[Group], *, name: str) -> dict[str, float]:
     """Returns the metrics of one evaluation, with names `eval/NAME/...`.
 
-    `avg@k`, `pass@j`, `cons@k` and `reward` are means of `problem_scores`; with `_stderr`, the standard error of that mean over
-    problems (NaN for a single one). `response_tokens` and `truncated_frac` are means over responses, `problems` is the number of
-    problems. `cons@k` is missing if no response had an extracted answer, as with a reward function that returns only a bool.
+    `avg@k`, `pass@j`, `cons@k` and `reward` are means of `problem_scores` over problems. The same names with the suffix `_stderr` are their
+    standard errors, which are NaN for a single problem. `response_tokens` and `truncated_frac` are means over responses, and `problems` is the
+    number of problems. `cons@k` is omitted if no response has an extracted answer, for example if a reward function returns only a bool.
 
     Raises:
-        ValueError: there are no groups, or they differ in size.
+        ValueError: there are no groups, or their sizes differ.
     """
     sizes = {len(group.rollouts) for group in groups}
     if len(sizes) != 1:
-        raise ValueError(f"evaluation needs groups of one size, got sizes {sorted(sizes)}")
+        raise ValueError(f"evaluation needs groups of the same size, got sizes {sorted(sizes)}")
     each = [problem_scores(group) for group in groups]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     voted = any(rollout.verdict.extracted is not None for rollout in rollouts)
@@ -104,7 +104,7 @@ def summarize(groups: Sequence[Group], *, name: str) -> dict[str, float]:
 
 
 def lost_verdicts(groups: Sequence[Group]) -> str:
-    """Returns a message with the number of responses without a verdict and the first reason; empty if all have one."""
+    """Returns a message with the number of responses without a verdict, and the first reason. It is empty if all responses have a verdict."""
     lost = [rollout.verdict for group in groups for rollout in group.rollouts if rollout.verdict.lost]
     if not lost:
         return ""
@@ -113,11 +113,11 @@ def lost_verdicts(groups: Sequence[Group]) -> str:
 
 
 LOGGED_RESPONSES = 64
-"""Number of responses per held-out dataset that an evaluation writes."""
+"""Number of responses per held-out dataset that are logged by an evaluation."""
 
 
 def responses_kept(problems: int, responses: int = LOGGED_RESPONSES) -> list[int]:
-    """Returns how many responses to log of each problem, so that `responses` are logged in all.
+    """Distributes `responses` evenly over the problems. Returns the number of responses to log for each problem.
 
     >>> responses_kept(3, 7), responses_kept(3, 2)
     ([3, 2, 2], [1, 1, 0])
@@ -127,10 +127,10 @@ def responses_kept(problems: int, responses: int = LOGGED_RESPONSES) -> list[int
 
 
 def problem_record(group: Group, responses: int = 0) -> dict[str, Any]:
-    """Returns the scores of one problem with their inputs, as plain values for a log.
+    """Returns a log record of one problem as JSON-serializable values: its scores, and the data from which they are computed.
 
-    `place` is the row's place in its file, if known. `extracted` has every extracted answer (null if missing), the most frequent first,
-    with its number of responses and of correct ones. `responses` has the first `responses` responses with their verdicts.
+    `place` is the index of the row in its file, if known. `extracted` lists the extracted answers (null if missing), most frequent first, each with
+    the number of responses and of correct responses. `responses` contains the first `responses` responses with their verdicts.
     """
     rollouts = group.rollouts
     given = Counter(rollout.verdict.extracted for rollout in rollouts)
@@ -169,16 +169,16 @@ def _response_record(rollout: Rollout) -> dict[str, Any]:
 
 
 def table(scores: Mapping[str, float | int | None], *, metric: str = "correct") -> str:
-    """Formats the metrics of one or several evaluations as text: one row per dataset, scores as `0.434 ± 0.071`.
+    """Formats the metrics of one or several evaluations as a text table, with one row per dataset and scores such as `0.434 ± 0.071`.
 
-    A missing score is a dash, since datasets may differ in k. A missing standard error is left out.
+    A missing score, for example because datasets have different k, is shown as a dash. A missing standard error is omitted.
 
     Args:
-        scores: results of `summarize`, merged for several datasets, or a line of metrics.jsonl; other metrics are ignored.
-        metric: as `dynamic_sampling.metric`; with `score` only the reward is shown, since no response is correct or wrong.
+        scores: results of `summarize`, merged if there are several datasets, or a line of metrics.jsonl. Other metrics are ignored.
+        metric: value of `dynamic_sampling.metric`. With `score`, only the reward is shown, because responses are not correct or wrong.
 
     Raises:
-        ValueError: there is no evaluation among the metrics.
+        ValueError: the metrics contain no evaluation scores.
     """
     datasets: dict[str, dict[str, float | int | None]] = {}
     for key, value in scores.items():
@@ -187,7 +187,7 @@ def table(scores: Mapping[str, float | int | None], *, metric: str = "correct") 
     counted = {key for metrics in datasets.values() for key in metrics if _COUNTED.fullmatch(key)}
     if not counted:
         raise ValueError(
-            f"none of the {len(scores)} metrics is a score such as eval/NAME/avg@8; pass the result of `summarize`"
+            f"none of the {len(scores)} metrics is an evaluation score such as eval/NAME/avg@8; pass the result of `summarize`"
         )
     kinds = ("avg", "pass", "cons")
     by_kind = sorted(counted, key=lambda key: (kinds.index(key.split("@")[0]), int(key.split("@")[1])))
@@ -200,7 +200,7 @@ def table(scores: Mapping[str, float | int | None], *, metric: str = "correct") 
         scored = [score_text(metrics.get(key), metrics.get(f"{key}_stderr")) for key in columns]
         rows.append([name, *scored, *(_decimal(metrics.get(key), digits) for key, digits in numbers)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    # Names and scores are aligned to the left, the last three columns to the right.
+    # Names and scores are left-aligned, and the last three columns are right-aligned.
     sides = [str.ljust] * (len(columns) + 1) + [str.rjust] * 3
     return "".join(
         "  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)) + "\n"
@@ -209,7 +209,7 @@ def table(scores: Mapping[str, float | int | None], *, metric: str = "correct") 
 
 
 def _standard_error(values: Sequence[float]) -> float:
-    """Returns the standard error of the mean of independent values: their standard deviation (with n - 1) over sqrt(n)."""
+    """Returns the standard error of the mean of independent values: their standard deviation (with n - 1) divided by sqrt(n)."""
     return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
 
 

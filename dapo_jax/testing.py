@@ -101,7 +101,7 @@ class ScriptedEngine:
         """Puts responses into slots.
 
         Raises:
-            ValueError: a response would outgrow its slot, or its script has neither an end token nor enough tokens.
+            ValueError: a response may exceed the capacity of its slot, or its script has neither an end token nor enough tokens.
         """
         slots = list(state)
         names = ("slots", "prompts", "ordinals", "indices", "limits", "drawn", "turns")
@@ -111,7 +111,7 @@ class ScriptedEngine:
             prompt = prefix[place] + more - drawn
             if prompt + limit > self.capacity:
                 raise ValueError(
-                    f"a prompt of {prompt} tokens and {limit} of response = {prompt + limit} are over "
+                    f"a prompt of {prompt} tokens and a response of {limit} tokens = {prompt + limit} tokens exceed "
                     f"capacity={self.capacity}"
                 )
             slots[slot] = ScriptedSlot(tokens=self._response(ordinal, index, limit, turn), drawn=drawn)
@@ -172,8 +172,8 @@ class ScriptedEngine:
             tokens = tokens[: ends[0] + 1]
         elif len(tokens) < limit:
             raise ValueError(
-                f"the script of response {index} to prompt {ordinal} has {len(tokens)} tokens and none of the end tokens "
-                f"{self.stop_ids}; it needs one, or as many tokens as the limit of {limit}"
+                f"the script of response {index} to prompt {ordinal} has {len(tokens)} tokens, but none of the end tokens "
+                f"{self.stop_ids}; it needs an end token, or as many tokens as the limit of {limit}"
             )
         return tokens[:limit]
 

@@ -1,10 +1,10 @@
-"""DAPO in one file: a language model learns two-digit addition on a CPU, from the parts of the library and with the loop in sight.
+"""DAPO in one file: a language model learns two-digit addition on a CPU. The training loop is written out, and uses parts of the library.
 
     python examples/dapo_in_one_file.py            # 40 steps
-    python examples/dapo_in_one_file.py --steps 2  # a short try
+    python examples/dapo_in_one_file.py --steps 2  # a short test
 
-`dapo-jax train quickstart` is the same in full: with checkpoints, several processes, and rows that hold several responses. Equations are numbered as in the paper
-(DAPO, https://arxiv.org/abs/2503.14476).
+`dapo-jax train quickstart` is the complete version, with checkpoints, several processes, and rows that contain several responses. Equations are numbered as in
+the paper (DAPO, https://arxiv.org/abs/2503.14476).
 """
 
 import argparse
@@ -37,9 +37,9 @@ from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.text.tokenizers import load_tokenizer
 
-# A prompt has at most 8 tokens and a response 48; Section 4.1 has 2,048 and 20,480.
+# A prompt has at most 8 tokens and a response at most 48. In the paper, these limits are 2,048 and 20,480 (Section 4.1).
 PROMPT_TOKENS, RESPONSE_TOKENS, ROW_TOKENS = 8, 48, 8 + 48
-# A step trains on 64 groups of 16 responses; an update on 16 of the groups, in microbatches of 64 responses.
+# A step trains on 64 groups of 16 responses. An update uses 16 of these groups, in microbatches of 64 responses.
 GROUPS_PER_STEP, GROUP_SIZE, GROUPS_PER_UPDATE, ROWS = 64, 16, 16, 64
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28  # Eq. 10, Clip-Higher
 OVERLONG_BUFFER = 16  # Eq. 13: the penalty grows over the last 16 tokens before the limit
@@ -48,13 +48,13 @@ TEMPERATURE = 1.0
 
 
 def grade(text: str, answer: str) -> Verdict:
-    """The rule (Section 2.4): right if there is a `=`, and what follows the last one is the answer."""
+    """The rule-based grader (Section 2.4): a response is correct if the text after its last `=` is the answer."""
     _, sign, extracted = text.rpartition("=")
     return Verdict(correct=bool(sign) and extracted.strip() == answer, extracted=extracted)
 
 
 def rewarded(prompt: Prompt, responses: Sequence[Response], tokenizer) -> Group:
-    """Verdicts first, then rewards: +1 or -1 by the verdict, and less for a response near the limit (Eq. 13)."""
+    """Returns the group with verdicts and rewards: +1 or -1 by the verdict, minus a penalty for a response near the length limit (Eq. 13)."""
     rollouts = []
     for response in responses:
         text = tokenizer.decode(response.tokens)
@@ -68,18 +68,18 @@ def rewarded(prompt: Prompt, responses: Sequence[Response], tokenizer) -> Group:
 
 
 def microbatches(groups: Sequence[Group]) -> list[dict[str, np.ndarray]]:
-    """The microbatches of an update: one rollout a row, padded to `ROW_TOKENS`. What is said of a token stands at its own column."""
+    """Returns the microbatches of an update, with one rollout per row, padded to `ROW_TOKENS`. All values for a token are in its own column."""
     count = sum(len(group.rollouts) for group in groups)
     batch = {
         "tokens": np.zeros((count, ROW_TOKENS), np.int32),
-        "mask": np.zeros((count, ROW_TOKENS), bool),  # True on response tokens, the end token among them
+        "mask": np.zeros((count, ROW_TOKENS), bool),  # True on response tokens, including the end token
         "segments": np.zeros((count, ROW_TOKENS), np.int32),  # 1 on prompt and response, 0 on padding
         "sampler_logprobs": np.zeros((count, ROW_TOKENS), np.float32),
         "advantages": np.zeros(count, np.float32),
     }
     row = 0
     for group in groups:
-        # Eq. 9: how much better a response did than the others to the same prompt, in standard deviations.
+        # Eq. 9: how much better a response is than the mean of its group, in standard deviations.
         advantages = group_advantages(group.rewards[None])[0]
         for rollout, advantage in zip(group.rollouts, advantages, strict=True):
             start = len(group.prompt.tokens)
@@ -91,20 +91,20 @@ def microbatches(groups: Sequence[Group]) -> list[dict[str, np.ndarray]]:
             batch["sampler_logprobs"][row, start:stop] = rollout.response.logprobs
             batch["advantages"][row] = advantage
             row += 1
-    # The token-level mean (Eq. 12, over the whole update as in the released code): 1 / tokens on the mask. So microbatches' gradients are added.
+    # Token-level mean (Eq. 12) over the whole update, as in the released code: each weight is 1 / (response tokens), so gradients are added.
     batch["weights"] = np.asarray(token_weights(batch["mask"]))
     return [{name: array[at : at + ROWS] for name, array in batch.items()} for at in range(0, count, ROWS)]
 
 
 def token_logprobs(graph: nnx.GraphDef, params: nnx.State, batch: dict[str, jax.Array]) -> jax.Array:
-    """log pi(token | all tokens before it) [rows, seq]: the hidden state of a column predicts the token of the next."""
+    """Returns log pi(token | all tokens before it) [rows, seq]. The hidden state of a column predicts the token in the next column."""
     decoder = nnx.merge(graph, params)
     tokens, segments = batch["tokens"], batch["segments"]
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     hidden = decoder(
         tokens, positions, segments, segments
-    )  # of packed rows: who may see whom, and whose prompt
-    before = jnp.roll(hidden, 1, axis=1)  # column 0 gets what means nothing, and is never in the mask
+    )  # the segments limit attention if rows are packed, and identify the prompts
+    before = jnp.roll(hidden, 1, axis=1)  # column 0 receives a meaningless state, but is never in the mask
     logprobs, _ = decoder.ends.layout.logprobs(
         before.reshape(-1, hidden.shape[-1]),
         decoder.ends.unembedding(),
@@ -118,7 +118,7 @@ def token_logprobs(graph: nnx.GraphDef, params: nnx.State, batch: dict[str, jax.
 
 
 def main() -> float:
-    """Trains, prints a line a step, and returns the accuracy on held-out questions."""
+    """Trains the model, prints one line per step, and returns the accuracy on held-out questions."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--prompts-per-step", type=int, default=GROUPS_PER_STEP)
@@ -126,13 +126,13 @@ def main() -> float:
     parser.add_argument("--data-dir", default=Path.home() / ".cache/dapo_jax/datasets")
     options = parser.parse_args()
 
-    # The policy: a decoder of half a million parameters that comes with the package, and its tokenizer.
+    # The policy: a decoder with half a million parameters that ships with the package, and its tokenizer.
     folder = Path(str(resources.files("dapo_jax"))) / "assets" / "quickstart"
     tokenizer = load_tokenizer(folder)
     config, params = load_model(folder)
     graph = graph_of(config)
 
-    # The data: a prompt's ordinal and the seed determine its row and all random numbers of its responses.
+    # The data: the ordinal of a prompt and the seed determine its row and all random numbers of its responses.
     prompts = PromptSource(
         load_rows("arithmetic", "train", data_dir=options.data_dir),
         tokenizer,
@@ -147,7 +147,7 @@ def main() -> float:
         shuffle=False,
     )
 
-    # The sampler: an engine with 64 slots, which are refilled as responses end.
+    # The sampler: an engine with 64 slots. When a response ends, the next one uses its slot.
     mesh = make_mesh(devices=jax.devices()[:1])
     engine = DecoderEngine(
         config, slots=64, capacity=ROW_TOKENS, steps_per_call=8, stop_ids=tokenizer.stop_ids, mesh=mesh
@@ -194,37 +194,37 @@ def main() -> float:
 
     print(f"before training: accuracy {accuracy():.3f}", flush=True)
     cursor = 0
-    needed = options.prompts_per_step  # as many prompts as a wave has
+    needed = options.prompts_per_step  # also the number of prompts in a wave
     waves = ClockSizes(in_flight=needed * GROUP_SIZE, samples_per_prompt=GROUP_SIZE, needed=needed, verdict_rounds=0, waves=True)  # fmt: skip
     for step in range(1, options.steps + 1):
-        # 1. Sample until enough groups are neither all right nor all wrong (Eq. 11, Algorithm 1).
+        # 1. Sample until enough groups are neither all correct nor all wrong (Eq. 11, Algorithm 1).
         sampler_weights = transfer(params)
         collector = Collector.after(Position(step=step - 1, cursor=cursor), waves, keeps_surplus=False)
         waiting: list[int] = []
 
         def draw(count: int, collector: Collector = collector, waiting: list[int] = waiting) -> list[Prompt]:
-            if not waiting:  # the next wave, as soon as it is certain to be needed
+            if not waiting:  # starts the next wave as soon as it is certain to be needed
                 waiting.extend(one.ordinal for one in collector.start() if one.index == 0)
             return [prompts[waiting.pop(0)] for _ in range(min(count, len(waiting)))]
 
-        # The sampler asks for prompts while groups end, so waves overlap. Keys are folded from ordinals.
+        # The sampler requests prompts while other groups end, so waves overlap. Random keys are folded from ordinals.
         for prompt, responses in sample(sampler_weights, draw, key=train_key, samples_per_prompt=GROUP_SIZE):
             collector.end_group(rewarded(prompt, responses, tokenizer))
         collected = collector.finish()
         cursor = collected.cursor
 
-        # 2. Split the groups into updates. Their old policy is the one that sampled: its log-probabilities are computed first.
+        # 2. Split the groups into updates. The old policy is the policy that sampled them, so its log-probabilities are computed before any update.
         order = np.random.default_rng(step).permutation(len(collected.groups))
         updates = [
             microbatches([collected.groups[i] for i in order[start : start + GROUPS_PER_UPDATE]])
             for start in range(0, len(order), GROUPS_PER_UPDATE)
         ]
         old = [[logprobs_of(params, part) for part in update] for update in updates]
-        # How far sampler and trainer are apart on some tokens: by rounding alone, or something is wrong.
+        # The mismatch between sampler and trainer on some tokens. Anything above rounding error indicates a bug.
         mask, sampled_by = updates[0][0]["mask"], updates[0][0]["sampler_logprobs"]
         mismatch = float(k3(old[0][0] - sampled_by)[mask].mean())
 
-        # 3. Update: the gradients of an update's microbatches are added (Eq. 8).
+        # 3. Update (Eq. 8). The gradients of the microbatches are added.
         rate, measured = LEARNING_RATE * min(1.0, step / WARMUP_STEPS), []
         for update, old_of_update in zip(updates, old, strict=True):
             grads = jax.tree.map(jnp.zeros_like, params)

@@ -1,22 +1,22 @@
 # shellcheck shell=bash disable=SC2034
-# Shared code of tpu_vm.sh and gke_xpk.sh, which source it and use its variables. Uses no features of
-# bash 4, because macOS has 3.2.
+# Code that tpu_vm.sh and gke_xpk.sh share. They source this file, which also uses their variables. macOS has bash 3.2, so no
+# features of bash 4 are used.
 
 readonly TOKENS=(HF_TOKEN WANDB_API_KEY)
 readonly EXTRAS="gcs,hub,tpu,wandb"
 dry_run=""
 data_axis=1 # parallel.data of the configuration
-mesh=""     # parallel of the configuration, a line for each axis
-shared=()   # what the workers need besides the library: paths inside the current folder
+mesh=""     # the `parallel` section of the configuration, one line per axis
+shared=()   # files that the workers need in addition to the library: paths inside the current folder
 
 say() { echo "$(basename "$0"): $*" >&2; }
 
-die() { # a usage error: nothing was started
+die() { # usage error: nothing has been started
   say "$*"
   exit 2
 }
 
-# The words as one line that a shell reads back as the same words.
+# Quotes the words on one line, so that a shell parses it into the same words.
 quoted() {
   local word line=""
   for word; do
@@ -28,7 +28,7 @@ quoted() {
   printf '%s\n' "$line"
 }
 
-# Runs a command, or with --dry-run prints it.
+# Runs a command, or prints it with --dry-run.
 run() {
   if [[ -n $dry_run ]]; then
     quoted "$@"
@@ -37,7 +37,7 @@ run() {
   fi
 }
 
-# The value of an option, given as `--name value` or `--name=value`; sets `value` and `taken`, the words it took.
+# Parses the value of an option, given as `--name value` or `--name=value`. Sets `value`, and `taken` to the number of words used.
 value_of() {
   if [[ $1 == --*=* ]]; then
     value=${1#*=} taken=1
@@ -48,31 +48,31 @@ value_of() {
   [[ -n $value ]] || die "${1%%=*} needs a value"
 }
 
-# Refuses `--name=value` for an option that takes none.
+# Refuses `--name=value` for an option without a value.
 flag() {
   [[ $1 != *=* ]] || die "${1%%=*} takes no value"
 }
 
-# Adds a path to the files for the workers, under the same name relative to where the run starts.
+# Adds a path to the files for the workers, where it has the same path relative to the working folder of the run.
 share() {
   case $1 in
     /* | "~"* | .. | ../* | */.. | */../*)
-      die "$1 is not inside the current folder, whose paths are the workers' paths; copy it here, or put it into the bucket" ;;
+      die "$1 is not inside the current folder, and the workers have only files inside it; copy it here, or put it into the bucket" ;;
   esac
   [[ -e $1 ]] || die "$1 does not exist in $PWD"
   shared+=("$1")
 }
 
-# Refuses arguments that would fail on the workers: loads the configuration as they will, and finds its files.
+# Refuses arguments that would fail on the workers. Loads the configuration as the workers will, and finds the files that it uses.
 check_training() { # CONFIG [key=value ...] [--resume]
   [[ $# -gt 0 && $1 != -* && $1 != *=* ]] || die "CONFIG is missing: a YAML file, then key=value ..., then --resume"
   local word resolved run_dir path overrides=()
   for word in "${@:2}"; do
     [[ $word == --resume ]] || overrides+=("$word")
   done
-  # A name and no file is a configuration that comes with the library, and so is on the workers already.
+  # A name without a file is a configuration of the library, which the workers have already.
   if [[ -e $1 || $1 == */* || $1 == *.yaml ]]; then share "$1"; fi
-  command -v dapo-jax >/dev/null || die "dapo-jax is not on PATH; it reads CONFIG before anything is paid for: pip install -e ."
+  command -v dapo-jax >/dev/null || die "dapo-jax is not on PATH, but must check CONFIG before anything costs money: pip install -e ."
   resolved=$(dapo-jax config "$1" ${overrides[@]+"${overrides[@]}"}) || exit
   data_axis=$(sed -n '/^parallel:/,/^[^ ]/s/^  data: //p' <<<"$resolved")
   mesh=$(sed -n '/^parallel:/,/^[^ ]/p' <<<"$resolved")
@@ -80,11 +80,11 @@ check_training() { # CONFIG [key=value ...] [--resume]
     [[ -z $extras || ,$extras, == *,wandb,* ]] ||
       die "log.wandb=true needs the extra wandb on the workers; add it to --extras=$extras, or set log.wandb=false"
     [[ -n ${WANDB_API_KEY:-} ]] ||
-      die "log.wandb=true, and WANDB_API_KEY, which the workers would get, is not set here; set it, or log.wandb=false"
+      die "log.wandb=true needs WANDB_API_KEY, which is not set here and is copied to the workers; set it, or log.wandb=false"
   fi
   run_dir=$(sed -n "s/^run_dir: //p" <<<"$resolved" | tr -d "'\"")
   [[ $run_dir == gs://?* ]] ||
-    die "run_dir=$run_dir would be on the workers' disks, which go when a worker is preempted; set run_dir=gs://BUCKET/FOLDER"
+    die "run_dir=$run_dir would be on a worker's disk, which is lost when the worker is preempted; set run_dir=gs://BUCKET/FOLDER"
   while IFS= read -r path; do
     share "$path"
   done < <(sed -nE "s/^ *(- )?grader: ['\"]?((trl|verl):)?(.*\.py):[A-Za-z_][A-Za-z0-9_]*['\"]?$/\4/p" <<<"$resolved" | sort -u)
@@ -102,15 +102,15 @@ is_shared() {
   return 1
 }
 
-# Sets LIBTPU_INIT_ARGS for the workers: its value here, or the usual flags for training language models on
-# TPUs. All are in JAX's "List of XLA compiler flags" (docs/xla_flags.md) and in MaxText's benchmarks/xla_flags_library.py.
+# Prints LIBTPU_INIT_ARGS for the workers: the value that is set here, or the usual flags for training language models on
+# TPUs. All flags are in JAX's "List of XLA compiler flags" (docs/xla_flags.md) and in MaxText's benchmarks/xla_flags_library.py.
 libtpu_args() { # TYPE SLICES
   if [[ -n ${LIBTPU_INIT_ARGS+set} ]]; then
     printf '%s\n' "$LIBTPU_INIT_ARGS"
     return
   fi
-  # Weights are gathered while products run: MaxText's CF_FOR_ALL_GATHER. From libtpu 0.0.50 on its fusions are refused elsewhere than on
-  # v5e, where they could give wrong results.
+  # Gathers weights during computation: MaxText's CF_FOR_ALL_GATHER. Since libtpu 0.0.50 its fusions are refused except on
+  # v5e, because they could give wrong results on other chips.
   local flags=(--xla_enable_async_all_gather=true --xla_tpu_overlap_compute_collective_tc=true)
   if [[ $1 == v5litepod-* || $1 == v5e-* ]]; then
     flags+=(
@@ -119,16 +119,16 @@ libtpu_args() { # TYPE SLICES
       --xla_tpu_enable_async_collective_fusion_multiple_steps=true
     )
   fi
-  # Gradients are summed over the network between slices while others are made: MaxText's DATA_PARALLEL_OVERLAP.
+  # Sums gradients over the network between slices while other gradients are computed: MaxText's DATA_PARALLEL_OVERLAP.
   if [[ $2 -gt 1 ]]; then
     flags+=(--xla_tpu_enable_data_parallel_all_reduce_opt=true --xla_tpu_data_parallel_opt_different_sized_ops=true)
   fi
-  # Room for larger tiles in the 128 MiB of a v6e's vector memory: MaxText's DENSE_VMEM_LIMIT_FLAG.
+  # Allows larger tiles in the 128 MiB of vector memory of a v6e: MaxText's DENSE_VMEM_LIMIT_FLAG.
   if [[ $1 == v6e-* ]]; then flags+=(--xla_tpu_scoped_vmem_limit_kib=98304); fi
   printf '%s\n' "${flags[*]}"
 }
 
-# Names of the tokens that are set here. Their values never appear in an argument or a message.
+# Prints the names of the tokens that are set here. Their values never appear in an argument or a message.
 tokens_set() {
   local token
   for token in "${TOKENS[@]}"; do

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# One run as several processes on this machine, each with simulated CPU devices, like a pod.
+# Starts one run as several processes on this machine, each with simulated CPU devices, like on a pod.
 #
 #   launch/local.sh [--dry-run] PROCESSES DEVICES_EACH COMMAND...
 #   launch/local.sh 2 4 train configs/quickstart.yaml run_dir=runs/two_processes
 #
-# COMMAND is the text after `dapo-jax`. Lines are printed with their process. When a process fails
-# the others are ended, and the script ends with its status. --dry-run prints the commands. PYTHON names another interpreter;
-# XLA_FLAGS, if set, is passed on.
+# COMMAND is everything after `dapo-jax`. Each output line starts with the number of its process. When a process fails,
+# the others are ended, and the script exits with the status of that process. --dry-run prints the commands. PYTHON selects another
+# interpreter; XLA_FLAGS, if set, is passed on.
 set -euo pipefail
 
 dry_run=
@@ -22,11 +22,11 @@ processes=$1 devices=$2
 shift 2
 
 python=${PYTHON:-python}
-# The cores are shared by the processes: with JAX's default each would start a thread for every core.
+# The processes share the cores. With JAX's default, each process would start a thread for every core.
 cores=$(getconf _NPROCESSORS_ONLN)
 threads=$((cores / processes > 1 ? cores / processes : 1))
 several=$([ "$threads" = 1 ] && echo false || echo true)
-# A value that does not begin with -- would be taken for the name of a file.
+# The first flag starts with --, because otherwise XLA would take the value for a file name.
 flags="--xla_cpu_multi_thread_eigen=$several intra_op_parallelism_threads=$threads"
 port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("localhost", 0)); print(s.getsockname()[1])')
 settings=(
@@ -48,7 +48,7 @@ if [ -n "$dry_run" ]; then
   exit 0
 fi
 
-one() { # runs process $1 and prints its lines, also the last ones when it is ended
+one() { # runs process $1 and prints its output, including the last lines after it was ended
   trap : TERM
   env "${settings[@]}" "JAX_PROCESS_ID=$1" "${command[@]}" 2>&1 |
     (
@@ -58,13 +58,13 @@ one() { # runs process $1 and prints its lines, also the last ones when it is en
   return "${PIPESTATUS[0]}"
 }
 
-running() { # the groups of those that have not ended
+running() { # prints the process groups that have not ended
   for group in "${groups[@]}"; do
     if kill -0 "$group" 2>/dev/null; then echo "$group"; fi
   done
 }
 
-settle() { # waits up to $1 seconds for all to end
+settle() { # waits up to $1 seconds until all processes have ended
   for ((tenth = 0; tenth < $1 * 10; tenth++)); do
     if [ -z "$(running)" ]; then return 0; fi
     sleep 0.1
@@ -76,14 +76,14 @@ signal_all() {
   for group in $(running); do kill "-$1" -- "-$group" 2>/dev/null || true; done
 }
 
-end_all() { # asks, waits, insists
+end_all() { # sends TERM, waits, then sends KILL
   trap '' INT TERM
   signal_all TERM
   settle 20 || signal_all KILL
 }
 
 groups=()
-set -m # each process in a group of its own, with what it starts
+set -m # each process has its own group, with its child processes
 for ((index = 0; index < processes; index++)); do
   one "$index" &
   groups+=("$!")
@@ -106,6 +106,6 @@ while [ ${#left[@]} -gt 0 ] && [ "$status" = 0 ]; do
   left=(${still[@]+"${still[@]}"})
 done
 if [ "$status" != 0 ]; then
-  settle 10 || end_all # they hear of it from each other, and say so
+  settle 10 || end_all # the other processes detect the failure themselves and report it
 fi
 exit "$status"

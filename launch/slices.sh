@@ -1,9 +1,9 @@
 # shellcheck shell=bash disable=SC2154
-# The sizes in which slices are offered, and the meshes that fit them; sourced by tpu_vm.sh and gke_xpk.sh, not run.
+# Checks slice sizes, and whether a mesh fits on the slices. tpu_vm.sh and gke_xpk.sh source this file; it is not run by itself.
 
-devices="" # JAX devices of a slice; empty where that is not known
+devices="" # number of JAX devices per slice; empty if it is not known
 
-# Refuses a size in which a slice is not offered; sets `devices`.
+# Refuses a slice size that is not offered, and sets `devices`.
 check_size() { # TYPE
   local size=${1##*-} chips sizes="1, 4, 8, 16, 32, 64, 128 or 256 chips"
   case $1 in
@@ -12,17 +12,17 @@ check_size() { # TYPE
   esac
   case $sizes,$chips in
     *,4 | *,8 | *,16 | *,32 | 1*,1 | 1*,64 | 1*,128 | 1*,256) ;;
-    4*) [[ $chips -gt 0 && $((chips % 64)) -eq 0 ]] || die "--type=$1 is no slice; ${1%-*} has $sizes" ;;
-    *) die "--type=$1 is no slice; ${1%-*} has $sizes" ;;
+    4*) [[ $chips -gt 0 && $((chips % 64)) -eq 0 ]] || die "--type=$1 does not exist; ${1%-*} has $sizes" ;;
+    *) die "--type=$1 does not exist; ${1%-*} has $sizes" ;;
   esac
   case $1 in
-    v4-*) ;; # its versions of libtpu differ: a device is a chip, or a core
+    v4-*) ;; # depending on the libtpu version, a device is a chip or a core
     tpu7x-*) devices=$size ;;
     *) devices=$chips ;;
   esac
 }
 
-# Refuses a mesh that is not of the slices' devices.
+# Refuses a mesh that does not use exactly the devices of the slices.
 check_mesh() {
   local name size product=1 rest="" all=$((devices * ${slices:-1}))
   while read -r name size; do
@@ -31,5 +31,5 @@ check_mesh() {
     esac
   done <<<"$mesh"
   [[ -z $devices || $product -eq $all || (-n $rest && $((all % product)) -eq 0) ]] ||
-    die "the axes of parallel make a mesh of ${rest:+a multiple of }$product devices, and --type=$type${slices:+ --slices=$slices} has $all: set parallel.fsdp=-1, or axes whose product is $all"
+    die "the parallel axes need ${rest:+a multiple of }$product devices, but --type=$type${slices:+ --slices=$slices} has $all; set parallel.fsdp=-1, or axes whose product is $all"
 }

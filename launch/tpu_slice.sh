@@ -1,15 +1,15 @@
 # shellcheck shell=bash disable=SC2154
-# A slice of TPU VMs behind a queued resource, as functions of tpu_vm.sh's options; sourced by it, not run.
+# Functions to request and use a slice of TPU VMs through a queued resource. tpu_vm.sh sources this file and sets its variables; it is not run by itself.
 
 ROOT=$(cd "$(dirname "$0")/.." && pwd)
 queued=(gcloud compute tpus queued-resources)
-# A connection whose VM is gone is noticed within two minutes.
+# With these settings, a lost VM ends the connection within two minutes.
 ssh_flags=(--ssh-flag=-oServerAliveInterval=30 --ssh-flag=-oServerAliveCountMax=4 --ssh-flag=-oConnectTimeout=20)
 state=NONE
-patient="" # once a run has started, gcloud may be out of reach for a while
-export COPYFILE_DISABLE=1 # or macOS's tar adds files of its own
+patient="" # set once a run has started: gcloud may then fail for a while
+export COPYFILE_DISABLE=1 # otherwise tar on macOS adds extra files
 
-# Sets `type` to the name gcloud knows, and `image`.
+# Sets `type` to gcloud's name of the type, and sets `image`.
 check_type() {
   local shape=${type#*:} generation=${type%%[-:]*} cores=1
   case $generation in
@@ -17,18 +17,18 @@ check_type() {
     v5p) image=v2-alpha-tpuv5 cores=2 ;;
     v5litepod | v5e) image=v2-alpha-tpuv5-lite generation=v5litepod ;;
     v6e) image=v2-alpha-tpuv6e ;;
-    tpu7x) die "--type=$type: TPU7x comes with GKE only; use launch/gke_xpk.sh" ;;
-    *) die "--type=$type is none of v4-N, v5p-N, v5litepod-N, v6e-N" ;;
+    tpu7x) die "--type=$type: TPU7x is available only on GKE; use launch/gke_xpk.sh" ;;
+    *) die "--type=$type must be one of v4-N, v5p-N, v5litepod-N, v6e-N" ;;
   esac
   if [[ $type =~ ^[a-z0-9]+:[0-9]+(x[0-9]+)+$ ]]; then
-    die "--type=$type is a topology; ${shape//x/ x } chips x $cores cores are --type=$generation-$((${shape//x/*} * cores))"
+    die "--type=$type is a topology; for ${shape//x/ x } chips x $cores cores, use --type=$generation-$((${shape//x/*} * cores))"
   fi
-  [[ $type =~ ^[a-z0-9]+-[1-9][0-9]*$ ]] || die "--type=$type has no size, such as $generation-8"
+  [[ $type =~ ^[a-z0-9]+-[1-9][0-9]*$ ]] || die "--type=$type has no size; use for example $generation-8"
   check_size "$type"
   type=$generation-${type##*-} image=${runtime:-$image}
 }
 
-# Sets `state`: the queued resource's; NONE if there is none; UNKNOWN if gcloud could not say.
+# Sets `state` to the state of the queued resource, NONE if it does not exist, or UNKNOWN if gcloud fails.
 look() {
   local error asked=("${queued[@]}" describe "$name" "${where[@]}" --format="value(state.state)")
   if [[ -n $dry_run ]]; then
@@ -36,7 +36,7 @@ look() {
     return
   fi
   (umask 077 && mkdir -p "$stage")
-  error=$(mktemp "$stage/error.XXXXXX") # its own: several may look at the same time
+  error=$(mktemp "$stage/error.XXXXXX") # a separate file, because several calls may run at the same time
   if ! state=$("${asked[@]}" 2>"$error"); then
     if grep -q NOT_FOUND "$error"; then
       state=NONE
@@ -60,14 +60,14 @@ wait_while() { # STATES
 create() {
   run "${queued[@]}" create "$name" --node-id="$name" --accelerator-type="$type" --runtime-version="$image" \
     "${where[@]}" ${capacity[@]+"${capacity[@]}"} ${create_flags[@]+"${create_flags[@]}"} --quiet || return
-  state=ACTIVE # for --dry-run; else it is asked next
+  state=ACTIVE # for --dry-run; otherwise gcloud is asked next
 }
 
 down() {
   run "${queued[@]}" delete "$name" "${where[@]}" --force --quiet
 }
 
-# Waits until the slice is there; requests it if it is not, and again if it was preempted. Fails if that is refused.
+# Waits until the slice is ready. Requests the slice if it does not exist or was preempted. Fails if the request is refused.
 up() {
   wait_while "SUSPENDING|DELETING${patient:+|UNKNOWN}"
   if [[ $state == FAILED || $state == SUSPENDED ]]; then
@@ -84,7 +84,7 @@ on_workers() { # WORKER COMMAND
   run gcloud compute tpus tpu-vm ssh "$name" "${where[@]}" --worker="$1" --quiet "${ssh_flags[@]}" --command="$2" </dev/null
 }
 
-# Copies this checkout, the run's files, and the tokens with the compiler's flags to all workers, and installs.
+# Copies this checkout, the run's files, the tokens and the compiler flags to all workers, and installs the library there.
 copy() {
   local token flags
   flags=$(libtpu_args "$type" 1)
@@ -103,7 +103,7 @@ copy() {
   run tar -czf "$stage/dapo_jax_code.tar.gz" --exclude=__pycache__ -C "$ROOT" \
     pyproject.toml setup.py README.md LICENSE constraints configs dapo_jax || return
   run tar -czf "$stage/dapo_jax_files.tar.gz" --exclude=__pycache__ -T /dev/null ${shared[@]+"${shared[@]}"} || return
-  # ssh to several workers shares one standard input, so the tokens go as a file; scp keeps its mode.
+  # ssh to several workers shares one standard input, so the tokens are copied as a file; scp keeps its mode.
   run gcloud compute tpus tpu-vm scp "$ROOT/launch/tpu_worker.sh" "$stage/dapo_jax_code.tar.gz" "$stage/dapo_jax_files.tar.gz" \
     "$stage/dapo_jax_tokens" "$name:" "${where[@]}" --worker=all --quiet || return
   [[ -n $dry_run ]] || rm -f "$stage/dapo_jax_tokens"

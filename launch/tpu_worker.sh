@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Commands that tpu_vm.sh runs on every worker of a slice. A run has its own session: it continues when the
-# connection to the worker is lost. Each verb may be repeated, as gcloud does.
+# Commands that tpu_vm.sh runs on every worker of a slice. A run has its own session, so it continues when the
+# connection to the worker is lost. Each command may be repeated, because gcloud repeats commands.
 #
-#   tpu_worker.sh setup EXTRAS    unpack the copied files, install Python and the library
-#   tpu_worker.sh start ARGS      `dapo-jax train ARGS`, unless it is running
-#   tpu_worker.sh follow          the log until the run ends; exits as it did
+#   tpu_worker.sh setup EXTRAS    unpacks the copied files, installs Python and the library
+#   tpu_worker.sh start ARGS      starts `dapo-jax train ARGS`, unless it is already running
+#   tpu_worker.sh follow          prints the log until the run ends; exits with its status
 #
-# Tested with stubbed clients; not yet run against the real service.
+# Tested with mock commands; not yet run with the real service.
 set -euo pipefail
 
 readonly UV=0.13.8 PYTHON=3.12
@@ -14,14 +14,14 @@ readonly SCRIPT="$HOME/tpu_worker.sh" RUN="$HOME/dapo_jax_run"
 mkdir -p "$RUN"
 cd "$RUN"
 
-# Whether a run holds its lock. Its command line would not do: the kernel shows none while `start` becomes the run.
+# Returns whether a run holds its lock. The command line of its process is no reliable sign, because it is empty for a moment at the start.
 under_way() {
   ! flock --shared --nonblock lock true
 }
 
 setup() {
   if under_way; then
-    echo "a run is under way: nothing is installed over it"
+    echo "a run is under way, so nothing is installed"
     return
   fi
   rm -rf code files
@@ -30,10 +30,10 @@ setup() {
   tar -xzf ../dapo_jax_files.tar.gz -C files
   if [[ -f ../dapo_jax_tokens ]]; then mv ../dapo_jax_tokens tokens; fi
   chmod 600 tokens
-  # The images have Python 3.10; uv brings its own, without root.
+  # The images have Python 3.10; uv installs its own Python, without root.
   [[ -x bin/uv ]] || curl -LsSf "https://astral.sh/uv/$UV/install.sh" | UV_INSTALL_DIR="$RUN/bin" UV_NO_MODIFY_PATH=1 sh
   [[ -x env/bin/python ]] || bin/uv venv --quiet --python "$PYTHON" env
-  # --reinstall-package: uv would take code of the same version for the same code.
+  # --reinstall-package, because uv assumes that the same version means the same code.
   bin/uv pip install --quiet --python env/bin/python --reinstall-package dapo_jax \
     --constraint "code/constraints/py${PYTHON/./}.txt" "$RUN/code[$1]"
 }
@@ -62,7 +62,7 @@ job() {
   set +a
   cd files
   DAPO_JAX_DISTRIBUTED=1 ../env/bin/dapo-jax train "$@" 9>&- || code=$?
-  # 255 would be taken for a broken connection.
+  # ssh uses 255 for a broken connection.
   echo $((code == 255 ? 1 : code)) >../status.new
   mv ../status.new ../status
 }
@@ -73,11 +73,11 @@ follow() {
   elif [[ -f log ]]; then
     tail --lines=100 log
   fi
-  [[ -f status ]] || { echo "the run ended without a word: the worker was restarted, or nothing was started" >&2 && exit 1; }
+  [[ -f status ]] || { echo "the run has left no exit status: the worker was restarted, or no run was started" >&2 && exit 1; }
   exit "$(cat status)"
 }
 
 case ${1-} in
   setup | start | job | follow) "$@" ;;
-  *) echo "tpu_worker.sh: ${1-} is none of setup, start, follow" >&2 && exit 2 ;;
+  *) echo "tpu_worker.sh: ${1-} must be one of setup, start, follow" >&2 && exit 2 ;;
 esac

@@ -124,7 +124,7 @@ def one_message(capsys, command):
         (["loss.clip_ratio_hgih=0.3"], "loss.clip_ratio_high"),
         (["steps=many"], "steps: found 'many', needs"),
         (["batch.prompts_per_step=65"], "65 = 4 x 16 + 1"),
-        (["model.source=shipped:quikstart"], "no model 'quikstart' is shipped; these are: quickstart"),
+        (["model.source=shipped:quikstart"], "no shipped model 'quikstart'; available: quickstart"),
         (["data.source=arithmetik"], "did you mean 'arithmetic'"),
         (["reward.grader=exat"], "did you mean 'exact'?"),
         (["data.eval_split=dev"], "has no split 'dev'"),
@@ -277,7 +277,7 @@ def test_control_characters_in_data_are_escaped(tmp_path, capsys, model):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["eval", "shipped:quikstart"], "these are: quickstart"),
+        (["eval", "shipped:quikstart"], "available: quickstart"),
         (["eval", "no/such/folder"], "no/such/folder is neither a run nor a model: there is no such folder"),
         (["eval", "shipped:quickstart", "--data", "arithmetik"], "did you mean 'arithmetic'"),
         (["eval", "shipped:quickstart", "--top-p", "1.5"], "eval.top_p: found 1.5"),
@@ -351,8 +351,8 @@ def test_a_terminal_sees_a_line_before_a_model_s_libraries_are_loaded(where, fir
 @pytest.mark.parametrize(
     ("grader", "counts"),
     [
-        ("right", "of 8 groups 8 were all correct, 0 all wrong, 0 mixed"),
-        ("wrong", "of 8 groups 0 were all correct, 8 all wrong, 0 mixed"),
+        ("right", "of 8 groups, 8 were all correct, 0 all wrong, 0 mixed"),
+        ("wrong", "of 8 groups, 0 were all correct, 8 all wrong, 0 mixed"),
         ("brief", "set dynamic_sampling.metric=score"),
     ],
 )

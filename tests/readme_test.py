@@ -42,7 +42,7 @@ TRAINS = (
 """Pages whose programs train a model, which takes minutes together."""
 RUN_ELSEWHERE = {
     ("serve.md", "import json"): "tests/serving/http_test.py::test_the_client_in_the_docs_works",
-    ("use_a_model.md", "import grpc"): "tests/serving/serve_test.py::test_the_client_in_the_greeting_works",
+    ("use_a_model.md", "import grpc"): "tests/serving/serve_test.py::test_the_client_in_the_docs_works",
     ("adapters.md", "from transformers import AutoModelForCausalLM"): (
         "tests/models/adapter_folder_test.py::test_the_code_of_the_documentation_opens_an_adapter"
     ),

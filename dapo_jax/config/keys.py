@@ -53,6 +53,8 @@ class Rules:
     """Name in verl, TRL or open-instruct -> a note if it is not the same quantity, or is easily confused with another."""
     may_change: bool = False
     """True if `--resume` accepts another value, because the key does not affect the training result."""
+    only_with: str = ""
+    """The key without which this key, or every other key of this section, has no effect and may not be set."""
 
 
 _NO_RULES = Rules()

@@ -123,7 +123,7 @@ class SamplingConfig(Section, at="sampling"):
     model.compute_dtype. The sampler then differs more from the trainer, so training needs loss.importance_cap or another loss.correction."""
     weight_dtype: str = key("", choices=["", "int8"], aliases="quantization", may_change=True)
     """Dtype of the sampler's matrices: int8, with a scale per output. Empty: model.compute_dtype. Training with int8 needs loss.importance_cap or another loss.correction."""
-    merge_lora: bool = key(False, may_change=True)
+    merge_lora: bool = key(False, may_change=True, only_with="lora.rank")
     """Add the adapters (`lora.rank`) to the sampler's weights. This saves their products at each token, needs memory for a second copy of the weights, and rounds
     differently from training. false: the sampler computes weights and adapters as training does."""
     batch_invariant: bool = key(False, may_change=True)
@@ -600,7 +600,7 @@ class RunConfig(Section):
     compilation_cache: str = key("~/.cache/dapo_jax/xla", may_change=True)
     """Folder, local or `gs://...`, of compiled programs that later runs reuse; empty: none."""
     model: ModelConfig = key(default_factory=ModelConfig)
-    lora: LoraConfig = key(default_factory=LoraConfig)
+    lora: LoraConfig = key(default_factory=LoraConfig, only_with="lora.rank")
     data: DataConfig = key(default_factory=DataConfig)
     sampling: SamplingConfig = key(default_factory=SamplingConfig)
     reward: RewardConfig = key(default_factory=RewardConfig)
@@ -610,7 +610,8 @@ class RunConfig(Section):
     parallel: ParallelConfig = key(default_factory=ParallelConfig, may_change=True)
 
     def check_shared(self, response_tokens: int, response_key: str) -> None:
-        """Checks attention and the length of rows; `response_key` is the key of the longest response."""
+        """Checks keys without effect, attention and the length of rows; `response_key` is the key of the longest response."""
+        self.check_effects()
         if self.model.attention == "cudnn":
             if self.batch.packing:
                 remedy = "set batch.packing=false (one rollout per row), or model.attention=xla"
@@ -633,7 +634,7 @@ class TrainConfig(RunConfig):
     stall_timeout_s: float = key(1800.0, may_change=True)
     """Seconds without progress (of data, sampling, graders, updates, files, other processes) after which the run ends with a report of every
     thread and process; longer than any compilation. 0: no limit."""
-    environment: EnvironmentConfig = key(default_factory=EnvironmentConfig)
+    environment: EnvironmentConfig = key(default_factory=EnvironmentConfig, only_with="environment.source")
     dynamic_sampling: DynamicSamplingConfig = key(
         default_factory=DynamicSamplingConfig, aliases="filter_groups"
     )

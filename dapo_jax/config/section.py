@@ -39,6 +39,22 @@ class Section:
     def check_together(self) -> None:
         """Checks values of this object against each other; overridden by sections with such rules."""
 
+    def check_effects(self) -> None:
+        """Refuses a key that is set although the key that it depends on is not (`Rules.only_with`)."""
+        rules = rules_by_key(type(self))
+        for key in leaf_types(type(self)):
+            section, _, name = key.rpartition(".")
+            needs = rules[key].only_with or (rules[section].only_with if section else "")
+            if not needs or needs == key or attrgetter(needs)(self):
+                continue
+            holder = attrgetter(section)(self)
+            if getattr(holder, name) != getattr(type(holder)(), name):
+                self.refuse(
+                    key,
+                    f"a value of {needs}, without which it has no effect",
+                    f"set {needs}, or leave it out",
+                )
+
     def refuse(self, key: str, needs: str, remedy: str) -> NoReturn:
         """Raises ConfigError for the value of `key`, a dotted name below this section."""
         refuse(f"{self.place}.{key}".lstrip("."), attrgetter(key)(self), needs, remedy)

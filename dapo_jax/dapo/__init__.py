@@ -2,13 +2,13 @@
 
 | DAPO | module |
 |---|---|
-| the responses to one prompt, a group, and their verdicts | `rollouts` |
+| groups, which are the responses to one prompt, and their verdicts | `rollouts` |
 | Eq. 9, the advantage within a group | `advantages` |
 | Eq. 10 and 12, the clipped objective (Clip-Higher), its token-level mean, and a KL penalty | `losses` |
 | Eq. 11, Algorithm 1, dynamic sampling | `dynamic_sampling` |
 | Eq. 13, the overlong penalty | `overlong` |
 | importance weights of off-policy tokens | `importance` |
-| log-probabilities of the sampled tokens | `logprobs`, with the matrix products of `precision` |
-| from groups to the examples of an update | `batching`, `microbatch` |
-| metrics that can be added | `metrics` |
+| log-probabilities of the sampled tokens | `logprobs`, with matrix products from `precision` |
+| conversion of groups to the training examples of an update | `batching`, `microbatch` |
+| metrics that can be added across microbatches | `metrics` |
 """

@@ -1,7 +1,7 @@
 """Group-relative advantages, on the host in float64.
 
-In float32, the mean of sixteen equal rewards has a rounding error, and so has their standard deviation. The quotient of the two errors is an
-advantage of up to 0.26 where it should be 0.
+In float32, both the mean and the standard deviation of sixteen equal rewards have rounding errors. Dividing one by the other yields an advantage
+of up to 0.26 where it should be 0.
 """
 
 import numpy as np
@@ -20,14 +20,14 @@ def group_advantages(
 
     Args:
         rewards: `[prompts, group]`, the shaped rewards of each prompt's responses; any real dtype.
-        normalize_std: divide by the standard deviation. False: the advantage is R_i - mean(R).
-        eps: keeps the quotient finite in a group of nearly equal rewards.
+        normalize_std: divide by the standard deviation. If False, the advantage is R_i - mean(R).
+        eps: keeps the quotient finite if all rewards of a group are nearly equal.
 
     Returns:
         float64 advantages of the same shape; exactly 0 in a group of equal rewards.
 
     Raises:
-        ValueError: `rewards` is not two-dimensional, has empty groups or holds a value that is not finite,
+        ValueError: `rewards` is not two-dimensional, has empty groups or contains a non-finite value,
             or `eps` is not positive.
 
     >>> group_advantages([[1.0, -1.0, -1.0, -1.0], [1.0, 1.0, 1.0, 1.0]]).round(3).tolist()
@@ -47,14 +47,14 @@ def group_advantages(
         prompt, response = bad[0]
         raise ValueError(
             f"rewards[{prompt}, {response}] is {values[prompt, response]}, the first of {len(bad)} values that are "
-            "not finite; one of them makes its whole group's advantages NaN. Fix the reward function."
+            "not finite. A single such reward makes the advantages of its whole group NaN. Fix the reward function."
         )
     if not eps > 0:
         raise ValueError(f"eps must be positive, got {eps}: a group of equal rewards would divide 0 by 0")
     if values.shape[1] == 1:
         return values / (1.0 + eps) if normalize_std else values.copy()
 
-    # Relative to the first reward, equal rewards are exactly zero, and so are their advantages.
+    # After the first reward is subtracted, equal rewards are exactly zero, and so are their advantages.
     shifted = values - values[:, :1]
     centered = shifted - shifted.mean(axis=1, keepdims=True)
     if not normalize_std:

@@ -1,6 +1,6 @@
-"""From groups to the examples of an update: shuffle, split, compute advantages and weights. Host arrays.
+"""Converts groups to the training examples of an update: shuffles and splits groups, and computes advantages and token weights on the host.
 
-The weight of each token in the loss is computed here from its whole minibatch, so packing, microbatching and sharding do not change the gradient.
+The weight of each token in the loss is computed here from the whole minibatch. Packing, microbatching and sharding therefore do not change the gradient.
 """
 
 import math
@@ -24,19 +24,19 @@ class Example:
     logprobs: Float[np.ndarray, " response"]
     """Log-probabilities recorded during sampling, in nats; zeros for demonstrations."""
     advantage: float | Float[np.ndarray, " response"] = 1.0
-    """One number for all tokens, or one per token."""
+    """One number for all response tokens, or one per token."""
     in_loss: bool = True
-    """False: no token enters the loss (overlong filtering)."""
+    """If False, no token of this example enters the loss (overlong filtering)."""
     sampled: Bool[np.ndarray, " response"] | None = None
-    """True for tokens that the policy sampled. Other tokens do not enter the loss. None: all were sampled."""
+    """True for tokens that the policy sampled. Other tokens do not enter the loss. If None, the policy sampled all tokens."""
     group: int = 0
-    """Index of its group in the minibatch."""
+    """Index of the example's group in the minibatch."""
     rollout: int | None = None
-    """Number of its rollout, if the rollout is an episode with several contexts and so several examples. None: a whole rollout."""
+    """Number of the episode, if it has several contexts and therefore several examples. If None, the example is a whole rollout."""
 
     @property
     def tokens(self) -> int:
-        """Length of prompt and response in tokens."""
+        """Total length of prompt and response in tokens."""
         return len(self.prompt_tokens) + len(self.response_tokens)
 
     @property
@@ -49,9 +49,9 @@ class Example:
 def split_minibatches(
     groups: Sequence[Group], *, groups_per_update: int, seed: Sequence[int]
 ) -> list[list[Group]]:
-    """Shuffles whole groups with the key `seed` and splits them into minibatches of `groups_per_update`.
+    """Shuffles the groups with the random seed `seed` and splits them into minibatches of `groups_per_update` groups.
 
-    The last minibatch is smaller if dynamic sampling found fewer groups than a step usually has.
+    The last minibatch is smaller if dynamic sampling found fewer groups than a step normally trains on.
     """
     order = np.random.default_rng(seed).permutation(len(groups))
     shuffled = [groups[i] for i in order]
@@ -72,8 +72,8 @@ def training_examples(
     Args:
         groups: groups of the minibatch.
         normalize_std: divide advantages by the standard deviation of the group's rewards.
-        filter_truncated: overlong filtering: a truncated response does not enter the loss, but its reward counts in the group's mean and deviation.
-        by_turn: each turn of an episode has its own advantage (`turn_advantages`); otherwise all have the episode's.
+        filter_truncated: exclude truncated responses from the loss (overlong filtering). Their rewards still enter the statistics of their group.
+        by_turn: compute one advantage per turn of an episode (`turn_advantages`). If False, all turns have the advantage of the episode.
     """
     examples, count = [], 0
     for index, group in enumerate(groups):
@@ -99,14 +99,14 @@ def training_examples(
 
 
 def turn_advantages(group: Group, *, normalize_std: bool = True) -> dict[int, Float[np.ndarray, " response"]]:
-    """Returns the advantage of each token by reward-to-go, for each episode of a group: index of the rollout -> one number per token.
+    """Returns per-token advantages from the reward-to-go of each turn, as a dict from the index of a rollout to one number per token.
 
-    The return of turn k is the sum of the rewards from that turn on, plus the overlong penalty. Rewards by turn may not add up to the scores, for
-    example if rewards are compared within the group. Then they count as 0, and every turn has the episode's reward as its return.
+    The return of turn k is the sum of the rewards from turn k to the last turn, plus the overlong penalty. Per-turn rewards may not add up to the
+    score, for example if rewards are compared within the group. In that case they are ignored, and the return of every turn is the episode's reward.
 
     The advantage of turn k is its return minus the mean return over the episodes of the group that have a turn k. The difference is divided by the
-    standard deviation of the episodes' rewards. With one turn this is Eq. 9. In a group of equal rewards it is 0.
-    Rollouts without rewards by turn are left out.
+    standard deviation of the episodes' rewards. For episodes of one turn this is Eq. 9. If all rewards of the group are equal, the advantages are 0.
+    Rollouts without per-turn rewards are left out.
     """
     by_turn = {
         place: rollout
@@ -138,9 +138,9 @@ def turn_advantages(group: Group, *, normalize_std: bool = True) -> dict[int, Fl
 def example_weights(
     examples: Sequence[Example], *, aggregation: str = "token_mean", max_response_tokens: int | None = None
 ) -> Float[np.ndarray, " examples"]:
-    """Returns the weight of each example's tokens in the loss of the minibatch `examples`; 0 for an example that is not in the loss.
+    """Returns one weight per example, which all its tokens have in the loss of the minibatch `examples`. It is 0 if the example is not in the loss.
 
-    All tokens of a rollout have the same weight under every aggregation of `losses.token_weights`, even if the rollout is several examples.
+    Under every aggregation of `losses.token_weights`, all tokens of a rollout have the same weight, even if the rollout is split into several examples.
     """
     numbers: dict[tuple[str, int], int] = {}
     of_rollout = [
@@ -153,7 +153,7 @@ def example_weights(
         masks[number].append(one.mask)
         groups[number] = one.group
     whole = [np.concatenate(parts) for parts in masks]
-    longest = max([1, *map(len, whole)])  # an episode that was lost before its first turn has no token
+    longest = max([1, *map(len, whole)])  # an episode that was lost before its first turn has no tokens
     weights = token_weights(
         np.stack([np.pad(mask, (0, longest - len(mask))) for mask in whole]),
         aggregation=aggregation,

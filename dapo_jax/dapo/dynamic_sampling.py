@@ -1,7 +1,7 @@
-"""Dynamic sampling (DAPO Eq. 11, Algorithm 1): which groups are informative, and the groups of a step.
+"""Dynamic sampling (DAPO Eq. 11, Algorithm 1): decides which groups are informative, and describes the groups of a step.
 
-The host decides by verdicts before any shaping, and by ordinals: a step trains on the first N informative groups by ordinal, in whatever order they
-ended. Taking groups as they end would favour short responses.
+The decision uses verdicts before any reward shaping. A step trains on the first N informative groups in the order of their ordinals, not in the order
+in which they finished, because taking the groups that finish first would favour short responses.
 """
 
 from collections.abc import Sequence
@@ -11,26 +11,26 @@ from dapo_jax.dapo.rollouts import Group
 
 
 def is_informative(group: Group, *, metric: str = "correct") -> bool:
-    """Returns whether the group's responses differ: 0 < #correct < G, or for graded scores, not all equal.
+    """Returns whether the group's verdicts differ: 0 < #correct < G or, for `metric="score"`, the scores are not all equal.
 
-    Decided on the verdict, not on the reward: the overlong penalty gives an all-correct group unequal rewards, and
-    training on it would teach length and nothing else.
+    The decision uses verdicts, not rewards. The overlong penalty makes the rewards of an all-correct group unequal, and
+    training on such a group would teach the model nothing but length.
 
     Raises:
-        ValueError: `metric` is score and a verdict that was not lost has none.
+        ValueError: `metric` is score, but a verdict has no score, although it was not lost.
     """
     if metric == "correct":
         return len({rollout.correct for rollout in group.rollouts}) == 2
     if not _is_scored(group):
         raise ValueError(
-            "dynamic_sampling.metric=score needs a reward function that returns scores; this one returned a plain "
-            "verdict: return a number, or set dynamic_sampling.metric=correct"
+            "dynamic_sampling.metric=score needs a reward function that returns scores, but this one returned a verdict "
+            "without a score. Return a number, or set dynamic_sampling.metric=correct"
         )
     return scores_differ(group)
 
 
 def scores_differ(group: Group) -> bool:
-    """Returns whether the verdicts of the group, except lost ones, have scores, and these are not all equal."""
+    """Returns whether all verdicts of the group have scores, except lost verdicts, and the scores are not all equal."""
     return _is_scored(group) and len({rollout.verdict.score for rollout in group.rollouts}) > 1
 
 
@@ -40,7 +40,7 @@ def _is_scored(group: Group) -> bool:
 
 @dataclass
 class Tally:
-    """Counts of groups by kind."""
+    """Counts groups by their verdicts."""
 
     groups: int = 0
     correct: int = 0
@@ -50,7 +50,7 @@ class Tally:
     differing: int = 0
     """Groups in which the scores differ; 0 if verdicts have no scores."""
     flat_differing: int = 0
-    """Number of these groups that are all correct or all wrong."""
+    """Groups in which the scores differ although all responses are correct, or all are wrong."""
 
     @property
     def mixed(self) -> int:
@@ -58,7 +58,7 @@ class Tally:
         return self.groups - self.correct - self.wrong
 
     def add(self, group: Group) -> None:
-        """Counts one more group."""
+        """Adds one group to the counts."""
         differs, flat = scores_differ(group), group.accuracy in (0.0, 1.0)
         self.groups += 1
         self.correct += group.accuracy == 1.0
@@ -80,42 +80,42 @@ class Collected:
     carry: list[Group]
     """Informative groups that stay ready for the next step."""
     sampled: list[Group]
-    """All groups whose verdicts came in this step, by ordinal; unbiased metrics are computed from them."""
+    """All groups that were graded in this step, by ordinal. Unbiased metrics are computed from them."""
     cursor: int
-    """The ordinal that the next step begins with."""
+    """The ordinal at which the next step begins."""
     waves: int
     surplus: int
-    """Number of informative groups beyond those needed: carried or discarded."""
+    """Number of informative groups that the step did not need. They are carried or discarded."""
     version: int = 0
     """Version of the weights when the step began."""
     rounds: int = 0
-    """Number of rounds, with rollouts in flight; there are no waves then."""
+    """Number of sampling rounds, with rollouts in flight; 0 if the step samples in waves."""
     drawn_tokens: int | None = None
-    """Number of tokens sampled in this step, with rollouts in flight. None: the tokens of `sampled`."""
+    """Number of tokens sampled in this step, with rollouts in flight. If None, it is the number of tokens of `sampled`."""
 
     def logged(self, count: int) -> Sequence[Group]:
-        """Returns the groups whose rollouts are written: the first that were sampled. With rollouts in flight, the first that are trained on,
-        since a group whose verdict came in this step may be trained on in a later one."""
+        """Returns the groups whose rollouts are logged: the first `count` sampled groups. With rollouts in flight, the first `count` trained groups,
+        because a group that was graded in this step may be trained on in a later step."""
         return (self.groups if self.drawn_tokens is not None else self.sampled)[:count]
 
 
 def nothing_to_learn(tally: Tally, sampled: Sequence[Group], metric: str) -> str:
-    """Returns why so few of the groups `sampled`, which `tally` has counted, are informative, and the remedy."""
+    """Returns an explanation of why so few of the `sampled` groups are informative, with a remedy. `tally` contains their counts."""
     if metric == "score":
         equal = [group.rollouts[0].verdict.score for group in sampled if not scores_differ(group)]
         scores = sorted({score for score in equal if score is not None})
         which = f" ({scores[0]:g}{f' to {scores[-1]:g}' if scores[1:] else ''})" if scores else ""
         return (
-            f"of {tally.groups} groups {tally.differing} had scores that differ, {len(equal)} one score for all responses{which}, which "
-            "teaches nothing. The reward function may give every response the same score, or the prompts may be too easy or too hard for "
-            "it to distinguish responses. Change the data or the function, raise batch.group_size"
+            f"of {tally.groups} groups, {tally.differing} had scores that differ, and {len(equal)} had one score for all responses{which}, "
+            "so there is nothing to learn from them. The reward function may return the same score for every response, or the prompts may be "
+            "too easy or too hard. Change the data or the reward function, raise batch.group_size"
         )
     differ = (
-        f" In {tally.flat_differing} of these the scores differ, and only scores above 0 count as correct: if the reward is a number "
-        "rather than a verdict, set dynamic_sampling.metric=score, which keeps them."
+        f" In {tally.flat_differing} of the all-correct and all-wrong groups the scores differ, because only a score above 0 is correct. If "
+        "the reward is a number rather than a verdict, set dynamic_sampling.metric=score, which keeps these groups."
     )
     return (
-        f"of {tally.groups} groups {tally.correct} were all correct, {tally.wrong} all wrong, {tally.mixed} mixed."
-        f"{differ if tally.flat_differing else ''} All correct: the prompts are too easy. All wrong: they are too hard, or the grader "
-        "never matches. Change the data or the grader"
+        f"of {tally.groups} groups, {tally.correct} were all correct, {tally.wrong} all wrong, {tally.mixed} mixed."
+        f"{differ if tally.flat_differing else ''} If most are all correct, the prompts are too easy. If most are all wrong, the prompts are "
+        "too hard, or the grader recognizes no answer. Change the data or the grader"
     )

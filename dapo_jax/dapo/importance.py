@@ -1,9 +1,9 @@
 r"""Importance weights of off-policy tokens.
 
-The ratio of the objective is $\pi_\theta / \pi_\text{prox}$, with the policy at the start of the step in the denominator. Tokens that were sampled
-by earlier or rounded weights need another factor, $\pi_\text{prox} / \pi_\text{sampler}$. With
-$d = \log \pi_\text{prox} - \log \pi_\text{sampler}$ of a token, clamped to +-20, this factor is $e^d$, and one of three rules bounds it. (Hilton et al., "Batch
-size-invariance for policy optimization", 2021, decouple the two ratios.)
+The ratio in the objective is $\pi_\theta / \pi_\text{prox}$, with the policy at the start of the step in the denominator. Tokens that were sampled
+with earlier or rounded weights need a second factor, $\pi_\text{prox} / \pi_\text{sampler}$. It is $e^d$, where
+$d = \log \pi_\text{prox} - \log \pi_\text{sampler}$ of the token, clamped to +-20. One of three rules bounds this factor. (Hilton et al., "Batch
+size-invariance for policy optimization", 2021, introduced the separation of the two ratios.)
 
 | correction | weight of a token | |
 |---|---|---|
@@ -11,9 +11,9 @@ size-invariance for policy optimization", 2021, decouple the two ratios.)
 | `mask` | $e^d$ where $\text{low} \le e^d \le \text{high}$, else 0 | IcePop (Ling Team 2025) |
 | `mask_responses` | $g$, the geometric mean of $e^d$ over its response, where $\text{low} \le g \le \text{high}$, else 0 | the mean is as in GSPO (Zheng et al. 2025) |
 
-An episode with several contexts is one row per context; `mask_responses` takes a separate mean in each row.
+An episode with several contexts is one row per context, and `mask_responses` computes a separate mean in each row.
 
-Weights are constants: nothing here is differentiated. Values where the mask is False are ignored and may be NaN.
+Weights are constants without a gradient. Values where the mask is False are ignored and may be NaN.
 
 References:
     Ionides, "Truncated Importance Sampling", 2008. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025,
@@ -34,7 +34,7 @@ from dapo_jax.hints import nearest
 CORRECTIONS = ("none", "truncate", "mask", "mask_responses")
 
 _SQUARE = "importance/weight_square"
-"""The mean of squared weights. It is not logged; with the mean of the weights it gives the effective sample size."""
+"""The mean of squared weights. It is not logged, but the effective sample size is computed from it and the mean weight."""
 
 
 def importance_weights(
@@ -47,26 +47,26 @@ def importance_weights(
     low: float,
     high: float,
 ) -> tuple[Float[Array, "rows seq"], dict[str, Metric]]:
-    r"""Returns the weight of each token by one of three rules, and the metrics `importance/*`.
+    r"""Returns the weight of each token under one of the three rules, and the metrics `importance/*`.
 
     Args:
         logprobs: $\log \pi_\text{prox}$ of each token, in nats.
         sampler_logprobs: $\log \pi_\text{sampler}$, recorded when the token was sampled.
         mask: True on response tokens that enter the loss.
-        segment_ids: number of a token's response in its row; the tokens of a segment are adjacent. Only `mask_responses` needs them.
+        segment_ids: index of each token's response in its row. Tokens of a segment are adjacent. Only `mask_responses` uses this argument.
         correction: truncate, mask or mask_responses.
-        low: smallest weight that is kept, included; `truncate` ignores it.
-        high: largest weight that is kept, included; for `truncate` the cap C.
+        low: smallest weight that is kept (inclusive). `truncate` ignores it.
+        high: largest weight that is kept (inclusive). For `truncate`, this is the cap C.
 
     Returns:
-        The weights, 0 outside the mask, and metrics over the tokens in the mask; `with_effective_share` completes their scalars.
+        The weights, which are 0 outside the mask, and metrics over the tokens in the mask. Pass the scalars of the metrics to `with_effective_share`.
 
     Raises:
-        ValueError: an unknown correction, or none.
+        ValueError: `correction` is "none" or unknown.
     """
     if correction not in CORRECTIONS[1:]:
         near = nearest(correction, CORRECTIONS[1:], least=0.0)[0]
-        raise ValueError(f"correction={correction!r} gives no weights. Did you mean {near!r}?")
+        raise ValueError(f"correction={correction!r} has no weights. Did you mean {near!r}?")
     difference = jnp.where(mask, lax.stop_gradient(logprobs - sampler_logprobs), 0.0)
     if correction == "mask_responses":
         difference = response_mean(difference, mask, segment_ids)
@@ -74,7 +74,7 @@ def importance_weights(
     if correction == "truncate":
         weights, cut = jnp.minimum(ratio, high), ratio > high
     else:
-        # A NaN stays NaN; it must not become a weight of 0.
+        # A NaN must stay a NaN, so that it is detected later, and not become a weight of 0.
         weights = jnp.where((ratio < low) | (ratio > high), 0.0, ratio)
         cut = weights == 0.0
     weights = jnp.where(mask, weights, 0.0)
@@ -87,10 +87,10 @@ def importance_weights(
 
 
 def with_effective_share(scalars: Mapping[str, float]) -> dict[str, float]:
-    r"""Returns the scalars of a step with `importance/ess_frac` in place of the mean of squared weights; unchanged if there are no weights.
+    r"""Replaces the mean of squared weights in a step's scalars with `importance/ess_frac`. Without importance weights, the scalars are unchanged.
 
-    The effective sample size of n weighted tokens is $(\sum w)^2 / \sum w^2$ (Kong 1992). Its share of n is the square of the mean weight, divided by
-    the mean of squared weights. Both means are over all microbatches and updates, so the share is exact. It is 0 if every weight is 0.
+    The effective sample size of n weighted tokens is $(\sum w)^2 / \sum w^2$ (Kong 1992). As a fraction of n, it is the squared mean weight divided by
+    the mean squared weight. Both means are over all microbatches and updates, so the fraction is exact. It is 0 if every weight is 0.
     """
     rest = {name: value for name, value in scalars.items() if name != _SQUARE}
     if (square := scalars.get(_SQUARE)) is not None:
@@ -101,14 +101,14 @@ def with_effective_share(scalars: Mapping[str, float]) -> dict[str, float]:
 def response_mean(
     values: Float[Array, "rows seq"], mask: Bool[Array, "rows seq"], segment_ids: Int[Array, "rows seq"]
 ) -> Float[Array, "rows seq"]:
-    """Returns the mean over the masked-in tokens of each response, at each of its tokens with the same bits; 0 if it has no such token.
+    """Returns, at each token, the mean of `values` over the tokens of its response that are in the mask, or 0 without such tokens.
 
-    The mean of log-ratios is the logarithm of the geometric mean of the ratios.
+    All tokens of a response get the bit-identical mean. The mean of log-ratios is the logarithm of the geometric mean of the ratios.
 
     Args:
         values: one value per token.
-        mask: True on the tokens that count; a prompt may have the segment of its response.
-        segment_ids: number of a token's response in its row; the tokens of a segment are adjacent.
+        mask: True on the tokens to average. A prompt may have the same segment id as its response.
+        segment_ids: index of each token's response in its row. Tokens of a segment are adjacent.
     """
     total = _segment_sums(jnp.where(mask, values, 0.0), segment_ids)
     count = _segment_sums(mask.astype(values.dtype), segment_ids)
@@ -116,18 +116,18 @@ def response_mean(
 
 
 def _segment_sums(values: Array, segment_ids: Array) -> Array:
-    """Returns the sum over each segment, at each of its tokens.
+    """Returns, at each token, the sum over its segment.
 
-    It uses shifts only, so the order of additions is fixed. A scatter adds in any order on a GPU, and a row may be split over devices.
+    Only shifts are used, so the order of additions is fixed, even if a row is split over devices. On a GPU, a scatter adds in an arbitrary order.
     """
     sums = _running_sums(values, segment_ids, 1)
     last = segment_ids != _shifted(segment_ids, -1, fill=-1)
-    # The last token has the sum; the other tokens get it by adding zeros.
+    # The last token of a segment has the sum. All other tokens are zero, so a running sum from the right copies the sum to them.
     return _running_sums(jnp.where(last, sums, 0.0), segment_ids, -1)
 
 
 def _running_sums(values: Array, segment_ids: Array, direction: int) -> Array:
-    """Returns running sums over each segment, from the left (direction 1) or from the right (-1) (Hillis and Steele 1986)."""
+    """Returns running sums within each segment, from the left (`direction` 1) or from the right (-1) (Hillis and Steele 1986)."""
     reach = 1
     while reach < values.shape[1]:
         same = segment_ids == _shifted(segment_ids, direction * reach, fill=-1)
@@ -137,7 +137,7 @@ def _running_sums(values: Array, segment_ids: Array, direction: int) -> Array:
 
 
 def _shifted(array: Array, by: int, *, fill: int) -> Array:
-    """Shifts the columns to the right by `by`, or to the left if it is negative. New columns are `fill`."""
+    """Shifts the columns to the right by `by`, or to the left if `by` is negative. New columns are filled with `fill`."""
     kept = array[:, :-by] if by > 0 else array[:, -by:]
     sides = (by, 0) if by > 0 else (0, -by)
     return jnp.pad(kept, ((0, 0), sides), constant_values=fill)

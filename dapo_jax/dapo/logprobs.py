@@ -1,6 +1,6 @@
-"""Log-probabilities of given tokens: from logits, or from hidden states without materializing all logits.
+"""Log-probabilities of given tokens, computed from logits, or from hidden states without materializing all logits.
 
-Both are under the *tempered* policy softmax(logits / temperature), from which tokens are sampled.
+Both functions use the *tempered* policy softmax(logits / temperature), from which tokens are sampled.
 """
 
 from dataclasses import dataclass
@@ -23,15 +23,15 @@ def token_logprobs(
 ) -> Float[Array, "*batch"]:
     """Log-probability of each target under softmax(logits / temperature), in nats.
 
-    `chunked_logprobs` needs much less memory. The softmax is computed in float32 for any dtype of the logits, and in float64 for float64.
+    `chunked_logprobs` needs much less memory. The softmax is computed in float32, or in float64 if the logits are float64.
 
     Args:
-        logits: scores of the next token. The logits at position t - 1 belong to the token at t; the caller must align them.
-        targets: token ids; for padding any id in the vocabulary.
-        temperature: temperature of the policy; above 0.
+        logits: next-token logits. The logits at position t - 1 predict the token at t, and the caller must align the two.
+        targets: token ids. Padding may have any id in the vocabulary.
+        temperature: sampling temperature of the policy, above 0.
 
     Raises:
-        ValueError: a temperature (as a Python number) that is not above 0.
+        ValueError: the temperature is a Python number and not above 0.
     """
     _check_temperature(temperature)
     dtype = np.promote_types(logits.dtype, jnp.float32)
@@ -52,28 +52,28 @@ def chunked_logprobs(
 ) -> tuple[Float[Array, " tokens"], Float[Array, " tokens"]]:
     """Log-probability and entropy per token under softmax(hidden @ unembedding.T / temperature).
 
-    Neither the forward nor the backward pass holds more than `chunk_vocab` logits per token. The forward pass keeps running sums over the chunks of
+    Neither the forward nor the backward pass stores more than `chunk_vocab` logits per token. The forward pass keeps running sums over the chunks of
     the vocabulary, relative to the largest logit so far (Milakov and Gimelshein 2018). The backward pass recomputes the logits of each chunk. On CPU
-    this is also faster, since a chunk fits the cache. Products are in the compute dtype with float32 results (see `dapo_jax.dapo.precision`).
+    this is also faster, because a chunk fits in the processor cache. Products use the compute dtype and have float32 results (see `dapo_jax.dapo.precision`).
 
-    A chunk consists of entries that are far apart, so that every device has a part of each chunk if the vocabulary is sharded.
+    The entries of a chunk are spread over the whole vocabulary, so that every device has a part of each chunk if the vocabulary is sharded.
 
     Args:
         hidden: final hidden states; row i predicts `targets[i]`.
         unembedding: the output matrix, one row per vocabulary entry.
         targets: token ids.
-        temperature: temperature of the policy; above 0. It may be traced, and has no gradient.
-        chunk_vocab: largest number of vocabulary entries at a time.
-        compute_dtype: dtype of the products with `unembedding`; None is the dtype of `hidden`.
-        vocab_size: number of rows of `unembedding` that are not padding; None: all.
-        vocab_axis: inside `shard_map`, the mesh axis over which the rows of `unembedding` are split. Every device along it must have the same
-            `hidden` and returns the same values; its gradient of `hidden` is its part of a sum.
+        temperature: sampling temperature of the policy, above 0. It may be a traced value, and it has no gradient.
+        chunk_vocab: maximum number of vocabulary entries per chunk.
+        compute_dtype: dtype of the products with `unembedding`. None: the dtype of `hidden`.
+        vocab_size: number of rows of `unembedding` that are not padding. None: all rows.
+        vocab_axis: inside `shard_map`, the mesh axis over which the rows of `unembedding` are split. All devices along this axis must have the same
+            `hidden`, and they return the same values. The gradient of `hidden` on each device is a partial sum.
 
     Returns:
-        Differentiable log-probabilities, and entropies without gradient; both in nats, float32 or wider.
+        Differentiable log-probabilities, and entropies without a gradient. Both are in nats, in float32 or wider.
 
     Raises:
-        ValueError: a temperature (as a Python number) that is not above 0, or chunks of less than one entry.
+        ValueError: the temperature is a Python number and not above 0, or `chunk_vocab` is below 1.
     """
     _check_temperature(temperature)
     if chunk_vocab < 1:
@@ -88,7 +88,7 @@ def chunked_logprobs(
 
 @dataclass(frozen=True)
 class _Chunks:
-    """How the vocabulary is split: row i of this device's part belongs to chunk i modulo `count`."""
+    """The split of the vocabulary into chunks. Row i of this device's part belongs to chunk i modulo `count`."""
 
     rows: int
     """Rows of the unembedding on this device."""
@@ -99,7 +99,7 @@ class _Chunks:
 
     @property
     def count(self) -> int:
-        """Number of chunks: as few as possible, or a few more if they divide the rows evenly, which avoids a padded copy."""
+        """Number of chunks: the smallest possible number, or a slightly larger number that divides the rows evenly, which avoids a padded copy."""
         fewest = -(-self.rows // self.most)
         return next((n for n in range(fewest, 2 * fewest) if self.rows % n == 0), fewest)
 
@@ -127,7 +127,7 @@ class _Chunks:
         hidden: Float[Array, "tokens embed"],
         temperature: Float[Array, ""],
     ) -> Float[Array, "tokens entries"]:
-        """Returns the tempered logits of one chunk; logits of padding do not contribute to sums."""
+        """Returns the tempered logits of one chunk. Logits of padding are so low that they do not contribute to sums."""
         logits = product("ve,te->tv", weight, hidden, self.dtype) / temperature
         row = self.row(index, logits)
         if self.rows % self.count:
@@ -139,7 +139,7 @@ class _Chunks:
     def together(
         self, top: Array, total: Array, moment: Array, chosen: Array
     ) -> tuple[Array, Array, Array, Array]:
-        """Combines the sums over the parts of all devices."""
+        """Combines the running sums of all devices."""
         if self.axis is None:
             return top, total, moment, chosen
         highest = lax.pmax(top, self.axis)
@@ -149,7 +149,7 @@ class _Chunks:
 
 
 _NEVER = -1e30
-"""A logit below all others: finite, so that its product with a probability of 0 is 0."""
+"""A logit below all real logits. It is finite, so that its product with a probability of 0 is 0."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -163,7 +163,7 @@ def _scores(
 def _scan_vocabulary(
     how: _Chunks, hidden: Array, unembedding: Array, targets: Array, temperature: Array
 ) -> tuple[Array, Array, Array]:
-    """Returns log-probabilities, entropies, and the log of the sum of exp(logit), each [tokens]."""
+    """Returns log-probabilities, entropies, and the log-sum-exp of the logits, each [tokens]."""
     chunks = how.split(unembedding)
 
     def add(index: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -181,7 +181,7 @@ def _scan_vocabulary(
             chosen + jnp.sum(logits, axis=-1, where=is_target),
         )
 
-    # Made from `hidden` so that they are marked as varying over the same mesh axes inside `shard_map`.
+    # Created from `hidden`, so that inside `shard_map` they are marked as varying over the same mesh axes.
     zeros = jnp.full_like(hidden, 0.0, shape=targets.shape)
     sums = lax.fori_loop(0, how.count, add, (zeros + _NEVER, zeros, zeros, zeros))
     top, total, moment, chosen = how.together(*sums)
@@ -199,11 +199,11 @@ def _scores_forward(
 def _scores_backward(
     how: _Chunks, saved: tuple[Array, ...], cotangents: tuple[Array, Array]
 ) -> tuple[Array, Array, None, None]:
-    """d logprob / d logits = (one at the target - softmax) / temperature, chunk by chunk. Entropy has no gradient."""
+    """Computes d logprob / d logits = (one_hot(target) - softmax) / temperature, chunk by chunk. Entropy has no gradient."""
     hidden, unembedding, targets, temperature, log_sum = saved
     chunks, cotangent = how.split(unembedding), cotangents[0][:, None]
     if how.axis is not None:
-        cotangent = lax.psum(cotangent, how.axis)  # whichever device's result was used
+        cotangent = lax.psum(cotangent, how.axis)  # the result of any device may be used
 
     def add(index: Array, gradients: tuple[Array, Array]) -> tuple[Array, Array]:
         logits, pull = jax.vjp(
@@ -228,16 +228,16 @@ def _chunk(chunks: Float[Array, "entries chunks embed"], index: Array) -> Float[
 
 
 def _pick(scores: Float[Array, "*batch vocab"], targets: Int[Array, "*batch"]) -> Float[Array, "*batch"]:
-    """Returns the score of each target. A masked sum works on the shards of a vocabulary, and its gradient needs no scatter, unlike a gather."""
+    """Returns the score of each target. Unlike a gather, a masked sum works on the shards of a vocabulary, and its gradient needs no scatter."""
     vocab = lax.broadcasted_iota(targets.dtype, scores.shape, scores.ndim - 1)
     return jnp.sum(scores, axis=-1, where=vocab == targets[..., None])
 
 
 def _vary_with(array: Array, other: Array) -> Array:
-    """Returns `array`, marked inside `shard_map` as varying over the mesh axes over which `other` varies.
+    """Returns `array`, marked inside `shard_map` as varying over all mesh axes over which `other` varies.
 
-    A custom gradient must vary as its operand does; the gradient of the mark is the sum over these axes. The condition is a constant False that varies
-    as `other` does, so the compiler removes the choice.
+    A custom gradient must vary over the same axes as its operand. The gradient of the marking is a sum over these axes. The condition of the `where` is
+    a constant False that varies as `other` does, so the compiler removes the `where`.
     """
     never = jnp.zeros_like(other, shape=(), dtype=bool)
     return jnp.where(never, jnp.zeros((), array.dtype), array)

@@ -1,8 +1,8 @@
-"""The DAPO objective, the weights of its mean, and the losses next to it, as pure functions of arrays.
+"""The DAPO objective, its token weights, a KL penalty and a supervised loss, as pure functions of arrays.
 
-Nothing here depends on models, optimizers, meshes or configurations; all functions are safe under `jit`, `grad`, `vmap` and `shard_map`. Column `t` of
-every argument belongs to the token *at* `t`; its log-probability comes from the logits at `t - 1`, and the caller has already aligned the two. Values
-where the mask is False are ignored and may be NaN. Equation numbers refer to DAPO, https://arxiv.org/abs/2503.14476.
+Nothing here depends on models, optimizers, meshes or configurations. All functions are safe under `jit`, `grad`, `vmap` and `shard_map`. Column `t` of
+every argument belongs to the token *at* `t`. The log-probability of this token comes from the logits at `t - 1`, and the caller has already aligned the
+two. Values where the mask is False are ignored and may be NaN. Equation numbers refer to DAPO, https://arxiv.org/abs/2503.14476.
 """
 
 from dataclasses import replace
@@ -43,20 +43,19 @@ def dapo_loss(
 
     Args:
         logprobs: log-probability of each token under the policy being trained, in nats.
-        old_logprobs: the same under the policy that the ratio is taken to.
+        old_logprobs: log-probability of each token under the policy in the denominator of the ratio.
         advantages: one per response, or one per token.
         mask: True on response tokens that enter the loss, False on prompt and padding.
-        clip_ratio_low: eps_low, how far below 1 the ratio may fall before a bad token stops counting.
-        clip_ratio_high: eps_high, how far above 1 it may rise before a good token stops counting. Above
-            `clip_ratio_low` it leaves unlikely tokens room to gain probability.
-        dual_clip: where the advantage is negative, the loss of a token is at most `dual_clip * |A|`. None: no cap.
-        weights: w, the weight of each token. None is the mean over this mask, w = 1 / (tokens in `mask`). When
-            the call sees only a microbatch or a shard, pass its part of `token_weights` of the whole
+        clip_ratio_low: eps_low, how far the ratio of a token with a negative advantage may fall below 1 before its gradient is clipped to 0.
+        clip_ratio_high: eps_high, how far the ratio of a token with a positive advantage may rise above 1 before its gradient is
+            clipped to 0. If it is larger than `clip_ratio_low`, unlikely tokens have more room to gain probability (Clip-Higher).
+        dual_clip: if the advantage is negative, the loss of a token is at most `dual_clip * |A|`. None: no cap.
+        weights: w, the weight of each token. None: the mean over this mask, w = 1 / (tokens in `mask`). If
+            the arguments are only a microbatch or a shard, pass the corresponding part of the `token_weights` of the whole
             minibatch, and *sum* the losses and gradients of the parts.
 
     Returns:
-        The loss to minimize, 0 for an empty mask, and metrics over masked-in tokens, each counted once whatever
-        its weight.
+        The loss to minimize, which is 0 for an empty mask, and metrics over the tokens in the mask. The weights do not affect the metrics.
 
     Raises:
         ValueError: shapes that do not fit, a mask that is not bool, a clip below 0, a dual clip not above 1.
@@ -87,7 +86,7 @@ def dapo_loss(
         surrogate = jnp.where(dual_clipped, floor, surrogate)
     loss = jnp.sum(tokens.weights(weights) * -surrogate)  # the sum of zeros is 0.0, not -0.0
 
-    # Clipping wins the min only on the side that the advantage pushes to: there the gradient is gone.
+    # The clipped term is the smaller one only where the ratio has already moved in the direction of the advantage. There the gradient is 0.
     clipped_high = (advantages > 0) & (ratio > 1.0 + clip_ratio_high)
     clipped_low = (advantages < 0) & (ratio < 1.0 - clip_ratio_low)
     probability = jnp.exp(logprobs)
@@ -107,10 +106,10 @@ def dapo_loss(
 
 
 def k3(log_ratio: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    r"""The estimate k3 of a Kullback-Leibler divergence, $e^d - 1 - d$: unbiased if the token was sampled from p, and never negative.
+    r"""The k3 estimator of a Kullback-Leibler divergence, $e^d - 1 - d$. It is unbiased if the token was sampled from p, and never negative.
 
-    Near 0 it is $d^2 / 2$, far below the rounding error of $e^d$, so `expm1` replaces $e^d - 1$. In float32, the mean over tokens that differ by 1e-5
-    nats is then accurate to 1e-4; the error of the plain formula is larger than the value.
+    Near 0 it is about $d^2 / 2$, which is far below the rounding error of $e^d$, so $e^d - 1$ is computed with `expm1`. In float32, the mean over tokens
+    that differ by 1e-5 nats then has a relative error of 1e-4. With the plain formula, the error is larger than the value.
 
     Args:
         log_ratio: $d = \log q - \log p$ of a token, in nats.
@@ -132,23 +131,23 @@ def kl_penalty(
     estimator: str = "k3",
     weights: Float[Array, "batch seq"] | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Metric]]:
-    r"""KL(policy || reference), estimated from the sampled tokens; DAPO leaves it out (Section 2.3).
+    r"""KL(policy || reference), estimated from the sampled tokens. DAPO does not use it (Section 2.3).
 
-    With $d = \log \pi_\text{ref} - \log \pi_\theta$ of a token sampled by the policy, `k1` is $-d$: unbiased,
-    but possibly negative. `k3` is $e^d - 1 - d$ (see `k3`): unbiased, never negative and less noisy. The *gradient* of `k1`
-    is a constant 1 per token, zero on average: it does not depend on the reference. Add `coefficient * penalty`
-    with `k3` to the loss.
+    Let $d = \log \pi_\text{ref} - \log \pi_\theta$ of a token sampled by the policy. `k1` is $-d$, which is unbiased
+    but may be negative. `k3` is $e^d - 1 - d$ (see `k3`), which is unbiased, never negative and less noisy. To train with a
+    penalty, add `coefficient * penalty` with `k3` to the loss. `k1` cannot be used for this: its *gradient* with respect to the
+    log-probability is 1 for every token, does not depend on the reference, and is zero on average.
 
     Args:
-        logprobs: log-probability of each token under the policy being trained, in nats; the only one
+        logprobs: log-probability of each token under the policy being trained, in nats. Only this argument is
             differentiated.
-        ref_logprobs: the same under the reference policy.
+        ref_logprobs: log-probability of each token under the reference policy.
         mask: True on response tokens.
         estimator: `k3` or `k1`.
         weights: the weight of each token, as in `dapo_loss`.
 
     Returns:
-        The penalty, 0 for an empty mask, and the plain token means of both estimates.
+        The penalty, which is 0 for an empty mask, and the unweighted token means of both estimators.
 
     Raises:
         ValueError: an unknown estimator, shapes that do not fit, a mask that is not bool.
@@ -170,7 +169,7 @@ def supervised_loss(
     *,
     weights: Float[Array, "batch seq"],
 ) -> tuple[Float[Array, ""], dict[str, Metric]]:
-    """Weighted negative log-likelihood of demonstrations, in nats. It has the signature of `dapo_loss`, and ignores `old_logprobs` and `advantages`."""
+    """Weighted negative log-likelihood of demonstrations, in nats. It has the signature of `dapo_loss`, but ignores `old_logprobs` and `advantages`."""
     live = jnp.where(mask, logprobs, 0.0)
     loss = (jnp.where(mask, weights, 0.0) * -live).sum()  # the sum of zeros is 0.0, not -0.0
     return loss, {"sft/token_loss": Mean((-live).sum(), mask.sum(dtype=jnp.float32))}
@@ -183,7 +182,7 @@ def token_weights(
     group_ids: Int[Array | np.ndarray, " batch"] | None = None,
     max_response_tokens: int | None = None,
 ) -> Float[Array | np.ndarray, "batch seq"]:
-    """The weight of each token in the loss, from the whole minibatch.
+    """Computes the weight of each token in the loss from the mask of the whole minibatch.
 
     | aggregation | weight of a token of response i | |
     |---|---|---|
@@ -192,21 +191,21 @@ def token_weights(
     | `sequence_mean` | 1 / (responses) / (tokens of response i) | GRPO |
     | `token_sum_norm` | 1 / (responses * max_response_tokens) | Dr. GRPO |
 
-    A response without a token in the mask is not counted, nor is a prompt without a counted response. With these weights, the losses and gradients of
-    microbatches and shards add up to the loss and gradient of the minibatch: sum them, do not average them.
+    Responses without a token in the mask are not counted, and neither are prompts without a counted response. With these weights, the losses and
+    gradients of microbatches and shards add up to the loss and gradient of the minibatch, so sum them instead of averaging.
 
     Args:
-        mask: True on response tokens; one row per response, all responses of the minibatch.
+        mask: True on response tokens. One row per response, for all responses of the minibatch.
         aggregation: one of the four names.
-        group_ids: for `prompt_mean`: rows of the same number answer the same prompt.
-        max_response_tokens: for `token_sum_norm`: the length limit of sampling.
+        group_ids: one number per row, equal for responses to the same prompt. Required for `prompt_mean`.
+        max_response_tokens: maximum response length during sampling. Required for `token_sum_norm`.
 
     Returns:
-        Weights of `mask`'s shape and kind: float64 for numpy, JAX's default float for a JAX array. 0 where the
-        mask is False.
+        Weights with the shape of `mask`, as float64 for a numpy mask and as JAX's default float for a JAX mask. They are 0
+        where the mask is False.
 
     Raises:
-        ValueError: an unknown aggregation, or one without the argument it needs.
+        ValueError: `aggregation` is unknown, or an argument that it requires is missing.
 
     References:
         Shao et al., "DeepSeekMath", 2024 (GRPO). Liu et al., "Understanding R1-Zero-Like Training", 2025 (Dr. GRPO).
@@ -238,9 +237,9 @@ def token_weights(
 
 
 def _count_groups(xp: Any, tokens: Any, group_ids: Any) -> tuple[Any, Any]:
-    """Returns the number of groups with tokens in the mask, and for each row the tokens of its group.
+    """Returns the number of groups with tokens in the mask, and for each row the number of tokens of its group.
 
-    Compares all pairs of rows, so that shapes do not depend on the number of groups.
+    All pairs of rows are compared, so that array shapes do not depend on the number of groups.
     """
     if group_ids is None or group_ids.shape != tokens.shape:
         found = "none" if group_ids is None else f"shape {group_ids.shape}"
@@ -254,7 +253,7 @@ def _count_groups(xp: Any, tokens: Any, group_ids: Any) -> tuple[Any, Any]:
 
 
 class _MaskedTokens:
-    """A mask and a dtype, and the operations of the losses on them. No value from outside the mask has an effect."""
+    """Masked operations that the losses share, in a common dtype. Values outside the mask have no effect on any result."""
 
     def __init__(self, logprobs: Array, mask: Array, **others: Array | None) -> None:
         _check_mask(mask)
@@ -265,7 +264,7 @@ class _MaskedTokens:
         self._dtype = np.promote_types(logprobs.dtype, jnp.float32)
 
     def clean(self, array: Array, where: Array | None = None) -> Array:
-        """Returns `array` with zeros outside the mask. Must precede any arithmetic: 0 * inf is NaN, and so is its gradient."""
+        """Returns `array` with zeros outside the mask. Call it before any arithmetic, because 0 * inf and its gradient are NaN."""
         chosen = self._mask if where is None else self._mask & where
         return jnp.where(chosen, array.astype(self._dtype), jnp.zeros((), self._dtype))
 
@@ -274,14 +273,14 @@ class _MaskedTokens:
         return self.clean(lax.stop_gradient(array))
 
     def weights(self, weights: Array | None) -> Array:
-        """Returns the given weights, or the weights of the plain mean over the mask."""
+        """Returns the given weights, or, if None, weights for the plain mean over the mask."""
         if weights is not None:
             return self.constant(weights)
         live = self._mask.astype(self._dtype)
         return live / jnp.maximum(live.sum(), 1.0)
 
     def mean(self, array: Array, where: Array | None = None) -> Mean:
-        """Returns the mean over the mask, or over its part `where`."""
+        """Returns the mean over the mask, or over the part of the mask where `where` is True."""
         chosen = self._mask if where is None else self._mask & where
         return Mean(lax.stop_gradient(self.clean(array, where)).sum(), chosen.sum(dtype=self._dtype))
 

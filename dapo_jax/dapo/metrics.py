@@ -1,7 +1,7 @@
 """Metrics that can be added across microbatches, updates and devices.
 
-A metric is a small pair of arrays on the device; only `to_scalars` copies numbers to the host. Names are `area/quantity` and end with the unit (`_s`,
-`_tokens`, `_frac`).
+A metric consists of one or two scalar arrays on the device, and only `to_scalars` copies them to the host. Names have the form `area/quantity` and end
+with the unit (`_s`, `_tokens`, `_frac`).
 """
 
 import functools
@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-# The fields are scalar arrays, but JAX also builds registered dataclasses of shapes, shardings and batches of scalars (`eval_shape`, `tree.map`,
-# `vmap`), so an annotation of shape () would be wrong.
+# The fields are scalar arrays. But JAX also creates these dataclasses with shapes, shardings or batches of scalars as fields (`eval_shape`,
+# `tree.map`, `vmap`), so a type annotation with shape () would be wrong.
 
 
 @jax.tree_util.register_dataclass
@@ -24,8 +24,8 @@ from jaxtyping import Array, Bool, Float
 class Mean:
     """A mean, stored as (total, count) so that means can be added exactly.
 
-    A mean of means is wrong if two microbatches have different numbers of tokens. Total and count add up under `+` and `lax.psum`; the division is
-    made once, on the host.
+    A mean of means is wrong if two microbatches have different numbers of tokens. Totals and counts can be added with `+` and `lax.psum`, and are
+    divided once, on the host.
 
     >>> halves = Mean(jnp.array(3.0), jnp.array(1.0)) + Mean(jnp.array(1.0), jnp.array(3.0))
     >>> to_scalars({"policy/ratio": halves})  # (3 + 1) / (1 + 3), not (3 / 1 + 1 / 3) / 2
@@ -35,7 +35,7 @@ class Mean:
     total: Any
     count: Any
     rare: bool = field(default=False, metadata={"static": True})
-    """True: `to_scalars` omits it if nothing was counted."""
+    """If True, `to_scalars` omits this metric when its count is 0."""
 
     def __add__(self, other: "Mean") -> "Mean":
         return Mean(self.total + other.total, self.count + other.count, self.rare)
@@ -44,7 +44,7 @@ class Mean:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Max:
-    """A maximum; -inf if there was no value. `+` takes the larger one, as `lax.pmax` does across devices."""
+    """A maximum, which is -inf if there was no value. `+` returns the larger value, as `lax.pmax` does across devices."""
 
     value: Any
 
@@ -63,10 +63,10 @@ def token_mean(values: Float[Array, "batch seq"], mask: Bool[Array, "batch seq"]
 
 
 def add_metrics(a: Mapping[str, Metric], b: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Adds two dicts of metrics with the same names; safe under `jit`.
+    """Adds two dicts of metrics with the same names. Safe under `jit`.
 
     Raises:
-        ValueError: the keys differ, or a name is a mean in one and a maximum in the other.
+        ValueError: the keys differ, or a metric is a mean in one dict and a maximum in the other.
     """
     if odd := sorted(name for name in {**a, **b} if type(a.get(name)) is not type(b.get(name))):
         raise ValueError(
@@ -76,16 +76,16 @@ def add_metrics(a: Mapping[str, Metric], b: Mapping[str, Metric]) -> dict[str, M
 
 
 def to_scalars(metrics: Mapping[str, Metric] | Sequence[Mapping[str, Metric]]) -> dict[str, float]:
-    """Copies a dict of metrics to the host in one transfer; several dicts are added.
+    """Copies metrics to the host in one transfer and returns them as floats. Several dicts are added.
 
-    A metric may hold one value per microbatch; these are added too. Sums are in float64: float32 counts are inexact beyond 2^24 = 16.7 million tokens,
-    which a few updates reach.
+    A metric may contain one value per microbatch; these values are added too. The sums are in float64, because float32 counts are inexact beyond
+    2^24 = 16.7 million tokens, a number that a few updates reach.
 
     Returns:
-        One float per name: total / count of a `Mean`, the value of a `Max`; `nan` if nothing was counted. A `rare` mean is then absent.
+        One float per name: total / count for a `Mean`, the value for a `Max`. If nothing was counted, it is `nan`, and a `rare` mean is omitted.
 
     Raises:
-        ValueError: the dicts differ in keys, or a name is a mean in one and a maximum in another.
+        ValueError: the keys of the dicts differ, or a metric is a mean in one dict and a maximum in another.
     """
     records = [metrics] if isinstance(metrics, Mapping) else list(metrics)
     if not records:
@@ -101,7 +101,7 @@ def to_scalars(metrics: Mapping[str, Metric] | Sequence[Mapping[str, Metric]]) -
 
 
 def _in_float64(metric: Metric) -> Metric:
-    """Returns a metric as float64 numpy numbers, its values added."""
+    """Converts a metric to float64 numpy numbers, and adds up its values (or takes their maximum)."""
     join = np.max if isinstance(metric, Max) else np.sum
     return jax.tree.map(lambda values: np.float64(join(np.asarray(values, np.float64))), metric)
 

@@ -1,6 +1,6 @@
-"""The batch that is transferred from the host to the device: rollouts packed into rows of one static shape.
+"""The batch that is transferred from the host to the device. It contains rollouts, packed into rows of one static shape.
 
-The fields are annotated `... | Any` because they are numpy arrays on the host, and JAX also builds registered dataclasses of shapes and shardings.
+The fields are annotated `... | Any` because they are numpy arrays on the host, and because JAX also creates this dataclass with shapes or shardings as fields.
 """
 
 from dataclasses import dataclass, fields
@@ -16,34 +16,34 @@ from jaxtyping import Array, Bool, Float, Int
 class Microbatch:
     """Arrays for one forward and backward pass: rollouts packed into rows of one static length.
 
-    A row may hold several rollouts, which `segment_ids` distinguishes, and several responses may share one prompt. Column `t` of `old_logprobs`,
-    `mask`, `advantages` and `weights` belongs to the token *at* `t`; its log-probability comes from the logits at `previous[t]`.
+    A row may contain several rollouts, which `segment_ids` distinguishes, and several responses may share one prompt. Column `t` of `old_logprobs`,
+    `mask`, `advantages` and `weights` belongs to the token *at* `t`. The log-probability of this token comes from the logits at `previous[t]`.
     """
 
     tokens: Int[Array, "rows seq"] | Any
     segment_ids: Int[Array, "rows seq"] | Any
-    """1, 2, ... for the rollouts of a row; 0 is padding. A prompt that several responses share is a segment of its own."""
+    """1, 2, ... for the rollouts of a row, and 0 for padding. A prompt that several responses share is a separate segment."""
     prefix_ids: Int[Array, "rows seq"] | Any
-    """The other segment that a token sees: the segment of its prompt, or its own if prompt and response are one segment."""
+    """The second segment, in addition to its own, to which a token may attend: its prompt. If prompt and response are one segment, it equals `segment_ids`."""
     previous: Int[Array, "rows seq"] | Any
-    """The column whose logits predict the token: the previous column, or the last column of its prompt."""
+    """The column whose logits predict the token: the previous column, or for the first token of a response the last column of its prompt."""
     positions: Int[Array, "rows seq"] | Any
-    """Position of each token inside its own rollout, from 0."""
+    """Position of each token in its rollout, starting at 0."""
     mask: Bool[Array, "rows seq"] | Any
     """True on response tokens that enter the loss."""
     advantages: Float[Array, "rows seq"] | Any
     weights: Float[Array, "rows seq"] | Any
-    """Weight of each token in the loss of the whole minibatch: the losses of microbatches add up to the minibatch's."""
+    """Weight of each token in the loss of the whole minibatch. The losses of the microbatches add up to the loss of the minibatch."""
     sampler_logprobs: Float[Array, "rows seq"] | Any
     """Log-probabilities recorded during sampling."""
     old_logprobs: Float[Array, "rows seq"] | Any
-    """Log-probabilities in the denominator of the importance ratio; zeros until they are computed."""
+    """Log-probabilities in the denominator of the importance ratio. They are zeros until they are computed."""
     ref_logprobs: Float[Array, "rows seq"] | Any
-    """Log-probabilities under the reference policy; zeros without a reference policy."""
+    """Log-probabilities under the reference policy, or zeros if there is no reference policy."""
 
 
 def blank_microbatch(shape: tuple[int, ...]) -> Microbatch:
-    """Returns numpy arrays of zeros of `shape`, [rows, seq] or stacked."""
+    """Returns a microbatch of zeros as numpy arrays of `shape`, which is [rows, seq] with any leading dimensions."""
     integers = ("tokens", "segment_ids", "prefix_ids", "previous", "positions")
     kinds = {"mask": np.bool_, **dict.fromkeys(integers, np.int32)}
     return Microbatch(

@@ -1,4 +1,4 @@
-"""Length shaping of the reward: from numbers of tokens to penalties."""
+"""Length shaping of the reward: computes a penalty from the number of tokens."""
 
 import numpy as np
 
@@ -12,20 +12,20 @@ def overlong_penalty(
 ) -> float | np.ndarray:
     r"""Soft overlong punishment (DAPO Eq. 13), to be added to the reward.
 
-    The penalty is 0 up to `max_response_tokens - buffer_tokens` tokens, then falls linearly to `-penalty_factor` at `max_response_tokens`, and is
-    constant beyond.
+    The penalty is 0 up to `max_response_tokens - buffer_tokens` tokens. It then falls linearly to `-penalty_factor` at `max_response_tokens`, and
+    stays constant for longer responses.
 
     Args:
-        response_tokens: length of the response in *tokens*, the end token included; one or an array of them.
-        max_response_tokens: L_max, the length with the full penalty.
-        buffer_tokens: L_cache, the length of the ramp before L_max.
-        penalty_factor: the full penalty, a positive number.
+        response_tokens: length of the response in *tokens*, including the end token. A number, or an array of numbers.
+        max_response_tokens: L_max, the length from which the full penalty applies.
+        buffer_tokens: L_cache, the number of tokens before L_max over which the penalty grows.
+        penalty_factor: absolute value of the full penalty.
 
     Returns:
-        A float in [-penalty_factor, 0]; a float64 array for an array.
+        A float in [-penalty_factor, 0], or a float64 array if `response_tokens` is an array.
 
     Raises:
-        ValueError: a negative length, a buffer outside (0, max_response_tokens], a factor below 0.
+        ValueError: a length or the factor is negative, or the buffer is outside (0, max_response_tokens].
 
     >>> [overlong_penalty(n, max_response_tokens=100, buffer_tokens=20) for n in (80, 90, 100, 101)]
     [0.0, -0.5, -1.0, -1.0]
@@ -46,5 +46,5 @@ def overlong_penalty(
 
     free_tokens = max_response_tokens - buffer_tokens
     used_frac = np.clip((lengths - free_tokens) / buffer_tokens, 0.0, 1.0)
-    penalty = 0.0 - penalty_factor * used_frac  # 0.0 - x rather than -x: no negative zero
+    penalty = 0.0 - penalty_factor * used_frac  # unlike -x, 0.0 - x is never negative zero
     return penalty if isinstance(response_tokens, np.ndarray) else float(penalty)

@@ -1,8 +1,8 @@
 """Matrix products in a compute dtype, with sums, results and gradients in float32.
 
-Stored operands (weights, keys, values) are rounded to the compute dtype wherever they are multiplied, so all programs use the same
-values. Flowing operands (activations, cotangents) are rounded only on accelerators, which need it for their speed. On CPU, products are
-in float32: sampler and trainer then agree five times better in bfloat16.
+Stored operands (weights, keys, values) are rounded to the compute dtype in every product, so that all programs use the same values.
+Flowing operands (activations, cotangents) are rounded only on accelerators, whose fast products require it. On CPU, they stay in
+float32, which makes the difference between sampler and trainer in bfloat16 five times smaller.
 """
 
 import re
@@ -19,17 +19,17 @@ from dapo_jax.dapo.quantization import Quantized
 
 
 class WeightSharding(NamedTuple):
-    """The way in which a weight is split, inside `shard_map`."""
+    """The split of a weight over a mesh axis, inside `shard_map`."""
 
     axis: str
-    """The mesh axis over which the weight is split between its uses."""
+    """The mesh axis over which the weight is split while no product uses it."""
     dim: int
     """The dimension that is split."""
     parts_first: bool = False
-    """True: sum gradients in a way that every TPU compiler accepts, but that sums some of them on every device."""
+    """If True, sum gradients in a form that every TPU compiler accepts, although some of them are then summed on every device."""
 
     def gathered(self, part: Array) -> Array:
-        """Returns the whole weight from the part of each device."""
+        """Gathers the whole weight from the parts on all devices."""
         return lax.all_gather(part, self.axis, axis=self.dim, tiled=True)
 
     def summed(self, whole: Array) -> Array:
@@ -50,21 +50,21 @@ def product(
     *,
     in_parts: bool = False,
 ) -> Float[Array, "..."]:
-    """Returns `einsum(spec, stored, flowing)`, multiplied in `dtype`, as float32, or as float64 if `dtype` is float64.
+    """Returns `einsum(spec, stored, flowing)`, multiplied in `dtype`. The result is float32, or float64 if `dtype` is float64.
 
-    Its gradients are products of the same kind, in the dtypes of `stored` and `flowing`. Plain differentiation would
-    multiply the float32 cotangent by low-precision operands, for which accelerators have no fast product, and
+    Gradients are computed with products of the same kind, and have the dtypes of `stored` and `flowing`. JAX's default gradient
+    would multiply a float32 cotangent by low-precision operands, for which accelerators have no fast product, and
     would round the gradient of float32 weights.
 
     Args:
-        spec: `stored,flowing->out` without "..."; each index is in two of the three or in all.
-        stored: weights, keys or values: rounded to `dtype`; integers are the values of a cache in eight bits.
-        flowing: activations: rounded to `dtype`, but not on CPU.
+        spec: `stored,flowing->out` without "...". Each index must occur in at least two of the three terms.
+        stored: weights, keys or values, which are rounded to `dtype`. Integers are the values of an 8-bit KV cache.
+        flowing: activations, which are rounded to `dtype` except on CPU.
         dtype: the compute dtype.
-        sharding: how `stored` is split; it is gathered for this product, and again for its gradient, and then freed.
-            None: it is whole, or the compiler places it.
-        in_parts: each device has a part of the sum, and the compiler adds them up. Except on CPU the parts are sent and added in `dtype`,
-            in half the bytes of float32, as in training (`parallel.training_layout`).
+        sharding: the split of `stored`, which is gathered for this product and again for its gradient, and freed after each.
+            None: `stored` is whole, or the compiler decides its placement.
+        in_parts: each device has a part of the sum, and the compiler adds the parts. Except on CPU, the parts are sent and added in `dtype`,
+            as in training (`parallel.training_layout`). For 16-bit dtypes this halves the transferred bytes.
     """
     if not isinstance(stored, Quantized):
         return _product(spec, stored, flowing, dtype, sharding, in_parts)
@@ -109,18 +109,18 @@ _product.defvjp(_product_forward, _product_backward)
 
 
 def gathered(stored: Num[Array, "..."], dtype: str, sharding: WeightSharding | None) -> Float[Array, "..."]:
-    """Returns the whole weight, rounded to `dtype`, which is also the dtype in which its parts are sent."""
+    """Returns the whole weight, rounded to `dtype`. Its parts are also sent between devices in `dtype`."""
     weight = rounded(stored, dtype)
     return weight if sharding is None else sharding.gathered(weight.astype(dtype))
 
 
 def rounded(x: Num[Array, "*shape"], dtype: str) -> Float[Array, "*shape"]:
-    """Returns `x` rounded to `dtype`, as float32 or wider.
+    """Rounds `x` to the precision of `dtype`, and returns it in float32 or wider.
 
-    Unlike a cast there and back, which XLA may drop, this always rounds.
+    This always rounds, whereas XLA may remove a cast to `dtype` and back.
     """
     kind, wide = jnp.finfo(dtype), x.astype(_wide(dtype))
-    # An array of this dtype is rounded already.
+    # An array that already has this dtype needs no rounding.
     loses = x.dtype != np.dtype(dtype) and wide.dtype != np.dtype(dtype)
     return lax.reduce_precision(wide, kind.nexp, kind.nmant) if loses else wide
 
@@ -129,7 +129,7 @@ def _einsum(spec: str, left: Array, right: Array, dtype: str, in_parts: bool = F
     wide = _wide(dtype)
 
     def narrow(left: Array, right: Array) -> Array:
-        # The compiler adds the parts in the dtype of the result; each part is summed in float32 before.
+        # The compiler adds the parts in the dtype of the result. Within each part, sums are in float32.
         result = np.dtype(dtype) if in_parts else wide
         return jnp.einsum(
             spec, left.astype(dtype), right.astype(dtype), preferred_element_type=result

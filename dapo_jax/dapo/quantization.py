@@ -11,25 +11,25 @@ from jaxtyping import Array, Float, Int, Int8
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Quantized:
-    """An array in 8 bits: `values` times `scale`. The scale is constant along the summed dimensions, so it can be factored out of a product."""
+    """An 8-bit array, which represents `values * scale`. The scale is constant along summed dimensions, so it can be factored out of a product."""
 
     values: Int8[Array, "..."] | Any
     scale: Float[Array, "..."] | Any
-    """The factors, with as many dimensions as the values; the summed dimensions have length 1."""
+    """Scale factors, with as many dimensions as the values. Summed dimensions have length 1."""
 
     def __getitem__(self, _: Any) -> "Quantized":
-        """Returns all of it, as `[...]` does for an array."""
+        """Returns the whole array. Only the index `...` is supported."""
         return self
 
     def __len__(self) -> int:
         return len(self.values)
 
     def reshape(self, first: int, rest: int) -> "Quantized":
-        """Joins all dimensions except the first to one, which is summed over."""
+        """Merges all dimensions except the first into one summed dimension."""
         return Quantized(self.values.reshape(first, rest), self.scale.reshape(first, 1))
 
     def rows(self, index: Int[Array, " tokens"]) -> Float[Array, "tokens _"]:
-        """Returns rows of a table that has a scale for each row."""
+        """Returns dequantized rows of a table that has one scale per row."""
         return Quantized(self.values[index], self.scale[index]).whole
 
     @property
@@ -39,7 +39,7 @@ class Quantized:
 
 
 def quantized(x: Float[Array, "..."], summed: tuple[int, ...]) -> Quantized:
-    """Quantizes `x` to 8 bits. The largest absolute value along the dimensions `summed` becomes 127."""
+    """Quantizes `x` to 8 bits. The largest absolute value along the dimensions `summed` is mapped to 127."""
     largest = jnp.abs(x).max(summed, keepdims=True).astype(jnp.float32)
     scale = jnp.where(largest > 0, largest, 1.0) / 127
     return Quantized(jnp.round(x.astype(jnp.float32) / scale).astype(jnp.int8), scale)

@@ -1,7 +1,7 @@
 """The types of rollouts on the host: prompts, responses, verdicts and groups.
 
-They hold numpy arrays of their natural length. This module does not import jax, because grading workers use these types too.
-`dapo_jax.dapo.microbatch.Microbatch` is the type for the device.
+They contain numpy arrays without padding. This module does not import jax, because grading workers use these types too.
+`dapo_jax.dapo.microbatch.Microbatch` is the corresponding type on the device.
 """
 
 import math
@@ -14,18 +14,18 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 FinishReason = Literal["stop", "length"]
-"""Why sampling ended: an end token, or the length limit."""
+"""The reason why sampling ended: an end token ("stop"), or the length limit ("length")."""
 
 Lost = Literal["timeout", "memory", "died", "nonfinite", "raised"]
-"""Why there is no verdict: the grader exceeded its time or memory, its process died, its score is not finite, or the episode's environment raised an error."""
+"""Why there is no verdict: the grader exceeded its time or memory limit, its process died, its score is not finite, or the environment raised an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One question, ready for the sampler."""
+    """One tokenized question, ready for the sampler."""
 
     ordinal: int
-    """Position in the run's sequence of prompts. It is unique, even if a question repeats."""
+    """Position in the run's sequence of prompts. It is unique, even if the same question occurs again."""
     tokens: Int[np.ndarray, " prompt"]
     text: str
     answer: str
@@ -35,33 +35,33 @@ class Prompt:
 
 
 class Span(NamedTuple):
-    """Tokens of a response that the same weights sampled: from `first` up to the next span."""
+    """A range of a response that was sampled with the same weights. It begins at token `first` and ends before the next span."""
 
     first: int
     version: int
-    """Number of steps done; 0: the initial weights."""
+    """Number of training steps that produced these weights; 0 for the initial weights."""
 
 
 class TurnSpan(NamedTuple):
-    """One turn of an episode: the tokens from `first` up to `stop` were sampled. The tokens between turns and before the first are the environment's."""
+    """One turn of an episode: the policy sampled the tokens `[first:stop]`. The tokens before and between turns come from the environment."""
 
     first: int
     stop: int
 
 
 class ContextSpan(NamedTuple):
-    """A new context that replaces the prompt and all tokens before it: the tokens from `first` up to `stop`."""
+    """A new context in an episode: the tokens `[first:stop]` replace the prompt and all earlier tokens."""
 
     first: int
     stop: int
 
 
 class Continuation(NamedTuple):
-    """The tokens of an environment before a turn."""
+    """The tokens that an environment supplies before a turn."""
 
     tokens: Int[np.ndarray, " new"]
     anew: bool = False
-    """True: they are a new context, which replaces all tokens before; False: they are appended."""
+    """If True, the tokens are a new context, which replaces all earlier tokens. If False, they are appended."""
 
 
 class ResponsePart(NamedTuple):
@@ -69,7 +69,7 @@ class ResponsePart(NamedTuple):
 
     context: Int[np.ndarray, " context"]
     first: int
-    """Index of its first token after the context."""
+    """Index of the first token after the context."""
     stop: int
 
 
@@ -78,18 +78,18 @@ class DrawnTurn:
     """One sampled turn."""
 
     tokens: Int[np.ndarray, " turn"]
-    """Tokens, including the end token if there is one."""
+    """The sampled tokens, including the end token if there is one."""
     logprobs: Float[np.ndarray, " turn"]
-    """In nats, at the sampling temperature."""
+    """Log-probabilities in nats, at the sampling temperature."""
     finish_reason: FinishReason
 
 
 @dataclass(kw_only=True)
 class Standing:
-    """An environment's account of an episode so far, without its tokens."""
+    """The results that an environment has reported so far for an episode, without its tokens."""
 
     rewards: tuple[float, ...] = ()
-    """The reward of each turn that it has answered."""
+    """The reward of each turn that the environment has answered."""
     correct: bool | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     lost: Lost | Literal[""] = ""
@@ -97,29 +97,29 @@ class Standing:
 
     @classmethod
     def of(cls, kept: Mapping[str, Any]) -> "Standing":
-        """Returns the account that `dataclasses.asdict` and JSON took apart."""
+        """Restores the object from its `dataclasses.asdict`, which may have been stored as JSON."""
         fields: dict[str, Any] = {**kept, "rewards": tuple(kept["rewards"])}
         return cls(**fields)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Response:
-    """The sampler's result for one slot, not graded yet: a response, or with an environment a whole episode."""
+    """The sampler's result before grading: a single response or, with an environment, a whole episode."""
 
     tokens: Int[np.ndarray, " response"]
-    """Sampled tokens, including the end token if there is one. An episode also has the tokens of its environment."""
+    """Sampled tokens, including the end token if there is one. In an episode, also the tokens that the environment supplied."""
     logprobs: Float[np.ndarray, " response"]
-    """Log-probability of each token in nats, at the sampling temperature, under the weights that sampled it; 0 for tokens of an environment."""
+    """Log-probability of each token in nats, at the sampling temperature, under the weights that sampled it; 0 for environment tokens."""
     finish_reason: FinishReason
     spans: tuple[Span, ...] = (Span(0, 0),)
-    """The weights that sampled its tokens, in order of their versions. The first span begins at token 0."""
+    """The version of the weights for each range of tokens, in ascending order. The first span begins at token 0."""
     turns: tuple[TurnSpan, ...] = ()
-    """The turns of an episode, in order; empty: a response without an environment."""
+    """The turns of an episode, in order. Empty for a response without an environment."""
     contexts: tuple[ContextSpan, ...] = ()
-    """The new contexts of an episode, in order; empty: every token follows the prompt and all tokens before it."""
+    """The new contexts of an episode, in order. If empty, every token follows the prompt and all earlier tokens."""
 
     def parts(self, prompt: Int[np.ndarray, " prompt"]) -> list[ResponsePart]:
-        """Returns the part of each context, except parts without a sampled token. Each part is a training example."""
+        """Splits the response into one part per context, and returns the parts that have sampled tokens. Each part is a training example."""
         if not self.contexts:
             return [ResponsePart(prompt, 0, len(self.tokens))]
         begins = [(prompt, 0), *((self.tokens[first:stop], stop) for first, stop in self.contexts)]
@@ -143,7 +143,7 @@ class Response:
 
     @property
     def sampled_tokens(self) -> int:
-        """Number of tokens that the policy sampled: the length for all rules and means."""
+        """Number of tokens that the policy sampled. This is the response length in length limits, penalties and metrics."""
         return sum(stop - first for first, stop in self.turns) if self.turns else len(self.tokens)
 
     @property
@@ -155,27 +155,28 @@ class Response:
 
 @dataclass(frozen=True, kw_only=True, init=False)
 class Verdict:
-    """A grader's verdict on one response, before any shaping.
+    """A grader's verdict on one response, before any reward shaping.
 
-    NumPy scalars and arrays without dimensions become Python's bool, number or text. `correct` may be 0 or 1.
+    NumPy scalars and zero-dimensional arrays are converted to a Python bool, number or string. `correct` may be 0 or 1.
 
     Raises:
-        ValueError: a field has another type, such as the text "no" in `correct`; the message names field and value.
+        ValueError: a field has the wrong type, such as the string "no" for `correct`. The message names the field and the value.
     """
 
     correct: bool
     extracted: str | None = None
     """The answer found in the response, if there is one."""
     reason: str = ""
-    """Explanation of the verdict for readers of rollouts."""
+    """Explanation of the verdict, shown with the rollout."""
     score: float | None = None
-    """A score that replaces the rule reward of +1 or -1; None: the rule reward."""
+    """A score that replaces the rule-based reward of +1 or -1. If None, the rule-based reward is used."""
     lost: Lost | Literal[""] = ""
-    """Why there is no verdict, so that the response counts as wrong; empty if there is one."""
+    """The reason why there is no verdict, or empty if there is one. A response without a verdict is treated as wrong."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """The reward of each of several graders before weighting; `correct` is then the first grader's, and `score` the sum. In an episode, the environment's metrics."""
+    """The reward of each grader before weighting, if there are several. `correct` is then from the first grader, and `score` is the weighted sum. In an
+    episode, the environment's metrics."""
     turn_rewards: tuple[float, ...] = ()
-    """The reward of each turn of an episode; `score` is the sum. A reward from a comparison within the group belongs to the last turn."""
+    """The reward of each turn of an episode. `score` is their sum. A reward from a comparison within the group belongs to the last turn."""
 
     def __init__(
         self,
@@ -195,17 +196,17 @@ class Verdict:
                 object.__setattr__(self, name, convert(found))
             except (TypeError, ValueError):
                 raise ValueError(
-                    f"Verdict: {name}={found!r:.200} ({type(found).__name__}), needs {need}; convert it before it is returned"
+                    f"Verdict: {name}={found!r:.200} ({type(found).__name__}), needs {need}; convert the value in the reward function"
                 ) from None
 
 
 def plain_scalar(value: Any) -> Any:
-    """Returns the Python value of a NumPy scalar or an array without dimensions; other values are returned unchanged."""
+    """Converts a NumPy scalar or zero-dimensional array to its Python value. Other values are returned unchanged."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def as_float(value: Any) -> float:
-    """Returns the float of a number; an integer beyond all floats becomes infinite.
+    """Converts a number to float. An integer that is too large for a float becomes infinity.
 
     Raises:
         ValueError: the value is not a number.
@@ -253,7 +254,7 @@ _VERDICT_FIELDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "parts": (_as_parts, "a mapping of names to numbers"),
     "turn_rewards": (lambda value: tuple(map(as_float, value)), "numbers"),
 }
-"""The conversion of each field of a verdict, and the description of its type."""
+"""The conversion function of each verdict field, and a description of the expected type."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,10 +263,10 @@ class Rollout:
 
     response: Response
     text: str
-    """The response decoded without special tokens, as the grader gets it."""
+    """The response decoded without special tokens, as passed to the grader."""
     verdict: Verdict
     reward: float
-    """The verdict's reward plus the overlong penalty; the advantage is computed from it."""
+    """The verdict's reward plus the overlong penalty. Advantages are computed from this reward."""
     overlong_penalty: float = 0.0
     """The overlong penalty in `reward` (DAPO Eq. 13), in [-penalty_factor, 0]."""
 
@@ -294,12 +295,12 @@ class Group:
 
     @property
     def oldest(self) -> int:
-        """Version of the weights that sampled its oldest token."""
+        """Version of the weights that sampled the oldest token of the group."""
         return min(rollout.response.spans[0].version for rollout in self.rollouts)
 
     @property
     def newest(self) -> int:
-        """Version of the weights that sampled its newest token."""
+        """Version of the weights that sampled the newest token of the group."""
         return max(rollout.response.spans[-1].version for rollout in self.rollouts)
 
     @property

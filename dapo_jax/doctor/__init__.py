@@ -1,4 +1,4 @@
-"""`dapo-jax doctor`: checks whether a configuration can train on this machine, before a run does.
+"""`dapo-jax doctor`: checks before a run whether a configuration can train on this machine.
 
-The lists of checks are in `examination`. Nothing is written into the run's folder; files written elsewhere are removed again.
+The checks are listed in `examination`. Nothing is written to the run's folder, and files written elsewhere are removed again.
 """

@@ -1,4 +1,4 @@
-"""A check, its result, and the run of a list of checks."""
+"""Defines checks and their results, and runs a list of checks."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -11,32 +11,32 @@ from dapo_jax.doctor.subject import Subject
 State = Literal["ok", "warning", "failed", "skipped"]
 
 _MOST = 700
-"""Characters of an error that are shown: compilers write pages."""
+"""Maximum number of characters shown from an error message, because compiler errors may fill pages."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a check, in words for a person."""
+    """The result of a check as text for the user."""
 
     message: str
     state: State = "ok"
     remedy: str = ""
-    """The action to take; empty if `message` names it, as a `ConfigError` does."""
+    """The suggested action; empty if `message` already names it, as in a `ConfigError`."""
     details: tuple[str, ...] = ()
     """Lines that are printed below the table."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One check."""
+    """One check of the doctor."""
 
     name: str
     look: Callable[[Subject], Found]
-    """Makes the check; an exception is a failure."""
+    """Runs the check. An exception is reported as a failure."""
     needs: tuple[str, ...] = ()
-    """Earlier checks without which this one makes no sense."""
+    """Names of earlier checks. If one of them failed or was skipped, this check is skipped."""
     remedy: str = ""
-    """The remedy for an exception other than ConfigError."""
+    """The remedy that is shown for an exception other than ConfigError."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class Finding:
 def examine(
     checks: Sequence[Check], subject: Subject, *, before: Callable[[Check], object] = lambda check: None
 ) -> list[Finding]:
-    """Makes every check in order; after a failure only the checks that need it are skipped.
+    """Runs all checks in order. If a check fails, only the checks that need it are skipped.
 
-    `before` is called with each check that is about to be made.
+    `before` is called with each check before the check runs.
     """
     findings: dict[str, Finding] = {}
     for check in checks:
@@ -68,7 +68,7 @@ def examine(
                 found = check.look(subject)
             except ConfigError as error:
                 found = Found(shortened(str(error)), "failed")
-            except Exception as error:  # a run would end with the same error
+            except Exception as error:  # a run would fail with the same error
                 notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
                 message = shortened(f"{type(error).__name__}: {error}") + notes
                 found = Found(message, "failed", check.remedy)
@@ -77,7 +77,7 @@ def examine(
 
 
 def shortened(text: str, most: int = _MOST) -> str:
-    """Returns the text in one line of at most `most` characters.
+    """Returns the text as one line of at most `most` characters.
 
     >>> shortened("a  b\\nc"), shortened("abcdef", 5)
     ('a b c', 'ab...')

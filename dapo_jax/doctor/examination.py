@@ -1,4 +1,4 @@
-"""The list of checks, the verdict on them, and their output."""
+"""Defines the list of checks, the overall verdict, and the output."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -19,11 +19,11 @@ from dapo_jax.doctor.tiny_step import TinyStep
 from dapo_jax.terminal import visible
 
 OWN_MODEL = {"cpu": 10**9, "gpu": 10**10, "tpu": 10**10}
-"""Platform -> parameters up to which the tiny step takes the run's own model without `full`."""
+"""Platform -> maximum number of parameters for which the tiny step uses the run's own model without `full`."""
 
 _DRIVER = "set JAX_PLATFORMS=cpu, or repair the driver that the message names"
-_GRADER = "mend the reward function, or set another reward.grader"
-_STEP = "a run would end with this error: check that jax fits the driver, and run `dapo-jax doctor` without a configuration"
+_GRADER = "fix the reward function, or set another reward.grader"
+_STEP = "a run would fail with the same error: check that jax matches the driver, and run `dapo-jax doctor` without a configuration"
 
 MACHINE = (
     Check("versions", lambda _: machine.versions()),
@@ -52,10 +52,10 @@ def examination(
     right: str = "",
     before: Callable[[Check], object] = lambda check: None,
 ) -> list[Finding]:
-    """Makes all checks, which takes about a minute. Without `config` it checks the machine alone, with a tiny model.
+    """Runs all checks, which takes about a minute. Without `config`, only the machine is checked, with a tiny model.
 
-    With `quick` the tiny step is left out. `full` and `right` are fields of `Subject`; `before` is called with each check
-    that is about to be made.
+    If `quick` is set, the tiny step is skipped. `full` and `right` are described in `Subject`. `before` is called with each check
+    before the check runs.
     """
     subject, checks = Subject(right=right, full=full, rows=SUMS), MACHINE
     if config is not None:
@@ -65,7 +65,7 @@ def examination(
 
 
 def _of_step(step: TinyStep) -> list[Check]:
-    """Returns the checks of the tiny step."""
+    """Returns the checks that use the tiny step."""
 
     def weights(subject: Subject) -> Found:
         platform, count = jax.default_backend(), subject.described[0].parameters
@@ -73,8 +73,8 @@ def _of_step(step: TinyStep) -> list[Check]:
             return step.weights(subject)
         found = step.weights(Subject(STAND_IN, rows=SUMS))
         large = f"the model has {count:,} parameters, over {limit:,} for a {platform}"
-        message = f"{found.message}, of preset:tiny in its place: {large}"
-        return Found(message, "warning", "--full takes the model itself")
+        message = f"{found.message}; this is preset:tiny, because {large}"
+        return Found(message, "warning", "--full uses the model itself")
 
     needs = ("devices", "mesh", "model", "memory", "training data")
     return [
@@ -96,7 +96,7 @@ def verdict(findings: Sequence[Finding], *, configured: bool) -> tuple[bool, str
     unsure = [finding.name for finding in findings if finding.found.state != "ok"]
     but = f", but see {_listed(unsure)}" if unsure else ""
     if "weights" not in [finding.name for finding in findings]:
-        return True, f"No check keeps {what.lower()} from training here{but}; no step was tried."
+        return True, f"{what} passed all checks{but}; no training step was tried."
     return True, f"{what} can train here{but}."
 
 

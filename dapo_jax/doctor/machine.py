@@ -1,4 +1,4 @@
-"""Checks of the machine: installed packages, devices, memory, disks."""
+"""Checks the machine: installed packages, devices, memory, disks."""
 
 import os
 import platform
@@ -30,17 +30,17 @@ PACKAGES = (
         "wandb",
     ),
 )
-"""The packages that train, and the optional ones of the extras."""
+"""The packages that training needs, followed by the optional packages of the extras."""
 
 _PLUGINS = {"jax-cuda12-plugin": "cuda", "jax-cuda13-plugin": "cuda", "libtpu": "tpu"}
-"""Distribution -> the platform that it adds to JAX."""
+"""Distribution -> the JAX platform that it adds."""
 
 _NVIDIA = Path("/proc/driver/nvidia/version")
 """Exists if an NVIDIA driver is loaded."""
 
 
 def versions() -> Found:
-    """Lists the versions of Python and of the packages, and which packages are missing."""
+    """Lists the versions of Python and of the packages, and the missing packages."""
     found, missing = [f"Python {platform.python_version()}"], list[str]()
     for package in PACKAGES:
         try:
@@ -51,7 +51,7 @@ def versions() -> Found:
 
 
 def devices() -> Found:
-    """Lists kind, number and memory of the devices; warns if an accelerator seems to be unused."""
+    """Reports the kind, number and memory of the devices, and warns if an accelerator seems to be unused."""
     here = jax.devices()
     limit = device_bytes(here[0])
     message = ", ".join(
@@ -67,7 +67,7 @@ def devices() -> Found:
 
 
 def _unused_accelerator() -> tuple[str, str] | None:
-    """Returns the sign of an accelerator that JAX does not use, and the remedy."""
+    """Returns the evidence of an accelerator that JAX does not use, and the remedy, or None."""
     names = {distribution.metadata["Name"].lower() for distribution in distributions()}
     plugins = [name for name in _PLUGINS if name in names]
     asked = os.environ.get("JAX_PLATFORMS", "")
@@ -81,7 +81,7 @@ def _unused_accelerator() -> tuple[str, str] | None:
             "used; otherwise ignore this",
         )
     if _NVIDIA.exists():
-        return "there is an NVIDIA driver, but no plugin of JAX for it", how_to_install("cuda")
+        return "an NVIDIA driver is loaded, but JAX's CUDA plugin is missing", how_to_install("cuda")
     return None
 
 
@@ -90,12 +90,12 @@ def host_memory() -> Found:
     total, available = host_bytes()
     message = f"{gib(available)} available of {gib(total)}"
     if available < 2 * SPARE:
-        return Found(message, "warning", "end other programs: loading JAX and a small model takes 2 GiB")
+        return Found(message, "warning", "close other programs: loading JAX and a small model takes 2 GiB")
     return Found(message)
 
 
 def host_bytes() -> tuple[int, int]:
-    """Returns the host's total and available memory; in a container its limit counts (Linux, cgroup 2)."""
+    """Returns the host's total and available memory, limited to the container's memory (Linux, cgroup 2)."""
     total = available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
@@ -108,11 +108,11 @@ def host_bytes() -> tuple[int, int]:
 
 
 def compilation_cache(subject: Subject) -> Found:
-    """Checks that compiled programs can be cached, and caches them from here on."""
+    """Checks that compiled programs can be cached, and enables the cache for the following checks."""
     folder = subject.config.compilation_cache
     if not folder:
-        return Found("none: compilation_cache is empty, so every start compiles all programs")
+        return Found("disabled: compilation_cache is empty, so every start compiles all programs")
     if not in_bucket(folder):
         place_of(folder, key="compilation_cache", write=True)
     use_compilation_cache(folder)
-    return Found(f"{folder} can be written to")
+    return Found(f"{folder} is writable")

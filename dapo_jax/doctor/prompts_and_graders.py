@@ -1,4 +1,4 @@
-"""Checks of prompts and graders: prompts as the model reads them, and graders on answers that are known to be right."""
+"""Checks prompts, shown as the model receives them, and graders, with answers that are known to be correct."""
 
 import time
 from collections.abc import Sequence
@@ -21,17 +21,17 @@ FORMS = (
     "#### {answer}",
     "<answer>{answer}</answer>",
 )
-"""Forms of a right response; `{marker}` is `reward.answer_marker`."""
+"""The formats in which a correct answer is tried; `{marker}` is `reward.answer_marker`."""
 
 GRADED = 8
-"""Prompts whose answers are graded. A grader may call a paid service."""
+"""Number of prompts whose answers are graded. It is small because a grader may call a paid service."""
 
 SHOWN, LAST = 2, 8
-"""Prompts that are shown, and how many of their last tokens."""
+"""Number of prompts that are shown, and of last tokens shown for each of them."""
 
 
 def training_data(subject: Subject) -> Found:
-    """Checks that there are prompts to train on, and shows some as the model reads them."""
+    """Checks that there are prompts to train on, and shows some as the model receives them."""
     source, notes = subject.training
     details = tuple(line for prompt in subject.prompts(SHOWN) for line in _shown(prompt, subject.tokenizer))
     message = "; ".join([f"{source.rows_per_epoch:,} prompts to train on", *notes])
@@ -42,7 +42,7 @@ def training_data(subject: Subject) -> Found:
 
 
 def _shown(prompt: Prompt, tokenizer: Tokenizer) -> list[str]:
-    """Shows a prompt and its last tokens, where mistakes of chat templates become visible."""
+    """Shows a prompt and its last tokens, where chat template errors become visible."""
     tokens = prompt.tokens
     places = range(max(0, len(tokens) - LAST), len(tokens))
     pieces = " ".join(repr(tokenizer.decode(tokens[at : at + 1])) for at in places)
@@ -61,11 +61,11 @@ def evaluation_data(subject: Subject) -> Found:
 
 
 def grader(subject: Subject) -> Found:
-    """Checks that reference answers are right and an empty response is wrong; of an environment, that it can be made."""
+    """Checks that the grader accepts reference answers and rejects an empty response, or that the environment can be created."""
     config = subject.config
     if source := config.environment.source:
         environment_of(config.environment)
-        return Found(f"the environment {source} gives the rewards; no grader is used")
+        return Found(f"rewards come from the environment {source}; no grader is used")
     asked = [_samples(subject, prompt) for prompt in subject.prompts(GRADED)]
     verdicts: list[list[Verdict]] = []
     submit, close = submit_of(config.reward)
@@ -74,33 +74,33 @@ def grader(subject: Subject) -> Found:
         for samples in asked:
             verdicts.append(submit(samples).result())
             if lost := next((verdict for verdict in verdicts[-1] if verdict.lost), None):
-                remedy = f"correct the grader, or raise reward.timeout_s (now {config.reward.timeout_s:g})"
-                # Further prompts would take as long.
+                remedy = f"fix the grader, or raise reward.timeout_s (now {config.reward.timeout_s:g})"
+                # Stops here because each further prompt may take as long.
                 return Found(f"a response got no verdict: {lost.reason}", "failed", remedy)
         seconds = time.monotonic() - began
     finally:
         if close is not None:
             close()
-    took = f"{sum(map(len, asked))} responses in {seconds:.1f} s, the limit per call is {config.reward.timeout_s:g} s"
+    took = f"{sum(map(len, asked))} responses in {seconds:.1f} s, with a limit of {config.reward.timeout_s:g} s per call"
     if config.dynamic_sampling.metric == "score":
         return _scored(verdicts, took)
     return _judged(asked, verdicts, took, own_form=bool(subject.right))
 
 
 def _samples(subject: Subject, prompt: Prompt) -> list[Sample]:
-    """Returns the right answer in all forms that the tokenizer can write, and last an empty response."""
+    """Returns the correct answer in all formats that the tokenizer can encode, followed by an empty response."""
     marker, source = subject.config.reward.answer_marker, subject.config.model.source
     forms = (subject.right,) if subject.right else FORMS
     written = [form.replace("{marker}", marker).replace("{answer}", prompt.answer) for form in forms]
     samples = []
     for text in (*dict.fromkeys(written), ""):
-        with suppress(ValueError):  # a tokenizer of few characters
+        with suppress(ValueError):  # the tokenizer may lack some characters
             tokens = subject.tokenizer.encode(text)
             samples.append(Sample(prompt=prompt, response=text, tokens=tokens, finish_reason="stop"))
     if len(samples) < 2:
         raise ConfigError(
-            f"model.source={source!r}: its tokenizer cannot write the answer {prompt.answer!r} in any of the forms "
-            f"{', '.join(map(repr, written))}; take another model or dataset"
+            f"model.source={source!r}: its tokenizer cannot encode the answer {prompt.answer!r} in any of the formats "
+            f"{', '.join(map(repr, written))}; use another model or dataset"
         )
     return samples
 
@@ -108,27 +108,27 @@ def _samples(subject: Subject, prompt: Prompt) -> list[Sample]:
 def _judged(
     asked: Sequence[Sequence[Sample]], verdicts: Sequence[Sequence[Verdict]], took: str, *, own_form: bool
 ) -> Found:
-    """Checks verdicts: right or wrong."""
+    """Checks a grader whose verdicts are correct or wrong."""
     by_score = ""
     if any(one.score is not None for each in verdicts for one in each):
-        by_score = "; a score counts as right above 0: if the numbers are the reward, set dynamic_sampling.metric=score"
+        by_score = "; a score above 0 counts as correct: if the score is the reward, set dynamic_sampling.metric=score"
     pairs = list(zip(asked, verdicts, strict=True))
     for samples, each in pairs:
         if each[-1].correct:
-            message = f"an empty response to {_named(samples[0].prompt)} is graded as right"
-            remedy = f"mend the grader: a policy would learn to write nothing{by_score}"
+            message = f"an empty response to {_named(samples[0].prompt)} is graded as correct"
+            remedy = f"fix the grader: a policy would learn to write nothing{by_score}"
             return Found(message, "failed", remedy)
     wrong = [(samples, each) for samples, each in pairs if not any(verdict.correct for verdict in each[:-1])]
     if not wrong:
         form = next(sample.response for sample, one in zip(*pairs[0], strict=True) if one.correct)
         return Found(
-            f"{len(asked)} of {len(asked)} reference answers are right, written like {form!r}, and an empty response is wrong; {took}"
+            f"{len(asked)} of {len(asked)} reference answers are graded as correct, for example {form!r}, and empty responses as wrong; {took}"
         )
     samples, each = wrong[0]
     reason = f" ({each[0].reason})" if each[0].reason else ""
-    form = "" if own_form else "; if it needs another form, name it: --right '<result>{answer}</result>'"
+    form = "" if own_form else "; if it expects another format, add --right '<result>{answer}</result>'"
     return Found(
-        f"{len(wrong)} of {len(asked)} reference answers are graded as wrong, such as {samples[0].prompt.answer!r} to "
+        f"{len(wrong)} of {len(asked)} reference answers are graded as wrong, for example {samples[0].prompt.answer!r} to "
         f"{_named(samples[0].prompt)}, written as {', '.join(repr(sample.response) for sample in samples[:-1])}{reason}",
         "failed" if 2 * len(wrong) >= len(asked) else "warning",
         f"set reward.grader to a grader that fits these answers{form}{by_score}",
@@ -136,7 +136,7 @@ def _judged(
 
 
 def _scored(verdicts: Sequence[Sequence[Verdict]], took: str) -> Found:
-    """Checks scores: there may be no right answer, but an empty response must not have the best score."""
+    """Checks a grader that returns scores. There may be no correct answer, but an empty response must not have the best score."""
     scores = [[one.score for one in each if one.score is not None] for each in verdicts]
     if any(len(known) < len(each) for known, each in zip(scores, verdicts, strict=True)):
         return Found(
@@ -147,7 +147,7 @@ def _scored(verdicts: Sequence[Sequence[Verdict]], took: str) -> Found:
     best, empty = [max(known[:-1]) for known in scores], [known[-1] for known in scores]
     message = f"reference answers score {_span(best)}, an empty response {_span(empty)}; {took}"
     if any(nothing >= answer for nothing, answer in zip(empty, best, strict=True)):
-        remedy = "an empty response scores as much as an answer, so a policy may learn to write nothing: see that this is intended"
+        remedy = "an empty response scores as much as an answer, so a policy may learn to write nothing: check that this is intended"
         return Found(message, "warning", remedy)
     return Found(message)
 

@@ -1,4 +1,4 @@
-"""Checks of the resources that a configuration names: mesh, model, memory, folders, metrics services."""
+"""Checks the configured resources: mesh, model, memory, folders, metrics services."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +21,11 @@ from dapo_jax.trackers import check_trackers
 from dapo_jax.trackers.wandb import wandb_mode, wandb_project
 
 CROWDED = 0.8
-"""Share of the memory above which a warning is given, since activations are not counted."""
+"""Fraction of the memory above which a warning is issued, because activations are not counted."""
 
 
 def mesh(subject: Subject) -> Found:
-    """Checks that the devices make up the configured meshes of trainer and sampler."""
+    """Checks that the devices fit the configured meshes of trainer and sampler."""
     parallel = subject.config.parallel
     train = mesh_of(parallel, rows_per_microbatch=subject.config.batch.rows_per_microbatch)
     trainer, sampler = (
@@ -44,14 +44,14 @@ def model(subject: Subject) -> Found:
 
 
 def memory(subject: Subject) -> Found:
-    """Compares a device's memory with the arrays that are resident together, without activations."""
+    """Compares a device's memory with the arrays that are resident at the same time, without activations."""
     planned = subject.planned
     there, pages, updates = planned.resident, planned.pages, planned.work.updates
     cache = there.decode_state
     if pages.runs_out and not subject.config.sampling.cache_tokens:
-        # The cache takes the memory that is left. It needs room for one sequence in each pool.
+        # The KV cache uses the remaining memory, but it needs room for at least one sequence in each pool.
         cache = cache * pages.table_pages // pages.pool_pages
-    # The gradient is float32, as the parameters are.
+    # The gradient is float32, like the parameters.
     there = replace(there, decode_state=cache, gradient=there.state - there.moments)
     phases = [found[1] for name in ("generate", "update_apply") if (found := together(name, there, updates=updates))]  # fmt: skip
     parts = max(phases, key=lambda each: sum(each.values()))
@@ -62,48 +62,48 @@ def memory(subject: Subject) -> Found:
     else:
         limit, whose = int(available * (1 - MARGIN)), "on a device"
     listed = " + ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
-    message = f"{gib(needed)} at least, of {gib(limit)} {whose}: {listed}"
+    message = f"needs at least {gib(needed)} of {gib(limit)} {whose}: {listed}"
     if needed <= CROWDED * limit:
         return Found(message)
     changes = "lower sampling.slots or sampling.max_response_tokens, or add devices (parallel.fsdp)"
     if needed <= limit:
-        return Found(message, "warning", f"activations come on top: {changes}")
-    return Found(message, "failed", f"{changes}; `dapo-jax plan` compiles the run and tries changes that fit")
+        return Found(message, "warning", f"activations need additional memory: {changes}")
+    return Found(message, "failed", f"{changes}; `dapo-jax plan` finds changes that fit by compiling the run")
 
 
 def disk(subject: Subject) -> Found:
-    """Compares the free space of disks with the bytes that a run writes there."""
+    """Compares free disk space with the bytes that a run writes."""
     try:
         parameters = replace(subject.described[0], lora=lora_of(subject.config.lora)).trained_parameters
-    except ConfigError:  # the check of the model reports it
+    except ConfigError:  # reported by the check `model`
         parameters = 0
     return Found(*room_for(written_by(subject.config, parameters)))
 
 
 def run_dir(subject: Subject) -> Found:
-    """Checks that the run's folder is writable, not in use, and empty or of this very run."""
+    """Checks that the run's folder is writable and not in use, and that it is empty or belongs to this run."""
     config = subject.config
     folder = place_of(config.run_dir, key="run_dir", write=True)
     if not in_bucket(folder):
         try:
             check_free(Path(folder))
         except LockedError as error:
-            remedy = "train again when the run has ended, or set another run_dir"
+            remedy = "wait until that run has ended, or set another run_dir"
             return Found(f"{config.run_dir}: {error}", "failed", remedy)
     if not (folder / "config.yaml").exists():
         check_run_dir(folder, config, resume=False)
-        return Found(f"{config.run_dir} is free")
+        return Found(f"{config.run_dir} is available")
     try:
         check_run_dir(folder, config, resume=True)
     except ConfigError as error:
         return Found(str(error), "failed", "choose another run_dir, or undo the change")
     with Checkpointer(folder / "checkpoints") as checkpointer:
         step = checkpointer.latest_step()
-    message = f"{config.run_dir} holds this run"
+    message = f"{config.run_dir} contains this run"
     if step is not None and step >= config.steps:
         remedy = "raise steps and start with --resume, or choose another run_dir"
-        return Found(f"{message}, done with step {step}", "warning", remedy)
-    state = "without a checkpoint" if step is None else f"with a checkpoint of step {step}"
+        return Found(f"{message}, complete at step {step}", "warning", remedy)
+    state = "without a checkpoint" if step is None else f"with a checkpoint at step {step}"
     return Found(f"{message} {state}", "warning", "start it with --resume, or choose another run_dir")
 
 
@@ -115,4 +115,4 @@ def metrics(subject: Subject) -> Found:
         return Found("metrics.jsonl" + (" and TensorBoard" if log.tensorboard else ""))
     if (mode := wandb_mode()) != "online":
         return Found(f"Weights & Biases, with WANDB_MODE={mode}")
-    return Found(f"Weights & Biases, project {wandb_project()}; an API key is there (not tried)")
+    return Found(f"Weights & Biases, project {wandb_project()}; an API key was found but not tested")

@@ -1,4 +1,4 @@
-"""The configuration that the checks are about, with everything that several checks need of it."""
+"""The configuration that the checks examine, with the model, data and plan that several checks use."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,24 +24,24 @@ STAND_IN = TrainConfig(
     model=ModelConfig(source="preset:tiny", tokenizer="char:0123456789+="),
     data=DataConfig(source="rows", prompt_template="{prompt}="),
 )
-"""A tiny model that adds."""
+"""A tiny model on sums, for checks without the run's own model."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A configuration. Model and data are loaded when a check first needs them."""
+    """The configuration to examine. Model and data are loaded when a check first needs them."""
 
     config: TrainConfig = STAND_IN
     rows: GivenRows | None = None
-    """Rows instead of the configured dataset."""
+    """Rows to use instead of the configured dataset."""
     right: str = ""
-    """How a right response is written, with `{answer}` in it; empty: in one of several ways."""
+    """The format of a correct response, containing `{answer}`. If empty, several common formats are tried."""
     full: bool = False
-    """Whether the tiny step takes the run's own model, however large."""
+    """Whether the tiny step uses the run's own model, however large it is."""
 
     @cached_property
     def described(self) -> tuple[DecoderConfig, Tokenizer, AnyPath | None, int]:
-        """The model's sizes, tokenizer, folder and bytes of weights; no weights are fetched or read."""
+        """The model's shapes, tokenizer, folder and weight size in bytes. No weights are downloaded or loaded."""
         model, size = self.config.model, 0
         try:
             if model.source.startswith("hf:"):
@@ -49,7 +49,7 @@ class Subject:
                 return (*description_of(ModelConfig(source=str(folder))), size)
             decoder, tokenizer, folder = read_base(model, description_of)
             if folder is not None:
-                SafetensorsFolder(folder)  # reads names and shapes: a missing or truncated file is found
+                SafetensorsFolder(folder)  # reads names and shapes, which detects missing and truncated files
                 size = sum(size_of(file) for file in entries(folder) if file.suffix == ".safetensors")
         except ValueError as error:
             raise ConfigError(f"model.source={model.source!r}: {error}") from error
@@ -62,7 +62,7 @@ class Subject:
 
     @cached_property
     def planned(self) -> Plan:
-        """The plan of the run from shapes alone, on the devices that are present."""
+        """The plan of the run on the present devices, from shapes alone."""
         model, folder = self.config.model, self.described[2]
         if folder is not None:  # the plan of a preset or repository is for the published model
             model = replace(model, source=str(folder), revision="")
@@ -70,7 +70,7 @@ class Subject:
 
     @cached_property
     def training(self) -> tuple[PromptSource, Sequence[str]]:
-        """The prompts to train on, and remarks about them."""
+        """The prompts to train on, and notes about them."""
         data, seed = dated(self.config.data), self.config.seed
         source, asked = training_prompts(data, self.tokenizer, seed=seed, rows=self.rows)
         return source, asked.notes

@@ -1,7 +1,7 @@
-"""A training step at small sizes, then grading, an evaluation and a checkpoint of it.
+"""Runs one small training step, then grades its responses, runs an evaluation, and saves and restores a checkpoint.
 
-It uses the objects and the loop of a run (`dapo_jax.run.build.Run`, `run_steps`), with smaller sizes. Half of the responses count as right
-whatever their text, so that every group is informative; the configured grader grades them in a separate check.
+The step uses the objects and the loop of a run (`dapo_jax.run.build.Run`, `run_steps`) with smaller sizes. Half of the responses count as
+correct whatever their text, so that every group is informative. A separate check tests the configured grader on them.
 """
 
 import hashlib
@@ -39,19 +39,19 @@ from dapo_jax.training.minibatch import Minibatch
 from dapo_jax.training.state import TrainState
 
 PROMPTS, GROUP, RESPONSE_TOKENS, SLOTS = 2, 4, 16, 8
-"""The sizes of the tiny step. The mesh may need larger ones."""
+"""The sizes of the tiny step. The mesh may require larger sizes."""
 
 _NUMBERS = (
-    "set model.compute_dtype=float32 and model.attention=xla to see whether the weights or a kernel are the cause; weights that were "
-    "trained in float32 may overflow in another dtype"
+    "set model.compute_dtype=float32 and model.attention=xla to find out whether the weights or a kernel are the cause; weights that "
+    "were trained in float32 may overflow in another dtype"
 )
 
 
 class TinyStep(ExitStack, Observer):
-    """One step and its checks; each needs the earlier ones. As a context manager it removes its files at the end."""
+    """One step and its checks. Each check needs the previous checks. Leaving the context manager removes the step's files."""
 
     def weights(self, subject: Subject) -> Found:
-        """Loads the model onto the run's mesh, as a run does. It refuses weights with NaN or infinity."""
+        """Loads the model onto the run's mesh, as a run does. Weights with NaN or infinity raise an error."""
         prompts = subject.prompts(PROMPTS)
         rows = [dict(prompt.row) for prompt in prompts]
         self._whole, self.config = subject.config, reduced(subject.config, prompts)
@@ -61,10 +61,10 @@ class TinyStep(ExitStack, Observer):
         self._checkpointer = self.enter_context(Checkpointer(folder, keep=1))
         self._state = self._started(resume=False)
         size = _bytes((self._state.params, self._run.policy.frozen))
-        return Found(f"{gib(size)} loaded, all of them finite numbers")
+        return Found(f"{gib(size)} loaded, all values are finite")
 
     def step(self) -> Found:
-        """Makes a step: transfers the weights, samples, and makes two updates."""
+        """Runs a step: transfers the weights, samples responses, and makes two updates."""
         run = self._run
         self._phase, self._updates = "sampling", list[Mapping[str, Metric]]()
         try:
@@ -85,8 +85,8 @@ class TinyStep(ExitStack, Observer):
             return Found("the gradient is zero", "failed", _NUMBERS)
         tokens, limit = sum(one.response_tokens for one in rollouts), self.config.sampling.max_response_tokens
         return Found(
-            f"{len(rollouts)} responses of at most {limit} tokens, {tokens} in all, {metrics['time/sample_s']:.1f} s; "
-            f"{len(self._updates)} updates, loss {loss:.3g}, gradient norm {norm:.3g}, {metrics['time/update_s']:.1f} s; with compiling"
+            f"{len(rollouts)} responses of at most {limit} tokens, {tokens} in total, {metrics['time/sample_s']:.1f} s; "
+            f"{len(self._updates)} updates, loss {loss:.3g}, gradient norm {norm:.3g}, {metrics['time/update_s']:.1f} s; times include compilation"
         )
 
     def after_sampling(self, step: int, collected: Collected) -> None:
@@ -104,7 +104,7 @@ class TinyStep(ExitStack, Observer):
         self._metrics = result.metrics
 
     def agree(self) -> Found:
-        """Compares the log-probabilities of sampler and trainer for the same tokens and weights: at the first update they are the same."""
+        """Compares the log-probabilities of sampler and trainer in the first update, where tokens and weights are the same."""
         first, dtype = to_scalars(self._updates[:1]), self.config.model.compute_dtype
         kl, largest = first["sync/sampler_trainer_kl"], first["sync/logprob_diff_max"]
         return agreement(kl=kl, largest=largest, compute_dtype=dtype, platform=jax.default_backend())
@@ -126,26 +126,26 @@ class TinyStep(ExitStack, Observer):
         lost, right = sum(bool(r.verdict.lost) for r in rollouts), sum(r.correct for r in rollouts)
         by_score, rewards = self.config.dynamic_sampling.metric == "score", [r.reward for r in rollouts]
         scores = f"rewards from {min(rewards):.3g} to {max(rewards):.3g}"
-        message = f"{scores if by_score else f'{right} of {len(rollouts)} are right'}, {lost} got no verdict, {time.monotonic() - began:.1f} s"
+        message = f"{scores if by_score else f'{right} of {len(rollouts)} are correct'}, {lost} got no verdict, {time.monotonic() - began:.1f} s"
         if lost:
             return Found(message, "warning", "raise reward.timeout_s or reward.worker_memory_mb")
         if by_score or right:
             return Found(message)
         if self.config.model.source.startswith("preset:"):
-            return Found(f"{message}; random weights are right by chance alone")
+            return Found(f"{message}; with random weights, a response is correct only by chance")
         if limit < self._whole.sampling.max_response_tokens and all(
             rollout.truncated for rollout in rollouts
         ):
-            return Found(f"{message}; all were cut off after {limit} tokens, which is shorter than in a run")
+            return Found(f"{message}; all were cut off after {limit} tokens, fewer than a run allows")
         return Found(
             message,
             "warning",
-            "so few responses may all be wrong by chance; read its responses (dapo-jax sample), and check that the grader accepts it: "
-            "a run in which all responses are wrong learns nothing. First warm up a model that does not know the task (dapo-jax sft)",
+            "so few responses may all be wrong by chance; read the model's responses (dapo-jax sample), and check that the grader accepts "
+            "their format. If all responses of a run are wrong, it learns nothing: first teach the model the task (dapo-jax sft)",
         )
 
     def _first_turns(self) -> Found:
-        """Gives each sampled response to the environment as the first turn of an episode."""
+        """Passes each sampled response to the environment as the first turn of an episode."""
         policy, began = self._run.policy, time.monotonic()
         episodes = episodes_of(environment_of(self._whole.environment), self._whole, policy)
         assert episodes is not None
@@ -164,7 +164,7 @@ class TinyStep(ExitStack, Observer):
                     after = episodes.step(group.prompt, index, turn).result()
                     answer = "the end" if after is None else f"{decode(after.tokens)!r:.200}"
                     context = (group.prompt.text if not before.anew else "") + decode(before.tokens)
-                    shown = f"to {context!r:.200} and the turn {decode(turn.tokens)!r:.200} with {answer}"
+                    shown = f"the turn {decode(turn.tokens)!r:.200} after {context!r:.200} with {answer}"
                     example = example or shown
                 samples = samples_of(group.prompt, responses, tokenizer=policy.tokenizer)
                 verdicts += episodes.verdicts(samples).result()
@@ -172,22 +172,22 @@ class TinyStep(ExitStack, Observer):
             return Found(
                 f"{len(lost)} of {len(verdicts)} episodes were lost at their first turn: {lost[0].reason}",
                 "failed" if len(lost) == len(verdicts) else "warning",
-                "mend environment.source, or raise environment.timeout_s",
+                "fix environment.source, or raise environment.timeout_s",
             )
         seconds = time.monotonic() - began
         return Found(
-            f"the environment answered {len(verdicts)} first turns in {seconds:.1f} s, such as {example}"
+            f"the environment answered {len(verdicts)} first turns in {seconds:.1f} s, for example {example}"
         )
 
     def evaluate(self) -> Found:
-        """Evaluates on the prompts of the step. Scores of made-up verdicts have no meaning and are not shown."""
+        """Evaluates on the prompts of the step. The verdicts are made up, so their scores are not shown."""
         began, found = time.monotonic(), self._run.sampling.evaluate(self._state.params, 0)
         groups = [group for each in found.values() for group in each]
         seconds = time.monotonic() - began
         return Found(f"{len(groups)} prompts, {len(_rollouts(groups))} responses, {seconds:.1f} s")
 
     def checkpoint(self) -> Found:
-        """Saves the train state in a temporary folder, restores it, and compares it bit for bit."""
+        """Saves the train state to a temporary folder, restores it, and compares it bit for bit."""
         size = _bytes(self._state)
         message, room, remedy = room_for({"TMPDIR": (tempfile.gettempdir(), size)})
         if room != "ok":
@@ -195,7 +195,7 @@ class TinyStep(ExitStack, Observer):
         before, began = _digests(self._state), time.monotonic()
         self._checkpointer.save(1, self._state, {"cursor": 0, IDENTITY: self._run.identity}, {})
         self._checkpointer.wait()
-        del self._state  # there is memory for one
+        del self._state  # memory may suffice for only one state
         self._state = self._started(resume=True)
         seconds = time.monotonic() - began
         changed = [name for name, digest in _digests(self._state).items() if digest != before[name]]
@@ -210,38 +210,38 @@ class TinyStep(ExitStack, Observer):
 
 
 def agreement(*, kl: float, largest: float, compute_dtype: str, platform: str) -> Found:
-    """Checks that two sets of log-probabilities of the same tokens come from one policy.
+    """Checks that the sampler's and the trainer's log-probabilities of the same tokens come from the same policy.
 
-    `kl` is the KL of the sampler's policy from the trainer's, a mean over sampled tokens; `largest` is the largest difference of one
-    token. Both are in nats. The limits are well above rounding, and far below the effect of other weights, positions or temperatures.
-    Both programs add the same numbers in another order. In float32 a rounding is 6e-8 of a logit of about 20; over some dozen layers
-    that makes 1e-5 nats, and a KL, half the mean square, of 1e-10. In bfloat16 a rounding is 4e-3: SmolLM2-135M showed 0.011 nats and
-    a KL of 1.7e-4 (docs/metrics.md). Accelerators also round the operands of float32 products, to bfloat16 or TF32.
+    `kl` is KL(sampler || trainer), a mean over sampled tokens, and `largest` is the largest difference for one token, both in nats. The
+    limits are well above rounding errors, and far below the effect of different weights, positions or temperatures. The two programs
+    add the same numbers in different orders. In float32 the relative rounding error is 6e-8. For logits of about 20 and a few dozen
+    layers, this adds up to 1e-5 nats and a KL of 1e-10 (half the mean square). In bfloat16 the error is 4e-3: SmolLM2-135M showed 0.011
+    nats and a KL of 1.7e-4 (docs/metrics.md). Accelerators also round the operands of float32 products to bfloat16 or TF32.
     """
-    most_kl, most, why = 1e-3, 0.5, f"float32 operands, which a {platform} rounds"
+    most_kl, most, why = 1e-3, 0.5, f"rounding of float32 operands on a {platform}"
     if compute_dtype == "bfloat16":
-        why = "bfloat16 operands"
+        why = "bfloat16 rounding"
     elif platform == "cpu":
-        most_kl, most, why = 1e-6, 1e-3, "float32 sums in another order"
-    message = f"KL {kl:.1e}, largest difference of log-probabilities {largest:.1e} nats; {why} explain up to {most_kl:g} and {most:g}"
-    if kl <= most_kl and largest <= most:  # NaN is neither
+        most_kl, most, why = 1e-6, 1e-3, "the order of float32 sums"
+    message = f"KL {kl:.1e}, largest difference of log-probabilities {largest:.1e} nats; {why} explains up to {most_kl:g} and {most:g}"
+    if kl <= most_kl and largest <= most:  # false for NaN
         return Found(message)
     return Found(
         message,
         "failed",
-        "do not train: the ratio would be of two different policies. To find the cause, try model.attention=xla, "
-        "model.compute_dtype=float32, or one device",
+        "do not train: sampler and trainer are different policies, so the ratio would be wrong. To find the cause, try "
+        "model.attention=xla, model.compute_dtype=float32, or one device",
     )
 
 
 @whole_group
 def half_are_right(samples: Sequence[Sample]) -> list[bool]:
-    """Grades every other response of a group as right, which makes the group informative."""
+    """Grades every other response of a group as correct, which makes the group informative."""
     return [place % 2 == 0 for place in range(len(samples))]
 
 
 def reduced(config: TrainConfig, prompts: Sequence[Prompt]) -> TrainConfig:
-    """Returns the configuration with a step of `prompts`, short responses, few slots and few rows."""
+    """Returns the configuration reduced to a step of `prompts`, with short responses, few slots and few rows."""
     mesh = mesh_of(config.parallel)
     rows, slots = batch_shards(mesh.shape), batch_shards(meshes_of(config.parallel, mesh).sampler.shape)
     slots *= BLOCK_SLOTS if config.sampling.batch_invariant else 1
@@ -249,7 +249,7 @@ def reduced(config: TrainConfig, prompts: Sequence[Prompt]) -> TrainConfig:
     return replaced(
         config,
         {
-            "environment": EnvironmentConfig(),  # `TinyStep.grade` asks the environment
+            "environment": EnvironmentConfig(),  # `TinyStep.grade` tests the environment
             "data.max_prompt_tokens": max(len(prompt.tokens) for prompt in prompts),
             "sampling.max_response_tokens": limit,
             "sampling.slots": -(-SLOTS // slots) * slots,
@@ -279,7 +279,7 @@ def _bytes(tree: PyTree) -> int:
 
 
 def _digests(state: PyTree) -> dict[str, str]:
-    """Returns the digest of each array's bytes."""
+    """Returns a digest of each array's bytes."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): hashlib.blake2b(np.asarray(leaf).tobytes()).hexdigest()
         for path, leaf in jax.tree_util.tree_leaves_with_path(state)

@@ -1,1 +1,1 @@
-"""The decoder, its presets, and model folders in and out."""
+"""The decoder, its presets, and reading and writing of model folders."""

@@ -1,6 +1,6 @@
-"""Reads and writes adapter folders of PEFT: adapter_config.json and adapter_model.safetensors.
+"""Reads and writes PEFT adapter folders, which contain adapter_config.json and adapter_model.safetensors.
 
-The decoder's adapters support a part of PEFT's LoRA. Other settings are refused by their key.
+The decoder supports a subset of PEFT's LoRA settings. Any other setting raises an error that names its key.
 """
 
 import re
@@ -25,16 +25,16 @@ _COVERED_VALUES: dict[str, tuple[Any, ...]] = {
     "use_dora": (False,),
     "use_qalora": (False,),
     "lora_bias": (False,),
-    # PiSSA, OLoRA, CorDA and LoftQ also change the base when they start.
+    # PiSSA, OLoRA, CorDA and LoftQ also change the base model at initialization.
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }
-"""Keys that change the network, and their supported values; null, an empty list and an empty object are always supported."""
+"""Keys that change the network, with their supported values. null, an empty list and an empty object are always supported."""
 
 _SKIPPED = (
     "r", "lora_alpha", "target_modules", "base_model_name_or_path", "revision", "inference_mode", "lora_dropout", "auto_mapping", "peft_version",
     "megatron_core", "qalora_group_size", "loftq_config", "eva_config", "corda_config", "ensure_weight_tying",
 )  # fmt: skip
-"""Keys that are read, that only affect training by PEFT, or that describe the origin."""
+"""Keys that need no check: they are read below, only affect training with PEFT, or only describe the adapter's origin."""
 
 _ADAPTED = re.compile(r"base_model\.model\.model\.layers\.\d+\.\w+\.(\w+)\.lora_[AB]\.weight")
 
@@ -44,20 +44,20 @@ class Adapter(NamedTuple):
 
     shape: LoraShape
     base: str
-    """base_model_name_or_path: a name on the hub, or a folder."""
+    """PEFT's base_model_name_or_path: a repository name on the Hugging Face hub, or a folder."""
     revision: str
 
 
 def is_adapter(folder: AnyPath) -> bool:
-    """Returns whether a folder has an adapter."""
+    """Returns whether a folder contains an adapter."""
     return (folder / ADAPTER_CONFIG).is_file()
 
 
 def read_adapter(folder: AnyPath) -> tuple[Adapter, SafetensorsFolder]:
-    """Returns the description of an adapter and its tensors. Only names and shapes are read.
+    """Returns the description of an adapter and its tensor file. Of the tensors, only names and shapes are read.
 
     Raises:
-        ValueError: a file is missing or damaged, or a setting is not supported; the message names the key.
+        ValueError: a file is missing or damaged, or a setting is not supported. The message names the key.
     """
     path = folder / ADAPTER_CONFIG
     found = read_json(path)
@@ -67,12 +67,12 @@ def read_adapter(folder: AnyPath) -> tuple[Adapter, SafetensorsFolder]:
         covered = _COVERED_VALUES.get(key, (False,))
         if not any(value is each or (isinstance(each, str) and value == each) for each in covered):
             needs = ", ".join(map(repr, covered))
-            raise ValueError(f"{path}: {key}={value!r} is not covered; {needs} is")
+            raise ValueError(f"{path}: {key}={value!r} is not supported (only {needs})")
     file = SafetensorsFolder(folder, single=ADAPTER_TENSORS)
     matched = {name: _ADAPTED.fullmatch(name) for name in file.shapes}
     if odd := sorted(name for name, match in matched.items() if match is None or match[1] not in MATRICES):
         raise ValueError(
-            f"{file.where} has {odd[0]!r}; adapters are supported for {', '.join(MATRICES)} in the layers"
+            f"{file.where} has the tensor {odd[0]!r}; in each layer, adapters are supported for {', '.join(MATRICES)}"
         )
     targets = {match[1] for match in matched.values() if match is not None}
     rank, alpha = found.get("r"), found.get("lora_alpha")
@@ -95,17 +95,17 @@ def save_adapter(
     revision: str = "",
     dtype: str = "float32",
 ) -> int:
-    """Writes an adapter folder that PEFT and `read_adapter` read; returns the bytes of its tensors.
+    """Writes an adapter folder that PEFT and `read_adapter` can load, and returns the size of its tensors in bytes.
 
-    adapter_config.json is written last, so that an interrupted export is not taken for an adapter.
+    adapter_config.json is written last, so that an interrupted export is not mistaken for an adapter.
 
     Args:
-        folder: created if necessary; an adapter in it is replaced.
-        config: the decoder with the adapters in `lora`.
-        adapters: on any devices; one tensor at a time is gathered on the host.
-        base: base_model_name_or_path of PEFT.
-        revision: revision of a base on the hub.
-        dtype: stored type, float32, float16 or bfloat16.
+        folder: target folder. It is created if necessary, and an adapter in it is replaced.
+        config: the decoder, whose `lora` describes the adapters.
+        adapters: parameters of the adapters, on any devices. They are gathered on the host one tensor at a time.
+        base: value of PEFT's base_model_name_or_path.
+        revision: revision of the base model, if it is on the Hugging Face hub.
+        dtype: type in the file: float32, float16 or bfloat16.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ADAPTER_CONFIG).unlink(missing_ok=True)

@@ -1,6 +1,6 @@
 """Attention over whole sequences (training, prefill) and over a cache (decoding).
 
-Scores and the softmax are in float32 whatever the inputs are. `H` query heads share `K` key heads.
+Scores and the softmax are in float32, whatever the dtype of the inputs. Several query heads may share one key head (grouped-query attention).
 """
 
 import jax
@@ -11,13 +11,13 @@ from jaxtyping import Array, Bool, Float, Int
 from dapo_jax.dapo.precision import product
 
 MASKED = -1e30
-"""Score of a masked position: finite, so that a fully masked row is not NaN."""
+"""Score of a masked position. It is finite, so that a fully masked row does not become NaN."""
 
 QUERY_BLOCKS, SMALLEST_BLOCK = 4, 64
-"""Number of blocks into which the queries of a row are split, and the smallest block."""
+"""Number of blocks into which the queries of a row are split, and the minimum size of a block."""
 
 LONG_ROW, LONG_ROW_BLOCK = 4096, 1024
-"""Longer rows are split into blocks of this many queries, whose scores the backward pass recomputes."""
+"""Rows longer than `LONG_ROW` are split into blocks of `LONG_ROW_BLOCK` queries, whose scores are recomputed in the backward pass."""
 
 
 def causal_attention(
@@ -29,10 +29,10 @@ def causal_attention(
     *,
     dtype: str = "float32",
 ) -> Float[Array, "heads head_dim tokens"]:
-    """Each token attends to the tokens of its own segment up to itself; `tokens` are the rows of `segment_ids`, joined.
+    """Computes causal attention within segments. The `tokens` dimension is the concatenation of all rows of `segment_ids`.
 
-    It also sees the segment `prefix_ids`, if this comes before it: a prompt that several responses follow. Tokens
-    of other segments in a row never see each other. Padding (segment 0) sees only padding.
+    Each token attends to earlier tokens of its own segment and to itself. It also attends to earlier tokens of the segment in `prefix_ids`,
+    which is the prompt if several responses share one. Other segments of the row are masked. Padding (segment 0) attends only to padding.
     """
     q, k, v = (part.reshape(*part.shape[:2], *segment_ids.shape) for part in (query, key, value))
     prefix_ids = segment_ids if prefix_ids is None else prefix_ids
@@ -50,10 +50,10 @@ def row_attention(
     first: Int[Array, ""] | None = None,
     dtype: str = "float32",
 ) -> Float[Array, "heads head_dim batch part"]:
-    """Computes `causal_attention` for the queries of each row from column `first` on; None: for all of them.
+    """Computes `causal_attention` for a part of each row's queries, which starts at column `first`. If None, for all queries.
 
-    Queries are processed in blocks. Blocks of whole rows use only the keys up to the block's end, so that nearly half of all
-    scores are never computed.
+    Queries are processed in blocks. For all queries, each block uses only the keys up to the end of the block, so nearly half of
+    the scores are never computed.
     """
     (kv_heads, head_dim, _, seq), part = key.shape, query.shape[-1]
     grouped = (query * head_dim**-0.5).reshape(kv_heads, -1, *query.shape[1:])
@@ -81,7 +81,7 @@ def _attend(
 ) -> Float[Array, "kv_heads group head_dim batch block"]:
     scores = product("kdbt,kgdbs->bkgst", k, grouped, dtype)
     scores = jnp.where(mask[:, None, None], scores, MASKED)
-    # As in decoding, weights are rounded before they are divided by their sum.
+    # As in decoding, attention weights are rounded before they are divided by their sum.
     weights = jnp.exp(scores - lax.stop_gradient(scores.max(-1, keepdims=True)))
     total = weights.sum(-1).transpose(1, 2, 0, 3)[:, :, None]
     return product("kdbt,bkgst->kgdbs", v, weights, dtype) / total
@@ -95,9 +95,9 @@ def part_attention(
     *,
     dtype: str = "float32",
 ) -> Float[Array, "heads head_dim part"]:
-    """Computes causal attention of one part of a sequence, the tokens from `start` on, in chunked prefill. `room` is a multiple of the part.
+    """Computes causal attention for one chunk of a sequence in chunked prefill. The chunk begins at token `start`. `room` is a multiple of `part`.
 
-    Keys are processed a part at a time, up to the queries' own part.
+    Keys are processed in chunks of the same size, up to the chunk of the queries.
     """
     _, head_dim, part = query.shape
     grouped = (query * head_dim**-0.5).reshape(len(keys), -1, head_dim, part)
@@ -118,7 +118,7 @@ def part_attention(
 
     shape = grouped.shape
     rows = (*shape[:2], part)
-    # Every query sees the first keys, so no row is fully masked.
+    # Every query attends to the first key, so no row is fully masked.
     carry = (jnp.full(rows, MASKED), jnp.zeros(rows), jnp.zeros(shape))
     _, total, out = lax.fori_loop(0, start // part + 1, attend, carry)
     return (out / total[:, :, None]).reshape(query.shape).astype(query.dtype)
@@ -132,10 +132,10 @@ def cached_attention(
     *,
     chunk: int = 256,
 ) -> Float[Array, "heads head_dim slots"]:
-    """One query per slot attends to the first `lengths` entries of its cache.
+    """Computes attention for one query per slot over the first `lengths` entries of the slot's KV cache.
 
-    It reads only as many chunks as the longest slot needs. A chunk beyond a slot's length adds exact zeros, so a
-    slot's result does not depend on the lengths of other slots.
+    The loop runs over as many chunks as the longest slot needs. Chunks beyond the length of a shorter slot add exact zeros, so
+    the result of a slot does not depend on the lengths of other slots.
     """
     heads, head_dim, slots = query.shape
     kv_heads, capacity = values.shape[1], values.shape[2]
@@ -146,7 +146,7 @@ def cached_attention(
     )
 
     def attend(start: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        # The last chunk is moved back to end at the capacity; repeated positions are masked.
+        # The last chunk is moved back so that it ends at the capacity. Positions that it repeats are masked.
         begin = jnp.minimum(start, capacity - chunk)
         top, total, out = carry
         part_keys = lax.dynamic_slice_in_dim(keys, begin, chunk, axis=3)
@@ -168,6 +168,6 @@ def cached_attention(
     else:
         chunks = (lengths.max() + chunk - 1) // chunk
         _, total, out = lax.fori_loop(0, chunks, lambda i, c: attend(i * chunk, c), carry)
-    # A free slot has length 0 and total 0; its output is 0 and unused.
+    # A free slot has length 0 and total 0, so its output is 0. The output is not used.
     out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
     return out.transpose(1, 2, 3, 0).reshape(query.shape).astype(query.dtype)

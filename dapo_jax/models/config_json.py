@@ -1,7 +1,7 @@
-"""Converts between config.json of the Hugging Face layout and `DecoderConfig`.
+"""Converts between a Hugging Face config.json and `DecoderConfig`.
 
-transformers' Llama, Qwen2 and Qwen3 read a closed set of keys. Each of these is either converted, or refused by
-name if the decoder does not support its value. Other keys (names, versions) are ignored.
+The Llama, Qwen2 and Qwen3 models in transformers use a fixed set of keys. Each of these keys is converted, or raises
+an error if the decoder does not support its value. Other keys, such as names and versions, are ignored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.rope import RopeScaling
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-WHAT_LOADS = "docs/bring_your_model.md lists what loads"
+WHAT_LOADS = "docs/bring_your_model.md lists the supported models"
 
 _FIELDS = {
     "vocab_size": "vocab_size",
@@ -25,7 +25,7 @@ _FIELDS = {
     "max_positions": "max_position_embeddings",
     "tied_embeddings": "tie_word_embeddings",
 }
-"""The key of config.json for each field."""
+"""The key in config.json for each field of `DecoderConfig`."""
 
 _COVERED_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -39,7 +39,7 @@ _COVERED_VALUES: dict[str, tuple[Any, ...]] = {
     # Importance ratios compare log-probabilities, which must not depend on dropout.
     "attention_dropout": (0.0,),
 }
-"""Keys that change the network, and their supported values; null is always supported."""
+"""Keys that change the network, with their supported values. null is always supported."""
 
 _ORIGINAL = "original_max_position_embeddings"
 _SCALING_KINDS: dict[str, tuple[str, ...]] = {
@@ -47,20 +47,20 @@ _SCALING_KINDS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", _ORIGINAL, "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", _ORIGINAL, "beta_fast", "beta_slow", "attention_factor"),
 }
-"""The rotary settings of each kind, which are fields of `RopeScaling`; the field of `_ORIGINAL` is original_max_positions."""
+"""The settings of each kind of RoPE scaling. They are fields of `RopeScaling`, where `_ORIGINAL` is called original_max_positions."""
 _NEUTRAL = {"partial_rotary_factor": 1.0, "truncate": True}
-"""Rotary settings that change nothing at this value."""
+"""RoPE settings that have no effect at these values."""
 
 
 def family_of(config: DecoderConfig) -> str:
-    """Returns the model_type of a decoder.
+    """Returns the model_type of a decoder in config.json.
 
     Raises:
-        ValueError: no family has this combination of switches.
+        ValueError: no model family has this combination of options.
     """
     if config.qkv_bias and config.qk_norm:
         raise ValueError(
-            "no model family has both qkv_bias (Qwen2) and qk_norm (Qwen3); such a decoder has no config.json"
+            "no model family has both qkv_bias (Qwen2) and qk_norm (Qwen3), so config.json cannot describe this decoder"
         )
     return "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
 
@@ -73,7 +73,7 @@ def describe(
     bos_id: int | None = None,
     pad_id: int | None = None,
 ) -> dict[str, Any]:
-    """Returns the content of config.json, with rotary settings in the notations of transformers 4 and 5."""
+    """Returns the content of config.json. RoPE settings are included in the formats of both transformers 4 and 5."""
     family = family_of(config)
     described = {theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()}
     scaling = None
@@ -99,7 +99,7 @@ def describe(
 
 
 def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
-    """Returns the decoder that the content of a config.json describes; `where` is its path for messages.
+    """Converts the content of a config.json to a `DecoderConfig`. `where` is the file's path for error messages.
 
     Raises:
         ValueError: a key is missing, or the decoder does not support its value.
@@ -107,9 +107,9 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
     family = described.get("model_type")
     if family not in FAMILIES:
         named = ", ".join(map(str, described.get("architectures") or ()))
-        its = f"; its architecture is {named}" if named else ""
+        its = f" (architecture {named})" if named else ""
         raise ValueError(
-            f"{where}: model_type {family!r} is not covered; llama, qwen2 and qwen3 are{its}; {WHAT_LOADS}"
+            f"{where}: model_type {family!r}{its} is not supported (only llama, qwen2 and qwen3). {WHAT_LOADS}"
         )
     _refuse_what_is_not_covered(described, family, where)
     rope = _rope(described, where)
@@ -135,12 +135,12 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
 
 
 def _present(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Removes nulls, which mean the same as absent keys."""
+    """Removes keys whose value is null. They mean the same as absent keys."""
     return {key: value for key, value in described.items() if value is not None}
 
 
 def _family_defaults(described: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """Returns transformers' defaults of keys that older files lack."""
+    """Returns transformers' default values of keys that are missing in older files."""
     heads, width = described.get("num_attention_heads"), described.get("hidden_size")
     head_dim = 128 if family == "qwen3" else width // heads if heads and width else None
     return _present({"tie_word_embeddings": False, "num_key_value_heads": heads, "head_dim": head_dim})
@@ -150,20 +150,20 @@ def _refuse_what_is_not_covered(described: Mapping[str, Any], family: str, where
     for key, covered in _COVERED_VALUES.items():
         value = described.get(key)
         if value is not None and value not in covered:
-            known = f"; {' or '.join(map(repr, covered))} is" if covered else "; the key must be absent"
-            raise ValueError(f"{where}: {key}={value!r} is not covered{known}; {WHAT_LOADS}")
+            known = f" (only {' or '.join(map(repr, covered))})" if covered else "; remove the key"
+            raise ValueError(f"{where}: {key}={value!r} is not supported{known}. {WHAT_LOADS}")
     if odd := [kind for kind in described.get("layer_types") or () if kind != "full_attention"]:
         raise ValueError(
-            f"{where}: layer_types has {odd[0]!r}, which is not covered; 'full_attention' is; {WHAT_LOADS}"
+            f"{where}: layer_types has {odd[0]!r}, which is not supported (only 'full_attention'). {WHAT_LOADS}"
         )
     covered = f"{family.capitalize()}ForCausalLM"
     named = described.get("architectures") or [covered]
     if named != [covered]:
-        raise ValueError(f"{where}: architectures {named!r} is not covered; {covered} is; {WHAT_LOADS}")
+        raise ValueError(f"{where}: architectures {named!r} is not supported (only {covered}). {WHAT_LOADS}")
 
 
 def _rope(described: Mapping[str, Any], where: object) -> dict[str, Any]:
-    """Returns the rotary settings under rope_parameters (transformers 5), or rope_theta and rope_scaling."""
+    """Returns the RoPE settings from rope_parameters (transformers 5), or from rope_theta and rope_scaling (transformers 4)."""
     notations = [described.get(key) for key in ("rope_parameters", "rope_scaling")]
     found = [_completed(rope, described) for rope in notations if rope] or [_completed({}, described)]
     if found[0] != found[-1]:
@@ -174,20 +174,20 @@ def _rope(described: Mapping[str, Any], where: object) -> dict[str, Any]:
     kind = rope["rope_type"]
     if kind != "default" and kind not in _SCALING_KINDS:
         raise ValueError(
-            f"{where}: rope_type {kind!r} is not covered; default, {', '.join(_SCALING_KINDS)} are"
+            f"{where}: rope_type {kind!r} is not supported (only default, {', '.join(_SCALING_KINDS)})"
         )
-    # Files may have the original context although their kind does not use it.
+    # Files may contain the original context length although their kind of scaling does not use it.
     known = {*_SCALING_KINDS.get(kind, ()), "rope_type", "rope_theta", _ORIGINAL, *_NEUTRAL}
     for key, value in rope.items():
         if key not in known or value != _NEUTRAL.get(key, value):
-            raise ValueError(f"{where}: {key}={value!r} of rope_type {kind!r} is not covered")
+            raise ValueError(f"{where}: {key}={value!r} with rope_type {kind!r} is not supported")
     if kind != "default" and "factor" not in rope:
-        raise ValueError(f"{where} lacks the key 'factor' of rope_type {kind!r}")
+        raise ValueError(f"{where} lacks the key 'factor', which rope_type {kind!r} needs")
     return rope
 
 
 def _completed(rope: Mapping[str, Any], described: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns one notation with the keys outside of it and the defaults."""
+    """Adds defaults, and settings that are stored outside of `rope`, to the RoPE settings in `rope`."""
     inside = _present(rope)
     old_name = inside.pop("type", "default")
     elsewhere = _present(described.get("rope_parameters") or {}) | _present(described)

@@ -1,15 +1,15 @@
 """One decoder for the Llama 3, Qwen2 and Qwen3 families, for training and sampling.
 
-A `Block` does not implement attention: it passes queries, keys and values to the function `attend`. Training attends within
-a row, prefill also keeps keys and values, decoding attends to the KV cache. So trainer and sampler share one definition of
-the network. The sampler's weights may be `Quantized`.
+A `Block` does not implement attention, but passes queries, keys and values to a function `attend`. In training, this function
+attends within a row. In prefill, it also stores keys and values. In decoding, it attends to the KV cache. In this way, trainer
+and sampler share one definition of the network. The sampler's weights may be `Quantized`.
 
-Activations have their features first and their tokens last. Weights have their outputs first, as in transformers.
-With few tokens, as in decoding, XLA on CPU multiplies such matrices about 1.15 times as fast as with the opposite order;
-in training the speed is equal.
+In activations, features are the first dimension and tokens the last. In weights, outputs are the first dimension, as in
+transformers. With few tokens, as in decoding, XLA on CPU is about 1.15 times as fast with this order as with the opposite
+order. In training, both orders have the same speed.
 
-Layers are stacked along a leading axis and scanned, so compile time does not grow with depth. Every parameter names
-its logical axes; `parallel.sharding` maps these to mesh axes.
+Layers are stacked along a leading axis and scanned, so compile time does not grow with depth. Every parameter declares
+its logical axes, and `parallel.sharding` maps them to mesh axes.
 """
 
 from collections.abc import Callable
@@ -30,10 +30,10 @@ from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.rope import rope_frequencies
 
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
-"""(query, key, value), each [heads, head_dim, tokens] -> (attention output, any value of this layer that the caller needs)."""
+"""(query, key, value), each [heads, head_dim, tokens] -> (attention output, a value of this layer that `Block` returns to its caller)."""
 
 RopeTables = tuple[Array, Array]
-"""Cosine and sine of the rotation angles of queries and keys, each [head_dim / 2, tokens]."""
+"""Cosine and sine of the RoPE angles, each [head_dim / 2, tokens]."""
 
 WHOLE = Layout()
 
@@ -46,14 +46,14 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
 def rms_norm(
     x: Float[Array, "dim tokens"], weight: Float[Array, " dim"], eps: float
 ) -> Float[Array, "dim tokens"]:
-    """Computes the root-mean-square norm over the first axis in float32; returns it in the dtype of `x`."""
+    """Applies RMS normalization over the first axis. It is computed in float32, and returned in the dtype of `x`."""
     wide = x.astype(jnp.float32)
     scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=0, keepdims=True) + eps)
     return (scaled * weight.astype(jnp.float32)[:, None]).astype(x.dtype)
 
 
 def rope_tables(positions: Int[Array, " tokens"], config: DecoderConfig) -> RopeTables:
-    """Returns the rotation of each position, which all layers share."""
+    """Returns the RoPE tables for the given positions. All layers share them."""
     scaling = config.rope_scaling
     frequencies = jnp.asarray(rope_frequencies(config.head_dim, config.rope_theta, scaling))
     angles = frequencies[:, None] * positions.astype(jnp.float32)[None]
@@ -64,7 +64,7 @@ def rope_tables(positions: Int[Array, " tokens"], config: DecoderConfig) -> Rope
 def rotary(
     x: Float[Array, "heads head_dim tokens"], rope: RopeTables
 ) -> Float[Array, "heads head_dim tokens"]:
-    """Applies rotary position embedding; dimension i is paired with i + head_dim / 2 (Su et al. 2021, in Llama's layout)."""
+    """Applies rotary position embedding (Su et al. 2021). As in Llama, dimension i is paired with dimension i + head_dim / 2."""
     cos, sin = (part[None] for part in rope)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=1).astype(x.dtype)
@@ -75,19 +75,19 @@ def _weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], fan_i
 
 
 def _filled(value: float, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param[Array]:
-    # Without the dtype, arrays are weakly typed and all programs compile again after the first update.
+    # Without the dtype, the arrays would be weakly typed, and all programs would be compiled again after the first update.
     return nnx.Param(jnp.full(shape, value, jnp.float32), axes=axes)
 
 
 def _table(rngs: nnx.Rngs, config: DecoderConfig) -> nnx.Param[Array]:
-    """Returns a row for each entry of the vocabulary; padding does not change the values."""
+    """Returns a table with one row per vocabulary entry. The initial values do not depend on the number of padding rows."""
     initial = jax.random.normal(rngs.params(), (config.vocab_size, config.embed_dim)) * config.embed_dim**-0.5
     rows = ((0, config.vocab_rows - config.vocab_size), (0, 0))
     return nnx.Param(jnp.pad(initial, rows), axes=("vocab", "embed"))
 
 
 class Block(nnx.Module):
-    """One layer: attention and a gated MLP, each after a norm and added to the residual stream."""
+    """One transformer layer: attention and a gated MLP. Each has a norm before it, and its result is added to the residual stream."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Block(nnx.Module):
         self.query = _weight(rngs, (heads, dim, embed), ("heads", "head_dim", "embed"), embed)
         self.key = _weight(rngs, (kv_heads, dim, embed), ("kv_heads", "head_dim", "embed"), embed)
         self.value = _weight(rngs, (kv_heads, dim, embed), ("kv_heads", "head_dim", "embed"), embed)
-        # The two matrices that write to the residual stream start smaller in deeper models.
+        # The two matrices whose results are added to the residual stream have smaller initial values in deeper models.
         writers = 2 * config.layers
         self.output = _weight(
             rngs, (embed, heads, dim), ("embed", "heads", "head_dim"), heads * dim * writers
@@ -132,7 +132,7 @@ class Block(nnx.Module):
     ) -> tuple[
         Float[Array, "heads dim tokens"], Float[Array, "kv dim tokens"], Float[Array, "kv dim tokens"]
     ]:
-        """Returns queries, keys and values, with rotary embedding applied."""
+        """Returns queries, keys and values. RoPE is applied to queries and keys."""
         config = self.config
         query, key, value = (
             self._project(name, x, ("heads", "head_dim", "embed")) for name in ("query", "key", "value")
@@ -151,7 +151,7 @@ class Block(nnx.Module):
     def __call__(
         self, x: Float[Array, "embed part"], rope: RopeTables, attend: Attend
     ) -> tuple[Float[Array, "embed part"], Any]:
-        """Returns the layer's output and the second value of `attend`; `rope` are the positions' `rope_tables`."""
+        """Returns the layer's output, and the second value that `attend` returned. `rope` is the result of `rope_tables` for the tokens' positions."""
         eps, dtype = self.config.norm_eps, self.compute_dtype
         inner, outer = partial(self.layout.inner, dtype=dtype), partial(self.layout.outer, dtype=dtype)
         normed = inner(rms_norm(x, self.attention_norm[...], eps))
@@ -163,14 +163,14 @@ class Block(nnx.Module):
         return x + outer(self._project("down", gated, ("embed", "mlp"))), kept
 
     def _project(self, name: str, x: Float[Array, "inputs tokens"], axes: tuple[str, ...]) -> Array:
-        """Multiplies by the weight `name` and adds its adapter's product, under the checkpoint name of rematerialisation.
+        """Multiplies `x` by the weight `name`, and adds the contribution of its adapter, if there is one.
 
-        `axes` are the weight's logical axes; the last one is summed over.
+        The result is named for `jax.checkpoint` policies. `axes` are the weight's logical axes, and the product sums over the last of them.
         """
         spec = "hde,et->hdt" if len(axes) == 3 else "oi,it->ot"
         weight, in_parts = getattr(self, name)[...], self.layout.in_parts(axes[-1])
         if name == "output":
-            # With heads and their dimensions as two axes, XLA would transpose the weight at every call.
+            # If heads and head_dim were separate axes, XLA would transpose the weight in every call.
             weight = weight.reshape(len(weight), -1)
         result = self._product(spec, weight, x, axes, in_parts=in_parts)
         if hasattr(self, f"{name}_{LORA_PARTS[0]}"):
@@ -188,7 +188,7 @@ class Block(nnx.Module):
 
 
 class EmbeddingAndHead(nnx.Module):
-    """The layers before and after the blocks: embedding, final norm, unembedding."""
+    """The layers before and after the blocks: embedding, final norm and unembedding."""
 
     def __init__(
         self,
@@ -212,17 +212,17 @@ class EmbeddingAndHead(nnx.Module):
         return self.layout.lookup(table, tokens, self.compute_dtype)
 
     def unembedding(self) -> Float[Array, "vocab embed"] | Quantized:
-        """Returns the matrix whose products with final hidden states are the logits."""
+        """Returns the matrix that maps final hidden states to logits, with one row per vocabulary entry."""
         return (self.embedding if self.config.tied_embeddings else self.lm_head)[...]
 
     def normed(self, x: Float[Array, "embed tokens"]) -> Float[Array, "tokens embed"]:
-        """Applies the final norm and transposes: a row for each token."""
+        """Applies the final norm and transposes the result, so that it has one row per token."""
         normed = rms_norm(x, self.final_norm[...], self.config.norm_eps)
-        # Without the barrier, XLA fuses the transposition into the product with the unembedding, which is slower on CPU.
+        # Without the barrier, XLA fuses the transpose into the product with the unembedding, which is slower on CPU.
         return jax.lax.optimization_barrier(normed.T)
 
     def logits(self, hidden: Float[Array, "*tokens embed"]) -> Float[Array, "*tokens vocab"]:
-        """Returns float32 logits of hidden states after the final norm; padding of the vocabulary has -inf."""
+        """Returns float32 logits of hidden states to which the final norm was applied. Logits of vocabulary padding are -inf."""
         flat = hidden.reshape(-1, hidden.shape[-1])
         logits = product("ve,te->tv", self.unembedding(), flat, self.compute_dtype)
         if logits.shape[1] != self.config.vocab_size:
@@ -232,7 +232,7 @@ class EmbeddingAndHead(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """The trained network over whole rows of tokens: EmbeddingAndHead and stacked blocks."""
+    """The network in training, which processes whole rows of tokens: `EmbeddingAndHead` and the blocks."""
 
     def __init__(
         self,
@@ -247,12 +247,12 @@ class Decoder(nnx.Module):
         """Initializes random weights in float32.
 
         Args:
-            config: sizes and switches.
+            config: sizes and architecture options.
             rngs: random keys.
-            compute_dtype: of matrix products.
-            remat: none, full or dots: the parts of a layer that the backward pass recomputes.
-            layout: of arrays over devices.
-            apart: each layer has its own arrays, as in a sampler, which can then share them; compile time grows with depth.
+            compute_dtype: dtype of matrix products.
+            remat: `none` stores all activations, `full` recomputes layers in the backward pass, `dots` stores only the results of projections.
+            layout: layout of arrays over devices.
+            apart: store the arrays of each layer separately, as a sampler does, so that it can share them. Compile time then grows with depth.
         """
         self.remat = remat
         how: dict[str, Any] = {"compute_dtype": compute_dtype, "layout": layout}
@@ -270,7 +270,7 @@ class Decoder(nnx.Module):
         segment_ids: Int[Array, "batch seq"],
         prefix_ids: Int[Array, "batch seq"] | None = None,
     ) -> Float[Array, "batch row embed"]:
-        """Returns final hidden states of whole rows; column t depends on its segment up to and including t."""
+        """Returns the final hidden states of whole rows. Column t depends on the tokens of its segment (and its prompt) up to and including t."""
         rope = rope_tables(positions.reshape(-1), self.ends.config)
 
         def attend(query: Array, key: Array, value: Array) -> tuple[Array, None]:
@@ -282,7 +282,7 @@ class Decoder(nnx.Module):
 
         if self.remat != "none":
             layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat], static_argnums=0)
-        # With one axis of tokens, the backward pass is 1.6 times faster on CPU than with two.
+        # With a single token axis, the backward pass on CPU is 1.6 times as fast as with two axes.
         x = self.ends.embed(tokens.reshape(-1))
         if isinstance(self.blocks, nnx.List):
             for graph, weights in map(nnx.split, self.blocks):
@@ -294,12 +294,12 @@ class Decoder(nnx.Module):
 
 
 def graph_of(config: DecoderConfig, **how: Any) -> nnx.GraphDef[Any]:
-    """Returns the structure from which `nnx.merge` makes a `Decoder` with the arguments `how`, together with parameters."""
+    """Returns the graph definition of a `Decoder` with the arguments `how`. `nnx.merge` combines it with parameters."""
     return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), **how)))[0]
 
 
 def unstacked(params: nnx.State) -> nnx.State:
-    """Converts parameters with stacked layers into parameters with layers `apart`."""
+    """Converts parameters with stacked layers to parameters with separate arrays per layer (see `apart` in `Decoder`)."""
     blocks = params["blocks"]
     count = len(jax.tree.leaves(blocks)[0])
     layers = {index: jax.tree.map(lambda leaf, index=index: leaf[index], blocks) for index in range(count)}
@@ -307,5 +307,5 @@ def unstacked(params: nnx.State) -> nnx.State:
 
 
 def is_apart(params: nnx.State) -> bool:
-    """Returns whether each layer of a decoder's parameters has its own arrays."""
+    """Returns whether the parameters have separate arrays per layer (see `apart` in `Decoder`)."""
     return 0 in params["blocks"]

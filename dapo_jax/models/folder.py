@@ -1,6 +1,6 @@
 """Reads and writes model folders in the Hugging Face layout: config.json and safetensors files.
 
-Tensor names and orientations are the same as in transformers' Llama, Qwen2 and Qwen3, so transformers opens these folders.
+Tensor names and orientations are the same as in transformers' Llama, Qwen2 and Qwen3, so transformers can load these folders.
 """
 
 import os
@@ -35,19 +35,19 @@ def load_model(
     by_rows: ByRows | None = None,
     apart: bool = False,
 ) -> tuple[DecoderConfig, nnx.State]:
-    """Reads a model folder tensor by tensor, stored in any float type.
+    """Loads a model folder tensor by tensor. The tensors may be float32, float16 or bfloat16.
 
     Args:
-        folder: has config.json and model.safetensors, or several files and model.safetensors.index.json. Of a folder in a bucket
-            (`dapo_jax.storage`), ranges are read.
-        config: the result of `read_config`, perhaps with a larger `vocab_multiple`; None: reads it.
-        shardings: returns the sharding of each parameter from their shapes; None: the default device.
-        dtype: of the parameters in memory; norms are in float32.
-        by_rows: `dapo_jax.parallel.sharding.read_by_rows` for a folder in a bucket, so that no two processes read the same rows.
-        apart: each layer has its own arrays, as in `Decoder` with `apart`; False: they are stacked.
+        folder: contains config.json, and model.safetensors or several files with model.safetensors.index.json. From a folder in a
+            bucket (`dapo_jax.storage`), only the needed byte ranges are read.
+        config: the result of `read_config`, possibly with a larger `vocab_multiple`. None: config.json is read.
+        shardings: a function from the shapes of all parameters to their shardings. None: all parameters are on the default device.
+        dtype: dtype of the parameters in memory, except norms, which are always float32.
+        by_rows: pass `dapo_jax.parallel.sharding.read_by_rows` for a folder in a bucket, so that no two processes read the same rows.
+        apart: store the arrays of each layer separately, as in `Decoder`. False: layers are stacked.
 
     Raises:
-        ValueError: a file is missing or damaged, or the decoder does not support the model; the message names
+        ValueError: a file is missing or damaged, or the decoder does not support the model. The message names
             the file and the key or tensor.
     """
     config = config or read_config(folder)
@@ -56,10 +56,10 @@ def load_model(
 
 
 def read_config(folder: str | os.PathLike[str]) -> DecoderConfig:
-    """Reads config.json.
+    """Loads the `DecoderConfig` from a folder's config.json.
 
     Raises:
-        ValueError: it is missing, is not JSON, lacks a key, or describes an unsupported model.
+        ValueError: config.json is missing, is not JSON, lacks a key, or describes an unsupported model.
     """
     path = path_of(folder) / CONFIG
     return understand(read_json(path), path)
@@ -78,19 +78,19 @@ def save_model(
     pad_id: int | None = None,
     token_ids: Mapping[str, Any] = MappingProxyType({}),
 ) -> int:
-    """Writes a model folder that `load_model` and transformers read; returns the bytes of its tensors.
+    """Writes a model folder that `load_model` and transformers can load, and returns the size of its tensors in bytes.
 
     Args:
-        folder: created if necessary; a model in it is replaced. It may be in a bucket (`dapo_jax.storage`).
-        config: sizes and switches.
-        params: the decoder's parameters, on any devices; one tensor at a time is gathered on the host.
-        adapters: are added to their matrices.
-        dtype: stored type, float32, float16 or bfloat16.
-        max_shard_bytes: largest size of a file.
-        eos_ids: tokens that end a text, for config.json.
-        bos_id: the token that begins a text, if there is one.
-        pad_id: the token that fills unused positions.
-        token_ids: further tokens by their names in config.json.
+        folder: target folder, which may be in a bucket (`dapo_jax.storage`). It is created if necessary, and a model in it is replaced.
+        config: sizes and architecture options.
+        params: the decoder's parameters, on any devices. They are gathered on the host one tensor at a time.
+        adapters: adapters to merge into their matrices.
+        dtype: type in the files: float32, float16 or bfloat16.
+        max_shard_bytes: maximum size of a file.
+        eos_ids: end-of-text tokens.
+        bos_id: beginning-of-text token, if there is one.
+        pad_id: padding token, if there is one.
+        token_ids: additional token ids, by their keys in config.json.
     """
     described = describe(config, dtype=dtype, eos_ids=eos_ids, bos_id=bos_id, pad_id=pad_id) | dict(token_ids)
     tensors = list(exported(config, params, adapters))
@@ -105,11 +105,11 @@ def write_model(
     dtype: str,
     max_shard_bytes: int = 5 * 2**30,
 ) -> int:
-    """Writes tensors and then config.json with the content `described`; returns the bytes of the tensors.
+    """Writes tensors, and then config.json with the content `described`. Returns the size of the tensors in bytes.
 
-    config.json is written last, so that an interrupted export is not taken for a model.
+    config.json is written last, so that an interrupted export is not mistaken for a model.
     """
-    check_dtype(dtype)  # before files of an earlier model are removed
+    check_dtype(dtype)  # must come before the files of an earlier model are removed
     path = path_of(folder)
     path.mkdir(parents=True, exist_ok=True)
     (path / CONFIG).unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""Reads GGUF files of the Llama, Qwen2 and Qwen3 architectures, dequantized tensor by tensor.
+"""Loads GGUF files of the Llama, Qwen2 and Qwen3 architectures, and dequantizes them tensor by tensor.
 
-The package `gguf` (the extra `gguf`) reads the format and its quantizations.
+The package `gguf` (installed by the extra `gguf`) parses the format and dequantizes the tensors.
 """
 
 from collections.abc import Mapping
@@ -19,19 +19,19 @@ _ROPE_FACTORS = "rope_freqs.weight"
 
 
 class GgufFile:
-    """The tensors of a GGUF file under Hugging Face's names and in their row order; implements `tensors.TensorFile`."""
+    """The tensors of a GGUF file, with the names and the row order of Hugging Face files. Implements `tensors.TensorFile`."""
 
     def __init__(self, path: Path) -> None:
-        """Reads metadata and shapes; the tensors stay in the file.
+        """Reads the metadata and the shapes. The tensors are read later, on access.
 
         Raises:
-            ValueError: the package `gguf` is missing, the file cannot be read, or its architecture is not covered.
+            ValueError: the package `gguf` is missing, the file cannot be read, or its architecture is not supported.
         """
         try:
             from gguf import MODEL_ARCH, GGUFReader, get_tensor_name_map
         except ImportError as error:
             raise ValueError(
-                f"{path} is a GGUF file; reading it needs the package gguf: {how_to_install('gguf')}"
+                f"{path} is a GGUF file, which needs the package gguf: {how_to_install('gguf')}"
             ) from error
         self.where = str(path)
         try:
@@ -41,12 +41,12 @@ class GgufFile:
             }
         except (OSError, ValueError, IndexError, KeyError, OverflowError) as error:
             raise ValueError(
-                f"cannot read {path}: it is not a GGUF file, or not complete ({error})"
+                f"cannot read {path}: it is not a GGUF file, or it is incomplete ({error})"
             ) from error
         self._family = self.metadata.get("general.architecture")
         if self._family not in FAMILIES:
             raise ValueError(
-                f"{path}: architecture {self._family!r} is not covered; llama, qwen2 and qwen3 are; {WHAT_LOADS}"
+                f"{path}: architecture {self._family!r} is not supported (only llama, qwen2 and qwen3). {WHAT_LOADS}"
             )
         layers = min(self._size("block_count"), len(reader.tensors))  # the file may be damaged
         known = get_tensor_name_map(MODEL_ARCH[self._family.upper()], layers)
@@ -59,7 +59,7 @@ class GgufFile:
         }
 
     def read(self, name: str, cut: Cut) -> np.ndarray:
-        """Returns a part of a tensor in float32."""
+        """Returns the part `cut` of a tensor in float32."""
         from gguf import dequantize
 
         tensor = self._tensors[name]
@@ -68,7 +68,7 @@ class GgufFile:
         except (ValueError, NotImplementedError) as error:
             raise ValueError(f"cannot read {tensor.name} from {self.where}: {error}") from error
         if self._family == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
-            # Llama's file interleaves the rows i and i + dim / 2 of each head.
+            # In Llama's GGUF files, the rows i and i + dim / 2 of each head are interleaved.
             heads = self._size("attention.head_count")
             if name.endswith("k_proj.weight"):
                 heads = self._size("attention.head_count_kv", heads)
@@ -77,11 +77,11 @@ class GgufFile:
         return value[cut].astype(np.float32, copy=False)
 
     def _number(self, key: str, default: Any = None) -> Any:
-        """Returns the architecture's metadata under `key`."""
+        """Returns the metadata number with the key `{architecture}.{key}`."""
         value = self.metadata.get(f"{self._family}.{key}", default)
         if not isinstance(value, int | float):
             raise ValueError(
-                f"{self.where}: the metadata {self._family}.{key} is {value!r}; it must be one number"
+                f"{self.where}: the metadata {self._family}.{key} is {value!r}; it must be a single number"
             )
         return value
 
@@ -89,21 +89,21 @@ class GgufFile:
         return int(self._number(key, default))
 
     def config(self) -> DecoderConfig:
-        """Returns the decoder that the metadata describes.
+        """Returns the configuration of the decoder that the metadata describes.
 
         Raises:
-            ValueError: something is missing, or the decoder does not support it.
+            ValueError: a metadata key is missing, or the decoder does not support its value.
         """
         heads, width = self._size("attention.head_count"), self._size("embedding_length")
         head_dim = self._size("attention.key_length", width // heads)
         for key in ("attention.value_length", "rope.dimension_count"):
             if (found := self._number(key, head_dim)) != head_dim:
                 raise ValueError(
-                    f"{self.where}: {self._family}.{key} is {found}, but heads are {head_dim} wide; this is not covered"
+                    f"{self.where}: {self._family}.{key}={found} is not supported; it must equal the head dimension {head_dim}"
                 )
         for key in ("expert_count", "attention.sliding_window"):
             if found := self._number(key, 0):
-                raise ValueError(f"{self.where}: {self._family}.{key}={found} is not covered; {WHAT_LOADS}")
+                raise ValueError(f"{self.where}: {self._family}.{key}={found} is not supported; {WHAT_LOADS}")
         if "model.embed_tokens.weight" not in self.shapes:
             raise ValueError(f"{self.where} lacks the tensor 'token_embd.weight'")
         theta = _shortest(self._number("rope.freq_base", 10_000.0))
@@ -137,28 +137,28 @@ class GgufFile:
         known = {f"{prefix}{key}" for key in ("type", "factor", "original_context_length", "finetuned")}
         extra = {name for name in self.metadata if name.startswith(prefix)} - known
         if kind != "yarn" or extra:
-            raise ValueError(f"{self.where}: RoPE scaling {kind!r} with {sorted(extra)} is not covered")
+            raise ValueError(f"{self.where}: RoPE scaling {kind!r} with {sorted(extra)} is not supported")
         original = self._size("rope.scaling.original_context_length")
         return RopeScaling(kind="yarn", factor=factor, original_max_positions=original)
 
     def _llama3(self, head_dim: int, theta: float) -> RopeScaling:
-        """Returns Llama 3's scaling, which the file stores as the divisor of each frequency.
+        """Reconstructs Llama 3's RoPE scaling. The file stores only the divisor of each frequency.
 
-        The last rotation is slowed in full, so its divisor is the factor. The other three numbers are the same in all
-        releases of Llama 3; the divisors computed from them must equal the file's.
+        The last divisor equals `factor`, because the lowest frequency is always divided by the full factor. The other three
+        settings are the same in all Llama 3 releases. The divisors that follow from them must be equal to the divisors in the file.
         """
         found = np.asarray(self._tensors[_ROPE_FACTORS].data, np.float32)
         scaling = RopeScaling(kind="llama3", factor=max(1.0, _shortest(float(found[-1]))))
         divisors = rope_frequencies(head_dim, theta, None) / rope_frequencies(head_dim, theta, scaling)
         if found.shape != divisors.shape or not np.allclose(found, divisors, rtol=1e-4):
             raise ValueError(
-                f"{self.where}: {_ROPE_FACTORS} are not the divisors of Llama 3's scaling by {scaling.factor:g} from "
-                f"{scaling.original_max_positions} positions (low_freq_factor 1, high_freq_factor 4); convert the model "
-                "from its Hugging Face folder, whose config.json has the numbers"
+                f"{self.where}: {_ROPE_FACTORS} does not match Llama 3's RoPE scaling with factor {scaling.factor:g}, "
+                f"original context {scaling.original_max_positions}, low_freq_factor 1 and high_freq_factor 4. Convert the "
+                "model from its Hugging Face folder instead, because its config.json contains the scaling settings"
             )
         return scaling
 
 
 def _shortest(value: float) -> float:
-    """Returns the decimal number of a float32: 1e-5 is stored as 9.99999975e-06."""
+    """Returns the shortest decimal number that rounds to the same float32. For example, 1e-5 is stored as 9.99999975e-06."""
     return float(str(np.float32(value)))

@@ -1,24 +1,24 @@
-"""Converts the tokenizer in a GGUF file's metadata into the files of a Hugging Face folder. Byte-level BPE only."""
+"""Converts the tokenizer in a GGUF file's metadata to the tokenizer files of a Hugging Face folder. Only byte-level BPE is supported."""
 
 import json
 from collections.abc import Mapping
 from typing import Any
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-"""The split of text before bytes are merged: contractions, words, numbers up to a length, punctuation, white space."""
+"""Regular expression that splits text before BPE merges: contractions, words, numbers up to a maximum length, punctuation, white space."""
 
 _SPLITS: dict[str, str | None] = {"smollm": None, "llama-bpe": _WORDS % "{1,3}", "qwen2": _WORDS % ""}
-"""The expression of each tokenizer.ggml.pre; SmolLM splits digits and then uses GPT-2's expression, which `ByteLevel` contains."""
+"""The regular expression for each value of tokenizer.ggml.pre. SmolLM (None) splits digits, and then uses the GPT-2 expression in `ByteLevel`."""
 
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
-"""Values of tokenizer.ggml.token_type; 1 is an ordinary token."""
+"""Values of tokenizer.ggml.token_type. An ordinary token has type 1."""
 
 
 def tokenizer_files(metadata: Mapping[str, Any], where: object) -> dict[str, str]:
-    """Returns the contents of tokenizer.json, tokenizer_config.json and generation_config.json by name.
+    """Returns the contents of tokenizer.json, tokenizer_config.json and generation_config.json, by file name.
 
     Raises:
-        ValueError: the tokenizer is missing, or its kind is not covered; the message names it.
+        ValueError: the tokenizer is missing, or its kind is not supported. The message names the kind.
     """
     tokens = metadata.get("tokenizer.ggml.tokens", [])
     names = (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown"))
@@ -44,7 +44,7 @@ def tokenizer_files(metadata: Mapping[str, Any], where: object) -> dict[str, str
 
 
 def special_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns bos, eos and pad as in config.json; eos is a list if a turn and a text end differently."""
+    """Returns the bos, eos and pad ids as config.json stores them. eos is a list if turns and texts end with different tokens."""
     bos, eos, turn, pad = (
         metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos", "eot", "padding")
     )
@@ -54,29 +54,29 @@ def special_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tokenizer(metadata: Mapping[str, Any], where: object, begins: str | None) -> str:
-    """Returns the content of tokenizer.json; `begins` is the token that begins every text, if any."""
+    """Returns the content of tokenizer.json. `begins` is the token that is prepended to every text, if any."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 
     kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     if kind != "gpt2":
-        raise ValueError(f"{where}: tokenizer.ggml.model {kind!r} is not covered; 'gpt2' (byte-level BPE) is")
+        raise ValueError(f"{where}: tokenizer.ggml.model {kind!r} is not supported (only 'gpt2')")
     if split not in _SPLITS:
         raise ValueError(
-            f"{where}: tokenizer.ggml.pre {split!r} is not covered; {', '.join(map(repr, _SPLITS))} are"
+            f"{where}: tokenizer.ggml.pre {split!r} is not supported (only {', '.join(map(repr, _SPLITS))})"
         )
     tokens = metadata["tokenizer.ggml.tokens"]
     kinds = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
-    # Unused ids round the size of the embedding up.
+    # Unused ids only pad the size of the embedding.
     vocabulary = {
         token: i for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != _UNUSED
     }
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", [])]
     try:
-        # Llama 3 encodes a word that is a token without merges.
+        # Llama 3 encodes a word that is itself a token directly, without applying merges.
         made = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=split == "llama-bpe"))
     except Exception as error:  # `tokenizers` raises plain Exceptions
-        raise ValueError(f"{where}: tokens and merges do not fit: {error}") from error
+        raise ValueError(f"{where}: tokens and merges do not match: {error}") from error
     expression = _SPLITS[split]
     if expression is None:
         steps = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]

@@ -1,4 +1,4 @@
-"""Downloads models from the Hugging Face hub: weights, configuration and tokenizer, once per host."""
+"""Downloads models (weights, configuration and tokenizer) from the Hugging Face hub, once per host."""
 
 import importlib
 import os
@@ -10,27 +10,27 @@ from typing import Any
 from dapo_jax.hints import how_to_install
 
 _WEIGHTS, _OTHERS = "*.safetensors", ("*.json", "*.jinja")
-"""The files that are downloaded: neither code nor pickled weights."""
+"""Patterns of the files that are downloaded. They include neither code nor pickled weights."""
 
 
 def download(name: str, *, revision: str | None = None, weights: bool = True) -> Path:
-    """Returns the folder of a repository's model, which is downloaded if it is not in the cache.
+    """Returns the local folder of a model on the hub, and downloads the model if it is not in the cache.
 
-    The token for gated models comes from the environment (HF_TOKEN, or `hf auth login`); HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE
-    apply. Processes of one host download a file only once, because huggingface_hub locks every file in its cache.
+    The token for gated models is read from HF_TOKEN, or from `hf auth login`. HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE have their usual
+    effects. The processes of a host download a file only once, because huggingface_hub locks every file in its cache.
 
     Args:
-        name: `ORG/NAME`.
-        revision: a branch, a tag or a commit; None: the main branch.
-        weights: False: only configuration and tokenizer are needed.
+        name: repository name, `ORG/NAME`.
+        revision: a branch, a tag or a commit. None: the main branch.
+        weights: whether to download weights. If False, only configuration and tokenizer are downloaded.
 
     Raises:
-        ValueError: huggingface_hub is missing, there is no such repository, revision or permission, the hub cannot
-            be reached and the model is not in the cache, or the repository has no safetensors but needs weights.
+        ValueError: huggingface_hub is not installed; the repository or revision does not exist or is not accessible; the hub cannot
+            be reached and the model is not in the cache; or weights are requested and the repository has no safetensors files.
     """
     hub = _client()
     with _explained(name, revision):
-        # Repositories keep exports and training checkpoints in subfolders.
+        # Subfolders are skipped, because they contain other exports and training checkpoints.
         wanted = [*_OTHERS, _WEIGHTS] if weights else [*_OTHERS]
         folder = Path(
             hub.snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=["*/*"])
@@ -41,9 +41,9 @@ def download(name: str, *, revision: str | None = None, weights: bool = True) ->
 
 
 def look_up(name: str, *, revision: str | None = None) -> tuple[Path, int]:
-    """Returns a folder with a repository's configuration and tokenizer, and the bytes of its weights, which are not downloaded.
+    """Returns a local folder with a model's configuration and tokenizer, and the size of its weights in bytes. The weights are not downloaded.
 
-    If the hub cannot be reached, both come from the model in the cache.
+    If the hub cannot be reached, both are taken from the model in the cache.
 
     Raises:
         ValueError: see `download`.
@@ -53,7 +53,7 @@ def look_up(name: str, *, revision: str | None = None) -> tuple[Path, int]:
             listed = _client().HfApi().model_info(name, revision=revision, files_metadata=True).siblings or []
     except ValueError:
         raise
-    except Exception:  # offline: each HTTP client of the hub raises its own errors
+    except Exception:  # offline; the type of the error depends on the hub's HTTP client
         folder = download(name, revision=revision)
         return folder, sum(file.stat().st_size for file in folder.glob(_WEIGHTS))
     sizes = [
@@ -77,23 +77,23 @@ def _client() -> Any:
 
 @contextmanager
 def _explained(name: str, revision: str | None) -> Iterator[None]:
-    """Turns the hub's errors into ValueErrors with a remedy."""
+    """Converts errors of huggingface_hub to ValueErrors whose messages contain a remedy."""
     errors = importlib.import_module("huggingface_hub.errors")
     try:
         yield
     except errors.HFValidationError as error:
-        raise ValueError(f"{name!r} is not a name of a repository ({error}); write hf:ORG/NAME") from error
-    # GatedRepoError is a RepositoryNotFoundError, so it comes first.
+        raise ValueError(f"{name!r} is not a valid repository name ({error}); write hf:ORG/NAME") from error
+    # GatedRepoError is a subclass of RepositoryNotFoundError, so it must come first.
     except errors.GatedRepoError as error:
         raise ValueError(
-            f"{name} is gated: accept its terms on the hub, and set HF_TOKEN to a token of that account"
+            f"{name} is a gated model: accept its terms on the hub, and set HF_TOKEN to a token of the same account"
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise ValueError(
-            f"the hub has no repository {name}, or it is private; check the name, or set HF_TOKEN to a token that may read it"
+            f"the hub has no repository {name}, or it is private; check the name, or set HF_TOKEN to a token with access to it"
         ) from error
     except errors.RevisionNotFoundError as error:
-        raise ValueError(f"{name} has no revision {revision!r}; name a branch, a tag or a commit") from error
+        raise ValueError(f"{name} has no revision {revision!r}; use a branch, a tag or a commit") from error
     except errors.LocalEntryNotFoundError as error:
         offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
         why, remedy = (
@@ -102,11 +102,11 @@ def _explained(name: str, revision: str | None) -> Iterator[None]:
             else ("the hub cannot be reached", "check the connection")
         )
         raise ValueError(
-            f"{why}, and {name}{_at(revision)} is not, or not completely, in the cache (HF_HOME); {remedy}, download the model before, "
-            "or name the folder of a copy"
+            f"{why}, and {name}{_at(revision)} is not in the cache (HF_HOME), or is incomplete there; {remedy}, download the model first, "
+            "or use a local folder with a copy of the model"
         ) from error
     except errors.HfHubHTTPError as error:
-        raise ValueError(f"the hub refuses {name}{_at(revision)}: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"hub error for {name}{_at(revision)}: {str(error).splitlines()[0]}") from error
 
 
 def _at(revision: str | None) -> str:
@@ -115,6 +115,6 @@ def _at(revision: str | None) -> str:
 
 def _without_weights(name: str, revision: str | None) -> str:
     return (
-        f"{name}{_at(revision)} has no safetensors files. Weights as .bin or .pt are pickles, which "
-        "run code when they are opened, and are not read; use a repository or a revision with safetensors"
+        f"{name}{_at(revision)} has no safetensors files. Weights in .bin or .pt files are not supported, because they are "
+        "pickles, which can run code when they are loaded; use a repository or a revision with safetensors"
     )

@@ -1,7 +1,7 @@
-"""Attention with jax's kernels: splash attention for TPU, cuDNN's for NVIDIA GPUs.
+"""Attention with JAX's kernels: splash attention on TPUs, and cuDNN attention on NVIDIA GPUs.
 
-They do not hold scores in memory, and do not support a prompt that several responses share. Splash attention supports packed
-segments; cuDNN's attention needs one rollout per row.
+Neither kernel stores the scores in memory, and neither supports a prompt that several responses share. Splash attention supports
+packed segments, but cuDNN attention needs one rollout per row.
 """
 
 from collections.abc import Callable
@@ -12,14 +12,14 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jaxtyping import Array, Float, Int
 
 _BLOCKS = (1024, 512, 256, 128)
-"""Block sizes of splash attention in tokens: the largest fits the memory of a TPU core and divides the row."""
+"""Block sizes of splash attention in tokens. The largest size that divides the row is used. All of them fit in the memory of a TPU core."""
 
 SPLASH_TOKENS = _BLOCKS[-1]
-"""Rows of splash attention have a multiple of this many tokens."""
+"""The number of tokens in a row must be a multiple of this number with splash attention."""
 
 
 def splash_kernel(heads: int, seq: int, *, parts: int = 1, interpret: bool = False) -> Any:
-    """Returns the kernel for causal attention of `heads` heads over rows of `seq` tokens, whose queries are split into `parts`.
+    """Returns the kernel for causal attention with `heads` heads over rows of `seq` tokens. The queries of a row are split into `parts` parts.
 
     Raises:
         ValueError: the rows cannot be split into blocks.
@@ -29,7 +29,7 @@ def splash_kernel(heads: int, seq: int, *, parts: int = 1, interpret: bool = Fal
         step = parts * _BLOCKS[-1]
         raise ValueError(
             f"batch.row_tokens: found {seq}, splash attention needs a multiple of parallel.context x 128 = {step}; "
-            f"{-(-seq // step) * step} is, or set model.attention=xla"
+            f"set it to {-(-seq // step) * step}, or set model.attention=xla"
         )
     mask = splash.MultiHeadMask([splash.CausalMask((seq, seq)) for _ in range(heads)])
     sizes = splash.BlockSizes(
@@ -50,7 +50,7 @@ def splash_attention(
     *,
     dtype: str,
 ) -> Float[Array, "heads head_dim batch part"]:
-    """Each token attends to its own segment up to itself. `splash_kernel` makes the kernel of these queries."""
+    """Computes causal attention within segments, with a kernel from `splash_kernel`."""
     scaled = query * query.shape[1] ** -0.5
     q, k, v = (part.astype(dtype).transpose(2, 0, 3, 1) for part in (scaled, key, value))
     out = jax.vmap(kernel)(q, k, v, splash.SegmentIds(own_ids, segment_ids))
@@ -64,7 +64,7 @@ def cudnn_attention(
     *,
     dtype: str,
 ) -> Float[Array, "heads head_dim batch seq"]:
-    """Each token attends to all earlier tokens of its row and to itself; padding follows the rollout, which does not see it."""
+    """Computes causal attention over whole rows. Padding comes after the rollout, so no token of the rollout attends to it."""
     q, k, v = (part.astype(dtype).transpose(2, 3, 0, 1) for part in (query, key, value))
     out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
     return out.transpose(2, 3, 0, 1).astype(query.dtype)

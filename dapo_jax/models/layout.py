@@ -1,4 +1,4 @@
-"""The layout of a decoder's arrays over devices: the interface that the decoder uses, and the layout of a single device."""
+"""The layout of a decoder's arrays over devices: the interface that the decoder uses, and its implementation for a single device."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,44 +11,44 @@ from dapo_jax.models.attention import causal_attention
 
 
 def output_dimensions(axes: tuple[str, ...]) -> int:
-    """Returns the number of leading dimensions that are outputs of a matrix with these logical axes; a product sums over the others."""
+    """Returns the number of leading dimensions that are outputs, for a matrix with these logical axes. A product sums over the remaining dimensions."""
     return 2 if axes[1] == "head_dim" else 1
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One device, or arrays that the compiler places; `parallel.training_layout.MeshLayout` places all arrays explicitly."""
+    """The layout for a single device, or for arrays that the compiler places. `parallel.training_layout.MeshLayout` places all arrays explicitly."""
 
     def shard(self, program: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple[Array, Array]]:
-        """Makes `program` run on all devices: a function of (parameters, arrays of [rows, seq]) that returns two arrays of [rows, seq]."""
+        """Makes `program` run on all devices. `program` maps parameters and arrays of shape [rows, seq] to two arrays of shape [rows, seq]."""
         return program
 
     def weight_sharding(self, axes: tuple[str, ...]) -> WeightSharding | None:
-        """Returns how a weight with these logical axes is split between its uses, or None."""
+        """Returns the split of a weight with these logical axes while no product uses it, or None if it is not split."""
         return None
 
     def in_parts(self, axis: str) -> bool:
-        """Returns whether a product sums over the logical axis `axis`, which is split over devices, and the compiler adds the partial sums."""
+        """Returns whether the logical axis `axis` is split over devices, so that a sum over it consists of partial sums, which the compiler adds."""
         return False
 
     def inner(self, x: Float[Array, "features part"], dtype: str) -> Float[Array, "features tokens"]:
-        """Returns the activations to multiply by weights in `dtype`."""
+        """Prepares activations for a product with weights in `dtype`: gathers all tokens from the devices' parts."""
         return x
 
     def outer(self, x: Float[Array, "features tokens"], dtype: str) -> Float[Array, "features part"]:
-        """Returns the part of a product in `dtype` that is added to the residual stream."""
+        """Returns this device's part of a product in `dtype`, to be added to the residual stream."""
         return x
 
     def rows(
         self, x: Float[Array, "part embed"], shape: tuple[int, ...], dtype: str
     ) -> Float[Array, "rows seq embed"]:
-        """Returns final hidden states of whole rows, to multiply by weights in `dtype`; `shape` is the shape of the local tokens."""
+        """Returns the final hidden states of whole rows, for products with weights in `dtype`. `shape` is the shape of this device's tokens."""
         return x.reshape(*shape, -1)
 
     def lookup(
         self, table: Float[Array, "entries shard"], tokens: Int[Array, " tokens"], dtype: str
     ) -> Float[Array, "embed part"]:
-        """Returns the rows of `table` at `tokens`, rounded to `dtype` and transposed: the beginning of the residual stream."""
+        """Looks up the embeddings of `tokens` in `table`, rounded to `dtype` and transposed. They are the initial residual stream."""
         return rounded(table[tokens], dtype).T
 
     def attend(
@@ -60,7 +60,7 @@ class Layout:
         prefix_ids: Int[Array, "batch seq"] | None,
         dtype: str,
     ) -> Float[Array, "heads head_dim tokens"]:
-        """Computes `causal_attention`."""
+        """Computes `dapo_jax.models.attention.causal_attention`."""
         return causal_attention(query, key, value, segment_ids, prefix_ids, dtype=dtype)
 
     def logprobs(
@@ -74,7 +74,7 @@ class Layout:
         chunk_vocab: int,
         dtype: str,
     ) -> tuple[Float[Array, " tokens"], Float[Array, " tokens"]]:
-        """Computes `chunked_logprobs`; the rows of the unembedding after `vocab_size` are padding."""
+        """Computes `chunked_logprobs`. The rows of the unembedding beyond `vocab_size` are padding."""
         return chunked_logprobs(
             before,
             unembedding,
@@ -88,7 +88,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class PlacedLayout(Layout):
-    """Arrays that the compiler places, including weights that are split over devices."""
+    """The layout for arrays that the compiler places, including weights that are split over devices."""
 
     split: frozenset[str]
     """The logical axes over which weights are split."""

@@ -1,6 +1,6 @@
-"""Low-rank adapters (LoRA): the adapted matrices of a decoder, their initial values, and the split of parameters into adapters and base.
+"""Low-rank adapters (LoRA): the adapted matrices of a decoder, initial values of adapters, and the split of parameters into adapters and base.
 
-An adapter adds to the product with a frozen matrix W: y = W x + (alpha / rank) B A x (Hu et al. 2021, https://arxiv.org/abs/2106.09685, Eq. 3).
+An adapter changes the product with a frozen matrix W to y = W x + (alpha / rank) B A x (Hu et al. 2021, https://arxiv.org/abs/2106.09685, Eq. 3).
 """
 
 import math
@@ -24,43 +24,43 @@ MATRICES = {
     "up_proj": "up",
     "down_proj": "down",
 }
-"""The names of a block's linear layers in transformers and PEFT, and in `Block`."""
+"""The linear layers of a block, as a mapping from their names in transformers and PEFT to their names in `Block`."""
 
 LORA_PARTS = ("lora_a", "lora_b")
-"""The parameters of an adapter, after the name of its matrix and an underscore."""
+"""Suffixes of an adapter's parameters. Their full names are the name of the matrix, an underscore, and the suffix."""
 
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 
 SETS = {"all": ATTENTION + MLP, "attention": ATTENTION, "mlp": MLP}
-"""Names for several linear layers."""
+"""Short names for several linear layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraShape:
-    """The adapters of a decoder, made by `lora_shape`."""
+    """Rank, alpha and adapted matrices of a decoder's adapters. `lora_shape` creates and validates it."""
 
     rank: int
     alpha: float
     targets: tuple[str, ...]
-    """Names of `MATRICES`, in their order."""
+    """Keys of `MATRICES`, in the order of `MATRICES`."""
 
     @property
     def scale(self) -> float:
-        """The factor of B A."""
+        """The factor by which B A is multiplied."""
         return self.alpha / self.rank
 
 
 def lora_shape(*, rank: int, alpha: float, targets: Sequence[str]) -> LoraShape:
-    """Returns adapters of the linear layers `targets`, which are names of `MATRICES` or `SETS`.
+    """Returns a `LoraShape` for the linear layers `targets`, which are keys of `MATRICES` or `SETS`.
 
     Raises:
-        ValueError: rank or alpha is not above 0 and finite, or there is no such layer; the message names the known ones.
+        ValueError: rank or alpha is not positive and finite, or a target is unknown. The message lists the known targets.
     """
     if rank < 1 or not 0 < alpha < math.inf:
-        raise ValueError(f"rank {rank} and alpha {alpha} must both be more than 0")
+        raise ValueError(f"rank {rank} and alpha {alpha} must both be above 0 and finite")
     known = [*SETS, *MATRICES]
     if not targets or (set(targets) - set(known)):
-        raise ValueError(f"targets {list(targets)} must name linear layers; there are {', '.join(known)}")
+        raise ValueError(f"targets {list(targets)} must name linear layers; known names: {', '.join(known)}")
     named = {name for target in targets for name in SETS.get(target, (target,))}
     chosen = tuple(name for name in MATRICES if name in named)
     return LoraShape(rank=rank, alpha=float(alpha), targets=chosen)
@@ -69,10 +69,10 @@ def lora_shape(*, rank: int, alpha: float, targets: Sequence[str]) -> LoraShape:
 def adapter(
     rngs: nnx.Rngs, rank: int, weight: Array, axes: tuple[str, ...]
 ) -> tuple[nnx.LoRAParam[Array], nnx.LoRAParam[Array]]:
-    """Returns A [rank, *inputs] and B [*outputs, rank] for a matrix with the logical axes `axes`, its outputs first.
+    """Returns initial A [rank, *inputs] and B [*outputs, rank] for a matrix with the logical axes `axes`, outputs first.
 
-    A is uniform within 1 / sqrt(inputs), as in PEFT (He et al. 2015, https://arxiv.org/abs/1502.01852, Eq. 15, with a
-    negative slope of sqrt(5)). B is zero, so the policy begins as its base.
+    As in PEFT, A is uniform in +-1 / sqrt(inputs) (He et al. 2015, https://arxiv.org/abs/1502.01852, Eq. 15, with a
+    negative slope of sqrt(5)). B is zero, so the initial policy equals its base model.
     """
     outputs = output_dimensions(axes)
     inputs = weight.shape[outputs:]
@@ -105,7 +105,7 @@ def lora_delta(
 
 
 def parted(params: nnx.State) -> tuple[nnx.State, nnx.State]:
-    """Returns (trained, frozen) parameters of a decoder: the adapters and the base; without adapters, all and none."""
+    """Splits a decoder's parameters into (trained, frozen). With adapters, they are trained and the base is frozen. Otherwise, all are trained."""
     adapters, base = nnx.split_state(params, nnx.LoRAParam, ...)
     return (adapters, base) if adapters else (base, adapters)
 
@@ -116,7 +116,7 @@ def put_together(trained: nnx.State, frozen: nnx.State) -> nnx.State:
 
 
 def merged(layer: nnx.State, scale: float) -> nnx.State:
-    """Returns one layer's parameters with adapters merged: W + scale B A, in float32, for each adapted matrix W."""
+    """Merges adapters into one layer's parameters. Each adapted matrix W becomes W + scale B A, in float32."""
     adapters, base = nnx.split_state(layer, nnx.LoRAParam, ...)
     whole: dict[Any, Any] = dict(base)
     pairs: dict[Any, Any] = dict(adapters)
@@ -131,7 +131,7 @@ def merged(layer: nnx.State, scale: float) -> nnx.State:
 
 
 def rounded_to(dtype: str, params: nnx.State) -> nnx.State:
-    """Returns parameters in `dtype`, except norms, which are always applied in float32."""
+    """Casts parameters to `dtype`, except norms, which are always applied in float32."""
 
     def cast(leaf: nnx.Variable) -> nnx.Variable:
         return leaf if leaf.get_metadata()["axes"] == ("norm",) else leaf.replace(leaf[...].astype(dtype))

@@ -1,4 +1,4 @@
-"""Sizes of known decoders. A model family is a set of field values, not a class."""
+"""Configurations of known decoders. Model families differ only in field values, so they do not have separate classes."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,47 +10,47 @@ from dapo_jax.models.rope import RopeScaling
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """The sizes and switches of one decoder. The architecture is Llama's: pre-norm, RoPE, SwiGLU."""
+    """Sizes and architecture options of a decoder. The architecture is Llama's: pre-norm, RoPE and SwiGLU."""
 
     vocab_size: int
     embed_dim: int
     layers: int
     heads: int
     kv_heads: int
-    """Key and value heads; each serves `heads / kv_heads` query heads."""
+    """Number of key and value heads. Each is shared by `heads / kv_heads` query heads."""
     head_dim: int
     mlp_dim: int
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
-    """How rotary angles are scaled for longer contexts; None: not at all."""
+    """Scaling of RoPE angles for long contexts. If None, angles are not scaled."""
     norm_eps: float = 1e-6
     max_positions: int = 4096
-    """Longest sequence (prompt plus response) in tokens."""
+    """Maximum length of a sequence (prompt plus response) in tokens."""
     tied_embeddings: bool = True
-    """The unembedding is the embedding."""
+    """If True, the unembedding uses the embedding matrix."""
     qkv_bias: bool = False
     """Biases on the query, key and value projections (Qwen2)."""
     qk_norm: bool = False
-    """RMS norm of queries and keys per head (Qwen3)."""
+    """RMS norm on the queries and keys of each head (Qwen3)."""
     vocab_multiple: int = 1
-    """The rows of embedding and unembedding are padded to a multiple of this, so that they can be split over devices."""
+    """The rows of the embedding and the unembedding are padded to a multiple of this number, so that they can be split over devices."""
     lora: LoraShape | None = None
-    """The adapters of each block; None: every parameter is trained."""
+    """The adapters of each block. If None, there are no adapters, and all parameters are trained."""
 
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.heads % self.kv_heads:
             raise ValueError(f"kv_heads={self.kv_heads} must divide heads={self.heads}")
         if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even: rotary embedding rotates pairs")
+            raise ValueError(f"head_dim={self.head_dim} must be even, because RoPE rotates pairs")
 
     @property
     def vocab_rows(self) -> int:
-        """Rows of embedding and unembedding; the rows after `vocab_size` are zeros that no token uses."""
+        """Number of rows of the embedding and the unembedding. Rows beyond `vocab_size` are zeros, which no token uses."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     @property
     def parameters(self) -> int:
-        """Number of parameters, without adapters and padding of the vocabulary."""
+        """Number of parameters, excluding adapters and vocabulary padding."""
         heads = self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         bias = self.head_dim * (self.heads + 2 * self.kv_heads) if self.qkv_bias else 0
         norms = 2 * self.embed_dim + (2 * self.head_dim if self.qk_norm else 0)
@@ -60,7 +60,7 @@ class DecoderConfig:
 
     @property
     def trained_parameters(self) -> int:
-        """Number of trained parameters: of the adapters, if there are any."""
+        """Number of trained parameters. If there are adapters, only they are trained."""
         if self.lora is None:
             return self.parameters
         attended, kept = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -101,10 +101,10 @@ _QWEN3 = DecoderConfig(
     max_positions=40_960, qk_norm=True,
 )  # fmt: skip
 
-# Sizes are from config.json in the publishers' repositories: HuggingFaceTB/SmolLM2-135M, meta-llama/Llama-3.2-1B,
-# Qwen/Qwen2.5-*, Qwen/Qwen3-*. The tests count the parameters of each.
+# The sizes are from config.json in the publishers' repositories: HuggingFaceTB/SmolLM2-135M, meta-llama/Llama-3.2-1B,
+# Qwen/Qwen2.5-*, Qwen/Qwen3-*. Tests check the number of parameters of each preset.
 PRESETS: dict[str, DecoderConfig] = {
-    # About half a million parameters with a character vocabulary: learns arithmetic on a laptop CPU.
+    # About half a million parameters and a character vocabulary. It learns arithmetic on a laptop CPU.
     "tiny": DecoderConfig(
         vocab_size=32, embed_dim=128, layers=4, heads=4, kv_heads=2, head_dim=32, mlp_dim=256, max_positions=512
     ),
@@ -130,10 +130,10 @@ PRESETS: dict[str, DecoderConfig] = {
 
 
 def preset(name: str) -> DecoderConfig:
-    """Returns the preset called `name`.
+    """Returns the preset with the name `name`.
 
     Raises:
-        ValueError: there is no such preset; the message names the nearest.
+        ValueError: there is no such preset. The message suggests the most similar name.
     """
     if name not in PRESETS:
         near = nearest(name, PRESETS, least=0.0)[0]

@@ -1,4 +1,4 @@
-"""The angles of rotary position embedding: plain, or scaled for contexts longer than in training."""
+"""Angles of rotary position embedding (RoPE), optionally scaled for contexts that are longer than in training."""
 
 import math
 from dataclasses import dataclass
@@ -9,30 +9,30 @@ from jaxtyping import Float, Float32
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Scaling of the angles for long contexts. The kinds use different fields.
+    """Scaling of RoPE frequencies for long contexts. Each kind of scaling uses some of the fields.
 
-    `linear` slows every rotation by `factor` (Chen et al. 2023, https://arxiv.org/abs/2306.15595). `llama3` (section
-    3.2 of https://arxiv.org/abs/2407.21783, formula in Meta's release of Llama 3.1) and `yarn` (Peng et al. 2023,
-    https://arxiv.org/abs/2309.00071) slow only rotations that turn a few times or never within the original context,
-    with a smooth transition.
+    `linear` divides every frequency by `factor` (Chen et al. 2023, https://arxiv.org/abs/2306.15595). `llama3` (section
+    3.2 of https://arxiv.org/abs/2407.21783; the formula is in Meta's release of Llama 3.1) and `yarn` (Peng et al. 2023,
+    https://arxiv.org/abs/2309.00071) divide only low frequencies, which complete few or no turns within the original
+    context. The transition to high frequencies is smooth.
     """
 
     kind: str
     """linear, llama3 or yarn."""
     factor: float
-    """How many times slower rotations become, and about how many times longer the context."""
+    """Divisor of the scaled frequencies. The context becomes longer by about the same factor."""
     original_max_positions: int = 8192
-    """The context of the original training, in tokens (llama3, yarn)."""
+    """Context length in the original training, in tokens (llama3, yarn)."""
     low_freq_factor: float = 1.0
-    """Rotations that turn fewer times than this within the original context are slowed in full (llama3)."""
+    """Frequencies with fewer turns than this within the original context are divided by the full factor (llama3)."""
     high_freq_factor: float = 4.0
-    """Rotations that turn more often than this are not changed (llama3)."""
+    """Frequencies with more turns than this within the original context are not changed (llama3)."""
     beta_fast: float = 32.0
-    """Rotations with at least this many turns within the original context are not changed (yarn)."""
+    """Frequencies with at least this many turns within the original context are not changed (yarn)."""
     beta_slow: float = 1.0
-    """Rotations with at most this many turns within the original context are slowed in full (yarn)."""
+    """Frequencies with at most this many turns within the original context are divided by the full factor (yarn)."""
     attention_factor: float | None = None
-    """Factor on cosine and sine; None is the paper's 0.1 ln(factor) + 1 (yarn)."""
+    """Factor by which cosine and sine are multiplied (yarn). None: 0.1 ln(factor) + 1, as in the paper."""
 
     def __post_init__(self) -> None:
         if self.factor < 1.0 or self.original_max_positions < 1:
@@ -48,7 +48,7 @@ class RopeScaling:
 
     @property
     def amplitude(self) -> float:
-        """The factor of cosine and sine."""
+        """The factor by which cosine and sine are multiplied."""
         if self.kind != "yarn":
             return 1.0
         return 0.1 * math.log(self.factor) + 1.0 if self.attention_factor is None else self.attention_factor
@@ -57,9 +57,9 @@ class RopeScaling:
 def rope_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None
 ) -> Float32[np.ndarray, " half"]:
-    """Returns radians per position of each of the head_dim / 2 rotations: theta^(-2i / head_dim), scaled.
+    """Returns the head_dim / 2 frequencies in radians per position: theta^(-2i / head_dim), with scaling applied.
 
-    They are computed in float64 on the host for all devices.
+    They are computed in float64 on the host, so that they are the same on all devices.
     """
     frequencies = theta ** (-2.0 * np.arange(head_dim // 2) / head_dim)
     if scaling is not None:
@@ -72,7 +72,7 @@ def rope_frequencies(
 def _kept(
     frequencies: Float[np.ndarray, " half"], head_dim: int, theta: float, scaling: RopeScaling
 ) -> Float[np.ndarray, " half"]:
-    """Returns the share of the original speed that each rotation keeps: 1 is unchanged, 0 is slowed in full."""
+    """Returns the interpolation weight of each original frequency: 1 if it is unchanged, 0 if it is divided by the full factor."""
     if scaling.kind == "linear":
         return np.zeros_like(frequencies)
     if scaling.kind == "llama3":
@@ -81,7 +81,7 @@ def _kept(
         return np.clip((turns - low) / (high - low), 0.0, 1.0)
 
     def pair_of(turns: float) -> float:
-        """Returns the (fractional) pair that turns `turns` times within the original context."""
+        """Returns the (fractional) index of the dimension pair that completes `turns` turns within the original context."""
         ratio = math.log(scaling.original_max_positions / (turns * 2.0 * math.pi)) / math.log(theta)
         return head_dim * ratio / 2.0
 

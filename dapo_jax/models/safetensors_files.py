@@ -1,6 +1,6 @@
-"""Reads and writes safetensors files, single or in shards with an index, tensor by tensor.
+"""Reads and writes safetensors files tensor by tensor. A model is one file, or several shards with an index.
 
-The library safetensors maps local files into memory. Of files in a bucket, only the needed ranges are fetched.
+Local files are memory-mapped by the safetensors library. From files in a bucket, only the needed byte ranges are fetched.
 """
 
 import json
@@ -29,18 +29,18 @@ from dapo_jax.text.plain_json import read_object
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-"""Suffixes of weights that torch saved."""
+"""Suffixes of weight files that PyTorch writes as pickles."""
 A_PICKLE = (
-    "a pickle, which runs code when it is opened, and is not read; convert the model to safetensors with transformers: "
+    "a pickle, which is not supported because it can run code when it is loaded; convert the model to safetensors with transformers: "
     "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER, safe_serialization=True)"
 )
 STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""numpy's names of the types in a file."""
+"""The numpy name of each supported tensor type in a safetensors file."""
 _CODES = {name: code for code, name in STORED.items()}
 
 
 class StoredTensor(NamedTuple):
-    """The type and the shape of a tensor in a file, and the byte at which it begins."""
+    """A tensor in a file: its type, its shape, and the byte at which it begins."""
 
     path: AnyPath
     dtype: str
@@ -48,7 +48,7 @@ class StoredTensor(NamedTuple):
     start: int
 
     def read(self, cut: Cut) -> np.ndarray:
-        """Returns a part of the tensor. Only its rows are fetched, but all columns of them.
+        """Returns the part `cut` of the tensor. Only the needed rows are fetched, but with all their columns.
 
         Raises:
             OSError: the file cannot be read.
@@ -62,16 +62,16 @@ class StoredTensor(NamedTuple):
 
 
 def stored_tensors(path: AnyPath) -> dict[str, StoredTensor]:
-    """Returns the tensors of a file by name. Only its header is fetched.
+    """Returns the tensors of a file by name. Only the header of the file is fetched.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the file is incomplete, or has another type than float32, float16 or bfloat16.
+        ValueError: the file is incomplete, or a tensor is not float32, float16 or bfloat16.
     """
     size = size_of(path)
     begin = 8 + int.from_bytes(range_bytes(path, 0, min(8, size)), "little")
     if not 8 < begin <= size:
-        raise ValueError(f"cannot read {path}: its header ends at byte {begin:,}, the file at byte {size:,}")
+        raise ValueError(f"cannot read {path}: the header has {begin:,} bytes, the file only {size:,} bytes")
     listed = read_object(range_bytes(path, 8, begin), path)
     found, end = {}, begin
     for name, entry in listed.items():
@@ -88,22 +88,22 @@ def stored_tensors(path: AnyPath) -> dict[str, StoredTensor]:
 
 def _check_stored(path: AnyPath, name: str, code: str) -> None:
     if code not in STORED:
-        raise ValueError(f"{path}: {name} is stored as {code}, which is not covered; {', '.join(STORED)} are")
+        raise ValueError(f"{path}: {name} has type {code}, which is not supported (only {', '.join(STORED)})")
 
 
 class SafetensorsFolder:
-    """The tensors of a model folder; implements `tensors.TensorFile`."""
+    """The tensors of a model folder. Implements `tensors.TensorFile`."""
 
     def __init__(self, folder: AnyPath, *, single: str = SINGLE) -> None:
-        """Reads names and shapes of the file `single`, or of several files with an index.
+        """Reads the names and shapes of the tensors in the file `single`, or in several files with an index.
 
         Raises:
-            ValueError: a file is missing or damaged, or has another type than float32, float16 or bfloat16.
+            ValueError: a file is missing or damaged, or a tensor is not float32, float16 or bfloat16.
         """
         only = folder / single
         listed = None if single != SINGLE or only.exists() else _read_index(folder)
         self.where = str(only if listed is None else folder / INDEX)
-        """The file, or the index of several."""
+        """Path of the single file, or of the index if there are several files."""
         found: dict[str, Shape] = {}
         self._files: dict[str, AnyPath] = {}
         self._ranges: dict[str, StoredTensor] = {}
@@ -123,12 +123,12 @@ class SafetensorsFolder:
                 raise ValueError(f"{self.where} has the tensor {name!r} in {file}, which does not contain it")
 
     def read(self, name: str, cut: Cut) -> np.ndarray:
-        """Returns a part of a tensor in the type that it is stored in."""
+        """Returns the part `cut` of a tensor, in the type that it has in the file."""
         path = self._files[name]
         try:
             if name in self._ranges:
                 return self._ranges[name].read(cut)
-            # Opened for each tensor: pages that were read stay in memory until the file is closed.
+            # The file is opened again for each tensor, because pages that were read stay in memory until the file is closed.
             with safe_open(path, framework="numpy") as file:
                 return file.get_slice(name)[cut]
         except (OSError, SafetensorError) as error:
@@ -142,7 +142,7 @@ def _read_index(folder: AnyPath) -> dict[str, str]:
     if INDEX not in there:
         pickled = sorted(name for name in there if name.endswith(PICKLED))
         hint = f"; {pickled[0]} is {A_PICKLE}" if pickled else ""
-        raise ValueError(f"cannot read {folder / SINGLE}: there is no such file, nor {INDEX}{hint}")
+        raise ValueError(f"cannot read {folder / SINGLE}: the folder has neither this file nor {INDEX}{hint}")
     listed = read_json(path).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise ValueError(f"{path}: weight_map must name a file for each tensor; got {listed!r}")
@@ -161,10 +161,10 @@ def _local_shapes(path: AnyPath) -> dict[str, Shape]:
 
 
 def write_tensors(folder: AnyPath, tensors: Sequence[Tensor], *, dtype: str, max_shard_bytes: int) -> int:
-    """Writes the tensors into one file, or into several with an index if they need more than `max_shard_bytes`.
+    """Writes tensors to one file, or to several files with an index if they are larger than `max_shard_bytes`.
 
-    One tensor at a time is on the host. A file gets its name when it is complete, and files of an earlier model are removed
-    first. Returns the bytes of all tensors. Errors: see `write_file`.
+    Only one tensor at a time is on the host. Files of an earlier model are removed first. A file gets its final name when it is
+    complete. Returns the size of all tensors in bytes. Raises the errors of `write_file`.
     """
     for path in entries(folder):
         if fnmatch(path.name, "model*.safetensors") or path.name == INDEX:
@@ -204,7 +204,7 @@ def write_json(path: AnyPath, content: Any) -> None:
 
 
 def _shards(tensors: Sequence[Tensor], itemsize: int, limit: int) -> Iterator[list[Tensor]]:
-    """Fills one shard after another; a tensor above the limit gets its own shard."""
+    """Distributes tensors over shards of at most `limit` bytes. A larger tensor gets its own shard."""
     shard: list[Tensor] = []
     filled = 0
     for tensor in tensors:
@@ -224,10 +224,10 @@ def check_dtype(dtype: str) -> None:
 
 
 def write_file(path: AnyPath, tensors: Sequence[Tensor], *, dtype: str) -> int:
-    """Writes a file in the safetensors format: the header's length, the header in JSON, the bytes of all tensors. Returns these bytes.
+    """Writes a safetensors file: the length of the header, the header as JSON, and the data of all tensors. Returns the size of this data in bytes.
 
     Raises:
-        ValueError: `dtype` is not float32, float16 or bfloat16, or a tensor has NaN or infinity.
+        ValueError: `dtype` is not float32, float16 or bfloat16, or a tensor contains NaN or infinity.
     """
     check_dtype(dtype)
     kind, offset = jnp.dtype(dtype), 0
@@ -245,7 +245,7 @@ def write_file(path: AnyPath, tensors: Sequence[Tensor], *, dtype: str) -> int:
             assert value.shape == tensor.shape, (tensor.name, value.shape, tensor.shape)
             if not np.isfinite(value).all():
                 raise ValueError(
-                    f"{tensor.name} would hold NaN or infinity in {dtype}; weights must be finite"
+                    f"{tensor.name} would contain NaN or infinity in {dtype}; weights must be finite"
                 )
             file.write(value.reshape(-1).view(np.uint8).data)
     return offset

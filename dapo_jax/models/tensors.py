@@ -1,7 +1,7 @@
-"""Tensors with the names and orientations of transformers' Llama, Qwen2 and Qwen3, one at a time.
+"""Conversion between decoder parameters and tensors with the names and shapes of transformers' Llama, Qwen2 and Qwen3.
 
-`TensorFile` is the interface of checkpoints of any format. `place` builds decoder parameters from one, and
-`exported` converts them back. Both hold at most one tensor on the host.
+`TensorFile` is the interface for weight files of any format. `place` builds decoder parameters from a `TensorFile`, and
+`exported` converts parameters back to tensors. Both keep at most one tensor on the host at a time.
 """
 
 import functools
@@ -24,10 +24,10 @@ from dapo_jax.models.presets import DecoderConfig
 Shape = tuple[int, ...]
 Cut = tuple[slice, ...]
 Rows = Callable[[int, int], np.ndarray]
-"""A function of (start, stop) that returns these rows of a tensor."""
+"""A function that returns the rows from start to stop of a tensor."""
 ByRows = Callable[[Rows, Shape, Shape, NamedSharding], jax.Array]
-"""Makes an array of a tensor; each process reads a share of its rows. The arguments are the rows, the tensor's shape, the array's
-shape (the same values in the same order) and its sharding. Every process makes the same calls."""
+"""A function that creates an array from a tensor, where each process reads only a share of the rows. Its arguments are the rows, the shape of
+the tensor, the shape of the array (which has the same values in the same order) and the array's sharding. All processes must make the same calls."""
 
 _LAYER_TENSORS = {
     "attention_norm": "input_layernorm.weight",
@@ -51,7 +51,7 @@ _END_TENSORS = {
     "lm_head": "lm_head.weight",
 }
 _TABLES = ("embedding", "lm_head")
-"""Parameters with a row for each entry of the vocabulary, and perhaps more rows."""
+"""Parameters with one row per vocabulary entry, and possibly padding rows."""
 
 
 @runtime_checkable
@@ -59,21 +59,21 @@ class TensorFile(Protocol):
     """Named tensors that are read on access."""
 
     where: str
-    """The path, for messages."""
+    """The path of the file, for error messages."""
     shapes: Mapping[str, Shape]
     """The shape of every tensor."""
 
     def read(self, name: str, cut: Cut) -> np.ndarray:
-        """Returns the part `cut` of a tensor in its stored float type.
+        """Returns the part `cut` of a tensor, in the type that it has in the file.
 
         Raises:
-            ValueError: it cannot be read; the message names the path.
+            ValueError: the tensor cannot be read. The message contains the path.
         """
         ...
 
 
 class Tensor(NamedTuple):
-    """A tensor to be written; its values are fetched by `fetch`."""
+    """A tensor to be written. `fetch` returns its values."""
 
     name: str
     shape: Shape
@@ -81,18 +81,18 @@ class Tensor(NamedTuple):
 
 
 def shapes_of(config: DecoderConfig) -> nnx.State:
-    """Returns the shapes of the decoder's parameters, including adapters, without using memory."""
+    """Returns the shapes of the decoder's parameters, including adapters, without allocating them."""
     return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))[1]
 
 
 def tensor_names(layers: int) -> list[str]:
-    """Returns the names of all tensors that a decoder of so many layers may have."""
+    """Returns the names of all tensors that a decoder with this number of layers may have."""
     of_layers = [_layer_name(name, layer) for layer in range(layers) for name in _LAYER_TENSORS]
     return [*_END_TENSORS.values(), *of_layers]
 
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, Shape]:
-    """Returns name and shape of every tensor of the decoder without adapters, in the order of writing."""
+    """Returns the name and shape of each tensor of the decoder, without adapters, in the order in which they are written."""
     pure = nnx.to_pure_dict(shapes_of(replace(config.base, vocab_multiple=1)))
     found = {_END_TENSORS[name]: _theirs_shape(name, like.shape) for name, like in pure["ends"].items()}
     for layer in range(config.layers):
@@ -102,12 +102,12 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, Shape]:
 
 
 def checked(config: DecoderConfig, file: TensorFile) -> None:
-    """Checks that `file` has the decoder's tensors and no others. If it has both matrices of a tied model, they must be equal.
+    """Checks that `file` contains the decoder's tensors and no others. If it contains both matrices of tied embeddings, they must be equal.
 
     Raises:
-        ValueError: a tensor is missing, unexpected or has another shape; the message names it.
+        ValueError: a tensor is missing, is unexpected or has the wrong shape. The message names the tensor.
     """
-    # Some publishers write a tied matrix twice.
+    # Some publishers store the matrix of tied embeddings twice.
     twice = ["lm_head.weight"] if config.tied_embeddings and "lm_head.weight" in file.shapes else []
     _check_names(file, tensor_shapes(config), besides=twice)
     if twice:
@@ -115,21 +115,21 @@ def checked(config: DecoderConfig, file: TensorFile) -> None:
 
 
 def _check_names(file: TensorFile, wanted: Mapping[str, Shape], besides: Sequence[str] = ()) -> None:
-    """Checks that `file` has tensors of these names and shapes, and no others except `besides`."""
+    """Checks that `file` contains the tensors `wanted`, given as names and shapes, and no others except those named in `besides`."""
     for name, shape in wanted.items():
         if name not in file.shapes:
             raise ValueError(f"{file.where} lacks the tensor {name!r}")
         if (found := file.shapes[name]) != shape:
-            raise ValueError(f"{file.where}: {name} has shape {found}, the configuration needs {shape}")
-    # Old checkpoints contain the rotary frequencies, which follow from the configuration.
+            raise ValueError(f"{file.where}: {name} has shape {found}, but the configuration needs {shape}")
+    # Old model files contain the RoPE frequencies, which can be computed from the configuration.
     names = (name for name in file.shapes if not name.endswith("rotary_emb.inv_freq"))
     if extra := sorted(set(names) - set(wanted) - set(besides)):
-        raise ValueError(f"{file.where} has the tensors {extra[:3]}, which the configuration does not have")
+        raise ValueError(f"{file.where} has the tensors {extra[:3]}, which are not part of this model")
 
 
 def _check_the_same(file: TensorFile, first: str, second: str) -> None:
     rows = file.shapes[first][0]
-    # In parts, because this is the largest matrix of most models.
+    # Compared in parts, because this is the largest matrix of most models.
     cuts = [(slice(start, min(start + 8192, rows)), slice(None)) for start in range(0, rows, 8192)]
     if file.shapes[first] != file.shapes[second] or any(
         (file.read(first, cut).astype(np.float32) != file.read(second, cut).astype(np.float32)).any()
@@ -149,34 +149,34 @@ def place(
     by_rows: ByRows | None = None,
     apart: bool = False,
 ) -> nnx.State:
-    """Returns decoder parameters without adapters, read from `file`; norms are in float32, all else in `dtype`.
+    """Loads decoder parameters, without adapters, from `file`.
 
-    Each process reads only the parts that its devices hold. With `by_rows`, for files whose columns cannot be read without their rows,
-    it reads its share of the rows. The host holds one tensor at a time: as stored, in `dtype`, and transposed.
+    Each process reads only the parts that its devices need. Some files can be read only in whole rows; with `by_rows`, each process then
+    reads a share of the rows. The host has one tensor at a time, in up to three copies: as stored, in `dtype`, and transposed.
 
     Args:
-        config: the decoder.
-        file: its tensors.
-        shardings: returns the sharding of each parameter from their shapes; None: the default device.
-        dtype: of all parameters except norms.
-        by_rows: reads a share of the rows.
-        apart: each layer has its own arrays, see `Decoder`; False: layers are stacked.
+        config: configuration of the decoder.
+        file: tensors of the decoder.
+        shardings: a function from the shapes of all parameters to their shardings. None: all parameters are on the default device.
+        dtype: dtype of all parameters except norms, which are float32.
+        by_rows: function that reads a share of the rows (see `ByRows`).
+        apart: store the arrays of each layer separately, as in `Decoder`. False: layers are stacked.
 
     Raises:
-        ValueError: a tensor is missing, unexpected, has another shape, or cannot be read.
+        ValueError: a tensor is missing, is unexpected, has the wrong shape, or cannot be read.
     """
     checked(config, file)
     shapes = shapes_of(config.base)
     if apart:
         shapes = jax.eval_shape(unstacked, shapes)
     like, pure = nnx.to_pure_dict(shapes), {"ends": {}, "blocks": {}}
-    # Without shardings, arrays are on the default device but not committed to it, like results of jitted functions.
+    # Without shardings, arrays are on the default device, but not committed to it, just like results of jitted functions.
     where: Any = (
         jax.tree.map(lambda _: None, like) if shardings is None else nnx.to_pure_dict(shardings(shapes))
     )
 
     def put(theirs: str, name: str, shape: Shape, sharding: Sharding | None) -> jax.Array:
-        # Waits, so that the host does not fill its memory with tensors in transfer.
+        # Wait for each transfer, so that the host's memory does not fill up with tensors in transfer.
         return jax.block_until_ready(
             _put(file, theirs, name, shape, sharding, _stored_as(name, dtype), by_rows)
         )
@@ -200,12 +200,12 @@ def place(
 
 
 def exported(config: DecoderConfig, params: nnx.State, adapters: nnx.State | None = None) -> Iterator[Tensor]:
-    """Yields the tensors of decoder parameters; `fetch` gathers one on the host, with any sharding.
+    """Yields decoder parameters as tensors. Calling `fetch` of a tensor gathers it on the host.
 
     Args:
-        config: sizes, and the scale of `adapters`.
-        params: all parameters except adapters; layers stacked, or apart.
-        adapters: are added to their matrices in float32.
+        config: sizes of the decoder, and the scale of `adapters`.
+        params: all parameters except adapters, with any sharding, and with layers stacked or separate.
+        adapters: adapters to merge into their matrices, in float32.
     """
     pure = nnx.to_pure_dict(params)
     added = {} if adapters is None else nnx.to_pure_dict(adapters)["blocks"]
@@ -234,7 +234,7 @@ def exported(config: DecoderConfig, params: nnx.State, adapters: nnx.State | Non
 
 
 def adapter_tensors(config: DecoderConfig, adapters: nnx.State) -> Iterator[Tensor]:
-    """Yields A [rank, inputs] and B [outputs, rank] of each adapted matrix, with the names of `adapter_name`."""
+    """Yields A [rank, inputs] and B [outputs, rank] of each adapted matrix, with names from `adapter_name`."""
     for layer in range(config.layers):
         for name, stack in nnx.to_pure_dict(adapters)["blocks"].items():
             shape = _adapter_shape(name, stack.shape[1:])
@@ -243,7 +243,7 @@ def adapter_tensors(config: DecoderConfig, adapters: nnx.State) -> Iterator[Tens
 
 
 def adapter_name(name: str, layer: int) -> str:
-    """Returns PEFT's name of an adapter's parameter in a layer, such as `query_lora_a`."""
+    """Returns PEFT's name for an adapter parameter of a layer. `name` is our name, such as `query_lora_a`."""
     matrix, part = name.removesuffix("_lora_a").removesuffix("_lora_b"), name[-1].upper()
     theirs = _LAYER_TENSORS[matrix].removesuffix("weight")
     return f"base_model.model.model.layers.{layer}.{theirs}lora_{part}.weight"
@@ -255,10 +255,10 @@ def place_adapters(
     *,
     shardings: Callable[[nnx.State], PyTree] | None = None,
 ) -> nnx.State:
-    """Returns adapters read from `file`, in float32. They are small, so all layers of one are stacked on the host.
+    """Loads adapters from `file` in float32. Because adapters are small, the layers of each adapter are stacked on the host.
 
     Raises:
-        ValueError: a tensor is missing, unexpected or has another shape; the message names it.
+        ValueError: a tensor is missing, is unexpected or has the wrong shape. The message names the tensor.
     """
     shapes = parted(shapes_of(config))[0]
     pure = nnx.to_pure_dict(shapes)["blocks"]
@@ -280,12 +280,12 @@ def place_adapters(
 
 
 def _adapter_shape(name: str, shape: Shape) -> Shape:
-    """Returns PEFT's shape of A or B from the shape of one layer here."""
+    """Converts the shape of A or B in one layer to its shape in PEFT."""
     return (shape[0], math.prod(shape[1:])) if name.endswith("_a") else (math.prod(shape[:-1]), shape[-1])
 
 
 def _stored_as(name: str, dtype: str) -> str:
-    """Returns float32 for norms, else `dtype`."""
+    """Returns float32 for norms, and `dtype` for all other parameters."""
     return "float32" if name.endswith("norm") else dtype
 
 
@@ -295,7 +295,7 @@ def _layer_name(name: str, layer: int) -> str:
 
 @functools.cache
 def _filler(sharding: Sharding | None) -> Callable[[Array, Array, np.int32], Array]:
-    """Returns a program that writes a layer into a stack, in place."""
+    """Returns a program that writes one layer into a stack of layers, in place."""
     return jax.jit(
         lambda stack, part, layer: jax.lax.dynamic_update_index_in_dim(stack, part, layer, 0),
         donate_argnums=0,
@@ -305,7 +305,7 @@ def _filler(sharding: Sharding | None) -> Callable[[Array, Array, np.int32], Arr
 
 @functools.cache
 def _picker(sharding: Sharding | None) -> Callable[[Array, np.int32], Array]:
-    """Returns a program that takes a layer out of a stack."""
+    """Returns a program that returns one layer of a stack of layers."""
     return jax.jit(
         lambda stack, layer: jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False),
         out_shardings=sharding,
@@ -313,7 +313,7 @@ def _picker(sharding: Sharding | None) -> Callable[[Array, np.int32], Array]:
 
 
 def _of_a_layer(sharding: Sharding) -> Sharding:
-    """Returns the sharding of one layer of a stack, whose axis of layers is never split."""
+    """Returns the sharding of one layer of a stack. The layer axis of a stack is never split."""
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
     return sharding
@@ -328,7 +328,7 @@ def _put(
     dtype: str,
     by_rows: ByRows | None,
 ) -> jax.Array:
-    """Returns one tensor in our orientation on the devices; each distinct part is read once."""
+    """Loads one tensor onto the devices, in our shape. A part that several devices need is read only once."""
     if by_rows is not None and isinstance(sharding, NamedSharding):
         return by_rows(_rows(file, theirs, dtype), _theirs_shape(name, shape), shape, sharding)
     parts: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
@@ -342,7 +342,7 @@ def _put(
             if name in _TABLES:
                 there = file.shapes[theirs][0]
                 cut = (slice(min(cut[0].start, there), min(cut[0].stop, there)), *cut[1:])
-            beyond = name in _TABLES and cut[0].start == cut[0].stop  # the device holds only rows of padding
+            beyond = name in _TABLES and cut[0].start == cut[0].stop  # this device has only padding rows
             stored = np.zeros((0, wanted[1])) if beyond else _finite(file, theirs, cut)
             stored = stored.astype(jnp.dtype(dtype), copy=False)
             missing = wanted[0] - len(stored) if name in _TABLES else 0
@@ -355,22 +355,22 @@ def _put(
 
 
 def _finite(file: TensorFile, name: str, cut: Cut) -> np.ndarray:
-    """Reads a part of a tensor.
+    """Reads the part `cut` of a tensor.
 
     Raises:
-        ValueError: it has NaN or infinity.
+        ValueError: the values contain NaN or infinity.
     """
     values = file.read(name, cut)
     if not np.isfinite(values).all():
         raise ValueError(
-            f"{file.where}: {name} holds NaN or infinity, and weights must be finite; the file is damaged, or its training diverged: use "
-            "an earlier checkpoint"
+            f"{file.where}: {name} contains NaN or infinity, but weights must be finite. The file is damaged, or the model's training diverged. "
+            "Use an earlier checkpoint"
         )
     return values
 
 
 def _rows(file: TensorFile, name: str, dtype: str) -> Rows:
-    """Returns a function of (start, stop) for the rows of a tensor, with zeros beyond its last row."""
+    """Returns a function that reads the rows from start to stop of a tensor. Rows beyond the last row are zeros."""
     there, *others = file.shapes[name]
 
     def rows(start: int, stop: int) -> np.ndarray:
@@ -386,7 +386,7 @@ def _rows(file: TensorFile, name: str, dtype: str) -> Rows:
 
 
 def _gathered(value: Array, layer: int | None = None, shape: Shape | None = None) -> np.ndarray:
-    """Returns the array, or one layer of a stack, on the host; with `shape` it is reshaped."""
+    """Copies an array, or one layer of a stack, to the host, and reshapes it to `shape` if given."""
     sharding = value.sharding
     whole = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
     if layer is not None:
@@ -397,7 +397,7 @@ def _gathered(value: Array, layer: int | None = None, shape: Shape | None = None
 
 
 def _merged(name: str) -> int | None:
-    """Returns the axis that transformers merges with the next one: heads and their dimensions."""
+    """Returns the index of the heads axis, which transformers merges with the head_dim axis after it. None if there is no heads axis."""
     return {"query": 0, "key": 0, "value": 0, "output": 1}.get(name.removesuffix("_bias"))
 
 
@@ -407,11 +407,11 @@ def _theirs_shape(name: str, shape: Shape) -> Shape:
 
 
 def _theirs_cut(name: str, shape: Shape, whole: Cut) -> Cut:
-    """Returns the part of their tensor that equals the part `whole` of ours."""
+    """Converts `whole`, a part of our parameter, to the corresponding part of transformers' tensor."""
     axis = _merged(name)
     if axis is None:
         return whole
     heads, within, dim = whole[axis], whole[axis + 1], shape[axis + 1]
     if within.stop - within.start != dim:
-        raise ValueError(f"{name} can be split along its heads, not within head_dim={dim}")
+        raise ValueError(f"{name} can be split only between heads, not within head_dim={dim}")
     return (*whole[:axis], slice(heads.start * dim, heads.stop * dim), *whole[axis + 2 :])

@@ -1,1 +1,1 @@
-"""The memory, traffic and least time of a run, from shapes or from programs compiled for a TPU slice. Nothing runs."""
+"""Estimates a run's memory, traffic and minimum time, from shapes or from programs compiled for a TPU slice, without executing them."""

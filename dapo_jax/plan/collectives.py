@@ -1,7 +1,7 @@
-"""The collectives of a compiled program: their kinds, their number, and the bytes that a device receives.
+"""Counts the collectives of a compiled program by kind, and the bytes that each device receives.
 
-They are read from the program's text. It holds the body of a loop once; its instructions run once per trip. The caller gives the number
-of trips of loops that depend on the data, such as those over microbatches or decode steps.
+The program's HLO text is parsed. It contains the body of a loop only once, so the collectives of a body are multiplied by its trip count.
+If a trip count depends on the data, for example the number of microbatches or decode steps, the caller supplies it.
 """
 
 import math
@@ -24,17 +24,17 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """All collectives of one kind in one run of a program."""
+    """All collectives of one kind in one execution of a program."""
 
     kind: str
     count: int
     received_bytes: int
-    """Bytes that each device receives in all of them."""
+    """Total bytes that each device receives in these collectives."""
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction of a computation."""
+    """One HLO instruction."""
 
     root: bool
     type: str
@@ -44,7 +44,7 @@ class Instruction:
 
     @property
     def kind(self) -> str:
-        """The kind of a collective; empty for other instructions."""
+        """The kind of collective, or an empty string if the instruction is not a collective."""
         kind = self.opcode.removesuffix("-start")
         return kind if kind in KINDS else ""
 
@@ -58,12 +58,12 @@ Computations: TypeAlias = dict[str, dict[str, Instruction]]
 
 
 def collectives(text: str, *, trips: Sequence[int] = ()) -> list[Traffic]:
-    """Returns the collectives of a program by kind.
+    """Returns the collectives of a program, one entry per kind.
 
-    The received bytes assume a ring algorithm. An all-gather or all-to-all receives the other devices' share of the result, a
-    reduce-scatter as much of its operand, an all-reduce both.
+    Received bytes assume a ring algorithm. In a group of n devices, an all-gather or all-to-all receives (n - 1)/n of the result, a
+    reduce-scatter (n - 1)/n of the operand, and an all-reduce 2 (n - 1)/n of the array.
 
-    `text` is `compiled.as_text()`. `trips` are the trips of loops whose number is not in the text, the outermost first; 1 if not given.
+    `text` is `compiled.as_text()`. `trips` are the trip counts that the text does not contain, outermost loop first; 1 if not given.
     """
     head = text.partition("\n")[0]
     devices = math.prod(map(int, re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", head)))
@@ -77,7 +77,7 @@ def collectives(text: str, *, trips: Sequence[int] = ()) -> list[Traffic]:
 
 
 def array_bytes(text: str) -> int:
-    """Returns the bytes of all arrays in a type such as `(f32[8,4]{1,0}, bf16[2])`."""
+    """Returns the total bytes of all arrays in an HLO type such as `(f32[8,4]{1,0}, bf16[2])`."""
     bits = 0
     for boolean, width, sizes in _ARRAY.findall(text):
         bits += (8 if boolean else int(width)) * math.prod(map(int, filter(None, sizes.split(","))))
@@ -85,31 +85,31 @@ def array_bytes(text: str) -> int:
 
 
 def _received(made: Instruction, where: str, devices: int) -> tuple[str, int]:
-    """Returns the kind of a collective and the bytes that one device receives; 0 bytes for other instructions."""
+    """Returns the kind of a collective and the bytes that each device receives; an empty kind and 0 if nothing is exchanged."""
     kind = made.kind
     if not kind or (group := _group(made.rest, devices)) == 1:
         return "", 0
     size, started = array_bytes(made.type), made.opcode.endswith("-start")
     if kind == "collective-permute":
         return kind, size // 2 if started else size
-    if kind == "all-gather" and started:  # its type holds the operand and the result
+    if kind == "all-gather" and started:  # the type lists the operand and the result
         size = size * group // (group + 1)
     if kind == "reduce-scatter":
         return kind, size * (group - 1)
-    # TPU programs write a reduce-scatter as an all-reduce in a fusion of this name; each device keeps its part.
+    # TPU programs express a reduce-scatter as an all-reduce in a fusion with this name; each device keeps its part.
     if kind == "all-reduce" and where.startswith("all-reduce-scatter"):
         return "reduce-scatter", size * (group - 1) // group
     return kind, (2 if kind == "all-reduce" else 1) * size * (group - 1) // group
 
 
 def _group(rest: str, devices: int) -> int:
-    """Returns the number of devices in one group of a collective, in any of its notations; all devices without groups."""
+    """Returns the number of devices in each replica group, in any HLO notation. Without replica groups, all devices form one group."""
     if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", rest):
         return len(listed[1].split(","))
     if shaped := re.search(r"replica_groups=\[(\d+),(\d+)\]<=", rest):
         return int(shaped[2])
     if meshed := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", rest):
-        # An axis of the mesh, 'x', or a part of one: 'x':(2)4 is the middle 4 of its devices.
+        # 'x' is a mesh axis. 'x':(2)4 is a sub-axis of size 4; the sub-axes before it have 2 parts.
         sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", meshed[1])}
         axes = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", meshed[2])
         return math.prod(int(part) if part else sizes[name] for name, part in axes)
@@ -132,7 +132,7 @@ def _parsed(text: str) -> tuple[Computations, str]:
 def _walk(
     computations: Computations, name: str, times: int, trips: Sequence[int]
 ) -> Iterator[tuple[Instruction, str, int]]:
-    """Yields each instruction except loops, with the computation that contains it and the number of times it runs."""
+    """Yields each instruction except loops, with the name of its computation and the number of times that it is executed."""
     for made in computations.get(name, {}).values():
         if made.opcode == "while":
             body, known = _loop(computations, name, made)
@@ -140,7 +140,7 @@ def _walk(
             yield from _walk(computations, body, times * count, trips if known is not None else trips[1:])
             continue
         yield made, name, times
-        # The end of an asynchronous call names its computation a second time.
+        # The update and done instructions of an asynchronous call name its computation again, so they are skipped.
         if made.opcode not in ("async-update", "async-done") and not made.kind:
             branches = re.split(r",\s*", ", ".join(_BRANCHES.findall(made.rest)))
             for called in (*_CALLED.findall(made.rest), *(branch.lstrip("%") for branch in branches)):
@@ -148,10 +148,10 @@ def _walk(
 
 
 def _loop(computations: Computations, where: str, loop: Instruction) -> tuple[str, int | None]:
-    """Returns the body of a loop and its number of trips, None if the text does not hold it.
+    """Returns the name of a loop's body and its trip count, or None as the count if the text does not contain it.
 
-    TPU programs hold it in the condition, which compares a counter with a constant. The counter grows by 1 from 0, or from a constant
-    of the loop's operand.
+    In TPU programs the count follows from the loop condition, which compares a counter with a constant. The counter increases by 1 per
+    trip, and starts at 0 or at a constant in the loop's operand.
     """
     named = dict(re.findall(r"\b(condition|body)=%?([\w.\-]+)", loop.rest))
     body, inside, outside = named["body"], computations[named["condition"]], computations[where]

@@ -1,4 +1,4 @@
-"""Facts about one compiled program: memory, collectives, and why the compiler refused it."""
+"""Compiles one program and collects its memory and collectives, or the compiler's message if it does not fit."""
 
 import math
 import re
@@ -16,7 +16,7 @@ _UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramMemory:
-    """Bytes of a program's buffers on one device."""
+    """Bytes of a program's buffers, per device."""
 
     arguments: int
     outputs: int
@@ -27,7 +27,7 @@ class ProgramMemory:
 
     @property
     def needed(self) -> int:
-        """All of the program's bytes."""
+        """Total bytes that the program needs."""
         return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
 
     @property
@@ -37,7 +37,7 @@ class ProgramMemory:
 
     @property
     def kept(self) -> int:
-        """Bytes of the arguments that are not donated."""
+        """Bytes of the arguments whose memory is not reused for outputs."""
         return self.arguments - self.aliased
 
 
@@ -48,14 +48,14 @@ class Program:
     name: str
     compile_s: float
     memory: ProgramMemory | None
-    """None: the compiler refused the program, which does not fit a device even alone."""
+    """None if the compiler rejected the program because it exceeds a device's memory even alone."""
     traffic: list[Traffic] = field(default_factory=list)
     refusal: str = ""
-    """The compiler's message, which may list the program's largest arrays."""
+    """The compiler's message if it rejected the program. It may list the program's largest arrays."""
 
 
 def compile_program(name: str, lower: Callable[[], Any], *, trips: Sequence[int]) -> Program:
-    """Compiles the program that `lower` returns and collects the facts about it; `trips` as in `collectives`."""
+    """Compiles the lowered program that `lower` returns, and collects its memory and collectives. For `trips` see `collectives`."""
     began = time.monotonic()
     try:
         compiled = lower().compile()
@@ -79,6 +79,6 @@ def compile_program(name: str, lower: Callable[[], Any], *, trips: Sequence[int]
 
 
 def needed_bytes(message: str) -> int | None:
-    """Returns the bytes that a refused program needs, from either form of the message; None if it holds no number."""
+    """Returns the bytes that a rejected program needs, parsed from the compiler's message, or None if it contains no number."""
     found = re.search(r"(?:\(|Used )([\d.]+)([KMGT]?)(?:\) exceeds| of)", message)
     return math.ceil(float(found[1]) * _UNITS[found[2]]) if found else None

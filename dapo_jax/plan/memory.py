@@ -1,4 +1,4 @@
-"""Bytes on one device: the arrays that are resident while each program runs, and the KV cache that would fit."""
+"""Computes memory per device: the arrays that are resident while each program runs, and the largest KV cache that fits."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +11,7 @@ from dapo_jax.run.sampler_setup import logits_bytes
 from dapo_jax.sampling.pages import PageSizes
 
 MARGIN = 0.05
-"""Share of a device's memory that a plan leaves free for fragmentation and for buffers outside the programs."""
+"""Fraction of a device's memory that a plan leaves free for fragmentation and for buffers outside the programs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,70 +25,70 @@ class Phase:
 
     @property
     def total(self) -> int:
-        """The sum in bytes."""
+        """Total bytes of all parts."""
         return sum(self.parts.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resident:
-    """Bytes of arrays that outlive a program, on one device."""
+    """Bytes per device of the arrays that stay in memory between programs."""
 
     state: int
-    """Parameters and moments."""
+    """Trained parameters and optimizer moments."""
     moments: int = 0
-    """The moments' part of `state`, which `optimizer.offload` keeps in the host's memory; 0 if they are there already."""
+    """The optimizer moments in `state`, which `optimizer.offload` would keep in host memory; 0 if they are there already."""
     reference: int = 0
-    """The reference policy's parameters, with `loss.kl_coef`."""
+    """The reference policy's parameters; 0 unless `loss.kl_coef` is set."""
     base: int = 0
-    """Frozen weights below adapters."""
+    """The trainer's frozen base weights, if adapters are trained."""
     shares_base: bool = False
-    """Whether trainer and sampler share these arrays."""
+    """Whether trainer and sampler share the arrays of the frozen base weights."""
     sampler_base: int = 0
-    """The sampler's own copy of the frozen weights; 0 if it has none."""
+    """The sampler's own copy of the frozen base weights; 0 if it has none."""
     weights: int = 0
-    """The sampler's other weights."""
+    """The sampler's weights, without the frozen base weights."""
     rotations: int = 0
-    """Cosines and sines of all positions. They stay after the first sampling."""
+    """Cosines and sines of the rotary embedding for all positions. Once created by the sampler, they stay in memory."""
     minibatch: int = 0
-    """The arrays of one update."""
+    """The input arrays of one update."""
     shorter: int = 0
-    """The part of `minibatch` whose rows are shorter than the longest."""
+    """The part of `minibatch` with rows shorter than the maximum row length."""
     gradient: int = 0
-    """The accumulated gradient between the programs of an update with several row lengths; 0 if each update is one program."""
+    """The accumulated gradient, which stays in memory if an update is split into programs by row length; 0 if it is one program."""
     prefix: int = 0
-    """Prefilled prompts of one call."""
+    """KV cache and logits of the prompts prefilled in one call."""
     buffers: int = 0
-    """KV cache and activations of a sequence during prefill in chunks; 0 if no sequence is that long."""
+    """KV cache and activations of a sequence that is being prefilled in chunks; 0 if every sequence fits a prefill row."""
     reread: int = 0
-    """The same sequence after its prefill, for its slot."""
+    """KV cache and logits of the same sequence after its prefill, before it is copied to its slot."""
     waiting: int = 0
-    """A second such sequence, which waits for its slot: with rollouts in flight, or if prompts are longer than a row of prefill."""
+    """A second prefilled sequence that waits for a slot; 0 unless rollouts are in flight or prompts may exceed a prefill row."""
     decode_state: int = 0
-    """The KV cache, and the logits of every slot."""
+    """The KV cache and the logits of all slots."""
     paused: int = 0
-    """Logits of paused responses; 0 unless more responses are in flight than there are slots."""
+    """Logits of paused responses; 0 unless more responses are in flight than the sampler has slots."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheFit:
-    """The KV cache that fits a sampler's devices."""
+    """The largest KV cache that fits a sampler's devices."""
 
     tokens: int
-    """Tokens of all pages, over all devices of a sampler: a value for `sampling.cache_tokens`."""
+    """Tokens in all pages on all devices of a sampler; a possible value of `sampling.cache_tokens`."""
     slots: int
-    """A value for `sampling.slots`, so that each of these responses has a slot."""
+    """Number of slots needed to decode `in_flight` responses; a possible value of `sampling.slots`."""
     in_flight: float
     """Number of responses decoded in parallel, at the assumed mean context."""
 
 
 def as_compiled(there: Resident, programs: Mapping[str, ProgramMemory]) -> Resident:
-    """Replaces sizes from shapes by the sizes of the compiled programs' arguments.
+    """Replaces the sizes computed from shapes with the argument sizes of the compiled programs.
 
-    TPUs pad arrays to tiles of 8 x 128, which can double a cache whose heads have 64 dimensions.
+    TPUs pad arrays to tiles of 8 x 128, which can double the size of a KV cache if `head_dim` is 64.
     """
     generate, update, add = (programs.get(name) for name in ("generate", "update", "update_add_longest"))
     if generate is not None:
-        # It donates the decode state. Its other arguments are the weights and the rotations.
+        # `generate` donates the decode state. Its other arguments are the weights and the rotations.
         frozen = there.base if there.shares_base else there.sampler_base
         weights = generate.kept - there.rotations - frozen
         there = replace(there, decode_state=generate.aliased, weights=weights)
@@ -105,11 +105,11 @@ def as_compiled(there: Resident, programs: Mapping[str, ProgramMemory]) -> Resid
 
 
 def together(program: str, there: Resident, *, updates: int) -> tuple[str, dict[str, int]] | None:
-    """Returns the phase in which a program runs, and the bytes that are resident then without the program's own.
+    """Returns the phase in which a program runs, and the bytes of the arrays that are resident then, without the program's own.
 
-    Returns None for a small program that runs while others need more. Between steps the sampler's weights are gone, except frozen ones.
-    While it samples, up to two calls of prefilled prompts are there: responses of the first still wait for slots when the second
-    is prefilled. The minibatches of all updates are on the device from before the first update until after the last.
+    Returns None for a small program that never determines the peak. Between steps only the sampler's frozen weights stay in memory.
+    During sampling, the prompts of two prefill calls may be in memory, because responses of the first call still wait for slots when
+    the second call begins. The minibatches of all updates are on the device from before the first update until after the last.
     """
     between = {
         "train state": there.state,
@@ -126,7 +126,7 @@ def together(program: str, there: Resident, *, updates: int) -> tuple[str, dict[
     chunk = {**cache, "prefilled prompts": there.prefix}
     chunks = {**chunk, "sequence prefilled in chunks": there.buffers}
     ended = {"sequence that waits for its slot": there.reread}
-    # While others decode, a long sequence may be in prefill, or at its end.
+    # While other responses decode, a long sequence may be in prefill, or may just have been prefilled.
     longer = chunks if there.waiting or there.buffers > there.reread else {**chunk, **ended}
     longer |= {"sequence that waits for its slot": there.waiting} if there.waiting else {}
     known: dict[str, tuple[str, dict[str, int]]] = {
@@ -154,7 +154,7 @@ def together(program: str, there: Resident, *, updates: int) -> tuple[str, dict[
 
 
 def phases(programs: Mapping[str, ProgramMemory], there: Resident, *, updates: int) -> list[Phase]:
-    """Returns the phase of each compiled program (see `together`). The code of all programs stays on the device."""
+    """Returns the phase of each compiled program (see `together`). Each phase includes the code of all programs."""
     code = sum(memory.code for memory in programs.values())
     return [
         Phase(
@@ -182,11 +182,11 @@ def cache_fit(
     token_bytes: int,
     spread: int,
 ) -> CacheFit | None:
-    """Returns the largest KV cache with which every compiled phase stays within `limit`.
+    """Returns the largest KV cache with which every compiled phase stays within `limit` bytes per device.
 
-    Returns None if no phase has a cache, or if not even one sequence would fit. Responses beyond the configured slots need
-    their own slots, each with its logits. A token takes `token_bytes` on each of the devices that share its heads; the slots are
-    sharded over `spread` such groups of devices. `limit` is the bytes of a device.
+    Returns None if no phase has a KV cache, or if not even one sequence would fit. If more responses fit than there are configured
+    slots, each additional slot also needs memory for its logits. A cached token takes `token_bytes` on each device of the group
+    that shares its heads. Slots are sharded over `spread` such groups.
     """
     sampling = [phase.total for phase in found if "decode state" in phase.parts]
     if not sampling:

@@ -1,4 +1,4 @@
-"""The devices of a configuration, whether they are present or not, and the sizes of its meshes."""
+"""The devices that a configuration needs, whether they are present or not, and the sizes of its meshes."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,11 +10,11 @@ from dapo_jax.config import ParallelConfig
 from dapo_jax.parallel.mesh import AXES, BATCH_AXES, Absent, AnyDevice
 
 HOST_DEVICES = 4
-"""Devices per host if none are present to count: as on a TPU VM."""
+"""Devices per host that are assumed for absent devices, as on a TPU VM."""
 
 
 def devices_of_run(parallel: ParallelConfig) -> Sequence[AnyDevice]:
-    """Returns the present devices, or absent ones on hosts of 4 if `parallel` names another number."""
+    """Returns the present devices. If `parallel` needs a different number, returns absent devices, 4 per host."""
     present, sizes = jax.devices(), [getattr(parallel, axis) for axis in AXES]
     if -1 in sizes or math.prod(sizes) == len(present):
         return present
@@ -32,12 +32,12 @@ class MeshSizes:
 
     @property
     def devices(self) -> int:
-        """Devices of the whole run."""
+        """Number of devices of the whole run."""
         return math.prod(self.train.values())
 
     @property
     def sampler_devices(self) -> int:
-        """Devices of one sampler."""
+        """Number of devices of one sampler."""
         return math.prod(self.sampler.values())
 
 

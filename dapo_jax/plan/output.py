@@ -1,4 +1,4 @@
-"""A plan as tables for people, and as data for programs."""
+"""Prints a plan as tables, or converts it to JSON data."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -14,16 +14,16 @@ from dapo_jax.plan.remedies import Tried, held_in
 from dapo_jax.plan.roofline import cache_bytes_per_token
 
 SCHEMA_VERSION = 6
-"""The version of the JSON. It rises when a field is removed or changes its meaning."""
+"""Version of the JSON output. It increases when a field is removed or its meaning changes."""
 
 _LINES = 40
-"""Most lines of a compiler's message that are printed."""
+"""Maximum number of lines printed from a compiler's message."""
 
 _COLUMNS = ("arguments", "outputs", "aliased", "temporaries", "code", "needed")
 
 
 def as_data(plan: Plan) -> dict[str, Any]:
-    """Returns the content of `--json`, in bytes, seconds and operations; all memory and work is per device."""
+    """Returns the content of `--json`. Units are bytes, seconds and operations; memory and work are per device."""
     derived = ("limit", "failures", "in_flight", "checkpoint_bytes", "chip_hours")
     return {
         "schema_version": SCHEMA_VERSION,
@@ -53,21 +53,21 @@ def as_data(plan: Plan) -> dict[str, Any]:
 
 
 def _data(value: Any, *derived: str) -> dict[str, Any]:
-    """Returns the fields of a dataclass, and the properties named in `derived`."""
+    """Returns the fields of a dataclass and the properties named in `derived`."""
     return {**asdict(value), **{name: getattr(value, name) for name in derived}}
 
 
 def swept_as_data(found: Sequence[tuple[str, Plan | str]]) -> list[dict[str, Any]]:
-    """Returns the content of `--json` for a sweep: the plan of each mesh, or the reason why it has none; best first."""
+    """Returns the content of `--json` for a sweep, best mesh first: each has its plan, or the reason why it cannot be used."""
     return [{"mesh": name, **({"reason": one} if isinstance(one, str) else as_data(one))} for name, one in found]  # fmt: skip
 
 
 def show(plan: Plan, console: Console) -> None:
     """Prints a plan."""
     console.print(_heading(plan))
-    _rows(console, "Sizes", ("what", "of one device"), _sizes(plan))
+    _rows(console, "Sizes, on each device unless noted", ("quantity", "value"), _sizes(plan))
     if plan.slice is None:
-        console.print("Without --topology: shapes alone. With one, the programs are compiled for it.")
+        console.print("Computed from shapes alone; --topology also compiles the programs for a TPU slice.")
         return
     memory = [
         (
@@ -84,36 +84,36 @@ def show(plan: Plan, console: Console) -> None:
          "yes" if phase.total <= limit else "NO")
         for phase in _fullest(plan.phases)
     ]  # fmt: skip
-    title = f"Resident together, on each device; limit {size(limit)} = {size(hbm)} less {MARGIN:.0%}"
+    title = f"Resident at the same time, on each device; limit {size(limit)} = {size(hbm)} minus {MARGIN:.0%}"
     _rows(console, title, ("phase", "parts", "total", "fits"), resident)
     if (fits := plan.cache_fit) is not None:
         slots = f" sampling.slots={fits.slots}" if fits.tokens > plan.pages.tokens else ""
         console.print(
-            f"KV cache: {plan.pages.tokens:,} tokens are configured, {plan.in_flight:,.0f} responses in parallel; {fits.tokens:,} "
-            f"tokens fit, {fits.in_flight:,.0f} responses (sampling.cache_tokens={fits.tokens}{slots})",
+            f"KV cache: {plan.pages.tokens:,} tokens ({plan.in_flight:,.0f} responses in parallel) are configured; {fits.tokens:,} "
+            f"tokens ({fits.in_flight:,.0f} responses) would fit, with sampling.cache_tokens={fits.tokens}{slots}",
         )
     traffic = [
         (one.name, kind.kind, f"{kind.count:,}", f"{kind.received_bytes / 1e9:,.3f}")
         for one in plan.programs
         for kind in one.traffic
     ]
-    _rows(console, "Collectives of one run", ("program", "kind", "count", "GB received by a device"), traffic)
+    _rows(console, "Collectives per run", ("program", "kind", "count", "GB received per device"), traffic)
     roofline = [
         (bound.work.phase, f"{bound.work.runs:,.0f}", f"{bound.compute_s:,.2f}", f"{bound.hbm_s:,.2f}", f"{bound.ici_s:,.2f}",
          f"{bound.seconds:,.2f}", bound.limit)
         for bound in plan.bounds
     ]  # fmt: skip
-    title = "Roofline, seconds per step: a lower bound by the chip's peaks, not measured"
-    columns = ("phase", "runs", "compute", "memory", "interconnect", "longest", "which")
+    title = "Roofline, seconds per step: a lower bound from the chip's peak rates, not a measurement"
+    columns = ("phase", "runs", "compute", "memory", "interconnect", "longest", "limited by")
     _rows(console, title, columns, roofline)
     console.print(
-        f"a step takes {plan.step_s:,.1f} s or more, {plan.config.steps:,} steps {plan.chip_hours:,.1f} chip-hours or more; "
-        f"model FLOPs utilisation is {plan.mfu_bound:.1%} or less",
+        f"a step takes at least {plan.step_s:,.1f} s, and {plan.config.steps:,} steps take at least {plan.chip_hours:,.1f} chip-hours; "
+        f"model FLOPs utilisation is at most {plan.mfu_bound:.1%}",
     )
 
 
 def show_failures(plan: Plan, tried: Sequence[Tried], console: Console) -> None:
-    """Prints the programs that do not fit, the arrays and changes that would free memory, and the changes that were compiled."""
+    """Prints the programs that do not fit, their arrays with changes that would free memory, and the changes tried by compiling."""
     limit = size(plan.limit or 0)
     for program in plan.programs:
         if program.name not in plan.failures:
@@ -129,7 +129,7 @@ def show_failures(plan: Plan, tried: Sequence[Tried], console: Console) -> None:
         scalars = "memory space smem" in program.refusal
         if scalars:
             remedy = "set fewer sampling.slots, or larger sampling.page_tokens"
-            console.print(f"    the page tables of all slots exceed a core's memory for scalars: {remedy}")
+            console.print(f"    the page tables of all slots exceed a core's scalar memory (SMEM): {remedy}")
         for held in [] if scalars else held_in(plan, program.name):
             ways = [
                 f"; {way.change}" + (f" frees {size(way.frees)}" if way.frees else "") for way in held.ways
@@ -141,7 +141,7 @@ def show_failures(plan: Plan, tried: Sequence[Tried], console: Console) -> None:
         verdict = "fits" if one.fits else "does not fit"
         console.print(f"compiled: {' '.join(one.overrides)}: {verdict}")
     if tried and not any(one.fits for one in tried):
-        console.print("None of these fits. A larger slice or shorter responses would help.")
+        console.print("None of these changes is enough. A larger slice or shorter responses would help.")
 
 
 def show_sweep(plans: Sequence[tuple[str, Plan | str]], console: Console) -> None:
@@ -151,11 +151,11 @@ def show_sweep(plans: Sequence[tuple[str, Plan | str]], console: Console) -> Non
         else (name, f"{found.step_s:,.0f}", size(max(phase.total for phase in found.phases)), "fits")
         for name, found in plans
     ]  # fmt: skip
-    _rows(console, "Meshes, best first", ("mesh", "roofline s per step", "memory at most", ""), rows)
+    _rows(console, "Meshes, best first", ("mesh", "roofline s per step", "peak memory", ""), rows)
 
 
 def size(count: int | float) -> str:
-    """Formats bytes in a unit in which they are at least 1.
+    """Formats bytes in the largest unit in which the number is at least 1.
 
     >>> size(3 * 2**29), size(2048), size(7)
     ('1.50 GiB', '2.0 KiB', '7 B')
@@ -170,8 +170,8 @@ def _heading(plan: Plan) -> str:
     decoder, slice = plan.decoder, plan.slice
     mesh = " x ".join(f"{axis} {count}" for axis, count in plan.sizes.train.items())
     sampler = " x ".join(f"{axis} {count}" for axis, count in plan.sizes.sampler.items() if count > 1)
-    adapters = f", {decoder.trained_parameters:,} more in adapters, which are trained" if decoder.lora else ""
-    where = "the devices of the configuration, or those present"
+    adapters = f", and {decoder.trained_parameters:,} trained in adapters" if decoder.lora else ""
+    where = "the configured devices"
     if slice is not None:
         where = f"{slice.name}: {slice.chips} chips on {slice.hosts} hosts"
     lines = [
@@ -181,7 +181,7 @@ def _heading(plan: Plan) -> str:
     ]
     if slice is not None and slice.chip.name == "v4":
         lines.append(
-            "libtpu describes the two cores of a v4 chip as two devices; a v4 host joins them to one"
+            "libtpu describes the two cores of a v4 chip as two devices; on a v4 host they are one device"
         )
     return "\n".join(lines)
 
@@ -190,35 +190,35 @@ def _sizes(plan: Plan) -> list[tuple[str, str]]:
     there, work, token = plan.resident, plan.work, cache_bytes_per_token(plan.config, plan.decoder)
     arrays = [
         ("train state (parameters and moments)", there.state),
-        ("the moments' part of it, which optimizer.offload keeps in the host's memory", there.moments),
+        ("of these, moments, which optimizer.offload would keep in host memory", there.moments),
         ("frozen weights", there.base),
         ("the sampler's own copy of the frozen weights", there.sampler_base),
         ("reference policy", there.reference),
         ("sampler's weights", there.weights),
-        ("rotations of all positions", there.rotations),
+        ("rotary embedding of all positions", there.rotations),
         (f"decode state of {plan.config.sampling.slots} slots per sampler", there.decode_state),
-        ("cached token, over a sampler's devices", token),
-        (f"KV cache of {plan.pages.tokens:,} tokens in pages of {plan.pages.page_tokens:,}, over a sampler's devices", token * plan.pages.tokens),
-        ("prefilled prompts of one call", there.prefix),
+        ("one cached token, on all devices of a sampler", token),
+        (f"KV cache of {plan.pages.tokens:,} tokens in pages of {plan.pages.page_tokens:,}, on all devices of a sampler", token * plan.pages.tokens),
+        ("prompts prefilled in one call", there.prefix),
         ("a longer sequence while it is prefilled in chunks", there.buffers),
-        ("the same after its prefill", there.reread),
-        ("arrays of one update", there.minibatch),
-        ("the part of them in shorter rows", there.shorter),
-        ("gradient between programs of one update", there.gradient),
+        ("the same sequence after its prefill", there.reread),
+        ("input arrays of one update", there.minibatch),
+        ("of these, arrays of shorter rows", there.shorter),
+        ("gradient kept between the programs of one update", there.gradient),
         ("trained weights and moments in a checkpoint on disk", plan.checkpoint_bytes),
     ]  # fmt: skip
     return [
         *((name, size(count)) for name, count in arrays if count),
-        (f"responses in parallel, of up to {plan.pages.capacity:,} tokens each with the prompt", f"{plan.in_flight:,.0f}"),
-        ("tokens sampled per step", f"{work.responses * work.response_mean:,.0f}"),
-        ("tokens trained on per step, with prompts", f"{work.trained * work.sequence:,.0f}"),
+        (f"responses decoded in parallel per sampler, each of up to {plan.pages.capacity:,} tokens with its prompt", f"{plan.in_flight:,.0f}"),
+        ("tokens sampled per step, on all devices", f"{work.responses * work.response_mean:,.0f}"),
+        ("tokens trained on per step, with prompts, on all devices", f"{work.trained * work.sequence:,.0f}"),
         ("updates per step x microbatches", f"{work.updates} x {work.microbatches}"),
         *((f"operations per step, {one.phase}, TFLOP", f"{one.flops / 1e12:,.3f}") for one in plan.works if one.flops),
     ]  # fmt: skip
 
 
 def _fullest(found: Sequence[Phase]) -> list[Phase]:
-    """Returns one phase of each name: the one with the most bytes on a device."""
+    """Returns one phase for each phase name: the phase with the most bytes on a device."""
     by_name: dict[str, Phase] = {}
     for phase in found:
         by_name[phase.name] = max(by_name.get(phase.name, phase), phase, key=lambda one: one.total)

@@ -1,4 +1,4 @@
-"""A plan: the memory, traffic and least time of a run, from shapes or from its programs compiled for a slice."""
+"""Plans a run: its memory, traffic and minimum time, from shapes or from its programs compiled for a slice."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +23,7 @@ from dapo_jax.sampling.pages import PageSizes
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The needs of a configuration."""
+    """The memory, work and minimum time of a configured run."""
 
     config: TrainConfig
     decoder: DecoderConfig
@@ -31,9 +31,9 @@ class Plan:
     resident: Resident
     sizes: MeshSizes
     works: list[Work]
-    """The phases of a step."""
+    """The work of each phase of a step."""
     pages: PageSizes
-    """The sizes of a sampler's cache."""
+    """The sizes of a sampler's KV cache."""
     token_bytes: int
     """Bytes of one cached token on each of the devices that share its heads."""
     slice: Slice | None = None
@@ -47,12 +47,12 @@ class Plan:
 
     @property
     def limit(self) -> int | None:
-        """Bytes that a phase may take on one device; None without a slice."""
+        """Maximum bytes that a phase may use on one device; None without a slice."""
         return None if self.slice is None else int(self.slice.chip.device_hbm_bytes * (1 - MARGIN))
 
     @property
     def failures(self) -> list[str]:
-        """The programs that do not fit, alone or with the resident arrays."""
+        """The names of the programs that do not fit, either alone or together with the resident arrays."""
         limit = self.limit
         alone = [program.name for program in self.programs if program.memory is None]
         return alone + [phase.program for phase in self.phases if limit is not None and phase.total > limit]
@@ -69,7 +69,7 @@ class Plan:
 
     @property
     def cache_fit(self) -> CacheFit | None:
-        """The KV cache that fits; None without a slice or a compiled phase that has one, or if no sequence would fit."""
+        """The largest KV cache that fits; None without a slice, if no compiled phase has a cache, or if no sequence would fit."""
         if self.limit is None:
             return None
         return cache_fit(
@@ -79,22 +79,22 @@ class Plan:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of the trained weights and their moments in a checkpoint."""
+        """Bytes of the trained weights and their optimizer moments in a checkpoint."""
         return STATE_BYTES * self.decoder.trained_parameters
 
     @property
     def step_s(self) -> float:
-        """The roofline of a step, phase after phase, in seconds."""
+        """Minimum seconds per step: the sum of the phases' rooflines."""
         return sum((bound.seconds for bound in self.bounds), 0.0)
 
     @property
     def chip_hours(self) -> float | None:
-        """The least chip-hours of all steps, by the roofline and without evaluations; None without a slice."""
+        """Minimum chip-hours of all steps according to the roofline, without evaluations; None without a slice."""
         return None if self.slice is None else self.config.steps * self.step_s * self.slice.chips / 3600
 
     @property
     def mfu_bound(self) -> float:
-        """The highest model FLOPs utilisation: useful operations of a step over the peak in its roofline's time."""
+        """Maximum model FLOPs utilisation: useful operations of a step, divided by the chip's peak operations in the minimum time."""
         useful = sum(bound.work.useful_flops for bound in self.bounds)
         return useful / (self.step_s * self.slice.chip.device_flops) if self.slice and self.step_s else 0.0
 
@@ -110,14 +110,14 @@ def plan(
     """Plans `config`, with its programs compiled for a slice, or from shapes alone.
 
     Args:
-        config: of the run.
-        slice: a TPU slice; None: shapes alone, on hosts of 4 devices if `parallel` needs another number than are present.
+        config: the run's configuration.
+        slice: the TPU slice to compile for. None: shapes alone, with 4 devices per host if `parallel` needs absent devices.
         assumed: lengths and shares that the configuration leaves open.
-        only: first words of the names of the programs to compile; None: all.
-        say: called with each program that is about to be compiled.
+        only: the programs to compile; `update` also selects `update_begin` and other names with this prefix. None: all.
+        say: called with a message before each program is compiled.
 
     Raises:
-        ConfigError: the configuration cannot run there, whatever the memory.
+        ConfigError: the configuration cannot run on these devices, regardless of memory.
     """
     decoder = replace(decoder_of(config.model), lora=lora_of(config.lora))
     work = workload_of(config, assumed or Assumptions())
@@ -127,14 +127,14 @@ def plan(
     else:
         devices, host = devices_of(slice), devices_of(slice.one_host) if slice.hosts > 1 else None
         memory = slice.chip.device_hbm_bytes
-    # JAX has no kinds of memory for absent devices, so offloaded moments are subtracted below.
+    # JAX cannot place arrays in the host memory of absent devices, so offloaded moments are subtracted below.
     placed = replaced(config, {"optimizer.offload": False}) if isinstance(devices[0], Absent) else config
     programs, compiled = Programs(placed, decoder, work, devices, host, memory), list[Program]()
     try:
-        there = programs.resident  # makes trainer and sampler, from shapes
+        there = programs.resident  # builds trainer and sampler from shapes
     except ConfigError:
         raise
-    except ValueError as error:  # a size that does not fit comes from the configuration
+    except ValueError as error:  # an invalid size was set in the configuration
         raise ConfigError(str(error)) from error
     if config.optimizer.offload:
         there = replace(there, state=there.state - there.moments, moments=0)
@@ -160,7 +160,7 @@ def plan(
 
 
 def _trips(name: str, config: TrainConfig, work: Workload) -> tuple[int, ...]:
-    """Returns the trips of a program's loops that depend on data: over microbatches, or over the tokens of a call."""
+    """Returns the trip counts of a program's data-dependent loops: over microbatches, or over the decode steps of a call."""
     if name in ("update", "update_add_longest", "score"):
         return (work.microbatches,)
     return (config.sampling.steps_per_call,) if name == "generate" else ()

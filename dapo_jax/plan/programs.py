@@ -1,4 +1,4 @@
-"""The programs of a run, lowered from shapes on a mesh: the same programs that training, scoring, transfer and sampling call."""
+"""Lowers the programs of a run from shapes. A run uses the same programs for training, scoring, weight transfer and sampling."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -39,17 +39,17 @@ _CHUNKED = ("prefill_part", "prefill_kept", "prefill_empty", "fill_part", "inser
 
 @dataclass(frozen=True)
 class Programs:
-    """The programs that a configuration compiles, for present or described devices."""
+    """The programs of a configuration, for present devices or for devices that libtpu describes."""
 
     config: TrainConfig
     decoder: DecoderConfig
     work: Workload
     devices: Sequence[AnyDevice]
-    """The run's devices. Nothing can be lowered for absent ones."""
+    """The run's devices. If they are absent, programs cannot be lowered."""
     host: list[jax.Device] | None = None
-    """A host's devices as a separate slice, since the compiler rejects some hosts of a larger slice. None: use `devices`."""
+    """One host's devices as a separate slice, because the compiler rejects some hosts of a larger slice. None: use `devices`."""
     memory: int | None = None
-    """Bytes of a device; None if unknown, as for a CPU."""
+    """Bytes of a device's memory; None if unknown, as for a CPU."""
 
     @cached_property
     def meshes(self) -> Meshes:
@@ -84,7 +84,7 @@ class Programs:
         return self._transfer.shapes
 
     def lowered(self) -> dict[str, Lower]:
-        """Returns a function for each program of the run that lowers it."""
+        """Maps the name of each program to a function that lowers it."""
         decoded = jax.eval_shape(partial(decoding, temperature=self.config.sampling.temperature))
         sampling = self._engine.programs(self.weights, decoded)
         rows, lengths, params = self.config.batch.rows_per_microbatch, self._row_lengths, self.state.params
@@ -104,7 +104,7 @@ class Programs:
 
     @property
     def prefills_chunks(self) -> bool:
-        """Whether sequences may be longer than a row of prefill: prompts, preempted responses, or responses under new weights."""
+        """Whether a prompt, or a response that is re-prefilled after preemption or new weights, may exceed a prefill row."""
         again = self.pages.runs_out or self.config.rollout.in_flight > 0
         longest, width = self.config.data.max_prompt_tokens, self._prefilled.width
         return self._capacity > width and (again or longest > width)
@@ -126,7 +126,7 @@ class Programs:
         reread = chunks and chunks * self.token_bytes + prefill.row_prompts * decoder.vocab_rows * 4
         heads = -(-decoder.kv_heads // sizes.sampler["tensor"])
         base = bytes_on_device(self._transfer.base_shapes, sizes.sampler) if self._adapts else 0
-        # The residual stream of one chunk and its rotations, in float32.
+        # The residual stream and the rotations of one chunk, in float32.
         flowing = 4 * (decoder.embed_dim + decoder.head_dim) * width
         cached = 2 * decoder.layers * heads * decoder.head_dim * item(self._dtype)
         return Resident(
@@ -146,13 +146,13 @@ class Programs:
             reread=reread,
             waiting=reread if self._in_flight or prefill.longest > width else 0,
             decode_state=bytes_on_device(self._engine.state_structs, sizes.sampler),
-            # Each device has the logits of all slots at a time.
+            # Not sharded: each device has the logits of all paused responses, rounded up to multiples of `slots`.
             paused=4 * decoder.vocab_rows * slots * max(0, -(-self._in_flight // slots) - 1),
         )
 
     @property
     def pages(self) -> PageSizes:
-        """The sizes of a sampler's cache."""
+        """The sizes of a sampler's KV cache."""
         return self._engine.page_sizes
 
     @property
@@ -161,7 +161,7 @@ class Programs:
 
     @property
     def _in_flight(self) -> int:
-        """The largest number of responses in flight in one sampler; 0 in waves."""
+        """Maximum number of responses in flight per sampler; 0 if sampling runs in waves."""
         return -(-self.config.rollout.in_flight // self.sizes.samplers)
 
     @property
@@ -174,12 +174,12 @@ class Programs:
 
     @property
     def _row_lengths(self) -> tuple[int, ...]:
-        """The lengths that rows of an update may have, the longest first."""
+        """The row lengths that an update may use, longest first."""
         return (self._pass.row_tokens, *self._pass.packing["shorter_rows"])
 
     @property
     def _stack_bytes(self) -> list[int]:
-        """Bytes of an update's microbatches on each device: room for all in the longest rows, and one of each shorter length."""
+        """Bytes per device of an update's microbatches: `work.room` with the longest rows, and one for each shorter row length."""
         rows, (longest, *shorter) = self.config.batch.rows_per_microbatch, self._row_lengths
         make = self._updater.stack_structs
         stacks = [make(self.work.room, rows, longest), *(make(1, rows, tokens) for tokens in shorter)]
@@ -192,12 +192,12 @@ class Programs:
 
     @property
     def _adapts(self) -> bool:
-        """Whether the sampler receives adapters and keeps its own base."""
+        """Whether only adapters are transferred to the sampler, which keeps frozen base weights."""
         return self.decoder.lora is not None and not self.config.sampling.merge_lora
 
     @cached_property
     def _shares_base(self) -> bool:
-        """Whether trainer and sampler share one copy of the base."""
+        """Whether trainer and sampler share one copy of the frozen base weights."""
         if self.decoder.lora is None:
             return False
         frozen = frozen_structs(self._decoder, self.meshes.train, dtype=self._dtype, apart=False)
@@ -214,7 +214,7 @@ class Programs:
         if self._decoder.lora is not None:
             train, apart = self.meshes.train, self._shares_base
             frozen = frozen_structs(self._decoder, train, dtype=self._dtype, apart=apart)
-        # The tokenizer is required by the type and not used.
+        # The type requires a tokenizer, but it is not used.
         return Policy(decoder=self._decoder, params=trained, frozen=frozen, tokenizer=ByteTokenizer())
 
     @cached_property
@@ -237,7 +237,7 @@ class Programs:
     @cached_property
     def _engine(self) -> DecoderEngine:
         sampling, train = self.config.sampling, self.sizes.train
-        # The bytes that leave room for a cache whose size the configuration leaves open, as in a run.
+        # If the configuration does not set the size of the cache, it follows from the free memory, as in a run.
         reference = bytes_on_device(self.state.params, train) if self.config.loss.kl_coef else 0
         base = 0 if self._shares_base else bytes_on_device(self._policy.frozen, train)
         weights = bytes_on_device(self.weights, self.sizes.sampler)

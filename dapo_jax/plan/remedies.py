@@ -1,4 +1,4 @@
-"""Configurations that fit: the keys that would free memory, changes checked by compiling, and a sweep of meshes."""
+"""Finds configurations that fit: lists keys that would free memory, tests changes by compiling, and sweeps over meshes."""
 
 import math
 import time
@@ -18,28 +18,28 @@ from dapo_jax.plan.topologies import Slice, devices_of
 from dapo_jax.plan.workload import Assumptions
 
 _LEAST = 0.005
-"""Smallest share of a device's memory that a message lists."""
+"""Arrays below this fraction of a device's memory are not listed."""
 
 Say = Callable[[str], None]
 Changes = dict[str, Any]
-"""Key of the configuration -> its new value."""
+"""Configuration key -> its new value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """A change of the configuration that needs less memory."""
+    """A configuration change that reduces memory use."""
 
     change: str
-    """Keys with their values."""
+    """The change as text: keys with their new values."""
     frees: int | None = None
-    """Bytes of a device; None: only compiling shows it."""
+    """Bytes freed on each device; None if only compiling shows it."""
     tries: Changes = field(default_factory=dict)
-    """The values that `suggestions` may try: they fit the same slice and leave the method as it is."""
+    """The values that `suggestions` may try. They need no larger slice and do not change the training method."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResidentPart:
-    """One kind of array on a device, with the ways to make it smaller."""
+    """One kind of array on a device, with the changes that would make it smaller."""
 
     part: str
     bytes: int
@@ -48,16 +48,16 @@ class ResidentPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """Changes, and whether the programs that failed fit with them."""
+    """Changes, and whether the programs that did not fit would fit with them."""
 
     overrides: tuple[str, ...]
     fits: bool
 
 
 def held_in(made: Plan, program: str) -> list[ResidentPart]:
-    """Returns the arrays on a device while `program` runs: resident ones, the largest first, then those it adds.
+    """Returns the arrays on a device while `program` runs: first the resident arrays, largest first, then the program's own.
 
-    The last entry of a program that was refused alone is everything that it needs.
+    If the compiler rejected the program, the last entry is the total that the program needs.
     """
     phase = next((phase for phase in made.phases if phase.program == program), None)
     found = together(program, made.resident, updates=made.work.updates)
@@ -78,12 +78,12 @@ def held_in(made: Plan, program: str) -> list[ResidentPart]:
 
 
 def _ways(made: Plan, part: str, held: int, over: int) -> Iterator[Way]:
-    """Yields the ways to make a part of `held` bytes smaller, where a program is `over` the limit by so many."""
+    """Yields changes that reduce a part of `held` bytes, for a program that exceeds the limit by `over` bytes."""
     config, sizes = made.config, made.sizes
     match part:
         case "train state" | "gradient" | "frozen weights":
             if part == "train state" and made.resident.moments:
-                note = " (keeps the moments in the host's memory)"
+                note = " (keeps the moments in host memory)"
                 yield _way({"optimizer.offload": True}, note, frees=made.resident.moments)
             yield _more_devices(made, held)
         case "reference policy":
@@ -116,14 +116,14 @@ def _way(tries: Changes, note: str = "", *, frees: int | None = None) -> Way:
 
 
 def _more_devices(made: Plan, held: int) -> Way:
-    """Shards over twice as many devices: the replicas of `parallel.data`, or more chips of a larger slice."""
+    """Shards over twice as many devices: across the replicas of `parallel.data` if there are any, else on a larger slice."""
     train, rows = made.sizes.train, made.config.batch.rows_per_microbatch
     if train["data"] % 2 == 0:
         tries = {"parallel.fsdp": 2 * train["fsdp"], "parallel.data": train["data"] // 2}
         return _way(tries, frees=held // 2)
     over = 2 * train["fsdp"] * train["data"]
     filled = f" batch.rows_per_microbatch={-(-rows // over) * over}" if rows % over else ""
-    change = f"parallel.fsdp={2 * train['fsdp']}{filled} on a slice of twice the chips"
+    change = f"parallel.fsdp={2 * train['fsdp']}{filled} on a slice with twice as many chips"
     return Way(change=change, frees=held // 2)
 
 
@@ -142,7 +142,7 @@ def _smaller_cache(made: Plan, held: int, over: int) -> Iterator[Way]:
         frees = held * (config.slots - half) // config.slots
         yield _way({"sampling.slots": half}, f" (of {config.slots})", frees=frees)
     if not config.cache_dtype:
-        # Each number becomes a byte; each head has a scale of 4 bytes.
+        # Each number takes one byte, and each head needs a scale of 4 bytes.
         head_dim = made.decoder.head_dim
         share = 1 - (head_dim + 4) / (item(made.config.model.compute_dtype) * head_dim)
         frees = int(tokens // spread * made.token_bytes * share)
@@ -165,7 +165,7 @@ def _smaller_weights(made: Plan, held: int) -> Iterator[Way]:
 
 
 def _correction(config: TrainConfig) -> str:
-    """Returns a note on the importance weights that eight bits need, empty if they are configured."""
+    """Returns a note that int8 sampling needs importance weights, or an empty string if they are already configured."""
     return " (with loss.importance_cap)" if config.correction.kind == "none" else ""
 
 
@@ -180,15 +180,15 @@ def _fewer_activations(made: Plan) -> Iterator[Way]:
         yield _way({"batch.rows_per_microbatch": least}, f" (now {rows})")
     elif model.remat == "full" and tensor < 8 and fsdp % 2 == 0:
         half = {"parallel.fsdp": fsdp // 2, "parallel.tensor": 2 * tensor}
-        yield _way({**half, "batch.rows_per_microbatch": least // 2}, " (fewer tokens on a device)")
+        yield _way({**half, "batch.rows_per_microbatch": least // 2}, " (fewer tokens per device)")
 
 
 def suggestions(
     made: Plan, *, assumed: Assumptions, seconds: float, say: Say = lambda text: None
 ) -> list[Tried]:
-    """Changes the largest part, compiles the programs that failed, and repeats this until they fit or the time is over.
+    """Applies a change to the largest array, recompiles the programs that did not fit, and repeats this until they fit or time is up.
 
-    Returns all changes that were compiled, in order. A compilation that has begun is finished, so this may exceed `seconds` by one.
+    Returns all changes that were compiled, in order. The last attempt may end after `seconds`, because compilation is not interrupted.
     """
     assert made.slice is not None, "without a slice nothing was compiled, so nothing fails"
     began, tried, changes, current = time.monotonic(), list[Tried](), Changes(), made
@@ -218,11 +218,11 @@ def sweep(
     only: Sequence[str] | None = None,
     say: Say = lambda text: None,
 ) -> list[tuple[str, Plan | str]]:
-    """Plans every division of the slice into fsdp and tensor: first those that fit, by roofline, then the others with the reason.
+    """Plans every split of the slice into fsdp and tensor axes. Meshes that fit come first, fastest first; others have the reason.
 
-    A microbatch has one row per device of the batch axes, or a multiple if the configuration's has more.
+    A microbatch has one row per device of the batch axes, or a multiple of this if `batch.rows_per_microbatch` is larger.
     """
-    decoder_of(config.model)  # before libtpu, so that a model that is not covered is reported first
+    decoder_of(config.model)  # before libtpu is loaded, so that an unsupported model is reported first
     planned = partial(plan, slice=slice, assumed=assumed, only=only, say=say)
     found: list[tuple[str, Plan | str]] = []
     devices, context, data = len(devices_of(slice)), config.parallel.context, max(config.parallel.data, 1)
@@ -242,7 +242,7 @@ def sweep(
 def _changed_plan(
     config: TrainConfig, changes: Changes, planned: Callable[[TrainConfig], Plan], say: Say
 ) -> Plan | str:
-    """Returns the plan of a changed configuration, or the reason if a size does not divide."""
+    """Returns the plan of a changed configuration, or the error message if the change is invalid."""
     say(f"trying {' '.join(_overrides(changes))}")
     try:
         return planned(replaced(config, changes))

@@ -1,6 +1,6 @@
-"""The least time of each phase of a step: operations and bytes divided by the chip's peaks (a roofline).
+"""Computes the minimum time of each phase of a step: its operations and bytes divided by the chip's peak rates (a roofline).
 
-It is a lower bound, not a measurement: it ignores latency, the order of operations, and the host.
+This is a lower bound, not a measurement. It ignores latency, dependencies between operations, and the host.
 """
 
 import math
@@ -21,24 +21,24 @@ from dapo_jax.sampling.prompt_packing import PrefillShape
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The work of one phase in a step, on each device."""
+    """The work of one phase per step and device."""
 
     phase: str
     runs: int | float
-    """Runs of its program per step."""
+    """Executions of the phase's program per step."""
     flops: int | float
-    """Operations of all runs, with recomputation and padding."""
+    """Operations of all executions, including recomputation and padding."""
     useful_flops: int | float
-    """Operations of the model's products over real tokens, each counted once; used for model FLOPs utilisation."""
+    """Operations of the model's matrix products on real tokens, without recomputation; used for model FLOPs utilisation."""
     hbm_bytes: int | float
-    """The least bytes that its products read and write."""
+    """Minimum bytes that the phase reads from and writes to device memory."""
     ici_bytes: int | float
-    """Bytes received in its collectives; 0 if the program was not compiled."""
+    """Bytes received in the phase's collectives; 0 if the program was not compiled."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """The least time of one phase in a step: the longest of three times, as if they overlapped entirely."""
+    """The minimum time of one phase per step: the longest of three times, assuming that they overlap completely."""
 
     work: Work
     compute_s: float
@@ -46,11 +46,11 @@ class Bound:
     ici_s: float
     seconds: float
     limit: str
-    """The name of the longest: compute, hbm or ici."""
+    """The name of the longest time: compute, hbm or ici."""
 
 
 def bound(work: Work, chip: Chip) -> Bound:
-    """Divides `work` by the peaks of `chip`."""
+    """Divides `work` by the peak rates of `chip`."""
     compute, hbm = work.flops / chip.device_flops, work.hbm_bytes / chip.device_hbm_bytes_s
     ici = work.ici_bytes / chip.device_ici_bytes_s
     seconds, limit = max((compute, "compute"), (hbm, "hbm"), (ici, "ici"), key=lambda one: one[0])
@@ -65,7 +65,7 @@ def work_of(
     pages: PageSizes,
     programs: Sequence[Program] = (),
 ) -> list[Work]:
-    """Returns the phases of a step in order. `pages` has the sizes of a sampler's cache; `programs` are compiled, for their traffic."""
+    """Returns the work of each phase of a step. `pages` has the sizes of a sampler's KV cache; compiled `programs` supply the traffic."""
     traffic = {one.name: float(sum(kind.received_bytes for kind in one.traffic)) for one in programs}
 
     def received(name: str, per_layer: str = "") -> float:
@@ -84,7 +84,7 @@ def work_of(
 
 
 def prefill_shape_of(config: TrainConfig) -> PrefillShape:
-    """Returns the rows of one call of prefill."""
+    """Returns the shape of one prefill call."""
     return prefill_of(
         config.sampling,
         config.batch.group_size,
@@ -97,11 +97,11 @@ def prefill_shape_of(config: TrainConfig) -> PrefillShape:
 def in_flight(config: TrainConfig, work: Workload, pages: PageSizes, samplers: int) -> float:
     """Returns the number of responses that a sampler decodes in parallel.
 
-    It is the smallest of its slots, its share of `rollout.in_flight`, and the responses that its pages hold: each has its mean context and
-    half an empty page. Pages that the responses of a group share are counted for each response.
+    This is the minimum of its slots, its share of `rollout.in_flight`, and the number of responses that fit its pages. A response
+    is assumed to need the mean context plus half a page. Pages that are shared within a group are counted for each response.
     """
     most = [float(config.sampling.slots)]
-    if pages.runs_out:  # else every slot has room for the longest response
+    if pages.runs_out:  # otherwise every slot has room for the longest response
         held = work.context + pages.page_tokens / 2
         most.append(pages.tokens / held)
     if config.rollout.in_flight:
@@ -110,13 +110,13 @@ def in_flight(config: TrainConfig, work: Workload, pages: PageSizes, samplers: i
 
 
 def decode_steps(work: Workload, samplers: int, parallel: float) -> float:
-    """Returns the decode steps of a sampler with `parallel` responses; in waves at least the longest response's tokens."""
+    """Returns a sampler's decode steps for `parallel` responses at a time; waves need at least one per token of the longest response."""
     tokens = work.responses * work.response_mean / samplers
     return max(tokens / parallel, work.longest if work.waves else 0.0)
 
 
 def matrix_parameters(decoder: DecoderConfig) -> int:
-    """Returns the weights in the layers' matrices and adapters; embedding and unembedding are not among them."""
+    """Returns the number of weights in the layers' matrices and adapters, without embedding and unembedding."""
     heads = decoder.head_dim * (2 * decoder.heads + 2 * decoder.kv_heads)
     adapters = 0 if decoder.lora is None else decoder.trained_parameters
     return decoder.layers * decoder.embed_dim * (heads + 3 * decoder.mlp_dim) + adapters
@@ -127,8 +127,8 @@ def forward_flops(
 ) -> int | float:
     """Returns the operations of a forward pass. A product of [m, k] and [k, n] has 2 m k n.
 
-    `tokens` pass the layers, and the logits of `logits` of them are computed. Each of the query-key `pairs` is a product with a key and
-    with a value in every head.
+    `tokens` is the number of tokens that pass through the layers, and `logits` the number of tokens for which logits are computed.
+    `pairs` is the number of query-key pairs; in every head, each costs a product with a key and a product with a value.
     """
     attention = 4 * decoder.layers * decoder.heads * decoder.head_dim
     unembedding = _unembedding_parameters(decoder)
@@ -136,19 +136,19 @@ def forward_flops(
 
 
 def cache_bytes_per_token(config: TrainConfig, decoder: DecoderConfig) -> int:
-    """Returns the bytes of one token's keys and values in all layers, with their scales in eight bits."""
+    """Returns the bytes of one token's keys and values in all layers. An int8 cache also has scales."""
     plain = decoder.head_dim * item(config.model.compute_dtype)
     each = decoder.head_dim + 4 if config.sampling.cache_dtype else plain
     return 2 * decoder.layers * decoder.kv_heads * each
 
 
 def item(dtype: str) -> int:
-    """Returns the bytes of a number in a compute dtype."""
+    """Returns the bytes per number in a compute dtype."""
     return 2 if dtype == "bfloat16" else 4
 
 
 def decode_weight_parameters(decoder: DecoderConfig) -> int:
-    """Returns the weights that a decode step reads: all matrices and the unembedding. Of an embedding it reads one row per token."""
+    """Returns the number of weights that a decode step reads: matrices and unembedding, but not the one embedding row per token."""
     return matrix_parameters(decoder) + _unembedding_parameters(decoder)
 
 
@@ -157,13 +157,13 @@ def _unembedding_parameters(decoder: DecoderConfig) -> int:
 
 
 def _sampler_bytes(parameters: int | float, config: TrainConfig, sizes: MeshSizes) -> float:
-    """Returns the bytes of the sampler's weights on each device, without the few scales of weights in eight bits."""
+    """Returns the bytes of the sampler's weights on each device, without the small scales of int8 weights."""
     each = 1 if config.sampling.weight_dtype else item(config.model.compute_dtype)
     return parameters * each / sizes.sampler["tensor"]
 
 
 def _transfer(config: TrainConfig, decoder: DecoderConfig, sizes: MeshSizes, received: float) -> Work:
-    """Reads the float32 trained parameters, and a base to merge them with; writes the sampler's share."""
+    """Counts reading the float32 trained parameters, and base weights to merge them with, and writing the sampler's weights."""
     merged = item(config.model.compute_dtype) * decoder.parameters if config.sampling.merge_lora else 0
     reads = (4 * decoder.trained_parameters + merged) / (sizes.train["fsdp"] * sizes.train["tensor"])
     writes = _sampler_bytes(decoder.parameters if merged else decoder.trained_parameters, config, sizes)
@@ -173,7 +173,7 @@ def _transfer(config: TrainConfig, decoder: DecoderConfig, sizes: MeshSizes, rec
 def _prefill(
     config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes: MeshSizes, received: float
 ) -> Work:
-    """Prefills each prompt once. Responses in flight are re-prefilled in each step, at their mean context; episodes between turns."""
+    """Counts the prefill of each prompt, and re-prefills: of responses in flight once per step, and of episodes between turns."""
     shape, devices = prefill_shape_of(config), sizes.sampler_devices
     read = [
         (length, sequences / sizes.samplers)
@@ -199,7 +199,7 @@ def _prefill(
 
 
 def _calls(shape: PrefillShape, length: float) -> float:
-    """Returns the calls of prefill per sequence: a share of a call, or one for each chunk of a sequence longer than a row."""
+    """Returns prefill calls per sequence: a fraction if sequences share a call, or one per chunk if the sequence exceeds a row."""
     if length > shape.width:
         return float(math.ceil(length / shape.width))
     return 1 / (shape.rows * max(1.0, min(float(shape.row_prompts), shape.width // length)))
@@ -208,7 +208,7 @@ def _calls(shape: PrefillShape, length: float) -> float:
 def _decode(
     config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes: MeshSizes, pages: PageSizes, received: float
 ) -> Work:  # fmt: skip
-    """Each step reads the weights once for all responses of a device, and of each response its cached tokens."""
+    """Counts decode steps. Each step reads the weights once for all responses of a device, and the cached tokens of each response."""
     steps = decode_steps(work, sizes.samplers, in_flight(config, work, pages, sizes.samplers))
     calls = steps / config.sampling.steps_per_call
     tokens = work.responses * work.response_mean / sizes.samplers
@@ -231,19 +231,19 @@ def _decode(
 def _trained(
     config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes: MeshSizes, *, score: float, update: float
 ) -> list[Work]:  # fmt: skip
-    """Returns the log-probabilities of all updates but the first, or of all under a reference policy; then the updates.
+    """Returns the work of scoring log-probabilities, if any, and of the updates; `score` and `update` are bytes received per execution.
 
-    `score` and `update` are the bytes that a device receives in one run of these programs.
+    The trainer's old log-probabilities are scored for all updates except the first, and a reference policy's for all updates.
     """
     devices, count = sizes.devices, work.trained * work.sequence
     scored = work.updates - 1 if config.loss.old_logprobs == "trainer" else 0
     scored += work.updates if config.loss.kl_coef else 0
     own = forward_flops(decoder, tokens=count, pairs=work.trained * work.attended, logits=count)
-    # With padding; attention is causal over the whole row.
+    # Padding included. Attention is causal over the whole row.
     tokens = float(work.microbatches * work.microbatch_tokens)
     pairs = tokens * (config.row_tokens + 1) / 2
     one = forward_flops(decoder, tokens=tokens, pairs=pairs, logits=tokens)
-    # The gradient has two products for each in the forward pass; full rematerialisation repeats the forward pass.
+    # The backward pass has two products for each forward product; full rematerialisation repeats the forward pass.
     passes = 4 if config.model.remat == "full" else 3
     # Each pass over a microbatch reads the weights in the compute dtype, split over the tensor axis alone.
     used = decoder.parameters - (0 if decoder.tied_embeddings else _unembedding_parameters(decoder))

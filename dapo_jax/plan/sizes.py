@@ -1,4 +1,4 @@
-"""The sizes of the model that a configuration names, found without its weights, a tokenizer or the network."""
+"""Finds the shapes of the configured model without loading weights or a tokenizer, and without network access."""
 
 from dapo_jax.config import ConfigError, ModelConfig
 from dapo_jax.hints import nearest
@@ -15,19 +15,19 @@ _REPOSITORIES = {
     if known.startswith(family)
     for kind in ("", "-base", "-instruct")
 }
-"""Repository on the hub, in lower case -> the preset with the same shapes."""
+"""Hub repository in lower case -> the preset with the same shapes."""
 
 
 def decoder_of(model: ModelConfig) -> DecoderConfig:
-    """Returns the sizes of `model.source`; the vocabulary is as wide as the model's embedding.
+    """Returns the shapes of `model.source`. `vocab_size` is the number of rows of the model's embedding.
 
-    Models on the hub are known by their presets; nothing is fetched. An unknown preset, folder or repository is a ConfigError.
+    Hub models are looked up among the presets, and nothing is downloaded. An unknown preset, folder or repository raises ConfigError.
     """
     kind, _, name = model.source.partition(":")
     try:
         if kind == "hf":
             return _of_repository(name)
-        # In a run the vocabulary of a preset is its tokenizer's. The plan is for the published model.
+        # A run gives a preset the vocabulary of its tokenizer, but the plan is for the published model.
         if kind == "preset":
             return preset(name)
         return read_base(
@@ -42,7 +42,7 @@ def _of_repository(name: str) -> DecoderConfig:
     if known := _REPOSITORIES.get(name.lower()):
         return PRESETS[known]
     raise ValueError(
-        f"the sizes of {name} are unknown, and planning fetches nothing; the nearest that is known is "
-        f"{nearest(name, _REPOSITORIES, least=0.0)[0]}. If it is a model of a family that is covered ({', '.join(FAMILIES)}), "
+        f"the shapes of {name} are unknown, and planning downloads nothing; the nearest known model is "
+        f"{nearest(name, _REPOSITORIES, least=0.0)[0]}. If the model belongs to a supported family ({', '.join(FAMILIES)}), "
         f"set model.source to a folder with its config.json; {WHAT_LOADS}"
     )

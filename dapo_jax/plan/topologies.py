@@ -1,8 +1,8 @@
 """TPU slices by name, their chips, and their devices as libtpu describes them. Programs can be compiled for these on any machine.
 
-The peaks of a chip, which the roofline divides by, are from Google's pages (https://cloud.google.com/tpu/docs/v4, .../v5e, .../v5p,
-.../v6e, .../tpu7x). These give the interconnect for both directions together; here it is one direction, the bytes that a chip can
-receive. `hbm_gib` is the memory that libtpu 0.0.42 allows a program. Its refusals name it: "exceeds available HBM (15.75G)".
+The roofline's peak rates are from Google's pages (https://cloud.google.com/tpu/docs/v4, .../v5e, .../v5p, .../v6e, .../tpu7x). The
+pages give the interconnect bandwidth of both directions together; here it is the bandwidth of one direction. `hbm_gib` is the memory
+that libtpu 0.0.42 allows a program, as its error messages show: "exceeds available HBM (15.75G)".
 """
 
 import importlib.util
@@ -20,27 +20,27 @@ from dapo_jax.parallel.libtpu import WITHOUT_TPU
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One generation. Peaks are per JAX device: a chip, or one of its two cores."""
+    """One TPU generation. Peak rates are per JAX device, which is a chip or one of its two cores."""
 
     name: str
     """The name in libtpu's topologies."""
     aliases: tuple[str, ...]
     """The text before the number in a slice's name, such as v5litepod in v5litepod-16."""
     counts_cores: bool
-    """True if that number counts cores, two per chip."""
+    """True if the number in a slice's name counts cores, two per chip, rather than chips."""
     axes: int
-    """Dimensions of the interconnect's grid."""
+    """Number of dimensions of the interconnect grid."""
     hbm_gib: float
     device_flops: float
-    """Peak of bfloat16 matrix products, in operations per second."""
+    """Peak rate of bfloat16 matrix products, in operations per second."""
     device_hbm_bytes_s: float
     """Bytes per second between one device and its memory."""
     device_ici_bytes_s: float
-    """Bytes per second that one device can receive from others: all links, one direction."""
+    """Bytes per second that one device can receive over all of its links together."""
 
     @property
     def device_hbm_bytes(self) -> int:
-        """Bytes of one device's memory that programs and arrays may take."""
+        """Bytes of one device's memory that programs and arrays may use."""
         return int(self.hbm_gib * 2**30)
 
 
@@ -48,7 +48,7 @@ CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
         # 275 TFLOP/s, 32 GB, 1228 GB/s; 6 links of 50 GB/s each way. libtpu describes the two cores as separate devices;
-        # a v4 host joins them to one device with twice the memory.
+        # on a v4 host they are one device with twice the memory.
         Chip(name="v4", aliases=("v4",), counts_cores=True, axes=3, hbm_gib=15.25, device_flops=275e12 / 2,
              device_hbm_bytes_s=1228e9 / 2, device_ici_bytes_s=300e9 / 2),
         # 197 TFLOP/s, 16 GB, 819 GB/s (800 GiB/s on some pages), 400 GB/s both ways.
@@ -70,7 +70,7 @@ _SHAPES = {
     2: "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16",
     3: "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8 8x8x16 8x16x16 16x16x16",
 }
-"""The shapes on Google's pages, smallest first. A slice that is named by its size has one of these."""
+"""The slice shapes that Google's pages list, smallest first. A name with a size, such as v5p-256, has one of these shapes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,13 +92,13 @@ class Slice:
 
     @property
     def host(self) -> tuple[int, int, int]:
-        """The grid of one host's chips. A flat slice of up to 8 chips is one host; all other hosts have 4 chips."""
+        """The grid of chips on one host. A 2D slice of up to 8 chips is a single host; all other hosts have 4 chips."""
         small = self.chip.axes == 2 and self.chips <= 8
         return (self.shape[0], self.shape[1], 1) if small else (2, 2, 1)
 
     @property
     def one_host(self) -> "Slice":
-        """A slice with the chips of one host."""
+        """A slice with only the chips of one host."""
         return Slice(chip=self.chip, shape=self.host[: self.chip.axes])
 
     @property
@@ -108,7 +108,7 @@ class Slice:
 
 
 def parse(name: str) -> Slice:
-    """Returns the slice with a name CHIP:AxB or CHIP:AxBxC, or with Google Cloud's name (v5p-256, v5litepod-64, v6e-8).
+    """Returns the slice with this name: CHIP:AxB, CHIP:AxBxC, or Google Cloud's name (v5p-256, v5litepod-64, v6e-8).
 
     Raises:
         ConfigError: there is no such slice; the message lists the slices of that chip, or the nearest names.
@@ -129,7 +129,7 @@ def parse(name: str) -> Slice:
 
 
 def devices_of(made: Slice) -> list[jax.Device]:
-    """Returns the described devices of a slice. Programs can be compiled for them; they hold no arrays.
+    """Returns the devices of a slice as libtpu describes them. Programs can be compiled for them, but they cannot store arrays.
 
     Raises:
         ConfigError: libtpu is not installed, or does not know the slice.
@@ -137,10 +137,10 @@ def devices_of(made: Slice) -> list[jax.Device]:
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError(
             f"--topology compiles for TPUs with libtpu, which is not installed: {how_to_install('tpu')} "
-            "(684 MB; it needs no TPU), or leave --topology out for sizes alone"
+            "(684 MB; it needs no TPU), or leave out --topology to compute sizes alone"
         )
     describe_only()
-    # Imported here: it loads parts of jax that nothing else needs.
+    # Imported here because it loads parts of jax that nothing else needs.
     from jax.experimental import topologies
 
     try:
@@ -153,14 +153,14 @@ def devices_of(made: Slice) -> list[jax.Device]:
 
 
 def describe_only() -> None:
-    """Restricts this process to the CPU and to compiling for TPUs. To be called before JAX looks for devices."""
+    """Restricts this process to the CPU and to compiling for TPUs. It must be called before JAX looks for devices."""
     os.environ.update(WITHOUT_TPU)
     os.environ["JAX_PLATFORMS"] = "cpu"
     jax.config.update("jax_platforms", "cpu")
 
 
 def _known_slices() -> dict[str, Slice]:
-    """Returns the slices on Google's pages by each of their names, smallest first."""
+    """Returns the slices that Google's pages list, smallest first, under each of their names."""
     known: dict[str, Slice] = {}
     for chip in CHIPS.values():
         for shape in _SHAPES[chip.axes].split():

@@ -9,7 +9,7 @@ from dapo_jax.training.minibatch import stack_capacity
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """Quantities that a configuration leaves open. The plan lists each value that it assumes."""
+    """Quantities that a configuration does not determine. The plan lists each value that it assumes."""
 
     response_tokens: int | float | None = None
     """Mean tokens per response; None: `sampling.max_response_tokens`."""
@@ -27,60 +27,60 @@ class Workload:
     """The work of one step."""
 
     prompts: int
-    """Sampled prompts, over all waves."""
+    """Number of sampled prompts in all waves."""
     waves: int
     """Number of waves; 0 with rollouts in flight (`rollout.in_flight`)."""
     responses: int
-    """Sampled responses."""
+    """Number of sampled responses."""
     response_mean: float
     response_std: float
     longest: float
-    """Tokens of the longest response: two standard deviations above the mean, at most the limit."""
+    """Assumed length of the longest response in tokens: two standard deviations above the mean, but at most the limit."""
     prompt_mean: float
     trained: int
-    """Responses in the training batch."""
+    """Number of responses in the training batch."""
     updates: int
     microbatches: int
     """Microbatches per update if rows are packed without gaps."""
     room: int
-    """Microbatches per update if all responses have the maximum length. The update is compiled for so many."""
+    """Microbatches per update if all responses have the maximum length. The update program is compiled for this number."""
     microbatch_tokens: int
-    """Tokens per microbatch with padding."""
+    """Tokens per microbatch, including padding."""
     reprefills: float
-    """Number of re-prefills per episode, between its turns; 0 if its KV cache is kept."""
+    """Number of re-prefills per episode between turns; 0 if its KV cache is kept."""
     notes: tuple[str, ...]
-    """The assumptions in words."""
+    """The assumptions as text."""
 
     @property
     def sequence(self) -> float:
-        """Mean tokens of a prompt and its response."""
+        """Mean number of tokens of a prompt and its response together."""
         return self.prompt_mean + self.response_mean
 
     @property
     def context(self) -> float:
         """Mean number of cached tokens that a decoded token attends to.
 
-        A response of L tokens attends to prompt + 0, 1, ... L - 1: over all tokens prompt + E[L(L-1)/2] / E[L].
+        The tokens of a response of length L attend to prompt + 0, 1, ..., L - 1 tokens. Their mean is prompt + E[L(L-1)/2] / E[L].
         """
         mean, square = self.response_mean, self.response_mean**2 + self.response_std**2
         return self.prompt_mean + (square - mean) / (2 * mean)
 
     @property
     def between(self) -> float:
-        """Mean tokens of an episode between two turns, with its prompt, if all turns have the same length."""
+        """Mean length of an episode between two turns, with its prompt, in tokens, if all turns have the same length."""
         return self.prompt_mean + self.response_mean / 2
 
     @property
     def attended(self) -> float:
-        """Mean query-key pairs of a causal sequence of prompt and response: E[n(n+1)/2]."""
+        """Mean number of query-key pairs in causal attention over n tokens of prompt and response: E[n(n+1)/2]."""
         return (self.sequence**2 + self.response_std**2 + self.sequence) / 2
 
 
 def workload_of(config: TrainConfig, assumed: Assumptions) -> Workload:
-    """Returns the work of a step that `config` describes.
+    """Returns the work of one step with this configuration.
 
     Raises:
-        ConfigError: an assumed length exceeds the configuration's limit, or dynamic sampling would run out of waves.
+        ConfigError: an assumed length exceeds the configured limit, or dynamic sampling would need too many waves.
     """
     batch, notes = config.batch, list[str]()
     limit, prompt_limit = config.sampling.max_response_tokens, config.data.max_prompt_tokens
@@ -112,7 +112,7 @@ def workload_of(config: TrainConfig, assumed: Assumptions) -> Workload:
 
 
 def _reprefills(config: TrainConfig, turns: int | float | None, again: float, notes: list[str]) -> float:
-    """Returns the re-prefills per episode. One of all episodes of a step takes `again` tokens."""
+    """Returns the number of re-prefills per episode. Re-prefilling all episodes of a step once takes `again` tokens."""
     most = config.environment.max_turns
     if not config.environment.source:
         if turns is not None:
@@ -126,16 +126,16 @@ def _reprefills(config: TrainConfig, turns: int | float | None, again: float, no
     kept = not config.sampling.batch_invariant
     notes.append(
         f"{count:g} turns per episode{default}; "
-        + (f"the KV cache is kept between turns; re-prefilling all episodes would take {tokens} more" if kept
-           else f"sampling.batch_invariant re-prefills the episode before each turn but the first, {tokens}")
+        + (f"the KV cache is kept between turns; re-prefilling all episodes would add {tokens}" if kept
+           else f"sampling.batch_invariant re-prefills the episode before each turn except the first, {tokens}")
     )  # fmt: skip
-    notes.append("all tokens of an episode count as sampled; the environment's own time is not counted")
+    notes.append("all tokens of an episode are counted as sampled; the environment's own time is not counted")
     return 0.0 if kept else float(count - 1)
 
 
 def _length(option: str, given: int | float | None, key: str, limit: int, notes: list[str]) -> float:
     if given is None:
-        notes.append(f"{option} was not given: the maximum, {key} = {limit}")
+        notes.append(f"{option} was not given: the maximum is assumed, {key} = {limit}")
         return float(limit)
     if not 0 < given <= limit:
         raise ConfigError(f"{option}={given} must be above 0 and at most {key} = {limit}")
@@ -144,7 +144,7 @@ def _length(option: str, given: int | float | None, key: str, limit: int, notes:
 
 
 def _sampled(config: TrainConfig, informative: int | float, notes: list[str]) -> tuple[int, int]:
-    """Returns the number of prompts and of waves of a step."""
+    """Returns the number of prompts and the number of waves per step."""
     dynamic, needed, wave = config.dynamic_sampling, config.batch.prompts_per_step, config.prompts_per_wave
     flight = config.rollout.in_flight
     if not dynamic.enabled:
@@ -155,13 +155,13 @@ def _sampled(config: TrainConfig, informative: int | float, notes: list[str]) ->
     share, waves = f"--informative {informative:g}", math.ceil(needed / (informative * wave))
     if waves > dynamic.max_waves and (flight or dynamic.on_shortfall != "train_fewer"):
         raise ConfigError(
-            f"with {share} a wave of {wave} prompts gives {informative * wave:g} groups; {needed} need {waves} waves, over "
-            f"dynamic_sampling.max_waves={dynamic.max_waves}: raise it or dynamic_sampling.prompts_per_wave"
+            f"with {share}, a wave of {wave} prompts yields {informative * wave:g} groups to train on; {needed} groups need {waves} waves, "
+            f"more than dynamic_sampling.max_waves={dynamic.max_waves}: raise this limit or dynamic_sampling.prompts_per_wave"
         )
     if waves > dynamic.max_waves:
         waves = dynamic.max_waves
         few = f"about {informative * wave * waves:g} of {needed} groups (dynamic_sampling.on_shortfall=train_fewer)"
-        notes.append(f"{few} are trained on; updates are counted as if on all")
+        notes.append(f"{few} are trained on; the cost of updates is computed for all groups")
     elif flight or dynamic.surplus == "carry":
         prompts = math.ceil(needed / informative)
         how = (

@@ -1,4 +1,4 @@
-"""Makes reports of run folders, for `dapo-jax report` and notebooks: the page, and its figures as PNGs with matplotlib (extra `report`)."""
+"""Creates reports of run folders for `dapo-jax report` and notebooks: the page, and PNGs with matplotlib (extra `report`)."""
 
 import html
 import importlib
@@ -24,7 +24,7 @@ from dapo_jax.report.tables import AXES, Column, Table, comparable, configuratio
 from dapo_jax.storage import AnyPath, path_of, write_whole
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#b58900", "#56b4e9", "#882255", "#555555")
-"""The page's colours, of Okabe and Ito and of Tol, which the colour-blind can distinguish."""
+"""The page's colours, from the palettes of Okabe and Ito and of Tol, which colour-blind readers can distinguish."""
 MAX_RUNS = len(COLOURS)
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (7, 2, 1.5, 2)))
 _SHARE_COLOURS = ("#009e73", "#56b4e9", "#d55e00")
@@ -34,10 +34,10 @@ _WIDTH, _HEIGHT = 4.4, 2.7
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A report of runs; as the last expression of a notebook's cell it is shown."""
+    """A report of runs. A notebook displays it if it is the last expression of a cell."""
 
     html: str
-    """The page, which is complete and loads nothing."""
+    """The complete page, which loads no other files."""
     names: Sequence[str]
     """The names of the runs."""
     tables: Sequence[Table]
@@ -47,7 +47,7 @@ class Report:
         """Writes the page atomically and returns its path, which may be in a bucket.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the page cannot be written.
         """
         place = path_of(path)
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ class Report:
         return place
 
     def save_figures(self, folder: str | PathLike[str]) -> list[AnyPath]:
-        """Writes FOLDER/overview.png and a PNG of every panel; returns their paths.
+        """Writes FOLDER/overview.png and a PNG of every panel, and returns their paths.
 
         Raises:
             ConfigError: matplotlib is not installed.
@@ -70,7 +70,7 @@ class Report:
         return written
 
     def _repr_html_(self) -> str:
-        """Returns the page in a frame that may only run the page's own script."""
+        """Returns the page in a sandboxed frame, which may only run the page's own script."""
         return (
             f'<iframe srcdoc="{html.escape(self.html)}" sandbox="allow-scripts" title="{html.escape(title_of(self.names))}" '
             'style="width: 100%; height: 780px; border: 1px solid #8884; border-radius: 6px"></iframe>'
@@ -78,11 +78,11 @@ class Report:
 
 
 def report(*runs: str | PathLike[str], rollout_steps: int | None = None) -> Report:
-    """Makes a report of runs.
+    """Creates a report of runs.
 
     Args:
-        runs: run folders, local or in a bucket, of finished or current runs.
-        rollout_steps: the largest number of logged steps with rollouts, and of evaluations with responses, evenly spaced; None: all.
+        runs: folders of finished or active runs, local or in a bucket.
+        rollout_steps: maximum number of logged steps and of evaluations whose texts are included, evenly spaced; None: all.
 
     Raises:
         ConfigError: a run does not exist, has no metrics yet or is damaged, or there are too many runs.
@@ -117,7 +117,7 @@ def check_count(runs: int) -> None:
 def page_data(
     found: Sequence[tuple[RunFiles, Laid, Laid]],
 ) -> tuple[dict[str, Any], Sequence[Table], Sequence[Panel]]:
-    """Returns the data that the scripts read at once, of runs with their rollouts and evaluations; and its tables and panels."""
+    """Returns the data that the page loads at the start, its tables, and its panels. `found` has (run, rollouts, evaluations)."""
     tables = comparable([table_of(run) for run, _, _ in found])
     panels, zero = panels_of(tables)
     described = [
@@ -140,7 +140,7 @@ def page_data(
         "version": dapo_jax.__version__,
         "axes": AXES,
         "panels": [asdict(panel) for panel in panels],
-        "zero": zero,  # titles of panels that are not shown
+        "zero": zero,  # titles of panels that are omitted because their values are 0
         "runs": described,
         "configuration": configurations([run for run, _, _ in found]),
     }
@@ -148,19 +148,19 @@ def page_data(
 
 
 def title_of(names: Sequence[str]) -> str:
-    """Returns the title of the browser's window."""
+    """Returns the title of the browser window."""
     return f"{', '.join(names)} · dapo_jax report"
 
 
 def _figures(
     panels: Sequence[Panel], names: Sequence[str], tables: Sequence[Table]
 ) -> Iterator[tuple[str, bytes]]:
-    """Yields (name, PNG) of the sheet `overview` with all panels, and of each panel; needs matplotlib."""
+    """Yields (name, PNG) for the sheet `overview` with all panels, then for each panel. Needs matplotlib."""
     try:
         made = importlib.import_module("matplotlib.figure").Figure
     except ImportError as error:
         raise ConfigError(
-            f"PNGs are drawn with matplotlib, which is not installed ({error}): {how_to_install('report')}"
+            f"PNGs need matplotlib, which is not installed ({error}): {how_to_install('report')}"
         ) from error
     drawn = [panel for panel in panels if panel.section != OTHER]
     columns = 3

@@ -1,4 +1,4 @@
-"""Shared parts of the layouts of rollouts and evaluations: chunks of text, checked lines, and short forms of prompts."""
+"""Functions that the layouts of rollouts and evaluations share: compressed chunks, checked reading, and short forms of prompts."""
 
 import gzip
 import hashlib
@@ -15,36 +15,36 @@ from dapo_jax.config import ConfigError
 from dapo_jax.storage import AnyPath
 
 _HEAD = 96
-"""Characters of a prompt in a list."""
+"""Maximum number of characters of a prompt in a list."""
 _FRAME = 16
-"""A list omits the common beginning or end of all prompts if it has at least this many characters."""
+"""If all prompts in a list begin or end with the same text of at least this many characters, this text is omitted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Laid:
-    """The rollouts of one run, or its evaluations, as the page reads them."""
+    """The rollouts of one run, or its evaluations, in the form that the page loads."""
 
     about: Mapping[str, Any]
-    """A description in JSON."""
+    """A description as JSON values."""
     index: bytes
-    """Numbers that are read at once."""
+    """Compressed numbers that the page loads at the start."""
     chunks: Sequence[bytes]
-    """Texts that are read on demand."""
+    """Compressed texts that the page loads on demand."""
 
 
 def compressed(content: bytes) -> bytes:
-    """Compresses with gzip; the same content gives the same bytes."""
+    """Compresses with gzip. The same content always results in the same bytes."""
     return gzip.compress(content, compresslevel=6, mtime=0)
 
 
 def compressed_json(value: Any) -> bytes:
-    """Returns compressed JSON."""
+    """Returns a value as compressed JSON."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return compressed(text.encode("utf-8", errors="replace"))
 
 
 def read_checked(file: AnyPath, read: Callable[[AnyPath], list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Returns `read(file)`; a damaged file is a ConfigError, whose message names the file and the line."""
+    """Returns `read(file)`. A damaged file raises ConfigError, whose message names the file and the line."""
     try:
         return read(file)
     except (OSError, ValueError) as error:
@@ -57,7 +57,7 @@ def question_key(prompt: str, answer: str) -> str:
     >>> question_key("1+1=", "2") == question_key("1+1=", "2"), question_key("1+1=", "2") == question_key("1+1=2", "")
     (True, False)
     """
-    # A text may have half a surrogate pair. The length of the prompt separates it from the answer.
+    # A text may contain half a surrogate pair. The length shows where the prompt ends and the answer begins.
     text = f"{len(prompt)} {prompt}{answer}".encode("utf-8", errors="surrogatepass")
     return hashlib.blake2b(text, digest_size=8).hexdigest()
 
@@ -66,13 +66,13 @@ def spaced(files: Sequence[AnyPath], count: int | None) -> Iterator[AnyPath]:
     """Returns at most `count` of the files, evenly spaced, including the first and the last; None: all."""
     if count is None or count >= len(files):
         return iter(files)
-    # From the end, so that a single one is the last.
+    # Counts from the end, so that a single file is the last.
     places = np.linspace(len(files) - 1, 0, count).round().astype(int)[::-1]
     return (files[place] for place in places)
 
 
 def heads(prompts: Sequence[str]) -> list[str]:
-    """Returns one distinctive line for each prompt, without the text around every question.
+    """Returns one distinctive line for each prompt, without the beginning and end that all prompts share.
 
     >>> heads(["Solve this task, please: 1+1", "Solve this task, please: 2+3"])
     ['1+1', '2+3']

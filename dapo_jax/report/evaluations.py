@@ -1,6 +1,6 @@
-"""Lays a run's evaluations out for the browser: the number of correct responses to every problem each time, and chunks of text.
+"""Lays out a run's evaluations for the browser: the number of correct responses per problem and evaluation, and chunks of text.
 
-A chunk has either prompts and answers of problems, or one evaluation's results of each problem of a dataset.
+A chunk contains either the prompts and answers of problems, or the results of one evaluation on all problems of a dataset.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ from dapo_jax.storage import AnyPath
 from dapo_jax.trackers.rollout_log import read_problems
 
 ABSENT = 0xFFFF
-"""Marks problems that an evaluation did not ask."""
+"""Marks problems that an evaluation did not include."""
 
 
 @dataclass
@@ -34,19 +34,19 @@ class _Dataset:
     keys: list[str] = field(default_factory=list)
     prompts: list[str] = field(default_factory=list)
     places: dict[tuple[str, int], int] = field(default_factory=dict)
-    """The index among all problems of (question, number of earlier occurrences in the evaluation)."""
+    """(question, number of earlier occurrences in the evaluation) -> the problem's index."""
     texts: list[tuple[int, int]] = field(default_factory=list)
-    """(chunk, problems): the chunk with the texts of the next problems."""
+    """(chunk, count): the chunk that contains the texts of the next `count` problems."""
     evaluations: list[tuple[int, int, dict[int, tuple[int, int, float]]]] = field(default_factory=list)
-    """(step, chunk, (correct, samples, mean reward or NaN) of each problem)."""
+    """(step, chunk, results), where results maps a problem's index to (correct, samples, mean reward or NaN)."""
 
 
 def lay_out_evaluations(
     files: Sequence[AnyPath], *, steps: int | None = None, by_score: bool = False
 ) -> Laid:
-    """Reads a run's evaluations: `files` of problems, in the order of their steps, at most `steps` of them (see `spaced`).
+    """Loads a run's evaluations from `files` of problems in step order. At most `steps` evaluations are loaded (see `spaced`).
 
-    With `by_score`, rewards and scores are included. A damaged file is a ConfigError.
+    If `by_score` is set, rewards and scores are included. A damaged file raises ConfigError.
     """
     laying = Evaluations(by_score=by_score)
     for folder in spaced(list(dict.fromkeys(file.parent for file in files)), steps):
@@ -57,7 +57,7 @@ def lay_out_evaluations(
 
 
 class Evaluations:
-    """Lays out the evaluations of one run, one after the other."""
+    """Lays out the evaluations of one run, which are added one after the other."""
 
     def __init__(self, *, by_score: bool = False) -> None:
         self._by_score = by_score
@@ -65,7 +65,7 @@ class Evaluations:
         self._chunks: list[bytes] = []
 
     def add(self, file: AnyPath) -> None:
-        """Reads the problems of one evaluation of one dataset. A damaged file is a ConfigError."""
+        """Adds the problems of one evaluation on one dataset. A damaged file raises ConfigError."""
         problems = read_checked(file, read_problems)
         if not problems:
             return
@@ -93,7 +93,7 @@ class Evaluations:
         dataset.evaluations.append((problems[0]["step"], chunk, numbers))
 
     def laid(self, *, logged: int) -> Laid:
-        """Returns the layout so far; `logged` is the run's number of files. Chunks that were returned do not change."""
+        """Returns the layout so far; `logged` is the number of the run's files. Chunks that were returned once never change."""
         about = [
             {
                 "name": name,
@@ -108,9 +108,10 @@ class Evaluations:
         return Laid(about=whole, index=self._index(), chunks=tuple(self._chunks))
 
     def _index(self) -> bytes:
-        """Returns, for each dataset, the numbers of correct responses and of samples, each [evaluations, problems] in two bytes.
+        """Returns each dataset's numbers of correct responses and of samples, as two-byte arrays [evaluations, problems].
 
-        `ABSENT` marks problems that were not asked. With `by_score`, mean rewards follow in four bytes each, NaN if unknown.
+        `ABSENT` marks problems that an evaluation did not include. If `by_score` is set, a four-byte array of mean rewards follows,
+        with NaN for unknown values.
         """
         arrays = []
         for dataset in self._datasets.values():

@@ -1,8 +1,8 @@
-"""Joins the data and the files of `assets` into one HTML page.
+"""Combines the data and the files in `assets` into one HTML page.
 
-Prompts and responses are not trusted, so they never become markup: they are JSON or base64 in script elements that are not run, and
-the page's own script puts them into text nodes. The page's policy allows this one script and this one style by their hashes, and no
-connections, except that a watching page may ask its own server.
+Prompts and responses are untrusted, so they never become markup: they are JSON or base64 in script elements that are not executed, and
+the page's own script puts them into text nodes. The content security policy allows only the page's own script and style, by their
+hashes. It allows no connections, except that a page served with `--watch` may connect to its own server.
 """
 
 import base64
@@ -21,17 +21,17 @@ SCRIPTS = (
     "base.js", "scales.js", "chart.js", "store.js", "heat.js", "curves.js", "filters.js", "list.js", "tokens.js", "strip.js",
     "detail.js", "browser.js", "problems.js", "configuration.js", "main.js",
 )  # fmt: skip
-"""In the order of joining; together they are one function."""
+"""The scripts in order. They are concatenated into one function."""
 WATCHING = "watch.js"
-"""The only script with requests; a page in a file does not have it."""
+"""The only script that makes requests. A page that is written to a file does not contain it."""
 
 
 def page_of(
     title: str, data: Mapping[str, Any], packed: Mapping[str, bytes], *, watching: bool = False
 ) -> str:
-    """Returns the page as text. The scripts read `data` at once; its numbers must be finite. `packed` is from `packed_of`.
+    """Returns the page as text. Its scripts load `data` at the start; all numbers must be finite. `packed` is from `packed_of`.
 
-    With `watching` the page asks its server for new data, and for parts that are not in `packed`.
+    If `watching` is set, the page requests new data, and parts that are not in `packed`, from its server.
     """
     style = "\n".join(_asset(name) for name in STYLES)
     scripts = (*SCRIPTS[:-1], WATCHING, SCRIPTS[-1]) if watching else SCRIPTS
@@ -52,17 +52,17 @@ def page_of(
 
 
 def inert(value: Any) -> str:
-    """Returns JSON for a script element: nothing in it ends the element or begins a comment.
+    """Returns JSON that can be put into a script element, because it cannot end the element or begin a comment.
 
     >>> inert("</script><!-- & \\u2028")
     '"\\\\u003c/script\\\\u003e\\\\u003c!-- \\\\u0026 \\\\u2028"'
     """
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))  # escapes all characters beyond ASCII
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))  # escapes all non-ASCII characters
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def packed_of(runs: Sequence[tuple[Laid, Laid]]) -> dict[str, bytes]:
-    """Returns the compressed parts of rollouts and evaluations of all runs, by the names that the scripts use."""
+    """Returns the compressed rollouts and evaluations of all runs, under the names that the scripts use."""
     parts: dict[str, bytes] = {}
     for number, (rollouts, evaluations) in enumerate(runs):
         parts |= {f"index-{number}": rollouts.index, f"eval-index-{number}": evaluations.index}

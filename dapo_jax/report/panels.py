@@ -1,4 +1,4 @@
-"""The panels of the page and of the PNGs, and the series in each that some runs have."""
+"""Defines the panels of the page and of the PNGs, and selects the panels and series for which runs have metrics."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ OTHER = "Other metrics"
 """The section of metrics without a panel."""
 
 _PARTS = re.compile(r"eval/.+_stderr|eval/.+/problems|time/(?:step|eval)_s")
-"""Metrics that are a part of another panel, or never change."""
+"""Metrics without a panel of their own, because they are part of another panel or never change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,9 +19,9 @@ class Series:
     """One line, or one layer of a stack."""
 
     key: str
-    """The metric's name; in `PANELS`, a pattern of it."""
+    """The metric's name; in `PANELS`, a regular expression that matches it."""
     label: str
-    """The name in the legend; in `PANELS`, it may have groups of the pattern, as `\\1`."""
+    """The name in the legend; in `PANELS`, it may refer to groups of the expression, for example `\\1`."""
     band: str = ""
     """The metric with the standard error, plotted as a band; empty for a series without a band."""
 
@@ -39,17 +39,17 @@ class Panel:
     log: bool = False
     """Draw a logarithmic axis."""
     note: str = ""
-    """A remark for the reader."""
+    """A note that is shown with the panel."""
     hidden: tuple[str, ...] = ()
-    """Keys that are shown only on demand."""
+    """Keys of series that are shown only on demand."""
     quiet: bool = False
-    """Omit series that are 0 throughout, and the panel if all are."""
+    """Omit series whose values are all 0, and the panel if no series is left."""
     exact: bool = False
     """Never smooth the values."""
 
 
 def _panel(section: str, title: str, unit: str, labels: Mapping[str, str], **options: Any) -> Panel:
-    """Makes a panel from the label of each pattern."""
+    """Creates a panel from a mapping of patterns to labels."""
     series = tuple(Series(key=key, label=label) for key, label in labels.items())
     return Panel(section=section, title=title, unit=unit, series=series, **options)
 
@@ -96,8 +96,8 @@ PANELS = (
         "reward/lost": "no verdict", "reward/nonfinite": "score not finite",
     }, **_QUIET),
     _BY_VERDICT,
-    _panel("Dynamic sampling", "Prompts and groups", "a step", {
-        "rollout/prompts": "prompts sampled", "rollout/trained_groups": "kept, trained on", "rollout/surplus_groups": "beyond need",
+    _panel("Dynamic sampling", "Prompts and groups", "per step", {
+        "rollout/prompts": "prompts sampled", "rollout/trained_groups": "groups trained on", "rollout/surplus_groups": "surplus groups",
         "rollout/carried_groups": "carried over",
     }),
     _panel("Dynamic sampling", "Age of trained groups", "steps", {
@@ -105,18 +105,18 @@ PANELS = (
         "rollout/age_max": "oldest token, largest", "rollout/newest_age_mean": "newest token, mean",
         "rollout/newest_age_p95": "newest token, 95th percentile", "rollout/newest_age_max": "newest token, largest",
     }, hidden=("rollout/newest_age_p95", "rollout/newest_age_max"), **_QUIET,
-        note="staleness: steps between the weights that sampled a group's oldest or newest token and those that trained on it"),
+        note="staleness: number of steps between sampling a group's oldest or newest token and training on the group"),
     _panel("Dynamic sampling", "Tokens of earlier weights", "share", {
         "rollout/earlier_tokens_frac": "sampled by earlier weights", "importance/ess_frac": "effective sample size",
-        "importance/cut_frac": "weight cut, or left out",
-    }, note="of the tokens trained on; the last two are of their importance weights", **_QUIET),
+        "importance/cut_frac": "weight capped, or token left out",
+    }, note="over the tokens trained on; the last two describe their importance weights", **_QUIET),
     _panel("Dynamic sampling", "Importance weights", "", {
         "importance/weight": "mean", "importance/weight_max": "largest",
-    }, note="of the tokens trained on"),
-    _panel("Dynamic sampling", "Waves", "rounds of sampling", {"rollout/waves": "waves"}, **_QUIET, **_EXACT),
-    _panel("Dynamic sampling", "Rounds", "of rollouts in flight", {"rollout/rounds": "rounds"}, **_QUIET, **_EXACT),
+    }, note="over the tokens trained on"),
+    _panel("Dynamic sampling", "Waves", "waves per step", {"rollout/waves": "waves"}, **_QUIET, **_EXACT),
+    _panel("Dynamic sampling", "Rounds", "rounds per step", {"rollout/rounds": "rounds"}, **_QUIET, **_EXACT),
     _SCORES_DIFFER,
-    _panel("Policy", "Entropy", "nats a token", {"policy/entropy": "policy"}),
+    _panel("Policy", "Entropy", "nats per token", {"policy/entropy": "policy"}),
     _panel("Policy", "Probability of sampled tokens", "", {
         "policy/sampled_prob": "all tokens", "policy/clipped_high_prob": "clipped from above",
     }),
@@ -138,13 +138,13 @@ PANELS = (
         "update/skipped_frac": "not finite, so skipped",
     }, **_QUIET, **_EXACT),
     _panel("Updates", "Not finite", "updates", {r"nonfinite/(.+)": r"\1"}, **_QUIET, **_EXACT),
-    _panel("Updates", "Watchdogs", "1: raised", {r"watchdog/(.+)": r"\1"}, **_QUIET, **_EXACT),
+    _panel("Updates", "Watchdogs", "1 = raised", {r"watchdog/(.+)": r"\1"}, **_QUIET, **_EXACT),
     _panel("Updates", "Sampler against trainer", "nats", {
         "sync/sampler_trainer_kl": "KL(sampler || trainer)", "sync/logprob_diff_mean": "mean |difference|",
         "sync/logprob_diff_max": "largest |difference|",
     }, log=True, note="differences of log-probabilities; groups carried over were sampled with older weights"),
-    _panel("Time and memory", "Time of a step", "s", {
-        "time/sample_s": "sample", "time/update_s": "update", REST: "rest, evaluation",
+    _panel("Time and memory", "Time per step", "s", {
+        "time/sample_s": "sampling", "time/update_s": "updates", REST: "evaluation and rest",
     }, stacked=True),
     _panel("Time and memory", "Throughput", "tokens/s", {
         "speed/sampled_tokens_per_s": "sampled, while sampling", "speed/trained_tokens_per_s": "trained on, while updating",
@@ -154,15 +154,15 @@ PANELS = (
         "memory/device_peak_gib": "fullest device, peak so far",
     }),
 )  # fmt: skip
-"""All panels in the order of the page. Keys are patterns that match a whole name."""
+"""All panels in the order of the page. Keys are regular expressions that match a full metric name."""
 
 _KNOWN = tuple(series for panel in (*PANELS, _BY_SCORE) for series in panel.series)
 
 
 def panels_for(by_score: Collection[bool]) -> Sequence[Panel]:
-    """Returns the panels for some runs; `by_score` has for each whether scores count, not verdicts.
+    """Returns the panels for some runs. `by_score` has one value per run: whether scores rather than verdicts judge its groups.
 
-    If they do in some runs, rewards come first; in all runs, panels of right and wrong are omitted.
+    If scores are used in any run, reward panels come first. If they are used in all runs, panels of correct and wrong are omitted.
     """
     if not any(by_score):
         return PANELS
@@ -175,7 +175,7 @@ def panels_for(by_score: Collection[bool]) -> Sequence[Panel]:
 
 
 def panels_of(tables: Sequence[Table]) -> tuple[list[Panel], list[str]]:
-    """Returns the panels of the metrics that these runs have, with names for patterns; and the titles of quiet panels that are 0."""
+    """Returns the panels for which these runs have metrics, with patterns resolved to names, and the titles of omitted all-0 panels."""
     names = list(dict.fromkeys(name for table in tables for name in table.columns))
     found, zero = [], []
     for panel in panels_for([table.by_score for table in tables]):
@@ -213,7 +213,7 @@ def _matching(patterns: Sequence[Series], names: Sequence[str]) -> Iterator[Seri
 
 
 def _held_out(panel: Panel, series: tuple[Series, ...], tables: Sequence[Table]) -> Panel:
-    """Omits the name of a single dataset, and hides all of pass@2, pass@4, ... except the largest that all evaluations have."""
+    """Omits the dataset's name if there is only one. Hides pass@2, pass@4, ... except for the largest k that all evaluations have."""
     if len({_dataset(each) for each in series}) == 1:
         only = f" {_dataset(series[0])}"
         series = tuple(replace(each, label=each.label.removesuffix(only)) for each in series)
@@ -244,7 +244,7 @@ def _held_out(panel: Panel, series: tuple[Series, ...], tables: Sequence[Table])
     return replace(
         panel,
         title=f"{panel.title}, {at}",
-        note=f"{panel.note}; evaluations differ in k: {at} is the largest of all, and avg@k has the same mean for every k",
+        note=f"{panel.note}; evaluations differ in k: {at} is the largest that all have, and avg@k has the same expectation for every k",
     )
 
 
@@ -253,6 +253,6 @@ def _dataset(series: Series) -> str:
 
 
 def _count(key: str) -> int:
-    """Returns the k of a metric; 0 for avg@k itself."""
+    """Returns the k in a metric's name; 0 for a name that ends in @k."""
     count = key.rpartition("@")[2]
     return int(count) if count.isdecimal() else 0

@@ -1,6 +1,6 @@
-"""Lays a run's rollouts out for the browser: an index of numbers that is read at once, and compressed chunks of text.
+"""Lays out a run's rollouts for the browser: an index of numbers, which is loaded at the start, and compressed chunks of text.
 
-A chunk has the groups of whole steps as compressed JSON, see `Rollouts._response`. `TYPES` describes the index.
+A chunk contains all groups of one or more steps as compressed JSON (see `Rollouts._response`). `TYPES` describes the index.
 """
 
 import importlib
@@ -32,33 +32,33 @@ from dapo_jax.text.tokenizers import Tokenizer, load_tokenizer, named_tokenizer
 from dapo_jax.trackers.rollout_log import read_rollouts
 
 CHUNK_BYTES = 512 * 1024
-"""Approximate characters of a chunk's texts; a browser opens such a chunk in some milliseconds."""
+"""Approximate number of characters per chunk. A browser opens a chunk of this size in a few milliseconds."""
 
 CORRECT, TRUNCATED, FLIPPED, TRAINED, LEFT_OUT = 1, 2, 4, 8, 16
-"""Bits of the column `flags`. A flipped response is correct, and at an earlier logged step fewer than half of the responses to its
-question were correct. A response is left out if overlong filtering excluded it from the loss."""
+"""Bits of the column `flags`. A flipped response is correct, although fewer than half of the responses to its question were correct at
+the previous logged step with this question. A response is left out if overlong filtering excluded it from the loss."""
 
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""The text of an incomplete character."""
+"""The text to which an incomplete character is decoded."""
 _LONGEST = 4
-"""A character has at most this many bytes and so at most this many tokens."""
+"""Maximum number of bytes of a character, and therefore of its tokens."""
 
 TYPES = {
     "flags": "u1", "clipped": "u4", "reward": "f4", "advantage": "f4", "penalty": "f4", "tokens": "u4",
     "group_step": "u4", "group_ordinal": "u4", "group_first": "u4", "group_question": "u4",
     "group_before": "i4", "group_chunk": "u4", "group_place": "u4",
 }  # fmt: skip
-"""Type of each column of the index, in the order of steps. Unknown floats are NaN.
+"""Type of each column of the index. Entries are in step order, and unknown floats are NaN.
 
-`tokens` and `clipped` are numbers of sampled and clipped tokens. Of a group, `group_first` is the number of its first rollout,
-`group_question` the index in `heads`, which groups with the same prompt and answer share. `group_before` is the last group of an
-earlier logged step with the same question, or -1. `group_place` is the index of a group in its chunk.
+`tokens` and `clipped` are the numbers of sampled and clipped tokens. `group_first` is the index of a group's first rollout, and
+`group_question` an index into `heads`, which groups with the same prompt and answer share. `group_before` is the last group with the
+same question at an earlier logged step, or -1. `group_place` is the index of a group in its chunk.
 """
 
 
 def lay_out(run: RunFiles, *, steps: int | None = None) -> Laid:
-    """Reads a run's rollouts, of at most `steps` logged steps (see `spaced`). A damaged file is a ConfigError."""
+    """Loads a run's rollouts of at most `steps` logged steps (see `spaced`). A damaged file raises ConfigError."""
     laying = Rollouts(run)
     for file in spaced(run.logged, steps):
         laying.add(file)
@@ -66,7 +66,7 @@ def lay_out(run: RunFiles, *, steps: int | None = None) -> Laid:
 
 
 class Rollouts:
-    """Lays out the rollouts of one run, one step after the other."""
+    """Lays out the rollouts of one run, which are added step by step."""
 
     def __init__(self, run: RunFiles) -> None:
         self._loss = None if run.config is None else run.config.loss
@@ -76,7 +76,7 @@ class Rollouts:
         self._columns: dict[str, list[Any]] = {name: [] for name in TYPES}
         self._questions: dict[tuple[str, str], int] = {}
         self._latest: dict[int, tuple[int, float]] = {}
-        """The last group of each question in earlier steps, and its accuracy."""
+        """Question -> its last group in earlier steps, and the accuracy of this group."""
         self._open: list[dict[str, Any]] = []
         self._characters = 0
         self._chunks: list[bytes] = []
@@ -84,7 +84,7 @@ class Rollouts:
         self._seen = dict.fromkeys(("advantage", "ratios", "in_loss", "pieces", "spans"), False)
 
     def add(self, file: AnyPath) -> None:
-        """Adds the groups of one step. A damaged file is a ConfigError."""
+        """Adds the groups of one step. A damaged file raises ConfigError."""
         rows = read_checked(file, read_rollouts)
         latest: dict[int, tuple[int, float]] = {}
         for _, of_group in groupby(rows, key=lambda row: row["ordinal"]):
@@ -111,7 +111,7 @@ class Rollouts:
             self._open.append(
                 {"prompt": group[0]["prompt"], "answer": group[0]["answer"], "responses": responses}
             )
-            # A token has about five characters of numbers.
+            # The numbers of each token take about 20 characters.
             self._characters += sum(
                 len(row["response"]) + 20 * len(row["response_token_ids"]) for row in group
             )
@@ -122,9 +122,9 @@ class Rollouts:
             self._close()
 
     def laid(self, *, logged: int) -> Laid:
-        """Returns the layout so far; `logged` is the run's number of logged steps. Chunks that were returned do not change."""
+        """Returns the layout so far; `logged` is the run's number of logged steps. Chunks that were returned once never change."""
         self._close()
-        # Columns of four bytes come first, so that all are aligned.
+        # Four-byte columns come first, so that all columns are aligned.
         order = sorted(TYPES, key=lambda name: -int(TYPES[name][1]))
         index = b"".join(np.array(self._columns[name], dtype=f"<{TYPES[name]}").tobytes() for name in order)
         loss = self._loss
@@ -151,10 +151,10 @@ class Rollouts:
             self._open, self._characters = [], 0
 
     def _response(self, row: Mapping[str, Any], *, flipped: bool) -> dict[str, Any]:
-        """Adds the numbers of a response to the index, and returns its entry in a chunk.
+        """Adds the numbers of a response to the index, and returns its entry for a chunk.
 
-        `lengths` are the lengths of its tokens in UTF-16 units, `ages` has (first token, age in steps) of each span. An episode has
-        `turns` as (first token, end, reward), `contexts` and `size`, its number of tokens including the environment's.
+        `lengths` are the lengths of the tokens' texts in UTF-16 units, and `ages` has (first token, age in steps) for each span. An
+        episode also has `turns` as (first token, end, reward), `contexts`, and `size`, the number of tokens with the environment's.
         """
         in_loss, turns, advantage, ratios = map(row.get, ("in_loss", "turns", "advantage", "ratios"))
         states = None
@@ -196,7 +196,7 @@ class Rollouts:
             found["size"] = len(row["response_token_ids"])
             if row.get("contexts"):
                 found["contexts"] = row["contexts"]
-            if "nats" in found:  # tokens of the environment have none
+            if "nats" in found:  # the environment's tokens have no log-probabilities
                 sampled = {place for turn in turns for place in range(*turn)}
                 found["nats"] = [nats if at in sampled else None for at, nats in enumerate(found["nats"])]
         if spans := row.get("spans"):
@@ -213,11 +213,11 @@ class Rollouts:
 
 
 def clip_states(ratios: Iterable[float | None], advantage: float, loss: LossConfig) -> str:
-    """Returns the effect of the clip on each token (Eq. 8 and 10) as a character.
+    """Returns the effect of clipping on each token (Eq. 8 and 10) as one character per token.
 
-    `^` the ratio is over 1 + clip_ratio_high and the advantage positive; `v` it is under 1 - clip_ratio_low and the advantage
-    negative: such a token has no gradient. `d` the advantage is negative and the ratio over the dual clip. `.` none of
-    these, `-` the ratio is unknown.
+    `^`: clipped from above, because the ratio exceeds 1 + clip_ratio_high and the advantage is positive. `v`: clipped from below,
+    because the ratio is under 1 - clip_ratio_low and the advantage is negative. `d`: the advantage is negative and the ratio exceeds
+    the dual clip. These tokens have no gradient. `.`: not clipped. `-`: the ratio is unknown.
 
     >>> clip_states([1.3, 1.2, None], 1.0, LossConfig()), clip_states([1.3, 0.7], -1.0, LossConfig())
     ('^.-', '.v')
@@ -242,14 +242,14 @@ def _scaled(values: Sequence[float | None], factor: int) -> list[int | None]:
 
 
 def _units(text: str) -> int:
-    """Returns the length in JavaScript's units."""
+    """Returns the length in UTF-16 units, as in JavaScript."""
     return len(text) if text.isascii() else len(text.encode("utf-16-le", errors="replace")) // 2
 
 
 def tokenizer_of(run: RunFiles) -> Tokenizer | None:
-    """Returns the run's tokenizer, from RUN/model of a finished run or from its initial model; None if neither is there.
+    """Returns the run's tokenizer, from RUN/model of a finished run or from its initial model, or None if neither exists.
 
-    It downloads nothing: models of the hub are only searched in the cache.
+    Nothing is downloaded: Hub models are only looked up in the local cache.
     """
     with suppress(ValueError):  # an unfinished run has no model folder
         return load_tokenizer(run.place / "model")
@@ -269,12 +269,12 @@ def tokenizer_of(run: RunFiles) -> Tokenizer | None:
         else:
             folder = path_of(model.source)
         return load_tokenizer(folder)
-    except Exception:  # missing, damaged, or without its client: then only the borders of tokens are missing
+    except Exception:  # missing, damaged, or no Hub client installed: only token boundaries are lost
         return None
 
 
 class Pieces:
-    """Splits texts into the parts of single tokens."""
+    """Splits a text into the parts that belong to its tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         def decoded(ids: tuple[int, ...]) -> str:
@@ -283,9 +283,9 @@ class Pieces:
         self._decode, self._decoded = decoded, lru_cache(1 << 18)(decoded)
 
     def of(self, ids: Sequence[int], text: str) -> tuple[str, list[str]] | None:
-        """Returns the text of all ids, and the part of each; None if it does not begin with `text` or cannot be split.
+        """Returns the text of all ids and the part of each id, or None if the text does not begin with `text` or cannot be split.
 
-        An end token has an empty part. If several tokens make one character, the last one has it, and the others are empty.
+        An end token has an empty part. If several tokens form one character, the last token has it, and the other parts are empty.
 
         >>> from dapo_jax.text.tokenizers import ByteTokenizer
         >>> Pieces(ByteTokenizer()).of([67, 197, 171, 1], "Aé")
@@ -301,7 +301,7 @@ class Pieces:
         return (whole, parts) if "".join(parts) == whole else None
 
     def _parts(self, ids: Sequence[int]) -> list[str]:
-        """Decodes each token after the previous one, since some tokenizers drop the first space of a text."""
+        """Decodes each token together with the previous token, because some tokenizers drop the first space of a text."""
         parts, start, given = [], 0, 0
         for end in range(1, len(ids) + 1):
             now, before = self._decoded(tuple(ids[start:end])), self._decoded(tuple(ids[start:given]))

@@ -1,6 +1,6 @@
-"""Reads the files of runs: configuration, metrics, the list of logged rollouts and evaluations, and the state of the run.
+"""Loads the files of runs: configuration, metrics, lists of rollout and evaluation files, and the status.
 
-The run may be running. Only whole lines of metrics.jsonl are read, and files of rollouts are written atomically.
+A run may still be active. Only complete lines of metrics.jsonl are read, and rollout files are written atomically.
 """
 
 import re
@@ -25,30 +25,30 @@ _NO_RUN = "{place} is not a run: {what}; give the run_dir of a training run"
 
 @dataclass(frozen=True, kw_only=True)
 class RunFiles:
-    """One run up to now."""
+    """The files of one run at the time of loading."""
 
     name: str
-    """The end of its path, as short as is unique in the report."""
+    """The shortest end of its path that is unique in the report."""
     place: AnyPath
     config: TrainConfig | None
-    """None without config.yaml, for metrics that were copied alone."""
+    """None if config.yaml is missing, for example because only the metrics were copied."""
     rows: Sequence[dict[str, Any]]
     """Lines of metrics.jsonl, one for each step, in order."""
     logged: Sequence[AnyPath]
-    """Files of rollouts, in the order of their steps."""
+    """Rollout files in step order."""
     evaluations: Sequence[AnyPath]
-    """Files of problems, in the order of their steps."""
+    """Evaluation files in step order."""
     status: RunStatus
-    """The status at the time of reading, whose state may also be `silent` (its lock is free, but it has not ended) or `unknown`."""
+    """The status at the time of loading. Its state may also be `silent` (the lock is free, but no end was recorded) or `unknown`."""
 
     @property
     def by_score(self) -> bool:
-        """True if scores judge its groups (`dynamic_sampling.metric=score`); verdicts have no meaning then."""
+        """True if groups are judged by their scores (`dynamic_sampling.metric=score`), so that verdicts have no meaning."""
         return self.config is not None and self.config.dynamic_sampling.metric == "score"
 
 
 def read_runs(places: Sequence[str | PathLike[str]]) -> list[RunFiles]:
-    """Reads run folders, local or in a bucket.
+    """Loads run folders, local or in a bucket.
 
     Raises:
         ConfigError: a run does not exist, has no metrics yet, is not a training run, or has a damaged line or configuration.
@@ -58,7 +58,7 @@ def read_runs(places: Sequence[str | PathLike[str]]) -> list[RunFiles]:
 
 
 def named(places: Sequence[str | PathLike[str]]) -> dict[str, AnyPath]:
-    """Returns run folders by the shortest unique ends of their paths. A missing one is a ConfigError."""
+    """Maps the shortest unique end of each run folder's path to the folder. A missing folder raises ConfigError."""
     if not places:
         raise ConfigError("a report needs at least one run; name a run folder")
     found = [_place(given) for given in places]
@@ -75,7 +75,7 @@ def named(places: Sequence[str | PathLike[str]]) -> dict[str, AnyPath]:
 
 
 def read_run(place: AnyPath, name: str, *, early: bool = False) -> RunFiles:
-    """Reads one run up to now; with `early` it may have no metrics yet. Errors as in `read_runs`."""
+    """Loads one run. If `early` is set, the run may have no metrics yet. Raises the same errors as `read_runs`."""
     file = place / "config.yaml"
     config = _config(file) if file.is_file() else None
     try:
@@ -103,7 +103,7 @@ def read_run(place: AnyPath, name: str, *, early: bool = False) -> RunFiles:
 
 
 def has_begun(given: str | PathLike[str]) -> bool:
-    """Returns whether a folder has a run's configuration or metrics. A file is a ConfigError."""
+    """Returns whether a folder contains a run's configuration or metrics. If `given` is a file, raises ConfigError."""
     place = _place(given)
     return any((place / name).exists() for name in ("config.yaml", "metrics.jsonl", "metrics"))
 
@@ -120,7 +120,7 @@ def _place(given: str | PathLike[str]) -> AnyPath:
 
 
 def _of_steps(folder: AnyPath, pattern: re.Pattern[str]) -> list[AnyPath]:
-    """Returns the files of steps in their order."""
+    """Returns the files whose names match `pattern`, in step order."""
     names = {path: path.relative_to(folder).as_posix() for path in files_below(folder)}
     found = [(int(match[1]), path) for path, name in names.items() if (match := pattern.fullmatch(name))]
     return [path for _, path in sorted(found)]
@@ -135,14 +135,14 @@ def _config(file: AnyPath) -> TrainConfig:
         except ConfigError:
             raise error from None
         raise ConfigError(
-            f"{file.parent} is a warm start (dapo-jax sft), which has no rollouts; reports are for runs of dapo-jax train"
+            f"{file.parent} is a run of dapo-jax sft, which has no rollouts; reports are for runs of dapo-jax train"
         ) from None
 
 
 def _status_of(place: AnyPath, config: TrainConfig | None, rows: Sequence[Mapping[str, Any]]) -> RunStatus:
-    """Returns the status in the run's file; for the state `running`, the run's lock decides.
+    """Returns the status from the run's file. If the file's state is `running`, the run's lock decides.
 
-    A run that was copied without its status is finished if its model and its last step are there.
+    A run that was copied without its status file counts as finished if its model and its last step exist.
     """
     status, at = read_status(place), _last_written(place)
     if status is None:
@@ -154,10 +154,10 @@ def _status_of(place: AnyPath, config: TrainConfig | None, rows: Sequence[Mappin
 
 
 def _last_written(place: AnyPath) -> str | None:
-    """Returns the time of the run's newest file."""
+    """Returns the modification time of the run's newest file."""
     folders = [place / name for name in ("metrics", "rollouts", "evaluations", "checkpoints")]
     newest = [files[-1] for folder in folders if (files := entries(folder))]
     found = [epath.Path(path) for path in (place / FILE, place / "metrics.jsonl", *newest)]
-    # A folder of a bucket has no time.
+    # A folder in a bucket has no modification time.
     times = [path.stat().mtime for path in found if path.exists() and not (in_bucket(path) and path.is_dir())]
     return datetime.fromtimestamp(max(times), UTC).isoformat(timespec="seconds") if times else None

@@ -1,7 +1,7 @@
-"""Serves a report to this machine's browser and keeps it current, for `dapo-jax report RUN --watch`.
+"""Serves a report to a browser on this machine and keeps it up to date, for `dapo-jax report RUN --watch`.
 
-Files are read when the page asks, at most once a second; rollouts and evaluations once. Only programs of this machine can connect. A page from
-elsewhere whose name resolves to this machine (DNS rebinding) is refused by its host name.
+Files are read when the page requests data, at most once a second, and each file of rollouts or evaluations only once. Only programs on
+this machine can connect. The host name of each request is checked, so a foreign page cannot read the data through DNS rebinding.
 """
 
 import base64
@@ -28,13 +28,13 @@ from dapo_jax.storage import AnyPath
 HOST = "127.0.0.1"
 
 LOOK_S = 1.0
-"""Seconds between looks at the files, and the longest time for reading new rollouts at once."""
+"""Minimum number of seconds between checks of the files, and about the maximum for reading new files in one check."""
 
 _PACKED = re.compile(r"/packed/(chunk|eval)-(\d{1,3})-(\d{1,9})")
 
 
 class _Followed:
-    """One run and its layouts so far."""
+    """One watched run and its layouts so far."""
 
     def __init__(self, place: AnyPath, name: str) -> None:
         self.run = read_run(place, name, early=True)
@@ -44,7 +44,7 @@ class _Followed:
         self.rollouts, self.evaluations = Rollouts(self.run).laid(logged=0), self._evaluations.laid(logged=0)
 
     def look(self, until: float) -> bool:
-        """Reads new files, rollouts and evaluations until about `until`; returns whether there was anything new."""
+        """Loads new metrics, rollouts and evaluations until about `until`, and returns whether anything was new."""
         before = self.run
         self.run = read_run(before.place, before.name, early=True)
         rollouts = self._read(self.run.logged, self._step, until)
@@ -57,7 +57,7 @@ class _Followed:
         return rollouts or evaluations or self.run != before
 
     def _read(self, files: Sequence[AnyPath], read: Callable[[AnyPath], None], until: float) -> bool:
-        """Reads new files, at least one, so that slow files make progress too."""
+        """Reads new files until `until`, but at least one file, so that slow storage also makes progress."""
         found = False
         for file in files:
             if file in self._done:
@@ -70,7 +70,7 @@ class _Followed:
         return found
 
     def _step(self, file: AnyPath) -> None:
-        # Searches the run's tokenizer, which may not exist earlier.
+        # `Rollouts` looks for the run's tokenizer, which may not exist before the first rollouts.
         self._laying = self._laying or Rollouts(self.run)
         self._laying.add(file)
 
@@ -79,7 +79,7 @@ class Watched:
     """The runs of a served page. Its methods are thread-safe."""
 
     def __init__(self, places: Sequence[str | PathLike[str]]) -> None:
-        """Reads the runs for the first time. Errors as in `report`."""
+        """Loads the runs for the first time. Raises the same errors as `report`."""
         check_count(len(places))
         self._lock = threading.Lock()
         self._runs = [_Followed(place, name) for name, place in named(places).items()]
@@ -87,26 +87,26 @@ class Watched:
         self._version, self._looked, self._error = 1, -LOOK_S, ""
 
     def state(self) -> bytes:
-        """Returns {version, error} as JSON. A new version means new `data`."""
+        """Returns {version, error} as JSON. If the version changes, there is new `data`."""
         with self._lock:
             self._look()
             return json.dumps({"version": self._version, "error": self._error}).encode()
 
     def data(self) -> bytes:
-        """Returns the data of the page's scripts as JSON, with the indices of rollouts and evaluations."""
+        """Returns the data for the page's scripts as JSON, with the indices of rollouts and evaluations."""
         with self._lock:
             indices = {name: base64.b64encode(content).decode() for name, content in self._indices().items()}
             return json.dumps({**self._data(), "packed": indices}, allow_nan=False).encode()
 
     def page(self) -> bytes:
-        """Returns the current page; the browser requests texts of rollouts and evaluations on demand."""
+        """Returns the current page. The browser requests the texts of rollouts and evaluations on demand."""
         with self._lock:
             self._look()
             page = page_of(title_of(self.names), self._data(), self._indices(), watching=True)
             return page.encode("utf-8")
 
     def packed(self, kind: str, run: int, number: int) -> bytes | None:
-        """Returns a `chunk` of rollouts or of an evaluation (`eval`), or None."""
+        """Returns a chunk of a run's rollouts (kind `chunk`) or evaluations (kind `eval`), or None if it does not exist."""
         with self._lock:
             if run >= len(self._runs):
                 return None
@@ -138,7 +138,7 @@ class Watched:
 
 
 class _Server(ThreadingHTTPServer):
-    """Listens on this machine's loopback address."""
+    """An HTTP server on this machine's loopback address."""
 
     daemon_threads = True
 
@@ -161,11 +161,11 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers four addresses and serves no files."""
+    """Answers the four kinds of requests below and serves no files."""
 
     server_version, sys_version = "dapo_jax", ""
     timeout = 60
-    """Seconds of silence before a connection is closed."""
+    """Seconds without data after which a connection is closed."""
 
     def do_GET(self) -> None:
         """Answers requests for the page and its data."""
@@ -174,7 +174,7 @@ class _Handler(BaseHTTPRequestHandler):
         watched = server.watched
         if self.headers.get("Host") not in server.hosts:
             # DNS rebinding: a foreign page must not read the data.
-            self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"ask for 127.0.0.1 or localhost\n")
+            self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"use 127.0.0.1 or localhost\n")
         elif self.path == "/":
             self._answer(HTTPStatus.OK, "text/html; charset=utf-8", watched.page())
         elif self.path == "/state":
@@ -204,7 +204,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Logs nothing: a watching page asks every other second."""
+        """Logs nothing, because an open page sends a request every two seconds."""
 
 
 def watch(
@@ -212,32 +212,30 @@ def watch(
     port: int = 0,
     say: Callable[[str], None] = lambda text: print(text, flush=True),
 ) -> None:
-    """Serves a report of running runs and keeps it current until it is interrupted (Ctrl-C).
+    """Serves a report of active runs and keeps it up to date until it is interrupted (Ctrl-C).
 
     Args:
-        runs: run folders, local or in a bucket. It waits for runs that have not begun.
-        port: of 127.0.0.1; 0: any free port.
-        say: receives the address of the page and a last line.
+        runs: run folders, local or in a bucket. The server waits until all runs have begun.
+        port: the port on 127.0.0.1; 0: any free port.
+        say: called with a line that has the address of the page, and with a line at the end.
 
     Raises:
         ConfigError: a path cannot be a run, a run is damaged, there are too many runs, or the port is not available.
     """
     if not 0 <= port <= 65535:
-        raise ConfigError(f"port: found {port}, needs 0 (any that is free) to 65535")
+        raise ConfigError(f"port: found {port}, needs 0 (any free port) to 65535")
     check_count(len(runs))
     try:
         if late := [run for run in runs if not has_begun(run)]:
             names = ", ".join(map(str, late))
-            print(
-                f"waiting for {names}, where no run has begun yet; Ctrl-C ends", file=sys.stderr, flush=True
-            )
+            print(f"waiting for runs to begin: {names}; press Ctrl-C to stop", file=sys.stderr, flush=True)
         while not all(map(has_begun, late)):
             time.sleep(LOOK_S)
         watched = Watched(runs)
         with _Server(port, watched) as server:
             say(
-                f"watching {', '.join(watched.names)}: http://{HOST}:{server.server_port}/ (only for programs of this machine; "
-                "Ctrl-C ends it)"
+                f"watching {', '.join(watched.names)}: http://{HOST}:{server.server_port}/ (accessible from this machine only; "
+                "press Ctrl-C to stop)"
             )
             server.serve_forever(poll_interval=0.2)
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""A run's metrics as columns, the horizontal axes, and the comparison of configurations."""
+"""Arranges a run's metrics as columns, computes the horizontal axes, and compares configurations."""
 
 import json
 import math
@@ -20,25 +20,25 @@ AXES = {
     "sampled_tokens": "sampled tokens",
     "clock_s": "time in steps and evaluations",
 }
-"""Titles of the axes, which count from the beginning of the run to the end of a step."""
+"""Titles of the horizontal axes, whose values are counted from the beginning of the run to the end of a step."""
 
 _AVERAGE = re.compile(r"(eval/.+/)avg@(\d+)((?:_stderr)?)")
 
 REST = "time/rest_s"
-"""The time of a step without sampling and updating: mostly the evaluation."""
+"""The time of a step other than sampling and updates, mostly evaluation."""
 
 EQUAL = "rollout/scores_equal_frac"
-"""The share of groups with equal scores, in runs whose groups are judged by scores."""
+"""The share of groups whose scores are all equal, for runs with `by_score`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """The metrics of a run, one value for each line of metrics.jsonl; None if the line lacks it."""
+    """The metrics of a run. A column has one value per line of metrics.jsonl, None if the line lacks the metric."""
 
     axes: Mapping[str, Column]
-    """Some of `AXES`; `step` is always there."""
+    """The axes of `AXES` that the run has, at least `step`."""
     columns: Mapping[str, Column]
-    """The values of each metric with at least one number."""
+    """The columns of all metrics that have at least one number."""
     by_score: bool = False
     """See `RunFiles.by_score`."""
 
@@ -62,7 +62,7 @@ def table_of(run: RunFiles) -> Table:
 
 
 def comparable(tables: Sequence[Table]) -> Sequence[Table]:
-    """Renames avg@4, avg@8, ... to avg@k if evaluations of a dataset differ in k: the mean is the same for every k."""
+    """Renames avg@4, avg@8, ... to avg@k if evaluations of a dataset differ in k, because all have the same expectation."""
     of_dataset: dict[str, set[str]] = {}
     for match in (match for table in tables for name in table.columns if (match := _AVERAGE.fullmatch(name))):
         of_dataset.setdefault(match[1], set()).add(match[2])
@@ -76,7 +76,7 @@ def comparable(tables: Sequence[Table]) -> Sequence[Table]:
 
 
 def _merged(columns: Mapping[str, Column], renamed: Callable[[str], str]) -> dict[str, Column]:
-    """Renames columns and merges columns with the same new name, which never have values in the same row."""
+    """Renames columns, and merges columns with the same new name, which never have values in the same row."""
     found: dict[str, Column] = {}
     for name, values in columns.items():
         before = found.get(renamed(name), [None] * len(values))
@@ -85,11 +85,11 @@ def _merged(columns: Mapping[str, Column], renamed: Callable[[str], str]) -> dic
 
 
 def configurations(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
-    """Returns every key of the configuration with its default and each run's value, as text.
+    """Returns every configuration key with its default and each run's value, as text.
 
     Returns:
         {key, default, values, departs, differs} for each key in the order of the schema. `values` has None for a run
-        without config.yaml, `departs` is true if a run differs from the default, `differs` if runs differ.
+        without config.yaml. `departs` is true if any run differs from the default, and `differs` if the runs differ.
     """
     default = leaf_values(TrainConfig(run_dir="RUN"))
     leaves = [None if run.config is None else leaf_values(run.config) for run in runs]
@@ -109,7 +109,7 @@ def configurations(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
 
 
 def _shown(value: Any) -> str:
-    """Returns a value in one line as in a configuration file."""
+    """Returns a value on one line, as in a configuration file."""
     return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False, default=str)
 
 
@@ -134,7 +134,7 @@ def _sums(values: Sequence[float | int]) -> Column:
 
 
 def _number(value: Any) -> float | int | None:
-    """Rounds to six digits; None for values that are not finite numbers."""
+    """Rounds to six significant digits. Returns None for values that are not finite numbers."""
     if not isinstance(value, int | float) or not math.isfinite(value):
         return None
     short = float(f"{value:.6g}")

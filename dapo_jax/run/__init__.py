@@ -1,4 +1,4 @@
-"""A training run: the only room that makes objects from a configuration."""
+"""Training runs: builds the objects of a run from its configuration, and trains."""
 
 from dapo_jax.run.train import train
 

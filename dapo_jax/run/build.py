@@ -1,4 +1,4 @@
-"""Makes the objects of a training run from its configuration."""
+"""Builds the objects of a training run from its configuration."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -46,7 +46,7 @@ from dapo_jax.training.update import Objective
 
 
 class Run:
-    """The objects of a training run, made from its configuration."""
+    """The objects of a training run, built from its configuration."""
 
     def __init__(
         self,
@@ -61,16 +61,16 @@ class Run:
         say: Callable[[str], None] = lambda what: None,
         resumes: bool = False,
     ) -> None:
-        """Reads the model and the data, and starts the graders; reports progress to `say`.
+        """Loads the model and the data, and starts the graders. Reports progress through `say`.
 
-        If the run resumes from a checkpoint (`resumes`), the initial weights are read only for a KL penalty or as a LoRA base.
+        If the run resumes from a checkpoint (`resumes`), the initial weights are loaded only for a KL penalty or as the base of LoRA.
         """
         self.config, model, data = config, config.model, config.data
         self._mesh = mesh_of(config.parallel, rows_per_microbatch=config.batch.rows_per_microbatch)
         meshes = meshes_of(config.parallel, self._mesh)
         stop = stop or Stop()
         watch = watch or Watch(0.0, end=lambda status, why: None)
-        check_graders(config.reward, reward=reward)  # a model may take long to load
+        check_graders(config.reward, reward=reward)  # before the model is loaded, which may take long
         environment = environment_of(config.environment, reward=reward)
         say(f"loading {model.source}")
         self._load = partial(
@@ -82,7 +82,7 @@ class Run:
             sampler=meshes.sampler,
             shares=sharing(meshes, config.sampling, dtype=model.compute_dtype, remat=model.remat),
         )
-        # A KL penalty compares with the initial policy, and adapters need their base, also in a resumed run.
+        # A resumed run also needs the initial weights if a KL penalty compares with the initial policy, or if adapters need their base.
         self._has_weights = not resumes or config.loss.kl_coef > 0 or config.lora.rank > 0
         self.policy = self._load(weights=self._has_weights)
         check_trains(self.policy, config.lora, model.source)
@@ -97,7 +97,7 @@ class Run:
             self.notes.append(slower)
         files = model_files(self.policy.folder, weights=self._has_weights)
         self.identity = identity_of(config, prompts=asked.identity, model=files)
-        """Identity of this run, which checkpoints keep."""
+        """Identity of this run, which is stored in checkpoints (see `identity_of`)."""
         episodes = episodes_of(environment, config, self.policy)
         grader = grading(
             config.reward,
@@ -127,7 +127,7 @@ class Run:
         if self.evaluates:
             self.held_out = held_out_prompts(data, config.eval, self.policy.tokenizer, rows=eval_rows)
         elif config.eval.every_steps:
-            self.notes.append("no eval_rows were given with prompts: there is no evaluation")
+            self.notes.append("prompts were given without eval_rows, so there is no evaluation")
         self.sampling = GroupSampling(
             config,
             sampler=sampler,
@@ -140,7 +140,7 @@ class Run:
             episodes=episodes,
         )
         self.batches = StepBatches(config, how, pad_id=self.policy.tokenizer.pad_id)
-        # The reference policy is the initial one; its adapters are zeros, which add nothing to their base.
+        # The reference policy is the initial policy. With LoRA, it is the base model, so its adapters are zeros.
         reference = self.policy.params
         if config.lora.rank and config.loss.kl_coef:
             reference = jax.tree.map(jnp.zeros_like, reference)
@@ -156,13 +156,14 @@ class Run:
         )
 
     def start(self, checkpointer: Checkpointer, *, resume: bool, say: Callable[[str], None]) -> ResumePoint:
-        """Returns the last intact checkpoint if there is one to resume from, else step 0. Call it once: afterwards `policy` has only shapes.
+        """Returns the point from which training starts: the last intact checkpoint if `resume` is True and there is a checkpoint, otherwise step 0.
 
-        Damaged checkpoints are renamed, and reported to `say`. With a KL penalty the initial weights stay in memory as the reference.
+        Call this method only once, because it replaces the parameters of `policy` with shapes. Damaged checkpoints are renamed, and reported through
+        `say`. With a KL penalty, the initial weights stay in memory as the reference policy.
 
         Raises:
-            ConfigError: the checkpoint is of another run.
-            DamagedError: no checkpoint is intact.
+            ConfigError: the checkpoint belongs to another run.
+            DamagedError: there are checkpoints, but none is intact.
         """
         offload = self.config.optimizer.offload
         initial, decoder = self.policy.params, self.policy.decoder
@@ -182,7 +183,7 @@ class Run:
             found = checkpointer.restore_last(restore, say=say, aside=True)
             assert found is not None
             return found
-        if not self._has_weights:  # the checkpoint was removed meanwhile
+        if not self._has_weights:  # the checkpoint was removed in the meantime
             initial = self._load(weights=True).params
             files = model_files(self.policy.folder, weights=True)
             self.identity = {**self.identity, "model": files}
@@ -192,7 +193,7 @@ class Run:
 
     @property
     def _resident(self) -> int:
-        """Bytes on each device while the run samples, except the sampler's own: train state, reference policy, and a base that the sampler copies."""
+        """Bytes in use on each device during sampling, without the sampler's arrays: train state, reference policy, and a LoRA base that is not shared."""
         config, sizes = self.config, self._mesh.shape
         offload = config.optimizer.offload
         state = state_structs(self.policy.params, self._optimizer, self._mesh, offload=offload)
@@ -200,10 +201,10 @@ class Run:
         return held + bytes_on_device(state.params, sizes) if config.loss.kl_coef else held
 
     def learning_rate(self, step: int) -> float:
-        """Returns the learning rate of a step, after warm-up."""
+        """Returns the learning rate of a step, with warm-up applied."""
         config = self.config.optimizer
         return warmed_up(config.learning_rate, step=step, warmup_steps=config.warmup_steps)
 
     def close(self) -> None:
-        """Ends the grading workers and their event loop."""
+        """Stops the grading workers and their event loop."""
         self.sampling.close()

@@ -1,4 +1,4 @@
-"""Free disk space, compared with the bytes that a run will write."""
+"""Compares free disk space with the number of bytes that a run will write."""
 
 import shutil
 from collections.abc import Mapping
@@ -10,17 +10,17 @@ from dapo_jax.parallel.together import by_first
 from dapo_jax.storage import AnyPath, files_below, in_bucket, path_of, size_of
 
 STATE_BYTES, EXPORT_BYTES = 12, 4
-"""Bytes per parameter: in a checkpoint (float32 weights and two moments), and in the model that is written at the end."""
+"""Bytes per parameter in a checkpoint (float32 weights and two moments), and in the model that is written at the end."""
 
 SPARE = 2**30
-"""Bytes that should be free beyond the needed ones."""
+"""Bytes that should stay free in addition to the bytes that a run writes."""
 
 _LEAST = 2**20
-"""Bytes that every run needs, for its metrics, logs and configuration."""
+"""Bytes that every run needs for its metrics, logs and configuration."""
 
 
 class Room(NamedTuple):
-    """The free space on the disks, for the user."""
+    """A report to the user about the free space on the disks."""
 
     message: str
     state: Literal["ok", "warning", "failed"]
@@ -28,10 +28,10 @@ class Room(NamedTuple):
 
 
 def check_room(config: TrainConfig, parameters: int) -> str:
-    """Returns a warning if the disks have little room for a run with so many parameters, else an empty text.
+    """Returns a warning if the disks have little room for a run with this number of parameters, otherwise an empty string.
 
     Raises:
-        ConfigError: they have too little room; raised in every process.
+        ConfigError: the disks have too little room. Raised in every process.
     """
 
     def checked() -> bytes:
@@ -45,11 +45,11 @@ def check_room(config: TrainConfig, parameters: int) -> str:
 
 
 def written_by(config: TrainConfig, parameters: int) -> dict[str, tuple[str, int]]:
-    """Returns for each key that names a folder: the folder, and an estimate of the bytes that a run will still write there."""
+    """Returns a dict from each configuration key that names a folder to the folder, and an estimate of the bytes that a run has yet to write there."""
     checkpoint, evaluates = config.checkpoint, config.checkpoint.keep_best and config.eval.every_steps
     saved = 1 + (config.steps // checkpoint.every_steps if checkpoint.every_steps else 0)
     saved += config.steps // config.eval.every_steps if evaluates else 0
-    most = checkpoint.keep + 1 + bool(evaluates)  # also the newest while it is written, and the best
+    most = checkpoint.keep + 1 + bool(evaluates)  # plus the newest, while it is written, and the best
     size = parameters * (min(saved, most) * STATE_BYTES + EXPORT_BYTES)
     if not in_bucket(config.run_dir):
         folders = [path_of(config.run_dir) / name for name in ("checkpoints", "model")]
@@ -59,7 +59,7 @@ def written_by(config: TrainConfig, parameters: int) -> dict[str, tuple[str, int
 
 
 def room_for(places: Mapping[str, tuple[str, int]]) -> Room:
-    """Compares free space with key -> (folder, bytes that will be written there), disk by disk. A bucket has enough."""
+    """Compares the free space of each disk with the bytes to be written. `places` is the result of `written_by`. Buckets always have enough room."""
     disks: dict[int, list[str]] = {}
     for key, (folder, _) in places.items():
         if not in_bucket(folder):
@@ -78,7 +78,7 @@ def room_for(places: Mapping[str, tuple[str, int]]) -> Room:
         elif free < needed + SPARE:
             state = "warning" if state == "ok" else state
             remedies.append(
-                f"{gib(SPARE)} to spare is advised: free {gib(needed + SPARE - free)}, {elsewhere}"
+                f"{gib(SPARE)} of spare room is recommended: free {gib(needed + SPARE - free)} more, {elsewhere}"
             )
     messages += [f"{key} is in a bucket" for key, (folder, _) in places.items() if in_bucket(folder)]
     return Room("; ".join(messages), state, "; ".join(remedies))
@@ -91,7 +91,7 @@ def nearest(folder: AnyPath) -> Path:
 
 
 def gib(size: int) -> str:
-    """Formats bytes.
+    """Formats a number of bytes.
 
     >>> gib(3 * 2**29), gib(5 * 2**20)
     ('1.5 GiB', '5 MiB')

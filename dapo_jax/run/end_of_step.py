@@ -1,4 +1,4 @@
-"""The end of a step: metrics, evaluation, checkpoint; and the checkpoint of a run that ends early."""
+"""The end of a step: metrics, evaluation and checkpoint. Also saves a checkpoint if a run ends early."""
 
 import json
 import os
@@ -33,17 +33,17 @@ from dapo_jax.trackers.progress import Progress
 from dapo_jax.trackers.rollout_log import write_problems
 
 Evaluate = Callable[[PyTree, int], Mapping[str, Sequence[Group]]]
-"""(parameters, step) -> graded groups of each held-out dataset."""
+"""A function from parameters and the step to the graded groups of each held-out dataset."""
 OnStep = Callable[[int, Mapping[str, float | int]], None]
 
 
 def evaluates_after(config: TrainConfig | SftConfig, step: int) -> bool:
-    """Returns whether the policy is evaluated after the step: after every `eval.every_steps` steps and after the last."""
+    """Returns whether the policy is evaluated after this step. Evaluation runs every `eval.every_steps` steps and after the last step."""
     return step == config.steps or due(step, config.eval.every_steps)
 
 
 class EndOfStep(Observer):
-    """Records, evaluates and saves at the end of each step of one run. All processes make the same calls."""
+    """Writes metrics, evaluates and saves checkpoints at the end of each step of a run. All processes must make the same calls."""
 
     def __init__(
         self,
@@ -60,9 +60,10 @@ class EndOfStep(Observer):
         identity: Mapping[str, Any],
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`identity` is stored in checkpoints, `ratios` returns the ratios of the last step, and `check` raises if the run may no longer write.
+        """Stores the objects of the run.
 
-        Only the process that writes has `records`.
+        `identity` is stored in checkpoints. `ratios` returns the ratios of the last step. `check` raises an error if the run has lost the lock of its
+        folder and may no longer write. Only the first process, which writes, has `records`.
         """
         self._config, self._run_dir, self._evaluate = config, run_dir, evaluate
         self._ratios = ratios
@@ -72,7 +73,7 @@ class EndOfStep(Observer):
         self._saved = 0
 
     def start(self, now: ResumePoint) -> None:
-        """Takes the point from which the run starts or resumes, before the first step. Runs an evaluation that is missing there.
+        """Must be called before the first step, with the point from which the run starts or resumes. Runs the evaluation at this point if it is missing.
 
         Raises:
             StoppedError: the run was asked to stop.
@@ -87,7 +88,7 @@ class EndOfStep(Observer):
             self._record(0, scores)
 
     def after_step(self, result: StepResult) -> None:
-        """Shows and writes the step's metrics, and evaluates and saves if this is due.
+        """Shows and writes the metrics of the step. Evaluates and saves a checkpoint if they are due after this step.
 
         Raises:
             StoppedError: the run was asked to stop.
@@ -104,12 +105,12 @@ class EndOfStep(Observer):
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Saves the last whole step if the run stops or fails within the block.
+        """A context manager that saves the last finished step if the run stops or fails inside its block.
 
-        A note of the error names the checkpoint from which `--resume` continues.
+        A note on the error names the checkpoint from which `--resume` continues.
 
         Raises:
-            CheckpointError: a run that was asked to stop could not save.
+            CheckpointError: the run was asked to stop, but its last step could not be saved.
         """
         try:
             yield
@@ -125,52 +126,56 @@ class EndOfStep(Observer):
             raise
         except Exception as error:
             if isinstance(error, GuardError) and (whole := error.whole) is not None:
-                # The step's metrics are written, and it has no evaluation.
+                # The step is finished and its metrics are written, but it has not been evaluated.
                 self._now = ResumePoint(state=whole.state, position=whole.position, unfinished=whole.metrics)
             lost = self._rescue(error)
             error.add_note(self._where_to_resume() + (f" ({lost})" if lost else ""))
             raise
 
     def _rescue(self, error: Exception) -> str:
-        """Saves the last whole step of a run that fails. Returns why this is impossible; an empty text if it is done or not needed.
+        """Saves the last finished step of a run that failed. Returns the reason if this is impossible, and an empty string if it was done or is not needed.
 
-        A save needs all processes, so they try it only if all of them failed after the same step with the same error.
+        Saving requires all processes, so it is attempted only if all of them failed after the same step with the same type of error.
         """
         assert self._now is not None
         step = self._now.position.step
         if step <= self._last():
             return ""
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._now.state)):
-            return f"step {step} cannot be saved any more: the next one was changing its weights"
+            return f"step {step} can no longer be saved: the next step was already changing its weights"
         if jax.process_count() > 1:
             if not processes.all_say(f"step {step}: {type(error).__name__}"):
-                return f"step {step} is not saved: a save needs all processes, and not all have failed alike"
+                return f"step {step} was not saved: this needs all processes, but they did not all fail with the same error"
             if isinstance(error, CheckpointError):
-                return f"step {step} is not saved: processes may still wait in the save that failed"
+                return (
+                    f"step {step} was not saved: some processes may still be waiting in the save that failed"
+                )
         try:
-            with suppress(CheckpointError):  # of an earlier step
+            with suppress(CheckpointError):  # from the save of an earlier step
                 self._checkpointer.wait()
             if step > self._last():
                 self._save(None)
                 self._checkpointer.wait()
         except Exception as failed:
             if isinstance(error, CheckpointError) and isinstance(failed, CheckpointError):
-                return f"saving step {step} was tried then, and failed too"
+                return f"an attempt to save step {step} after this error failed too"
             return f"step {step} could not be saved: {failed}"
         return ""
 
     def _last(self) -> int:
-        """The step of the last checkpoint; 0 before the first checkpoint."""
+        """Returns the step of the last checkpoint, or 0 if there is no checkpoint yet."""
         return max(self._checkpointer.steps(), default=0)
 
     def _where_to_resume(self) -> str:
         if not (latest := self._last()):
-            return "there is no checkpoint yet: --resume begins at step 0, also with another configuration"
+            return (
+                "there is no checkpoint yet: --resume starts at step 0, and the configuration may be changed"
+            )
         folder = path_of(self._config.run_dir) / "checkpoints"
-        return f"the last good checkpoint is that of step {latest} in {folder}: --resume continues from it"
+        return f"the last good checkpoint is from step {latest} in {folder}: --resume continues from it"
 
     def _finish(self, metrics: dict[str, float | int]) -> None:
-        """Evaluates if this is due, writes the step's metrics, and saves if this is due."""
+        """Runs the evaluation if it is due, writes the metrics of the step, and saves a checkpoint if it is due."""
         assert self._now is not None
         step, config, score = self._now.position.step, self._config, None
         if self._evaluate is not None and evaluates_after(config, step):
@@ -191,7 +196,7 @@ class EndOfStep(Observer):
             self._records.step(step, metrics)
 
     def _evaluated(self, evaluate: Evaluate, now: ResumePoint) -> tuple[dict[str, float], float | None]:
-        """Returns the metrics, and the score that chooses the best checkpoint: avg@k on the first dataset, or its mean reward if scores count."""
+        """Returns the metrics, and the score that selects the best checkpoint: avg@k on the first dataset, or the mean reward with `metric=score`."""
         self._shown.phase("evaluate")
         began, step = time.perf_counter(), now.position.step
         counts = self._config.dynamic_sampling.metric == "correct"
@@ -216,7 +221,7 @@ class EndOfStep(Observer):
         return {**scores, "time/eval_s": time.perf_counter() - began}, score
 
     def _is_best(self, score: float) -> bool:
-        """Returns the first process's decision in all processes, so that either all save or no process does."""
+        """Returns the decision of the first process in all processes, so that either all of them save a checkpoint or none does."""
         best = self._checkpointer.best()
         return broadcast_from_first(b"best" if best is None or score > best[1] else b"") != b""
 
@@ -231,12 +236,12 @@ class EndOfStep(Observer):
         self._announce_resume()
 
     def _announce_resume(self) -> None:
-        """Prepares the message about how to resume, in case a process dies without one."""
-        begun = f"the save of step {self._saved} in {self._checkpointer.folder} has begun, and --resume takes the last whole checkpoint"
+        """Sets the message about how to resume, which is printed if a process dies without a message."""
+        begun = f"the save of step {self._saved} in {self._checkpointer.folder} has begun, and --resume uses the last complete checkpoint"
         resume_by(f"Start all processes again: {begun if self._saved else 'there is no checkpoint yet'}")
 
     def _stop_if_asked(self) -> None:
-        """Raises StoppedError in every process if one was asked to stop, and CheckpointError if the last save of one has failed."""
+        """Raises StoppedError in every process if any process was asked to stop, or CheckpointError if the last save failed in any process."""
         own = json.dumps([self._stop.reason, self._checkpointer.failure()]).encode()
         reasons, failures = zip(*map(json.loads, all_gather_bytes(own, buffer_bytes=1024)), strict=True)
         if reason := first_reason(dict(enumerate(reasons)), jax.process_index()):
@@ -247,14 +252,13 @@ class EndOfStep(Observer):
 
 GIB = 2**30
 _STATM = Path("/proc/self/statm")
-"""Linux's file with the number of pages of this process; the second number counts the resident ones."""
+"""A file on Linux with the memory use of this process in pages. Its second number is the number of resident pages."""
 
 
 def memory_metrics(devices: Sequence[Any] | None = None) -> dict[str, float]:
-    """Returns `memory/host_gib` of this process, and `memory/device_gib` and `memory/device_peak_gib` of its fullest device.
+    """Returns `memory/host_gib` of this process, and `memory/device_gib` and `memory/device_peak_gib` of the device with the highest use.
 
-    A number that the system (Linux only) or the backend (not on CPU) does not report is left out. `devices` is None for the local
-    devices.
+    Host memory is available only on Linux, and device memory only on accelerators. Unavailable metrics are omitted. `devices` defaults to the local devices.
     """
     found = {}
     if _STATM.is_file():

@@ -1,4 +1,5 @@
-"""Makes graders and the environment from a configuration. Graders run in this process, in workers, or on an event loop; several are summed."""
+"""Builds graders and the environment from a configuration. A grader runs in this process, in workers, or on an event loop. Several graders are combined
+into a weighted sum."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -29,13 +30,13 @@ from dapo_jax.run.policy import Policy
 from dapo_jax.text.stop_strings import StopStrings
 
 IN_THIS_PROCESS = TEXT_RULES | ROW_GRADERS.keys()
-"""Graders that need no worker, or whose rows JSON cannot represent."""
+"""Graders that run in this process, because they need no worker, or because their rows cannot be sent to a worker as JSON."""
 
 ASYNC_CALLS = 64
-"""Most concurrent calls of async reward functions."""
+"""Maximum number of concurrent calls of async reward functions."""
 
 WORKER_MEMORY_MB = 2048
-"""Memory in MiB that a worker may use in addition to the loaded grader or environment. (Linux)"""
+"""Memory limit of a worker in MiB, in addition to the loaded grader or environment. Enforced only on Linux."""
 
 Close = Callable[[], None]
 
@@ -50,15 +51,15 @@ def grading(
     episodes: Episodes | None = None,
     on_submit: Callable[[], None] = lambda: None,
 ) -> Grading:
-    """Returns the grading of a run; the caller closes it.
+    """Builds the grading of a run. The caller must close it.
 
     Args:
-        config: names the graders and the shape of the reward.
-        policy: its tokenizer turns responses into text.
-        max_response_tokens: the limit for length shaping.
-        stop: strings that end a response; text from them on is not graded.
+        config: configures the graders and reward shaping.
+        policy: its tokenizer decodes the responses.
+        max_response_tokens: maximum response length for the overlong penalty.
+        stop: strings that end a response. The text from a stop string on is not graded.
         reward: replaces the configured graders.
-        episodes: of an environment, which gives the rewards instead of graders.
+        episodes: episodes of an environment, which supplies the rewards instead of graders.
         on_submit: called before the responses to a prompt are submitted.
     """
     overlong = config.overlong
@@ -73,18 +74,18 @@ def grading(
         buffer_tokens=overlong.buffer_tokens,
         penalty_factor=overlong.penalty_factor,
     )
-    # In an episode a stop string ends only a turn.
+    # In an episode, a stop string ends only a turn.
     tokenizer = StopStrings(policy.tokenizer, stop) if stop and episodes is None else policy.tokenizer
     return Grading(submit=submit, tokenizer=tokenizer, shaping=shaping, on_submit=on_submit, on_close=close)
 
 
 def submit_of(config: RewardConfig, *, reward: Rewards | None = None) -> tuple[Submit, Close | None]:
-    """Returns the function that submits a group to the graders, and a function that ends their workers and event loop, if there are any.
+    """Returns a function that submits a group to the graders, and a function that stops their workers and event loop, if there are any.
 
-    `reward` replaces `reward.grader` and `reward.graders`.
+    `reward` replaces the graders in the configuration (`reward.grader` and `reward.graders`).
 
     Raises:
-        ConfigError: a grader cannot be loaded, or has no weight; nothing was started.
+        ConfigError: a grader cannot be loaded, or its weight is missing. In this case nothing was started.
     """
     graders = check_graders(config, reward=reward)
     closing: list[Close] = []
@@ -126,20 +127,20 @@ def submit_of(config: RewardConfig, *, reward: Rewards | None = None) -> tuple[S
 
 
 class ConfiguredGrader(NamedTuple):
-    """A grader that was loaded and not started."""
+    """A grader that is loaded, but not started."""
 
     loaded: LoadedReward
     spec: str | None
-    """Its name for a worker; None for a function of this process."""
+    """The name by which a worker loads the grader, or None for a function that was passed from Python."""
     weight: float | None
-    """None for a single grader, whose verdict is not weighted."""
+    """The weight in the sum of several graders, or None for a single grader."""
 
 
 def check_graders(config: RewardConfig, *, reward: Rewards | None = None) -> list[ConfiguredGrader]:
-    """Loads the graders of `submit_of` without starting them.
+    """Loads the graders for `submit_of` without starting them.
 
     Raises:
-        ConfigError: one of them cannot be loaded, or has no weight.
+        ConfigError: a grader cannot be loaded, or its weight is missing.
     """
 
     def loaded(key: str, spec: str | RewardFunction, weight: float | None = None) -> ConfiguredGrader:
@@ -163,15 +164,14 @@ def check_graders(config: RewardConfig, *, reward: Rewards | None = None) -> lis
 
 
 def weighted(reward: object) -> list[tuple[str | RewardFunction, float]]:
-    """Checks several rewards passed from Python: a list of pairs of a function or a grader's name and its weight.
+    """Checks a list of rewards that was passed from Python. Each entry must be a pair of a function or a grader's name, and a weight.
 
     Raises:
-        ConfigError: it is not such a list; the message names the place in the list.
+        ConfigError: `reward` is not such a list. The message names the index of the invalid entry.
     """
     if not isinstance(reward, list | tuple) or not reward:
         raise ConfigError(
-            f"reward: found {reward!r:.80}, needs a function or a list of (function, weight) pairs; pass one of these, or "
-            "None for the configured grader"
+            f"reward: found {reward!r:.80}, needs a function or a list of (function, weight) pairs, or None to use the configured grader"
         )
     found = []
     for place, pair in enumerate(reward):
@@ -183,23 +183,23 @@ def weighted(reward: object) -> list[tuple[str | RewardFunction, float]]:
             )
         if not isinstance(weight, int | float) or not weight or not math.isfinite(weight):
             raise ConfigError(
-                f"{key}: found the weight {weight!r}, needs a finite number that is not 0; change it, or leave the pair out"
+                f"{key}: found the weight {weight!r}, needs a finite number that is not 0; change it, or remove the pair"
             )
         found.append((function, float(weight)))
     return found
 
 
 def environment_of(config: EnvironmentConfig, *, reward: Rewards | None = None) -> Environment | None:
-    """Returns the environment of a run, or None if none is configured. Call it once, before slow work.
+    """Loads the environment of a run, or returns None if no environment is configured. Call it only once, before slow work such as loading a model.
 
     Raises:
-        ConfigError: it cannot be made, or `reward` was given as well.
+        ConfigError: the environment cannot be loaded, or `reward` was given as well.
     """
     if not config.source:
         return None
     if reward is not None:
         raise ConfigError(
-            f"environment.source={config.source!r} gives the reward of an episode, and a reward function was given as well: leave out one of them"
+            f"environment.source={config.source!r} supplies the rewards, but a reward function was given as well; remove one of them"
         )
     try:
         if config.workers:
@@ -217,7 +217,7 @@ def environment_of(config: EnvironmentConfig, *, reward: Rewards | None = None) 
 def episodes_of(
     environment: Environment | None, config: TrainConfig | EvaluateConfig, policy: Policy
 ) -> Episodes | None:
-    """Returns the episodes of a run or an evaluation, which the caller closes; None without an environment."""
+    """Returns the episodes of a run or an evaluation, or None without an environment. The caller must close them."""
     if environment is None:
         return None
     limits, data, tokenizer = config.environment, config.data, policy.tokenizer
@@ -235,7 +235,7 @@ def episodes_of(
         max_turns=limits.max_turns,
         turn_tokens=limits.turn_tokens,
         episode_tokens=limits.episode_tokens,
-        timeout_s=math.inf if in_workers else limits.timeout_s,  # workers keep the time limit
+        timeout_s=math.inf if in_workers else limits.timeout_s,  # workers enforce the time limit
         name=limits.source,
         on_close=environment.close if in_workers else lambda: None,
     )

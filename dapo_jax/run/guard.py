@@ -1,6 +1,6 @@
-"""The guard of a run: it looks for skipped updates, weights that are not finite and a sampler that drifts from the trainer, and runs the watchdogs.
+"""The guard of a run detects skipped updates, non-finite weights and a mismatch between sampler and trainer, and runs the watchdogs.
 
-It decides at the end of a step, from numbers that are equal in every process, so all processes stop together.
+It decides at the end of a step, based on numbers that are equal in all processes, so that all processes stop together.
 """
 
 import functools
@@ -37,9 +37,9 @@ IN_A_ROW = "update/skipped_in_a_row"
 KL = "sync/sampler_trainer_kl"
 
 MAX_SKIPPED_UPDATES = 3
-"""More skipped updates in a row stop the run."""
+"""Maximum number of consecutive skipped updates. More stop the run."""
 POST_MORTEMS = 5
-"""Number of skipped updates that a run writes to its folder."""
+"""Maximum number of skipped updates that are written to the run's folder."""
 WORDS = {
     "weights": "weights",
     "sampler_logprobs": "the sampler's log-probabilities",
@@ -48,11 +48,11 @@ WORDS = {
     "loss": "loss",
     "gradient": "gradient",
 }
-"""Quantities in the order in which a step computes them; the first one usually caused the others."""
+"""Quantities in the order in which a step computes them. If several are not finite, the first is usually the cause of the others."""
 
 _FLAG = "nonfinite/"
 _SHOWN = 3
-"""Number of prompts, parameters or tokens that a message names."""
+"""Maximum number of prompts, parameters or tokens that a message lists."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Update:
     metrics: Mapping[str, Metric]
 
     def flags(self) -> dict[str, list[int]]:
-        """Returns the places that are not finite, by quantity: microbatches, or parameters of the gradient. Empty if the update was applied."""
+        """Returns, for each non-finite quantity, the indices of the affected microbatches (for the gradient, parameters). Empty if the update was applied."""
         found = jax.device_get(
             {name: metric for name, metric in self.metrics.items() if name.startswith(_FLAG)}
         )
@@ -76,7 +76,7 @@ class Update:
         return {name: places[name] for name in WORDS if places.get(name)}
 
     def stacks(self) -> list[dict[str, np.ndarray]]:
-        """Returns its microbatches on the host. Every process must call this."""
+        """Copies the microbatches of the update to the host. All processes must call this method."""
         return [
             {name: array[: int(stack.count)] for name, array in vars(on_host(stack.microbatches)).items()}
             for stack in self.minibatch
@@ -85,7 +85,7 @@ class Update:
     def named(
         self, flags: Mapping[str, Sequence[int]], groups: Sequence[Group], parameters: Sequence[str]
     ) -> dict[str, dict[str, Any]]:
-        """Returns the places of `flags` by name: prompts, responses and tokens, (stack, microbatch), parameters."""
+        """Resolves the indices in `flags` to prompts, to responses and tokens, to (stack, microbatch) pairs, or to parameter names."""
         found: dict[str, dict[str, Any]] = {}
         for name, places in flags.items():
             if name == "gradient":
@@ -110,16 +110,16 @@ class Update:
 
 
 class GuardError(RuntimeError):
-    """The guard stopped the run, because further steps would be wasted. The message names the cause."""
+    """Raised if the guard stops a run, because further steps would be useless. The message states the cause."""
 
     def __init__(self, message: str, *, whole: StepResult | None = None) -> None:
-        """`whole` is the finished step with its metrics, if the run can continue from its state."""
+        """`whole` is the finished step, including its metrics, if the run can be resumed from its state."""
         super().__init__(message)
         self.whole = whole
 
 
 class Guard(Observer):
-    """The guard of one run. All processes make the same calls."""
+    """The guard of one run. All processes must make the same calls."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Guard(Observer):
         shown: Progress,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Raises GuardError if the initial weights are not finite. `check` raises if the run may no longer write."""
+        """Raises GuardError if the initial weights are not finite. `check` raises an error if the run may no longer write to its folder."""
         self._config, self._run_dir, self._batches, self._check = config, run_dir, batches, check
         self._records, self._shown = records, shown
         self._updates: list[Update] = []
@@ -147,16 +147,16 @@ class Guard(Observer):
         self._watchdogs = Watchdogs(metric=config.dynamic_sampling.metric, history=history)
         if bad := nonfinite_leaves(start.state.params):
             step = start.position.step
-            whose = f"of the checkpoint of step {step}" if step else f"of model.source={config.model.source}"
-            raise GuardError(f"the weights {whose} are not finite: {some(bad)}; start from others")
+            whose = f"in the checkpoint of step {step}" if step else f"of model.source={config.model.source}"
+            raise GuardError(f"the weights {whose} are not finite: {some(bad)}; start from other weights")
 
     def after_step(self, result: StepResult) -> None:
-        """Adds the guard's metrics.
+        """Checks the step, and adds the guard's metrics to `result.metrics`.
 
         Raises:
-            GuardError: the weights are not finite, or a limit of `config.guard` is exceeded. The step's metrics are written first.
+            GuardError: the weights are not finite, or a limit in `config.guard` is exceeded. The metrics of the step are written first.
         """
-        self._check()  # before this and later observers write
+        self._check()  # must come before this and later observers write to the folder
         metrics, step = result.metrics, result.position.step
         skipped, drifted = self._skipped(result), self._drifted(step, metrics)
         bad = nonfinite_leaves(result.state.params)
@@ -174,31 +174,31 @@ class Guard(Observer):
             raise GuardError(found, whole=None if ruined or drifted else result)
 
     def before_sampling(self, position: Position, collector: Collector) -> None:
-        """Forgets the groups of the previous step."""
+        """Clears the notes about groups of the previous step."""
         self._strange = []
 
     def on_group(self, group: Group, collector: Collector) -> None:
-        """Notes a group whose log-probabilities are not finite."""
+        """Notes a group if any of its log-probabilities are not finite."""
         if strange_responses([group]):
             self._strange.append(group.prompt.ordinal)
 
     def on_shortfall(self, error: ShortfallError) -> None:
-        """Raises GuardError if any process saw log-probabilities that are not finite: they explain the shortfall."""
-        # Each process has the log-probabilities of its own groups only, and all must raise the same error.
+        """Raises GuardError if any process found non-finite log-probabilities, because they explain the shortfall."""
+        # Each process has only the log-probabilities of its own groups, but all processes must raise the same error.
         found = all_gather_bytes(json.dumps(self._strange).encode())
         if prompts := sorted({ordinal for one in found for ordinal in json.loads(one)}):
             raise GuardError(
-                f"the sampler's log-probabilities are not finite (prompt {some(prompts)}), so its responses mean nothing; {error}"
+                f"the sampler's log-probabilities are not finite (prompt {some(prompts)}), so its responses are meaningless; {error}"
             ) from error
 
     def after_update(
         self, minibatch: Minibatch, metrics: Mapping[str, Metric], *, learning_rate: float
     ) -> None:
-        """Keeps the update until the step ends."""
+        """Stores the update until the end of the step."""
         self._updates.append(Update(minibatch, learning_rate, metrics))
 
     def _skipped(self, result: StepResult) -> str:
-        """Counts, names and writes the skipped updates. Returns the reason to stop the run, or an empty string."""
+        """Counts, reports and writes skipped updates. Returns a reason to stop the run, or an empty string."""
         updates, self._updates = self._updates, []
         longest, last, step = 0, "", result.position.step
         for index, update in enumerate(updates):
@@ -210,17 +210,17 @@ class Guard(Observer):
             named = update.named(flags, groups, leaf_names(result.state.params))
             last = f"update {index + 1} of {len(updates)} was skipped: not finite: {in_words(named)}"
             if self._dumped < POST_MORTEMS:
-                last += f"; {self._post_mortem(step, index + 1, update, named, groups)} has the batch"
+                last += f"; the batch is in {self._post_mortem(step, index + 1, update, named, groups)}"
             self._warn(step, last)
             longest = max(longest, self._in_a_row)
         if longest <= MAX_SKIPPED_UPDATES:
             return ""
-        return f"{longest} updates in a row were skipped up to step {step}, at most {MAX_SKIPPED_UPDATES} may be; the last one: {last}"
+        return f"{longest} updates in a row were skipped up to step {step}, but at most {MAX_SKIPPED_UPDATES} are allowed; the last one: {last}"
 
     def _post_mortem(
         self, step: int, number: int, update: Update, named: Mapping[str, Any], groups: Sequence[Group]
     ) -> str:
-        """Writes a skipped update. Returns the folder."""
+        """Writes a skipped update to the run's folder, and returns the path of its subfolder."""
         self._dumped += 1
         place, stacks = f"post_mortem/step_{step:06d}_update_{number}", update.stacks()
         if is_first():
@@ -236,7 +236,7 @@ class Guard(Observer):
         return str(path_of(self._config.run_dir) / place)
 
     def _drifted(self, step: int, metrics: Mapping[str, float | int]) -> str:
-        """Compares the step's mismatch with the limit. Returns the reason to stop the run, or an empty string."""
+        """Compares the mismatch between sampler and trainer with the limit. Returns a reason to stop the run, or an empty string."""
         guard, kl, before = self._config.guard, metrics.get(KL), self._over
         if guard.max_mismatch_kl is None:
             return ""
@@ -244,8 +244,8 @@ class Guard(Observer):
         if not self._over:
             return ""
         found = (
-            f"KL(sampler || trainer) is {kl:.3g} nats a token, over guard.max_mismatch_kl={guard.max_mismatch_kl:g}. Usual causes: "
-            "tokens of earlier steps (dynamic_sampling.surplus=carry, rollout.in_flight); rounding to bfloat16; kernels that differ"
+            f"KL(sampler || trainer) is {kl:.3g} nats per token, over guard.max_mismatch_kl={guard.max_mismatch_kl:g}. Usual causes: "
+            "tokens from earlier steps (dynamic_sampling.surplus=carry, rollout.in_flight), rounding to bfloat16, or different kernels"
         )
         if guard.on_mismatch == "stop":
             return f"step {step}: {found}. Set dynamic_sampling.surplus=discard or loss.correction=truncate, or raise the limit"
@@ -254,7 +254,7 @@ class Guard(Observer):
         return ""
 
     def _warn_lost(self, collected: Collected) -> None:
-        """Names the rewards that are not finite and count as wrong (reward.on_nonfinite=lost)."""
+        """Reports non-finite rewards, which count as wrong with reward.on_nonfinite=lost."""
         lost = {
             group.prompt.ordinal: rollout.verdict.reason
             for group in collected.sampled
@@ -272,7 +272,7 @@ class Guard(Observer):
 
 
 def strange_responses(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """Returns the responses with a log-probability from the sampler that is not finite: prompt, index in the group, tokens."""
+    """Returns the responses for which the sampler returned non-finite log-probabilities, with prompt, index in the group, and tokens."""
     return [
         {"ordinal": group.prompt.ordinal, "index": index, "tokens": tokens.tolist()}
         for group in groups
@@ -282,7 +282,7 @@ def strange_responses(groups: Sequence[Group]) -> list[dict[str, Any]]:
 
 
 def in_words(named: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns one line: the quantities, with the first few prompts or parameters of each."""
+    """Describes the result of `Update.named` in one line: each quantity with its first few prompts or parameters."""
     return ", ".join(WORDS[name] + _where(places) for name, places in named.items()) or "nothing flagged"
 
 
@@ -294,7 +294,7 @@ def _where(places: Mapping[str, Any]) -> str:
 
 
 def some(names: Sequence[object]) -> str:
-    """Returns the first few names, and the number of the others.
+    """Formats the first few names, and the number of remaining names.
 
     >>> some([4, 8, 15, 16, 23])
     '4, 8, 15 and 2 more'
@@ -304,7 +304,7 @@ def some(names: Sequence[object]) -> str:
 
 
 def leaf_names(tree: PyTree) -> list[str]:
-    """Returns the dotted path of each leaf, in the order of `jax.tree.leaves`, as in a checkpoint."""
+    """Returns the dotted path of each leaf in the order of `jax.tree.leaves`. Checkpoints use the same paths."""
     names = [
         jax.tree_util.keystr(keys, simple=True, separator=".")
         for keys, _ in jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -313,7 +313,7 @@ def leaf_names(tree: PyTree) -> list[str]:
 
 
 def nonfinite_leaves(tree: PyTree) -> list[str]:
-    """Returns the dotted paths of the leaves of `tree` (arrays on one mesh) with a value that is not finite. Every process must call this."""
+    """Returns the dotted paths of all leaves with non-finite values. The leaves are arrays on one mesh. All processes must call this function."""
     bad = np.asarray(_program(jax.tree.leaves(tree)[0].sharding.mesh)(tree))
     return [name for name, one in zip(leaf_names(tree), bad, strict=True) if one]
 

@@ -1,11 +1,11 @@
-"""The training loop. One step is a straight pipe:
+"""The training loop. One step is a simple pipeline:
 
     prompts -> sampler -> rewards -> informative groups -> advantages -> minibatches -> updates
                  ^                                                                         |
                  +------------------------------- weights ---------------------------------+
 
-The loop receives the objects of a run (`dapo_jax.run.build`); it makes no objects and reads no configuration. To watch or
-change a step, pass an `Observer`.
+The objects of a run are passed to the loop (see `dapo_jax.run.build`). The loop does not build them, and does not access the configuration.
+To watch or change a step, pass an `Observer`.
 """
 
 import time
@@ -36,43 +36,43 @@ class StepResult:
 
 
 class Observer:
-    """Watches the steps of a run. Each hook does nothing unless a subclass defines it.
+    """Base class of observers, which watch the steps of a run. Hooks do nothing unless a subclass overrides them.
 
-    Hooks are called in the order of the observers, in every process. An exception in a hook ends the run.
+    Each hook is called in every process, for all observers in order. An exception in a hook ends the run.
     """
 
     def before_sampling(self, position: Position, collector: Collector) -> None:
-        """Called when a step begins: `position` is the end of the previous step, and `collector` is empty."""
+        """Called when a step begins. `position` is the end of the previous step, and `collector` is empty."""
 
     def on_group(self, group: Group, collector: Collector) -> None:
-        """Called when a group was sampled, graded and added to `collector`, in the order of the verdicts."""
+        """Called after a group was sampled, graded and added to `collector`. Groups arrive in the order in which they are graded."""
 
     def on_shortfall(self, error: ShortfallError) -> None:
-        """Called when sampling ended with too few informative groups. `error` is raised next, unless this raises another one."""
+        """Called if sampling ended with too few informative groups. `error` is raised afterwards, unless this hook raises a different error."""
 
     def after_sampling(self, step: int, collected: Collected) -> None:
-        """Called when the step's groups are chosen. Every process has them in full."""
+        """Called after the groups of the step were chosen. `collected` is complete and the same in every process."""
 
     def before_updates(self, minibatches: Sequence[Minibatch]) -> Sequence[Minibatch]:
-        """Called when the step's minibatches are on the device, with old and reference log-probabilities (`Updater.prepare`).
+        """Called when the minibatches of the step are on the device, with old and reference log-probabilities (see `Updater.prepare`).
 
         The first minibatch has old log-probabilities only if they are the sampler's.
 
         Returns:
-            The minibatches to update on: these, or others.
+            The minibatches to update on, either unchanged or replaced.
         """
         return minibatches
 
     def before_update(self, state: TrainState, minibatch: Minibatch, *, index: int, count: int) -> None:
-        """Called before update `index` of the step's `count`; the update donates `state`."""
+        """Called before update number `index`, counted from 0, of the `count` updates in the step. The update donates `state`."""
 
     def after_update(
         self, minibatch: Minibatch, metrics: Mapping[str, Metric], *, learning_rate: float
     ) -> None:
-        """Called after an update was dispatched. Reading `metrics` waits for the device."""
+        """Called after an update was dispatched. Reading the values of `metrics` blocks until the device has finished."""
 
     def after_step(self, result: StepResult) -> None:
-        """Called when the step has ended and its metrics are on the host. Later observers see additions to `result.metrics`."""
+        """Called at the end of the step, when its metrics are on the host. A hook may add metrics to `result.metrics`, which later observers then see."""
 
 
 def run_steps(
@@ -87,18 +87,18 @@ def run_steps(
     observers: Sequence[Observer] = (),
     clock: Callable[[], float] = time.perf_counter,
 ) -> TrainState:
-    """Runs DAPO from `position` to step `steps`, and returns the final state; `state` is donated.
+    """Runs DAPO from `position` to step `steps` and returns the final state. `state` is donated.
 
     Args:
         state: initial parameters and optimizer moments.
-        position: the position of `state` in the run.
-        steps: the last step to run.
+        position: position of `state` in the run.
+        steps: number of the last step.
         sampling: samples and grades groups with given weights.
-        batches: turns a step's groups into minibatches.
+        batches: converts the groups of a step to minibatches.
         updater: applies minibatches to the state.
-        learning_rate: step -> its learning rate.
-        observers: called in this order.
-        clock: seconds, for metrics only.
+        learning_rate: function from the step to its learning rate.
+        observers: observers, called in this order.
+        clock: returns the time in seconds. Used only for metrics.
     """
     while position.step < steps:
         step = position.step + 1
@@ -133,7 +133,7 @@ def run_steps(
                 observer.after_update(minibatch, of_update, learning_rate=rate)
             measured.append(of_update)
         scalars = with_effective_share(to_scalars(measured))
-        minibatches = minibatch = ()  # frees device memory before the next step samples
+        minibatches = minibatch = ()  # frees device memory before sampling of the next step
 
         cursor, carry = collected.cursor, collected.carry
         position = Position(step=step, cursor=cursor, carry=carry, in_flight=collector.going_on())
@@ -146,7 +146,7 @@ def run_steps(
 
 
 def _times(collected: Collected, began: float, sampled: float, ended: float) -> dict[str, float]:
-    """Returns the timing metrics. The device has finished: the step's metrics are on the host."""
+    """Returns the timing metrics of a step. They are exact, because the device has finished when the metrics of the step are on the host."""
     tokens = collected.drawn_tokens
     if tokens is None:
         tokens = sum(rollout.response_tokens for group in collected.sampled for rollout in group.rollouts)

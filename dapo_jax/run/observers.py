@@ -1,4 +1,4 @@
-"""Observers of a run: the ratio pi / pi_old of each token that is written, the progress display, and profiler traces."""
+"""Observers of a run: per-token ratios pi / pi_old of logged rollouts, the progress display, and profiler traces."""
 
 from collections.abc import Iterator, Mapping
 
@@ -20,11 +20,11 @@ from dapo_jax.training.state import TrainState
 from dapo_jax.training.update import Updater
 
 TokenRatios = Mapping[tuple[int, int], Float[np.ndarray, " response"] | None]
-"""(ordinal, response index) -> the ratio of each token of a trained rollout; None if the rollout is not in the loss."""
+"""A mapping from (ordinal, response index) to the ratio of each token in a trained rollout, or to None if the rollout is not in the loss."""
 
 
 class Ratios(Observer):
-    """Computes the ratios by a forward pass over the minibatches with written rollouts. All processes make the same calls."""
+    """Computes the ratios of logged rollouts with a forward pass over their minibatches. All processes must make the same calls."""
 
     def __init__(self, config: TrainConfig, *, batches: StepBatches, updater: Updater) -> None:
         self._config, self._batches, self._updater = config, batches, updater
@@ -33,11 +33,11 @@ class Ratios(Observer):
         self._found: dict[tuple[int, int], Float[np.ndarray, " response"] | None] = {}
 
     def of_step(self) -> TokenRatios:
-        """Returns the ratios of the last step; empty if its rollouts are not written."""
+        """Returns the ratios of the last step. Empty if the rollouts of this step are not logged."""
         return self._found
 
     def after_sampling(self, step: int, collected: Collected) -> None:
-        """Finds the rollouts to write, and the updates that train on them."""
+        """Finds the rollouts to log, and the updates that train on them."""
         due = self._config.logs_rollouts(step)
         self._wanted = {group.prompt.ordinal for group in collected.logged(LOGGED_GROUPS)}
         trained = [group for group in collected.groups if due and group.prompt.ordinal in self._wanted]
@@ -45,13 +45,13 @@ class Ratios(Observer):
         self._groups = self._batches.split(collected.groups, step) if trained else []
 
     def before_update(self, state: TrainState, minibatch: Minibatch, *, index: int, count: int) -> None:
-        """Computes the ratios under the weights before the update."""
+        """Computes the ratios with the weights before the update."""
         groups = self._groups[index] if self._groups else []
         wanted = [group for group in groups if group.prompt.ordinal in self._wanted]
         if not wanted:
             return
         ratios = self._updater.ratios(state, minibatch, first=index == 0)
-        # The same response to the same prompt has the same ratios at every place of the minibatch.
+        # Identical responses to the same prompt have the same ratios, wherever they are in the minibatch.
         of_text = {
             tokens.tobytes(): values
             for stack, found in zip(minibatch, on_host(ratios), strict=True)
@@ -65,7 +65,7 @@ class Ratios(Observer):
 def _of_rollout(
     group: Group, rollout: Rollout, of_text: Mapping[bytes, np.ndarray]
 ) -> Float[np.ndarray, " response"] | None:
-    """Returns the values of a rollout's tokens, NaN for tokens that were not sampled; None if it is not in the loss."""
+    """Returns the values of a rollout's tokens, with NaN for tokens that were not sampled. Returns None if the rollout is not in the loss."""
     response, found = rollout.response, None
     for context, first, stop in response.parts(group.prompt.tokens):
         tokens = np.concatenate([context, response.tokens[first:stop]]).astype(np.int32)
@@ -80,7 +80,7 @@ def _of_rollout(
 def responses_in(
     stack: Microbatch, values: Float[np.ndarray, "capacity rows seq"]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields for each response in the loss of a stack [capacity, rows, seq]: tokens of prompt and response, values of the sampled tokens."""
+    """Yields the tokens of prompt and response, and the values of the sampled tokens, for each response in the loss of a stack [capacity, rows, seq]."""
     for place in np.ndindex(stack.mask.shape[:2]):
         tokens, mask = np.asarray(stack.tokens[place]), np.asarray(stack.mask[place])
         segments, prefixes = np.asarray(stack.segment_ids[place]), np.asarray(stack.prefix_ids[place])
@@ -91,11 +91,11 @@ def responses_in(
 
 
 _QUOTED = 200
-"""Characters of a prompt and of a response that a message quotes."""
+"""Maximum number of characters of a prompt or a response that a message quotes."""
 
 
 class StepProgress(Observer):
-    """Shows how far sampling and updates of a step are, and warns about groups without signal and responses without a verdict."""
+    """Shows the progress of sampling and updates, and warns if groups have no learning signal or responses have no verdict."""
 
     def __init__(self, config: TrainConfig, shown: Progress) -> None:
         self._shown = shown
@@ -103,14 +103,14 @@ class StepProgress(Observer):
         self._warned = self._warned_lost = False
 
     def before_sampling(self, position: Position, collector: Collector) -> None:
-        """Shows that sampling begins."""
+        """Shows that sampling has begun."""
         self._step, self._began, self._now = position.step + 1, position.cursor, collector
         self._first_wave = 0
         self._example: tuple[Group, int] | None = None
         self._shown.phase("sample", 0, collector.needed)
 
     def on_group(self, group: Group, collector: Collector) -> None:
-        """Shows the groups so far. Each warning is shown once per run."""
+        """Shows the number of groups so far, and warnings. Each kind of warning is shown at most once per run."""
         sampled, tally = self._now.cursor - self._began, self._now.tally
         self._first_wave = self._first_wave or sampled
         with_answer = (
@@ -124,7 +124,7 @@ class StepProgress(Observer):
         found = (
             f"scores differ in {tally.differing}"
             if self._by_score
-            else f"mixed {tally.mixed}  all right {tally.correct}  all wrong {tally.wrong}"
+            else f"mixed {tally.mixed}  all correct {tally.correct}  all wrong {tally.wrong}"
         )
         self._shown.wave(f"{stage}prompts {tally.groups}/{sampled}  {found}")
         lost = next((each.verdict for each in group.rollouts if each.verdict.lost), None)
@@ -132,38 +132,38 @@ class StepProgress(Observer):
             self._warned_lost = True
             self._shown.message(
                 f"step {self._step}: a response to prompt {group.prompt.ordinal} got no verdict ({lost.reason or lost.lost}) and counts as "
-                f"{'the worst of its group' if self._by_score else 'wrong'}; reward/lost counts further ones"
+                f"{'the worst of its group' if self._by_score else 'wrong'}; the metric reward/lost counts all such responses"
             )
         if not self._warned and tally.groups >= self._first_wave and (why := self._without_signal()):
             self._warned = True
             self._shown.message(f"step {self._step}: {why}. {_quoted(*(self._example or (group, 0)))}")
 
     def before_update(self, state: TrainState, minibatch: Minibatch, *, index: int, count: int) -> None:
-        """Shows how many updates are done."""
+        """Shows the number of finished updates."""
         self._shown.phase("update", index, count)
 
     def _without_signal(self) -> str:
-        """Returns why no group so far has a signal; an empty text if a group has a signal, or if all are right."""
+        """Explains why no group so far has a learning signal. Returns an empty string if a group has a signal, or if any response is correct."""
         tally = self._now.tally
         if self._by_score:
             if tally.differing:
                 return ""
             return (
-                f"in none of the {tally.groups} groups so far do the scores differ, so there is nothing to learn from yet: the reward function "
+                f"the scores differ in none of the {tally.groups} groups so far, so there is nothing to learn from yet. The reward function "
                 "may return the same score for every response"
             )
         if tally.wrong < tally.groups:
             return ""
         if tally.differing:
             return (
-                f"every response in {tally.groups} groups counts as wrong, since only a score above 0 is right; yet the scores differ in "
-                f"{tally.differing}: if the reward is a number rather than a verdict, set dynamic_sampling.metric=score"
+                f"every response in {tally.groups} groups counts as wrong, because only a score above 0 is correct. But the scores differ in "
+                f"{tally.differing} of the groups: if the reward is a number rather than a verdict, set dynamic_sampling.metric=score"
             )
         return (
-            f"every response in {tally.groups} groups is wrong, so there is nothing to learn from yet. If the response below is right, the "
-            "grader (reward.grader) does not accept its form, or looks for the answer elsewhere. If the model does not know the form of the "
-            "question, change prompt or template (dapo-jax data show prints prompts as a model reads them). Else the task is too hard for "
-            "it: warm it up (dapo-jax sft), or begin with easier prompts"
+            f"every response in {tally.groups} groups is wrong, so there is nothing to learn from yet. If the response below is correct, the "
+            "grader (reward.grader) does not accept its format, or looks for the answer in another place. If the model does not understand the "
+            "prompt format, change the prompt or the template (dapo-jax data show prints the prompts that a model gets). Otherwise the task is too "
+            "hard for the model: fine-tune it first (dapo-jax sft), or start with easier prompts"
         )
 
 
@@ -181,20 +181,20 @@ def _quoted(group: Group, index: int) -> str:
 
 
 def _end_of(text: str) -> str:
-    """Returns the end of a text, where answers are."""
+    """Returns the end of a text, because this is where answers usually are."""
     return repr(text if len(text) <= _QUOTED else f"...{text[-_QUOTED:]}")
 
 
 class TracedSteps(Observer):
-    """Begins and ends the traces of the steps that are profiled."""
+    """Starts and stops the traces of profiled steps."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
 
     def before_sampling(self, position: Position, collector: Collector) -> None:
-        """Begins the trace of the step."""
+        """Starts the trace if this step is profiled."""
         self._profile.begin(position.step + 1)
 
     def after_step(self, result: StepResult) -> None:
-        """Ends the trace of the step."""
+        """Stops the trace if this step is profiled."""
         self._profile.end(result.position.step)

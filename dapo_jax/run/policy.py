@@ -1,4 +1,4 @@
-"""Finds or makes a policy by name: model sizes, weights and tokenizer."""
+"""Loads or initializes a policy (model configuration, weights and tokenizer) by name."""
 
 import math
 import re
@@ -59,7 +59,7 @@ from dapo_jax.training.state import state_structs
 _Read = TypeVar("_Read")
 
 _ON_HUB = re.compile(r"([\w.-]+/)?[\w.-]+")
-"""The name of a repository; the path of a moved folder may look the same."""
+"""A repository name on the hub. The path of a folder that was moved away may match too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,43 +68,43 @@ class Policy:
 
     decoder: DecoderConfig
     params: nnx.State
-    """The trained parameters: adapters with LoRA, else all parameters."""
+    """The trained parameters: the adapters with LoRA, otherwise all parameters."""
     tokenizer: Tokenizer
     frozen: nnx.State = field(default_factory=lambda: nnx.State({}))
-    """The base of LoRA adapters: layers stacked, or apart if the sampler uses the same arrays (`parallel.weights.shares_base`)."""
+    """The base of LoRA adapters. Layers are stacked, or separate if the sampler uses the same arrays (`parallel.weights.shares_base`)."""
     base: str = ""
-    """The `model.source` of a LoRA base."""
+    """The `model.source` of the LoRA base."""
     revision: str = ""
     """The revision of the base that was requested from the hub."""
     step: int = 0
-    """Number of training steps of the checkpoint that the weights are from."""
+    """The training step of the checkpoint from which the weights were loaded."""
     folder: AnyPath | None = None
-    """The model folder of the weights or sizes; None for a preset."""
+    """The model folder of the weights, or of the configuration if no weights were loaded. None for a preset."""
 
     @property
     def unshared(self) -> nnx.State:
-        """The frozen weights that the sampler copies; empty if it uses the same arrays."""
+        """The frozen weights that the sampler must copy. Empty if the sampler uses the same arrays."""
         return nnx.State({}) if self.frozen and is_apart(self.frozen) else self.frozen
 
     def graph(self, *, compute_dtype: str, remat: str, layout: Layout = WHOLE) -> nnx.GraphDef[Any]:
-        """Returns the structure from which `nnx.merge` makes a module, together with parameters."""
+        """Returns the graph definition of the decoder. `nnx.merge` combines it with parameters to a module."""
         apart = bool(self.frozen) and is_apart(self.frozen)
         return graph_of(self.decoder, compute_dtype=compute_dtype, remat=remat, layout=layout, apart=apart)
 
     def save(self, folder: str | AnyPath, *, dtype: str = "float32", merge: bool = False) -> int:
-        """Writes a model folder that `load_policy` and transformers read. Returns the bytes of its tensors.
+        """Writes a model folder that `load_policy` and transformers can load. Returns the size of its tensors in bytes.
 
-        With LoRA it is an adapter folder that PEFT reads too; with `merge` it is a whole model with the adapters added. Every process
-        must call this; the first one writes.
+        With LoRA, this is an adapter folder, which PEFT can load too, or with `merge` a whole model into which the adapters are merged. All
+        processes must call this method, and the first process writes.
         """
         decoder, path = self.decoder, path_of(folder)
         base, adapters = (self.params, None) if decoder.lora is None else (self.frozen, self.params)
         alone = adapters is not None and not merge
         if not is_first():
-            # Every process takes part in gathering a tensor.
+            # All processes must take part in gathering a tensor.
             tensors = adapter_tensors(decoder, adapters) if alone else exported(decoder, base, adapters)
             return sum(tensor.fetch().size for tensor in tensors) * jnp.dtype(dtype).itemsize
-        # The tokenizer comes first. config.json or adapter_config.json makes the folder a model, so it is written last.
+        # The tokenizer is written first, because the folder becomes a valid model once config.json or adapter_config.json is written.
         path.mkdir(parents=True, exist_ok=True)
         save_tokenizer(self.tokenizer, folder)
         if alone:
@@ -125,30 +125,30 @@ def load_policy(
     weights: bool = True,
     shares: Callable[[nnx.State], bool] = lambda frozen: False,
 ) -> Policy:
-    """Makes or reads the policy that `model.source` names.
+    """Loads or initializes the policy that `model.source` names.
 
     Args:
         model: the source and, for a preset, the tokenizer.
-        lora: adapters to train; the base is then frozen in `model.compute_dtype`. Must equal the adapters of an adapter folder. None: the
-            adapters of the source, if any.
-        seed: seed of a preset's random weights and of new adapters.
-        mesh: mesh for the weights, as training shards them; None: the default device.
-        sampler: the sampler's mesh; the vocabulary is padded so that both meshes can split it.
-        weights: False: no weight is made, downloaded or read, and `params` has shapes only.
-        shares: whether the sampler uses a base of these shapes without a copy (`parallel.weights.shares_base`).
+        lora: adapters to train. The base is then frozen, in `model.compute_dtype`. If the source is an adapter folder, its adapters must match
+            `lora`. None: the adapters of the source, if it has any.
+        seed: random seed for a preset's initial weights and for new adapters.
+        mesh: mesh over which the weights are sharded, as in training. None: the default device.
+        sampler: mesh of the sampler. The vocabulary is padded so that it can be split over both meshes.
+        weights: whether to load weights. If False, no weights are initialized, downloaded or read, and `params` contains only shapes.
+        shares: returns whether the sampler can use a base with the given shapes without a copy (`parallel.weights.shares_base`).
 
     Raises:
-        ConfigError: there is no such preset, shipped model or folder (the message lists them), or the adapter differs from `lora`.
+        ConfigError: the preset, shipped model or folder does not exist, or the adapter does not match `lora`.
     """
     try:
         adapter = _adapter_of(model, weights=weights)
         if adapter is not None and lora is not None and lora != adapter.shape:
             differ = [
-                f"lora.{name} is {getattr(lora, name)!r}, the adapter's is {getattr(adapter.shape, name)!r}"
+                f"lora.{name} is {getattr(lora, name)!r}, but the adapter's is {getattr(adapter.shape, name)!r}"
                 for name in ("rank", "alpha", "targets")
                 if getattr(lora, name) != getattr(adapter.shape, name)
             ]
-            raise ValueError(f"it is an adapter of another shape: {'; '.join(differ)}")
+            raise ValueError(f"this adapter does not match the configuration: {'; '.join(differ)}")
         source, lora = (model, lora) if adapter is None else (adapter.base, adapter.shape)
         decoder, tokenizer, base_folder = _read_base(model, adapter, partial(description_of, weights=weights))
         decoder = replace(
@@ -181,21 +181,21 @@ def load_policy(
 
 
 def check_trains(policy: Policy, config: LoraConfig, source: str) -> None:
-    """Refuses to train all weights of a model whose `source` is an adapter folder.
+    """Checks that a run does not train all weights if its `source` is an adapter folder.
 
     Raises:
-        ConfigError: the message names its adapters.
+        ConfigError: the run would train all weights. The message contains the adapter's settings.
     """
     found = policy.decoder.lora
     if found is not None and not config.rank:
         raise ConfigError(
-            f"model.source={source!r} is an adapter, and lora.rank=0 trains all weights: set lora.rank={found.rank} lora.alpha={found.alpha:g} "
-            f"lora.targets=[{','.join(found.targets)}], or make a whole model of it: dapo-jax convert {source} FOLDER --merge"
+            f"model.source={source!r} is an adapter, but lora.rank=0 trains all weights: set lora.rank={found.rank} lora.alpha={found.alpha:g} "
+            f"lora.targets=[{','.join(found.targets)}], or merge the adapter into a whole model: dapo-jax convert {source} FOLDER --merge"
         )
 
 
 def lora_of(config: LoraConfig) -> LoraShape | None:
-    """Returns the adapters that `config` describes; None without LoRA."""
+    """Returns the adapters that `config` describes, or None without LoRA."""
     if not config.rank:
         return None
     return lora_shape(rank=config.rank, alpha=config.alpha, targets=config.targets)
@@ -210,7 +210,7 @@ def _weights_of(
     dtype: str = "float32",
     apart: bool = False,
 ) -> nnx.State:
-    """Returns all parameters except adapters; random ones if there is no folder."""
+    """Loads all parameters except adapters from `folder`, or initializes them randomly if there is no folder."""
     if folder is None:
         return _random(decoder.base, seed, where, partial(_held, dtype=dtype, apart=apart))
     by_rows = read_by_rows if in_bucket(folder) else None
@@ -218,10 +218,10 @@ def _weights_of(
 
 
 def read_base(model: ModelConfig, read: Callable[[ModelConfig], _Read]) -> _Read:
-    """Calls `read` with the base of the adapter that `model.source` names, or with `model` itself if it is a whole model.
+    """Calls `read` with `model` or, if `model.source` is an adapter, with the adapter's base model. Returns the result.
 
     Raises:
-        ValueError: there is no such model, or the adapter is not supported.
+        ValueError: the model does not exist, or the adapter is not supported.
     """
     return _read_base(model, _adapter_of(model, weights=False), read)
 
@@ -236,18 +236,18 @@ def _read_base(model: ModelConfig, adapter: "_Adapter | None", read: Callable[[M
 
 
 class _Adapter(NamedTuple):
-    """The adapter that `model.source` names."""
+    """An adapter that `model.source` names."""
 
     shape: LoraShape
     file: TensorFile
     base: ModelConfig
     """The base model."""
     key: str
-    """The place of the base's name: file, key and value."""
+    """The file, key and value from which the base was read, for error messages."""
 
 
 def _adapter_of(model: ModelConfig, *, weights: bool) -> _Adapter | None:
-    """Returns the adapter; None if `model.source` is a whole model."""
+    """Returns the adapter that `model.source` names, or None if it is a whole model."""
     if model.source.startswith(("preset:", "shipped:")):
         return None
     folder = folder_of(model, weights=weights)
@@ -256,7 +256,9 @@ def _adapter_of(model: ModelConfig, *, weights: bool) -> _Adapter | None:
     found, file = read_adapter(folder)
     key = f"{folder / ADAPTER_CONFIG}: base_model_name_or_path={found.base!r}"
     if found.base.startswith("preset:") or not found.base:
-        raise ValueError(f"{key} names no model whose weights can be read again; write one there")
+        raise ValueError(
+            f"{key} does not name a model with stored weights; write the base model's name there"
+        )
     there = (
         found.base.startswith(("shipped:", "hf:")) or in_bucket(found.base) or path_of(found.base).is_dir()
     )
@@ -267,7 +269,7 @@ def _adapter_of(model: ModelConfig, *, weights: bool) -> _Adapter | None:
 
 
 def _no_base(key: str, why: str) -> str:
-    return f"{key}: {why}; write the folder of the model below the adapter there, or its name ORG/NAME on the hub"
+    return f"{key}: {why}; write the folder of the base model there, or its name ORG/NAME on the hub"
 
 
 def find_policy(
@@ -276,16 +278,17 @@ def find_policy(
     mesh: jax.sharding.Mesh | None = None,
     shares: Callable[[nnx.State], bool] = lambda frozen: False,
 ) -> Policy:
-    """Returns the policy of a model (as in `model.source`), or of a run folder's latest checkpoint.
+    """Loads the policy of a model (`source` as in `model.source`), or from the latest checkpoint of a run (`source` is its folder).
 
-    Weights go onto `mesh`; None: a model's onto the default device, a run's spread over all devices. `shares` as in `load_policy`.
+    The weights are placed on `mesh`. If None, the weights of a model are on the default device, and the weights of a run are sharded over all devices.
+    For `shares`, see `load_policy`.
     """
     if (run := run_at(source)) is None:
         return load_policy(ModelConfig(source=source), mesh=mesh, shares=shares)
     config = load_config(run / "config.yaml")
-    # Not the mesh of the training: the devices here may be others.
+    # The mesh of the training run is not used, because this machine may have different devices.
     mesh = mesh_of(ParallelConfig()) if mesh is None else mesh
-    # The checkpoint has the trained weights; with LoRA, the weights of the base come from the model.
+    # The checkpoint contains the trained weights. With LoRA, the weights of the base are loaded from the model.
     weights, lora = config.lora.rank > 0, lora_of(config.lora)
     policy = load_policy(config.model, lora=lora, seed=config.seed, mesh=mesh, weights=weights, shares=shares)
     target = state_structs(policy.params, optimizer_of(config.optimizer), mesh)
@@ -306,13 +309,13 @@ def find_policy(
 
 
 def check_of_readers(config: TrainConfig, policy: Policy) -> Check:
-    """Returns a check that refuses checkpoints of other runs than `config` with the model `policy`. It ignores prompts."""
+    """Returns a check that raises an error for checkpoints from a run with another configuration or model. It does not compare prompts."""
     files = model_files(policy.folder, weights=policy.decoder.lora is not None)
     return partial(check_identity, own=identity_of(config, prompts=None, model=files))
 
 
 def run_at(source: str) -> AnyPath | None:
-    """Returns the folder of the training run that `source` names; None if it names a model.
+    """Returns the folder of the training run that `source` names, or None if it names a model.
 
     Raises:
         ConfigError: the folder cannot be read, or is neither a run nor a model.
@@ -324,47 +327,47 @@ def run_at(source: str) -> AnyPath | None:
         return None
     if not in_bucket(folder) and not folder.exists():
         raise ConfigError(
-            f"{source} is neither a run nor a model: there is no such folder; give the run_dir of a training run, a model folder, "
+            f"{source} is neither a run nor a model: there is no such folder; use the run_dir of a training run, a model folder, "
             "preset:NAME, shipped:NAME or hf:ORG/NAME"
         )
     if not (folder / CONFIG).is_file() and not is_adapter(folder):
         raise ConfigError(
-            f"{source} is neither a run, with config.yaml and checkpoints, nor a model, with {CONFIG}: look at the name, or wait for the "
-            "run's first checkpoint"
+            f"{source} is neither a run (it has no config.yaml with checkpoints) nor a model (it has no {CONFIG}): check the name, or wait for "
+            "the run's first checkpoint"
         )
     return None
 
 
 def data_of_run(source: str) -> DataConfig | None:
-    """Returns the data section of the training run that `source` names; None if it names a model."""
+    """Returns the data section of the training run that `source` names, or None if it names a model."""
     run = run_at(source)
     return None if run is None else load_config(run / "config.yaml").data
 
 
 def folder_of(model: ModelConfig, *, weights: bool) -> AnyPath:
-    """Returns the folder that holds the model.
+    """Returns the model folder of `model.source`, and downloads it if it is on the hub.
 
     Args:
-        model: the source.
-        weights: True: weights of a model on the hub are downloaded too.
+        model: contains the source.
+        weights: whether to download weights too, if the model is on the hub.
 
     Raises:
-        ValueError: no such model is shipped, hub or bucket do not have it or cannot be reached, or the source is a file.
+        ValueError: the model does not exist, the hub or the bucket cannot be reached, or the source is a file.
     """
     kind, _, name = model.source.partition(":")
     if kind == "shipped":
         assets = Path(str(resources.files("dapo_jax"))) / "assets"
         there = sorted(path.name for path in assets.iterdir() if path.is_dir()) if assets.is_dir() else []
         if name not in there:
-            raise ValueError(f"no model {name!r} is shipped; these are: {', '.join(there)}")
+            raise ValueError(f"there is no shipped model {name!r}; available: {', '.join(there)}")
         return assets / name
     if kind == "hf":
         return download(name, revision=model.revision or None, weights=weights)
     folder = path_of(model.source)
     if folder.suffix == ".gguf":
-        raise ValueError("a GGUF file is no model folder; `dapo-jax convert FILE FOLDER` makes one of it")
+        raise ValueError("a GGUF file is not a model folder; convert it with `dapo-jax convert FILE FOLDER`")
     if folder.suffix in PICKLED and not folder.is_dir():
-        raise ValueError(f"a file of this kind is {A_PICKLE}")
+        raise ValueError(f"this file is {A_PICKLE}")
     check_access(folder, write=False)
     return folder
 
@@ -386,10 +389,10 @@ def mesh_of(
     rows_per_microbatch: int | None = None,
     devices: Sequence[AnyDevice] | None = None,
 ) -> jax.sharding.Mesh:
-    """Returns the mesh that `axes` describes, over `devices`; None: all devices.
+    """Returns the mesh that `axes` describes, over `devices`. If None, over all devices.
 
     Raises:
-        ConfigError: the axes do not fit the devices, or the rows of a microbatch do not spread over the mesh.
+        ConfigError: the axes do not match the number of devices, or the rows of a microbatch cannot be distributed evenly over the mesh.
     """
     sizes = {"data": axes.data, "fsdp": axes.fsdp, "tensor": axes.tensor, "context": axes.context}
     mesh = make_mesh(**sizes, devices=devices)
@@ -397,28 +400,28 @@ def mesh_of(
     if rows_per_microbatch is not None and rows_per_microbatch % spread:
         raise ConfigError(
             f"batch.rows_per_microbatch={rows_per_microbatch} must be a multiple of parallel.data x parallel.fsdp = "
-            f"{spread}, over which the rows are spread; {rows_per_microbatch // spread * spread + spread} is"
+            f"{spread}, because the rows are distributed over these axes; for example {rows_per_microbatch // spread * spread + spread}"
         )
     return mesh
 
 
 def meshes_of(axes: ParallelConfig, mesh: jax.sharding.Mesh) -> Meshes:
-    """Returns the meshes of trainer and samplers that `axes` describes, over the devices of `mesh`.
+    """Returns the meshes of the trainer and the samplers that `axes` describes, over the devices of `mesh`.
 
     Raises:
-        ConfigError: the samplers do not fit the processes or their devices.
+        ConfigError: the samplers do not match the number of processes or devices.
     """
     return make_meshes(mesh, sampler_tensor=axes.sampler_tensor, sampler_hosts=axes.sampler_hosts)
 
 
 def _held(params: nnx.State, *, dtype: str, apart: bool) -> nnx.State:
-    """Converts stacked float32 parameters to `dtype`, with layers stacked or apart."""
+    """Converts stacked float32 parameters to `dtype`. Layers stay stacked, or with `apart` are separated."""
     rounded = rounded_to(dtype, params)
     return unstacked(rounded) if apart else rounded
 
 
 def frozen_structs(decoder: DecoderConfig, mesh: jax.sharding.Mesh, *, dtype: str, apart: bool) -> nnx.State:
-    """Returns shape, dtype and sharding of every frozen array of a LoRA base, with layers stacked or apart."""
+    """Returns the shape, dtype and sharding of each frozen array in a LoRA base. Layers are stacked, or with `apart` separate."""
     shapes = jax.eval_shape(partial(_held, dtype=dtype, apart=apart), parted(shapes_of(decoder))[1])
     return jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
@@ -430,11 +433,11 @@ def frozen_structs(decoder: DecoderConfig, mesh: jax.sharding.Mesh, *, dtype: st
 def description_of(
     model: ModelConfig, *, weights: bool = True
 ) -> tuple[DecoderConfig, Tokenizer, AnyPath | None]:
-    """Returns sizes, tokenizer and the folder of the weights, without reading weights. A preset has no folder, and its vocabulary is
-    the tokenizer's. With `weights` False, weights on the hub are not downloaded.
+    """Returns the decoder configuration, the tokenizer and the model folder. Weights are not read, but if `weights` is True, they are downloaded
+    from the hub. A preset has no folder, and its vocabulary size is determined by the tokenizer.
 
     Raises:
-        ValueError: there is no such model, or its configuration or tokenizer cannot be read.
+        ValueError: the model does not exist, or its configuration or tokenizer cannot be read.
     """
     source, _, name = model.source.partition(":")
     if source == "preset":
@@ -452,7 +455,7 @@ def _random(
     where: Callable[[nnx.State], PyTree] | None,
     made: Callable[[nnx.State], nnx.State],
 ) -> nnx.State:
-    """Returns the part of random parameters that `made` selects."""
+    """Initializes random parameters and returns `made(parameters)`, for example a part of them."""
 
     def program() -> nnx.State:
         return made(nnx.state(Decoder(decoder, rngs=nnx.Rngs(seed))))

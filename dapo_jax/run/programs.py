@@ -1,7 +1,7 @@
-"""The compiled programs of a run. Runs in one process share them: with the same shapes and options, the second run traces and compiles nothing.
+"""The compiled programs of a run. Runs in the same process share them, so a second run with the same shapes and options traces and compiles nothing.
 
-So a notebook that trains again with another learning rate, seed or dataset starts at once. The last few programs of each kind are kept.
-They hold no weights. `jax.clear_caches()` frees the memory that compiled programs take on a device.
+For example, a notebook that trains again with another learning rate, seed or dataset starts immediately. The last few programs of each kind are cached.
+They contain no weights. `jax.clear_caches()` frees the device memory that compiled programs use.
 """
 
 from collections.abc import Callable, Iterable
@@ -39,11 +39,11 @@ from dapo_jax.training.update import Objective, UpdateOptions, Updater
 _KEPT = 4
 
 _AT_ONCE = 8
-"""Number of programs compiled at the same time: compiling a large one takes gigabytes of host memory."""
+"""Maximum number of programs compiled at the same time. The number is limited because compiling a large program takes gigabytes of host memory."""
 
 
 engine_of = lru_cache(maxsize=_KEPT)(DecoderEngine)
-"""The sampler's engine; see `DecoderEngine`."""
+"""Returns the sampler's engine (see `DecoderEngine`), from a cache if the arguments are the same."""
 
 
 @runtime_checkable
@@ -51,14 +51,14 @@ class Lowering(Protocol):
     """An engine whose programs can be lowered before the first call."""
 
     def programs(self, params: SamplerWeights, decoding: Decoding) -> dict[str, Callable[[], Lowered]]:
-        """Returns the name of each sampling program, with a function that lowers it; see `DecoderEngine.programs`."""
+        """Returns a dict from the name of each sampling program to a function that lowers it. See `DecoderEngine.programs`."""
         ...
 
 
 def compile_sampling(engine: Lowering, weights: SamplerWeights, decodings: Iterable[Decoding]) -> None:
     """Compiles all sampling programs of `engine`, several at a time. `weights` and `decodings` may be shapes.
 
-    Compiling before sampling also keeps the processes together: no process waits long in a collective for a compilation of another.
+    Because all processes compile before sampling, no process has to wait in a collective until another process has compiled.
     """
     for each in decodings:
         leaves, structure = jax.tree.flatten((weights, each))
@@ -68,7 +68,7 @@ def compile_sampling(engine: Lowering, weights: SamplerWeights, decodings: Itera
 
 @lru_cache(maxsize=2 * _KEPT)
 def _compiled(engine: Lowering, structure: Any, leaves: tuple[Any, ...]) -> None:
-    # Only the program that samples depends on `decoding`; the others are in the cache then.
+    # Only one program depends on `decoding`. From the second `decoding` on, the other programs are in the cache.
     lowered = [lower() for lower in engine.programs(*jax.tree.unflatten(structure, leaves)).values()]
     with ThreadPoolExecutor(max_workers=_AT_ONCE) as threads:
         for _ in threads.map(Lowered.compile, lowered):
@@ -80,7 +80,7 @@ Transfer = WeightTransfer | AdapterTransfer | MergingTransfer
 
 
 def transfer_of(policy: Policy, meshes: Meshes, sampling: SamplingConfig, *, dtype: str) -> Transfer:
-    """Returns the transfer of weights from trainer to sampler: a `WeightTransfer`, or with LoRA an `AdapterTransfer` or `MergingTransfer`."""
+    """Returns the transfer of weights from trainer to sampler: a `WeightTransfer`, or with LoRA an `AdapterTransfer` or a `MergingTransfer`."""
     decoder, how = policy.decoder, {"dtype": dtype, "eight_bit": sampling.weight_dtype == "int8"}
     if decoder.lora is None:
         return _transfer(decoder, meshes, "all", **how)
@@ -104,10 +104,12 @@ def _transfer(
 def sharing(
     meshes: Meshes, sampling: SamplingConfig, *, dtype: str, remat: str = "none"
 ) -> Callable[[nnx.State], bool]:
-    """Returns a predicate on the shapes of a LoRA base: whether the sampler, which computes in `dtype`, can use the trainer's own arrays (see `shares_base`).
+    """Returns a function of the shapes of a LoRA base. It returns whether the sampler, which computes in `dtype`, can use the trainer's arrays
+    (see `shares_base`).
 
-    It cannot if adapters are merged or weights are int8. On CPU a base is also not shared with rematerialization: for layers outside a
-    loop XLA keeps the activations anyway, which takes more memory than a second copy (SmolLM2-135M, 1,024 tokens: 2.3 GB instead of 0.7).
+    The sampler cannot share the arrays if adapters are merged or weights are int8. On CPU, it does not share them with rematerialization either. To be
+    shared, layers must be separate arrays outside a loop, and XLA then keeps all activations. This needs more memory than a second copy of the base:
+    for SmolLM2-135M and 1,024 tokens, 2.3 GB instead of 0.7 GB.
     """
     in_a_loop = remat != "none" and meshes.train.devices.flat[0].platform == "cpu"
     if sampling.merge_lora or sampling.weight_dtype or in_a_loop:
@@ -116,7 +118,7 @@ def sharing(
 
 
 def sampled_decoder(decoder: DecoderConfig, sampling: SamplingConfig) -> DecoderConfig:
-    """Returns the sampler's decoder, which has no adapters if they are merged."""
+    """Returns the sampler's decoder. It has no adapters if they are merged into the weights."""
     return decoder.base if sampling.merge_lora else decoder
 
 
@@ -131,10 +133,10 @@ def updater_of(
     reference: nnx.State | None = None,
     frozen: nnx.State | None = None,
 ) -> Updater:
-    """Returns the update that `config` describes. It is shared between runs unless it has its own objective, a reference policy or a LoRA base.
+    """Returns the updater that `config` describes. Runs share updaters, except with a custom objective, a reference policy or a LoRA base.
 
     Raises:
-        ValueError: `loss.kl_coef` without a reference policy, or a reference policy without `loss.kl_coef`.
+        ValueError: `loss.kl_coef` is set without a reference policy, or there is a reference policy without `loss.kl_coef`.
     """
     loss, model, correction = config.loss, config.model, config.correction
     options = UpdateOptions(

@@ -1,4 +1,4 @@
-"""Makes the prompts of training, evaluation and supervised fine-tuning from a configuration."""
+"""Loads the prompts for training, evaluation and supervised fine-tuning from a configuration."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,31 +21,31 @@ from dapo_jax.text.formatting import PromptFormat
 from dapo_jax.text.tokenizers import Tokenizer
 
 GivenRows = Sequence[Mapping[str, Any]]
-"""Rows passed from Python instead of a dataset."""
+"""Rows that are passed from Python instead of a dataset."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The rows to train on, for `PromptSource` and `PairSource`."""
+    """The rows to train on, as input for `PromptSource` and `PairSource`."""
 
     rows: GivenRows
     parts: Sequence[Sequence[int]]
-    """For each dataset, the places of its rows in `rows`, without over-long prompts."""
+    """For each dataset, the indices of its rows in `rows`, without rows whose prompts are too long."""
     weights: Sequence[float]
     notes: Sequence[str]
     """Messages about rows that are left out."""
     identity: Sequence[Mapping[str, Any]]
-    """For each dataset its name, and number and sha256 of its prompts. Checkpoints keep this."""
+    """For each dataset, its name and the number and sha256 of its prompts. Stored in checkpoints."""
 
 
 def dated(data: DataConfig, *, like: DataConfig | None = None) -> DataConfig:
-    """Returns `data` with the day that chat templates print: its own, else the day of `like`, else today."""
+    """Sets the date that chat templates print, if `data` has no date. It is the date in `like`, or today."""
     day = data.template_date or (like.template_date if like else "") or date.today().isoformat()
     return replace(data, template_date=day)
 
 
 def training_rows(data: DataConfig, tokenizer: Tokenizer, *, rows: GivenRows | None = None) -> Asked:
-    """Returns the rows of the configured dataset or mixture, or the given rows, without over-long prompts.
+    """Returns the given rows, or the rows of the configured dataset or mixture, without prompts that are too long.
 
     Raises:
         ConfigError: a dataset cannot be read, or all of its prompts are too long.
@@ -64,7 +64,7 @@ def training_rows(data: DataConfig, tokenizer: Tokenizer, *, rows: GivenRows | N
             kept = np.flatnonzero(lengths <= data.max_prompt_tokens)
             if len(loaded) and not len(kept):
                 raise ValueError(
-                    f"all of its {len(loaded):,} prompts are longer than data.max_prompt_tokens={data.max_prompt_tokens}, the shortest "
+                    f"all {len(loaded):,} prompts are longer than data.max_prompt_tokens={data.max_prompt_tokens}; the shortest "
                     f"has {lengths.min()} tokens; raise data.max_prompt_tokens"
                 )
         if loaded.note:
@@ -73,7 +73,7 @@ def training_rows(data: DataConfig, tokenizer: Tokenizer, *, rows: GivenRows | N
             whose = source.title if rows is None else "the rows given from Python"
             notes.append(
                 f"{whose}: {dropped:,} of {len(loaded):,} prompts are longer than "
-                f"data.max_prompt_tokens={data.max_prompt_tokens} and left out"
+                f"data.max_prompt_tokens={data.max_prompt_tokens} and are left out"
             )
         parts.append((kept + sum(map(len, given))).tolist())
         given.append(loaded)
@@ -89,13 +89,13 @@ def training_rows(data: DataConfig, tokenizer: Tokenizer, *, rows: GivenRows | N
 
 
 def asked_too_often(config: TrainConfig, rows: int) -> tuple[str, str] | None:
-    """Returns problem and remedy if a step samples more prompts at once than there are; else None."""
+    """Returns a problem and its remedy if a step samples more prompts at once than the dataset has, otherwise None."""
     count = config.prompts_per_wave if config.dynamic_sampling.enabled else config.batch.prompts_per_step
     if count <= rows:
         return None
     return (
-        f"{count:,} prompts are sampled together, and there are {rows:,}: each is asked {count / rows:.3g} times",
-        f"set dynamic_sampling.prompts_per_wave to at most {rows} and batch.prompts_per_step to no more, or bring more data",
+        f"{count:,} prompts are sampled together, but there are only {rows:,}: each is sampled {count / rows:.3g} times",
+        f"set dynamic_sampling.prompts_per_wave and batch.prompts_per_step to at most {rows}, or use more data",
     )
 
 
@@ -105,7 +105,7 @@ def training_prompts(
     """Returns the prompts to train on, and their rows.
 
     Raises:
-        ConfigError: as in `training_rows`.
+        ConfigError: see `training_rows`.
     """
     asked = training_rows(data, tokenizer, rows=rows)
     source = PromptSource(
@@ -124,10 +124,10 @@ def training_prompts(
 def held_out_prompts(
     data: DataConfig, config: EvalConfig, tokenizer: Tokenizer, *, rows: GivenRows | None = None
 ) -> dict[str, list[Prompt]]:
-    """Returns name -> prompts of each evaluation dataset: `eval.datasets`, or the eval split of `data.source`, or the given rows.
+    """Returns the prompts of each evaluation dataset by name. The datasets are the given rows, or `eval.datasets`, or the eval split of `data.source`.
 
     Raises:
-        ConfigError: a dataset cannot be read, or a prompt is too long (a score over fewer questions would be another score).
+        ConfigError: a dataset cannot be read, or a prompt is too long. Such a prompt is not left out, because this would change the score.
     """
     found: dict[str, list[Prompt]] = {}
     own = [_own_source(data, data.eval_split)]
@@ -145,10 +145,10 @@ def held_out_prompts(
 
 
 def every_split(data: DataConfig) -> dict[str, LoadedRows]:
-    """Returns all splits of the configured dataset by name, and prepares it if needed.
+    """Returns all splits of the configured dataset by name, and prepares the dataset if necessary.
 
     Raises:
-        ConfigError: it cannot be read; the message names a bad row with its file and line.
+        ConfigError: the dataset cannot be read. For an invalid row, the message contains the file and the line.
     """
     whole = _own_source(data, "")
     with _named(whole):
@@ -157,7 +157,7 @@ def every_split(data: DataConfig) -> dict[str, LoadedRows]:
 
 
 class Joined(Sequence[Mapping[str, Any]]):
-    """Several lists of rows as one, without a copy."""
+    """A read-only concatenation of several lists of rows, without a copy."""
 
     def __init__(self, lists: Sequence[GivenRows]) -> None:
         self._lists = lists
@@ -183,8 +183,8 @@ def _evaluation_sources(data: DataConfig, config: EvalConfig) -> list[SourceConf
         return entries("eval.datasets", config.datasets, SourceConfig)
     if data.mixture:
         raise ConfigError(
-            "eval.datasets: found [], needs the datasets to evaluate on, as data.source is a mixture; write "
-            "{source: ..., path: ...} for each, or train without evaluation from Python"
+            "eval.datasets: found [], needs the datasets to evaluate on, because data.mixture has no eval split; write "
+            "{source: ..., path: ...} for each dataset, or train from Python without evaluation"
         )
     return [_own_source(data, data.eval_split)]
 
@@ -199,7 +199,7 @@ def _load(data: DataConfig, source: SourceConfig, *, role: str) -> LoadedRows:
 
 
 def _reading(data: DataConfig, source: SourceConfig) -> dict[str, Any]:
-    """Returns the arguments of `load_rows` and `dataset_splits`."""
+    """Returns the common arguments of `load_rows` and `dataset_splits`."""
     return {
         "options": source.source_options,
         "path": source.path,
@@ -210,10 +210,10 @@ def _reading(data: DataConfig, source: SourceConfig) -> dict[str, Any]:
 
 @contextmanager
 def _named(source: SourceConfig, *, given: bool = False) -> Iterator[None]:
-    """Makes errors name their dataset, or that the rows were given from Python."""
+    """A context manager that adds the name of the dataset to errors, or that the rows were given from Python."""
     try:
         yield
-    except (ValueError, RuntimeError) as error:  # a RuntimeError comes from the folder of prepared datasets
+    except (ValueError, RuntimeError) as error:  # prepared datasets raise RuntimeErrors
         if given:
             raise ConfigError(f"the rows given from Python: {error}") from error
         split = f", split {source.split!r}" if source.split else ""

@@ -1,4 +1,4 @@
-"""Writes the metrics and rollouts of a run, and sets the compilation cache."""
+"""Writes the metrics and rollouts of a run, and configures the compilation cache."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -26,30 +26,30 @@ from dapo_jax.trackers.rollout_log import LOGGED_GROUPS, format_rollouts, write_
 
 
 def use_compilation_cache(folder: str) -> None:
-    """Stores compiled programs in `folder` (local or in a bucket) for later processes; an empty name does nothing.
+    """Makes JAX store compiled programs in `folder` (local or in a bucket) for later processes. An empty string has no effect.
 
     Raises:
         ConfigError: the folder is in a bucket and cannot be written to.
     """
     if not folder:
         return
-    # A local folder is not checked: jax warns if it cannot be written.
+    # A local folder is not checked, because JAX itself warns if it cannot be written.
     place = place_of(folder, key="compilation_cache", write=in_bucket(folder))
     jax.config.update("jax_compilation_cache_dir", str(place))
     if in_bucket(place):
-        # XLA's own cache on GPUs can only be in local files.
+        # On GPUs, XLA's own cache supports only local files.
         jax.config.update("jax_persistent_cache_enable_xla_caches", None)
-    # A small run has dozens of programs that compile quickly. A lower setting of the user stays.
+    # By default, JAX does not cache programs that compile quickly, but a small run has dozens of them. A lower value set by the user is kept.
     shortest = "jax_persistent_cache_min_compile_time_secs"
     jax.config.update(shortest, min(0.1, getattr(jax.config, shortest)))
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 class Records:
-    """The trackers and the rollout log of one run; a context manager."""
+    """The trackers and the rollout log of a run, as a context manager."""
 
     def __init__(self, config: TrainConfig, run_dir: AnyPath, *, resume_step: int | None) -> None:
-        """Opens the trackers; with `resume_step`, later lines are removed from metrics.jsonl.
+        """Opens the trackers. If `resume_step` is given, lines of later steps are removed from metrics.jsonl.
 
         Raises:
             ConfigError: metrics.jsonl is damaged, or belongs to another run.
@@ -61,7 +61,7 @@ class Records:
             trackers: list[Tracker] = [JsonlTracker(self._path, resume_step=resume_step)]
         except (ValueError, IsADirectoryError) as error:
             raise ConfigError(
-                f"run_dir={config.run_dir}: {error}; mend the file, or move it away and resume without its lines"
+                f"run_dir={config.run_dir}: {error}; repair the file, or move it away and resume without its metrics"
             ) from error
         with ExitStack() as undo:
             undo.callback(lambda: MultiTracker(trackers).close())
@@ -73,7 +73,7 @@ class Records:
         self._trackers = MultiTracker(trackers)
 
     def _wandb(self, config: TrainConfig) -> WandbTracker:
-        """Opens the W&B run whose id is stored in this folder, or a new one: a resumed run continues its W&B run."""
+        """Opens the W&B run whose id is stored in the run's folder, so that a resumed run continues its W&B run. Without an id, opens a new W&B run."""
         kept = self._run_dir / "wandb_run_id"
         run_id = kept.read_text().strip() if kept.exists() else None
         tracker = WandbTracker(self._run_dir, run_id, {"yaml": to_yaml(config)})
@@ -81,11 +81,11 @@ class Records:
         return tracker
 
     def step(self, step: int, metrics: Mapping[str, float | int]) -> None:
-        """Writes one step's metrics."""
+        """Writes the metrics of one step."""
         self._trackers.log(step, metrics)
 
     def rollouts(self, step: int, collected: Collected, ratios: TokenRatios) -> None:
-        """Writes a step's rollouts if they are due: JSON lines for programs, text for people."""
+        """Writes the rollouts of a step if they are due, both as JSON lines and as readable text."""
         if not self._config.logs_rollouts(step):
             return
         groups, normalize = collected.logged(LOGGED_GROUPS), self._config.loss.normalize_std
@@ -102,7 +102,7 @@ class Records:
         write_whole(written.with_suffix(".txt"), text.encode("utf-8", errors="replace"))
 
     def read(self) -> list[dict[str, Any]]:
-        """Returns all lines of metrics.jsonl; none before the first line is written."""
+        """Returns all lines of metrics.jsonl, or an empty list if the file does not exist yet."""
         try:
             return read_metrics(self._path)
         except FileNotFoundError:

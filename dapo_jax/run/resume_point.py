@@ -1,4 +1,4 @@
-"""The point between two steps from which a run can resume, its form in a checkpoint, and the identity by which a run recognises its checkpoints."""
+"""The point between two steps from which a run can resume, its representation in a checkpoint, and the identity by which a run recognises its checkpoints."""
 
 import hashlib
 import json
@@ -25,31 +25,31 @@ from dapo_jax.text.huggingface import TOKENIZER_FILES
 from dapo_jax.training.state import TrainState
 
 UNFINISHED = "unfinished_metrics"
-"""In a checkpoint's progress: the metrics, as JSON, of a step whose evaluation was interrupted; their line is not written yet."""
+"""Key in a checkpoint's progress for the metrics (as JSON) of a step whose evaluation was interrupted. They are not yet in metrics.jsonl."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
-    """A state from which training can resume."""
+    """A state from which training can start or resume."""
 
     state: TrainState
     position: Position
     unfinished: Mapping[str, float | int] | None = None
-    """The metrics of a step whose evaluation is missing."""
+    """The metrics of the last step, if its evaluation has not run yet."""
 
     def progress(self, identity: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the progress that a checkpoint keeps, with the `identity` of the run; carried groups are stored as arrays."""
+        """Returns the progress to store in a checkpoint, including the `identity` of the run. Carried groups are stored separately, as arrays."""
         progress: dict[str, Any] = {"cursor": self.position.cursor, IDENTITY: dict(identity)}
         if self.unfinished is not None:
-            progress[UNFINISHED] = json.dumps(self.unfinished)  # as text, since JSON has no NaN
+            progress[UNFINISHED] = json.dumps(self.unfinished)  # as a string, because JSON has no NaN
         return progress
 
 
 def has_checkpoint(folder: AnyPath) -> bool:
-    """Returns whether the folder holds a checkpoint, even a damaged one; all processes return the answer of the first.
+    """Returns whether the folder contains a checkpoint, even a damaged checkpoint. All processes return the answer of the first process.
 
     Raises:
-        CheckpointError: it cannot be listed.
+        CheckpointError: the folder cannot be listed.
     """
     return bool(broadcast_from_first(b"checkpoints" if step_folders(epath.Path(folder)) else b""))
 
@@ -58,21 +58,22 @@ def resume_point(found: Restored, where: str, *, prompt_at: Callable[[int], Prom
     """Returns the point at which a restored checkpoint was written.
 
     Args:
-        found: its content.
-        where: names the checkpoint in errors.
-        prompt_at: ordinal -> prompt.
+        found: content of the checkpoint.
+        where: name of the checkpoint in error messages.
+        prompt_at: function from an ordinal to its prompt.
 
     Raises:
-        DamagedError: groups or responses in flight do not fit together.
+        ConfigError: the checkpoint was not saved by `train`.
+        DamagedError: its groups or responses in flight are inconsistent.
     """
     if IDENTITY not in found.progress:
-        raise ConfigError(f"{where} was not saved by `dapo-jax train`, so it cannot be resumed: move it away")
+        raise ConfigError(f"{where} was not saved by `dapo-jax train` and cannot be resumed: move it away")
     cursor, unfinished = found.progress["cursor"], found.progress.get(UNFINISHED)
     carry, flight = split_flight(found.carry)
     try:
         groups, in_flight = groups_of(carry, prompt_at), flight_of(flight, prompt_at)
     except ValueError as error:
-        raise DamagedError(f"{where} is damaged: of its groups and responses in flight, {error}") from error
+        raise DamagedError(f"{where} is damaged: in its groups or responses in flight, {error}") from error
     return ResumePoint(
         state=found.state,
         position=Position(step=found.step, cursor=cursor, carry=groups, in_flight=in_flight),
@@ -81,7 +82,7 @@ def resume_point(found: Restored, where: str, *, prompt_at: Callable[[int], Prom
 
 
 IDENTITY = "run"
-"""The key of a checkpoint's progress that holds the result of `identity_of`."""
+"""Key in a checkpoint's progress. Its value is the result of `identity_of`."""
 
 _WEIGHTS = ".safetensors"
 _BLOCKS, _BLOCK_BYTES = 64, 1 << 12
@@ -90,12 +91,12 @@ _BLOCKS, _BLOCK_BYTES = 64, 1 << 12
 def identity_of(
     config: TrainConfig, *, prompts: Sequence[Mapping[str, Any]] | None, model: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Returns the identity of a run, as JSON stores it.
+    """Returns the identity of a run as JSON-serializable values.
 
     Args:
-        config: of the run; keys that are free to change are left out.
-        prompts: name, number of prompts and their sha256 for each training dataset; None are not compared.
-        model: file -> digest of the initial model, from `model_files`.
+        config: configuration of the run. Keys that may change when a run resumes are left out.
+        prompts: for each training dataset, its name and the number and sha256 of its prompts. If None, prompts are not compared.
+        model: digests of the initial model's files, from `model_files`.
     """
     kept = {key: value for key, value in leaf_values(config).items() if not key.startswith(FREE_TO_CHANGE)}
     text = json.dumps({"config": kept, "prompts": prompts, "model": dict(model)}, default=repr)
@@ -103,10 +104,10 @@ def identity_of(
 
 
 def model_files(folder: AnyPath | None, *, weights: bool) -> dict[str, str]:
-    """Returns a digest of each file of a model folder that the result of a run depends on; none for a preset.
+    """Returns a digest of each file in a model folder on which the result of a run depends. Empty for a preset.
 
-    The digest of weights covers their size and 64 blocks of 4 KiB spread over the file. Training changes every block, and
-    gigabytes are not read twice.
+    The digest of a weight file covers its size and 64 blocks of 4 KiB, spread over the file. This is enough, because training changes every block,
+    and it avoids reading gigabytes a second time.
     """
     if folder is None:
         return {}
@@ -122,21 +123,21 @@ def model_files(folder: AnyPath | None, *, weights: bool) -> dict[str, str]:
 
 
 def with_weights_of(own: Mapping[str, Any], progress: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the identity of a resumed run, which reads no initial weights, with their digests from the checkpoint's `progress`."""
+    """Adds the digests of the initial weights, which a resumed run does not load, from a checkpoint's `progress` to the identity `own`."""
     began = {name: each for name, each in progress[IDENTITY]["model"].items() if name.endswith(_WEIGHTS)}
     return {**own, "model": {**began, **own["model"]}}
 
 
 def check_identity(where: str, progress: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Refuses a checkpoint of another run. A checkpoint without an identity, from a training loop of the user, is accepted.
+    """Checks that a checkpoint belongs to this run. A checkpoint without an identity, from a user's own training loop, is accepted.
 
     Args:
-        where: the checkpoint, for messages.
-        progress: of the checkpoint.
-        own: the identity of the run that asks. Prompts that are None, and files that `model` leaves out, are not compared.
+        where: name of the checkpoint in error messages.
+        progress: progress of the checkpoint.
+        own: identity of this run. If its prompts are missing (None), they are not compared, and neither are files that are missing in `model`.
 
     Raises:
-        ConfigError: names the differences and the remedy.
+        ConfigError: the checkpoint belongs to another run. The message contains the differences and a remedy.
     """
     if (kept := progress.get(IDENTITY)) is None:
         return
@@ -147,17 +148,17 @@ def check_identity(where: str, progress: Mapping[str, Any], own: Mapping[str, An
     ]
     if own["prompts"] is not None and kept["prompts"] != own["prompts"]:
         problems.append(f"the prompts were {_described(kept['prompts'])}, are {_described(own['prompts'])}")
-    else:  # no prompt depends on the date
+    else:  # the prompts are the same, so the date does not matter
         problems = [problem for problem in problems if not problem.startswith("data.template_date ")]
-    # Initial weights matter to the KL penalty, and to adapters, which depend on their base.
+    # The initial weights matter only for a KL penalty, and for adapters, which depend on their base.
     needs_weights = own["config"]["loss.kl_coef"] or own["config"]["lora.rank"]
     for name, digest in own["model"].items():
         if (needs_weights or not name.endswith(_WEIGHTS)) and kept["model"].get(name) != digest:
-            problems.append(f"the model's {name} is not the one that the run began with")
+            problems.append(f"the model's {name} has changed since the run began")
     if problems:
         raise ConfigError(
             f"{where} is of another run, or the run was changed since: {'; '.join(problems)}. Restore the old values, or choose "
-            "another run_dir; move a checkpoint away that is there by mistake"
+            "another run_dir; if the checkpoint is there by mistake, move it away"
         )
 
 

@@ -1,4 +1,4 @@
-"""Folders that a configuration or a command names: access and locks; and the checks of a run's folder before it begins, or is removed by `overwrite`."""
+"""Access to folders that a configuration or a command names, their locks, and checks of a run's folder before a run begins or is overwritten."""
 
 import json
 import os
@@ -36,11 +36,11 @@ OF_A_RUN = {
         "wandb",
     ),
 }
-"""Names of all files and folders that a run writes into its folder, and of a report's page."""
+"""Names of all files and folders that a run writes to its folder, including the page of `dapo-jax report`."""
 
 
 def remove_run(run_dir: AnyPath) -> bytes:
-    """Removes everything except the lock from `run_dir`, in which `check_run_dir` has found only files of a run."""
+    """Removes the files of a run from `run_dir`, except the lock. Call `check_run_dir` before, which checks that there are no other files."""
     for place in entries(run_dir):
         if place.name in OF_A_RUN and place.name != locks.NAME:
             if place.is_dir():
@@ -53,27 +53,28 @@ def remove_run(run_dir: AnyPath) -> bytes:
 def claim_run_dir(
     config: TrainConfig, *, resume: bool, overwrite: bool, held: ExitStack, lost: Lost
 ) -> tuple[AnyPath, TrainConfig, Lock | None]:
-    """Locks and checks the run's folder in the first process, which writes there, and compares all processes' configurations.
+    """Locks and checks the run's folder in the first process, which writes to it, and checks that all processes have the same configuration.
 
     Args:
-        config: of the run.
-        resume: continue the run in the folder.
+        config: configuration of the run.
+        resume: the run in the folder will be continued.
         overwrite: the run in the folder will be removed by `remove_run`.
-        held: takes the lock, and releases it when it is closed.
+        held: the exit stack that releases the lock.
         lost: see `dapo_jax.locks.Lost`.
 
     Returns:
-        The folder; the configuration with the day on which the run began and the size of its waves; the lock, in the first process.
+        The folder, the configuration (with the date on which the run began, and with `prompts_per_wave` as a number), and the lock. Only the
+            first process has a lock.
 
     Raises:
-        ConfigError: in every process.
+        ConfigError: a check failed. Raised in every process.
     """
     taken: list[Lock] = []
 
     def checked() -> bytes:
-        check_trackers(config.log)  # before the lock, which makes the folder
+        check_trackers(config.log)  # before the lock is taken, which creates the folder
         place = place_of(config.run_dir, key="run_dir", write=True)
-        # Before the checks below: another run could be writing.
+        # The lock must be taken before the checks below, because another run could be writing.
         taken.append(held.enter_context(locked(place, value=config.run_dir, key="run_dir", lost=lost)))
         begun = resume and (place / "config.yaml").exists()
         day = dated(
@@ -88,7 +89,7 @@ def claim_run_dir(
     for process, found in enumerate(all_gather_bytes(json.dumps(differing[:1]).encode())):
         for theirs, own in json.loads(found):
             raise ConfigError(
-                f"all processes need one configuration; the first has {theirs!r} where process {process} has {own!r}"
+                f"all processes need the same configuration; the first process has {theirs!r}, but process {process} has {own!r}"
             )
     run_dir = place_of(config.run_dir, key="run_dir", write=False)
     return run_dir, _dated(config, day), taken[0] if taken else None
@@ -102,29 +103,29 @@ def check_run_dir(run_dir: AnyPath, config: TrainConfig, *, resume: bool, overwr
     """Checks that a run may begin or resume in `run_dir`.
 
     Raises:
-        ConfigError: `run_dir` holds a run and neither `resume` nor `overwrite` is True; with `overwrite`, it holds a file that no run
-            wrote; with `resume`, the configuration would change what the run learns, or the folder is empty and a run of almost
-            this name exists; or a file, or a link to nothing, has the name of a folder that the run needs.
+        ConfigError: `run_dir` contains a run, but neither `resume` nor `overwrite` is True. With `overwrite`, it contains a file that was not
+            written by a run. With `resume`, the configuration was changed in a way that affects training, or the folder is empty and there
+            is a run with a similar name. Or a file or a broken link has the name of a folder that the run needs.
     """
     if resume and overwrite:
-        raise ConfigError("resume=True continues a run and overwrite=True removes it; give one of them")
+        raise ConfigError("resume=True continues a run, but overwrite=True removes it; set only one of them")
     if config.log.tensorboard and in_bucket(run_dir):
         raise ConfigError(
-            f"log.tensorboard=true with run_dir={config.run_dir}: TensorBoard's events are appended to a file, and objects "
-            "in a bucket cannot be; set log.tensorboard=false (metrics are kept all the same) or log.wandb=true"
+            f"log.tensorboard=true with run_dir={config.run_dir}: TensorBoard appends events to a file, which is not possible in "
+            "a bucket; set log.tensorboard=false (metrics are still written to the run_dir), and log.wandb=true if you need charts"
         )
     for name in ("checkpoints", "evaluations", "model", "rollouts"):
         if not (run_dir / name).is_dir() and os.path.lexists(run_dir / name):
             raise ConfigError(
-                f"run_dir={config.run_dir}: {name} is a file or a link to a missing folder, and the run needs a folder there: mount "
+                f"run_dir={config.run_dir}: {name} is a file or a link to a missing folder, but the run needs a folder there: mount "
                 "its disk, or move it away"
             )
     kept = run_dir / "config.yaml"
     if overwrite:
         if strange := [place.name for place in entries(run_dir) if place.name not in OF_A_RUN]:
             raise ConfigError(
-                f"overwrite=True with run_dir={config.run_dir}: it holds {strange[0]!r}, which no run wrote; move it away, or "
-                "choose another run_dir"
+                f"overwrite=True with run_dir={config.run_dir}: it contains {strange[0]!r}, which was not written by a run; move it "
+                "away, or choose another run_dir"
             )
         return
     saved = [path.name.removesuffix(".damaged") for path in entries(run_dir / "checkpoints")]
@@ -137,14 +138,14 @@ def check_run_dir(run_dir: AnyPath, config: TrainConfig, *, resume: bool, overwr
     empty = all(place.name == locks.NAME for place in entries(run_dir))
     if resume and empty and (near := _similar_run(run_dir)):
         raise ConfigError(
-            f"run_dir={config.run_dir}: there is no run to resume, but one in {near}; name that one, or leave --resume out "
-            "to begin a new run"
+            f"run_dir={config.run_dir}: there is no run to resume, but there is a run in {near}; use that run_dir, or omit "
+            "--resume to start a new run"
         )
-    if kept.exists() and has_saved:  # before the first checkpoint any key may change
+    if kept.exists() and has_saved:  # before the first checkpoint, any key may change
         changed = changed_keys(load_config(kept).resolved(), config.resolved())
         bad = {key: pair for key, pair in changed.items() if not key.startswith(FREE_TO_CHANGE)}
         if "" in bad.get("data.template_date", ()):
-            del bad["data.template_date"]  # doctor asks before the day is known
+            del bad["data.template_date"]  # `dapo-jax doctor` calls this before the date is set
         if bad:
             lines = "; ".join(f"{key} was {old!r}, is {new!r}" for key, (old, new) in bad.items())
             raise ConfigError(
@@ -153,26 +154,26 @@ def check_run_dir(run_dir: AnyPath, config: TrainConfig, *, resume: bool, overwr
 
 
 def _similar_run(run_dir: AnyPath) -> AnyPath | None:
-    """Returns a run in the same folder whose name differs by a few characters, but not in a number such as a seed."""
+    """Returns a run in the same parent folder with a similar name, if there is one. Numbers in the name, such as a seed, must be the same."""
     runs = {place.name: place for place in entries(run_dir.parent) if (place / "config.yaml").is_file()}
     alike = [name for name in runs if re.findall(r"\d+", name) == re.findall(r"\d+", run_dir.name)]
     return next((runs[name] for name in nearest(run_dir.name, alike, least=0.75)), None)
 
 
 def place_of(value: str | AnyPath, *, key: str, write: bool) -> AnyPath:
-    """Returns the folder that `value` names, and checks access. A local one is absolute: a reward function may change the working folder.
+    """Returns the folder that `value` names, and checks access to it. A local path is made absolute, in case a reward function changes the working directory.
 
     Args:
         value: a local path, or `gs://BUCKET/FOLDER`.
-        key: the key of the value in the message.
-        write: whether something will be written there.
+        key: the configuration key of the value, for error messages.
+        write: whether files will be written to the folder.
 
     Raises:
-        ConfigError: gcsfs is not installed, there is no such bucket, or nothing can be written there.
+        ConfigError: gcsfs is not installed, the bucket does not exist, or the folder is not writable.
     """
     try:
         folder = path_of(value)
-        folder.exists()  # raises for a name that the file system does not take
+        folder.exists()  # raises an error for a name that the file system does not allow
         check_access(folder, write=write)
         return folder if in_bucket(folder) else Path(folder).absolute()
     except (ValueError, OSError) as error:
@@ -180,10 +181,10 @@ def place_of(value: str | AnyPath, *, key: str, write: bool) -> AnyPath:
 
 
 def locked(folder: AnyPath, *, value: str, key: str, lost: Lost) -> Lock:
-    """Takes the lock of a folder from `place_of` (arguments as there), before anything is read or written in it; makes the folder if necessary.
+    """Takes the lock of a folder that `place_of` returned, and creates the folder if necessary. Call it before reading or writing in the folder.
 
     Raises:
-        ConfigError: another process has it, or the folder cannot be written.
+        ConfigError: another process has the lock, or the folder is not writable.
     """
     try:
         return take(folder, lost=lost)

@@ -1,4 +1,4 @@
-"""Makes the sampler of a configuration: its engine, the shape of its prefill, and the memory for its KV cache."""
+"""Builds the sampler from a configuration: its engine, the shape of its prefill, and the size of its KV cache."""
 
 import math
 from collections.abc import Callable
@@ -19,18 +19,18 @@ from dapo_jax.sampling.prompt_packing import PrefillShape, prefill_shape
 from dapo_jax.text.stop_strings import StopStrings, stop_ids
 
 _TURNS_AT_ONCE = 16
-"""Least number of contexts in one prefill if each turn of an episode is prefilled: these are many and mostly short."""
+"""Minimum number of contexts in one prefill if each turn of an episode is prefilled, because such contexts are numerous and mostly short."""
 
 KNOWN_SHARE = 0.9
-"""The fraction of a device's memory for arrays of known sizes. The rest is for running programs and fragments, as with vLLM's
-`gpu_memory_utilization`."""
+"""Fraction of a device's memory for arrays of known size, like vLLM's `gpu_memory_utilization`. The rest is for temporary arrays of running programs
+and for fragmentation."""
 
 _LOGITS = 4
-"""Copies of a slot's logits: one in the state, the others while a token is sampled."""
+"""Number of copies of a slot's logits: one in the decode state, and the others while a token is sampled."""
 
 
 def prompts_at_once(sampling: SamplingConfig, group_size: int) -> int:
-    """Returns how many prompts are sampled together, so that their groups fill the slots."""
+    """Returns the number of prompts that are sampled together, so that their groups fill the slots."""
     return max(1, sampling.slots // group_size)
 
 
@@ -42,7 +42,7 @@ def prefill_of(
     in_flight: int = 0,
     has_turns: bool = False,
 ) -> PrefillShape:
-    """Returns the shape of one prefill. Its rows hold prompts; with responses in flight or episodes also whole contexts."""
+    """Returns the shape of one prefill. Its rows must have room for prompts and, with responses in flight or episodes, for whole contexts."""
     capacity = max_prompt_tokens + sampling.max_response_tokens
     prompts = prompts_at_once(sampling, group_size)
     return prefill_shape(
@@ -69,28 +69,28 @@ def response_sampler(
     memory: int | None = None,
     on_look: Callable[[], None] = lambda: None,
 ) -> ResponseSampler:
-    """Makes a sampler; nothing is compiled yet.
+    """Builds a sampler. Nothing is compiled yet.
 
     Args:
-        policy: its decoder samples.
-        meshes: the meshes of the run.
-        sampling: the configuration's section.
-        seed: the seed of all random numbers.
-        max_prompt_tokens: the longest prompt.
-        compute_dtype: the dtype of products, and unless `sampling` names others, of weights and cache.
+        policy: contains the decoder and the tokenizer.
+        meshes: meshes of the run.
+        sampling: the `sampling` section of the configuration.
+        seed: random seed for sampling.
+        max_prompt_tokens: maximum length of a prompt.
+        compute_dtype: dtype of matrix products and, unless `sampling` sets other dtypes, of the weights and the KV cache.
         group_size: number of responses to a prompt.
-        in_flight: the most responses in flight in this sampler; 0: each response is sampled to its end.
-        has_turns: responses are episodes of several turns.
-        resident: bytes on each device while it samples, without the sampler's weights and cache.
-        memory: bytes of a device; None: as the devices report, which CPUs do not.
-        on_look: called before each call of the engine that samples tokens.
+        in_flight: maximum number of responses in flight in this sampler. If 0, each response is sampled to its end.
+        has_turns: whether responses are episodes of several turns.
+        resident: memory in use on each device during sampling, in bytes, without the sampler's weights and cache.
+        memory: memory of a device in bytes. None: the amount that the devices report. CPUs do not report it.
+        on_look: called before each engine call that samples tokens.
 
     Raises:
-        ConfigError: slots or lengths do not fit the mesh, the model or the memory.
+        ConfigError: the number of slots or the lengths do not fit the mesh, the model or the memory.
     """
     if sampling.merge_lora and policy.decoder.lora is None:
         raise ConfigError(
-            "sampling.merge_lora=true needs a model with an adapter, and this model has none: leave it out"
+            "sampling.merge_lora=true needs a model with an adapter, but this model has no adapter; remove the setting"
         )
     transfer = transfer_of(policy, meshes, sampling, dtype=compute_dtype)
     decoder = sampled_decoder(policy.decoder, sampling)
@@ -158,13 +158,13 @@ def room_for_cache(
     in_flight: int = 0,
     has_turns: bool = False,
 ) -> int | None:
-    """Returns the bytes of a device that the KV cache may take, 0 or less if nothing is left.
+    """Returns the number of bytes that the KV cache may use on a device. It is 0 or negative if no memory is left.
 
-    Returns None if memory does not decide the size: `sampling.cache_tokens` is set, the cache has no pages, or the device does not
-    report its memory.
+    Returns None if the size of the cache does not depend on memory, because `sampling.cache_tokens` is set, the cache has no pages, or the device
+    does not report its memory.
 
-    Args are as in `response_sampler`, except `mesh` (the sampler's), `shape` (of one prefill), `capacity` (tokens of the longest prompt and
-    response together), and `resident`, which includes the sampler's weights.
+    The arguments are the same as in `response_sampler`, except the following. `mesh` is the sampler's mesh, `shape` the shape of one prefill,
+    `capacity` the maximum length of prompt and response together, and `resident` includes the sampler's weights.
     """
     dtype = sampling.cache_dtype or compute_dtype
     kind = kind_for(
@@ -179,11 +179,11 @@ def room_for_cache(
     spread = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     each, computed = (token_bytes(decoder, mesh, dtype=of, kind=kind) for of in (dtype, compute_dtype))
     room = int(KNOWN_SHARE * memory) - resident - logits_bytes(decoder, sampling.slots // spread)
-    # Responses outside the slots keep the logits of their next tokens, a copy on each device.
+    # For responses outside the slots, every device stores a copy of the logits of their next token.
     room -= max(0, in_flight - sampling.slots) * decoder.vocab_rows * 4
-    # The responses of one prefill still wait for slots when the next one begins.
+    # Two prefills are in memory, because responses of one prefill may still wait for slots when the next prefill begins.
     rows = 2 * prefix_bytes(decoder, shape, token_bytes=each)
-    # A context that is prefilled in chunks needs both its computed keys and values and the cached ones.
+    # During chunked prefill, keys and values of the context are stored both in the compute dtype and in the dtype of the cache.
     width = -(-capacity // shape.width) * shape.width
     parts = width * (computed + each) + shape.row_prompts * decoder.vocab_rows * 4
     if (
@@ -191,22 +191,22 @@ def room_for_cache(
         and shape.longest <= shape.width
         and room - rows >= sampling.slots // spread * capacity * each
     ):
-        return room - rows  # all slots fit, so nothing is re-prefilled
+        return room - rows  # the cache has room for all slots, so nothing is re-prefilled
     return room - max(rows, rows // 2 + parts)
 
 
 def logits_bytes(decoder: DecoderConfig, slots: int) -> int:
-    """Returns the bytes of the logits of so many slots, with the copies while a token is sampled."""
+    """Returns the size of the logits of all slots in bytes, including the temporary copies while a token is sampled."""
     return _LOGITS * slots * decoder.vocab_rows * 4
 
 
 def prefix_bytes(decoder: DecoderConfig, shape: PrefillShape, *, token_bytes: int) -> int:
-    """Returns the bytes that one prefill makes: keys and values of all its rows, and the logits after each prompt."""
+    """Returns the size of the results of one prefill in bytes: the keys and values of all its rows, and the logits after each prompt."""
     return shape.rows * (shape.width * token_bytes + shape.row_prompts * decoder.vocab_rows * 4)
 
 
 def cache_note(sizes: PageSizes, *, room: int, memory: int) -> str:
-    """Returns the message about the size of the KV cache, given its bytes and the bytes of a device."""
+    """Returns a message about the size of the KV cache. `room` is the number of bytes for the cache, and `memory` the memory of a device."""
     tokens, most = (
         sizes.pools * pages * sizes.page_tokens
         for pages in (sizes.pool_pages, sizes.holders // sizes.pools * sizes.table_pages)
@@ -214,8 +214,8 @@ def cache_note(sizes: PageSizes, *, room: int, memory: int) -> str:
     if tokens == most:
         holds = f"all {sizes.holders} responses of up to {sizes.capacity:,} tokens"
     else:
-        holds = f"{tokens:,} tokens where all {sizes.holders} responses may have {most:,}: responses wait, or are preempted, when it is full"
+        holds = f"{tokens:,} tokens, but all {sizes.holders} responses may have {most:,}: responses wait or are preempted when it is full"
     return (
-        f"the key/value cache holds {holds}; {room / 2**30:.2f} of a device's {memory / 2**30:.2f} GiB were left for it "
-        "(sampling.cache_tokens sets another size)"
+        f"the KV cache has room for {holds}; {room / 2**30:.2f} of a device's {memory / 2**30:.2f} GiB were available for it "
+        "(to change its size, set sampling.cache_tokens)"
     )

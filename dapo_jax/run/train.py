@@ -1,4 +1,4 @@
-"""DAPO training from a configuration, for `dapo-jax train` and for Python."""
+"""DAPO training from a configuration, used by `dapo-jax train` and from Python."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -38,11 +38,11 @@ class TrainResult:
     """The result of `train`."""
 
     run_dir: AnyPath
-    """Absolute, if it is local."""
+    """The run's folder. A local path is absolute."""
     policy: Policy
     """The trained policy, also written to `run_dir/model`."""
     metrics: list[dict[str, Any]]
-    """The lines of metrics.jsonl, one dict per step; step 0 is the evaluation before training. Empty except in the first process."""
+    """The lines of metrics.jsonl, one dict per step. Step 0 is the evaluation before training. Empty except in the first process."""
 
 
 def train(
@@ -58,34 +58,34 @@ def train(
     progress: Progress | None = None,
     stop: Stop | None = None,
 ) -> TrainResult:
-    """Trains a policy by DAPO.
+    """Trains a policy with DAPO.
 
     Args:
-        config: a configuration, or the path of its file.
-        reward: grades one `rewards.Sample`, or a list of them with `rewards.whole_group`. It returns a bool, a number or a `Verdict`
-            for each, and may be `async`. A list of (function or grader's name, weight) pairs is a weighted sum; its first entry decides
-            correctness. None: `config.reward`.
+        config: a configuration, or the path of a configuration file.
+        reward: a reward function. It gets one `rewards.Sample`, or with `rewards.whole_group` a list of all samples of a group, and returns a
+            bool, a number or a `Verdict` for each sample. It may be `async`. Alternatively a list of (function or grader's name, weight)
+            pairs, which are combined into a weighted sum; the first entry decides correctness. None: `config.reward`.
         prompts: rows with `prompt` and `answer` to train on. None: the dataset `config.data.source`.
         eval_rows: rows for evaluation. None: the dataset's held-out split, or no evaluation if `prompts` are given.
         on_step: called with (step, metrics) at the end of each step.
-        objective: replaces `dapo_loss`, with the same signature; the clip ratios of the configuration are not used then.
+        objective: a loss function with the signature of `dapo_loss`, which it replaces. The clip ratios in the configuration then have no effect.
         resume: continue from the last checkpoint in `config.run_dir`.
-        overwrite: remove the run in `config.run_dir` and start over. Nothing is removed if there is a file that no run wrote.
-        progress: shows progress. None: on standard output.
-        stop: requests a stop; `stopping.stopped_by_signals` makes one for signals. With it, a run that stalls for
-            `config.stall_timeout_s` ends the process; without it, the stall raises KeyboardInterrupt.
+        overwrite: remove the run in `config.run_dir` and start over. If the folder contains a file that was not written by a run, nothing is removed.
+        progress: shows progress. None: progress is shown on standard output.
+        stop: requests a stop of the run. `stopping.stopped_by_signals` creates a `Stop` for signals. If the run stalls for
+            `config.stall_timeout_s`, the process ends if `stop` is given; otherwise KeyboardInterrupt is raised.
 
     Raises:
-        ConfigError: something does not fit, or another process trains in that folder; nothing was started.
-        ValueError: `objective` raises, or does not return a loss and metrics; nothing was started.
-        LockLostError: another run has taken over the folder in a bucket, since this one did not renew its lease.
+        ConfigError: the configuration is invalid, or another process is training in the same folder. Nothing was started.
+        ValueError: `objective` raises an error, or does not return a loss and metrics. Nothing was started.
+        LockLostError: another run has taken over the folder in a bucket, because this run did not renew its lease in time.
         ShortfallError: dynamic sampling found too few informative groups.
-        GuardError: too many updates or weights are not finite, or `config.guard` stops a run whose sampler drifts.
+        GuardError: weights are not finite, too many updates were skipped, or the mismatch between sampler and trainer exceeds the limit in `config.guard`.
         CheckpointError: a checkpoint cannot be written, or no checkpoint to resume from can be read.
         StoppedError: the run was asked to stop.
 
-    Before an error is raised, the last whole step is saved if possible. A note of the error (`__notes__`, which a traceback shows)
-    names the checkpoint from which `resume` continues. A KeyboardInterrupt saves nothing more; a save in progress is finished.
+    Before an error is raised, the last finished step is saved if possible. A note on the error (`__notes__`, shown in the traceback)
+    names the checkpoint from which `resume` continues. After a KeyboardInterrupt, nothing is saved, but a save in progress is finished.
     """
     config = config if isinstance(config, TrainConfig) else load_config(config)
     if objective is not None:
@@ -98,10 +98,10 @@ def train(
     first = is_first()
     metric = config.dynamic_sampling.metric
     shown = progress or Progress(config.steps, metric=metric, console=Console(quiet=not first))
-    # Two stacks: the folder stays locked until the model is written, after everything else is closed.
+    # There are two stacks, because the folder must stay locked until the model is written, which happens after everything else is closed.
     with ExitStack() as held, ExitStack() as stack:
         run_dir, config, lock = claim_run_dir(config, resume=resume, overwrite=overwrite, held=held, lost=end)
-        # `tell_others` must run before any exit that may wait for the other processes, so it is pushed again after each such exit.
+        # `tell_others` must run before every exit that may wait for the other processes, so it is pushed again after each of them.
         held.push(tell_others)
         note, check = ("", lambda: None) if lock is None else (lock.note, lock.check)
         run = Run(
@@ -118,7 +118,7 @@ def train(
         stack.callback(run.close)
         little_room = check_room(config, run.policy.decoder.trained_parameters)
         if overwrite:
-            by_first(lambda: remove_run(run_dir))  # no process looks into the folder before it is empty
+            by_first(lambda: remove_run(run_dir))  # all processes wait until the folder is empty
         stack.enter_context(shown)
         shown.listen(watch.phase)
         for message in filter(None, (note, *run.notes, little_room)):
@@ -136,13 +136,13 @@ def train(
             shown.message(
                 f"continuing from {folder / str(step)}"
                 if step
-                else f"there is no checkpoint in {folder}: beginning at step 0"
+                else f"there is no checkpoint in {folder}: starting at step 0"
             )
         records = None
-        if first:  # not earlier: a refused run must not change the folder
+        if first:  # not earlier, because a run that fails a check must not change the folder
             write_whole(run_dir / "config.yaml", to_yaml(config).encode())
             step = start.position.step
-            # The last step whose metrics are final. At step 0 the evaluation before training is repeated too.
+            # The last step whose metrics are final. At step 0, this is no step, because the evaluation before training is repeated.
             written = step - (start.unfinished is not None) if step else -1
             records = stack.enter_context(Records(config, run_dir, resume_step=written if resume else None))
         profile = stack.enter_context(Profile(config.log.profile_steps, run_dir / "profile"))
@@ -168,10 +168,10 @@ def train(
             identity=run.identity,
             check=check,
         )
-        # A trace ends before the guard checks the step, and the end of the step writes the guard's metrics.
+        # The order matters: traces end before the guard checks the step, and `EndOfStep` writes the guard's metrics.
         observers = (TracedSteps(profile), ratios, StepProgress(config, shown), guard, end_of_step)
         stack.enter_context(stop.held())
-        shown.starting("compiling; later runs read the programs from the cache")
+        shown.starting("compiling (later runs load the programs from the cache)")
         run.sampling.compile()
         with end_of_step.kept():
             end_of_step.start(start)

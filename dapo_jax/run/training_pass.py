@@ -1,4 +1,4 @@
-"""The training pass on a mesh (its attention, the tokens of a row, the rules of packing) and the batches of each step."""
+"""The training pass on a mesh (attention, row length and packing rules), and the batches of each step."""
 
 import math
 from collections.abc import Sequence
@@ -19,17 +19,18 @@ from dapo_jax.parallel.training_layout import layout_of
 from dapo_jax.training.row_packing import pack
 
 SHORTEST_ROW = 1024
-"""Rows are halved down to this many tokens, at most four times. Each length is a program of its own, which pays off for long rows."""
+"""Minimum length in tokens of shorter rows, which have 1/2, 1/4, 1/8 or 1/16 of the full length. Each length needs its own compiled program, which is
+worthwhile only for long rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPass:
-    """The shapes shared by the update and the packing of its rows."""
+    """The layout and shapes that the update and row packing share."""
 
     layout: Layout
     row_tokens: int
     packing: dict[str, Any]
-    """Arguments of `row_packing.pack`: the devices that rows are spread over, whether prompts may be shared, and the shorter row lengths."""
+    """Arguments of `row_packing.pack`: the number of device groups, whether prompts may be shared, and the shorter row lengths."""
 
 
 def training_pass(
@@ -40,21 +41,24 @@ def training_pass(
     row_tokens: int,
     platform: str | None = None,
 ) -> TrainingPass:
-    """Returns the pass for `model` and `batch`.
+    """Returns the training pass for `model` and `batch`.
 
     Args:
-        row_tokens: the least number of tokens of a row. Without `batch.row_tokens` it is rounded up to a multiple that mesh and attention can split.
-        platform: the platform of the mesh's devices; None: ask them.
+        model: the `model` section of the configuration.
+        batch: the `batch` section of the configuration.
+        mesh: mesh of the trainer.
+        row_tokens: minimum number of tokens in a row. If `batch.row_tokens` is not set, it is rounded up to a multiple that mesh and attention can split.
+        platform: platform of the devices. None: the platform of the mesh's devices.
 
     Raises:
-        ConfigError: rows, mesh and attention do not fit together.
+        ConfigError: row length, mesh and attention do not fit together.
     """
     platform = platform or mesh.devices.flat[0].platform
     attention = _attention(model, batch, platform, whole_rows=mesh.shape["context"] == 1)
     context, tensor = mesh.shape["context"], mesh.shape["tensor"]
     if attention == "cudnn" and context > 1:
         raise ConfigError(
-            f"model.attention=cudnn takes whole rows; found parallel.context={context}: set it to 1, or model.attention=xla"
+            f"model.attention=cudnn needs whole rows; found parallel.context={context}: set it to 1, or set model.attention=xla"
         )
     multiple = context * tensor if attention != "splash" else context * SPLASH_TOKENS * tensor
     filled = -(-row_tokens // multiple) * multiple
@@ -62,7 +66,7 @@ def training_pass(
         kernel = f" x {SPLASH_TOKENS} (model.attention=splash)" if attention == "splash" else ""
         raise ConfigError(
             f"batch.row_tokens={row_tokens} must be a multiple of parallel.context x parallel.tensor{kernel} = {multiple}, "
-            f"over which a row's tokens are split; {filled} is"
+            f"because the tokens of a row are split over these axes; for example {filled}"
         )
     halves = (-(-filled // (parts * multiple)) * multiple for parts in (2, 4, 8, 16))
     return TrainingPass(
@@ -78,7 +82,7 @@ def training_pass(
 
 
 def for_mesh(decoder: DecoderConfig, *meshes: Mesh) -> DecoderConfig:
-    """Returns the decoder with its vocabulary padded so that each of the meshes can split it."""
+    """Pads the decoder's vocabulary, so that it can be split over each of the meshes."""
     for mesh in meshes:
         tensor = mesh.shape["tensor"]
         if decoder.vocab_rows % tensor:
@@ -93,8 +97,8 @@ def _attention(
         needed = {"splash": "tpu", "cudnn": "gpu"}.get(model.attention, platform)
         if platform != needed:
             raise ConfigError(
-                f"model.attention={model.attention} is a kernel for a {needed}; the devices are of kind {platform}: set "
-                "model.attention=auto, or xla"
+                f"model.attention={model.attention} is a kernel for platform {needed}, but the devices are {platform}: set "
+                "model.attention=auto or model.attention=xla"
             )
         return model.attention
     if platform == "tpu":
@@ -104,18 +108,19 @@ def _attention(
 
 
 class StepBatches:
-    """The batches of one run's steps."""
+    """Builds the batches of each step of a run."""
 
     def __init__(self, config: TrainConfig, training_pass: TrainingPass, *, pad_id: int) -> None:
         self._config, self._pass, self._pad_id = config, training_pass, pad_id
 
     def split(self, groups: Sequence[Group], step: int) -> list[list[Group]]:
-        """Returns the groups of each update of a step."""
+        """Returns the groups of each update in a step."""
         config, filtered = self._config, self._config.reward.overlong.filter_truncated
         split = split_minibatches(
             groups, groups_per_update=config.batch.groups_per_update, seed=(config.seed, step)
         )
-        # If overlong filtering left no token, or every episode was lost before its first turn, an update would only apply weight decay.
+        # Minibatches without tokens in the loss are dropped, because their updates would only apply weight decay. This happens if overlong filtering
+        # removes all responses, or if every episode was lost before its first turn.
         return [
             minibatch
             for minibatch in split
@@ -127,7 +132,7 @@ class StepBatches:
         ]
 
     def minibatches(self, groups: Sequence[Group], step: int) -> list[list[Microbatch]]:
-        """Returns the microbatches of each update of a step, on the host."""
+        """Returns the microbatches of each update in a step, on the host."""
         config, packed = self._config, []
         for minibatch in self.split(groups, step):
             examples = training_examples(

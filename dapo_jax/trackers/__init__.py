@@ -1,6 +1,6 @@
-"""Trackers of metrics: JSON lines always, TensorBoard and Weights & Biases on request.
+"""Metrics trackers: JSON lines always, TensorBoard and Weights & Biases on request.
 
-A tracker gets one dict of numbers per step. The packages of the optional trackers are imported when one is made.
+A tracker receives one dict of numbers per step. The package of an optional tracker is imported when the tracker is created.
 """
 
 import importlib.util
@@ -19,10 +19,10 @@ __all__ = ["JsonlTracker", "MultiTracker", "TensorBoardTracker", "Tracker", "Wan
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Keeps metrics. Steps only increase, and each is logged once."""
+    """Stores metrics. Steps must increase, and each step is logged once."""
 
     def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
-        """Keeps the metrics of one step."""
+        """Stores the metrics of one step."""
         ...
 
     def close(self) -> None:
@@ -37,22 +37,22 @@ class MultiTracker:
         self.trackers = tuple(trackers)
 
     def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
-        """Logs to each. An error ends the call, so the tracker that must not miss a step comes first."""
+        """Logs to each tracker. An error ends the call, so the tracker that must not miss a step should be the first."""
         for tracker in self.trackers:
             tracker.log(step, metrics)
 
     def close(self) -> None:
-        """Closes all of them, also after an error, which is then raised."""
+        """Closes all trackers. If closing a tracker fails, the others are still closed before the error is raised."""
         with ExitStack() as stack:
-            for tracker in reversed(self.trackers):  # a stack unwinds from its end
+            for tracker in reversed(self.trackers):  # an ExitStack calls its callbacks in reverse order
                 stack.callback(tracker.close)
 
 
 def check_trackers(log: LogConfig) -> None:
-    """Refuses a configuration whose trackers cannot be opened; none is opened.
+    """Checks that the configured trackers can be opened, without opening them.
 
     Raises:
-        ConfigError: a package or a key is missing; the message has the remedy.
+        ConfigError: a package or an API key is missing; the message contains the remedy.
     """
     for key, wanted, package, extra in (
         ("log.tensorboard", log.tensorboard, "tensorboardX", "tensorboard"),
@@ -64,5 +64,5 @@ def check_trackers(log: LogConfig) -> None:
             )
     if log.wandb and wandb_mode() == "online" and not has_wandb_key():
         raise ConfigError(
-            "log.wandb=true, and there is no API key of Weights & Biases: run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline"
+            "log.wandb=true needs a Weights & Biases API key: run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline"
         )

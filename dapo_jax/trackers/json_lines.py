@@ -1,9 +1,10 @@
-"""Files of JSON lines: metrics.jsonl, which grows by a line per step, and logs that are written at once.
+"""Reads and writes JSON lines: metrics.jsonl, which grows by one line per step, and logs that are written as a whole.
 
-Each line is a strictly valid JSON object. JSON has no nan and no infinity: metrics.jsonl has null instead.
+Each line is a strictly valid JSON object. JSON has no nan or infinity, so metrics.jsonl contains null instead.
 
-An object in a bucket cannot be appended to. There the lines of metrics.jsonl are in metrics/000001.jsonl and so on. Each object is named by its first step
-and holds up to `LINES_PER_OBJECT` lines; every step replaces the last object by one with another line. `read_metrics` reads the file and the objects alike.
+Objects in a bucket cannot be appended to, so the lines of metrics.jsonl are stored there in objects metrics/000001.jsonl and so on. An
+object is named after its first step and contains up to `LINES_PER_OBJECT` lines. Every step rewrites the last object with one more line.
+`read_metrics` supports both forms.
 """
 
 import json
@@ -18,16 +19,16 @@ import numpy as np
 from dapo_jax.storage import AnyPath, entries, file_bytes, in_bucket, path_of, size_of, write_whole
 
 LINES_PER_OBJECT = 32
-"""A line of a training step is about 2 kB, so a step sends 32 kB on average; 10,000 steps are 313 objects."""
+"""Lines per object in a bucket. A line has about 2 kB, so a step uploads 32 kB on average, and 10,000 steps need 313 objects."""
 
 SCHEMA_VERSION = 1
-"""Version of the logs of rollouts and evaluations and of post-mortems, for other programs that read them."""
+"""Version of the rollout logs, evaluation logs and post-mortems, for other programs that read them."""
 
 
 def write_lines(path: AnyPath, rows: Iterable[Mapping[str, Any]], *, what: str) -> None:
-    """Writes one row per line, all of them or none. Creates the folder if needed and replaces an existing file.
+    """Writes one row per line, atomically. Creates the folder if needed and replaces an existing file.
 
-    Values that JSON cannot express are written as text. `what` names the rows in the message of an OSError.
+    Values that JSON cannot represent are written as text. `what` describes the rows in the message of an OSError.
 
     Raises:
         ValueError: a number is nan or infinite.
@@ -37,13 +38,13 @@ def write_lines(path: AnyPath, rows: Iterable[Mapping[str, Any]], *, what: str) 
     )
     with writing(what, path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A sampled token may decode to half a surrogate pair, which is not UTF-8.
+        # A sampled token may decode to half a surrogate pair, which UTF-8 cannot encode.
         write_whole(path, text.encode("utf-8", errors="replace"))
 
 
 @contextmanager
 def writing(what: str, path: AnyPath) -> Iterator[None]:
-    """Names `what` and the path in the message of an OSError."""
+    """Adds `what` and the path to the message of an OSError."""
     try:
         yield
     except OSError as error:
@@ -54,7 +55,7 @@ def read_lines(path: AnyPath, *, what: str, needs: str) -> list[dict[str, Any]]:
     """Returns the rows that `write_lines` wrote, in order.
 
     Raises:
-        ValueError: a line is not a row (`what`) with the key `needs`; the message names the file and the line.
+        ValueError: a line is not a row with the key `needs`; the message contains `what`, the file and the line.
     """
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(file_bytes(path).splitlines(), start=1):
@@ -68,7 +69,7 @@ def read_lines(path: AnyPath, *, what: str, needs: str) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Converts numpy values and bytes of a data row; other types become their text."""
+    """Converts NumPy values and bytes of a data row. Values of other types are converted to text."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     return value.decode("utf-8", errors="replace") if isinstance(value, bytes) else str(value)
@@ -78,14 +79,14 @@ class JsonlTracker:
     """Writes the metrics of each step as a line of metrics.jsonl. The line is written, or stored in the bucket, when `log` returns.
 
     Args:
-        path: the file; its folder is created. In a bucket the lines are in a folder next to it.
-        resume_step: the step of the checkpoint from which a run continues; -1 keeps nothing. Lines of later steps and an incomplete last line are
-            removed, because the run writes those steps again. None is a new run, which must not have lines yet.
+        path: the file; its folder is created. In a bucket, the lines are stored in a folder next to it.
+        resume_step: the step of the checkpoint from which a run resumes; -1 removes all lines. Lines of later steps and an incomplete last
+            line are removed, because the run repeats those steps. None: a new run, for which no lines may exist.
 
     Raises:
         FileExistsError: a new run would append to another run's metrics.
         ValueError: the file of a resumed run is damaged.
-        OSError: it cannot be written; the message names the file.
+        OSError: the file cannot be written; the message names the file.
     """
 
     def __init__(self, path: str | PathLike[str], resume_step: int | None = None) -> None:
@@ -98,15 +99,15 @@ class JsonlTracker:
                 )
         self._last_step = None if resume_step is None else _cut_after(self.path, resume_step)
         self._name, self._lines = "", list[bytes]()
-        """The last object in a bucket, and its lines."""
-        # Unbuffered: after an error for lack of space, closing the file must not try the line again.
+        """The name of the last object in a bucket, and its lines."""
+        # Unbuffered, so that closing the file after a full disk does not try to write the line again.
         self._file: Any = None if in_bucket(self.path) else open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by `close`
 
     def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
         """Appends one line.
 
         Raises:
-            ValueError: `step` is not above the last one.
+            ValueError: `step` is not greater than the last step.
             OSError: the line could not be written; the message names the step and the file.
         """
         if self._last_step is not None and step <= self._last_step:
@@ -138,15 +139,15 @@ class JsonlTracker:
 
 
 def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
-    """Returns every line of a metrics file, in order; null is returned as None.
+    """Returns every line of a metrics file, in step order; null is returned as None.
 
-    An incomplete last line (after a kill, or while a run writes it) is left out.
+    An incomplete last line is ignored, because a run may have been killed, or may be writing it.
 
     Args:
-        path: RUN/metrics.jsonl, also if the lines are in the objects of RUN/metrics.
+        path: RUN/metrics.jsonl, even if the lines are stored as objects in RUN/metrics.
 
     Raises:
-        ValueError: another line is not a JSON object with an integer `step`; names the file and the line.
+        ValueError: any other line is not a JSON object with an integer `step`; the message names the file and the line.
         FileNotFoundError: neither the file nor the objects exist.
     """
     path = path_of(path)
@@ -159,14 +160,14 @@ def _folder_of(path: AnyPath) -> AnyPath:
 
 
 def _files_of(path: AnyPath) -> list[AnyPath]:
-    """Returns the file and the objects that exist; a run that was copied between a bucket and a disk may have both."""
+    """Returns the existing file and objects. A run that was copied between a bucket and a disk may have both."""
     folder = _folder_of(path)
     objects = [file for file in entries(folder) if file.suffix == path.suffix] if folder.is_dir() else []
     return [path, *objects] if path.exists() else objects
 
 
 def _parsed(path: AnyPath, content: bytes) -> list[tuple[dict[str, Any], bytes]]:
-    """Returns the object and the text of each whole line of a file."""
+    """Returns the parsed object and the text of each complete line of a file."""
     found: list[tuple[dict[str, Any], bytes]] = []
     lines = content.splitlines()
     for number, line in enumerate(lines, start=1):

@@ -1,4 +1,4 @@
-"""Traces of chosen steps, for xprof or TensorBoard's profile page."""
+"""Records profiler traces of selected steps, for xprof or TensorBoard's profile page."""
 
 from collections.abc import Collection
 from contextlib import AbstractContextManager
@@ -11,21 +11,21 @@ from dapo_jax.storage import AnyPath, files_below, write_whole
 
 
 class Profile(AbstractContextManager["Profile"]):
-    """Traces each of `steps` into its folder, `FOLDER/step_000010`; every process writes its own files there."""
+    """Traces each step in `steps` to its own folder, such as `FOLDER/step_000010`. Every process writes its own files there."""
 
     def __init__(self, steps: Collection[int], folder: AnyPath) -> None:
         self._steps, self._folder = frozenset(steps), folder
         self._local: TemporaryDirectory[str] | None = None
 
     def begin(self, step: int) -> None:
-        """Starts the trace if `step` is one of the steps."""
+        """Starts the trace if `step` is one of the selected steps."""
         if step in self._steps:
             # The profiler only writes local files, and the folder may be in a bucket.
             self._local = TemporaryDirectory(prefix="dapo_jax_profile_", ignore_cleanup_errors=True)
             jax.profiler.start_trace(self._local.name)
 
     def end(self, step: int) -> None:
-        """Ends the trace and copies its files; called when the last program of `step` has ended."""
+        """Ends the trace and copies its files. It must be called after the last program of `step` has ended."""
         if self._local is None:
             return
         local, self._local = self._local, None

@@ -1,4 +1,4 @@
-"""The display of a live run: a view that is redrawn in a terminal or notebook, otherwise one short line per step.
+"""Displays the progress of a run: a live view in a terminal or notebook, otherwise one short line per step.
 
 step  12/120  reward 0.218  acc 0.61  len 18.2  entropy 0.41  4.1k tok/s  1.9 s/step  eta 3m20s
 """
@@ -21,25 +21,25 @@ from dapo_jax.config.keys import without_secrets
 from dapo_jax.terminal import visible
 
 _COUNTED = re.compile(r"[^/]+@(\d+)")
-"""Metrics over a number of samples; their standard errors do not match."""
+"""Matches metrics over k samples, such as avg@8, but not their standard errors."""
 
 _RECENT_STEPS = 20
 _QUIET_S = 15.0
-"""Seconds without a line after which plain output reports the progress of sampling."""
+"""Seconds without output after which plain output reports the progress of sampling."""
 _TITLES = {"acc": "accuracy", "len": "tokens", "tok/s": "sampled tok/s"}
-"""Names of metrics in the live view if they are longer than in a line."""
+"""Metrics with a longer name in the live view than in a line."""
 
 
 class Progress:
-    """Shows the progress of a run. A context manager; calls outside it print plain lines.
+    """Shows the progress of a run. The live view needs the context manager; calls outside it print plain lines.
 
-    A metric that is absent or nan shows as "-". No signal handler is installed, and an exception or an interrupt restores the terminal.
+    Missing and nan metrics are shown as "-". No signal handler is installed, and an exception or an interrupt restores the terminal.
 
     Args:
         total_steps: the last step of the run.
-        metric: `dynamic_sampling.metric`. With score, no share of correct responses is shown.
-        console: the output; None is standard output.
-        clock: seconds that only increase, for the remaining time.
+        metric: `dynamic_sampling.metric`. If it is `score`, accuracies are not shown.
+        console: the output; None: standard output.
+        clock: a monotonic clock in seconds, for estimating the remaining time.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Progress:
         self._phase: tuple[str, int | None, int | None] = ("starting", None, None)
         self._phase_start = self._printed = clock()
         self._wave = ""
-        # Ends of steps: the time between them includes evaluations and checkpoints, but not the compilation before the first.
+        # Times when steps ended. The time between them includes evaluations and checkpoints, but not the compilation before the first.
         self._step_ends: deque[float] = deque(maxlen=_RECENT_STEPS + 1)
         self._listener: Callable[[str, int | None, int | None], None] = lambda name, done, total: None
         self._live = Live(get_renderable=self._view, console=self._console, refresh_per_second=4)
@@ -75,34 +75,34 @@ class Progress:
             self._live.stop()
 
     def listen(self, listener: Callable[[str, int | None, int | None], None]) -> None:
-        """Calls `listener` for every phase."""
+        """Sets the function that is called for every phase."""
         self._listener = listener
 
     def phase(self, name: str, done: int | None = None, total: int | None = None) -> None:
-        """Sets the current phase and its progress; plain output leaves it out."""
+        """Sets the current phase and its progress, which plain output does not show."""
         self._listener(name, done, total)
         if name != self._phase[0]:
             self._phase_start = self._clock()
         self._phase = (name, done, total)
 
     def starting(self, what: str) -> None:
-        """Shows the work before the first step, which may take a minute: as a line, or in a live view as a phase."""
+        """Shows the preparation before the first step, which may take a minute: as a phase in a live view, otherwise as a line."""
         self.phase(what)
         if not _can_redraw(self._console):
             self.message(f"{what} ...")
 
     def begin(self, step: int) -> None:
-        """Sets the last finished step, with which a resumed run begins."""
+        """Sets the last finished step, after which a resumed run continues."""
         self._step = step
 
     def wave(self, words: str) -> None:
-        """Shows the progress of sampling until the step ends; plain output has it after `_QUIET_S` seconds of silence."""
+        """Shows the progress of sampling until the step ends. Plain output shows it after `_QUIET_S` seconds without output."""
         self._wave = words
         if not self._live.is_started and self._clock() - self._printed >= _QUIET_S:
             self.message(f"step {self._step + 1}  sampling: {words}")
 
     def step(self, step: int, metrics: Mapping[str, float | int]) -> None:
-        """Shows the metrics of a finished step, counted from 1 to `total_steps`."""
+        """Shows the metrics of a finished step; steps are counted from 1 to `total_steps`."""
         self._step = step
         self._metrics, self._wave = dict(metrics), ""
         self._step_ends.append(self._clock())
@@ -112,7 +112,7 @@ class Progress:
     def evaluation(self, name: str, metrics: Mapping[str, float | int], step: int) -> None:
         """Shows the results on the dataset `name`: the metrics over all k samples, such as `eval/NAME/avg@8`, and the mean reward.
 
-        pass@j for smaller j is only in the files.
+        pass@j for j < k is only written to the files.
         """
         found = {key.removeprefix(f"eval/{name}/"): value for key, value in metrics.items()}
         samples = {key: int(match[1]) for key in found if self._counts and (match := _COUNTED.fullmatch(key))}
@@ -132,12 +132,12 @@ class Progress:
             self.message(f"eval  {name}  {self._evaluations[name]}")
 
     def message(self, text: str) -> None:
-        """Prints a permanent line, above the live view: plain text without markup, highlighting and line breaks."""
+        """Prints a permanent line above the live view, as plain text without markup, highlighting or wrapping."""
         self._printed = self._clock()
         self._console.print(visible(without_secrets(text)), markup=False, highlight=False, soft_wrap=True)
 
     def line(self) -> str:
-        """Returns the last step in one short line."""
+        """Returns the metrics of the last step as one short line."""
         cells, lost = self._cells(), self._metrics.get("reward/lost")
         width = len(str(self.total_steps))
         return "  ".join(
@@ -225,7 +225,7 @@ def _formatted(value: float | int | None, form: str) -> str:
 
 
 def _thousands(value: float | int | None) -> str:
-    """Formats two or three figures.
+    """Formats a number with at most three digits, in thousands or millions if it is large.
 
     >>> [_thousands(value) for value in (0.4, 87.2, 999.4, 999.6, 9949, 9951, 1.3e6)]
     ['0', '87', '999', '1.0k', '9.9k', '10k', '1.3M']

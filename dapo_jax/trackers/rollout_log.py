@@ -1,10 +1,10 @@
-"""The readable records of a run: rollouts, evaluated problems and post-mortems of skipped updates, as JSON lines and text.
+"""Writes and reads the readable logs of a run: rollouts, evaluated problems, and post-mortems of skipped updates.
 
 A post-mortem is a folder:
 
-report.json         the numbers that were not finite, and their places; written last, so a folder without it is incomplete
-arrays.safetensors  the update's microbatches as they were on the device; 0/tokens is [microbatches, rows, tokens] of stack 0
-step_*.jsonl        its responses, as in RUN/rollouts
+report.json         the values that were not finite, and their positions; written last, so a folder without it is incomplete
+arrays.safetensors  the update's microbatches as they were on the device; for example, 0/tokens has [microbatches, rows, tokens] of stack 0
+step_*.jsonl        the update's responses, in the format of RUN/rollouts
 config.yaml         the run's configuration
 """
 
@@ -27,7 +27,7 @@ from dapo_jax.terminal import visible
 from dapo_jax.trackers.json_lines import SCHEMA_VERSION, read_lines, write_lines
 
 LOGGED_GROUPS = 4
-"""Groups of a step whose rollouts are written."""
+"""Number of groups per step whose rollouts are written."""
 
 
 def write_rollouts(
@@ -38,21 +38,21 @@ def write_rollouts(
     advantages: Float[np.ndarray, "..."] | None = None,
     ratios: Mapping[tuple[int, int], Float[np.ndarray, " response"] | None] = MappingProxyType({}),
 ) -> AnyPath:
-    """Writes one line per rollout to FOLDER/step_000010.jsonl, all or none, and returns the path.
+    """Writes one line per rollout to a file such as FOLDER/step_000010.jsonl, atomically, and returns the path.
 
-    A file of the same step is replaced: a resumed run repeats it.
+    An existing file of the same step is replaced, because a resumed run may repeat the step.
 
     Args:
         folder: usually RUN_DIR/rollouts; created if needed.
-        step: names the file.
-        groups: in the order of the file.
+        step: the step, which is part of the file name.
+        groups: the groups to write, in this order.
         advantages: one per rollout in the order of `groups`, flat or as [groups, group size].
-        ratios: (ordinal, response index) -> pi / pi_old of each token in the update that trained on the rollout, None if the loss
-            left it out; no entry for rollouts that were not trained on.
+        ratios: (ordinal, response index) -> pi / pi_old of each token in the update that trained on the rollout, or None if the loss
+            left the rollout out. Rollouts that were not trained on have no entry.
 
     Raises:
-        ValueError: the number of advantages is not the number of rollouts.
-        OSError: it cannot be written; the message names the file.
+        ValueError: the number of advantages differs from the number of rollouts.
+        OSError: the file cannot be written; the message names the file.
     """
     count = sum(len(group.rollouts) for group in groups)
     if advantages is not None and advantages.size != count:
@@ -82,19 +82,19 @@ def read_rollouts(path: str | PathLike[str]) -> list[dict[str, Any]]:
 def write_problems(
     folder: str | PathLike[str], problems: Iterable[Mapping[str, Any]], *, name: str, step: int
 ) -> AnyPath:
-    """Writes one line per evaluated problem to FOLDER/NAME.jsonl, all or none, and returns the path.
+    """Writes one line per evaluated problem to FOLDER/NAME.jsonl, atomically, and returns the path.
 
-    In the file's name all characters except letters, digits and `_.-~` are percent-encoded: `hf:ORG/NAME` becomes
+    In the file name, all characters except letters, digits and `_.-~` are percent-encoded. For example, `hf:ORG/NAME` becomes
     hf%3AORG%2FNAME.jsonl. An existing file is replaced.
 
     Args:
         folder: usually RUN_DIR/evaluations/step_000010; created if needed.
-        problems: one `dapo_jax.evaluation.problem_record` each, in the order of the file.
-        name: the dataset's.
-        step: number of steps that the policy was trained for; 0 before training, or outside it.
+        problems: one `dapo_jax.evaluation.problem_record` per problem, in this order.
+        name: the dataset's name.
+        step: number of steps for which the policy was trained; 0 before training, or outside a run.
 
     Raises:
-        OSError: it cannot be written; the message names the file.
+        OSError: the file cannot be written; the message names the file.
     """
     path = path_of(folder) / f"{quote(name, safe='')}.jsonl"
     head = {"schema_version": SCHEMA_VERSION, "step": step, "dataset": name}
@@ -113,11 +113,11 @@ def read_problems(path: str | PathLike[str]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class PostMortem:
-    """One skipped update."""
+    """The post-mortem of one skipped update."""
 
     report: dict[str, Any]
     stacks: list[dict[str, np.ndarray]]
-    """A dict of arrays for each length of rows, named as the fields of `dapo_jax.dapo.microbatch.Microbatch`."""
+    """One dict of arrays per row length, with the field names of `dapo_jax.dapo.microbatch.Microbatch` as keys."""
     rollouts: list[dict[str, Any]]
 
 
@@ -129,10 +129,10 @@ def write_post_mortem(
     groups: Sequence[Group],
     config: str,
 ) -> None:
-    """Writes a post-mortem, or replaces it.
+    """Writes a post-mortem, replacing an existing one.
 
-    `report` has plain values, including `step`; `stacks` has arrays by name, for each length of rows; `groups` are the groups of the
-    update; `config` is YAML.
+    `report` has JSON-serializable values and must contain `step`. `stacks` has one dict of arrays per row length. `groups` are the groups
+    of the update, and `config` is YAML.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_rollouts(folder, report["step"], groups)
@@ -155,7 +155,7 @@ def read_post_mortem(folder: str | PathLike[str]) -> PostMortem:
     """
     place = path_of(folder)
     if not (place / "report.json").exists():
-        raise ValueError(f"{place} has no report.json: it is not a post-mortem, or is incomplete")
+        raise ValueError(f"{place} has no report.json: it is not a post-mortem, or it is incomplete")
     report = json.loads(file_bytes(place / "report.json"))
     stacks: dict[int, dict[str, np.ndarray]] = {}
     for key, array in load(file_bytes(place / "arrays.safetensors")).items():
@@ -169,8 +169,8 @@ def read_post_mortem(folder: str | PathLike[str]) -> PostMortem:
 
 
 def format_rollouts(groups: Sequence[Group], limit: int, *, metric: str = "correct") -> str:
-    """Formats up to `limit` rollouts as text: each group's question and answer, then its responses with their verdicts, or with the `metric`
-    score their scores. Control characters are escaped for printing.
+    """Formats up to `limit` rollouts as text: each group's question and answer, followed by its responses with their verdicts, or with
+    their scores if `metric` is `score`. Control characters are escaped for printing.
     """
     parts: list[str] = []
     shown = 0
@@ -199,9 +199,9 @@ def _row(
     rollout: Rollout,
     ratios: Mapping[tuple[int, int], Float[np.ndarray, " response"] | None],
 ) -> dict[str, Any]:
-    """Returns the line of one rollout, with long lists last.
+    """Returns the log line of one rollout as a dict, with long lists last.
 
-    `in_loss` is null if it was not trained on. Only an episode has `turns` as [first token, end), their rewards, and `contexts`.
+    `in_loss` is null if the rollout was not trained on. Only episodes have `turns` as [first token, end), their rewards, and `contexts`.
     """
     found, response, turns = ratios.get(key := (group.prompt.ordinal, index)), rollout.response, {}
     if response.turns:
@@ -237,7 +237,7 @@ def _row(
 
 
 def _rounded(value: float | None) -> float | None:
-    """Rounds to six decimals; nan and infinity become None."""
+    """Rounds to six decimal places. Returns None for nan and infinity."""
     return round(float(value), 6) if value is not None and math.isfinite(value) else None
 
 

@@ -1,6 +1,6 @@
-"""RUN/status.json: the state of a run, and the time and reason of its end.
+"""Writes and reads RUN/status.json: the state of a run, and the time and reason of its end.
 
-The file of a killed run keeps the state `running`; `locks.is_held` then shows whether the run is still at work.
+If a run is killed, its file keeps the state `running`. `locks.is_held` then shows whether the run is still active.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from dapo_jax.storage import AnyPath, file_bytes, write_whole
 FILE = "status.json"
 
 _LONGEST_REASON = 500
-"""Characters of an error that are kept."""
+"""Maximum number of characters that are kept of an error message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,16 +27,16 @@ class RunStatus:
     state: str
     """`running`, `finished`, `stopped` (by a signal) or `failed`."""
     at: str | None
-    """Time of writing, for an ended run the time of its end: ISO 8601, UTC."""
+    """Time when the status was written; for an ended run, the time of its end (ISO 8601, UTC)."""
     reason: str = ""
-    """The signal or the error; empty otherwise."""
+    """The signal or the error that ended the run; empty otherwise."""
 
 
 @contextlib.contextmanager
 def status_kept(run_dir: AnyPath, *, check: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Writes `running`, and `stopped` or `failed` after an error. The caller writes `finished` with `write_status`, after the last file.
+    """Writes `running` on entry, and `stopped` or `failed` after an error. After its last file, the caller writes `finished` itself.
 
-    `check` raises LockLostError if another run has taken over the folder, whose status is then kept.
+    `check` raises LockLostError if another run has taken over the folder. The status of the other run is then kept.
     """
     write_status(run_dir, "running")
     try:
@@ -44,7 +44,7 @@ def status_kept(run_dir: AnyPath, *, check: Callable[[], None] = lambda: None) -
     except BaseException as error:
         stopped = isinstance(error, StoppedError | KeyboardInterrupt)
         reason = f"{type(error).__name__}: {error}".removeprefix("StoppedError: ").removesuffix(": ")
-        # This error matters more than a full disk or a lost lock while it is written.
+        # The error matters more than a full disk or a lost lock while its status is written.
         with contextlib.suppress(OSError, LockLostError):
             check()
             write_status(run_dir, "stopped" if stopped else "failed", reason)
@@ -52,7 +52,7 @@ def status_kept(run_dir: AnyPath, *, check: Callable[[], None] = lambda: None) -
 
 
 def write_status(run_dir: AnyPath, state: str, reason: str = "") -> None:
-    """Replaces the file."""
+    """Replaces the status file."""
     status = RunStatus(
         state=state,
         at=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -1,4 +1,4 @@
-"""Metrics as TensorBoard scalars, through tensorboardX (which needs no TensorFlow)."""
+"""Writes metrics as TensorBoard scalars with tensorboardX, which does not need TensorFlow."""
 
 import importlib
 import math
@@ -12,14 +12,14 @@ from dapo_jax.trackers.json_lines import writing
 
 
 class TensorBoardTracker:
-    """Writes one event file into a folder; a step is written when `log` returns.
+    """Writes one event file to a folder. A step has been written when `log` returns.
 
-    Events do not pass through tensorboardX's `SummaryWriter`, whose queue blocks forever after its thread has died of a full disk.
+    tensorboardX's `SummaryWriter` is not used, because its queue blocks forever once a full disk has ended its thread.
 
     Args:
-        folder: the log directory of TensorBoard; created if needed.
-        resume_step: the step of the checkpoint from which a run continues; TensorBoard then ignores later steps of earlier event files.
-            None for a new run.
+        folder: the TensorBoard log directory; created if needed.
+        resume_step: the step of the checkpoint from which a run resumes. TensorBoard then ignores later steps in earlier event files.
+            None: a new run.
 
     Raises:
         ImportError: tensorboardX (extra `tensorboard`) is not installed.
@@ -33,7 +33,7 @@ class TensorBoardTracker:
         self._summaries = importlib.import_module("tensorboardX.proto.summary_pb2")
         self.folder = str(folder)
         records.directory_check(self.folder)
-        # The default name has whole seconds only, so a quick resume would overwrite the file before it.
+        # The default name contains only whole seconds, so a quick resume would overwrite the previous file.
         suffix = f".{os.getpid()}.{time.time_ns()}"
         self._writer = files.EventsWriter(os.path.join(self.folder, "events"), suffix)
         self._closed = False
@@ -42,7 +42,7 @@ class TensorBoardTracker:
             self._write(self._events.Event(wall_time=time.time(), step=resume_step + 1, session_log=start))
 
     def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
-        """Writes one scalar per metric; nan and infinity are left out, which TensorBoard shows as gaps."""
+        """Writes one scalar per metric. Values that are nan or infinite are left out, so TensorBoard shows gaps."""
         values = [
             self._summaries.Summary.Value(tag=name, simple_value=float(value))
             for name, value in metrics.items()

@@ -1,4 +1,4 @@
-"""Metrics to Weights & Biases. The environment variables WANDB_MODE (online, offline, disabled) and WANDB_PROJECT apply."""
+"""Sends metrics to Weights & Biases. The environment variables WANDB_MODE (online, offline, disabled) and WANDB_PROJECT apply."""
 
 import importlib
 import netrc
@@ -14,12 +14,12 @@ from dapo_jax.storage import in_bucket, path_of
 class WandbTracker:
     """One Weights & Biases run, new or continued.
 
-    Charts use a metric `step` rather than wandb's own counter, which cannot go back: a resumed run repeats the steps after its checkpoint.
+    Charts use a metric `step` instead of wandb's own counter. The counter cannot go back, but a resumed run repeats steps.
 
     Args:
-        run_dir: wandb keeps its files in RUN_DIR/wandb; the folder's name becomes the run's name. For a run in a bucket
-            they are in WANDB_DIR, or else in ./wandb.
-        run_id: `WandbTracker.run_id` of the run to continue; None starts a new one.
+        run_dir: wandb stores its files in RUN_DIR/wandb, and the folder's name becomes the run's name. For a run in a bucket,
+            the files are in WANDB_DIR or, if it is not set, in ./wandb.
+        run_id: `WandbTracker.run_id` of the run to continue; None: start a new run.
         config: the resolved configuration, shown with the charts.
 
     Raises:
@@ -37,9 +37,7 @@ class WandbTracker:
             name=folder.name if in_bucket(folder) else folder.resolve().name,
             resume=None if run_id is None else "allow",
             config=dict(config),
-            settings=wandb.Settings(
-                console="off"
-            ),  # otherwise its log gets every redraw of the progress view
+            settings=wandb.Settings(console="off"),  # otherwise wandb logs every redraw of the live view
         )
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
@@ -59,17 +57,17 @@ class WandbTracker:
 
 
 def wandb_mode() -> str:
-    """Returns WANDB_MODE; online is the default."""
+    """Returns WANDB_MODE, or `online` if it is not set."""
     return os.environ.get("WANDB_MODE") or "online"
 
 
 def wandb_project() -> str:
-    """Returns WANDB_PROJECT; dapo_jax is the default."""
+    """Returns WANDB_PROJECT, or `dapo_jax` if it is not set."""
     return os.environ.get("WANDB_PROJECT") or "dapo_jax"
 
 
 def has_wandb_key() -> bool:
-    """Returns True if the environment or the netrc file has an API key. The key is not tried."""
+    """Returns whether the environment or the netrc file contains an API key. The key is not tested."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""

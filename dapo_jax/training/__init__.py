@@ -1,1 +1,1 @@
-"""The train state, the packing of examples into rows, and the jitted update."""
+"""The train state, packing of examples into rows, and the jitted update."""

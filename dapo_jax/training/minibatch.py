@@ -1,4 +1,4 @@
-"""The microbatches of an update on the mesh. Microbatches of one shape are stacked in one array, so that one program loops over them."""
+"""Microbatches of an update on the mesh. Microbatches of the same shape are stacked in one array, so that a single program loops over them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,40 +16,40 @@ from dapo_jax.dapo.microbatch import Microbatch
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Stack:
-    """Microbatches of one shape on the mesh."""
+    """Microbatches of the same shape, stacked on the mesh."""
 
     microbatches: Microbatch
-    """Each array is [capacity, rows, seq]."""
+    """Each array has shape [capacity, rows, seq]."""
     count: Int[Array, ""] | Any
-    """Number of microbatches; the rest of the capacity is not read."""
+    """Number of microbatches. Entries beyond this number are not read."""
 
     def at(self, index: Int[Array, ""]) -> Microbatch:
-        """Returns one microbatch."""
+        """Returns the microbatch at `index`."""
         return jax.tree.map(
             lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), self.microbatches
         )
 
 
 Minibatch = tuple[Stack, ...]
-"""The microbatches of one update: one stack per length of rows, the longest first."""
+"""The microbatches of one update: one stack per row length, longest rows first."""
 
 
 def with_array(minibatch: Minibatch, name: str, made: Callable[[Stack], Array]) -> Minibatch:
-    """Returns the minibatch with the array `name` of each stack replaced by `made(stack)`."""
+    """Returns a copy of the minibatch in which the array `name` of each stack is replaced by `made(stack)`."""
     return tuple(
         replace(stack, microbatches=replace(stack.microbatches, **{name: made(stack)})) for stack in minibatch
     )
 
 
 def on_host(arrays: Any) -> Any:
-    """Returns a minibatch, or any other tree of arrays on the mesh, as numpy arrays. All processes must call it."""
+    """Copies a minibatch, or any other tree of arrays on the mesh, to numpy arrays on the host. All processes must call this function."""
     return jax.tree.map(
         lambda array: np.asarray(multihost_utils.process_allgather(array, tiled=True)), arrays
     )
 
 
 def stack_capacity(microbatches: int) -> int:
-    """Returns the capacity of the stack for so many microbatches: the next power of 2, so that few programs are compiled."""
+    """Returns the stack capacity for a number of microbatches: the next power of 2, so that few programs are compiled."""
     return 1 << (microbatches - 1).bit_length()
 
 
@@ -57,12 +57,12 @@ class Placing:
     """Transfers microbatches from the host to the mesh."""
 
     def __init__(self, sharding: jax.sharding.Sharding) -> None:
-        """`sharding` is the sharding of an array [capacity, rows, seq]."""
+        """`sharding` is the sharding of arrays with shape [capacity, rows, seq]."""
         self._sharding = sharding
         self._capacity: dict[int, int] = {}
 
     def put(self, minibatches: Sequence[Sequence[Microbatch]]) -> list[Minibatch]:
-        """Returns the stacks of each minibatch. All stacks of one row length have the same capacity."""
+        """Returns the stacks of each minibatch. All stacks with the same row length have the same capacity."""
         stacks: list[dict[int, list[Microbatch]]] = []
         for minibatch in minibatches:
             stacks.append({})
@@ -70,7 +70,7 @@ class Placing:
                 tokens = one.tokens.shape[1]
                 same = stacks[-1].setdefault(tokens, [])
                 same.append(one)
-                # The capacity only grows, since each capacity costs a compilation.
+                # The capacity never shrinks, because each new capacity costs a compilation.
                 self._capacity[tokens] = max(self._capacity.get(tokens, 1), stack_capacity(len(same)))
         return [
             tuple(self._stack(same, self._capacity[tokens]) for tokens, same in by_length.items())
@@ -81,7 +81,7 @@ class Placing:
         def place(*parts: np.ndarray) -> Array:
             whole = np.zeros((capacity, *parts[0].shape), parts[0].dtype)
             whole[: len(parts)] = parts
-            # Every process has the whole array, and transfers the shards of its own devices.
+            # Every process has the whole array, and transfers only the shards of its own devices.
             return jax.make_array_from_callback(whole.shape, self._sharding, lambda index: whole[index])
 
         return Stack(jax.tree.map(place, *microbatches), np.int32(len(microbatches)))

@@ -1,7 +1,7 @@
 """Packs examples into rows, and rows into microbatches.
 
-Padding costs as much as tokens, so the rows have as few tokens as possible. Rows differ in the cost of attention, the number of pairs of a token and a
-token that it sees. A microbatch takes as long as its slowest row, so its rows have similar lengths and similar numbers of pairs.
+A padding token costs as much compute as a real one, so packing minimizes padding. The cost of attention in a row is the number of its attention pairs
+(a token and a token that it attends to). A microbatch takes as long as its slowest row, so its rows should have similar lengths and attention costs.
 """
 
 from bisect import bisect_left, insort
@@ -26,7 +26,7 @@ class Piece:
     responses: tuple[int, ...]
     """Lengths of the responses in tokens."""
     prompt: Hashable
-    """Pieces with the same prompt share it if they are in one row."""
+    """Identifies the prompt. Pieces with the same prompt share its tokens if they are in the same row."""
     prompt_tokens: int
 
     @property
@@ -36,7 +36,7 @@ class Piece:
 
     @property
     def tokens(self) -> int:
-        """Total length with the prompt."""
+        """Total length of the prompt and the responses."""
         return self.prompt_tokens + self.response_tokens
 
 
@@ -55,21 +55,21 @@ def pack(
     alone: bool = False,
     pad_id: int = 0,
 ) -> list[Microbatch]:
-    """Packs examples into rows of `row_tokens` tokens and rows into microbatches of a few static shapes, the longest rows first.
+    """Packs examples into rows of `row_tokens` tokens, and rows into microbatches of a few static shapes. Microbatches with the longest rows come first.
 
-    Responses to one prompt share it if they are in one row: the prompt is computed once, and gets the gradients of all of them. Padding has no weight.
+    Responses to a prompt share it if they are in the same row. The prompt is then computed once, and gets the gradients of all these responses.
 
     Args:
         examples: all examples of a minibatch.
         weights: weight of each example's tokens, from `example_weights`.
         row_tokens: length of a row.
-        rows_per_microbatch: number of rows of a microbatch.
-        shorter_rows: other lengths that the rows of a microbatch may have, so that the last microbatch is not mostly padding. Each costs a compiled
-            program.
-        spread: number of groups of devices that share a microbatch. The first `rows_per_microbatch / spread` rows go to the first group; all groups get
-            about the same cost of attention.
-        share_prompts: False if attention cannot show a response another segment: then every example has its own prompt.
-        alone: one example per row, for attention without segments.
+        rows_per_microbatch: number of rows in a microbatch.
+        shorter_rows: additional row lengths that a microbatch may have, so that the last microbatch is not mostly padding. Each additional length
+            costs the compilation of a program.
+        spread: number of device groups that share a microbatch. The first `rows_per_microbatch / spread` rows go to the first group, and so on. All
+            groups get about the same attention cost.
+        share_prompts: set to False if the attention implementation cannot attend to a second segment. Each example then has its own prompt.
+        alone: pack one example per row, for attention implementations without segments.
         pad_id: token id of padding.
 
     Raises:
@@ -77,8 +77,8 @@ def pack(
     """
     if rows_per_microbatch % spread:
         raise ValueError(
-            f"rows_per_microbatch={rows_per_microbatch} must be a multiple of the {spread} groups of devices it is spread "
-            f"over; {-(-rows_per_microbatch // spread) * spread} is"
+            f"rows_per_microbatch={rows_per_microbatch} must be a multiple of the {spread} device groups that share a "
+            f"microbatch, for example {-(-rows_per_microbatch // spread) * spread}"
         )
     for index, one in enumerate(examples):
         if one.tokens > row_tokens:
@@ -113,7 +113,7 @@ def pack(
 def _write_row(
     m: Microbatch, row: PackedRow, examples: Sequence[Example], weights: Float[np.ndarray, " examples"]
 ) -> None:
-    """Writes a packed row into the arrays of `m`, each [seq]."""
+    """Writes a packed row into the arrays of `m`, which have shape [seq]."""
     of_prompt: dict[Hashable, list[int]] = {}
     for piece in row:
         of_prompt.setdefault(piece.prompt, []).extend(piece.rollouts)
@@ -145,10 +145,10 @@ def share_out(
     spread: int,
     alone: bool = False,
 ) -> list[tuple[int, list[PackedRow]]]:
-    """Returns microbatches of `rows_per_microbatch` rows with one of the `lengths` each, the longest first. The other arguments are as in `pack`.
+    """Returns microbatches of `rows_per_microbatch` rows as (row length, rows), longest rows first. See `pack` for the other arguments.
 
-    With a single length, the last microbatch may be mostly padding. With shorter lengths, some pieces are packed into microbatches of shorter
-    rows if that reduces the number of computed tokens.
+    With a single length in `lengths`, the last microbatch may be mostly padding. With several lengths, some pieces are packed into microbatches of
+    shorter rows if this reduces the number of computed tokens.
     """
     parts = (
         [even_rows(pieces, room=0, multiple=rows_per_microbatch)]
@@ -166,9 +166,9 @@ def share_out(
 
 
 def even_rows(pieces: Sequence[Piece], *, room: int, multiple: int) -> list[PackedRow]:
-    """Returns rows of at most `room` tokens or one piece, as few as are found. Their number is a multiple of `multiple`.
+    """Packs pieces into as few rows as possible. Each row has at most `room` tokens or a single piece. The number of rows is a multiple of `multiple`.
 
-    Responses are spread evenly over these rows: the limit of a row is lowered as far as the number of rows allows.
+    The pieces are then distributed evenly over these rows, by searching for the lowest row limit that needs no additional rows.
     """
     rows = _fewest(pieces, room)
     count = -(-len(rows) // multiple) * multiple
@@ -184,10 +184,10 @@ def even_rows(pieces: Sequence[Piece], *, room: int, multiple: int) -> list[Pack
 
 
 def side_by_side(rows: Sequence[PackedRow], *, rows_per_microbatch: int, spread: int) -> list[PackedRow]:
-    """Orders rows so that the rows of a microbatch are similar, and its `spread` parts cost about the same.
+    """Orders rows so that the rows of a microbatch have similar attention costs, and so do its `spread` parts.
 
-    Rows are sorted by their attention pairs and split into microbatches. In each, the next `spread` rows go to the parts, the most expensive row to
-    the part with the least cost so far.
+    Rows are sorted by attention cost and split into microbatches. Within a microbatch, `spread` rows at a time are assigned to the parts, one row to
+    each part. The most expensive of these rows goes to the part with the lowest cost so far.
     """
     ordered = sorted(rows, key=seen_pairs, reverse=True)
     out: list[PackedRow] = []
@@ -204,13 +204,13 @@ def side_by_side(rows: Sequence[PackedRow], *, rows_per_microbatch: int, spread:
 
 
 def filled_tokens(row: PackedRow) -> int:
-    """Returns the number of tokens of a row, in which pieces with the same prompt share it."""
+    """Returns the number of tokens in a row, where pieces with the same prompt share it."""
     prompts = {piece.prompt: piece.prompt_tokens for piece in row}
     return sum(prompts.values()) + sum(piece.response_tokens for piece in row)
 
 
 def seen_pairs(row: PackedRow) -> int:
-    """Returns the number of pairs of a token and a token that it sees, including itself.
+    """Returns the number of attention pairs in a row. Each token is paired with all tokens that it attends to, including itself.
 
     >>> seen_pairs([Piece(rollouts=(0, 1), responses=(2, 1), prompt="p", prompt_tokens=3)])  # 1+2+3, then 4+5, then 4
     19
@@ -225,19 +225,19 @@ def seen_pairs(row: PackedRow) -> int:
 
 
 def _length(rows: Sequence[PackedRow], lengths: Sequence[int]) -> int:
-    """Returns the shortest of `lengths` that holds all rows."""
+    """Returns the shortest of the `lengths` into which all rows fit."""
     return min(length for length in lengths if length >= max(map(filled_tokens, rows)))
 
 
 def _least_padding(
     pieces: Sequence[Piece], lengths: Sequence[int], rows_per_microbatch: int
 ) -> list[list[PackedRow]]:
-    """Returns the rows of the longest length, then the rows of each shorter microbatch. Every list has a multiple of `rows_per_microbatch` rows."""
+    """Returns a list of all rows of the longest length, then a list per shorter microbatch. Their sizes are multiples of `rows_per_microbatch`."""
     room = lengths[0]
     even = even_rows(pieces, room=room, multiple=rows_per_microbatch)
     if len(lengths) == 1:
         return [even]
-    # Every microbatch gathers the weights again, so a short one must save about 1/64 of a full one.
+    # Every microbatch gathers the weights again, so an additional short microbatch must save about 1/64 of a full microbatch.
     fee = room // 64
     ordered = sorted(even, key=filled_tokens, reverse=True)
     most = sum(
@@ -246,7 +246,7 @@ def _least_padding(
     )
     least = (
         filled_tokens(list(pieces)) / rows_per_microbatch
-    )  # if every prompt occurred once, without padding
+    )  # the lower bound: no padding, and every prompt occurs once
     ways = (pieces, _bundled(pieces, room, least=room - room // 32))
     mixes = []
     for short in chain.from_iterable(combinations(lengths[1:], count) for count in range(1, len(lengths))):
@@ -267,13 +267,13 @@ def _least_padding(
 
 
 def _fewest(pieces: Sequence[Piece], room: int) -> list[PackedRow]:
-    """Returns the better of two packings: all responses to a prompt are kept together, or only bundles that almost fill a row."""
+    """Tries two packings and returns the better one. Either all responses to a prompt are bundled, or only bundles that almost fill a row are kept."""
     ways = (_best_fit(_bundled(pieces, room, least=least), room) for least in (0, room - room // 32))
     return min(ways, key=lambda rows: (len(rows), sum(map(filled_tokens, rows))))
 
 
 def _bundled(pieces: Sequence[Piece], room: int, *, least: int) -> list[Piece]:
-    """Joins pieces with the same prompt into bundles that fill a row as well as possible, if a bundle has at least `least` tokens."""
+    """Joins pieces with the same prompt into bundles that fill a row as well as possible. Bundles of fewer than `least` tokens are not joined."""
     of_prompt: dict[Hashable, list[Piece]] = {}
     for piece in pieces:
         of_prompt.setdefault(piece.prompt, []).append(piece)
@@ -296,7 +296,7 @@ def _bundled(pieces: Sequence[Piece], room: int, *, least: int) -> list[Piece]:
 
 
 def _fullest(sizes: Sequence[int], room: int) -> list[int]:
-    """Returns the indices of the `sizes` with the largest sum up to `room`, the largest size first.
+    """Returns the indices of the `sizes` whose sum is as large as possible without exceeding `room`, largest size first.
 
     >>> _fullest([5, 4, 3], 7)
     [1, 2]
@@ -315,14 +315,14 @@ def _fullest(sizes: Sequence[int], room: int) -> list[int]:
 
 
 def _best_fit(pieces: Sequence[Piece], room: int, opened: Sequence[int] = ()) -> list[PackedRow]:
-    """Packs pieces, longest first, each into the row with the least remaining room: a row that has its prompt, or else any other.
+    """Packs pieces with the best-fit-decreasing heuristic: longest pieces first, each into the fullest row with enough free tokens.
 
-    Rows have the lengths `opened`; as many rows of `room` tokens as needed are added.
+    Rows that already contain the prompt of a piece are preferred. Rows of the lengths `opened` are filled first. Rows of `room` tokens are added as needed.
     """
     rows: list[PackedRow] = [[] for _ in opened]
     left = list(opened)
     free = sorted((tokens, row) for row, tokens in enumerate(opened))
-    """(tokens left, row), sorted."""
+    """Sorted (free tokens, row) pairs."""
     having: dict[Hashable, list[int]] = {}
     for piece in sorted(pieces, key=lambda piece: -piece.tokens):
         need = piece.response_tokens

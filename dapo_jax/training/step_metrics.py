@@ -1,6 +1,6 @@
-"""Metrics of a step's rollouts, computed on the host without jax.
+"""Metrics of the rollouts in a step, computed on the host without jax.
 
-Only groups with mixed verdicts are trained on, so metrics of the trained groups are biased. Both sampled and trained groups are measured.
+Dynamic sampling trains only on informative groups, so metrics of trained groups are biased. The metrics therefore cover both sampled and trained groups.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from dapo_jax.dapo.rollouts import Group, Rollout
 
 
 def rollout_metrics(collected: Collected) -> dict[str, float | int]:
-    """Returns the metrics `rollout/*` and `reward/*` of a step, computed in float64.
+    """Computes the metrics `rollout/*` and `reward/*` of a step in float64.
 
-    Lengths are in tokens, including the end token. Metrics of sampled responses are absent in a step that sampled nothing because carried
-    groups were enough.
+    Lengths are in tokens, including the end token. If a step samples nothing, because the carried groups are enough, the metrics of sampled responses
+    are omitted.
     """
     sampled = [rollout for group in collected.sampled for rollout in group.rollouts]
     trained = [rollout for group in collected.groups for rollout in group.rollouts]
@@ -37,7 +37,7 @@ def rollout_metrics(collected: Collected) -> dict[str, float | int]:
 
 
 def _ages(collected: Collected) -> dict[str, float | int]:
-    """Returns the staleness of the trained groups: the age in steps of their oldest and newest tokens, and the share of tokens from earlier weights."""
+    """Returns the staleness of the trained groups: the age of their oldest and newest tokens in steps, and the fraction of tokens from earlier weights."""
     now, groups = collected.version, collected.groups
     oldest, newest = [now - group.oldest for group in groups], [now - group.newest for group in groups]
     responses = [rollout.response for group in groups for rollout in group.rollouts]

@@ -1,7 +1,7 @@
-"""One optimizer update: gradients summed over microbatches, then checked and applied by the optimizer, which clips them.
+"""One optimizer update: sums gradients over microbatches, checks that they are finite, clips them and applies the optimizer.
 
-Each token has its weight in the loss of the whole minibatch, so the gradients of microbatches are summed. Averaging them, as gradient accumulation
-usually does, would divide the gradient by their number.
+The weight of each token is relative to the whole minibatch, so the gradients of microbatches are summed. Averaging them, as gradient accumulation
+usually does, would divide the gradient by the number of microbatches.
 """
 
 import math
@@ -32,22 +32,22 @@ from dapo_jax.training.minibatch import Minibatch, Placing, Stack, with_array
 from dapo_jax.training.state import TrainState, state_shardings
 
 Weights = tuple[nnx.State, nnx.State]
-"""Trained parameters and frozen ones: the base model of adapters, otherwise none."""
+"""Trained and frozen parameters. The frozen parameters are the base model if adapters are trained, and empty otherwise."""
 
 Objective = Callable[..., tuple[Array, Mapping[str, Metric]]]
 """A function with the signature of `dapo_loss`: (logprobs, old_logprobs, advantages, mask, *, weights) -> (loss, metrics)."""
 
 
 def check_objective(objective: Objective, *, rows: int, row_tokens: int) -> None:
-    """Traces an objective once, so that an invalid one is refused before sampling starts.
+    """Traces an objective once, so that an invalid objective raises an error before sampling starts.
 
     Args:
         objective: the function to check.
-        rows: number of rows of a microbatch.
-        row_tokens: number of tokens of a row.
+        rows: number of rows in a microbatch.
+        row_tokens: number of tokens in a row.
 
     Raises:
-        ValueError: it raises an error, or does not return a loss and metrics.
+        ValueError: the objective raises an error, or does not return a loss and metrics.
     """
     name = f"objective {name_of(objective)}"
     signature = "(logprobs, old_logprobs, advantages, mask, *, weights) -> (loss, metrics)"
@@ -57,23 +57,23 @@ def check_objective(objective: Objective, *, rows: int, row_tokens: int) -> None
             result = objective(values, values, values, mask, weights=values)
         except Exception as error:
             raise ValueError(
-                f"{name} raised {type(error).__name__}: {error}; it is called as {signature}"
+                f"{name} raised {type(error).__name__}: {error}. It is called with the signature {signature}"
             ) from error
         if problem := _problem_of(result):
-            raise ValueError(f"{name} returned {problem}; it must be a function {signature}")
+            raise ValueError(f"{name} returned {problem}. It must have the signature {signature}")
 
     values = jax.ShapeDtypeStruct((rows, row_tokens), jnp.float32)
     jax.eval_shape(call, values, jax.ShapeDtypeStruct(values.shape, jnp.bool_))
 
 
 def _problem_of(result: Any) -> str | None:
-    """Returns a description of an objective's result if it is not a loss and metrics; None if it is."""
+    """Describes an invalid result of an objective. Returns None if the result is a valid loss and metrics."""
     if not isinstance(result, tuple | list) or len(result) != 2:
-        return f"{_kind(result)}, not two values: return loss, {{}} if there are no metrics"
+        return f"{_kind(result)}, not two values; if there are no metrics, return loss, {{}}"
     loss, metrics = result
     is_float = isinstance(loss, float) or jnp.issubdtype(getattr(loss, "dtype", np.object_), jnp.floating)
     if not is_float or jnp.shape(loss) != ():
-        return f"{_kind(loss)} as the loss, not a scalar of floats: add up weights * token_loss"
+        return f"{_kind(loss)} as the loss, not a float scalar; return the sum of weights * token_loss"
     if not isinstance(metrics, Mapping):
         return f"{_kind(metrics)} as the metrics, not a dict"
     for name, metric in metrics.items():
@@ -83,7 +83,7 @@ def _problem_of(result: Any) -> str | None:
 
 
 def _kind(value: Any) -> str:
-    """Returns the type of a value, with dtype and shape if it is an array."""
+    """Describes the type of a value, including dtype and shape if it is an array."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"an array {value.dtype}{list(value.shape)}"
     return "None" if value is None else f"a {type(value).__name__}"
@@ -91,29 +91,29 @@ def _kind(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateOptions:
-    """The options of the update beyond its arrays."""
+    """Options of an update."""
 
     temperature: float = 1.0
     """The sampling temperature."""
     logprob_chunk_vocab: int = 2048
-    """Number of entries of the vocabulary for which logits are computed at a time."""
+    """Number of vocabulary entries for which logits are computed at a time."""
     old_logprobs: str = "trainer"
-    """The old policy's log-probabilities: `trainer` recomputes them with the trained decoder; `sampler` uses the recorded ones."""
+    """Source of the old policy's log-probabilities. `trainer` recomputes them with the trained decoder. `sampler` uses those recorded during sampling."""
     correction: str = "none"
-    """Importance weights: one of `dapo_jax.dapo.importance.CORRECTIONS`."""
+    """Rule for importance weights, one of `dapo_jax.dapo.importance.CORRECTIONS`."""
     importance_range: tuple[float, float] = (0.0, math.inf)
-    """The smallest and the largest weight that is kept; for `truncate` the largest is the cap."""
+    """The smallest and the largest weight that is kept. For `truncate`, the largest weight is the cap."""
     kl_coef: float = 0.0
     offload: bool = False
-    """Keep the optimizer's moments in host memory, and copy them to the device for each update."""
+    """Keep the optimizer moments in host memory, and copy them to the device for each update."""
 
 
 Sums = tuple[nnx.State, Float[Array, ""]]
-"""Sums of gradients and losses over the microbatches so far."""
+"""Running sums of the gradients and the loss over microbatches."""
 
 
 class Updater:
-    """The jitted programs of an update, bound to a decoder, an optimizer and an objective."""
+    """The jitted programs of an update for a decoder, an optimizer and an objective."""
 
     def __init__(
         self,
@@ -127,20 +127,20 @@ class Updater:
         reference: nnx.State | None = None,
         frozen: nnx.State | None = None,
     ) -> None:
-        """Compiles nothing yet.
+        """Prepares the programs. They are compiled when they are first used.
 
         Args:
             graph: structure of the decoder.
             params: trained parameters, or their shapes.
-            optimizer: an optimizer with learning rate 1, such as `make_optimizer` returns; an update multiplies by the step's learning rate.
+            optimizer: an optimizer with learning rate 1, for example from `make_optimizer`. Its result is multiplied by the learning rate of the step.
             mesh: mesh of the update.
-            objective: the loss.
+            objective: the loss function.
             options: other options.
-            reference: parameters of the reference policy; needed if `kl_coef` is above 0.
+            reference: parameters of the reference policy. Required if and only if `kl_coef` is not 0.
             frozen: parameters of the base model, if `params` are adapters.
 
         Raises:
-            ValueError: `reference` and `kl_coef` do not fit together.
+            ValueError: `reference` is missing although `kl_coef` needs it, or is given although `kl_coef` is 0.
         """
         self._graph, self._reference = graph, reference
         self._frozen = nnx.State({}) if frozen is None else frozen
@@ -164,9 +164,9 @@ class Updater:
         self._join = Together(jax.jit(_joined, out_shardings=self._whole))
 
     def prepare(self, state: TrainState, minibatches: Sequence[Sequence[Microbatch]]) -> list[Minibatch]:
-        """Transfers a step's microbatches to the mesh and fills in their old log-probabilities, and the log-probabilities of a reference policy.
+        """Transfers a step's microbatches to the mesh and fills in their old log-probabilities and, if there is a reference policy, its log-probabilities.
 
-        Must be called before the first update of the step, with the weights that sampled. Carried groups were sampled by earlier weights.
+        Must be called before the first update of the step, with the weights that sampled. (Carried groups were sampled with earlier weights.)
         """
         filled = self._placing.put(minibatches)
         if self._options.old_logprobs == "sampler":
@@ -186,22 +186,22 @@ class Updater:
     def update(
         self, state: TrainState, minibatch: Minibatch, *, learning_rate: float, first: bool
     ) -> tuple[TrainState, dict[str, Metric]]:
-        """Makes one optimizer update over a prepared minibatch; `state` is donated.
+        """Runs one optimizer update on a prepared minibatch. `state` is donated.
 
         Args:
             state: parameters and moments.
             minibatch: a minibatch that `prepare` returned.
             learning_rate: learning rate of this step.
-            first: True for the first update of a step, whose old policy is the policy itself.
+            first: True for the first update of a step, in which the old policy is the current policy.
 
         Returns:
-            The new state, or the old one if a value was not finite, and metrics for `to_scalars`. The metrics `nonfinite/*` are 1 where a value was
-            not finite: one per microbatch for log-probabilities, advantages and loss, and one per parameter of `state.params` for the gradient.
+            The new state, or the unchanged state if a value was not finite, and metrics for `to_scalars`. The metrics `nonfinite/*` are 1 where a value
+            was not finite. `nonfinite/gradient` has one entry per parameter of `state.params`, the others have one entry per microbatch.
         """
         rate, is_first = np.float32(learning_rate), np.bool_(first)
         if len(minibatch) == 1:
             return self._update(state, self._frozen, *minibatch, rate, is_first)
-        # One program per shape; the temporary arrays of each are freed before the next.
+        # One program per shape. The temporary arrays of a program are freed before the next program runs.
         sums, measured = self._nothing(state.params), []
         for same_length in minibatch:
             sums, metrics = self._add((state.params, self._frozen), sums, same_length, is_first)
@@ -210,29 +210,29 @@ class Updater:
         return state, {**self._join(*measured), **applied}
 
     def ratios(self, state: TrainState, minibatch: Minibatch, *, first: bool) -> list[Array]:
-        """Returns the ratio pi / pi_old of each token that `update` would use now, [capacity, rows, seq] per stack; 1 if `first`."""
+        """Returns the ratio pi / pi_old of each token that `update` would use now. There is one array [capacity, rows, seq] per stack."""
         if first and self._options.old_logprobs == "trainer":
             return [jnp.ones_like(stack.microbatches.old_logprobs) for stack in minibatch]
         score = partial(self._score, (state.params, self._frozen))
         return [self._ratio(score(stack), stack.microbatches.old_logprobs) for stack in minibatch]
 
     def lower_score(self, params: nnx.State, *, capacity: int, rows: int, row_tokens: int) -> Lowered:
-        """Lowers the program with which `prepare` computes log-probabilities. `params` may be shapes with shardings."""
+        """Lowers the program that `prepare` uses to compute log-probabilities. `params` may be shapes with shardings."""
         return self._score.lower((params, self._frozen), self.stack_structs(capacity, rows, row_tokens))
 
     def programs(
         self, state: TrainState, *, capacity: int, rows: int, lengths: Sequence[int]
     ) -> dict[str, Callable[[], Lowered]]:
-        """Returns the programs that an update runs: name -> function that lowers the program. `state` may be shapes with shardings.
+        """Returns the programs that an update runs, as a dict from the name to a function that lowers the program. `state` may be shapes with shardings.
 
-        `update` is for microbatches of one shape. An update with rows of several `lengths` is a sequence of programs: `update_begin`, one program per
-        length, and `update_apply`. The programs of the longest and the shortest length are `update_add_longest` and `update_add_shortest`.
+        The program `update` handles microbatches of a single shape. With several row `lengths`, an update is a sequence of programs: `update_begin`, one
+        program per length, and `update_apply`. Of the programs per length, only `update_add_longest` and `update_add_shortest` are returned.
 
         Args:
             state: parameters and moments.
-            capacity: capacity of a stack of the longest rows; a stack of the shortest has one microbatch.
-            rows: number of rows of a microbatch.
-            lengths: lengths of rows, the longest first.
+            capacity: capacity of the stack with the longest rows. The stack with the shortest rows has capacity 1.
+            rows: number of rows in a microbatch.
+            lengths: row lengths, longest first.
         """
         whole = self.stack_structs(capacity, rows, lengths[0])
         rate, first = (
@@ -253,7 +253,7 @@ class Updater:
         return made
 
     def sums_structs(self, state: TrainState) -> PyTree:
-        """Returns shapes and shardings of the sums that are kept between the programs of an update with several row lengths."""
+        """Returns the shapes and shardings of the running sums that are passed between the programs of an update with several row lengths."""
         scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=self._whole)
         grads = jax.tree.map(
             lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
@@ -263,7 +263,7 @@ class Updater:
         return grads, scalar
 
     def stack_structs(self, capacity: int, rows: int, row_tokens: int) -> Stack:
-        """Returns shapes and shardings of a stack."""
+        """Returns the shapes and shardings of a stack."""
         count = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole)
         shape = (capacity, rows, row_tokens)
         arrays = jax.tree.map(
@@ -272,7 +272,7 @@ class Updater:
         return Stack(arrays, count)
 
     def _logprobs(self, weights: Weights, microbatch: Microbatch) -> tuple[Array, Array]:
-        """Returns log-probability and entropy [rows, seq] of each token given the tokens before it. The first column has no meaning."""
+        """Returns the log-probability and the entropy [rows, seq] of each token, given the tokens before it. The values in column 0 are meaningless."""
 
         def program(weights: Weights, m: Microbatch) -> tuple[Array, Array]:
             decoder = self._decoder(weights)
@@ -298,7 +298,7 @@ class Updater:
         return nnx.merge(self._graph, trained, frozen)
 
     def _score_program(self, weights: Weights, stack: Stack) -> Float[Array, "capacity rows seq"]:
-        """Computes the log-probabilities of all microbatches of a shape."""
+        """Computes the log-probabilities of all microbatches in a stack."""
 
         def score(i: Array, scores: Array) -> Array:
             return lax.dynamic_update_index_in_dim(scores, self._logprobs(weights, stack.at(i))[0], i, axis=0)
@@ -311,7 +311,7 @@ class Updater:
     def _add_program(
         self, weights: Weights, sums: Sums, stack: Stack, first: Bool[Array, ""]
     ) -> tuple[Sums, dict[str, Metric]]:
-        """Adds all microbatches of a shape in one loop, which reuses the memory of temporary arrays."""
+        """Adds the gradients of all microbatches in a stack to `sums`, in one loop that reuses the memory of temporary arrays."""
         params, frozen = weights
 
         def loss(params: nnx.State, i: Array) -> tuple[Float[Array, ""], dict[str, Metric]]:
@@ -337,7 +337,7 @@ class Updater:
         learning_rate: Float[Array, ""],
         first: Bool[Array, ""],
     ) -> tuple[TrainState, dict[str, Metric]]:
-        """Computes and applies the gradient in one program."""
+        """Computes the gradient of a stack and applies it, in one program."""
         nothing, total = self._nothing_program(state.params)
         start = (lax.with_sharding_constraint(nothing, self._shardings), total)
         sums, metrics = self._add_program((state.params, frozen), start, stack, first)
@@ -364,7 +364,7 @@ class Updater:
                 high=high,
             )
             of_tokens = of_tokens * ratios
-        # If the old log-probabilities are the sampler's, they are compared in the first update only: later updates have newer weights.
+        # If the old log-probabilities are the sampler's, they are compared in the first update only, because later updates have newer weights.
         compared, trainers = (mask, old) if by_trainer else (mask & first, current)
         loss, metrics = self._objective(logprobs, old, microbatch.advantages, mask, weights=of_tokens)
         metrics = {
@@ -374,7 +374,7 @@ class Updater:
             **mismatch_metrics(trainers, microbatch.sampler_logprobs, compared),
         }
         if options.kl_coef:
-            # The KL estimate is a mean over the policy's tokens too, so it needs the same importance weights as the objective.
+            # Like the objective, the KL estimate is an expectation over tokens of the policy, so it needs the same importance weights.
             penalty, kl_metrics = kl_penalty(logprobs, microbatch.ref_logprobs, mask, weights=of_tokens)
             loss, metrics = loss + options.kl_coef * penalty, {**metrics, **kl_metrics}
         scored = (current, old) if by_trainer else (current,)
@@ -384,8 +384,8 @@ class Updater:
             "nonfinite/trainer_logprobs": _not_finite(mask, *scored),
             "nonfinite/loss": ~jnp.isfinite(loss),
         }
-        # Clipping can hide a value that is not finite from the loss, and the loss does not depend on the sampler's log-probabilities
-        # if the old ones are the trainer's. So the loss becomes NaN, and `_apply_program` skips the update.
+        # A non-finite value may not appear in the loss, because clipping can hide it, and because the loss does not depend on the sampler's
+        # log-probabilities if the old ones are the trainer's. So the loss is set to NaN, and `_apply_program` skips the update.
         loss = jnp.where(jnp.stack(list(found.values())).any(), jnp.nan, loss)
         return loss, metrics | {name: Max(bad.astype(jnp.float32)) for name, bad in found.items()}
 
@@ -398,11 +398,11 @@ class Updater:
         squares = [jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(grads)]
         norm = jnp.sqrt(sum(squares))
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
-        with jax.numpy_dtype_promotion("standard"):  # optax raises a float to the power of an integer
+        with jax.numpy_dtype_promotion("standard"):  # optax computes a float to the power of an integer
             changes, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
         params = jax.tree.map(lambda leaf, change: leaf + learning_rate * change, state.params, changes)
         new = TrainState(params, opt_state)
-        # An update that is not finite changes neither weights nor moments.
+        # A non-finite update changes neither weights nor moments.
         kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
         one = jnp.ones((), jnp.float32)
         return kept, {
@@ -414,7 +414,7 @@ class Updater:
 
 
 def _joined(*measured: dict[str, Metric]) -> dict[str, Metric]:
-    """Joins the values of all stacks, for each metric."""
+    """Concatenates the values of all stacks, for each metric."""
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *measured)
 
 
@@ -425,10 +425,10 @@ def _ratio(logprobs: Array, old_logprobs: Array) -> Array:
 def mismatch_metrics(
     trainer: Float[Array, "rows seq"], sampler: Float[Array, "rows seq"], mask: Bool[Array, "rows seq"]
 ) -> dict[str, Metric]:
-    """Returns the metrics `sync/*`: the difference between the trainer's and the sampler's log-probabilities, in nats, where the mask is True.
+    """Returns the metrics `sync/*`, which measure the difference between the trainer's and the sampler's log-probabilities in nats where the mask is True.
 
-    Before a step's first update both are under the weights that sampled. They then differ by rounding alone, unless the sampler has other weights,
-    kernels or dtypes.
+    Before the first update of a step, the trainer has the weights that sampled. The log-probabilities then differ only by rounding, unless trainer and
+    sampler have different weights, kernels or dtypes.
     """
     delta = jnp.where(mask, trainer - sampler, 0.0)
     return {
@@ -439,11 +439,11 @@ def mismatch_metrics(
 
 
 def _not_finite(mask: Array, *values: Array) -> Bool[Array, ""]:
-    """Returns whether a value is not finite where the mask is True."""
+    """Returns whether any value is not finite where the mask is True."""
     return (mask & ~jnp.stack([jnp.isfinite(array) for array in values]).all(axis=0)).any()
 
 
 def _blank(metric: Metric, count: int) -> Metric:
-    """Returns `count` neutral metrics of the same shape."""
+    """Returns `count` neutral elements of a metric: -inf for a maximum, 0 for a mean."""
     nothing = -jnp.inf if isinstance(metric, Max) else 0.0
     return jax.tree.map(lambda leaf: jnp.full((count, *leaf.shape), nothing, leaf.dtype), metric)

@@ -37,7 +37,7 @@ def test_a_healthy_configuration_ends_with_0(file, capsys):
     out = capsys.readouterr().out
     assert out.splitlines()[0].split() == ["check", "┃", "state", "┃", "result"]
     assert "prompt 0, 3 tokens, answer '2':" in out
-    assert "No check keeps this configuration from training here" in out.splitlines()[-1]
+    assert "This configuration passed all checks" in out.splitlines()[-1]
 
 
 def test_a_failure_ends_with_1_and_its_name(file, capsys):
@@ -52,7 +52,7 @@ def test_without_a_configuration_the_machine_alone_is_examined(capsys):
     out = capsys.readouterr().out
     assert "host memory" in out
     assert "model" not in out
-    assert "keeps this machine from training here" in out
+    assert "This machine passed all checks" in out
 
 
 @pytest.mark.parametrize(

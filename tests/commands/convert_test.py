@@ -108,7 +108,7 @@ def test_nothing_is_overwritten(gguf_file, tmp_path):
     [
         ("nowhere", "float32", "nowhere is neither a run nor a model: there is no such folder"),
         ("nowhere.gguf", "float32", r"nowhere\.gguf: cannot read nowhere\.gguf"),
-        ("shipped:none", "float32", "no model 'none' is shipped; these are: quickstart"),
+        ("shipped:none", "float32", "no shipped model 'none'; available: quickstart"),
         ("preset:tyni", "float32", "nearest is 'tiny'"),
         ("shipped:quickstart", "int8", "dtype: found 'int8', needs float32 or bfloat16"),
     ],
@@ -127,7 +127,7 @@ def test_a_damaged_source_leaves_no_target(gguf_file, tmp_path):
 
 
 def test_a_gguf_file_cannot_be_trained_directly(gguf_file):
-    with pytest.raises(ConfigError, match="`dapo-jax convert FILE FOLDER` makes one of it"):
+    with pytest.raises(ConfigError, match="convert it with `dapo-jax convert FILE FOLDER`"):
         load_policy(ModelConfig(source=str(gguf_file)))
 
 

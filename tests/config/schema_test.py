@@ -117,6 +117,8 @@ loss.importance_cap=0.5 -> loss.importance_cap: found 0.5; 1 or more, or null
 optimizer.learning_rate=0 -> optimizer.learning_rate: found 0; more than 0
 sampling.temperature=1e-9 -> sampling.temperature; 0.001 to 1000
 eval.temperature=1e-9 -> eval.temperature; 0 (greedy), or 0.001 to 1000
+environment.max_turns=3 -> environment.max_turns: found 3; environment.source
+lora.alpha=16 -> lora.alpha: found 16.0; lora.rank
 eval.top_k=2147483648 -> eval.top_k; 1 to 2**31 - 1
 eval.top_p=0 -> eval.top_p; more than 0 and at most 1
 guard.on_mismatch=stop -> guard.max_mismatch_kl: found null; guard.on_mismatch = 'stop'; 0.01

@@ -269,7 +269,7 @@ def test_remaining_examples_are_packed_into_shorter_rows():
     [
         (
             {"rows_per_microbatch": 12, "spread": 8},
-            r"rows_per_microbatch=12 .* 8 groups of devices .*; 16 is",
+            r"rows_per_microbatch=12 .* 8 device groups .* 16",
         ),
         (
             {"rows_per_microbatch": 1},

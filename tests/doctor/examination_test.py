@@ -163,7 +163,7 @@ def test_an_environment_is_examined_instead_of_a_grader(examined, tmp_path):
     found = examined(environment__source="guess")
     assert "guess" in found["grader"].message
     assert "8 first turns" in found["grade"].message
-    assert re.search(r"to '.+' and the turn '.*' with ('[<>]'|the end)$", found["grade"].message)
+    assert re.search(r"the turn '.*' after '.+' with ('[<>]'|the end)$", found["grade"].message)
     place = tmp_path / "failing.py"
     place.write_text(ENVIRONMENT)
     found = examined(environment__source=f"{place}:Failing")["grade"]
@@ -195,7 +195,7 @@ def test_with_scores_answers_must_score_more_than_an_empty_response(
 def test_only_wrong_responses_are_a_warning(examined, graders):
     """A model with random weights writes no right sum, in responses as long as the run's."""
     found = examined(reward__grader=f"{graders}:tagged", right="::{answer}::")["grade"]
-    assert (found.state, found.message.partition(",")[0]) == ("warning", "0 of 8 are right")
+    assert (found.state, found.message.partition(",")[0]) == ("warning", "0 of 8 are correct")
     assert "dapo-jax sft" in found.remedy
     found = examined(dynamic_sampling__metric="score", reward__grader=f"{graders}:long")["grade"]
     assert found.state == "ok"

@@ -58,7 +58,7 @@ def test_all_stop_and_the_first_writes_the_skipped_updates(written):
     assert [status for status, _ in done] == [1, 1], done
     message = "dapo-jax train: 4 updates in a row were skipped up to step 2"
     assert [output.count(message) for _, output in done] == [1, 0]
-    assert "the last good checkpoint is that of step 2" in done[0][1]
+    assert "the last good checkpoint is from step 2" in done[0][1]
     lines = read_metrics(run / "metrics.jsonl")
     assert [line.get("update/skipped_frac") for line in lines] == [None, 1.0, 1.0]
     kept = sorted((run / "post_mortem").iterdir())

@@ -21,6 +21,7 @@ from dapo_jax.rollout.response_sampler import ResponseSampler
 from dapo_jax.run.guard import GuardError
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.rollout_log import read_post_mortem
+from dapo_jax.training.minibatch import with_array
 from dapo_jax.training.update import Updater
 from tests.docs.blocks import ROOT, blocks
 
@@ -53,7 +54,7 @@ def poison(monkeypatch):
                 array = np.array(getattr(stack.microbatches, name))
                 array[tuple(np.argwhere(np.asarray(stack.microbatches.mask))[-1])] = np.nan
                 placed = jax.device_put(array, getattr(stack.microbatches, name).sharding)
-                prepared[update - 1] = (stack.with_arrays(**{name: placed}),)
+                prepared[update - 1] = with_array((stack,), name, lambda _: placed)
             return prepared
 
         monkeypatch.setattr(Updater, "prepare", prepare)
@@ -157,9 +158,9 @@ def test_a_loss_that_is_never_finite_stops_the_run_which_resumes_from_the_last_g
     for words in (
         "4 updates in a row were skipped up to step 2",
         "update 2 of 2 was skipped: not finite: loss, gradient (",
-        "post_mortem/step_000002_update_2 has the batch",
+        "post_mortem/step_000002_update_2",
         # It has the weights before the skipped updates.
-        f"the last good checkpoint is that of step 2 in {config.run_dir}/checkpoints: --resume continues from it",
+        f"the last good checkpoint is from step 2 in {config.run_dir}/checkpoints: --resume continues from it",
     ):
         assert words in message
     assert [line["update/skipped_frac"] for line in steps_of(config)] == [1.0, 1.0]
@@ -185,7 +186,7 @@ def test_weights_that_are_not_finite_are_named_before_anything_is_sampled(model,
     def never(sample):
         raise AssertionError("a response was sampled")
 
-    with pytest.raises(ConfigError, match=r"model\.source=.*bad.*: model\.embed_tokens\.weight holds NaN"):
+    with pytest.raises(ConfigError, match=r"model\.source=.*bad.*: model\.embed_tokens\.weight contains NaN"):
         run_micro(config, reward=never)
 
 
@@ -290,4 +291,4 @@ def test_log_probabilities_that_differ_from_the_trainers_warn_once_or_stop_the_r
     metrics = run_micro(config, progress=shown.progress(config)).metrics
     kl = math.exp(OFF) - 1 - OFF
     assert [line["sync/sampler_trainer_kl"] for line in metrics] == pytest.approx([kl, kl], rel=1e-3)
-    assert shown.text().count("is 0.149 nats a token, over guard.max_mismatch_kl=0.1") == 1
+    assert shown.text().count("is 0.149 nats per token, over guard.max_mismatch_kl=0.1") == 1

@@ -85,7 +85,7 @@ def test_the_page_of_pods_works_word_by_word(laptop):
         if block is look:
             assert "step 1 of start 1" in done.stdout
     for run in runs:
-        assert "was deleted, so the run is over; it can be resumed" in run.communicate(timeout=60)[1]
+        assert "dapo-32b was deleted" in run.communicate(timeout=60)[1]
 
     laptop.scenario()
     for block in (*commands(STARTS[1]), *commands(STARTS[2])):

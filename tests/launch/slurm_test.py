@@ -111,7 +111,7 @@ def test_a_stop_is_passed_to_the_step_and_the_job_is_requeued(laptop, number):
         assert order == [["--signal=TERM", "71"], ["requeue", "71"]]
     finally:
         subprocess.run(["kill", "--", f"-{job.pid}"], check=False)
-        assert "told to stop; requeued" in job.communicate()[1]
+        assert "signalled to stop; requeued" in job.communicate()[1]
 
 
 def test_a_dry_run_prints_the_step(laptop):
@@ -128,10 +128,10 @@ def test_a_dry_run_prints_the_step(laptop):
 @pytest.mark.parametrize(
     ("words", "environment", "message"),
     [
-        (RUN, {}, "not in a job; submit it"),
+        (RUN, {}, "not in a job"),
         (("run_dir=runs/x",), JOB, "CONFIG is missing"),
         (("gone.yaml",), JOB, "gone.yaml does not exist"),
-        ((*RUN, "--nodes=2"), JOB, "--nodes=2 is no option of it"),
+        ((*RUN, "--nodes=2"), JOB, "--nodes=2 is not an option"),
         (RUN, {"SLURM_JOB_ID": "71"}, "ask for GPUs"),
         (RUN, JOB | {"PATH": "/usr/bin:/bin"}, "dapo-jax is not on PATH"),
     ],

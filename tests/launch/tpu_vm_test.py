@@ -73,7 +73,7 @@ def test_a_failure_is_resumed_on_the_same_tpu_until_restarts_are_used_up(laptop)
     again = ["describe", "describe", "describe", *COPIED, *once]
     assert laptop.verbs() == [*CREATED, *COPIED, *once, *again, "describe"]
     assert [words[-1] for words in programs(laptop)] == [RUN[-1], "--resume"]
-    assert "2 failures, over --restarts=1" in done.stderr
+    assert "2 failures, more than --restarts=1" in done.stderr
 
 
 def test_a_stop_is_no_failure_and_a_broken_connection_does_not_touch_the_run(laptop):
@@ -196,7 +196,7 @@ def test_a_second_run_is_not_started_over_an_active_one(laptop):
 
     assert worker("start", *RUN).returncode == 0
     assert worker("start", *RUN, "--resume").returncode == 0
-    assert "nothing is installed over it" in worker("setup", "gcs").stdout
+    assert "nothing is installed" in worker("setup", "gcs").stdout
     other = worker("start", "other.yaml")
     assert other.returncode == 2
     assert "another run is under way on this TPU: configs/quickstart.yaml" in other.stderr

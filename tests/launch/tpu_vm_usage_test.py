@@ -41,11 +41,11 @@ def test_each_generation_has_its_image(laptop, typed, named, image):
         (["--file=no.txt"], "no.txt"),
         (["--type=v6e-63"], "v6e has 1, 4, 8, 16, 32, 64, 128 or 256 chips"),
         # v5p-256 has 128 chips, and each is a device.
-        (["parallel.fsdp=256"], "make a mesh of 256 devices, and --type=v5p-256 has 128"),
-        (["parallel.tensor=3"], "make a mesh of a multiple of 3 devices, and --type=v5p-256 has 128"),
-        (["log.wandb=true"], "WANDB_API_KEY, which the workers would get, is not set here"),
+        (["parallel.fsdp=256"], "need 256 devices, but --type=v5p-256 has 128"),
+        (["parallel.tensor=3"], "need a multiple of 3 devices, but --type=v5p-256 has 128"),
+        (["log.wandb=true"], "log.wandb=true needs WANDB_API_KEY"),
         (["log.wandb=true", "--extras=gcs,tpu"], "needs the extra wandb on the workers"),
-        (["log.wandb=true", "--dry-run"], "WANDB_API_KEY, which the workers would get, is not set here"),
+        (["log.wandb=true", "--dry-run"], "log.wandb=true needs WANDB_API_KEY"),
     ],
 )
 def test_errors_end_the_command_before_anything_is_paid_for(laptop, words, message):
@@ -74,9 +74,9 @@ def test_slices_meshes_and_trackers_that_fit_are_accepted(laptop, words, dry):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "COMMAND= is none of train"),
+        ([], "COMMAND= must be one of train"),
         (["train", *POD, "run_dir=gs://b/x"], "CONFIG is missing"),
-        (["down", *POD, "configs/quickstart.yaml"], "down takes no configs/quickstart.yaml"),
+        (["down", *POD, "configs/quickstart.yaml"], "down does not accept configs/quickstart.yaml"),
         (["status", "--name=pod"], "--zone is needed"),
         (["status", "--name"], "--name needs a value"),
     ],

@@ -1,4 +1,4 @@
-"""Adapter folders: read and written as in PEFT; settings that are not covered are refused by name."""
+"""Adapter folders: read and written as in PEFT; unsupported settings raise errors that name the key."""
 
 import json
 import re
@@ -134,7 +134,7 @@ def edit(folder, **changes):
 )
 def test_settings_that_are_not_covered_are_refused_by_key(key, value, adapter):
     edit(adapter, **{key: value})
-    with pytest.raises(ValueError, match=rf"adapter_config\.json: {key}=.* is not covered"):
+    with pytest.raises(ValueError, match=rf"adapter_config\.json: {key}="):
         read_adapter(adapter)
 
 
@@ -157,7 +157,7 @@ def test_tensors_of_other_matrices_are_refused_by_name(adapter):
     tensors = load_file(adapter / "adapter_model.safetensors")
     name = "base_model.model.lm_head.lora_A.weight"
     save_file({**tensors, name: np.zeros((2, 32), np.float32)}, adapter / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match=rf"has '{name}'; .* q_proj"):
+    with pytest.raises(ValueError, match=rf"{name}.* q_proj"):
         read_adapter(adapter)
 
 
@@ -212,8 +212,8 @@ def test_targets_name_matrices(targets, expected):
     [
         ({"rank": 0}, "rank 0"),
         ({"alpha": 0.0}, "alpha 0.0"),
-        ({"targets": ["lm_head"]}, "'lm_head'.* there are all, attention, mlp, q_proj"),
-        ({"targets": []}, "there are all, attention"),
+        ({"targets": ["lm_head"]}, "'lm_head'.* all, attention, mlp, q_proj"),
+        ({"targets": []}, ": all, attention"),
     ],
 )
 def test_impossible_shapes_are_refused(how, words):
@@ -251,8 +251,8 @@ def test_an_adapter_that_is_not_finite_is_neither_sampled_from_nor_merged(matrix
     name = next(name for name in tensors if matrix in name)
     tensors[name][0, 0] = value
     save_file(tensors, on_a_base / "adapter_model.safetensors")
-    with pytest.raises(ConfigError, match=rf"adapter_model\.safetensors: {re.escape(name)} holds NaN"):
+    with pytest.raises(ConfigError, match=rf"adapter_model\.safetensors: {re.escape(name)} contains NaN"):
         load_policy(ModelConfig(source=str(on_a_base)))
-    with pytest.raises(ConfigError, match=rf"{re.escape(name)} holds NaN or infinity"):
+    with pytest.raises(ConfigError, match=rf"{re.escape(name)} contains NaN or infinity"):
         convert(str(on_a_base), str(tmp_path / "out"), merge=True)
     assert not (tmp_path / "out").exists()

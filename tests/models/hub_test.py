@@ -104,10 +104,10 @@ def test_a_cached_model_is_found_offline_and_without_a_request(tmp_path):
     ("how", "words"),
     [
         ({"name": "org/nothing"}, ["the hub has no repository org/nothing", "HF_TOKEN"]),
-        ({"name": "gated/model"}, ["gated/model is gated", "accept its terms", "HF_TOKEN"]),
-        ({"revision": "v9"}, ["has no revision 'v9'", "name a branch"]),
+        ({"name": "gated/model"}, ["gated/model is a gated model", "accept its terms", "HF_TOKEN"]),
+        ({"revision": "v9"}, ["has no revision 'v9'", "use a branch"]),
         ({"name": "org/pickled"}, ["org/pickled has no safetensors", "pickles"]),
-        ({"name": "a/b/c"}, ["is not a name of a repository", "hf:ORG/NAME"]),
+        ({"name": "a/b/c"}, ["is not a valid repository name", "hf:ORG/NAME"]),
         (
             {"HF_HUB_OFFLINE": "1"},
             ["HF_HUB_OFFLINE is set", "org/model is not", "the cache", "unset it"],

@@ -250,7 +250,7 @@ def test_a_process_that_fails_ends_the_run_which_can_be_resumed(how, settings, a
         assert "(process 1)" in done[0][1]
     if fault == signal.SIGTERM:
         assert [status for status, _ in done] == [STOPPED, STOPPED], done
-        assert "stopped by SIGTERM (process 1); the last good checkpoint is that of step" in done[0][1]
+        assert "stopped by SIGTERM (process 1); the last good checkpoint is from step" in done[0][1]
     saved = read_metrics(metrics)[-1]["step"]
     assert saved >= 1
     if saves:

@@ -56,7 +56,7 @@ def test_without_dynamic_sampling_a_step_trains_on_its_two_flat_groups(micro, ru
                 "rollout/trained_accuracy": 1.0, "rollout/waves": 1, "rollout/surplus_groups": 0}  # fmt: skip
     assert {name: line[name] for name in expected} == expected
     on = micro(steps=1, dynamic_sampling__max_waves=2)
-    with pytest.raises(ShortfallError, match="of 6 groups 6 were all correct, 0 all wrong"):
+    with pytest.raises(ShortfallError, match="of 6 groups, 6 were all correct, 0 all wrong"):
         run_micro(on, reward=lambda sample: True)
 
 

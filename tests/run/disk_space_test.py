@@ -85,4 +85,6 @@ def test_the_remedy_suffices(monkeypatch, tmp_path):
     free(monkeypatch, 36 * mib)
     assert room_for(places).state == "warning"
     free(monkeypatch, 60 * mib)
-    assert room_for(places).remedy.startswith("1.0 GiB to spare is advised: free 1,000 MiB, or set run_dir")
+    assert room_for(places).remedy.startswith(
+        "1.0 GiB of spare room is recommended: free 1,000 MiB more, or set run_dir"
+    )

@@ -179,4 +179,4 @@ def test_after_two_failed_saves_the_last_good_checkpoint_is_named(micro, run_mic
         run_micro(config)
     assert saved(config) == ["1"]
     assert_named(caught, config, 1)
-    assert "saving step 2 was tried" in caught.value.__notes__[0]
+    assert "attempt to save step 2" in caught.value.__notes__[0]

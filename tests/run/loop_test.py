@@ -162,7 +162,7 @@ def test_a_finished_run_has_nothing_left_to_do():
 
 def test_a_shortfall_is_reported_and_raised_before_any_update():
     script = Script(mixed=lambda ordinal: False)
-    with pytest.raises(ShortfallError, match="of 12 groups 12 were all correct"):
+    with pytest.raises(ShortfallError, match="of 12 groups, 12 were all correct"):
         script.run(steps=1)
     assert not [event for event in script.seen if event[0] in ("prepare", "update")]
     assert script.hooks[-1] == ("on_shortfall", "dynamic sampling")

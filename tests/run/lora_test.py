@@ -246,7 +246,7 @@ def test_another_base_or_rank_is_refused(adapted, adapting, run_micro, rows, mod
         )
     text = (folder / "config.yaml").read_text().replace(model, str(base))
     (folder / "config.yaml").write_text(text)
-    changed = r"model\.safetensors is not the one that the run began with"
+    changed = r"model\.safetensors has changed since the run began"
     with pytest.raises(ConfigError, match=changed):
         find_policy(str(folder))
     with pytest.raises(ConfigError, match=changed):

@@ -53,7 +53,7 @@ def test_over_long_prompts_are_left_out_and_counted(sums):
 
 
 def test_the_template_counts_towards_the_length(sums):
-    with pytest.raises(ConfigError, match=r"all of its 20 prompts are longer .*=16, .* 23 tokens"):
+    with pytest.raises(ConfigError, match=r"all 20 prompts are longer .*=16; .* 23 tokens"):
         training_prompts(one(sums, "sums", prompt_template="x" * 20 + "{prompt}"), TOKENIZER, seed=0)
 
 

@@ -73,7 +73,7 @@ def test_all_that_a_run_writes_may_be_removed(finished):
 
 def test_resume_of_a_misspelt_run_does_not_start_over(make_run, tmp_path):
     run = make_run("quickstart")
-    with pytest.raises(ConfigError, match=rf"no run to resume, but one in {run}"):
+    with pytest.raises(ConfigError, match=rf"no run to resume, but there is a run in {run}"):
         check(tmp_path / "quikstart", resume=True)
 
 

@@ -92,10 +92,10 @@ def test_a_run_says_how_large_a_cache_it_chose(sampler):
     tokens, 9 pages."""
     [large] = sampler(1 << 30).notes
     assert large.startswith(
-        "the key/value cache holds all 8 responses of up to 64 tokens; 0.90 of a device's 1.00 GiB were left for it"
+        "the KV cache has room for all 8 responses of up to 64 tokens; 0.90 of a device's 1.00 GiB were available for it"
     )
     [small] = sampler(6_000_000).notes
-    assert "holds 144 tokens where all 8 responses may have 512" in small
+    assert "room for 144 tokens, but all 8 responses may have 512" in small
     assert "sampling.cache_tokens" in small
     assert sampler(None).notes == sampler(1 << 30, cache_tokens=256).notes == []
 

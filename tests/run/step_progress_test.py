@@ -64,12 +64,12 @@ def test_a_wave_shows_its_prompts_and_its_mixed_and_wrong_groups():
     """The second wave is opened when the first has one mixed group of the two that are needed."""
     shown, _ = sampled([MIXED, WRONG, RIGHT, WRONG, MIXED, MIXED])
     assert shown.waves == [
-        "wave 1  prompts 1/3  mixed 1  all right 0  all wrong 0",
-        "wave 1  prompts 2/3  mixed 1  all right 0  all wrong 1",
-        "wave 1  prompts 3/3  mixed 1  all right 1  all wrong 1",
-        "wave 2  prompts 4/6  mixed 1  all right 1  all wrong 2",
-        "wave 2  prompts 5/6  mixed 2  all right 1  all wrong 2",
-        "wave 2  prompts 6/6  mixed 3  all right 1  all wrong 2",
+        "wave 1  prompts 1/3  mixed 1  all correct 0  all wrong 0",
+        "wave 1  prompts 2/3  mixed 1  all correct 0  all wrong 1",
+        "wave 1  prompts 3/3  mixed 1  all correct 1  all wrong 1",
+        "wave 2  prompts 4/6  mixed 1  all correct 1  all wrong 2",
+        "wave 2  prompts 5/6  mixed 2  all correct 1  all wrong 2",
+        "wave 2  prompts 6/6  mixed 3  all correct 1  all wrong 2",
     ]
     assert shown.messages == []
 
@@ -97,7 +97,7 @@ def test_one_right_response_in_a_wave_is_something_to_learn_from():
 
 def test_a_step_without_dynamic_sampling_is_one_wave():
     shown, _ = sampled([WRONG] * 2, enabled=False)
-    assert shown.waves[-1] == "prompts 2/2  mixed 0  all right 0  all wrong 2"
+    assert shown.waves[-1] == "prompts 2/2  mixed 0  all correct 0  all wrong 2"
     assert len(shown.messages) == 1
 
 
@@ -107,7 +107,7 @@ def scores(*values):
 
 def test_numbers_of_0_and_less_are_told_the_key_after_one_wave():
     [said] = sampled([scores(-1.0, -0.5)] * 6)[0].messages
-    assert "every response in 3 groups counts as wrong, since only a score above 0 is right" in said
+    assert "every response in 3 groups counts as wrong, because only a score above 0 is correct" in said
     assert "the scores differ in 3" in said
     assert "dynamic_sampling.metric=score" in said
     assert "score -1" in said
@@ -118,7 +118,7 @@ def test_where_scores_count_a_wave_speaks_of_scores():
     assert shown.waves == [f"wave 1  prompts {n}/3  scores differ in {n}" for n in (1, 2, 3)]
     assert shown.messages == []
     [said] = sampled([scores(0.25, 0.25)] * 6, metric="score")[0].messages
-    assert "in none of the 3 groups so far do the scores differ" in said
+    assert "the scores differ in none of the 3 groups so far" in said
     assert "score 0.25" in said
     assert not any(word in said for word in ("wrong", "right", "correct", "grader"))
 
@@ -132,7 +132,7 @@ def test_the_first_response_without_a_verdict_is_said_once():
     for metric, counts in (("correct", "wrong"), ("score", "the worst of its group")):
         shown, _ = sampled([mixed, lost, lost], [lost, mixed, mixed], metric=metric)
         assert [said for said in shown.messages if "verdict" in said] == [
-            f"step 1: a response to prompt 1 got no verdict (no verdict within 1 s) and counts as {counts}; reward/lost counts further ones"
+            f"step 1: a response to prompt 1 got no verdict (no verdict within 1 s) and counts as {counts}; the metric reward/lost counts all such responses"
         ]
 
 

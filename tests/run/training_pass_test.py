@@ -70,9 +70,9 @@ def test_default_rows_are_rounded_up_to_a_multiple_that_can_be_split():
 
 def test_configured_rows_that_cannot_be_split_are_refused():
     asked = BatchConfig(row_tokens=1030)
-    with pytest.raises(ConfigError, match=r"row_tokens=1030 .* = 8, .*; 1032 is"):
+    with pytest.raises(ConfigError, match=r"row_tokens=1030 .* = 8, .* 1032"):
         training_pass(BF16, asked, chips(context=2, tensor=4), row_tokens=1030)
-    with pytest.raises(ConfigError, match=r"x 128 \(model.attention=splash\) = 512, .*; 1536 is"):
+    with pytest.raises(ConfigError, match=r"x 128 \(model.attention=splash\) = 512, .* 1536"):
         training_pass(BF16, asked, chips(tensor=4), row_tokens=1030, platform="tpu")
 
 
@@ -85,7 +85,7 @@ def test_cudnn_takes_no_split_rows():
 @pytest.mark.parametrize(("attention", "needed"), [("splash", "tpu"), ("cudnn", "gpu")])
 def test_a_kernel_is_refused_where_its_chip_is_not(attention, needed):
     model = replace(BF16, attention=attention)
-    with pytest.raises(ConfigError, match=f"attention={attention} .* {needed}; .* of kind cpu"):
+    with pytest.raises(ConfigError, match=f"attention={attention} .* {needed}, .* cpu"):
         passed(chips(), model, packing=False)
     found = passed(chips(), model, platform=needed, packing=False, row_tokens=1024)
     assert found.layout.attention == attention

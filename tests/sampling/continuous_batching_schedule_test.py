@@ -3,7 +3,7 @@
 import heapq
 import itertools
 import weakref
-from collections import Counter
+from collections import Counter, deque
 
 import jax
 import numpy as np
@@ -13,6 +13,8 @@ from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.pages import PageSizes
+from dapo_jax.sampling.requests import Request
+from dapo_jax.sampling.slots import Slots
 from dapo_jax.testing import ScriptedEngine
 
 EOS, LIMIT = 1, 40
@@ -203,6 +205,22 @@ def test_few_responses_are_preempted_when_pages_run_out():
     """32 prompts of 8 responses: those that start leave the others pages to grow. Without spare pages there are 195 re-prefills, with them 70."""
     started = Counter(short_of_pages(share=0.12).inserted)
     assert 0 < sum(started.values()) - 256 < 100
+
+
+def test_a_preempted_response_goes_to_the_head_of_the_line():
+    """Five pages of 4 tokens. Two responses have two pages each for 6 tokens, and both need a third; the older one gets it."""
+    pages = PageSizes(holders=2, pools=1, pool_pages=5, page_tokens=4, capacity=16)
+    engine = ScriptedEngine(
+        lambda *_: [2] * 20, slots=2, capacity=16, steps_per_call=4, stop_ids=[EOS], page_sizes=pages
+    )
+    slots, waiting = Slots(engine), deque([Request(prompt(2), 0, limit=10)])
+    older, younger = (Request(prompt(ordinal), 0, limit=10) for ordinal in range(2))
+    for request in (older, younger):
+        assert slots.take(request, waiting) is not None
+        request.append(np.full(4, 2, np.int32), np.zeros(4, np.float32))
+    slots.make_room(waiting)
+    assert [request.prompt.ordinal for request in waiting] == [1, 2]
+    assert [owner and owner.prompt.ordinal for owner in slots.owners] == [0, None]
 
 
 class PrefillsSlowly(ScriptedEngine):
