@@ -1,11 +1,11 @@
-"""One run at a time in a folder: only the holder of the folder's lock writes there. The lock is advisory.
+"""Allows only one run at a time in a folder: only the holder of the folder's lock writes there. The lock is advisory.
 
-In a local folder the lock is `flock` on the file `.lock`, which the system releases when the process ends. The holder checks
-before it writes that the file still has its name: after a removal or a rename another run could lock a new file.
+In a local folder, the lock is `flock` on the file `.lock`. The operating system releases it when the process ends. If the file was
+removed or renamed, another run could lock a new file. So the holder checks that the file still exists before it writes.
 
-In a bucket the lock is a lease: an object `.lock` that a thread renews every `RENEW_S`. It expires when it was not renewed for
-`LEASE_S` by the storage's clock. Each write names the generation that it replaces, so only one of two runs takes over an expired
-lease, and a holder that was stopped for too long finds that it has lost it.
+In a bucket, the lock is a lease: an object `.lock` that a thread renews every `RENEW_S` seconds. It expires if it is not renewed for
+`LEASE_S` seconds on the storage's clock. Each write specifies the generation that it replaces. Therefore only one of two runs can take
+over an expired lease, and a holder that was suspended for too long detects that it has lost the lease.
 """
 
 import errno
@@ -28,57 +28,57 @@ from typing import Any
 from dapo_jax.storage import SCHEME, AnyPath, in_bucket
 
 NAME = ".lock"
-"""The name of the file or object in the folder."""
+"""Name of the lock file or object in the folder."""
 
 LEASE_S = 60.0
-"""Seconds after which a lease in a bucket expires without a renewal; a run waits that long after another was killed."""
+"""Seconds without a renewal after which a lease in a bucket expires. After a run is killed, the next run waits this long."""
 
 RENEW_S = 15.0
-"""Seconds between two renewals by the holder."""
+"""Seconds between renewals by the holder."""
 
 _LOOK_S = 1.0
 _CLOCKS_S = 240.0
-"""Seconds by which the clocks of this machine and of the storage may differ."""
+"""Maximum assumed difference, in seconds, between the clocks of this machine and the storage."""
 _LEAVES = "This run ends and writes nothing more there"
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class LockedError(RuntimeError):
-    """The lock cannot be taken; the message names the holder or the obstacle."""
+    """The lock cannot be acquired. The message contains the holder or the reason."""
 
 
 class LockLostError(RuntimeError):
-    """Another run may own the folder by now. Nothing may be written there any more."""
+    """Another run may hold the lock now. This run must not write to the folder any more."""
 
 
 Lost = Callable[[int, str], Any]
-"""Called with an exit status and a message, in the thread that finds that a lease was lost; ends the run."""
+"""Ends the run after a lease was lost. Called with an exit status and a message, in the thread that detects the loss."""
 
 
 def take(folder: AnyPath, *, lost: Lost) -> "Lock":
-    """Takes the lock of `folder`, which is made if necessary. Use the lock as a context manager.
+    """Acquires the lock of `folder`, which is created if necessary. Use the lock as a context manager.
 
-    While another process holds a lease in a bucket, this waits until it is renewed or has expired.
+    If another process holds a lease in a bucket, this waits until the lease is renewed or has expired.
 
     Raises:
-        LockedError: another process has it, or the folder cannot be written.
+        LockedError: another process holds the lock, or the folder is not writable.
         OSError: the disk is full or broken.
     """
     return _Lease(folder, lost) if in_bucket(folder) else _FileLock(Path(folder))
 
 
 def check_free(folder: Path) -> None:
-    """Refuses a local folder in which a run is at work. Writes nothing.
+    """Raises if a run is active in a local folder. Writes nothing.
 
     Raises:
-        LockedError: names the process.
+        LockedError: a run is active. The message contains its process.
     """
     if is_held(folder):
         raise _taken_by((folder / NAME).read_bytes())
 
 
 def is_held(folder: AnyPath) -> bool | None:
-    """Returns whether a run is at work in the folder; None if unknown, as for a copy from another machine. Writes nothing."""
+    """Returns whether a run is active in the folder, or None if unknown, for example in a copy from another machine. Writes nothing."""
     file = folder / NAME
     try:
         if not isinstance(file, Path):
@@ -91,23 +91,23 @@ def is_held(folder: AnyPath) -> bool | None:
         return True
     except FileNotFoundError:
         return False if in_bucket(folder) else None
-    except (OSError, ValueError):  # the file system has no locks, or the file was cut short
+    except (OSError, ValueError):  # the file system has no locks, or the file is incomplete
         return None
 
 
 class Lock(ABC):
-    """A lock that this process holds. Its forked children do not hold it."""
+    """A lock that this process holds. Forked child processes do not hold it."""
 
     note = ""
-    """A remark for the user about how it was taken; may be empty."""
+    """A remark for the user about how the lock was acquired. May be empty."""
 
     @abstractmethod
     def check(self) -> None:
-        """Raises LockLostError if it was lost; called before writing anything that another run could also have written."""
+        """Raises LockLostError if the lock was lost. Must be called before writing a file that another run might also write."""
 
     @abstractmethod
     def release(self) -> None:
-        """Releases it; a second call does nothing."""
+        """Releases the lock. A second call has no effect."""
 
     def __enter__(self) -> "Lock":
         return self
@@ -118,7 +118,7 @@ class Lock(ABC):
 
 class _FileLock(Lock):
     def __init__(self, folder: Path) -> None:
-        self._path = folder.absolute() / NAME  # the working folder may change
+        self._path = folder.absolute() / NAME  # the current folder may change
         self._made, self._file = not os.path.exists(folder), -1
         try:
             while not self._locked():  # the file was removed between opening and locking it
@@ -128,7 +128,7 @@ class _FileLock(Lock):
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
                 raise
             raise LockedError(
-                f"{self._path} cannot be written ({error.strerror}): choose a folder that can be"
+                f"{self._path} cannot be written ({error.strerror}): choose a writable folder"
             ) from error
         os.register_at_fork(after_in_child=self._close)
 
@@ -139,7 +139,7 @@ class _FileLock(Lock):
         try:
             try:
                 fcntl.flock(self._file, exclusive)
-            except BlockingIOError:  # `is_held` of another process may have the lock for an instant
+            except BlockingIOError:  # `is_held` in another process may hold the lock briefly
                 time.sleep(0.1)
                 fcntl.flock(self._file, exclusive)
         except BlockingIOError:
@@ -149,7 +149,7 @@ class _FileLock(Lock):
         except OSError as error:
             if error.errno not in _WITHOUT_LOCKS:
                 raise
-            self.note = f"{self._path} cannot be locked ({error.strerror}): nothing keeps a second run out of this folder"
+            self.note = f"{self._path} cannot be locked ({error.strerror}): a second run in this folder would not be detected"
         if not self._has_name():
             return False
         os.ftruncate(self._file, 0)
@@ -166,11 +166,11 @@ class _FileLock(Lock):
         if not self._has_name():
             raise LockLostError(
                 f"{self._path} was removed, renamed or replaced, so another run may be at work there. {_LEAVES}; resume from the "
-                "last checkpoint when no other run is"
+                "last checkpoint when no other run is active there"
             )
 
     def release(self) -> None:
-        """Also removes the folder if it was made for the lock and nothing else was written there."""
+        """Releases the lock, and removes the folder if it was created for the lock and nothing else was written there."""
         if self._file < 0:
             return
         with suppress(OSError):
@@ -178,7 +178,7 @@ class _FileLock(Lock):
                 self._path.unlink()
                 self._path.parent.rmdir()
         with suppress(OSError):
-            fcntl.flock(self._file, fcntl.LOCK_UN)  # another process may have a copy of the descriptor
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # another process may have inherited the file descriptor
         self._close()
 
     def _close(self) -> None:
@@ -194,7 +194,7 @@ class _Lease(Lock):
         self._errors: Any = importlib.import_module("google.api_core.exceptions")
         refusals = importlib.import_module("google.auth.exceptions").GoogleAuthError
         self._retry: Any = importlib.import_module("google.cloud.storage.retry").DEFAULT_RETRY
-        self._failures = (self._errors.GoogleAPIError, refusals, OSError)  # an OSError is from the network
+        self._failures = (self._errors.GoogleAPIError, refusals, OSError)  # network failures are OSErrors
         self._me, self._generation, self._renewed = _holder(), 0, 0.0
         self._turn, self._ended, self._lost_to = threading.Lock(), threading.Event(), ""
         try:
@@ -202,13 +202,13 @@ class _Lease(Lock):
             self._take()
         except self._failures as error:
             raise LockedError(
-                f"{self._name} cannot be read and written ({error}): the bucket must exist and answer, and this user needs "
+                f"{self._name} cannot be accessed ({error}): the bucket must exist and be reachable, and this user needs "
                 "roles/storage.objectUser on it"
             ) from error
         threading.Thread(target=self._keep, name="lease", daemon=True).start()
 
     def check(self) -> None:
-        """After a long stop of the process it renews the lease first, with patience for a storage that does not answer."""
+        """Raises LockLostError if the lease was lost. If it may have expired, tries to renew it first, with retries."""
         if not self._lost_to and time.monotonic() - self._renewed <= LEASE_S:
             return
         try:
@@ -223,13 +223,13 @@ class _Lease(Lock):
         if self._ended.is_set() or os.getpid() != self._process:
             return
         self._ended.set()
-        with self._turn, suppress(Exception):  # another run has it, or it expires
+        with self._turn, suppress(Exception):  # another run may have taken it, and otherwise it expires
             self._bucket.blob(self._object).delete(if_generation_match=self._generation, timeout=RENEW_S)
 
     def _take(self) -> None:
         probe = self._bucket.blob(f"{self._object}-{secrets.token_hex(4)}")
         probe.upload_from_string(b"")
-        ahead_s = probe.updated.timestamp() - time.monotonic()  # of the storage's clock
+        ahead_s = probe.updated.timestamp() - time.monotonic()  # difference to the storage's clock
         probe.delete()
         first = 0
         while True:
@@ -241,7 +241,7 @@ class _Lease(Lock):
                 self.note = f"took over the lease of {_name(holder)}, which has expired" if generation else ""
                 return
             if generation and not first and left_s > 0:
-                waiting = f"waiting up to {left_s:.0f} s for a sign of life"
+                waiting = f"waiting up to {left_s:.0f} s to see whether it is renewed"
                 print(f"{self._name} is held by {_name(holder)}: {waiting}", file=sys.stderr, flush=True)
             first = generation or first
             time.sleep(max(0.0, min(_LOOK_S, left_s)))
@@ -253,7 +253,7 @@ class _Lease(Lock):
             except LockLostError as error:
                 self._lost(1, str(error))
                 return
-            except Exception:  # the storage does not answer; the lease stays until another run takes it over
+            except Exception:  # the storage does not answer; this run keeps the lease until another takes it
                 continue
 
     def _renew(self, *, retry: Any) -> None:
@@ -269,7 +269,7 @@ class _Lease(Lock):
                 )
 
     def _write(self, generation: int, **how: Any) -> bool:
-        """Writes the lease in place of this generation, 0 for none; returns False if another run has written it."""
+        """Replaces this generation of the lease, where 0 means no lease. Returns False if another run has written it."""
         began = time.monotonic()
         blob = self._bucket.blob(self._object)
         try:
@@ -277,16 +277,16 @@ class _Lease(Lock):
             self._generation = int(blob.generation)
         except self._errors.PreconditionFailed:
             there, _, holder = self._found()
-            if not there:  # it was removed by hand
+            if not there:  # the lease was deleted manually
                 return bool(generation) and self._write(0, **how)
-            if holder != self._me:  # else the answer to this write was lost, and it was sent again
+            if holder != self._me:  # otherwise this is a retry of a write that had succeeded
                 return False
             self._generation = there
         self._renewed = began
         return True
 
     def _found(self) -> tuple[int, float, bytes]:
-        """Returns generation, time of the last renewal by the storage's clock, and content of the lease; zeros without one."""
+        """Returns the lease's generation, last renewal on the storage's clock, and contents, which are zero and empty without a lease."""
         while (blob := self._bucket.get_blob(self._object)) is not None:
             with suppress(self._errors.NotFound, self._errors.PreconditionFailed):  # it has changed meanwhile
                 data = blob.download_as_bytes(if_generation_match=blob.generation)
@@ -303,7 +303,7 @@ def _holder() -> bytes:
 def _name(holder: bytes) -> str:
     try:
         about = json.loads(holder)
-    except ValueError:  # cut short
+    except ValueError:  # the file is incomplete
         return "another process"
     if (about["pid"], about["host"]) == (os.getpid(), socket.gethostname()):
         return "this process itself"
@@ -312,5 +312,5 @@ def _name(holder: bytes) -> str:
 
 def _taken_by(holder: bytes) -> LockedError:
     return LockedError(
-        f"a run is at work there, by {_name(holder)}: wait for its end or stop it, or choose another folder"
+        f"a run is at work there, by {_name(holder)}: wait until it ends, stop it, or choose another folder"
     )

@@ -1,13 +1,13 @@
-"""Files in a local folder or in a bucket of Google Cloud Storage (`gs://bucket/folder`).
+"""Files in a local folder or in a Google Cloud Storage bucket (`gs://bucket/folder`).
 
-Only this module knows how the two differ. A local path is a `pathlib.Path`. A path in a bucket is an `epath.Path`, with the
-same methods, and is reached through gcsfs; orbax's arrays go through tensorstore. In a bucket:
+Only this module handles the differences between the two. A local path is a `pathlib.Path`. A path in a bucket is an `epath.Path`, which
+has the same methods. Files in buckets are accessed through gcsfs, and Orbax's arrays through TensorStore. In a bucket:
 
-* a file is an object. It is complete or missing, and it is replaced but never appended to or renamed;
-* a folder is a common prefix of names: it exists if an object in it does, and is never made.
+* a file is an object. It is either complete or missing. It can be replaced, but not appended to or renamed;
+* a folder is a common prefix of object names. It exists if it contains an object, and is never created.
 
-Environment variables redirect the clients: STORAGE_EMULATOR_HOST (gcsfs and google-cloud-storage), TENSORSTORE_GCS_HTTP_URL
-(tensorstore), and FSSPEC_GCS_TOKEN=anon for gcsfs without credentials.
+These environment variables redirect the clients: STORAGE_EMULATOR_HOST (gcsfs and google-cloud-storage) and TENSORSTORE_GCS_HTTP_URL
+(TensorStore). With FSSPEC_GCS_TOKEN=anon, gcsfs uses no credentials.
 """
 
 import errno
@@ -33,21 +33,21 @@ AnyPath: TypeAlias = Path | epath.Path
 SCHEME = "gs://"
 
 _PIECE_BYTES, _AT_ONCE = 1 << 25, 16
-"""A range of an object is fetched in pieces of this size, this many at once: one connection has a part of the network's bandwidth."""
+"""Piece size and number of concurrent requests for fetching a range of an object. A single connection cannot use the full bandwidth."""
 
 _Found = TypeVar("_Found")
 
-# epath would use TensorFlow if it is installed, which takes seconds to load and has its own errors.
+# Otherwise epath uses TensorFlow if it is installed, which takes seconds to load and has its own exceptions.
 os.environ.setdefault("EPATH_USE_TF", "false")
-# gcsfs would ask another service, which has no emulator, for the kind of each bucket.
+# Otherwise gcsfs asks another service, which has no emulator, for the type of each bucket.
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 
 
 def path_of(text: str | PathLike[str]) -> AnyPath:
-    """Returns the path that `text` names; `~` is the home folder.
+    """Converts a text to a path. `~` is expanded to the home folder.
 
     Raises:
-        ValueError: it is in a bucket and gcsfs is not installed, or in another kind of storage.
+        ValueError: the path is in a bucket but gcsfs is not installed, or it is in an unsupported kind of storage.
     """
     name = os.fspath(text)
     if "://" not in name:
@@ -64,21 +64,21 @@ def in_bucket(path: str | PathLike[str]) -> bool:
 
 
 def check_access(folder: AnyPath, *, write: bool) -> None:
-    """Tries what a run will do in a bucket: ask about it, list `folder`, and with `write` write an object and delete it.
+    """Tests the operations that a run needs in a bucket: get its metadata, list `folder`, and if `write`, write and delete an object.
 
-    With `write` a local folder must be writable, or its nearest parent that exists.
+    If `write`, a local folder or its nearest existing parent must be writable.
 
     Raises:
-        ValueError: one of these was refused; names which, and why.
+        ValueError: an operation failed. The message contains the operation and the reason.
     """
     if not in_bucket(folder):
         if write:
             _check_writable(Path(folder))
         return
     bucket = str(folder).removeprefix(SCHEME).split("/")[0]
-    deed = f"asking about the bucket {bucket!r}"
+    deed = f"getting the metadata of bucket {bucket!r}"
     try:
-        # As orbax does before it lists or removes checkpoints, with the same client.
+        # Orbax makes the same request with the same client before it lists or removes checkpoints.
         client = importlib.import_module("google.cloud.storage").Client()
         patience = importlib.import_module("google.cloud.storage.retry").DEFAULT_RETRY.with_timeout(20.0)
         client.get_bucket(bucket, retry=patience)
@@ -103,12 +103,12 @@ def _check_writable(folder: Path) -> None:
     place = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
     if not (place.is_dir() and os.access(place, os.R_OK | os.W_OK | os.X_OK)):
         raise ValueError(
-            f"nothing can be written to {place.absolute()}: this user may not write there, or it is no folder; choose another folder"
+            f"nothing can be written to {place.absolute()}: this user may not write there, or this is not a folder; choose another folder"
         )
 
 
 def entries(folder: AnyPath) -> list[AnyPath]:
-    """Returns the sorted entries of `folder`; none if it does not exist."""
+    """Returns the sorted entries of `folder`, or an empty list if it does not exist."""
     try:
         return sorted(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -116,7 +116,7 @@ def entries(folder: AnyPath) -> list[AnyPath]:
 
 
 def size_of(path: AnyPath) -> int:
-    """Returns the bytes of a file."""
+    """Returns the size of a file in bytes."""
     if in_bucket(path):
         return int(_asked(path, lambda: _objects().info(str(path)))["size"])
     return Path(path).stat().st_size
@@ -128,9 +128,9 @@ def files_below(folder: AnyPath) -> list[AnyPath]:
 
 
 def stored_files(folder: AnyPath) -> dict[str, tuple[int, str]]:
-    """Returns size and md5 of every file in `folder` and its subfolders by its relative path, sorted.
+    """Returns the size and md5 of every file in `folder` and its subfolders, sorted by relative path.
 
-    The md5 is the digest that a bucket keeps, in its spelling; empty on a disk, and for an object composed of several.
+    The md5 is the digest that a bucket stores, in the bucket's encoding. It is empty on a disk and for composite objects.
 
     Raises:
         OSError: a folder cannot be listed.
@@ -143,7 +143,7 @@ def stored_files(folder: AnyPath) -> dict[str, tuple[int, str]]:
         return dict(sorted(found.items()))
     for place, _, names in os.walk(folder, onerror=_raise_listing):
         for path in (Path(place, name) for name in names):
-            with suppress(FileNotFoundError):  # it was removed meanwhile, or is a link to nothing
+            with suppress(FileNotFoundError):  # it was removed meanwhile, or is a broken link
                 found[path.relative_to(folder).as_posix()] = path.stat().st_size, ""
     return dict(sorted(found.items()))
 
@@ -154,13 +154,13 @@ def _raise_listing(error: OSError) -> None:
 
 
 def _check_file(path: Path) -> None:
-    """Refuses a path that is not a regular file: reading a pipe or a device may never end."""
+    """Raises OSError if a path is not a regular file, because reading a pipe or a device may never end."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "it is not a file", str(path))
 
 
 def file_bytes(path: AnyPath) -> bytes:
-    """Returns the content of a file. Raises OSError if it does not exist, or cannot be read."""
+    """Returns the contents of a file. Raises OSError if it does not exist or cannot be read."""
     if in_bucket(path):
         return _asked(path, lambda: _objects().cat_file(str(path)))
     _check_file(Path(path))
@@ -168,7 +168,7 @@ def file_bytes(path: AnyPath) -> bytes:
 
 
 def files_of(folder: AnyPath, names: Iterable[str]) -> dict[str, bytes]:
-    """Returns the contents of the named files that exist in `folder`. Raises OSError if one exists and cannot be read."""
+    """Returns the contents of those named files that exist in `folder`. Raises OSError if an existing file cannot be read."""
     found: dict[str, bytes] = {}
     for name in names:
         with suppress(FileNotFoundError):
@@ -177,10 +177,10 @@ def files_of(folder: AnyPath, names: Iterable[str]) -> dict[str, bytes]:
 
 
 def ranges_bytes(path: AnyPath, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-    """Returns the bytes of each range (start, stop) of a file; of an object in a bucket only these are fetched, several at a time.
+    """Returns the bytes of each range (start, stop) of a file. From a bucket, only these ranges are fetched, concurrently.
 
     Raises:
-        OSError: the file does not exist, is shorter, or cannot be read.
+        OSError: the file does not exist, is too short, or cannot be read.
     """
 
     def read(part: tuple[int, int]) -> bytes:
@@ -195,18 +195,18 @@ def ranges_bytes(path: AnyPath, ranges: Sequence[tuple[int, int]]) -> list[bytes
         found = list(pool.map(read, ranges) if in_bucket(path) else map(read, ranges))
     for (start, stop), data in zip(ranges, found, strict=True):
         if len(data) != stop - start:
-            raise OSError(errno.EIO, f"it ends at byte {start + len(data):,}, needed was {stop:,}", str(path))
+            raise OSError(errno.EIO, f"it ends at byte {start + len(data):,}, needs {stop:,}", str(path))
     return found
 
 
 def range_bytes(path: AnyPath, start: int, stop: int) -> bytes:
-    """Returns the bytes of a file from `start` up to `stop`, fetched from a bucket in parallel pieces. Raises as `ranges_bytes`."""
+    """Returns the bytes of a file from `start` to `stop`. From a bucket, pieces are fetched concurrently. Raises like `ranges_bytes`."""
     starts = range(start, stop, _PIECE_BYTES if in_bucket(path) else max(1, stop - start))
     return b"".join(ranges_bytes(path, [(at, min(at + starts.step, stop)) for at in starts]))
 
 
 def _asked(path: AnyPath, ask: Callable[[], _Found]) -> _Found:
-    """Returns the storage's answer about an object. Raises OSError if the object is missing, or the storage refuses it."""
+    """Returns the result of a storage request about an object. Raises OSError if the object is missing or the request fails."""
     try:
         return ask()
     except FileNotFoundError as error:
@@ -219,7 +219,7 @@ def _asked(path: AnyPath, ask: Callable[[], _Found]) -> _Found:
 
 
 def move_folder(folder: AnyPath, place: AnyPath) -> None:
-    """Renames a folder; in a bucket object by object."""
+    """Renames a folder. In a bucket, its objects are moved one by one."""
     if in_bucket(folder):
         for name in stored_files(folder):
             _objects().mv_file(str(folder / name), str(place / name))
@@ -228,7 +228,7 @@ def move_folder(folder: AnyPath, place: AnyPath) -> None:
 
 
 def write_whole(path: AnyPath, data: bytes) -> None:
-    """Writes or replaces a file, atomically: a reader sees the old content or the new one. Raises OSError, which names the file."""
+    """Writes or replaces a file atomically, so that readers see either the old or the new contents. Raises OSError with the file's name."""
     if not in_bucket(path):
         with new_file(path) as file:
             file.write(data)
@@ -241,17 +241,17 @@ def write_whole(path: AnyPath, data: bytes) -> None:
 
 @contextmanager
 def new_file(path: AnyPath) -> Iterator[IO[bytes]]:
-    """Opens a file to write, which may be larger than memory. It gets its name when the block ends; after an error it is removed.
+    """Opens a new file for writing. It gets its final name at the end of the `with` block, and is removed after an error.
 
     Raises:
-        OSError: it cannot be written, or the name belongs to something other than a file, such as a device.
+        OSError: the file cannot be written, or the name belongs to something other than a file, such as a device.
     """
     if in_bucket(path):
-        # The client belongs to this module alone: a transaction covers all its writes meanwhile.
+        # A transaction covers all concurrent writes of a client, so only this module may use this client.
         with _objects().transaction, _objects().open(str(path), "wb") as file:
             yield file
         return
-    place = Path(os.path.realpath(path))  # a link stays, and the file it leads to is replaced
+    place = Path(os.path.realpath(path))  # a link is kept, and its target is replaced
     if place.exists():
         _check_file(place)
     partial = place.with_name(place.name + ".partial")
@@ -269,7 +269,7 @@ def new_file(path: AnyPath) -> Iterator[IO[bytes]]:
 
 @functools.cache
 def _objects() -> Any:
-    """Returns this module's client of the storage. Listings are not cached, since tensorstore writes objects too."""
+    """Returns this module's storage client. Listings are not cached, because TensorStore writes objects, too."""
     try:
         importlib.import_module("gcsfs")
         fsspec = importlib.import_module("fsspec")

@@ -88,7 +88,7 @@ GRADERS = {
     "an unknown file": ("nowhere.py:f", "there is no file nowhere.py"),
     "an unknown function": ("mine.py:txt", "mine.py has no 'txt'; did you mean 'text'?"),
     "no function": ("mine.py:number", "'number' is of type int, which cannot be called"),
-    "no name": ("mine.py:", "'mine.py:' names no function"),
+    "no name": ("mine.py:", "'mine.py:' must have the form module:function"),
     "a file that fails": ("broken.py:f", "broken.py fails with ZeroDivisionError"),
     "a file that is no Python": ("syntax.py:f", "syntax.py fails with SyntaxError"),
 }

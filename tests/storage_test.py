@@ -165,7 +165,7 @@ def test_a_range_beyond_the_end_of_a_file_and_a_missing_file_are_errors(folder):
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "a", b"three")
     assert files_of(folder, ("a", "b")) == {"a": b"three"}
-    with pytest.raises(OSError, match="it ends at byte 5, needed was 9"):
+    with pytest.raises(OSError, match="it ends at byte 5, needs 9"):
         range_bytes(folder / "a", 2, 9)
     for read in (lambda path: range_bytes(path, 0, 1), file_bytes, size_of):
         with pytest.raises(FileNotFoundError, match=r"No such file or directory: .*none"):
@@ -221,7 +221,7 @@ def test_access_is_tried_and_leaves_nothing(bucket):
 @pytest.mark.parametrize(
     ("permission", "deed"),
     [
-        ("buckets.get", "asking about the bucket 'bucket'"),
+        ("buckets.get", "getting the metadata of bucket 'bucket'"),
         ("objects.list", "listing gs://bucket/run"),
         ("objects.create", "writing to gs://bucket/run"),
         ("objects.delete", "deleting from gs://bucket/run"),
@@ -241,5 +241,5 @@ def test_reading_needs_fewer_permissions_and_a_missing_bucket_is_named(bucket):
     bucket.granted = {"storage.buckets.get"}
     with pytest.raises(ValueError, match=r"listing .*roles/storage\.objectViewer"):
         check_access(path_of("gs://bucket/run"), write=False)
-    with pytest.raises(ValueError, match="asking about the bucket 'no-such-bucket' failed: 404"):
+    with pytest.raises(ValueError, match="getting the metadata of bucket 'no-such-bucket' failed: 404"):
         check_access(path_of("gs://no-such-bucket/run"), write=True)

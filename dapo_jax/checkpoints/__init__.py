@@ -1,1 +1,1 @@
-"""Checkpoints: written, restored and kept (`checkpointer`), described and verified (`manifest`)."""
+"""Checkpoints: `checkpointer` saves, restores and retains them, and `manifest` describes and verifies their files."""

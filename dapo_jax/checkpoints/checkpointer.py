@@ -1,11 +1,11 @@
-"""Checkpoints: asynchronous, atomic, verified, and restored onto any mesh.
+"""Saves and restores checkpoints. Saves are asynchronous and atomic; restores are verified and work with any mesh.
 
-A checkpoint is written at a step boundary and holds `state` (a pytree of jax arrays), `progress` (a small JSON dict) and `carry`
-(host arrays whose shapes vary from step to step). The state is stored as a flat dict of path -> array, so the files depend
-neither on flax's nor on optax's container classes.
+A checkpoint is saved at a step boundary and contains `state` (a pytree of JAX arrays), `progress` (a small JSON dict) and `carry` (host
+arrays whose shapes vary from step to step). The state is stored as a flat dict of path -> array, so that the files do not depend on
+the container classes of Flax or Optax.
 
-Layout: FOLDER/STEP/{state,carry,meta,sha256.json}. A step is written under another name and renamed when it is complete,
-its manifest included. In a bucket nothing can be renamed: there a step is complete once it holds commit_success.txt.
+Layout: FOLDER/STEP/{state,carry,meta,sha256.json}. A step is written under a temporary name and renamed when all files, including the
+manifest, are complete. Objects in a bucket cannot be renamed, so there a step is complete once it contains commit_success.txt.
 """
 
 import errno
@@ -52,15 +52,15 @@ from dapo_jax.storage import file_bytes, in_bucket, path_of
 from dapo_jax.text.plain_json import read_object
 
 SCHEMA_VERSION = 1
-"""Version of the layout above and of the `meta` item; must be raised when an older reader could not read it."""
+"""Version of the layout above and of the `meta` item. Must be increased for changes that older versions of dapo_jax cannot read."""
 
 Check = Callable[[str, Mapping[str, Any]], None]
-"""Gets the checkpoint's name for messages and its progress; raises DamagedError, or ConfigError for a checkpoint of another run."""
+"""Receives a checkpoint's name for messages and its progress. Raises DamagedError, or ConfigError if it belongs to another run."""
 
 _Read = TypeVar("_Read")
 
 _AGREED = (DamagedError, CheckpointError, ConfigError, ValueError)
-"""Errors about a checkpoint that all processes raise once one has found them; subclasses first."""
+"""Errors about a checkpoint that are raised in all processes if they occur in one. Subclasses come first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,21 +69,21 @@ class Restored:
 
     step: int
     state: PyTree
-    """In the structure, dtypes and shardings of the target."""
+    """The state, with the structure, dtypes and shardings of the target."""
     progress: dict[str, Any]
     carry: dict[str, np.ndarray]
 
 
 class Checkpointer:
-    """Writes and reads the checkpoints of one run. Every process of a run makes the same calls.
+    """Saves and restores the checkpoints of one run. Every process of the run must make the same calls.
 
-    Nothing is written before the first `save`, so the folder of another run, even of a live one, may be opened to restore from it.
+    Nothing is written before the first `save`. So the folder of another run, even of an active one, can be opened to restore from it.
     Leaving the context manager waits for the save in progress.
 
     Args:
-        folder: of all steps; local or in a bucket (`dapo_jax.storage`).
-        keep: number of the last checkpoints to keep. At least 1.
-        keep_best: also keep the checkpoint with the highest score, of equal ones the last.
+        folder: the folder of all steps, local or in a bucket (see `dapo_jax.storage`).
+        keep: number of most recent checkpoints to keep. At least 1.
+        keep_best: also keep the checkpoint with the highest score. If several have this score, the latest is kept.
 
     Raises:
         CheckpointError: `folder` cannot be listed.
@@ -92,11 +92,11 @@ class Checkpointer:
     def __init__(self, folder: str | PathLike[str], *, keep: int = 3, keep_best: bool = False) -> None:
         if keep < 1:
             raise ValueError(
-                f"keep must be at least 1, got {keep}: without a checkpoint no run can be resumed"
+                f"keep must be at least 1, got {keep}: a run cannot be resumed without a checkpoint"
             )
         quiet_orbax()
         path = epath.Path(path_of(folder))
-        self.folder = path if in_bucket(path) else path.resolve()  # resolve takes gs:// for a relative name
+        self.folder = path if in_bucket(path) else path.resolve()  # resolve() does not know gs:// paths
         self._saving: int | None = None
         self._sealing = Sealing(self.folder)
         self._cleaned = False
@@ -120,28 +120,28 @@ class Checkpointer:
         *,
         score: float | None = None,
     ) -> None:
-        """Starts saving `step`; the files are written in the background.
+        """Starts saving `step`. The files are written in the background.
 
-        The caller may donate or overwrite `state` and `carry` as soon as this returns: they have been copied,
-        or, on CPU, are held so that a donation copies instead of overwriting.
+        The caller may donate or overwrite `state` and `carry` as soon as this returns, because they have been copied. On CPU, a
+        reference is kept instead, so that a donation copies the buffers.
 
         Args:
-            step: the last finished step; must be above every step already saved.
-            state: a pytree of jax arrays, none of size 0.
-            progress: values that JSON can hold, with finite numbers only.
-            carry: host arrays of any shape and any dtype but object; may be empty.
-            score: a measure of how good the state is; a finite number.
+            step: the last finished step. Must be larger than every saved step.
+            state: a pytree of JAX arrays. Empty arrays are not allowed.
+            progress: values that JSON can represent. Numbers must be finite.
+            carry: host arrays of any shape and of any dtype except object. May be empty.
+            score: a finite number that measures how good the state is.
 
         Raises:
-            ValueError: the step or a later one exists, or something cannot be stored.
-            CheckpointError: writing failed, now or in the save before this one.
+            ValueError: this step or a later step exists, or a value cannot be stored.
+            CheckpointError: writing failed, now or in the previous save.
         """
         self.wait()
         latest = max(self.steps(), default=-1)
         if step <= latest:
             raise ValueError(
-                f"step {step} cannot be saved in {self.folder}, which has step {latest}: resume from step {latest}, or move the "
-                "later checkpoints away"
+                f"step {step} cannot be saved in {self.folder}, which already contains step {latest}: resume from step {latest}, or move "
+                "the later checkpoints away"
             )
         arrays = flattened(state)
         packed, layout = pack_arrays(carry)
@@ -161,12 +161,12 @@ class Checkpointer:
             if not self._cleaned and jax.process_index() == 0:
                 remove_unfinished(self.folder)
             self._cleaned = True
-            self._manager.reload()  # steps may have been added or set aside since orbax has listed them
+            self._manager.reload()  # steps may have been added or set aside since Orbax listed them
             if score is not None:
                 self._known_scores()[step] = score
             self._saving = step
             self._sealing.begin(step)
-            # force: otherwise orbax silently skips a step that it considers unnecessary.
+            # Without `force`, Orbax silently skips a step that it considers unnecessary.
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
         except Exception as error:
             raise self._failure(step, error) from error
@@ -175,7 +175,7 @@ class Checkpointer:
         """Waits until the save in progress is complete.
 
         Raises:
-            CheckpointError: it failed; the message names the step and the folder. Earlier checkpoints are intact.
+            CheckpointError: the save failed. The message names the step and the folder. Earlier checkpoints are intact.
         """
         try:
             self._manager.wait_until_finished()
@@ -183,7 +183,7 @@ class Checkpointer:
             raise self._failure(self._saving, error) from error
 
     def failure(self) -> str:
-        """Returns why the last save has failed, once; empty while it is in progress and when it is complete. Does not wait."""
+        """Returns the error message of the last save once if it failed. Empty if it succeeded or is in progress. Does not wait."""
         if not self._manager.is_saving_in_progress():
             try:
                 self.wait()
@@ -192,11 +192,11 @@ class Checkpointer:
         return ""
 
     def steps(self) -> list[int]:
-        """Returns the steps that are complete, whole or damaged, in order. Does not wait."""
+        """Returns the completely written steps in order, whether or not they are damaged. Does not wait."""
         return sorted(int(path.name) for path in step_folders(self.folder))
 
     def latest_step(self) -> int | None:
-        """Returns the last complete checkpoint's step, or None; waits for the save in progress."""
+        """Waits for the save in progress and returns the step of the last complete checkpoint, or None."""
         self.wait()
         return max(self.steps(), default=None)
 
@@ -208,30 +208,30 @@ class Checkpointer:
         rows: int | None = None,
         check: Check = lambda where, progress: None,
     ) -> Restored:
-        """Reads a checkpoint; the state takes the target's structure, shardings and dtypes.
+        """Restores a checkpoint with the target's structure, shardings and dtypes.
 
-        Names, sizes and the description are compared first, so another run's checkpoint and other shapes are found quickly. Then
-        every file is compared with its sha256; the processes divide the files.
+        File names, sizes and the metadata are checked first, so that another run's checkpoint or different shapes are detected quickly.
+        Then the sha256 of every file is checked. The files are divided among the processes.
 
         Args:
-            target_state: a pytree of jax arrays or of `jax.ShapeDtypeStruct`s (without a sharding: the default
-                device). A tree of structs costs no memory. A leaf of another dtype than the saved one is cast.
-            step: to restore; None is the latest.
-            rows: number of vocabulary entries in embedding and unembedding. The padding rows after them may differ between
-                checkpoint and target. None: all rows must agree.
-            check: is called with the checkpoint's progress.
+            target_state: a pytree of JAX arrays or `jax.ShapeDtypeStruct`s. A tree of structs costs no memory. Leaves without a
+                sharding are restored to the default device. Leaves are cast if the target has a different dtype.
+            step: the step to restore. If None, the latest step is restored.
+            rows: number of vocabulary entries in the embedding and unembedding. The number of padding rows after them may differ
+                between checkpoint and target. If None, all rows must agree.
+            check: called with the checkpoint's progress.
 
         Raises:
             FileNotFoundError: there is no such checkpoint.
-            ValueError: the target has other parameters or shapes than the checkpoint; nothing was read yet.
-            DamagedError: a file differs from the written one; raised in every process.
-            CheckpointError: the checkpoint is of another version; or memory, rights or the disk failed, and it may be whole.
+            ValueError: the target's parameters or shapes differ from the checkpoint's. No arrays have been read.
+            DamagedError: a file has changed since it was written. Raised in every process.
+            CheckpointError: another version wrote the checkpoint, or memory, permissions or the disk prevented reading it.
         """
         self.wait()
         steps = self.steps()
         if not steps or step not in (None, *steps):
             wanted = "" if step is None else f" of step {step}"
-            raise FileNotFoundError(f"there is no checkpoint{wanted} in {self.folder}; it has steps {steps}")
+            raise FileNotFoundError(f"there is no checkpoint{wanted} in {self.folder}, only steps {steps}")
         step = steps[-1] if step is None else step
         folder, default = self.folder / str(step), SingleDeviceSharding(jax.local_devices()[0])
         target = {
@@ -244,7 +244,7 @@ class Checkpointer:
             check(f"checkpoint {folder}", meta["progress"])
             check_shapes(f"checkpoint {folder}", meta["state"], target, rows)
             check_digests(folder, files, share=(jax.process_index(), jax.process_count()))
-        # Not strict: tables are cut or filled up with zeros, within the limits of `check_shapes`.
+        # `strict=False` lets Orbax cut tables or pad them with zeros, within the limits of `check_shapes`.
         items = {"state": ocp.args.StandardRestore(target, strict=False)}
         if carry_bytes := sum(entry["bytes"] for entry in meta["carry"].values()):
             items["carry"] = ocp.args.StandardRestore({"bytes": np.empty(carry_bytes, np.uint8)})
@@ -254,7 +254,7 @@ class Checkpointer:
             except Exception as error:
                 raise unreadable(folder, error) from error
         packed = np.asarray(found["carry"]["bytes"]) if carry_bytes else np.empty(0, np.uint8)
-        # A flat dict's leaves come back in sorted order.
+        # Orbax returns the leaves of a flat dict in sorted order.
         leaves = [found["state"][path] for path in target]
         return Restored(
             step=step,
@@ -266,17 +266,17 @@ class Checkpointer:
     def restore_last(
         self, restore: Callable[[int], _Read], *, say: Callable[[str], None], aside: bool = False
     ) -> _Read | None:
-        """Returns the result of `restore` on the last intact checkpoint; None without checkpoints.
+        """Returns the result of `restore` for the last intact checkpoint, or None if there are no checkpoints.
 
         Args:
             restore: reads the checkpoint of a step, with `Checkpointer.restore`.
             say: called with a message for each damaged checkpoint.
-            aside: rename damaged checkpoints to STEP.damaged, so that the run can save those steps again.
+            aside: whether to rename damaged checkpoints to STEP.damaged, so that the run can save these steps again.
 
         Raises:
-            DamagedError: all checkpoints are damaged; they stay.
-            CheckpointError: a checkpoint cannot be read, and may be whole; all stay.
-            ValueError: as `restore`; another run's checkpoint is not skipped.
+            DamagedError: all checkpoints are damaged. They are left unchanged.
+            CheckpointError: a checkpoint cannot be read but may be intact. All checkpoints are left unchanged.
+            ValueError: raised by `restore`, for example for another run's checkpoint, which is not skipped.
         """
         self.wait()
         steps: list[int] = json.loads(broadcast_from_first(json.dumps(self.steps()).encode()))
@@ -293,22 +293,22 @@ class Checkpointer:
                     problem += (
                         f"; it is now {by_first(lambda folder=folder: set_aside(folder).encode()).decode()}"
                     )
-                say(f"{problem}. Taking step {step} instead")
+                say(f"{problem}. Using step {step} instead")
             return found
         if damaged:
             raise DamagedError(
-                f"none of the checkpoints in {self.folder} can be restored: {'; '.join(damaged.values())}. Restore one from a "
+                f"none of the checkpoints in {self.folder} can be restored: {'; '.join(damaged.values())}. Copy a checkpoint from a "
                 "backup, or remove that folder to start over"
             )
         return None
 
     def best(self) -> tuple[int, float] | None:
-        """Returns (step, score) of the best checkpoint, the last of equal ones; None if none has a score."""
+        """Returns (step, score) of the checkpoint with the highest score, preferring later steps, or None if there are no scores."""
         self.wait()  # so that all processes see the same steps
         return self._best()
 
     def close(self) -> None:
-        """Waits for the save in progress and closes orbax's threads."""
+        """Waits for the save in progress and ends Orbax's threads."""
         try:
             self.wait()
         finally:
@@ -321,7 +321,7 @@ class Checkpointer:
         self.close()
 
     def _meta(self, step: int) -> dict[str, Any]:
-        """Reads the item `meta`; see `save`."""
+        """Reads the `meta` item, which `save` writes."""
         folder = self.folder / str(step)
         check_digests(folder, {META: sealed_files(folder)[META]})
         try:
@@ -330,15 +330,15 @@ class Checkpointer:
             raise unreadable(folder, error) from error
         if (version := meta["schema_version"]) != SCHEMA_VERSION:
             raise CheckpointError(
-                f"checkpoint {folder} has schema_version {version}; this version of dapo_jax reads {SCHEMA_VERSION}: install the "
-                "version that wrote it"
+                f"checkpoint {folder} has schema_version {version}, but this version of dapo_jax can only read {SCHEMA_VERSION}: install "
+                "the version that wrote it"
             )
         if meta["step"] != step:
-            raise DamagedError(f"checkpoint {folder} is of step {meta['step']}, and its folder was renamed")
+            raise DamagedError(f"checkpoint {folder} contains step {meta['step']}, so its folder was renamed")
         return meta
 
     def _known_scores(self) -> dict[int, float]:
-        """Returns the score of each step that has one, including steps saved by earlier processes."""
+        """Returns the scores by step, including steps that earlier processes saved. Steps without a score are omitted."""
         if self._scores is None:
             self._scores = {}
             for step in self.steps():
@@ -353,13 +353,13 @@ class Checkpointer:
         return max(scored)[::-1] if scored else None
 
     def _failure(self, step: int | None, error: Exception) -> CheckpointError:
-        """Removes the files of a save that has failed, and returns the error to raise."""
+        """Removes the files of a failed save, and returns the error to raise."""
         if self.folder.exists():
             if jax.process_index() == 0:
-                with suppress(OSError):  # the next save tries it again
+                with suppress(OSError):  # the next save tries again
                     remove_unfinished(self.folder)
             self._cleaned = False
-            self._manager.reload()  # orbax has already removed the oldest step from its list, but not from the disk
+            self._manager.reload()  # Orbax has already removed the oldest step from its list, but not from the disk
         full = os.strerror(errno.ENOSPC)
         why = f"the disk is full ({full})" if full in str(error) else str(error)
         return CheckpointError(f"saving checkpoint step {step} in {self.folder} failed: {why}")
@@ -367,7 +367,7 @@ class Checkpointer:
 
 @contextmanager
 def _agreed_errors() -> Iterator[None]:
-    """Raises the error of the first process that has one in all processes."""
+    """If a process raises an error about a checkpoint, raises the error of the first such process in all processes."""
     mine = None
     try:
         yield
@@ -387,7 +387,7 @@ class Keeping(PreservationPolicy):
         self._count, self._best = count, best
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Returns one flag per checkpoint; each has a `step` (orbax's protocols cannot be checked at run time)."""
+        """Returns whether to keep each checkpoint. `Any` is used because Orbax's protocols cannot be checked at run time."""
         steps = [checkpoint.step for checkpoint in checkpoints]
         kept = {*sorted(steps)[-self._count :], *(self._best() or ())[:1]}
         return [step in kept for step in steps]
@@ -395,16 +395,16 @@ class Keeping(PreservationPolicy):
 
 @functools.cache
 def quiet_orbax() -> None:
-    """Keeps orbax's log out of the terminal: remarks about its defaults, and tracebacks of errors that it also raises.
+    """Hides Orbax's log from the terminal: remarks about its defaults, and tracebacks of errors that it also raises.
 
-    After a failed save its other writes fail too. Messages about these from asyncio and tensorstore are dropped as well.
+    After a failed save, its remaining writes also fail. The messages about these from asyncio and TensorStore are hidden, too.
     """
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(_not_from_orbax)
     shown = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
-        # Only errors that C code raises, here tensorstore's, have no object.
+        # Only errors from C code, such as TensorStore, have no object.
         if unraisable.object is not None or str(unraisable.exc_value) != "Event loop is closed":
             shown(unraisable)
 

@@ -1,13 +1,13 @@
-"""The files of a checkpoint, their manifest with name, size and sha256 of each, and the errors about damaged checkpoints.
+"""The files of a checkpoint, their manifest with each file's name, size and sha256, and the errors about damaged checkpoints.
 
-Orbax restores flipped bits without an error (its format has no checksum over a chunk). So every step has a manifest, which is
+Orbax's format has no checksums over chunks, so it restores flipped bits without an error. Therefore every step has a manifest, which is
 compared with the files before anything is restored.
 
-Each process hashes the files that it has written, and the first process writes all digests into the manifest. In each item of a step
-orbax gives every process its own folder, such as `ocdbt.process_3`, which holds the data. The first process then merges the indices of
-these folders and adds descriptions, a few kilobytes; it reads only these to write the manifest. So the time between the last byte
-and the step's final name does not grow with the state. The digests travel through the key-value store of JAX's coordination service:
-a save runs in threads next to training, whose collectives must keep their order.
+Each process hashes the files that it has written, and the first process writes all digests into the manifest. In each item of a step,
+every process has its own folder for the data, such as `ocdbt.process_3`. Then the first process merges the indices of these folders and
+adds descriptions of a few kilobytes. It only reads these small files for the manifest, so the time until the step gets its final name
+does not grow with the state. Digests are exchanged through the key-value store of JAX's coordination service. Collectives cannot be
+used, because a save runs in threads in parallel with training, whose collectives must keep their order.
 """
 
 import errno
@@ -34,19 +34,19 @@ from dapo_jax.text.plain_json import read_object
 MANIFEST = "sha256.json"
 
 META = "meta/metadata"
-"""Orbax writes the item `meta` into this file."""
+"""The file into which Orbax writes the `meta` item."""
 
 _ALL_WRITTEN = "async_write_complete"
-"""Orbax's name for the barrier that each process of a save reaches after writing."""
+"""Part of Orbax's name for the barrier that each process reaches after writing its files."""
 
 _UNFINISHED = ".orbax-checkpoint-tmp"
-"""Orbax appends this to the name of a step that is being written."""
+"""Suffix that Orbax appends to the name of a step while it is being written."""
 
 _COMMITTED = "commit_success.txt"
-"""Orbax writes this file last into a step in a bucket, where nothing can be renamed."""
+"""The file that Orbax writes last into a step in a bucket, where objects cannot be renamed."""
 
 _UNSEALED = {MANIFEST, "_CHECKPOINT_METADATA", _COMMITTED}
-"""Files that are written after the manifest; none of them holds a value that is restored."""
+"""Files that are written after the manifest. They do not contain restored values."""
 
 _FAILING_DISK = (errno.EIO, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ETIMEDOUT)
 
@@ -56,21 +56,21 @@ class CheckpointError(RuntimeError):
 
 
 class DamagedError(CheckpointError):
-    """The files of a checkpoint differ from the written ones."""
+    """The files of a checkpoint have changed since they were written."""
 
 
 def unreadable(folder: epath.Path, error: Exception) -> CheckpointError:
-    """Returns the error to raise after a failure to read a checkpoint.
+    """Returns the error to raise if a checkpoint cannot be read.
 
-    It is a DamagedError, which makes a resume take the checkpoint before, unless memory, permissions or the disk failed.
+    This is a DamagedError, after which a resume uses the previous checkpoint, unless memory, permissions or the disk caused the failure.
     """
     where = f"checkpoint {folder} cannot be read: {str(error) or type(error).__name__}"
     number = getattr(error, "errno", None)
-    # XLA and tensorstore have no classes for these.
+    # XLA and TensorStore have no exception classes for these errors, so their messages are searched.
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error) or number == errno.ENOMEM:
-        remedy = "free memory on host and device, or use more of either"
+        remedy = "free memory on the host or device, or use a machine with more memory"
     elif isinstance(error, PermissionError) or "PERMISSION_DENIED" in str(error):
-        remedy = "let this user read it"
+        remedy = "give this user read permission"
     elif number in _FAILING_DISK:
         remedy = "try again, and if the disk still fails, move this checkpoint away"
     else:
@@ -79,10 +79,10 @@ def unreadable(folder: epath.Path, error: Exception) -> CheckpointError:
 
 
 def step_folders(folder: epath.Path) -> list[epath.Path]:
-    """Returns the complete steps in `folder`, whole or damaged.
+    """Returns the completely written steps in `folder`, whether or not they are damaged.
 
     Raises:
-        CheckpointError: it cannot be listed.
+        CheckpointError: `folder` cannot be listed.
     """
     try:
         return [path for path in map(epath.Path, entries(folder)) if _is_step(path)]
@@ -93,7 +93,7 @@ def step_folders(folder: epath.Path) -> list[epath.Path]:
 
 
 def _is_step(path: epath.Path) -> bool:
-    """Returns whether `path` has the final name of a step, and in a bucket its marker."""
+    """Returns whether `path` has the final name of a step and, in a bucket, contains the completion marker."""
     if not (path.name.isdecimal() and path.name == str(int(path.name))):
         return False
     return (path / _COMMITTED).exists() if in_bucket(path) else path.is_dir()
@@ -103,7 +103,7 @@ def set_aside(folder: epath.Path) -> str:
     """Renames a damaged checkpoint to STEP.damaged and returns its new path.
 
     Raises:
-        CheckpointError: it cannot be renamed.
+        CheckpointError: the checkpoint cannot be renamed.
     """
     names = (f"{folder.name}.damaged{number}" for number in itertools.chain([""], itertools.count(2)))
     place = next(place for place in map(folder.with_name, names) if not place.exists())
@@ -112,13 +112,13 @@ def set_aside(folder: epath.Path) -> str:
     except OSError as error:
         raise CheckpointError(
             f"checkpoint {folder} is damaged, and cannot be renamed to {place.name} ({error.strerror or error}): move it away, or "
-            "let this user rename it"
+            "give this user permission to rename it"
         ) from error
     return str(place)
 
 
 def remove_unfinished(folder: epath.Path) -> None:
-    """Removes the incomplete steps in `folder` that a killed run left."""
+    """Removes incomplete steps in `folder`, which a killed run may leave."""
     for path in map(epath.Path, entries(folder)):
         named = in_bucket(path) and path.name.isdigit()
         if _UNFINISHED in path.name or (named and not (path / _COMMITTED).exists()):
@@ -126,30 +126,30 @@ def remove_unfinished(folder: epath.Path) -> None:
 
 
 def being_written(path: epath.Path) -> epath.Path:
-    """Returns the current place of a step, or of an item in it: on a disk it has another name until it is complete."""
+    """Returns the current path of a step or of an item in it. On a disk, it has a temporary name until it is complete."""
     unfinished = path.with_name(path.name + _UNFINISHED)
     return unfinished if unfinished.exists() else path
 
 
 @dataclass(frozen=True)
 class SealedFile:
-    """The entry of a file in the manifest."""
+    """A file's entry in the manifest."""
 
     bytes: int
     sha256: str
     md5: str = ""
-    """The digest that the bucket keeps of it, in the bucket's spelling; empty on a disk."""
+    """The md5 digest that the bucket reports for the file, in the bucket's encoding. Empty on a disk."""
 
 
 def write_manifest(folder: epath.Path, known: Mapping[str, SealedFile]) -> None:
-    """Writes the entry of every file under `folder` to `folder/sha256.json`.
+    """Writes the entry of every file in `folder` to `folder/sha256.json`.
 
     Args:
-        folder: a step, complete except for its final name or its marker.
-        known: entries of files that the processes have hashed after writing them; all other files are read.
+        folder: a step that is complete except for its final name or its marker.
+        known: entries of the files that the processes hashed after writing them. All other files are read.
 
     Raises:
-        CheckpointError: a known file is missing, or has another size.
+        CheckpointError: a known file is missing or has a different size.
     """
     there = {
         name: size
@@ -160,8 +160,8 @@ def write_manifest(folder: epath.Path, known: Mapping[str, SealedFile]) -> None:
         if there.get(name) != file.bytes:
             found = f"{there[name]:,} bytes" if name in there else "no such file"
             raise CheckpointError(
-                f"{folder / name} has {file.bytes:,} bytes where it was written, and the first process finds {found}: put the "
-                "checkpoints on a disk or into a bucket that all processes see"
+                f"{folder / name} was written with {file.bytes:,} bytes, but the first process finds {found}: put the "
+                "checkpoints on a disk or into a bucket that all processes can access"
             )
     files = {**digested(folder, there.keys() - known.keys()), **known}
     content = {name: vars(files[name]) for name in sorted(files)}
@@ -169,25 +169,25 @@ def write_manifest(folder: epath.Path, known: Mapping[str, SealedFile]) -> None:
 
 
 def digested(folder: epath.Path, names: Set[str] | None = None) -> dict[str, SealedFile]:
-    """Reads files under `folder` and returns their entries by path; None reads all."""
-    # Listed before reading: the md5 of an object that is replaced meanwhile then differs, and a restore reads the object.
+    """Hashes the named files in `folder`, or all files if None, and returns their entries by path."""
+    # Listed before reading. If an object is replaced meanwhile, its md5 then differs, so that a restore reads the object.
     there = stored_files(folder)
     digests = _digests(folder, there.keys() if names is None else names)
     return {name: SealedFile(there[name][0], digest, there[name][1]) for name, digest in digests.items()}
 
 
 def sealed_files(folder: epath.Path) -> dict[str, SealedFile]:
-    """Returns the manifest's entries by path, after comparing names and sizes with the files. Reads the manifest only.
+    """Returns the manifest's entries by path, after checking names and sizes of the files. Only the manifest is read.
 
     Raises:
-        DamagedError: a file is missing, surplus or of another size, or there is no manifest.
+        DamagedError: a file is missing, unexpected or has a different size, or there is no manifest.
         CheckpointError: see `unreadable`.
     """
     try:
         there = stored_files(folder)
         if MANIFEST not in there:
             raise DamagedError(
-                f"checkpoint {folder} has no {MANIFEST}: it is damaged, or dapo_jax did not write it"
+                f"checkpoint {folder} has no {MANIFEST}: it is damaged, or was not written by dapo_jax"
             )
         listed = read_object(file_bytes(folder / MANIFEST), MANIFEST)["files"]
         files = {name: SealedFile(**entry) for name, entry in listed.items()}
@@ -195,12 +195,12 @@ def sealed_files(folder: epath.Path) -> dict[str, SealedFile]:
         raise unreadable(folder, error) from error
     sealed = {name for name in there if name.rpartition("/")[2] not in _UNSEALED}
     if difference := sorted(files.keys() ^ sealed):
-        state = "missing" if difference[0] in files else "not of this checkpoint"
+        state = "missing" if difference[0] in files else "not part of this checkpoint"
         raise DamagedError(f"checkpoint {folder} is damaged: {difference[0]} is {state}")
     for name, file in files.items():
         if there[name][0] != file.bytes:
             raise DamagedError(
-                f"checkpoint {folder} is damaged: {name} has {there[name][0]:,} bytes, written with {file.bytes:,}"
+                f"checkpoint {folder} is damaged: {name} has {there[name][0]:,} bytes, but {file.bytes:,} were written"
             )
     return files
 
@@ -208,12 +208,12 @@ def sealed_files(folder: epath.Path) -> dict[str, SealedFile]:
 def check_digests(
     folder: epath.Path, files: Mapping[str, SealedFile], *, share: tuple[int, int] = (0, 1)
 ) -> None:
-    """Compares the content of files with their sha256. A file is not read if the bucket reports its recorded md5.
+    """Compares the contents of files with their sha256. A file is not read if the bucket still reports the recorded md5.
 
     Args:
         folder: a complete checkpoint.
-        files: from `sealed_files`.
-        share: (index, count): check every count-th file only, so that processes divide the work.
+        files: the entries from `sealed_files`.
+        share: (index, count). Only every count-th file is checked, so that the work can be divided among processes.
 
     Raises:
         DamagedError: a file has changed.
@@ -231,7 +231,7 @@ def check_digests(
     for name, digest in found.items():
         if digest != mine[name].sha256:
             raise DamagedError(
-                f"checkpoint {folder} is damaged: {name} has sha256 {digest[:12]}..., written with {mine[name].sha256[:12]}..."
+                f"checkpoint {folder} is damaged: {name} has sha256 {digest[:12]}..., but was written with {mine[name].sha256[:12]}..."
             )
 
 
@@ -241,7 +241,7 @@ def _digests(folder: epath.Path, names: Collection[str]) -> dict[str, str]:
         with opened as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
-    with ThreadPoolExecutor(max_workers=8) as pool:  # hashing and reading both release the interpreter lock
+    with ThreadPoolExecutor(max_workers=8) as pool:  # hashing and reading both release the GIL
         return dict(zip(names, pool.map(sha256, names), strict=True))
 
 
@@ -257,7 +257,7 @@ class Sealing:
         self._step = step
 
     def options(self) -> ocp.AsyncOptions:
-        """Returns options by which orbax calls `_meet` before each of its barriers and, in the first process, `_seal` after the last byte."""
+        """Returns options with which Orbax calls `_meet` for its barriers and, in the first process, `_seal` after the last write."""
         return ocp.AsyncOptions(barrier_sync_fn=self._meet, post_finalization_callback=self._seal)
 
     def _meet(self, *, key: str, timeout_ms: int) -> None:
@@ -268,7 +268,7 @@ class Sealing:
         self._barrier(key=key, timeout_ms=timeout_ms)
 
     def _own(self) -> dict[str, SealedFile]:
-        """Returns the entries of the files in this process's own folders, by their path in the step."""
+        """Returns the entries of the files in this process's folders, by their path in the step."""
         step, found = being_written(self._folder / str(self._step)), {}
         for item in ("state", "carry"):
             name = f"ocdbt.process_{jax.process_index()}"
@@ -293,20 +293,20 @@ class Sealing:
 def pack_arrays(
     arrays: Mapping[str, np.ndarray],
 ) -> tuple[UInt8[np.ndarray, " bytes"], dict[str, dict[str, Any]]]:
-    """Copies arrays into one string of bytes, in order, and returns it with a JSON-able layout.
+    """Copies arrays into one byte array, and returns it with its layout, which can be stored as JSON.
 
-    jax would narrow float64 and int64, and a restore must know shapes beforehand; here they come with the layout.
+    Otherwise JAX would narrow float64 and int64, and a restore would need the shapes beforehand. The layout contains them.
 
     Raises:
-        ValueError: an array holds Python objects or has named fields.
+        ValueError: an array contains Python objects or has named fields.
     """
     layout: dict[str, dict[str, Any]] = {}
     for name, array in arrays.items():
         if array.dtype.hasobject or array.dtype.names:
             raise ValueError(
-                f"carry[{name!r}] has dtype {array.dtype}: only numbers, bools and fixed-length text"
+                f"carry[{name!r}] has dtype {array.dtype}, needs numbers, bools or fixed-length text"
             )
-        # `.str` has the byte order; extension types such as bfloat16 are known by name only.
+        # `.str` includes the byte order. Extension types such as bfloat16 can only be found by name.
         code = array.dtype.name if array.dtype.kind == "V" else array.dtype.str
         layout[name] = {"shape": list(array.shape), "dtype": code, "bytes": array.nbytes}
     packed = b"".join(array.tobytes() for array in arrays.values())
@@ -316,12 +316,12 @@ def pack_arrays(
 def unpack_arrays(
     packed: UInt8[np.ndarray, " bytes"], layout: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, np.ndarray]:
-    """The inverse of `pack_arrays`; the arrays are writable copies."""
+    """Inverse of `pack_arrays`. The arrays are writable copies."""
     arrays: dict[str, np.ndarray] = {}
     start = 0
     for name, entry in layout.items():
         stop = start + entry["bytes"]
-        # Through bytes, since `start` need not be aligned to the dtype.
+        # Converted through bytes, because `start` may not be aligned to the dtype.
         flat = np.frombuffer(packed[start:stop].tobytes(), np.dtype(entry["dtype"]))
         arrays[name] = flat.reshape(entry["shape"]).copy()
         start = stop
@@ -329,22 +329,22 @@ def unpack_arrays(
 
 
 def flattened(tree: PyTree) -> dict[str, jax.Array | jax.ShapeDtypeStruct]:
-    """Returns the leaves by readable path, in the tree's order: `params.layers.q_proj`.
+    """Returns the leaves by readable path, such as `params.layers.q_proj`, in the tree's order.
 
     Raises:
-        ValueError: a leaf cannot be stored, or two have one path.
+        ValueError: a leaf cannot be stored, or two leaves have the same path.
     """
     flat: dict[str, jax.Array | jax.ShapeDtypeStruct] = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if keys and keys[-1] == jax.tree_util.GetAttrKey("value"):
-            keys = keys[:-1]  # the box that flax puts around an array
+            keys = keys[:-1]  # leaves out the attribute of Flax's variable wrapper
         path = jax.tree_util.keystr(keys, simple=True, separator=".")
         if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-            raise ValueError(f"state leaf {path} is a {type(leaf).__name__}, needs to be a jax array")
+            raise ValueError(f"state leaf {path} is a {type(leaf).__name__}, needs a JAX array")
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended) or 0 in leaf.shape:
             raise ValueError(
-                f"state leaf {path} of dtype {leaf.dtype} and shape {leaf.shape} cannot be stored: arrays need elements, and of a "
-                "random key save jax.random.key_data"
+                f"state leaf {path} of dtype {leaf.dtype} and shape {leaf.shape} cannot be stored: arrays must not be empty, and for a "
+                "PRNG key, save jax.random.key_data(key)"
             )
         if path in flat:
             raise ValueError(f"two leaves of the state have the path {path}; rename one of their containers")
@@ -358,38 +358,38 @@ def check_shapes(
     target: Mapping[str, jax.ShapeDtypeStruct],
     rows: int | None,
 ) -> None:
-    """Compares the arrays of a checkpoint with the arrays to restore.
+    """Compares the shapes of a checkpoint's arrays with the shapes to restore.
 
     Args:
-        where: the checkpoint, for messages.
-        saved: path -> shape, dtype; from its metadata.
-        target: by the same paths.
-        rows: of embedding and unembedding that must agree; further rows may be missing on either side. None: all.
+        where: the checkpoint's name for messages.
+        saved: shape and dtype by path, from the checkpoint's metadata.
+        target: the arrays to restore, by the same paths.
+        rows: minimum number of rows in the embedding and unembedding. Further rows may be missing on either side. If None, all must agree.
 
     Raises:
-        ValueError: they belong to different models.
+        ValueError: the arrays belong to different models.
     """
     if missing := sorted(target.keys() - saved.keys()):
-        raise ValueError(f"{where} does not hold {', '.join(missing[:3])}, which the target has")
+        raise ValueError(f"{where} does not contain {', '.join(missing[:3])}, which the target has")
     if surplus := sorted(saved.keys() - target.keys()):
-        raise ValueError(f"{where} holds {', '.join(surplus[:3])}, which the target does not have")
+        raise ValueError(f"{where} contains {', '.join(surplus[:3])}, which the target does not have")
     for path, struct in target.items():
         shape = tuple(saved[path][0])
         table = path.endswith((".embedding", ".lm_head")) and shape[1:] == struct.shape[1:]
         filled_up = rows is not None and table and min(shape[0], struct.shape[0]) >= rows
         if shape != struct.shape and not filled_up:
             raise ValueError(
-                f"{where} holds {path} of shape {shape}; the target's has shape {struct.shape}: "
+                f"{where} contains {path} of shape {shape}; the target's has shape {struct.shape}: "
                 "was it saved with another model configuration?"
             )
 
 
 def checked_json(progress: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a deep copy that went through JSON. Raises ValueError if it differs."""
+    """Returns a deep copy made by encoding and decoding JSON. Raises ValueError if the copy differs."""
     with suppress(TypeError, ValueError):
         copy = json.loads(json.dumps(progress, allow_nan=False))
         if copy == progress:
             return copy
     raise ValueError(
-        f"progress={reprlib.repr(progress)} does not survive JSON: use str keys, finite Python numbers, str, bool, None, lists and dicts"
+        f"progress={reprlib.repr(progress)} changes when stored as JSON: use str keys, finite Python numbers, str, bool, None, lists and dicts"
     )

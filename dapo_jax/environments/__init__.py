@@ -1,4 +1,4 @@
-"""Environments: they answer the turns of the policy, so a response becomes an episode of several turns."""
+"""Environments answer the turns of the policy, so that a response becomes a multi-turn episode."""
 
 from dapo_jax.environments.by_name import load_environment
 from dapo_jax.environments.episodes import Episodes

@@ -1,7 +1,7 @@
-"""Finds environments by name: in this package, in another library, as `module:name` or as `path/to/file.py:name`.
+"""Loads environments by name: from this package, from another library, as `module:name` or as `path/to/file.py:name`.
 
-The package has one, `guess`: the policy guesses a number and learns whether the number is higher or lower. It has all properties of
-episodes: the answer depends on every earlier turn, the fewest turns need a binary search, and the reward comes at the end.
+This package contains one environment, `guess`. The policy guesses a number, and the environment answers whether the number is higher
+or lower. The best guess depends on all earlier turns, a binary search needs the fewest turns, and the reward comes at the end.
 """
 
 import re
@@ -14,14 +14,14 @@ from dapo_jax.hints import nearest
 from dapo_jax.rewards.functions import load_function, loading
 
 HIGHER, LOWER = ">", "<"
-"""Answers to a guess: the number is higher, or it is lower."""
+"""The environment's answers to a guess: the number is higher, or it is lower."""
 
 HIGHEST = 99
-"""The highest number. Guesses have at most two digits."""
+"""The largest possible number. Guesses have at most two digits."""
 
 
 class GuessTheNumber:
-    """The number is each row's `answer`, from 0 to 99. A turn is a guess such as `31`, ended by an end token or a stop string."""
+    """The number to guess is the row's `answer`, from 0 to 99. A turn is a guess such as `31`, ended by an end token or a stop string."""
 
     def episode(self, row: Mapping[str, Any], seed: int) -> "GuessEpisode":
         """Returns the episode of a response.
@@ -30,7 +30,7 @@ class GuessTheNumber:
             ValueError: the answer is not a number from 0 to 99.
         """
         if not 0 <= (number := int(row["answer"])) <= HIGHEST:
-            raise ValueError(f"the answer is {number}, needs a number from 0 to {HIGHEST}")
+            raise ValueError(f"the answer is {number}, but it must be a number from 0 to {HIGHEST}")
         return GuessEpisode(number)
 
 
@@ -41,7 +41,7 @@ class GuessEpisode:
         self._number = number
 
     async def step(self, turn: Turn) -> Step:
-        """Returns reward 1 for the right number. A turn that is not a number ends the episode, too."""
+        """Returns reward 1 for the correct number. A turn that is not a number also ends the episode."""
         found = re.fullmatch(r"[0-9]{1,2}", turn.text)
         if found is None or turn.finish_reason == "length":
             return Step(done=True, correct=False, metrics={"guesses": turn.number + 1.0, "malformed": 1.0})
@@ -52,21 +52,21 @@ class GuessEpisode:
 
 
 ENVIRONMENTS = {"guess": GuessTheNumber}
-"""Environments of this package, by name."""
+"""Environments of this package by name."""
 
 
 def load_environment(source: str) -> Environment:
-    """Returns the environment that `environment.source` names.
+    """Loads and creates the environment that `environment.source` names.
 
     Raises:
-        ValueError: the name is unknown, it cannot be loaded or made, or it has no method `episode`.
+        ValueError: the name is unknown, the environment cannot be loaded or created, or it has no method `episode`.
     """
     if ":" not in source and source not in ENVIRONMENTS:
         known = [*ENVIRONMENTS, *ADAPTERS]
         near = nearest(source, known)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {sorted(known)}."
+        hint = f"did you mean {near[0]!r}?" if near else f"the environments are {sorted(known)}."
         raise ValueError(
-            f"no environment is named {source!r}; {hint} Your own is module:name or path/to/file.py:name, and another library's LIBRARY:NAME"
+            f"no environment is named {source!r}; {hint} Other forms are module:name, path/to/file.py:name and LIBRARY:NAME"
         )
     kind, _, rest = source.partition(":")
     if kind in ADAPTERS:
@@ -76,9 +76,9 @@ def load_environment(source: str) -> Environment:
     except ValueError as error:
         near = nearest(kind, ADAPTERS, least=0.7)
         raise ValueError(f"{error}; did you mean {near[0]}:...?" if near else str(error)) from error
-    made = loading(source, "making the environment", make, "; it is called without arguments")
+    made = loading(source, "creating the environment", make, "; it is called without arguments")
     if not callable(getattr(made, "episode", None)):
         raise ValueError(
-            f"{source}: a {type(made).__name__} has no method episode(row, seed), which makes the episode of a response"
+            f"{source}: a {type(made).__name__} has no method episode(row, seed), which creates the episode of a response"
         )
     return made

@@ -1,4 +1,4 @@
-"""Calls of an environment, which is foreign code: time limits, and checks of its answers."""
+"""Calls an environment's code, which is not trusted: applies time limits and checks the results."""
 
 import asyncio
 import inspect
@@ -21,7 +21,7 @@ _OTHERS = [
     Path(__file__).parents[1],
     *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),
 ]
-"""Folders of files that are not the user's."""
+"""Folders of this package, the standard library and installed packages, whose files are not the user's code."""
 
 
 _STEP_FIELDS: tuple[tuple[str, Any, str], ...] = (
@@ -30,13 +30,13 @@ _STEP_FIELDS: tuple[tuple[str, Any, str], ...] = (
     ("done", bool | np.bool_, "True or False"),
     ("correct", bool | np.bool_ | None, "True, False or None"),
 )
-"""Names and types of a step's fields, with the type in words. The rendering checks `append`."""
+"""Names and types of a step's fields, with the type in words for messages. `Rendering` checks the field `append`."""
 
-TOO_LATE = "no answer of the environment within {:g} s"
+TOO_LATE = "no answer from the environment within {:g} s"
 
 
 class LostError(Exception):
-    """The episode is lost; the message is the reason."""
+    """The episode is lost. The message is the reason."""
 
     def __init__(self, reason: str, lost: Lost = "raised") -> None:
         super().__init__(reason)
@@ -44,10 +44,10 @@ class LostError(Exception):
 
 
 async def called(call: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
-    """Returns the result of an environment's function, async or not, within the time limit.
+    """Calls an environment's sync or async function with a time limit, and returns its result.
 
     Raises:
-        LostError: it raised, or took too long.
+        LostError: the function raised or exceeded the time limit.
     """
     task = asyncio.ensure_future(outcome(call, *arguments))
     if not await ends_in_time(task, timeout_s):
@@ -63,20 +63,20 @@ async def called(call: Callable[..., Any], *arguments: Any, timeout_s: float) ->
 
 
 async def outcome(call: Callable[..., Any], *arguments: Any) -> tuple[Any, BaseException | None]:
-    """Returns the result of an environment's function, async or not, or the exception that it raised."""
+    """Calls a sync or async function, and returns its result and None, or None and the exception that it raised."""
     try:
-        # A function that is not async may block, so it runs in a thread.
+        # A sync function may block, so it runs in a thread.
         is_async = inspect.iscoroutinefunction(call)
         found = call(*arguments) if is_async else await asyncio.to_thread(call, *arguments)
         return await found if inspect.isawaitable(found) else found, None
-    except BaseException as error:  # including SystemExit, which would end the loop
+    except BaseException as error:  # including SystemExit, which would stop the event loop
         return None, error
 
 
 def place_of(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """Returns file and line of the environment's innermost frame, in parentheses, or an empty text without such a frame.
+    """Returns the file and line of the innermost frame of the user's code, in parentheses, or an empty string without such a frame.
 
-    Frames of this package, of the standard library and of installed packages are left out. `frames` begin with the outermost one.
+    Frames of this package, the standard library and installed packages are skipped. `frames` must start with the outermost frame.
     """
     places = [(Path(frame.f_code.co_filename), line) for frame, line in frames]
     own = [place for place in places if not any(map(place[0].is_relative_to, _OTHERS))]
@@ -84,19 +84,19 @@ def place_of(frames: Iterable[tuple[FrameType, int]]) -> str:
 
 
 def lost_by(error: BaseException) -> LostError:
-    """Returns the loss of an episode by an exception. The fields of an answer may raise any exception when they are read."""
+    """Converts an exception to a LostError. Any exception is possible, because the fields of a result may raise when they are read."""
     if isinstance(error, LostError):
         return error
     if isinstance(error, asyncio.CancelledError):
         return LostError("the environment's task was cancelled")
-    return LostError(f"the environment's answer raises {type(error).__name__}")
+    return LostError(f"reading the environment's answer raised {type(error).__name__}")
 
 
 def checked_episode(made: Any) -> Any:
-    """Returns the episode that an environment made, if it can be one.
+    """Returns the episode that an environment created, after checking that it has a method `step`.
 
     Raises:
-        LostError: it cannot.
+        LostError: there is no such method.
     """
     if not callable(getattr(made, "step", None)):
         raise LostError(
@@ -106,19 +106,19 @@ def checked_episode(made: Any) -> Any:
 
 
 def checked_step(step: Any) -> Step:
-    """Returns a step with checked fields, except for what it appends, which the rendering checks.
+    """Returns a copy of a step with checked fields, without `append` and `context`, which `Rendering` checks.
 
     Raises:
         LostError: a field has a wrong type or value.
     """
     if not isinstance(step, Step):
-        raise LostError(f"the episode answered {step!r:.200} ({type(step).__name__}), needs a Step")
+        raise LostError(f"step() returned {step!r:.200} ({type(step).__name__}), needs a Step")
     for name, kinds, need in _STEP_FIELDS:
         if not isinstance(value := getattr(step, name), kinds):
-            raise LostError(f"a step has {name}={value!r:.200}, needs {need}")
+            raise LostError(f"a Step has {name}={value!r:.200}, needs {need}")
     metrics = {str(name): _number(value, f"the metric {name!r}:") for name, value in step.metrics.items()}
     return Step(
-        reward=_number(step.reward, "a step has the reward"),
+        reward=_number(step.reward, "a Step has the reward"),
         done=bool(step.done),
         correct=None if step.correct is None else bool(step.correct),
         metrics=metrics,
@@ -126,10 +126,10 @@ def checked_step(step: Any) -> Step:
 
 
 def checked_scores(given: Any, *, count: int) -> list[float]:
-    """Returns the rewards of `group_rewards`, if there is one for each of `count` episodes.
+    """Returns the rewards from `group_rewards` as a list of `count` numbers, one for each episode.
 
     Raises:
-        LostError: the numbers differ, or one of them cannot be a reward.
+        LostError: the number of rewards differs, or one of them is not a valid reward.
     """
     if not isinstance(given, Sequence | np.ndarray):
         raise LostError(f"group_rewards returned {given!r:.200}, needs a reward for each episode")
@@ -145,6 +145,6 @@ def _number(value: Any, found: str) -> float:
     except ValueError:
         number = math.nan
     if not abs(number) <= MAX_SCORE:
-        reason = f"{found} {value!r:.80}, needs a finite number of at most {MAX_SCORE:g} in size"
+        reason = f"{found} {value!r:.80}, needs a finite number of magnitude at most {MAX_SCORE:g}"
         raise LostError(reason, "nonfinite")
     return number

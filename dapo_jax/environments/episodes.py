@@ -1,6 +1,6 @@
-"""The episodes of a run: many at a time on one event loop, each with its limits and rewards.
+"""Runs the episodes of a run concurrently on one event loop, with limits and rewards for each episode.
 
-The loop runs in a thread of this process, in parallel with sampling. An episode that hangs, raises or returns nonsense is lost, and counted; the others are not affected.
+The loop runs in a thread, in parallel with sampling. Only an episode that hangs, raises or returns invalid values itself is lost.
 """
 
 import asyncio
@@ -37,17 +37,17 @@ from dapo_jax.rewards.sample import Sample, copied, read_only
 _Value = TypeVar("_Value")
 
 HELD_S = 10.0
-"""Seconds for which an environment may hold the event loop before a warning; the next warning follows when they have doubled."""
+"""Seconds for which an environment may block the event loop before a warning. Each further warning follows after twice the time."""
 
 _PROMPTS, _EPISODES = 4, 32
-"""The least numbers of prompts and episodes after which a run ends because all episodes were lost."""
+"""Minimum numbers of prompts and episodes before a run is ended because all episodes were lost."""
 
 _CLOSINGS = 4096
-"""The most groups whose episodes may be closing at the same time."""
+"""Number of the most recent groups for which `close` waits until their episodes are closed."""
 
 _NO_ROOM = (
-    "the episode begins{begins}, which leaves no room for a turn: an episode has up to sampling.max_response_tokens tokens after the prompt (or "
-    "environment.episode_tokens), and a Context up to data.max_prompt_tokens + sampling.max_response_tokens; begin with less, or raise these"
+    "the episode begins{begins}, which leaves no room for a turn: an episode has at most sampling.max_response_tokens tokens after the prompt (or "
+    "environment.episode_tokens), and a Context has at most data.max_prompt_tokens + sampling.max_response_tokens; begin with fewer tokens, or raise these"
 )
 
 
@@ -58,13 +58,13 @@ class _Open:
     prompt: Prompt
     standing: Standing = field(default_factory=Standing)
     episode: Any = None
-    """Object of the environment; None: it has not begun in this process."""
+    """The environment's episode object, or None if the episode has not begun in this process."""
     unheard: list[Turn] = field(default_factory=list)
-    """Turns of an earlier process, which have to be replayed before the next turn."""
+    """Turns from an earlier process that must be replayed to the episode before its next turn."""
     score: float | None = None
-    """Its reward from the comparison with the other episodes of its prompt, if the environment compares."""
+    """The episode's reward from `group_rewards`, if the environment has this method."""
     begins: str = ""
-    """The number of tokens that it begins with, in words; empty if this process does not know it."""
+    """The number of tokens in the episode's beginning, in words for a message. Empty if unknown in this process."""
 
     def lose(self, error: LostError) -> None:
         """Ends the episode without a reward."""
@@ -72,7 +72,7 @@ class _Open:
 
 
 class Episodes:
-    """The episodes of a run, for the sampler and for grading. A context manager: leaving it ends the thread."""
+    """The episodes of a run, used by the sampler and for grading. This is a context manager; leaving it ends the thread."""
 
     def __init__(
         self,
@@ -92,17 +92,17 @@ class Episodes:
         """Starts the thread.
 
         Args:
-            environment: makes the episodes.
-            rendering: tokenizes what they append.
-            text_of: gives the text of a turn, up to its stop string.
-            seed: of the run; an episode's seed depends on it and on the prompt's ordinal.
-            max_turns: the most turns of an episode.
-            turn_tokens: the most tokens of a turn; 0: as many as the episode may have.
-            episode_tokens: the most tokens of an episode; 0: as many as a response may have.
-            timeout_s: time limit of one call, without the wait before it.
-            calls: the most calls at the same time; the others wait.
-            name: of the environment, for messages.
-            on_close: called when the thread has ended.
+            environment: creates the episodes.
+            rendering: tokenizes the values that episodes append.
+            text_of: returns the text of a turn, up to its stop string.
+            seed: the run's seed. An episode's seed depends on it and on the prompt's ordinal.
+            max_turns: maximum number of turns per episode.
+            turn_tokens: maximum number of tokens per turn. If 0, only the episode's limit applies.
+            episode_tokens: maximum number of tokens per episode. If 0, the limit of a response applies.
+            timeout_s: time limit of one call in seconds, not counting the wait for its turn.
+            calls: maximum number of concurrent calls; further calls wait.
+            name: the environment's name in messages.
+            on_close: called after the thread has ended.
         """
         self._environment, self._rendering, self._text_of, self._seed = environment, rendering, text_of, seed
         self.max_turns, self.turn_tokens, self.episode_tokens = max_turns, turn_tokens, episode_tokens
@@ -122,7 +122,7 @@ class Episodes:
         self.close()
 
     def start(self, prompt: Prompt, index: int) -> Future[Continuation | None]:
-        """Begins an episode. The result is put before the first turn; None if the episode was lost."""
+        """Begins an episode. The future returns the tokens to put before the first turn, or None if the episode was lost."""
         opened = self._open[prompt.ordinal, index] = _Open(prompt)
 
         async def begin() -> Continuation:
@@ -133,27 +133,27 @@ class Episodes:
         return self._submit(opened, begin)
 
     def reopen(self, prompt: Prompt, index: int, turns: Sequence[DrawnTurn], standing: Standing) -> None:
-        """Opens an episode of an earlier process, whose environment has answered `turns`. They are replayed before the next turn."""
+        """Opens an episode from an earlier process in which the environment has answered `turns`. They are replayed before the next turn."""
         opened = self._open[prompt.ordinal, index] = _Open(prompt, replace(standing))
         opened.unheard = [self._turn(turn, number) for number, turn in enumerate(turns)]
 
     def standing(self, prompt: Prompt, index: int) -> Standing:
-        """Returns a copy of the environment's account of an episode so far."""
+        """Returns a copy of an episode's rewards, metrics and correctness so far."""
         return replace(self._open[prompt.ordinal, index].standing)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Within, all episodes are new ones, whatever their ordinals, as in an evaluation."""
+        """Within this context, all episodes are new even if their ordinals are in use, for example during an evaluation."""
         opened, self._open = self._open, {}
         try:
             yield
         finally:
-            if self._open:  # it was cut short
+            if self._open:  # it was interrupted
                 self._soon(self._closed([*self._open.values()]))
             self._open = opened
 
     def step(self, prompt: Prompt, index: int, turn: DrawnTurn) -> Future[Continuation | None]:
-        """Hands over a turn. The result is put before the next turn; None: the episode is over, or was lost."""
+        """Sends a turn to the episode. The future returns the tokens to put before the next turn, or None if the episode is over or lost."""
         opened = self._open[prompt.ordinal, index]
         standing = opened.standing
         given = self._turn(turn, len(standing.rewards))
@@ -172,9 +172,9 @@ class Episodes:
         return self._submit(opened, answer)
 
     def verdicts(self, samples: Sequence[Sample]) -> Future[list[Verdict]]:
-        """Returns the verdicts of the episodes of one prompt, in the order of their indices: `rewards.functions.Submit`.
+        """Returns the verdicts on the episodes of one prompt, in the order of their indices. This is a `rewards.functions.Submit`.
 
-        The future raises RewardError if every episode so far was lost: then the environment is at fault.
+        The future raises RewardError if every episode so far was lost, because then the environment is at fault.
         """
         found: Future[list[Verdict]] = Future()
         opened = [self._open.pop((sample.prompt.ordinal, index)) for index, sample in enumerate(samples)]
@@ -201,26 +201,26 @@ class Episodes:
         return found
 
     def _soon(self, closing: Coroutine[Any, Any, None]) -> Future[None]:
-        """Begins work on the event loop that closes episodes in the end; `close` waits for it."""
+        """Schedules work on the event loop that ends by closing episodes. `close` waits for this work."""
         self._closings.append(self._loop.submit(closing))
         return self._closings[-1]
 
     def _judge(self, opened: Sequence[_Open], found: Future[list[Verdict]]) -> None:
-        """Settles the verdicts of the episodes of one prompt."""
+        """Sets the verdicts on the episodes of one prompt as the result of `found`."""
         self._judged, self._prompts_judged = self._judged + len(opened), self._prompts_judged + 1
         self._all_lost = self._all_lost and all(one.standing.lost for one in opened)
         if self._all_lost and self._prompts_judged >= _PROMPTS and self._judged >= _EPISODES:
             found.set_exception(
                 RewardError(
-                    f"environment {self._name}: all {self._judged} episodes so far, of {self._prompts_judged} prompts, were lost, the last one: "
-                    f"{opened[-1].standing.reason}; correct the environment"
+                    f"environment {self._name}: all {self._judged} episodes so far, of {self._prompts_judged} prompts, were lost, the last one "
+                    f"because: {opened[-1].standing.reason}; fix the environment"
                 )
             )
         else:
             found.set_result([_verdict(one.standing, one.score) for one in opened])
 
     async def _compare(self, group_rewards: Callable[..., Any], opened: Sequence[_Open]) -> None:
-        """Takes the compared rewards of the episodes that are not lost. If that fails, all of them are lost."""
+        """Gets rewards from `group_rewards` for the episodes that are not lost. If the call fails, all of them are lost."""
         for one in opened:
             await self._guarded(one, partial(self._catch_up, one))
         kept = [one for one in opened if not one.standing.lost]
@@ -233,7 +233,7 @@ class Episodes:
                 one.lose(lost_by(error))
 
     def close(self) -> None:
-        """Closes the episodes, as far as that ends soon, and ends the thread; calls in progress are given up."""
+        """Closes the episodes, waiting only a short time, and ends the thread. Calls in progress are abandoned."""
         if not self._loop.closing.is_set():
             self._soon(self._closed([*self._open.values()]))
             wait(self._closings, timeout=ENDING_S / 2)
@@ -250,7 +250,7 @@ class Episodes:
         )
 
     async def _begun(self, opened: _Open) -> object:
-        """Makes the episode, and returns the result of its `start`. Raises LostError if the environment makes no episode."""
+        """Creates the episode and returns the result of its `start`. Raises LostError if either fails."""
         prompt = opened.prompt
         seed = int(np.random.SeedSequence((self._seed, prompt.ordinal)).generate_state(1)[0])
         own = {name: copied(value) for name, value in prompt.row.items()}
@@ -261,7 +261,7 @@ class Episodes:
         return "" if begins is None else begins
 
     async def _catch_up(self, opened: _Open) -> None:
-        """Replays to an episode of an earlier process the turns that it has not received in this one. Raises LostError if it fails."""
+        """For an episode from an earlier process, replays the turns that are missing in this process. Raises LostError if this fails."""
         if opened.episode is None:
             await self._begun(opened)
         assert opened.episode is not None
@@ -270,7 +270,7 @@ class Episodes:
             del opened.unheard[0]
 
     async def _closed(self, opened: Sequence[_Open]) -> None:
-        """Calls the `close` of the episodes that have one; errors in it are ignored."""
+        """Calls the method `close` of each episode that has one. Errors in it are ignored."""
 
         async def close(one: _Open) -> None:
             with suppress(Exception):
@@ -280,13 +280,13 @@ class Episodes:
         await asyncio.gather(*map(close, opened))
 
     def _continuation(self, follows: Any, *, after: Int[np.ndarray, " turn"] | None) -> Continuation:
-        """Returns the tokens of an appended value or a new context. Raises LostError if it cannot be rendered."""
+        """Returns the tokens of an appended value or of a new context. Raises LostError if it cannot be rendered."""
         if isinstance(follows, Context):
             return Continuation(self._rendering.context_ids(follows), anew=True)
         return Continuation(self._rendering.ids(follows, after=after))
 
     def _watch(self) -> None:
-        """Warns about an environment that holds the event loop. It counts its own looks instead of seconds, since a process may be suspended."""
+        """Warns if an environment blocks the event loop. Time is counted in wakeups of this thread, because a process may be suspended."""
         answered, held, due = threading.Event(), 0.0, HELD_S
         answered.set()
         while not self._loop.closing.wait(HELD_S / 10):
@@ -302,16 +302,16 @@ class Episodes:
             due *= 2
             frame = sys._current_frames().get(self._loop.thread.ident or 0)
             place = "" if frame is None else place_of(reversed([*traceback.walk_stack(frame)]))
-            with suppress(OSError, ValueError, AttributeError):  # there may be no standard error
+            with suppress(OSError, ValueError, AttributeError):  # stderr may be closed or missing
                 print(
-                    f"environment {self._name}: it has held the event loop for {held:.0f} s{place}, and no other episode can continue: await what takes "
-                    "long, write a function that blocks without `async`, or set environment.workers=1 or more",
+                    f"environment {self._name}: it has blocked the event loop for {held:.0f} s{place}, so no other episode can continue: await slow "
+                    "operations, define blocking functions without `async`, or set environment.workers=1 or more",
                     file=sys.stderr,
                     flush=True,
                 )
 
     async def _guarded(self, opened: _Open, work: Callable[[], Coroutine[Any, Any, _Value]]) -> _Value | None:
-        """Returns the result of `work`, or None if the episode is lost in it, or was lost before."""
+        """Returns the result of `work`, or None if the episode was lost before or becomes lost in it."""
         if opened.standing.lost:
             return None
         try:
@@ -329,7 +329,7 @@ class Episodes:
         answered: Future[Continuation | None] = Future()
 
         def settle(done: Future[Continuation | None]) -> None:
-            if done.cancelled() or done.exception() is not None:  # before it began, by the environment's code
+            if done.cancelled() or done.exception() is not None:  # cancelled by the environment
                 opened.lose(lost_by(asyncio.CancelledError()))
                 answered.set_result(None)
             else:
@@ -342,7 +342,7 @@ class Episodes:
 def _verdict(one: Standing, score: float | None) -> Verdict:
     if one.lost:
         return Verdict(correct=False, lost=one.lost, reason=one.reason, parts=one.metrics)
-    # A compared reward replaces the rewards by turn, and counts as the reward of the last turn.
+    # A reward from `group_rewards` replaces the rewards of the turns, and is assigned to the last turn.
     rewards = one.rewards if score is None else (*[0.0] * len(one.rewards[1:]), score)
     correct = sum(rewards) > 0 if one.correct is None else one.correct
     return Verdict(correct=correct, score=sum(rewards), parts=one.metrics, turn_rewards=rewards)

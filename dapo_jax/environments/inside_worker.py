@@ -1,4 +1,4 @@
-"""The inside of an environment's worker: many episodes on one event loop, and a thread for each call that is not async."""
+"""Code inside an environment worker: many episodes share one event loop, and each sync call runs in a thread."""
 
 import asyncio
 import json
@@ -17,10 +17,10 @@ from dapo_jax.workers.inside import Answer, Serve
 
 
 def load(setup: Mapping[str, Any]) -> tuple[dict[str, Any], Serve]:
-    """Loads the environment, see `dapo_jax.workers.inside`.
+    """Loads the environment; `dapo_jax.workers.inside` describes the interface.
 
     Raises:
-        ValueError: it cannot be loaded.
+        ValueError: the environment cannot be loaded.
     """
     environment = load_environment(setup["source"])
     compares = getattr(environment, "group_rewards", None) is not None
@@ -35,11 +35,11 @@ class _Serving:
         self._called = partial(called, timeout_s=timeout_s)
         self._episodes: dict[int, Any] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        """Calls under way."""
+        """Calls in progress."""
         self._loop = new_loop()
 
     def serve(self, calls: Iterable[dict[str, Any]], answer: Answer) -> None:
-        """Answers calls until there are no more, when the process ends."""
+        """Answers calls until there are no more, then ends the process."""
 
         def read() -> None:
             try:
@@ -69,7 +69,7 @@ class _Serving:
             lost = lost_by(error)
             found = {"lost": lost.lost, "reason": str(lost)}
         if "can't start new thread" in found.get("reason", ""):
-            found = {"ended": "it could start no further thread: the environment does not end its threads"}
+            found = {"ended": "it could not start another thread: the environment does not end its threads"}
         answer(call["id"], found)
 
     async def _result(self, call: Mapping[str, Any]) -> Any:

@@ -1,8 +1,8 @@
-"""Turns appended values into token ids. Sampled tokens are never rendered or tokenized again.
+"""Converts appended values to token ids. Sampled tokens are never rendered or tokenized again.
 
-For messages, the chat template renders the text that follows an answer of the assistant. So a template that rewrites earlier turns, as
-Qwen3's removes their thinking, does not change their tokens. Only text that the template itself writes becomes special tokens; text in a
-message never does, at any depth.
+For messages, only the text that the chat template renders after an assistant's answer is used. So a template that rewrites earlier
+turns, for example by removing their thinking as Qwen3's does, does not change their tokens. Only text that the template itself writes
+can become special tokens. Text in messages never does, at any depth.
 """
 
 import re
@@ -23,30 +23,30 @@ from dapo_jax.text.special_tokens import FIRST_GUARD
 from dapo_jax.text.tokenizers import Tokenizer
 
 _ANSWER = f"{FIRST_GUARD}said{FIRST_GUARD}"
-"""Placeholder for the assistant's answer. No template writes it, and messages that contain it are refused."""
+"""Placeholder for the assistant's answer. Templates do not contain it, and messages that contain it are rejected."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rendering:
-    """Turns values that episodes append into token ids."""
+    """Converts values that episodes append to token ids."""
 
     tokenizer: Tokenizer
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, from `data.chat_template_kwargs`."""
+    """Variables for the chat template, from `data.chat_template_kwargs`."""
     today: date | None = None
-    """The date that a template prints."""
+    """The current date for templates that print it."""
 
     def ids(self, appended: object, *, after: Int[np.ndarray, " turn"] | None) -> Int[np.ndarray, " new"]:
-        """Returns the ids of an appended value (`protocol.Appended`) after a turn, or after the prompt (None).
+        """Returns the token ids of an appended value (`protocol.Appended`). It follows the turn `after`, or if None, the prompt.
 
         Raises:
-            LostError: it cannot be appended, has ids outside the vocabulary, or the model has no chat template.
+            LostError: the value cannot be appended, has ids outside the vocabulary, or needs a chat template that the model lacks.
         """
         if isinstance(appended, str):
             return self._text(appended)
         if not isinstance(appended, Sequence | np.ndarray):
             raise LostError(
-                f"{appended!r:.200} ({type(appended).__name__}) cannot be appended; a text, a list of messages or ids can"
+                f"{appended!r:.200} ({type(appended).__name__}) cannot be appended; needs a text, a list of messages or a list of token ids"
             )
         try:
             if isinstance(appended, Sequence) and appended and isinstance(appended[0], Mapping):
@@ -60,10 +60,10 @@ class Rendering:
         if found.size == 0:
             return np.zeros(0, np.int32)
         if found.ndim != 1 or found.dtype.kind not in "iu":
-            raise LostError(f"{appended!r:.200} cannot be appended: it is neither messages nor a list of ids")
+            raise LostError(f"{appended!r:.200} cannot be appended: it is not a list of messages or ids")
         if not 0 <= int(found.min()) <= int(found.max()) < self.tokenizer.vocab_size:
             raise LostError(
-                f"ids from {found.min()} to {found.max()} were appended; the tokenizer has ids from 0 to "
+                f"token ids from {found.min()} to {found.max()} were appended; the tokenizer has ids from 0 to "
                 f"{self.tokenizer.vocab_size - 1}"
             )
         return found.astype(np.int32)
@@ -71,19 +71,19 @@ class Rendering:
     def _text(self, text: str) -> Int[np.ndarray, " new"]:
         if len(text) > MOST_CHARACTERS:
             raise LostError(
-                f"a text of {len(text):,} characters was appended; {MOST_CHARACTERS:,} are the most"
+                f"a text of {len(text):,} characters was appended; the limit is {MOST_CHARACTERS:,}"
             )
         try:
-            text.encode("utf-8")  # half of a surrogate pair is not text
+            text.encode("utf-8")  # raises for an unpaired surrogate
             return self.tokenizer.encode_plain(text)
         except ValueError as error:
             raise LostError(f"a text was appended that cannot be tokenized: {error}") from error
 
     def context_ids(self, context: Context) -> Int[np.ndarray, " context"]:
-        """Returns the ids of a new context: a text like a prompt, ids unchanged, messages up to the beginning of the assistant's answer.
+        """Returns the token ids of a new context. A text is encoded like a prompt, and messages with the generation prompt at the end.
 
         Raises:
-            LostError: it cannot be a context, or is empty.
+            LostError: the value cannot be used as a context, or is empty.
         """
         contents = context.contents
         if isinstance(contents, str):
@@ -92,7 +92,7 @@ class Rendering:
             template, guard = self._template(), Guarding(self.tokenizer)
             if context.tools and not re.search(r"\btools\b", template.source):
                 raise LostError(
-                    f"chat template {template.name} has no variable `tools`: write the tools into the system message, and return a Context "
+                    f"chat template {template.name} has no variable `tools`: describe the tools in the system message, and return a Context "
                     "without tools"
                 )
             try:
@@ -106,7 +106,7 @@ class Rendering:
             found = self.ids(contents, after=None)
         if not len(found):
             raise LostError(
-                "a context has no token: it replaces everything before it, so a turn would have nothing to follow"
+                "the new context is empty; it replaces everything before it, so it needs at least one token"
             )
         return found
 
@@ -120,13 +120,13 @@ class Rendering:
         _, found, new = rendered.rpartition(_ANSWER)
         if not found:
             raise LostError(
-                f"chat template {template.name} leaves out the assistant's answer, so nothing can follow it"
+                f"chat template {template.name} leaves out the assistant's answer, so nothing can be appended to it"
             )
         if after is None:
-            # The text of a prompt ends with the opening of an answer.
+            # A prompt ends with the generation prompt of an answer.
             raise LostError(
-                "messages cannot follow a prompt, which ends with the beginning of an answer: return a Context, append a text or ids, or "
-                "write them into the row's prompt"
+                "messages cannot follow a prompt, which ends with the beginning of an answer: return a Context, append a text or token ids, or "
+                "add the messages to the row's prompt"
             )
         ids = guard.ids(new)
         # The turn may contain its end token already.
@@ -136,7 +136,7 @@ class Rendering:
     def _template(self) -> ChatTemplate:
         if self.tokenizer.chat_template is None:
             raise LostError(
-                "messages were given, and the model has no chat template: choose a model or a model.tokenizer that has one, or append a "
-                "text or ids"
+                "messages were appended, but the model has no chat template: choose a model or a model.tokenizer with a chat template, or "
+                "append a text or token ids"
             )
         return self.tokenizer.chat_template

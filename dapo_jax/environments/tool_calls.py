@@ -1,12 +1,12 @@
-"""Reads the tool calls in a turn, in the formats of Qwen and Llama 3.
+"""Parses the tool calls in a turn, in the formats of Qwen and Llama 3.
 
 | model | format |
 |---|---|
 | Qwen2.5, Qwen3, Hermes | `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of times, between other text |
 | Llama 3 | `{"name": ..., "parameters": {...}}` and nothing else, several separated by `;`, optionally after `<|python_tag|>` |
 
-Calls are read from text rather than ids: an environment has no tokenizer, and some vocabularies, such as SmolLM2's, have no token
-`<tool_call>`.
+Calls are parsed from text and not from token ids, because an environment has no tokenizer, and some vocabularies, such as SmolLM2's,
+have no token `<tool_call>`.
 """
 
 import json
@@ -17,14 +17,14 @@ from typing import Any
 from dapo_jax.text.plain_json import read_numbers
 
 MOST_CALLS = 16
-"""Number of calls that a turn may contain. The next one becomes a `BrokenCall`, and later ones are ignored."""
+"""Maximum number of calls in a turn. The first call beyond it becomes a `BrokenCall`, and further calls are ignored."""
 
 _BEGIN, _END, _TAG = "<tool_call>", "</tool_call>", "<|python_tag|>"
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A well-formed call. Its name and arguments are the model's and not trusted."""
+    """A well-formed call. Its name and arguments were written by the model and are untrusted."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -32,13 +32,13 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class BrokenCall:
-    """A malformed call, with the reason."""
+    """A malformed call, with the reason why it cannot be parsed."""
 
     reason: str
 
 
 def tool_calls(text: str) -> list[ToolCall | BrokenCall]:
-    """Returns the calls in a turn's text, in their order; no calls if it is an answer. Thoughts, up to `</think>`, contain no calls.
+    """Returns the calls in a turn's text in order, or an empty list if the turn is an answer. Calls before `</think>` are ignored.
 
     >>> tool_calls('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     [ToolCall(name='add', arguments={'a': 1})]
@@ -55,9 +55,9 @@ def tool_calls(text: str) -> list[ToolCall | BrokenCall]:
 
 
 def _after_thoughts(text: str) -> str:
-    """Returns the text after the thoughts, empty if they do not end.
+    """Returns the text after the model's thinking, or an empty string if the thinking does not end.
 
-    The chat template may have written `<think>` itself, so `</think>` alone ends thoughts, if it comes before the first call.
+    The chat template may have written `<think>` itself. So `</think>` without `<think>` also ends thinking, if it precedes all calls.
     """
     before, ended, after = text.partition("</think>")
     opened = text.lstrip().startswith("<think>")
@@ -71,7 +71,7 @@ def _tagged(text: str) -> list[ToolCall | BrokenCall]:
     place = text.find(_BEGIN)
     while place >= 0 and len(found) <= MOST_CALLS:
         begin = place + len(_BEGIN)
-        # Text in the arguments may contain the marks.
+        # The arguments may contain these tags as text, so the end is searched after the JSON value.
         end = text.find(_END, _after_json(text, begin))
         found.append(BrokenCall(f"it has no {_END}") if end < 0 else _read(text[begin:end], "arguments"))
         place = text.find(_BEGIN, begin if end < 0 else end + len(_END))
@@ -81,7 +81,7 @@ def _tagged(text: str) -> list[ToolCall | BrokenCall]:
 def _bare(text: str) -> list[ToolCall | BrokenCall]:
     meant = text.startswith(_TAG)
     text = text.removeprefix(_TAG).strip()
-    # Any other object is an answer in JSON.
+    # Any other JSON object is an answer.
     if not meant and not (text.startswith("{") and '"name"' in text and '"parameters"' in text):
         return []
     found: list[ToolCall | BrokenCall] = []
@@ -115,7 +115,7 @@ def _read(content: str, usual: str) -> ToolCall | BrokenCall:
     except ValueError as error:
         return BrokenCall(str(error))
     except RecursionError:
-        return BrokenCall("it is nested too deep")
+        return BrokenCall("it is nested too deeply")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return BrokenCall(f'it must be an object with a "name" and "{usual}"')
     if not isinstance(given, dict):

@@ -1,6 +1,6 @@
-"""Makes the JSON schema of a Python function for a chat template, and checks a call against it.
+"""Creates the JSON schema of a Python function for a chat template, and validates calls against it.
 
-The schema has the format of OpenAI's and transformers' tools: names are the function's, types its annotations, descriptions its docstring.
+The schema has the format of tools in the OpenAI API and transformers. Types come from annotations, and descriptions from the docstring.
 """
 
 import inspect
@@ -28,10 +28,10 @@ _ARGUMENT = re.compile(r"^( +)\*{0,2}(\w+)(?: *\([^()\n]*\))?:(.*(?:\n\1 +.*|\n 
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     """Returns the schema of a function: `{"type": "function", "function": {"name", "description", "parameters"}}`.
 
-    The docstring up to its first section is the description, and the lines below `Args:` describe the arguments.
+    The docstring up to its first section becomes the description, and the section `Args:` describes the arguments.
 
     Raises:
-        ValueError: an argument has no annotation, a type that JSON lacks, or is positional only.
+        ValueError: an argument has no annotation, has a type without a JSON equivalent, or is positional-only.
 
     >>> def add(a: int, b: int = 0) -> int:
     ...     '''Adds.
@@ -46,13 +46,13 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     try:
         hints = get_type_hints(function)
     except Exception as error:  # from evaluating the user's annotations
-        raise ValueError(f"tool {name}: its annotations cannot be read: {error}") from error
+        raise ValueError(f"tool {name}: its annotations cannot be evaluated: {error}") from error
     description, described = _docstring(inspect.getdoc(function) or "")
     properties: dict[str, Any] = {}
     required = []
     for argument in inspect.signature(function).parameters.values():
         if argument.kind not in (argument.POSITIONAL_OR_KEYWORD, argument.KEYWORD_ONLY):
-            raise ValueError(f"tool {name}: {argument} cannot be passed by name, as a tool's arguments are")
+            raise ValueError(f"tool {name}: {argument} must be a parameter that can be passed by name")
         if argument.name not in hints:
             raise ValueError(f"tool {name}: argument {argument.name} has no annotation; annotate its type")
         properties[argument.name] = _schema(hints[argument.name], f"tool {name}: argument {argument.name}")
@@ -66,11 +66,11 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def what_is_wrong(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -> str:
-    """Returns the first error in the arguments of a call by the schema's `parameters`; an empty text if there is no error."""
+    """Validates a call's arguments against the schema's `parameters`. Returns the first error, or an empty string if they are valid."""
     known = parameters["properties"]
     for name in arguments:
         if name not in known:
-            return f"there is no argument {name!r:.80}; there are {sorted(known)}"
+            return f"unknown argument {name!r:.80}; the arguments are {sorted(known)}"
     for name in parameters.get("required", ()):
         if name not in arguments:
             return f"argument {name!r} is missing"
@@ -78,7 +78,7 @@ def what_is_wrong(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -
         misfits = (_misfit(value, known[name], name) for name, value in arguments.items())
         return next(filter(None, misfits), "")
     except RecursionError:
-        return "an argument is nested too deep"
+        return "an argument is nested too deeply"
 
 
 def _misfit(value: Any, schema: Mapping[str, Any], where: str) -> str:
@@ -91,14 +91,14 @@ def _misfit(value: Any, schema: Mapping[str, Any], where: str) -> str:
     kinds = [kinds] if isinstance(kinds, str) else kinds
     kind = _TYPES[type(value)]
     if kinds and kind not in kinds and not (kind == "integer" and "number" in kinds):
-        return f"{where} has to be {' or '.join(kinds)}; got {value!r:.80}"
+        return f"{where} must be {' or '.join(kinds)}; got {value!r:.80}"
     if "enum" in schema and value not in schema["enum"]:
-        return f"{where} has to be one of {schema['enum']}; got {value!r:.80}"
+        return f"{where} must be one of {schema['enum']}; got {value!r:.80}"
     inside: list[tuple[Any, Any, Any]] = []
     if isinstance(value, list):
         each = schema.get("prefixItems", [schema.get("items", {})] * len(value))
         if len(each) != len(value):
-            return f"{where} has to have {len(each)} items; got {len(value)}"
+            return f"{where} must have {len(each)} items; got {len(value)}"
         inside = list(zip(range(len(value)), value, each, strict=True))
     elif isinstance(value, dict):
         inside = [(name, item, schema.get("additionalProperties", {})) for name, item in value.items()]
@@ -107,7 +107,7 @@ def _misfit(value: Any, schema: Mapping[str, Any], where: str) -> str:
 
 
 def _schema(hint: Any, where: str) -> dict[str, Any]:
-    """Returns the schema of an annotation, as transformers writes it."""
+    """Returns the schema of an annotation in the format of transformers."""
     if hint is Any:
         return {}
     if hint in _TYPES:
@@ -129,12 +129,12 @@ def _schema(hint: Any, where: str) -> dict[str, Any]:
         found = several[0] if len(several) == 1 else {"type": kinds} if plain else {"anyOf": several}
         return found | ({"nullable": True} if type(None) in inside else {})
     raise ValueError(
-        f"{where} has the type {hint!r:.120}, which JSON lacks; use str, int, float, bool, list, tuple, dict, Literal, or unions of these"
+        f"{where} has the type {hint!r:.120}, which has no JSON schema; use str, int, float, bool, list, tuple, dict, Literal, or unions of these"
     )
 
 
 def _docstring(text: str) -> tuple[str, dict[str, str]]:
-    """Returns the description and the descriptions of the arguments of a docstring in Google's style."""
+    """Returns the description and the argument descriptions from a Google-style docstring."""
     description, *sections = _SECTION.split(text)
     inside = dict(zip(sections[::2], sections[1::2], strict=True))
     lines = inside.get("Args", inside.get("Arguments", ""))

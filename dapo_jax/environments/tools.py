@@ -1,8 +1,8 @@
-"""An environment of tools: Python functions that the policy may call, and a grade for its answer.
+"""A tool environment: the policy may call Python functions, and its final answer is graded.
 
-A turn with calls gets their results, as messages of the role `tool`. A turn without calls is the answer and ends the episode. An error
-in a call is returned to the policy, which may continue: a malformed call, an unknown tool, wrong arguments, a tool that raises or takes
-too long.
+A turn with calls is answered with their results, as messages with the role `tool`. A turn without calls is the final answer and ends
+the episode. Errors are returned to the policy, which may continue: malformed calls, unknown tools, invalid arguments, and tools that
+raise or take too long.
 """
 
 import asyncio
@@ -21,14 +21,14 @@ from dapo_jax.rewards.functions import as_verdict
 from dapo_jax.text.messages import content_text
 
 Grade = Callable[[str, Mapping[str, Any]], Any]
-"""grade(text of the answer, row) -> a bool, a number or a Verdict, like a reward function; with `def` or `async def`."""
+"""A sync or async function `grade(answer_text, row)` that returns a bool, a number or a Verdict, like a reward function."""
 
 MOST_CHARACTERS = 8192
-"""Default length of the longest result of a call. The rest is cut off, and the text ends with the number of characters cut."""
+"""Default maximum length of a call's result. Longer results are cut off, and a note with the number of removed characters is added."""
 
 
 class Tools:
-    """Functions by name, with their schemas; calls them and turns results into text."""
+    """A set of functions with their schemas. Calls the functions and converts their results to text."""
 
     def __init__(
         self,
@@ -37,27 +37,27 @@ class Tools:
         most_characters: int = MOST_CHARACTERS,
         timeout_s: float = 10.0,
     ) -> None:
-        """Reads the functions' schemas.
+        """Creates the functions' schemas.
 
         Args:
-            functions: the tools. A function without `async def` runs in a thread of its own.
-            most_characters: length of the longest result of a call.
-            timeout_s: seconds per call. All calls of a turn together have `environment.timeout_s`, after which the episode is lost.
+            functions: the tools. A function without `async def` runs in a separate thread.
+            most_characters: maximum length of a call's result.
+            timeout_s: time limit of a call in seconds. All calls of a turn share `environment.timeout_s`; beyond it the episode is lost.
 
         Raises:
-            ValueError: a function cannot be a tool, or two have the same name.
+            ValueError: a function cannot be a tool, or two functions have the same name.
         """
         self.schemas = [schema_of(function) for function in functions]
         names = [schema["function"]["name"] for schema in self.schemas]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"two tools are named {twice[0]!r}; a call could mean either")
+            raise ValueError(f"two tools are named {twice[0]!r}; tool names must be unique")
         self._functions = dict(zip(names, functions, strict=True))
         parameters = [schema["function"]["parameters"] for schema in self.schemas]
         self._parameters = dict(zip(names, parameters, strict=True))
         self._most_characters, self._timeout_s = most_characters, timeout_s
 
     async def result(self, call: ToolCall | BrokenCall) -> tuple[str, bool]:
-        """Returns the text of a call's result, and whether it is an error."""
+        """Runs a call. Returns the text of its result, and whether it is an error."""
         text, error = await self._outcome(call)
         text = f"error: {error}" if error else text
         if (left_out := len(text) - self._most_characters) > 0:
@@ -65,11 +65,11 @@ class Tools:
         return text, bool(error)
 
     async def _outcome(self, call: ToolCall | BrokenCall) -> tuple[str, str]:
-        """Returns the text of a call's result and an empty text, or an empty text and the error."""
+        """Runs a call. Returns the text of its result and an empty string, or an empty string and the error."""
         if isinstance(call, BrokenCall):
-            return "", f"the call cannot be read: {call.reason}"
+            return "", f"the call cannot be parsed: {call.reason}"
         if call.name not in self._functions:
-            return "", f"there is no tool {call.name!r:.80}; there are {sorted(self._functions)}"
+            return "", f"unknown tool {call.name!r:.80}; the tools are {sorted(self._functions)}"
         if wrong := what_is_wrong(call.arguments, self._parameters[call.name]):
             return "", f"{call.name}: {wrong}"
         task = asyncio.ensure_future(outcome(partial(self._functions[call.name], **call.arguments)))
@@ -83,33 +83,33 @@ class Tools:
         text = found if error is None else f"{type(error).__name__}: {error!s:.500}"
         try:
             text = str(text) if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
-            text.encode("utf-8")  # half of a surrogate pair is not text
+            text.encode("utf-8")  # raises for an unpaired surrogate
         except (TypeError, ValueError, RecursionError):
-            return "", f"{call.name} returned a {type(found).__name__} that cannot become text"
+            return "", f"{call.name} returned a {type(found).__name__} that cannot be converted to text"
         return (text, "") if error is None else ("", f"{call.name}: {text}")
 
 
 class ToolEpisode:
-    """An episode of tools, made by a `ToolEnvironment`; a subclass may replace `finish`, which grades the answer."""
+    """A tool episode, created by a `ToolEnvironment`. A subclass may override `finish`, which grades the final answer."""
 
     def __init__(self, tools: Tools, row: Mapping[str, Any], grade: Grade | None = None) -> None:
-        """Keeps the arguments: the row's `prompt` is a question or messages, and leave `grade` out if a subclass replaces `finish`."""
+        """Stores the arguments. The row's `prompt` is a text or a list of messages. `grade` is only needed if `finish` is not overridden."""
         self.tools, self.row, self._grade = tools, row, grade
         self.calls, self.errors = 0, 0
 
     async def start(self) -> Context:
-        """Returns the row's conversation, with the tools for the chat template."""
+        """Returns the row's conversation, with the tool schemas for the chat template."""
         return Context(conversation(self.row), tools=self.tools.schemas)
 
     async def step(self, turn: Turn) -> Step:
-        """Returns the results of the turn's calls, or the end of the episode if there are no calls."""
+        """Returns the results of the turn's calls. If there are no calls, grades the answer and ends the episode."""
         found = tool_calls(turn.text)
         if not found:
             ended = await self.finish(turn)
             metrics = {**self.metrics(), **ended.metrics}
             return Step(reward=ended.reward, done=True, correct=ended.correct, metrics=metrics)
         messages: list[Message] = []
-        for call in found:  # one after another, since a call may depend on the call before
+        for call in found:  # sequentially, because a call may depend on the previous one
             text, is_error = await self.tools.result(call)
             self.calls, self.errors = self.calls + 1, self.errors + is_error
             named = {"name": call.name} if isinstance(call, ToolCall) and not is_error else {}
@@ -117,14 +117,14 @@ class ToolEpisode:
         return Step(append=messages, metrics=self.metrics())
 
     async def finish(self, turn: Turn) -> Step:
-        """Returns the grade of the answer: `reward`, `correct`, `metrics`.
+        """Grades the final answer. Returns a Step with `reward`, `correct` and `metrics`.
 
         Raises:
-            ValueError: `grade` is missing or returned no verdict.
+            ValueError: `grade` is missing or did not return a verdict.
         """
         if self._grade is None:
             raise ValueError(
-                "an episode of tools needs an argument `grade`, or a subclass with a method `finish`"
+                "a tool episode needs the argument `grade`, or a subclass that overrides `finish`"
             )
         given, error = await outcome(self._grade, turn.text, self.row)
         if error is not None:
@@ -134,15 +134,15 @@ class ToolEpisode:
         return Step(reward=reward, correct=verdict.correct, metrics=verdict.parts)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the number of calls, `tool_calls`, and of calls with an error, `tool_errors`."""
+        """Returns the number of calls (`tool_calls`) and the number of calls with an error (`tool_errors`)."""
         return {"tool_calls": float(self.calls), "tool_errors": float(self.errors)}
 
 
 class ToolEnvironment:
-    """Functions that the policy may call, and a grade for its answer."""
+    """An environment whose episodes let the policy call functions, and grade its final answer."""
 
     def __init__(self, functions: Sequence[Callable[..., Any]], grade: Grade, **limits: Any) -> None:
-        """Reads the functions' schemas; `Tools` describes `limits` and errors."""
+        """Creates the functions' schemas. See `Tools` for the possible `limits` and the exceptions."""
         self._tools, self._grade = Tools(functions, **limits), grade
 
     def episode(self, row: Mapping[str, Any], seed: int) -> ToolEpisode:
@@ -151,14 +151,14 @@ class ToolEnvironment:
 
 
 def conversation(row: Mapping[str, Any], added: str = "") -> list[Message]:
-    """Returns the messages of a row: its `prompt`, or a user's message if the prompt is a text.
+    """Returns the messages in a row's `prompt`. If the prompt is a text, it becomes a user message.
 
     Args:
-        row: the row of the data.
-        added: text to add to the last message, such as the first observation.
+        row: the data row.
+        added: text to add to the last message, for example the first observation.
 
     Raises:
-        ValueError: there are no messages, or the last message has no text to add to.
+        ValueError: there are no messages, or the last message has no text content.
     """
     asked = row.get("prompt", "")
     messages = (

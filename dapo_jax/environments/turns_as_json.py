@@ -1,6 +1,6 @@
-"""Turns and steps as JSON, for the calls of an environment's workers and their answers.
+"""Converts turns and steps to JSON and back, for messages to and from environment workers.
 
-Appended values cross unchecked, so the rendering reports errors in them as it does without workers.
+Appended values are transferred unchecked, so that `Rendering` reports the same errors in them with and without workers.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from dapo_jax.environments.protocol import Context, Step, Turn
 from dapo_jax.rewards.sample import plain, read_only
 
 MOST_BYTES = 1 << 24
-"""Length of the longest answer. The longest text that can be appended fits, whatever its characters are."""
+"""Maximum length of an answer. The longest text that can be appended always fits, even if all its characters are escaped."""
 
 _FIELDS = ("reward", "done", "correct", "metrics")
 
@@ -31,10 +31,10 @@ def turn_of(found: Mapping[str, Any]) -> Turn:
 
 
 def step_as_json(step: Any) -> dict[str, Any]:
-    """Returns a step as JSON, without appended values if the episode is over.
+    """Returns a step as JSON, without the appended value if the episode is over.
 
     Raises:
-        LostError: it is not a step, or appends a value that JSON cannot represent.
+        LostError: this is not a valid step, or it appends a value that JSON cannot represent.
     """
     checked = checked_step(step)
     follows = {} if checked.done else appended_as_json(step.append if step.context is None else step.context)
@@ -50,24 +50,24 @@ def step_of(found: Mapping[str, Any]) -> Step:
 
 
 def appended_as_json(given: Any) -> dict[str, Any]:
-    """Returns the beginning of an episode, or the values appended after a turn, as JSON.
+    """Returns the beginning of an episode, or the value appended after a turn, as JSON.
 
     Raises:
-        LostError: JSON cannot represent it.
+        LostError: JSON cannot represent the value.
     """
     try:
         if isinstance(given, Context):
             return {"contents": plain(given.contents), "tools": plain(given.tools)}
         return {"append": plain(given)}
     except TypeError as error:
-        reason = f"{error} cannot be appended: workers answer in JSON, which cannot represent it"
+        reason = f"{error} cannot be appended: environment workers answer in JSON, which cannot represent it"
         raise LostError(reason) from error
     except RecursionError as error:
-        raise LostError("the appended value is nested too deep, or contains itself") from error
+        raise LostError("the appended value is nested too deeply, or contains itself") from error
 
 
 def appended_of(found: Mapping[str, Any]) -> Any:
-    """Inverse of `appended_as_json`: a Context, or another value to append."""
+    """Inverse of `appended_as_json`. Returns a Context, or another value to append."""
     if "contents" not in found:
         return found.get("append", "")
     context = Context("")

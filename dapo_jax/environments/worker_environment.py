@@ -1,9 +1,9 @@
-"""An environment in worker processes. If it blocks, takes all memory or ends its process, only the episode at fault is lost.
+"""Runs an environment in worker processes. If it blocks, exhausts memory or ends its process, only the episode at fault is lost.
 
-Many episodes are under way in one worker at a time, and the episodes of a prompt share one. A call that exceeds the time limit is given
-up inside the worker (`dapo_jax.environments.inside_worker`). A worker that blocks or dies is replaced, and the new one makes the episodes
-again from their turns when they are next asked. It is unknown which call a worker died of. So the calls that were under way are sent
-again one at a time; the call that ends the next worker as well is lost.
+A worker runs many episodes concurrently, and the episodes of a prompt share a worker. A call that exceeds the time limit is abandoned
+inside the worker (`dapo_jax.environments.inside_worker`). A worker that blocks or dies is replaced. The new worker recreates an episode
+by replaying its turns when the episode is next called. Since it is unknown which call killed a worker, the calls in progress are
+retried one at a time. A call that also kills the next worker is lost.
 """
 
 import asyncio
@@ -21,23 +21,23 @@ from dapo_jax.rewards.sample import plain_row
 from dapo_jax.workers import EndedError, Worker
 
 BLOCKED_S = 2.0
-"""Seconds after the time limit within which a worker that is not blocked answers a call."""
+"""Seconds after the time limit of a call. If the worker has not answered by then, it is considered blocked."""
 
 
 class WorkerEnvironment:
-    """The environment that `environment.source` names, with its episodes in worker processes, which start when they are first needed."""
+    """The environment that `environment.source` names, with its episodes in worker processes. A worker starts when it is first needed."""
 
     def __init__(self, source: str, *, workers: int, timeout_s: float, memory_mb: int) -> None:
-        """Loads the environment in one worker, as a check.
+        """Loads the environment in one worker to check that this works, and ends that worker.
 
         Args:
             source: see `load_environment`.
             workers: number of processes.
-            timeout_s: seconds per call.
+            timeout_s: time limit of a call in seconds.
             memory_mb: megabytes that a worker may allocate after it has loaded the environment.
 
         Raises:
-            ValueError: it cannot be loaded, or the worker ends or hangs meanwhile.
+            ValueError: the environment cannot be loaded, or the worker dies or hangs while loading it.
         """
         setup, load = {"source": source, "timeout_s": timeout_s}, "dapo_jax.environments.inside_worker:load"
         start = partial(Worker, load, setup, memory_mb=memory_mb)
@@ -57,10 +57,10 @@ class WorkerEnvironment:
         self._numbers = itertools.count()
 
     async def episode(self, row: Mapping[str, Any], seed: int) -> "WorkerEpisode":
-        """Returns an episode in the worker of its prompt's other episodes, or in the worker with the fewest prompts.
+        """Returns an episode. It runs in the same worker as other episodes of its prompt, or else in the worker with the fewest prompts.
 
         Raises:
-            TypeError: the row holds a value that JSON cannot represent.
+            TypeError: the row contains a value that JSON cannot represent.
         """
         plain = plain_row(row, instead="use environment.workers=0")
         seats = {each.seed: each.seat for each in self._episodes}
@@ -71,10 +71,10 @@ class WorkerEnvironment:
         return made
 
     async def _group_rewards(self, episodes: Sequence["WorkerEpisode"]) -> list[float]:
-        """Returns the rewards of the episodes of one prompt, which are in one worker.
+        """Returns the rewards of the episodes of one prompt, which all run in the same worker.
 
         Raises:
-            LostError: the environment raised or took too long, or the worker ended twice.
+            LostError: the environment raised or took too long, or the worker died twice.
         """
 
         async def compare(worker: Worker) -> Any:
@@ -86,13 +86,13 @@ class WorkerEnvironment:
         return await episodes[0].seat.answer(compare) if episodes else []
 
     def close(self) -> None:
-        """Ends the processes."""
+        """Ends all worker processes."""
         for seat in self._seats:
             seat.close()
 
 
 class WorkerEpisode:
-    """An episode in a worker. It keeps its calls, from which another worker can make it again."""
+    """An episode in a worker. Its calls are stored, so that another worker can replay them to recreate the episode."""
 
     def __init__(self, seat: "_Seat", number: int, row: Mapping[str, Any], seed: int) -> None:
         self.seat, self.number, self.seed = seat, number, seed
@@ -122,7 +122,7 @@ class WorkerEpisode:
             await self.seat.answer(close)
 
     async def replay(self, worker: Worker) -> Any:
-        """Sends the calls that the worker has not answered yet; returns the answer to the last one."""
+        """Sends the calls that this worker has not answered yet, and returns the answer to the last call."""
         if self._worker is not worker:
             self._worker, self._answered = worker, 0
         answer = None
@@ -135,21 +135,21 @@ class WorkerEpisode:
 
 
 class _Seat:
-    """The place of one worker. The next worker starts when it is needed."""
+    """A slot for one worker. If the worker has ended, a new one starts when it is needed."""
 
     def __init__(self, start: Callable[[], Worker], timeout_s: float) -> None:
         self._start, self._timeout_s = start, timeout_s
         self._worker: Worker | None = None
         self._closed = False
         self._suspects = 0
-        """Number of calls that were under way when a worker ended and have had no answer since."""
+        """Number of calls that were in progress when a worker ended and have not been answered since."""
         self._alone = asyncio.Lock()
 
     async def answer(self, use: Callable[[Worker], Awaitable[Any]]) -> Any:
-        """Returns the result of `use(worker)`. If the worker ends meanwhile, calls it with the next worker, with no other call under way.
+        """Returns the result of `use(worker)`. If the worker ends meanwhile, retries on a new worker while no other call is in progress.
 
         Raises:
-            LostError: the environment raised or took too long, or the second worker ended, too.
+            LostError: the environment raised or took too long, or the second worker also ended.
         """
         worker = await self._running()
         while self._suspects:
@@ -171,7 +171,7 @@ class _Seat:
         """Returns a worker that has loaded the environment.
 
         Raises:
-            LostError: it could not load it.
+            LostError: the worker could not load the environment.
         """
         if self._closed:
             raise LostError("the environment was closed")

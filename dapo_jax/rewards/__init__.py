@@ -1,4 +1,4 @@
-"""Rewards: graders, the user's reward functions, and the length shaping added to rewards. Plain Python on the host."""
+"""Rewards: graders, user-defined reward functions and the length penalty. This package is plain Python that runs on the host."""
 
 from dapo_jax.rewards.functions import as_verdict, grade_function, load_function
 from dapo_jax.rewards.graders import GRADERS, TEXT_RULES, exact_grader

@@ -11,12 +11,12 @@ _Given = TypeVar("_Given")
 
 
 def trl_reward(function: Callable[..., Any]) -> Callable[[Sequence[Sample]], Any]:
-    """Turns a TRL reward function, `(prompts, completions, **columns) -> list of numbers`, into a function of a whole group.
+    """Adapts a TRL reward function, `(prompts, completions, **columns) -> list of numbers`, to grade a whole group.
 
-    It is called with all responses to one prompt, in lists of the same length, so it may compare them. `columns` are the other
-    fields of the row, and `completion_ids`, the tokens of the responses. As in TRL, columns that the function does not name are
-    left out unless it takes `**kwargs`. If the row's prompt is a conversation, each response is one too:
-    `[{"role": "assistant", "content": ...}]`.
+    One call receives all responses to a prompt as lists of equal length, so the function can compare them. `columns` contains the
+    other fields of the row, and `completion_ids` with the token ids of the responses. As in TRL, columns that the function does not
+    name are omitted unless it accepts `**kwargs`. If the row's prompt is a conversation, each response is passed as a conversation
+    too: `[{"role": "assistant", "content": ...}]`.
     """
 
     def arguments(samples: Sequence[Sample]) -> dict[str, Any]:
@@ -33,11 +33,11 @@ def trl_reward(function: Callable[..., Any]) -> Callable[[Sequence[Sample]], Any
         return {"prompts": [asked] * len(samples), "completions": responses, **named}
 
     def scores(given: Any, samples: Sequence[Sample]) -> list[float]:
-        found = given.tolist() if getattr(given, "ndim", None) == 1 else given  # an array of any library
+        found = given.tolist() if getattr(given, "ndim", None) == 1 else given  # an array from any library
         fits = isinstance(found, list | tuple) and len(found) == len(samples)
         if not fits or any(score is None for score in found):
             raise ValueError(
-                f"a TRL reward function returns one number for each completion; for {len(samples)} it returned {given!r:.200}"
+                f"a TRL reward function returns one number for each completion; for {len(samples)} completions it returned {given!r:.200}"
             )
         return list(found)
 
@@ -45,10 +45,10 @@ def trl_reward(function: Callable[..., Any]) -> Callable[[Sequence[Sample]], Any
 
 
 def verl_reward(function: Callable[..., Any]) -> Callable[[Sample], Any]:
-    """Turns a verl reward function, `compute_score(data_source, solution_str, ground_truth, extra_info)`, into one of a `Sample`.
+    """Adapts a verl reward function, `compute_score(data_source, solution_str, ground_truth, extra_info)`, to grade a `Sample`.
 
-    It returns a number, or a mapping with `score` and optionally `acc`, 0 or 1, whether the answer is correct. Without `acc` a
-    score above 0 is correct. `data_source` and `extra_info` are the row's fields of these names, if it has them.
+    The function returns a number, or a mapping with `score` and optionally `acc`, which is 1 for a correct answer and 0 otherwise.
+    Without `acc`, a score above 0 counts as correct. `data_source` and `extra_info` come from the row's fields of the same names.
     """
 
     def arguments(sample: Sample) -> dict[str, Any]:
@@ -77,7 +77,7 @@ ADAPTERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "trl": trl_reward,
     "verl": verl_reward,
 }
-"""Adapters by the text before the first colon of a function's name."""
+"""Adapter for each prefix, which is the text before the first colon of a reward function's name."""
 
 
 def _adapted(
@@ -85,7 +85,7 @@ def _adapted(
     arguments: Callable[[_Given], Mapping[str, Any]],
     read: Callable[[Any, _Given], Any],
 ) -> Callable[[_Given], Any]:
-    """Returns a function that calls `function(**arguments(given))` and reads its result; async if `function` is."""
+    """Returns a function that calls `function(**arguments(given))` and converts the result with `read`. It is async if `function` is."""
     if is_async(function):
 
         async def awaited(given: _Given) -> Any:
@@ -96,7 +96,7 @@ def _adapted(
 
 
 def named_arguments(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the columns that a function names, or all if it takes `**kwargs`."""
+    """Returns the columns that match a function's parameter names, or all columns if it accepts `**kwargs`."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(columns)

@@ -1,8 +1,8 @@
-"""The graders `dapo` and `dapo_boxed`: the rule of DAPO's released code, with its false negatives.
+"""The graders `dapo` and `dapo_boxed`, which reproduce the rule of DAPO's released code, including its false negatives.
 
-It is the rule of verl's recipe (`verl/utils/reward_score/math_dapo.py`): the last `Answer:` in the last 300 characters of a
-response is normalized and compared as text. The normal form goes back to the appendix of Lewkowycz et al. 2022, "Solving
-Quantitative Reasoning Problems with Language Models" (Minerva). Use `math` to grade by meaning.
+The rule is from verl's recipe (`verl/utils/reward_score/math_dapo.py`). The text after the last `Answer:` in the last 300 characters
+of a response is normalized and compared with the reference as text. The normalization goes back to the appendix of Lewkowycz et al.
+2022, "Solving Quantitative Reasoning Problems with Language Models" (Minerva). To compare answers by meaning, use the grader `math`.
 """
 
 import re
@@ -11,19 +11,19 @@ from functools import lru_cache
 from dapo_jax.dapo.rollouts import Verdict
 
 TAIL_CHARACTERS = 300
-"""Number of characters at the end of a response in which an `Answer:` counts."""
+"""Number of characters at the end of a response that are searched for `Answer:`."""
 BOX_CHARACTERS = 100
-"""Number of characters at the end of a response in which a `\\boxed{}` counts, for `dapo_boxed`."""
+"""Number of characters at the end of a response that `dapo_boxed` searches for `\\boxed{}`."""
 
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
-"""Matches up to the end of the line. Two on one line are one statement, as in the released code."""
+"""Matches up to the end of the line. A second `Answer:` on the same line belongs to the first match, as in the released code."""
 _BOX = r"\boxed{"
 
 _REWRITTEN = (
     ("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), (r"\ ", ""), (" ", ""), ("mbox", "text"),
     (r",\text{and}", ","), (r"\text{and}", ","), (r"\text{m}", r"\text{}"),
 )  # fmt: skip
-"""Replacements made everywhere, in this order: articles, spaces and conjunctions."""
+"""Replacements of articles, spaces and conjunctions, applied to the whole text in this order."""
 
 _DROPPED = (
     "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", r"\ldots", "sue", "points", "feet", "minutes",
@@ -31,7 +31,7 @@ _DROPPED = (
     r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3", "\\text{\n}", r"\text{}",
     r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots",
 )  # fmt: skip
-"""Texts removed everywhere after that, in this order: units, filler, spacing. Also inside longer words, as in the released code."""
+"""Units, filler words and spacing, removed next in this order. They are also removed inside longer words, as in the released code."""
 
 _UNWRAPPED = (
     (re.compile(r".*?\$(.*?)\$.*"), r"$\1$"),
@@ -40,12 +40,12 @@ _UNWRAPPED = (
     (re.compile(r"frac([^{])(.)"), r"frac{\1}{\2}"),
     (re.compile(r"sqrt([^{])"), r"sqrt{\1}"),
 )
-"""Rewrites made last: they keep the text between dollar signs and inside a wrapper, and put braces around the arguments of \\frac12."""
+"""Rewrites applied last. They keep only the text between dollar signs or inside a wrapper, and add braces to arguments as in \\frac12."""
 
 
 @lru_cache(maxsize=4096)
 def normal_form(answer: str) -> str:
-    r"""Returns the text that the released code compares.
+    r"""Returns the normalized text that the released code compares.
 
     >>> normal_form(r"x = \$1,234 dollars"), normal_form(r"\frac12"), normal_form("$34$."), normal_form("34%")
     ('1234', '\\frac{1}{2}', '34', '34%')
@@ -61,7 +61,7 @@ def normal_form(answer: str) -> str:
 
 
 def dapo_grader(response: str, answer: str) -> Verdict:
-    """Grades by the rule of March 2025: without an `Answer:` a response is wrong."""
+    """Grades by the rule of March 2025. A response without `Answer:` is wrong."""
     stated = _ANSWER.findall(response[-TAIL_CHARACTERS:])
     if not stated:
         return Verdict(correct=False, reason=f"no 'Answer:' in the last {TAIL_CHARACTERS} characters")
@@ -69,7 +69,7 @@ def dapo_grader(response: str, answer: str) -> Verdict:
 
 
 def dapo_boxed_grader(response: str, answer: str) -> Verdict:
-    r"""Grades by the later rule: without an `Answer:`, the content of the last `\boxed{}` is compared."""
+    r"""Grades by the later rule. If a response has no `Answer:`, the content of its last `\boxed{}` is compared."""
     verdict = dapo_grader(response, answer)
     if verdict.extracted is not None:
         return verdict
@@ -80,7 +80,7 @@ def dapo_boxed_grader(response: str, answer: str) -> Verdict:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Returns the text between the braces of the last `\boxed{`; None if it is missing or does not end.
+    r"""Returns the content of the last `\boxed{}`, or None if there is no box or it is not closed.
 
     >>> last_boxed(r"\boxed{1} so \boxed{\frac{1}{2}}."), last_boxed(r"\boxed{1} and \boxed{2")
     ('\\frac{1}{2}', None)

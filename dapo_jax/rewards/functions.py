@@ -1,4 +1,4 @@
-"""Reward functions: their arguments, their results, and how a configuration names them."""
+"""Loads reward functions by their name in a configuration, calls them, and checks their results."""
 
 import asyncio
 import hashlib
@@ -30,25 +30,25 @@ RewardFunction = (
     Callable[[Sample], Judged | Awaitable[Judged]]
     | Callable[[Sequence[Sample]], Sequence[Judged] | Awaitable[Sequence[Judged]]]
 )
-"""A function that a user writes, of one sample or, marked by `whole_group`, of a whole group; with `def` or with `async def`."""
+"""A user-defined reward function, sync or async. It grades one sample, or a whole group if it is marked with `whole_group`."""
 Rewards = RewardFunction | Sequence[tuple[str | RewardFunction, int | float]]
-"""The argument `reward` of `train`: a function, or pairs of a function or a grader's name and its weight, which are summed."""
+"""The `reward` argument of `train`: one function, or pairs (function or grader name, weight) whose weighted rewards are summed."""
 GradeFunction = Callable[[Sequence[Sample]], list[Verdict]]
-"""The function that `grade_group` calls: all responses to one prompt in, a verdict for each out."""
+"""The function that `grade_group` calls with all responses to one prompt. It returns a verdict for each response."""
 Submit = Callable[[Sequence[Sample]], Future[list[Verdict]]]
-"""Submits the responses to one prompt; the future returns their verdicts in the same order."""
+"""Submits the responses to one prompt for grading. The future returns their verdicts in the same order."""
 
 _ABSENT = object()
 
 _OF_THE_RUN = (KeyboardInterrupt, StoppedError)
-"""Raised by Ctrl-C and by signals that stop the run. All other exceptions come from the user's code."""
+"""Exceptions raised by Ctrl-C and by signals that stop the run. All other exceptions come from the user's code."""
 
 MAX_SCORE = 1e30
-"""The largest score and the largest sum of scores. Beyond it, squared differences would overflow in training."""
+"""Maximum absolute value of a score, and of a sum of scores. With larger values, squared differences would overflow in training."""
 
 
 class RewardError(RuntimeError):
-    """A reward function raised or returned no verdict; the message names the function and the prompt."""
+    """A reward function raised or did not return a verdict. The message names the function and the prompt."""
 
 
 class NonFiniteScoreError(ValueError):
@@ -57,48 +57,48 @@ class NonFiniteScoreError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedReward:
-    """A reward function that was found, and how it is called."""
+    """A loaded reward function, with the methods that call it."""
 
     function: Callable[..., Any]
     name: str
-    """Its name in messages."""
+    """Name used in messages."""
     on_nonfinite: str = "error"
-    """Whether a score that is NaN, infinite or beyond `MAX_SCORE` is an `error`, or leaves that response's verdict `lost`."""
+    """If a score is NaN, infinite or beyond `MAX_SCORE`, `error` raises, and `lost` marks that response's verdict as lost."""
 
     @property
     def is_async(self) -> bool:
-        """Whether the function is awaited: `graded` grades if it is, `grade` if it is not."""
+        """Whether the function is async. Call `graded` if it is, and `grade` otherwise."""
         return is_async(self.function)
 
     @property
     def is_whole_group(self) -> bool:
-        """Whether one call takes all responses to a prompt instead of one."""
+        """Whether one call grades all responses to a prompt instead of a single response."""
         return is_whole_group(self.function)
 
     def calls(self, samples: Sequence[Sample]) -> list[Sequence[Sample]]:
-        """Splits the samples of a group into calls: one call with all of them, or one call for each."""
+        """Splits a group's samples into calls: one call with all samples, or one call per sample."""
         return [samples] if self.is_whole_group else [[sample] for sample in samples]
 
     def grade(self, samples: Sequence[Sample]) -> list[Verdict]:
-        """Returns the verdicts on the samples of a group, in their order. `grade_function` lists the errors."""
+        """Returns the verdicts on a group's samples, in the same order. See `grade_function` for the exceptions."""
         found = []
         for call in self.calls(samples):
             try:
                 result = self.function(self._argument(call))
             except (MemoryError, *_OF_THE_RUN):
-                raise  # no memory is left for a message
+                raise  # there may be no memory left for building a message
             except BaseException as error:
                 raise self._failure(error, call) from error
             found += self._verdicts(result, call)
         return found
 
     async def graded(self, call: Sequence[Sample]) -> list[Verdict]:
-        """Returns the verdicts on the samples of one call of an async function."""
+        """Calls an async function once and returns the verdicts on the samples of that call."""
         try:
             result = await self.function(self._argument(call))
         except asyncio.CancelledError:
             raise  # the event loop handles it
-        except BaseException as error:  # also KeyboardInterrupt: Ctrl-C reaches the main thread only
+        except BaseException as error:  # including KeyboardInterrupt: Ctrl-C only reaches the main thread, so the user's code raised it
             raise self._failure(error, call) from error
         return self._verdicts(result, call)
 
@@ -117,14 +117,14 @@ class LoadedReward:
         try:
             if not self.is_whole_group:
                 return [self._judged(result, call[0])]
-            # An array of any library counts as a list.
+            # An array from any library is accepted as a list.
             found = result.tolist() if getattr(result, "ndim", None) == 1 else result
             is_list = isinstance(found, list | tuple)
             if not is_list or len(found) != len(call):
                 given = f"{len(found)} verdicts" if is_list else f"{result!r:.200} ({type(result).__name__})"
                 raise ValueError(
-                    f"reward function {self.name} returned {given} for {len(call)} responses; a function of a whole group must return "
-                    "a list, with a bool, a finite number or a Verdict for each, in their order"
+                    f"reward function {self.name} returned {given} for {len(call)} responses; a function marked whole_group must return "
+                    "a list with a bool, a finite number or a Verdict for each response, in the same order"
                 )
             return [self._judged(*pair) for pair in zip(found, call, strict=True)]
         except ValueError as error:
@@ -137,7 +137,7 @@ class LoadedReward:
             if self.on_nonfinite == "lost":
                 return Verdict(correct=False, reason=str(error), lost="nonfinite")
             raise RewardError(
-                f"{error}; {_named([sample])}; correct the function, or let such responses count as wrong: reward.on_nonfinite=lost"
+                f"{error}; {_named([sample])}; correct the function, or count such responses as wrong with reward.on_nonfinite=lost"
             ) from error
 
 
@@ -145,7 +145,7 @@ def joined(
     parts: Sequence[Future[list[Verdict]]],
     join: Callable[[list[list[Verdict]]], list[Verdict]] = lambda found: [*chain(*found)],
 ) -> Future[list[Verdict]]:
-    """Returns a future of `join(results of all parts)`. It is cancelled if a part is, and raises the first part's exception."""
+    """Returns a future of `join(results of all parts)`. It is cancelled if any part is, and raises the exception of the first failed part."""
     whole: Future[list[Verdict]] = Future()
     lock, waiting = threading.Lock(), len(parts)
 
@@ -168,7 +168,7 @@ def joined(
 
 
 def _named(call: Sequence[Sample]) -> str:
-    """Names the prompt, and the response or the number of responses, of a call."""
+    """Describes a call in a message: its prompt, and its response or number of responses."""
     prompt = call[0].prompt
     responses = f"{len(call)} responses" if len(call) > 1 else f"response {call[0].response[:60]!r}"
     return f"prompt {prompt.ordinal} ({prompt.text[:60]!r}), {responses}"
@@ -177,16 +177,16 @@ def _named(call: Sequence[Sample]) -> str:
 def grade_function(
     spec: str | RewardFunction, *, answer_marker: str = "=", on_nonfinite: str = "error"
 ) -> GradeFunction:
-    """Returns the function that grades the responses to one prompt in this process; `load_reward` describes the arguments.
+    """Returns a function that grades the responses to one prompt in this process. See `load_reward` for the arguments.
 
     Raises:
         ValueError: the name is unknown, or the function cannot be loaded or is async.
-        RewardError: when grading: the function raised, returned no verdict, or not one for each response.
+        RewardError: raised while grading if the function raised or did not return one verdict per response.
     """
     loaded = load_reward(spec, answer_marker=answer_marker, on_nonfinite=on_nonfinite)
     if loaded.is_async:
         raise ValueError(
-            f"reward function {loaded.name} is async and needs an event loop: submit to rewards.async_calls.AsyncCalls"
+            f"reward function {loaded.name} is async and needs an event loop: submit it to rewards.async_calls.AsyncCalls"
         )
     return loaded.grade
 
@@ -194,15 +194,15 @@ def grade_function(
 def load_reward(
     spec: str | RewardFunction, *, answer_marker: str = "=", on_nonfinite: str = "error"
 ) -> LoadedReward:
-    """Returns a reward function: from a name in `GRADERS`, from `module:function`, from a file, or as given.
+    """Loads a reward function from a name in `GRADERS`, `module:function` or `path/to/file.py:function`. Also accepts a function itself.
 
-    `trl:` or `verl:` before `module:function` or a file names the trainer that it was written for, see `rewards.adapters`.
+    The prefix `trl:` or `verl:` marks a function that was written for that trainer, see `rewards.adapters`.
 
     Args:
         spec: the value of `reward.grader`, or a function.
-        answer_marker: for the grader `exact` only, see `exact_grader`.
-        on_nonfinite: the effect of a score that is NaN, infinite or beyond `MAX_SCORE`. `error` raises RewardError. With `lost` the
-            response has no verdict and counts as wrong, and the others of its group keep theirs.
+        answer_marker: only used by the grader `exact`, see `exact_grader`.
+        on_nonfinite: handling of a score that is NaN, infinite or beyond `MAX_SCORE`. `error` raises RewardError. With `lost`, the
+            response has no verdict and counts as wrong, and the other responses of its group keep their verdicts.
 
     Raises:
         ValueError: the name is unknown or the function cannot be loaded.
@@ -218,30 +218,30 @@ def load_reward(
     if spec not in GRADERS:
         names = [*GRADERS, *ROW_GRADERS]
         near = nearest(spec, names)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {sorted(names)}."
+        hint = f"did you mean {near[0]!r}?" if near else f"the graders are {sorted(names)}."
         raise ValueError(
-            f"no grader is named {spec!r}; {hint} A function of your own is module:function or path/to/file.py:function"
+            f"no grader is named {spec!r}; {hint} To use your own function, write module:function or path/to/file.py:function"
         )
     grader = exact_grader(answer_marker) if spec == "exact" else GRADERS[spec]
     return LoadedReward(function=lambda sample: grader(sample.response, sample.answer), name=spec)
 
 
 def as_verdict(result: Any, *, name: str) -> Verdict:
-    """Returns the verdict that a reward function's result means. NumPy scalars and arrays without dimensions count as Python's.
+    """Converts the result of the reward function `name` to a verdict. NumPy scalars and 0-dimensional arrays are treated as Python values.
 
-    A `Verdict` is copied, so the function may change its own later. A bool is a verdict without a score, and the configured rewards
-    apply. A number is a score that becomes the reward; it counts as correct if it is above 0.
+    A `Verdict` is copied, so the function may modify its own object later. A bool gives a verdict without a score, so the configured
+    rewards for correct and incorrect apply. A number is a score that becomes the reward; it counts as correct if it is above 0.
 
     Raises:
-        NonFiniteScoreError: a ValueError: NaN, an infinity or a number beyond `MAX_SCORE`; `name` is the function's.
-        ValueError: anything else.
+        NonFiniteScoreError: the score is NaN, infinite or beyond `MAX_SCORE`. This is a subclass of ValueError.
+        ValueError: the result has any other type.
     """
     if isinstance(result, Verdict):
         verdict = Verdict(**{field.name: getattr(result, field.name) for field in fields(Verdict)})
         if verdict.correct and verdict.lost and not verdict.parts:
             raise ValueError(
-                f"reward function {name} returned a verdict with correct=True and lost={verdict.lost!r}; a lost verdict counts as wrong: "
-                "leave one of the two out"
+                f"reward function {name} returned a verdict with correct=True and lost={verdict.lost!r}; a lost verdict counts as wrong, "
+                "so set only one of the two"
             )
         for field, score in {"score": verdict.score or 0.0, **verdict.parts}.items():
             _check_size(score, f"reward function {name} returned a verdict with {field}")
@@ -261,10 +261,10 @@ def as_verdict(result: Any, *, name: str) -> Verdict:
 
 
 def _check_size(score: float, found: str) -> None:
-    if not abs(score) <= MAX_SCORE:  # NaN, too
-        remedy = ", or advantages would overflow: scale it down" if math.isfinite(score) else ""
+    if not abs(score) <= MAX_SCORE:  # also true for NaN
+        remedy = ", or advantages would overflow: scale the scores down" if math.isfinite(score) else ""
         raise NonFiniteScoreError(
-            f"{found} {score:g}; a score is a finite number of at most {MAX_SCORE:g} in size{remedy}"
+            f"{found} {score:g}; a score must be a finite number of magnitude at most {MAX_SCORE:g}{remedy}"
         )
 
 
@@ -272,15 +272,15 @@ def load_function(spec: str) -> Callable[..., Any]:
     """Returns the function named by `module:function` or `path/to/file.py:function`.
 
     Raises:
-        ValueError: there is no such file, module or function, the name is not a function, or the module fails to import.
+        ValueError: the file, module or function does not exist, the name is not callable, or the module fails to import.
     """
     place, colon, name = spec.rpartition(":")
     if not colon or not place or not name:
-        raise ValueError(f"{spec!r} names no function; write module:function or path/to/file.py:function")
+        raise ValueError(f"{spec!r} must have the form module:function or path/to/file.py:function")
     if place.endswith(".py"):
         module = _load_file(Path(place).expanduser(), spec)
     else:
-        remedy = "; a module must be on Python's path, a file is given as path/to/file.py:function"
+        remedy = "; a module must be on Python's import path, and a file must be written as path/to/file.py:function"
         module = loading(spec, f"the module {place!r}", lambda: importlib.import_module(place), remedy)
     found = loading(spec, place, lambda: getattr(module, name, _ABSENT))
     if found is _ABSENT:
@@ -293,11 +293,11 @@ def load_function(spec: str) -> Callable[..., Any]:
 
 
 def loading(spec: str, place: str, load: Callable[[], Any], remedy: str = "") -> Any:
-    """Returns the result of `load()`, which runs the user's code.
+    """Returns the result of `load()`, which runs user code.
 
     Raises:
-        ValueError: the code raised, or called sys.exit. The message has `spec`, the value of the configuration, and `place`, the file,
-            module or call whose code ran; it ends with `remedy`.
+        ValueError: the code raised or called sys.exit. The message contains `spec`, which is the configured value, and `place`, which
+            is the file, module or call that ran. It ends with `remedy`.
     """
     try:
         return load()
@@ -309,14 +309,14 @@ def loading(spec: str, place: str, load: Callable[[], Any], remedy: str = "") ->
             f"{spec}: {place} calls sys.exit({code}) while it is loaded; put code that runs as a program after "
             '`if __name__ == "__main__":`'
         ) from error
-    except BaseException as error:  # not every library derives from Exception, such as pytest's Skipped
+    except BaseException as error:  # some exceptions, such as pytest's Skipped, do not derive from Exception
         raise ValueError(f"{spec}: {place} fails with {type(error).__name__}: {error}{remedy}") from error
 
 
 def _load_file(path: Path, spec: str) -> ModuleType:
     if not path.is_file():
-        raise ValueError(f"{spec}: there is no file {path} (looked from {Path.cwd()})")
-    # The module's name is derived from the path: two files of the same name stay two modules.
+        raise ValueError(f"{spec}: there is no file {path} (current folder: {Path.cwd()})")
+    # The module's name includes a hash of the path, so two files with the same name become two modules.
     digest = hashlib.blake2b(str(path.resolve()).encode(), digest_size=6).hexdigest()
     name = f"dapo_jax_file_{path.stem}_{digest}"
     found = importlib.util.spec_from_file_location(name, path)
@@ -325,8 +325,8 @@ def _load_file(path: Path, spec: str) -> ModuleType:
     module = importlib.util.module_from_spec(found)
     folder = str(path.resolve().parent)
     if folder not in sys.path:
-        sys.path.append(folder)  # for the files next to it; at the end, where they hide no other module
-    sys.modules[name] = module  # dataclasses in the file look their module up while it runs
+        sys.path.append(folder)  # so that the file can import files next to it
+    sys.modules[name] = module  # dataclasses look up their module in sys.modules while the file runs
     try:
         loading(spec, str(path), partial(found.loader.exec_module, module))
     except BaseException:

@@ -1,4 +1,4 @@
-"""Graders by name: they compare a response's text with the reference answer and return a verdict."""
+"""Built-in graders, which compare a response's text with the reference answer and return a verdict."""
 
 import importlib
 import json
@@ -14,19 +14,19 @@ from dapo_jax.rewards.math_grader import math_grader, unread_by_math
 from dapo_jax.rewards.sample import Sample
 
 Grader = Callable[[str, str], Verdict]
-"""grader(response_text, answer) -> Verdict."""
+"""A function `grader(response_text, answer)` that returns a Verdict."""
 
 CORRECT_FROM = 0.99
-"""The lowest score of a correct answer to a task of reasoning-gym. Tasks give a fraction for a near miss or the right format."""
+"""Minimum reasoning-gym score of a correct answer. Tasks give partial credit for a near miss or for the right format."""
 
 _INTEGER = re.compile(r"(-?)([0-9]+)")
 
 
 def exact_grader(marker: str = "=") -> Grader:
-    """Returns a grader that compares the text after the last `marker` with the answer; without marker the whole response.
+    """Returns a grader that compares the text after the last `marker` with the answer. If `marker` is empty, it compares the whole response.
 
-    Both are compared without surrounding white space, as strings, or as integers if both are an optional minus and ASCII
-    digits: "0132" is 132; "+132", "132.0" and "1,320" are only themselves.
+    Surrounding white space is ignored. The texts are compared as strings, or as integers if both consist of ASCII digits with an
+    optional minus sign. For example, "0132" equals "132", but "+132" and "132.0" do not.
 
     >>> grade = exact_grader("=")
     >>> grade("40+80=120=132", "132").correct, grade("132", "132").correct
@@ -52,17 +52,17 @@ def exact_grader(marker: str = "=") -> Grader:
 
 
 def reasoning_gym_grader(sample: Sample) -> Verdict:
-    """Grades the whole response, without surrounding white space, by the `score_answer` of its reasoning-gym task.
+    """Grades the whole response, without surrounding white space, with the `score_answer` function of its reasoning-gym task.
 
-    It is correct from a score of 0.99. An answer on which `score_answer` raises is wrong, since tasks parse the answer.
+    A score of at least 0.99 is correct. If `score_answer` raises, the answer is wrong, because it probably could not be parsed.
 
     Raises:
-        ValueError: the row is not one of `reasoning_gym:TASK`.
+        ValueError: the row does not come from `reasoning_gym:TASK`.
     """
     row = sample.prompt.row
     if not {"task", "options", "entry"} <= set(row):
         raise ValueError(
-            f"reward.grader=reasoning_gym needs rows of data.source=reasoning_gym:TASK; found a row of {sorted(row)}"
+            f"reward.grader=reasoning_gym needs rows from data.source=reasoning_gym:TASK; found a row with the fields {sorted(row)}"
         )
     answer = sample.response.strip()
     if not answer:
@@ -74,7 +74,7 @@ def reasoning_gym_grader(sample: Sample) -> Verdict:
         return Verdict(
             correct=False,
             extracted=answer,
-            reason=f"{row['task']} cannot read it: {type(error).__name__}: {error}",
+            reason=f"{row['task']} cannot parse the answer: {type(error).__name__}: {error}",
         )
     return Verdict(
         correct=score >= CORRECT_FROM, extracted=answer, reason=f"{row['task']} scores it {score:.3g}"
@@ -83,7 +83,7 @@ def reasoning_gym_grader(sample: Sample) -> Verdict:
 
 @cache
 def _score_answer(task: str, options: str) -> Callable[[str, Mapping[str, Any]], float]:
-    package = importlib.import_module("reasoning_gym")  # an extra, which made the rows
+    package = importlib.import_module("reasoning_gym")  # an optional dependency, which generated the rows
     return package.create_dataset(task, seed=0, size=1, **json.loads(options)).score_answer
 
 
@@ -94,20 +94,20 @@ GRADERS: dict[str, Grader] = {
     "math": math_grader,
     "gsm8k": gsm8k_grader,
 }
-"""Graders by their name in a configuration."""
+"""Built-in graders by their name in a configuration."""
 
 UNREAD_BY: dict[str, Callable[[str], bool]] = {"math": unread_by_math, "gsm8k": unread_by_gsm8k}
-"""For each grader that reads references: returns whether it cannot read a reference as a whole, and so compares it as text."""
+"""For each grader that parses references, a function that returns whether a reference cannot be parsed and is compared as text."""
 
 TEXT_RULES = frozenset(GRADERS) - {"math"}
-"""Graders that only compare text: they take microseconds and cannot hang, so they need no worker."""
+"""Graders that only compare text. They take microseconds and cannot hang, so they need no worker process."""
 
 ROW_GRADERS = {"reasoning_gym": reasoning_gym_grader}
-"""Graders by name that need the row of the data, and so take a `Sample`."""
+"""Built-in graders by name that need the data row, so they accept a `Sample`."""
 
 
 def _integer(text: str) -> str | None:
-    """Returns the canonical text of an integer. `int` would refuse the thousands of digits that a model may write."""
+    """Returns the canonical text of an integer, or None. `int` is not used, because it rejects thousands of digits, which models may write."""
     match = _INTEGER.fullmatch(text)
     if not match:
         return None

@@ -1,4 +1,4 @@
-"""Grades groups while sampling continues, in this process, in worker processes or on an event loop, and sums several graders."""
+"""Grades groups while sampling continues, and sums several graders. Graders run in this process, in workers or on an event loop."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,7 +12,7 @@ from dapo_jax.rewards.shaping import Shaping, TextDecoder, samples_of, shaped_gr
 
 
 def immediately(grade: GradeFunction) -> Submit:
-    """Returns a `Submit` that grades in this process before it returns. It raises the grader's exception."""
+    """Returns a `Submit` that grades in this process before it returns. The grader's exceptions propagate to the caller."""
 
     def submit(samples: Sequence[Sample]) -> Future[list[Verdict]]:
         verdicts: Future[list[Verdict]] = Future()
@@ -24,7 +24,7 @@ def immediately(grade: GradeFunction) -> Submit:
 
 @dataclass(frozen=True, kw_only=True)
 class Grading:
-    """Turns sampled responses into graded groups: text, verdicts, rewards."""
+    """Turns sampled responses into graded groups, which contain text, verdicts and rewards."""
 
     submit: Submit
     tokenizer: TextDecoder
@@ -39,12 +39,12 @@ class Grading:
             self.on_close()
 
     def groups(self, sampled: Iterable[tuple[Prompt, tuple[Response, ...]]]) -> Iterator[Group]:
-        """Yields the graded groups in the order of sampling.
+        """Yields the graded groups in sampling order.
 
-        Takes the next responses from `sampled` without waiting for verdicts that are still missing.
+        The next responses are taken from `sampled` without waiting for verdicts that are still missing.
 
         Raises:
-            RewardError: the grader raised, or returned no verdict.
+            RewardError: the grader raised or did not return a verdict.
         """
         pending: deque[Pending] = deque()
         for prompt, responses in sampled:
@@ -55,7 +55,7 @@ class Grading:
             yield pending.popleft().graded()
 
     def begin(self, prompt: Prompt, responses: Sequence[Response]) -> "Pending":
-        """Submits the responses to a prompt."""
+        """Submits the responses to a prompt for grading."""
         samples = samples_of(prompt, responses, tokenizer=self.tokenizer)
         self.on_submit()
         return Pending(prompt, responses, samples, self.submit(samples), self.shaping)
@@ -72,14 +72,14 @@ class Pending:
     shaping: Shaping
 
     def done(self) -> bool:
-        """Returns whether it has all verdicts."""
+        """Returns whether all verdicts are available."""
         return self.verdicts.done()
 
     def graded(self) -> Group:
-        """Waits for the verdicts; returns the graded group.
+        """Waits for the verdicts and returns the graded group.
 
         Raises:
-            RewardError: the grader raised, or returned no verdict.
+            RewardError: the grader raised or did not return a verdict.
         """
         return shaped_group(self.prompt, self.responses, self.samples, self.verdicts.result(), self.shaping)
 
@@ -89,13 +89,13 @@ class Part:
     """One of several reward functions whose weighted sum is the reward."""
 
     name: str
-    """Its name in metrics and reasons."""
+    """Name used in metrics and reasons."""
     weight: float
     submit: Submit
 
 
 def weighted_sum(parts: Sequence[Part], shaping: Shaping) -> Submit:
-    """Returns a `Submit` that grades with all parts, which have different names, and sums their rewards, see `summed`."""
+    """Returns a `Submit` that grades with all parts and sums their weighted rewards, see `summed`. Part names must be unique."""
 
     def submit(samples: Sequence[Sample]) -> Future[list[Verdict]]:
         return joined([part.submit(samples) for part in parts], lambda found: summed(parts, found, shaping))
@@ -104,14 +104,14 @@ def weighted_sum(parts: Sequence[Part], shaping: Shaping) -> Submit:
 
 
 def summed(parts: Sequence[Part], verdicts: Sequence[Sequence[Verdict]], shaping: Shaping) -> list[Verdict]:
-    """Returns the sums of each part's verdicts on the responses to one prompt.
+    """Combines the verdicts of all parts on the responses to one prompt, and returns one verdict per response.
 
-    `correct` and `extracted` are the first part's, and `score` is the sum of weight x reward. `reason` is the first part's with the
-    terms of the sum, and `lost` is the first that is not empty. `parts` holds each part's reward before its weight.
-    `Shaping.rewards` gives the reward of a lost verdict.
+    `correct` and `extracted` come from the first part. `score` is the sum of weight times reward. `reason` is the first part's reason,
+    followed by the terms of the sum. `lost` is the first non-empty `lost` of the parts. `parts` contains each part's reward before
+    weighting. `Shaping.rewards` sets the reward of a lost verdict.
 
     Raises:
-        RewardError: a sum exceeds `MAX_SCORE`, though no part's score does; it names the terms.
+        RewardError: a sum exceeds `MAX_SCORE`, although no part's score does. The message lists the terms.
     """
     rewards = [
         shaping.rewards(of_part, weight=part.weight) for part, of_part in zip(parts, verdicts, strict=True)
@@ -130,8 +130,8 @@ def _sum(parts: Sequence[Part], verdicts: Sequence[Verdict], rewards: Sequence[f
     score = sum(part.weight * value for part, value in zip(parts, rewards, strict=True))
     if not abs(score) <= MAX_SCORE:
         raise RewardError(
-            f"the sum of rewards {terms} is {score:g}; it is at most {MAX_SCORE:g} in size, or advantages would overflow: "
-            "lower the weights or scale the scores down"
+            f"the sum of rewards {terms} is {score:g}; its magnitude must be at most {MAX_SCORE:g}, because larger rewards overflow "
+            "the advantages: lower the weights or scale the scores down"
         )
     return Verdict(
         correct=first.correct,
@@ -144,7 +144,7 @@ def _sum(parts: Sequence[Part], verdicts: Sequence[Verdict], rewards: Sequence[f
 
 
 def part_names(names: Sequence[str]) -> list[str]:
-    """Returns short, unique names: a function's name without its module or file, and a number if the name occurs again.
+    """Returns short, unique names: the function names without module or file, with a number appended to repeated names.
 
     >>> part_names(["math", "rewards.py:brief", "trl:other.py:brief", "main.<locals>.judge"])
     ['math', 'brief', 'brief_2', 'judge']

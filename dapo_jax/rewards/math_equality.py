@@ -1,8 +1,8 @@
-"""Compares the meaning of two answers for the grader `math`.
+"""Compares the mathematical meaning of two answers, for the grader `math`.
 
-Numbers are compared exactly. A decimal also equals a number that rounds to it at its last digit, such as 1/3 or the root of 2, if it
-has at least six significant digits. Irrational numbers are equal if 50 of their digits are, and expressions with variables if they
-are equal at three points. An undefined function, such as f(x), counts as a variable.
+Numbers are compared exactly. However, a decimal with at least six significant digits also equals a number that rounds to it, such as
+1/3 or the square root of 2. Irrational numbers are equal if 50 of their digits agree. Expressions with variables are equal if their
+values agree at three points. An undefined function such as f(x) is treated as a variable.
 """
 
 from itertools import starmap
@@ -15,13 +15,13 @@ from sympy.core.function import AppliedUndef
 from dapo_jax.rewards.math_reader import UNION, ReadAnswer, Relation, Several, is_name
 
 DIGITS = 50
-"""Number of equal digits that makes irrational numbers equal."""
+"""Number of digits that must agree for irrational numbers to be equal."""
 
 _FLIPPED = {">": "<", "≥": "≤"}
 
 
 def same_meaning(gold: ReadAnswer, found: ReadAnswer) -> bool:
-    """Returns whether both mean the same. A percentage is its number, or a hundredth of it if the other is not a percentage."""
+    """Returns whether two answers mean the same. If only one is a percentage, it counts as its number or as a hundredth of that."""
     compare = _Comparison(gold.decimals | found.decimals).equal
     if compare(gold.value, found.value):
         return True
@@ -52,7 +52,7 @@ class _Comparison:
         return self._same_number(gold, found)
 
     def _same_items(self, gold: Several, found: Several) -> bool:
-        # Square brackets around anything but two values are not an interval.
+        # Square brackets denote an interval only around two values. Otherwise they are treated as parentheses.
         kinds = {
             "()" if several.opened == "[" and len(several.items) != 2 else several.opened + several.closed
             for several in (gold, found)
@@ -87,7 +87,7 @@ class _Comparison:
         sides = (*gold.sides, *found.sides)
         if len(sides) != 4 or not all(isinstance(side, sympy.Expr) for side in sides):
             return False
-        # One equation must be a multiple of the other; for an inequality, by a positive number.
+        # One equation must be a multiple of the other. For an inequality, the factor must be positive.
         ratios = [
             sympy.N((one - other) / (third - fourth), DIGITS)
             for one, other, third, fourth in _at_points(sides)
@@ -103,11 +103,11 @@ class _Comparison:
             return False
         difference = gold - found
         if applied := difference.atoms(AppliedUndef):
-            # f(x) is a name: if its arguments are equal, its value is equal.
+            # Terms such as f(x) become symbols, because equal arguments give equal values.
             names = {one: sympy.Symbol(f"{one}", real=True) for one in applied}
             return self._same_number(gold.xreplace(names), found.xreplace(names))
         if difference.free_symbols:
-            # Expanding both may take very long: (x + y + z)^50 has 1,326 terms.
+            # Expanding both instead could take very long: (x + y + z)^50 has 1,326 terms.
             return all(starmap(_are_close, _at_points((gold, found))))
         for one, other in ((gold, found), (found, gold)):
             last = self.decimals.get(abs(one))
@@ -123,13 +123,13 @@ def _are_close(one: Any, other: Any) -> bool:
         return bool(difference == 0)
     try:
         difference = difference.evalf(DIGITS, strict=True)
-    except PrecisionExhausted:  # no digit of the difference is known to differ from 0
+    except PrecisionExhausted:  # the difference cannot be distinguished from 0
         return True
     return bool(difference <= sympy.N(sympy.Abs(one), DIGITS) * sympy.Rational(1, 10**DIGITS))
 
 
 def _at_points(expressions: tuple[Any, ...]) -> list[list[Any]]:
-    """Returns the values of the expressions at three points, with positive and negative values of the variables."""
+    """Evaluates the expressions at three points, with positive and negative values of the variables."""
     names = sorted(set().union(*(expression.free_symbols for expression in expressions)), key=str)
     points = [
         {name: sympy.Rational(sign * (17 + 10 * place), 29) for place, name in enumerate(names)}
@@ -140,7 +140,7 @@ def _at_points(expressions: tuple[Any, ...]) -> list[list[Any]]:
 
 
 def _value_of(relation: Relation, *, interval: bool) -> Any:
-    """Returns the value that a relation states: 5 for x = 5, 5 = x and 2 + 3 = 5; the interval for a < x < b. None without a value."""
+    """Returns the value that a relation states, for example 5 for x = 5, or with `interval` an interval for a < x < b. May return None."""
     first, last = relation.sides[0], relation.sides[-1]
     if set(relation.signs) == {"="}:
         if is_name(last) and not is_name(first):
@@ -160,7 +160,7 @@ def _value_of(relation: Relation, *, interval: bool) -> Any:
 
 
 def _oriented(relation: Relation) -> Relation:
-    """Orders the sides from the lesser to the greater; keeps only the ends of a chain of equal numbers."""
+    """Orders the sides of a relation from smaller to larger. Of a chain of equal numbers, only the two ends are kept."""
     sides, signs = relation.sides, relation.signs
     if set(signs) == {"="} and all(
         isinstance(side, sympy.Expr) and not side.free_symbols for side in sides[1:-1]

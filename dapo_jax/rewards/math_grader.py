@@ -1,11 +1,11 @@
-"""The grader `math` compares answers by meaning. `math_reader.py` reads them, `math_equality.py` compares them."""
+"""The grader `math`, which compares answers by meaning. `math_reader.py` parses answers and `math_equality.py` compares them."""
 
 import re
 
 from dapo_jax.dapo.rollouts import Verdict
 
 TAIL_CHARACTERS = 2000
-"""Number of characters read at the end of a response: symbolic parsers are slow, and the answer comes last."""
+"""Number of characters at the end of a response that are searched for the answer. The rest is skipped for speed."""
 
 _ANSWER = re.compile(r"answer\s*:[\s*]*", re.IGNORECASE)
 _THE_ANSWER_IS = re.compile(r"\banswers?\b[^\n.:=]{0,100}?(?:\b(?:is|are)\b:?|:|=)", re.IGNORECASE)
@@ -14,44 +14,44 @@ _BOX = re.compile(r"\\f?boxed\s*\{|\\fbox\s*\{")
 _LEADING_EQUALS = re.compile(r"^((?:\\\(|\\\[|\$|\s)*)=(?![=>])")
 _SENTENCE = re.compile(r"(?<!\\)\b[A-Za-z]{2,}\s+[A-Za-z]{2,}")
 _SENTENCE_END = re.compile(r"[.!?](?=\s|\Z)")
-# Three digits follow a thousands separator; any other comma separates the entries of a list.
+# A comma before exactly three digits separates thousands. Any other comma separates the items of a list.
 _NUMBER = r"[-+]?\(?[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?=\.\d))(?:\.\d+)?\)?"
 _LEFT_TO_DO = re.compile(rf"{_NUMBER}(?:[-+*]{_NUMBER})+")
 
 
 def math_grader(response: str, answer: str) -> Verdict:
-    r"""Finds the answer that the response states, and compares its meaning with the reference.
+    r"""Finds the answer stated in the response and compares its meaning with the reference.
 
-    The answer is the text of the last `Answer:`, or else the last `\boxed{}`, or else the response if it is a single line of
-    mathematics, or else the text after words such as "the answer is". Any other number in the text does not count, or some
-    responses would be right by accident. A last `\boxed{` that does not end, or a last `Answer:` without text, was cut off: there is
-    no answer.
+    The answer is the text after the last `Answer:`, or a `\boxed{}` that comes later. If there is neither, the answer is the whole
+    response if it is a single line of mathematics, or else the text after words such as "the answer is". Other numbers in the text
+    are ignored, because some responses would be correct by accident. If the last `\boxed{` is not closed, or the last `Answer:` has
+    no text, the response was cut off and has no answer.
 
-    Equal text is correct. Otherwise both are read as mathematics, as a whole (`math_reader.py` lists the notations): 6/8 is 3/4,
-    34% is 34, \frac12 is 0.5. If one of the two cannot be read, different text is wrong. Numbers are compared exactly: 0.333 is not
-    1/3. A decimal of six digits or more is also equal to a number that rounds to it: 0.333333 is 1/3. An unevaluated sum or product
-    of numbers is wrong: 8 + 2 repeats the question and is not 10.
+    Equal text is correct. Otherwise, both answers are parsed as mathematics (`math_reader.py` lists the notations). For example, 6/8
+    equals 3/4, 34% equals 34, and \frac12 equals 0.5. If either cannot be parsed as a whole, the answer is wrong. Numbers are compared
+    exactly, so 0.333 does not equal 1/3. A decimal with at least six significant digits also equals a number that rounds to it, so
+    0.333333 equals 1/3. An unevaluated sum or product of numbers is wrong: 8 + 2 repeats the question and does not answer 10.
 
-    It has no time limit of its own, so a slow comparison is never taken for a wrong answer. A `GradingPool` has one, and loses the
-    verdict instead.
+    This function has no time limit, so a slow comparison is never mistaken for a wrong answer. With the time limit of a
+    `GradingPool`, the verdict is lost instead.
     """
-    # These load sympy.
+    # Imported here because these modules load sympy.
     from dapo_jax.rewards.math_equality import same_meaning
     from dapo_jax.rewards.math_reader import read, text_form
 
     stated, where = _statement(response[-TAIL_CHARACTERS:])
     stated = None if stated is None else _LEADING_EQUALS.sub(r"\1", _BOLD.sub(r"\1\2", stated))
     if stated is None:
-        return Verdict(correct=False, reason=f"{where}: nothing that can be read as mathematics")
+        return Verdict(correct=False, reason=f"{where}: no answer found")
     extracted = text_form(stated)
     if extracted and extracted == text_form(answer):
         return Verdict(correct=True, extracted=extracted, reason=f"{where}: equal as text")
     found, gold = read(stated), read(answer)
     if found is not None and _LEFT_TO_DO.fullmatch(re.sub(r"[\s{}]", "", found.text).strip("()")):
-        return Verdict(correct=False, extracted=extracted, reason=f"{where}: left to be worked out")
+        return Verdict(correct=False, extracted=extracted, reason=f"{where}: unevaluated arithmetic")
     if found is None or gold is None:
         which = "the answer" if found is None else f"the reference {answer!r}"
-        reason = f"{where}: {which} cannot be read as a whole; as text it is not {answer!r}"
+        reason = f"{where}: {which} cannot be parsed, and the answer's text differs from {answer!r}"
         return Verdict(correct=False, extracted=extracted, reason=reason)
     try:
         correct = same_meaning(gold, found)
@@ -64,22 +64,22 @@ def math_grader(response: str, answer: str) -> Verdict:
 
 
 def unread_by_math(answer: str) -> bool:
-    """Returns whether the reference cannot be read as a whole, so that it is compared as text."""
+    """Returns whether the reference cannot be parsed as a whole and is therefore compared as text."""
     from dapo_jax.rewards.math_reader import read
 
     return read(answer) is None
 
 
 def _statement(text: str) -> tuple[str | None, str]:
-    """Returns the stated answer, and where it was found. A missing or cut off answer gives None."""
+    """Returns the stated answer, or None if it is missing or was cut off, and the place where it was found."""
     answer = last[-1].end() if (last := list(_ANSWER.finditer(text))) else None
     line_end = -1 if answer is None else text.find("\n", answer) % (len(text) + 1)
-    # The last statement counts: a box after the line of the last `Answer:`, or else that line.
+    # The last statement is used: a box after the line of the last `Answer:`, or else that line.
     boxed, found = _last_box(text[line_end + 1 :])
     if found:
         return boxed, r"in the last \boxed{}"
     if answer is not None:
-        # Emphasis as in **Answer: 34** opens before the word and closes after the value.
+        # Emphasis such as **Answer: 34** opens before `Answer:` and closes after the value, so the end is stripped.
         return text[answer:line_end].strip().strip("*").strip() or None, "after the last 'Answer:'"
     whole = text.strip()
     if whole and "\n" not in whole and not _SENTENCE.search(whole):
@@ -93,7 +93,7 @@ def _statement(text: str) -> tuple[str | None, str]:
 
 
 def _last_box(text: str) -> tuple[str | None, bool]:
-    r"""Returns the content of the last outermost `\boxed{}`, None if it does not end, and whether there is a box."""
+    r"""Returns the content of the last outermost `\boxed{}` (None if it is not closed), and whether there is a box."""
     content, at = None, 0
     while opened := _BOX.search(text, at):
         depth, content = 1, None

@@ -1,18 +1,18 @@
-r"""Reads an answer as mathematics, as a whole or not at all.
+r"""Parses an answer as mathematics, either as a whole or not at all.
 
-These notations are read. Anything else makes the answer unreadable, so a part of it never counts as the whole:
+The notations below are supported. Anything else makes the answer unreadable, so that a part of it is never taken for the whole:
 
 * numbers as in `numerals.py`, mixed numbers (`2 2/3`, `2\frac23`), repeating decimals (`0.\overline{3}`), thousands separated by
   `,`, `{,}`, `,\!` or thin spaces;
 * `+ - \pm * / ^ !`, fractions, binomial coefficients, roots, absolute values, trigonometric functions, exponentials and
-  logarithms, `\pi`, `e`, `i`, letters with indices;
+  logarithms, `\pi`, `e`, `i`, letters with subscripts;
 * `=`, `\approx` and inequalities; intervals, tuples, sets, unions, lists, matrices.
 
-Wrapping (`$`, `\boxed`, `\left`, the words of a sentence), units (words, `\text{}`, degrees, money) and punctuation are ignored.
-A percentage is read as its number and as a hundredth of it.
+Wrappers (`$`, `\boxed`, `\left`, the words of a sentence), units (words, `\text{}`, degrees, currencies) and punctuation are ignored.
+A percentage is parsed as its number, and the comparison also accepts a hundredth of it.
 
-Notations that are ambiguous out of context are not read: bases (`2516_8`), overlines, lists with dots, primes, powers of powers
-without braces, and text with two readings (`1/2x`, `3 4`).
+Notations that are ambiguous out of context are not supported: number bases (`2516_8`), other overlines, lists with dots, primes,
+powers of powers without braces, and text that can be parsed in two ways (`1/2x`, `3 4`).
 """
 
 import re
@@ -26,18 +26,18 @@ import sympy
 from dapo_jax.rewards.numerals import CHANGING_AFTER, CHANGING_BEFORE, GROUPED, NUMERAL, plain, value
 
 MOST_BITS = 20_000
-"""Size in bits of the largest power of numbers that is evaluated."""
+"""Maximum size, in bits, of a power of numbers that is evaluated."""
 SIGNIFICANT = 6
-"""Number of digits from which a decimal also equals numbers that round to it."""
+"""Minimum number of significant digits with which a decimal also equals numbers that round to it."""
 
 
 class UnreadableError(ValueError):
-    """The text cannot be read as a whole."""
+    """The text cannot be parsed as a whole."""
 
 
 @dataclass(frozen=True)
 class Several:
-    """Values in brackets: `(1,2]`, a set, a matrix (`opened="matrix"`), a union (`UNION`), or a list without brackets."""
+    """Several values: an interval `(1,2]`, a tuple, a set, a matrix (`opened="matrix"`), a union (`UNION`), or a list without brackets."""
 
     opened: str
     items: tuple[Any, ...]
@@ -46,7 +46,7 @@ class Several:
 
 @dataclass(frozen=True)
 class Relation:
-    """A relation with a sign between each two sides: a < b <= c."""
+    """A relation such as a < b <= c, with one sign between each pair of neighboring sides."""
 
     sides: tuple[Any, ...]
     signs: tuple[str, ...]
@@ -54,7 +54,7 @@ class Relation:
 
 @dataclass(frozen=True)
 class ReadAnswer:
-    """The meaning of a text. `decimals` has the last place of each decimal in it with at least six significant digits."""
+    """The parsed meaning of a text. `decimals` maps each decimal with at least six significant digits to the value of its last place."""
 
     text: str
     value: Any
@@ -77,7 +77,7 @@ _COMMANDS = {
     "div": "/", "lt": "<", "gt": ">", "approx": "≈", "pm": "±", "mp": "∓", "in": "∈", "cup": UNION, "infty": "∞", "pi": "π",
     "degree": "°", "imath": "i", "lbrace": r"\{", "rbrace": r"\}", "varnothing": r"\emptyset",
 }  # fmt: skip
-"""Signs by the name of a command; other commands stay as they are."""
+"""Replacements of LaTeX commands by their name. Other commands are kept."""
 _NATURAL = ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "exp", "asin", "acos", "atan")
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: getattr(sympy, name) for name in _NATURAL},
@@ -98,9 +98,9 @@ _SMALL_UNITS = _each(
     "GBP st nd rd th pts pcs sq cup egg hen bus box car boy way row ton bag dog cat pen man",
     "",
 )
-"""Units of two or three letters. Other short words are products of variables, unless they are in a sentence."""
+"""Units and counted things of two or three letters. Other short words are products of variables, unless they are in a sentence."""
 _UNIT_LETTERS = frozenset("mgshLlJNWVACKF")
-"""Units of one letter in upright type: \\text{m}. A letter in italics is a variable."""
+"""One-letter units in upright type, as in \\text{m}. A letter in italics is a variable."""
 
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
 _MONEY = re.compile(r"(?<![0-9.,])(?:\\\$|[€£¥₹])|(?:\\\$|[€£¥₹¢])(?![0-9.,])")
@@ -128,7 +128,7 @@ _CHANGING = frozenset(CHANGING_BEFORE + CHANGING_AFTER + _BOUNDS)
 
 
 def text_form(text: str) -> str:
-    r"""Returns the text without wrapping, white space and punctuation, for comparison if one side cannot be read.
+    r"""Returns the text without wrappers, white space and punctuation, so that answers can be compared as text.
 
     >>> text_form(r"$\text{ Blue }.$"), text_form(r"2516_{8}"), text_form(r"\left( 3, 4 \right)")
     ('blue', '2516_8', '(3,4)')
@@ -143,9 +143,9 @@ def text_form(text: str) -> str:
 
 
 def _simplified(text: str) -> str:
-    """Replaces alternative notations by one sign, and removes money signs and spacing commands."""
+    """Replaces alternative notations by a single one, and removes currency signs and spacing commands."""
     text = plain(text).translate(_SIGNS)
-    # In a matrix this separates rows; elsewhere it is a backslash that was escaped twice.
+    # In a matrix, a double backslash separates rows. Elsewhere it is a backslash that was escaped twice.
     text = text.replace("\\\\", "\1" if "matrix" in text else "\\")
     text = re.sub(r"\\begin\s*\{[pb]?matrix\}", "⟦", re.sub(r"\\end\s*\{[pb]?matrix\}", "⟧", text))
     text = re.sub(r"(?<=[0-9])\s*[xX]\s*(?=10\s*\^)", "*", _MONEY.sub(" ", text))
@@ -153,14 +153,14 @@ def _simplified(text: str) -> str:
     text = _COMMAND.sub(lambda match: _COMMANDS.get(match[1], match[0]), text)
     text = re.sub(r"\.{3,}", "…", re.sub(r"\s!=", "≠", _PERCENT.sub("%", text)))
     if text.count("$") == 1:
-        text = _ONE_DOLLAR.sub(r" \1", text)  # money
+        text = _ONE_DOLLAR.sub(r" \1", text)  # a currency sign
     return _SPACING.sub(" ", text)
 
 
 @lru_cache(maxsize=4096)
 def read(text: str) -> ReadAnswer | None:
-    """Reads the text; returns None if it cannot be read as a whole."""
-    if re.search("[\0\1\2]", text):  # this module uses these signs itself
+    """Parses the text. Returns None if it cannot be parsed as a whole."""
+    if re.search("[\0\1\2]", text):  # this module uses these characters as placeholders
         return None
     try:
         core, percent = _core(_simplified(text))
@@ -172,14 +172,14 @@ def read(text: str) -> ReadAnswer | None:
 
 
 def _core(text: str) -> tuple[str, bool]:
-    """Returns the only piece of mathematics in a sentence, without units, and whether it is a percentage."""
+    """Returns the only piece of mathematics in a text, without units, and whether it is a percentage."""
     text = _CONJUNCTION.sub("\2", re.sub(r"\\(?:text|mbox|mathrm)\s*\{\s*(and|or)\s*\}", r" \1 ", text))
     text = _UPRIGHT.sub(_upright, text)
     parts = _MARKS.split(text)
     if len(parts) > 1:
         if len(parts) % 2 == 0:
             raise UnreadableError("a formula that is not closed")
-        # Text between the marks is mathematics, and every letter outside is prose.
+        # Text between math delimiters is mathematics, and all letters outside them are prose.
         text = "".join(
             f" {part} " if place % 2 else re.sub(r"[A-Za-z]+", _word, part)
             for place, part in enumerate(parts)
@@ -187,13 +187,13 @@ def _core(text: str) -> tuple[str, bool]:
     else:
         prose = bool(_PROSE.search(text))
         text = _WORDS.sub(lambda match: _letters(match, prose), text)
-    # Removes the end of a word such as Brandon's, and words in brackets.
+    # Removes possessive endings, as in Brandon's, and words in parentheses.
     text = re.sub("\0'(?:[a-z]|\0)|\\(\\s*\0[\0\\s]*\\)", "\0", text)
     if not any(rf"\{name}" in text for name in _FUNCTIONS):
         text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|°", "", text)
     pieces = [piece.strip(' "`,;:?').rstrip(". ") for piece in _UNIT_POWER.split(text)]
     where = [place for place, piece in enumerate(pieces) if re.search(r"[^\s()\[\]{}-]", piece)]
-    # A letter may also be a word, or the name of the value: "the value of x is 5".
+    # A single letter may be a word, or it may name the value, as in "the value of x is 5".
     where = [place for place in where if place == where[-1] or not re.fullmatch("[A-Za-z]", pieces[place])]
     if len(where) != 1:
         raise UnreadableError("no mathematics, or several pieces")
@@ -207,12 +207,12 @@ def _core(text: str) -> tuple[str, bool]:
 
 def _word(match: re.Match[str]) -> str:
     if match[0].lower() in _CHANGING:
-        raise UnreadableError(f"{match[0]} makes another number")
+        raise UnreadableError(f"{match[0]} changes the number")
     return "\0"
 
 
 def _upright(match: re.Match[str]) -> str:
-    """Replaces upright text: a function, a letter, or words."""
+    """Replaces upright text, which is a function name, a letter, or words."""
     style, inner = match[1], match[2].strip()
     if inner in _FUNCTIONS:
         return rf"\{inner} "
@@ -223,17 +223,17 @@ def _upright(match: re.Match[str]) -> str:
         return f" {inner} "
     glued = re.search(r"[0-9]([A-Za-z]+)", inner)
     if glued and glued[1] not in _SMALL_UNITS and glued[1] not in _UNIT_LETTERS:
-        raise UnreadableError(f"{glued[1]} is no word of its own")
+        raise UnreadableError(f"{glued[1]} is not a separate word")
     return " " + re.sub(r"[A-Za-z]+", _word, inner) + " "
 
 
 def _letters(match: re.Match[str], prose: bool) -> str:
-    """Replaces letters without marks: a command, a word, or a product of variables."""
+    """Replaces letters outside math delimiters, which are a command, a word, or a product of variables."""
     letters = match[0]
     if letters.startswith("\\"):
         return letters
     if letters == "sec" and not match.string[match.end() :].strip(" .$"):
-        return "\0"  # seconds; elsewhere the secant
+        return "\0"  # seconds at the end of the text; elsewhere the secant function
     if letters in _FUNCTIONS or letters == "sqrt":
         return rf"\{letters}"
     if letters in ("pi", "infinity", "infty"):
@@ -244,12 +244,12 @@ def _letters(match: re.Match[str], prose: bool) -> str:
         return letters
     before, after = match.string[: match.start()][-1:], match.string[match.end() :][:1]
     if re.match(r"[0-9)}_^]", before) or re.match(r"[(\[{_0-9]", after):
-        raise UnreadableError(f"{letters} is no word of its own")
+        raise UnreadableError(f"{letters} is not a separate word")
     return _word(match)
 
 
 class _FormulaParser:
-    """A recursive descent parser with one method per rule. Text that fits no rule raises UnreadableError."""
+    """A recursive descent parser with one method per grammar rule. Raises UnreadableError for text that matches no rule."""
 
     def __init__(self, text: str) -> None:
         self.text, self.at = text, 0
@@ -259,7 +259,7 @@ class _FormulaParser:
         self.divided = False
 
     def statement(self) -> Any:
-        """Reads the whole text; with a plus-minus sign, both of its values."""
+        """Parses the whole text. If it contains a plus-minus sign, returns both values."""
         found = self._all()
         if not set("±∓") & set(self.text):
             return found
@@ -300,7 +300,7 @@ class _FormulaParser:
             signs.append({"<=": "≤", ">=": "≥", "∈": "="}.get(sign[0].strip(), sign[0].strip()))
             sides.append(self._union())
         if "≈" in signs:
-            # The exact value is the first side, unless this is only a name.
+            # The first side is the exact value, unless it only names the value.
             exact = signs.index("≈")
             end = exact + 2 if exact == 0 and is_name(sides[0]) else exact + 1
             sides, signs = sides[:end], ["="] * (end - 1)
@@ -346,7 +346,7 @@ class _FormulaParser:
                 self.divided = divided
             elif self._sees(r"[A-Za-zπ({√]|\\(?!\}|rangle)") or (not self.bars and self._sees(r"\|")):
                 if self.divided:
-                    raise UnreadableError("1/2x has two readings")
+                    raise UnreadableError("1/2x is ambiguous")
                 found = _number(found) * _number(self._factor())
             else:
                 return found
@@ -356,12 +356,12 @@ class _FormulaParser:
         if self._take("!"):
             found = _number(found)
             if self._sees("!") or not (found.is_Symbol or (found.is_Integer and 0 <= found <= 1000)):
-                raise UnreadableError("a factorial that is not worked out")
+                raise UnreadableError("a factorial that is not evaluated")
             found = sympy.factorial(found)
         if self._take(r"\^|\*\*"):
             found = _power(_number(found), _number(self._exponent()))
         if self._sees(r"\^|\*\*|!|_"):
-            raise UnreadableError("a power of a power, or an index of a number")
+            raise UnreadableError("a power of a power, or a number with a subscript")
         return found
 
     def _exponent(self) -> Any:
@@ -369,7 +369,7 @@ class _FormulaParser:
         return sign * _number(self._base() if self._sees(r"[({\\A-Za-zπ]") else self._numeral())
 
     def _argument(self) -> Any:
-        r"""Reads the argument of \frac or \sqrt: a group, a digit, a letter or a command."""
+        r"""Parses the argument of \frac or \sqrt: a group, a digit, a letter or a command."""
         if digit := self._take("[0-9]"):
             return sympy.Integer(digit[0].strip())
         if not self._sees(r"[{(A-Za-zπ\\]"):
@@ -385,7 +385,7 @@ class _FormulaParser:
         if self._take(r"\\binom(?![A-Za-z])"):
             above, below = self._argument(), self._argument()
             if not all(each.is_Integer and 0 <= each <= 1000 for each in (above, below)):
-                raise UnreadableError("a binomial coefficient that is not worked out")
+                raise UnreadableError("a binomial coefficient that is not evaluated")
             return sympy.binomial(above, below)
         if self._take(r"\\sqrt(?![A-Za-z])|√"):
             root = sympy.Integer(2)
@@ -451,8 +451,8 @@ class _FormulaParser:
             if power == -1 and name in ("sin", "cos", "tan"):
                 name, power = f"arc{name}", None
             elif not power.is_positive:
-                raise UnreadableError("sin^-2 has two readings")
-        # sin(x)^2 is the square of the sine, sin x^2 the sine of the square; sin 2x has both factors.
+                raise UnreadableError("sin^-2 is ambiguous")
+        # sin(x)^2 is the square of the sine, but sin x^2 is the sine of x^2. In sin 2x, the argument is the product 2x.
         bracketed = self._sees(r"[({]")
         argument = _number(self._base() if bracketed else self._factor())
         while not bracketed and self._sees(rf"[A-Za-zπ]|\\(?:frac|sqrt|{'|'.join(_GREEK)})(?![A-Za-z])"):
@@ -505,7 +505,7 @@ class _FormulaParser:
 
 
 def is_name(side: Any) -> bool:
-    """Returns whether this only names a value, as in `x = 5`, `f(2) = 5`, `a + b = 5` or `x^2 = 5`, unlike the equation `2x = 5`."""
+    """Returns whether a side only names a value, as in `x = 5`, `f(2) = 5`, `a + b = 5` or `x^2 = 5`, but not as in `2x = 5`."""
     if isinstance(side, Several):  # (x, y) = (1, 2)
         return all(isinstance(item, sympy.Symbol) for item in side.items)
     if not isinstance(side, sympy.Expr):
@@ -520,12 +520,12 @@ def _number(found: Any) -> Any:
     if not isinstance(found, sympy.Expr) and not isinstance(found, int):
         raise UnreadableError("arithmetic with lists or relations")
     if isinstance(found, sympy.Expr) and found.has(sympy.nan, sympy.zoo):
-        raise UnreadableError("not defined")
+        raise UnreadableError("an undefined value")
     return found
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    """Returns a power. Raises UnreadableError if it would be very large: responses are not trusted."""
+    """Returns a power. Raises UnreadableError if it would be very large, because responses are untrusted."""
     if exponent.is_Rational:
         size = abs(exponent)
         if base.is_Rational:
@@ -535,5 +535,5 @@ def _power(base: Any, exponent: Any) -> Any:
         elif size > (50 if base.is_Add else 1000):
             raise UnreadableError("a very large power")
     if base == 0 and not exponent.is_positive:
-        raise UnreadableError("not defined")
+        raise UnreadableError("an undefined value")
     return base**exponent

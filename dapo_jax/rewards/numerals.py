@@ -1,4 +1,4 @@
-"""Reads numbers as people write them, exactly and as a whole, for the graders `math` and `gsm8k`."""
+"""Parses numbers as people write them, exactly and as a whole, for the graders `math` and `gsm8k`."""
 
 import re
 from decimal import Decimal
@@ -13,7 +13,7 @@ def _fraction(sign: str) -> str:
 
 _PLAIN = str.maketrans(
     {
-        # Hyphens, dashes and minus signs, then spaces.
+        # First hyphens, dashes and minus signs, then spaces.
         **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2212\ufe63\uff0d", "-"),
         **dict.fromkeys("\u00a0\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f", " "),
         **dict.fromkeys("\u00d7\u00b7\u22c5\u2217\u2219", "*"),
@@ -27,11 +27,11 @@ _UNSHIFTED = str.maketrans(_RAISED + _LOWERED, "+-0123456789" * 2)
 
 _EXPONENT = r"(?:[eE][-+]?[0-9]{1,4}(?![0-9.]))?"
 NUMERAL = re.compile(rf"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+){_EXPONENT}")
-"""Matches digits, with a decimal point and an exponent as in 3e8."""
+"""Matches digits with an optional decimal point and an optional exponent, as in 3e8."""
 GROUPED = re.compile(
     rf"[1-9][0-9]{{0,2}}(?:[, ][0-9]{{3}})+(?![0-9]|,[0-9])(?:\.[0-9]+)?{_EXPONENT}|{NUMERAL.pattern}"
 )
-"""Matches the same, with commas or spaces between thousands."""
+"""Like `NUMERAL`, but also matches commas or spaces between groups of three digits."""
 _NUMBER = re.compile(
     rf"(?P<sign>[-+]?)\s*(?:(?P<whole>[0-9]+)\s+(?=[0-9]+\s*/))?(?P<over>{GROUPED.pattern})"
     rf"(?:\s*/\s*(?P<under>{GROUPED.pattern}))?"
@@ -43,11 +43,11 @@ CHANGING_AFTER = (
     "hundreds", "thousand", "thousands", "million", "millions", "billion", "billions", "trillion", "trillions", "squared", "cubed",
     "base", "mod", "modulo", "divided", "multiplied", "factorial",
 )  # fmt: skip
-"""Words before and after a number that change it."""
+"""Words before and after a number that change its value."""
 
 
 def plain(text: str) -> str:
-    """Rewrites Unicode signs as ASCII or LaTeX: minus signs, spaces, products, fractions such as ½, superscripts and subscripts."""
+    """Rewrites Unicode characters as ASCII or LaTeX: minus, times and division signs, spaces, fractions such as ½, super- and subscripts."""
 
     def unshifted(match: re.Match[str]) -> str:
         return ("^" if match["raised"] else "_") + "{" + match[0].translate(_UNSHIFTED) + "}"
@@ -56,12 +56,12 @@ def plain(text: str) -> str:
 
 
 def value(numeral: str) -> Fraction:
-    """Returns the exact value of a text that `NUMERAL` or `GROUPED` matches. `int` would refuse 5,000 digits."""
+    """Returns the exact value of a text that `NUMERAL` or `GROUPED` matches. `int` is not used, because it rejects 5,000 digits."""
     return Fraction(Decimal(numeral.replace(",", "").replace(" ", "")))
 
 
 def number(text: str) -> Fraction | None:
-    """Reads the whole text as a number: an integer, a decimal, 3e8, 1/2, or 2 2/3. Returns None if it is anything else.
+    """Parses the whole text as a number: an integer, a decimal, 3e8, 1/2, or 2 2/3. Returns None for any other text.
 
     >>> number("-2 2/3"), number("1,200.50"), number("3-5")
     (Fraction(-8, 3), Fraction(2401, 2), None)

@@ -1,9 +1,9 @@
-"""Grades in worker processes: each call has a time limit and a memory limit, and a dead or hung worker is replaced.
+"""Grades in worker processes. Each call has a time limit and a memory limit, and a worker that dies or hangs is replaced.
 
-A call is one response, or all responses to a prompt for a grader that takes a whole group. If it exceeds a limit or kills its worker,
-its verdicts are lost and name the reason; a new worker takes the next call. A worker that dies after it answered earlier calls may have
-died of a thread or timer that one of these started: the call is then sent once more, to a new worker. If workers keep
-dying, the grader is at fault rather than a response, and calls raise.
+A call grades one response, or all responses to a prompt if the grader is marked whole_group. If a call exceeds a limit or kills its
+worker, its verdicts are marked as lost, with the reason, and a new worker handles the next call. If the worker has answered earlier
+calls, one of them may have started a thread or timer that killed it. The current call is then retried once on a new worker. If workers
+keep dying, the grader is at fault and not a single response, so calls raise RewardError.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ from dapo_jax.workers import EndedError, Worker
 from dapo_jax.workers.inside import Answer, Serve
 
 DEATHS_BORNE = 2
-"""Number of workers that may always die before a death is an error."""
+"""Number of worker deaths that are always tolerated."""
 
 CALLS_A_DEATH = 100
-"""Number of calls per further death. A grader that kills its process on at least one response in a hundred is broken."""
+"""If a grader kills its worker on at least one of this many calls, it is considered broken."""
 
 
 class GradingPool:
@@ -42,15 +42,15 @@ class GradingPool:
         whole_group: bool = False,
         on_nonfinite: str = "error",
     ) -> None:
-        """Starts the workers without waiting for them to load the grader.
+        """Starts the workers, but does not wait until they have loaded the grader.
 
         Args:
             grader: a name in `GRADERS`, `module:function` or `path/to/file.py:function`.
             workers: number of processes.
-            timeout_s: seconds per call.
+            timeout_s: time limit of a call in seconds.
             memory_mb: megabytes that a worker may allocate after it has loaded the grader.
-            answer_marker: for the grader `exact`.
-            whole_group: whether one call takes all responses to a prompt instead of one.
+            answer_marker: only used by the grader `exact`.
+            whole_group: whether one call grades all responses to a prompt instead of a single response.
             on_nonfinite: see `load_reward`.
         """
         self._setup = {"grader": grader, "answer_marker": answer_marker, "on_nonfinite": on_nonfinite}
@@ -64,20 +64,20 @@ class GradingPool:
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="grading")
 
     def submit(self, samples: Sequence[Sample]) -> Future[list[Verdict]]:
-        """Queues the calls for the responses to one prompt; the future returns their verdicts in the same order.
+        """Queues the calls for the responses to one prompt. The future returns their verdicts in the same order.
 
-        It raises RewardError if the grader raised, returned no verdict, kills its workers again and again or cannot start one,
-        and ValueError if the grader cannot be loaded.
+        The future raises RewardError if the grader raised, did not return a verdict or keeps killing its workers, or if a worker
+        cannot start. It raises ValueError if the grader cannot be loaded.
         """
         calls = [samples] if self._whole_group else [[sample] for sample in samples]
         return joined([self._threads.submit(self._verdicts, call) for call in calls])
 
     def grade(self, samples: Sequence[Sample]) -> list[Verdict]:
-        """Returns the verdicts on the responses to one prompt, in their order."""
+        """Returns the verdicts on the responses to one prompt, in the same order."""
         return self.submit(samples).result()
 
     def close(self) -> None:
-        """Cancels waiting calls, waits for the calls that are being graded, and ends the workers."""
+        """Cancels queued calls, waits for the calls in progress, and ends the workers."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         while not self._idle.empty():
             worker = self._idle.get()
@@ -88,7 +88,7 @@ class GradingPool:
         return Worker("dapo_jax.rewards.pool:load_grader", self._setup, memory_mb=self._memory_mb)
 
     def _verdicts(self, call: Sequence[Sample]) -> list[Verdict]:
-        """Returns the verdicts of one call. There is one thread per worker, so a worker is always idle."""
+        """Returns the verdicts of one call. There are as many threads as workers, so there is always an idle worker for this thread."""
         with self._lock:
             self._asked += 1
         worker, is_first_try = self._idle.get(), True
@@ -106,7 +106,7 @@ class GradingPool:
             self._idle.put(worker if worker.ended is None else self._start())
 
     def _answer(self, worker: Worker, call: Sequence[Sample]) -> list[Verdict]:
-        """Returns a worker's verdicts on one call; they are lost if it exceeds a limit, which ends the worker.
+        """Returns a worker's verdicts on one call. If the call exceeds a limit, the verdicts are lost and the worker is ended.
 
         Raises EndedError if the worker dies.
         """
@@ -129,20 +129,20 @@ class GradingPool:
     def _count_death(
         self, call: Sequence[Sample], how: str, *, is_first_try: bool, is_last_try: bool
     ) -> None:
-        """Counts the death of a worker, once per call, and prints the first ones. Too many are a RewardError."""
+        """Counts a worker's death, at most once per call, and prints the first few. Raises RewardError if there are too many."""
         with self._lock:
             self._deaths += is_first_try
             asked, deaths = self._asked, self._deaths
         where = f"prompt {call[0].prompt.ordinal}, response {call[0].response[:60]!r}"
         if is_first_try and deaths > DEATHS_BORNE and deaths * CALLS_A_DEATH >= asked:
             raise RewardError(
-                f"reward function {self._grader}: its worker died {deaths} times in {asked} calls, the last time on {where}: {how}; a "
-                "function must return or raise, and neither end its process nor start a thread or timer that ends it later: call it on "
-                "that response by itself"
+                f"reward function {self._grader}: its worker died {deaths} times in {asked} calls, the last time on {where}: {how}. A "
+                "reward function must return or raise. It must not end its process, or start a thread or timer that ends it later. To "
+                "find the cause, call it on that response alone"
             ) from None
         if deaths <= DEATHS_BORNE:
-            then = "it counts as wrong" if is_last_try else "a new worker is asked"
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # there may be no standard error
+            then = "the response counts as wrong" if is_last_try else "retrying on a new worker"
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be closed or missing
                 print(f"reward function {self._grader}, on {where}: {how}; {then}", file=sys.stderr)
 
 
@@ -151,7 +151,7 @@ def _lost(call: Sequence[Sample], lost: Lost, reason: str) -> list[Verdict]:
 
 
 def load_grader(setup: Mapping[str, Any]) -> tuple[dict[str, Any], Serve]:
-    """In a worker: loads the grader, which then runs in the main thread, where functions may use signals."""
+    """Loads the grader in a worker. It runs in the worker's main thread, so reward functions may use signals."""
     grader = setup["grader"]
     grade = grade_function(grader, answer_marker=setup["answer_marker"], on_nonfinite=setup["on_nonfinite"])
 
@@ -167,7 +167,7 @@ def _graded(grade: GradeFunction, call: list[Any], grader: str) -> dict[str, Any
         return {"verdicts": [asdict(verdict) for verdict in grade([sample_of(part) for part in call])]}
     except MemoryError:
         return {"memory": True}
-    except RewardError as error:  # the exception of a reward function, with the name of the prompt
+    except RewardError as error:  # from the reward function; the message already names the prompt
         is_memory = isinstance(error.__cause__, MemoryError)
         return {"memory": True} if is_memory else {"failed": f"{error}"[:10_000]}
     except BaseException as error:

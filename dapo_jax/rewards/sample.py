@@ -1,4 +1,4 @@
-"""The argument of every reward function, as JSON too, and how it is called: with one response or a group, awaited or not."""
+"""The argument of every reward function and its JSON form, and the properties of a function: per response or group, sync or async."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -18,13 +18,13 @@ _MARK = "whole_group"
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """The argument of a reward function: one response, its prompt, and the row of the data."""
+    """The argument of a reward function: one response with its prompt and data row."""
 
     prompt: Prompt
     response: str
     """Text of the response, without special tokens."""
     tokens: Int[np.ndarray, " response"]
-    """The sampled tokens, with the end token if there is one. Read-only for functions, since training uses the same array."""
+    """The sampled token ids, including the end token if there is one. Read-only for functions, because training uses the same array."""
     finish_reason: FinishReason
 
     @property
@@ -34,14 +34,14 @@ class Sample:
 
     @property
     def response_tokens(self) -> int:
-        """Number of tokens of the response, with the end token."""
+        """Number of tokens in the response, including the end token."""
         return len(self.tokens)
 
 
 def handed_over(call: Sequence[Sample]) -> list[Sample]:
-    """Returns the samples of one call, which have one prompt, for a function that can change neither the run's data nor another call's.
+    """Returns copies of one call's samples, so that a function cannot modify the run's data. The samples must have the same prompt.
 
-    Tokens are read-only views, so long responses are not copied. Rows are copies.
+    Tokens are read-only views, so that long responses are not copied. The row is copied.
     """
     prompt = call[0].prompt
     row = {name: copied(value) for name, value in prompt.row.items()}
@@ -57,7 +57,7 @@ def read_only(tokens: np.ndarray) -> np.ndarray:
 
 
 def copied(value: Any) -> Any:
-    """Copies plain data at any depth; returns other objects as they are."""
+    """Copies plain data recursively, and returns other objects unchanged."""
     if isinstance(value, np.ndarray):
         return value.copy()
     if type(value) is dict:
@@ -68,27 +68,27 @@ def copied(value: Any) -> Any:
 
 
 def whole_group(function: _Function) -> _Function:
-    """Marks a reward function that takes all responses to one prompt in one call.
+    """Marks a reward function that grades all responses to one prompt in one call.
 
-    It is called with a list of `Sample` and returns a bool, number or `Verdict` for each, in the same order.
+    The function is called with a list of `Sample` and must return a list with a bool, number or `Verdict` for each, in the same order.
     """
     setattr(function, _MARK, True)
     return function
 
 
 def is_whole_group(function: Callable[..., Any]) -> bool:
-    """Returns whether `whole_group` marks the function, or the function that a partial calls."""
+    """Returns whether the function, or the function inside a `functools.partial`, is marked with `whole_group`."""
     return getattr(function, _MARK, False) is True or getattr(_called(function), _MARK, False) is True
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Returns whether this is a coroutine function, an object whose `__call__` is one, or a partial of either."""
+    """Returns whether this is a coroutine function, an object with an async `__call__`, or a partial of either."""
     called = _called(function)
     return inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(type(called).__call__)
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Returns the name of the function, of the function that a partial calls, or of an object's class."""
+    """Returns the name of the function, of the function inside a `functools.partial`, or of an object's class."""
     called = _called(function)
     return getattr(called, "__qualname__", type(called).__qualname__)
 
@@ -100,10 +100,10 @@ def _called(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def call_of(samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """Returns all that a reward function may read. NumPy values become Python's, tuples become lists.
+    """Returns the samples of one call as JSON. NumPy values become Python values, and tuples become lists.
 
     Raises:
-        TypeError: a prompt's row holds a value that JSON cannot represent.
+        TypeError: a prompt's row contains a value that JSON cannot represent.
     """
     return [
         {
@@ -121,7 +121,7 @@ def call_of(samples: Sequence[Sample]) -> list[dict[str, Any]]:
 
 
 def sample_of(part: Mapping[str, Any]) -> Sample:
-    """Returns one sample of a call, or the sample of a saved rollout, which has the same names."""
+    """Returns the sample for one entry of `call_of`, or for a saved rollout, which has the same field names."""
     prompt = Prompt(
         ordinal=part["ordinal"],
         tokens=np.array(part["prompt_token_ids"], np.int32),
@@ -138,10 +138,10 @@ def sample_of(part: Mapping[str, Any]) -> Sample:
 
 
 def plain_row(row: Mapping[str, Any], *, instead: str) -> dict[str, Any]:
-    """Returns a row of the data with NumPy values as Python's and tuples as lists.
+    """Returns a data row with NumPy values converted to Python values, and tuples to lists.
 
     Raises:
-        TypeError: a field holds a value that JSON cannot represent. The remedy is to leave it out of the row, or `instead`.
+        TypeError: a field contains a value that JSON cannot represent. The message suggests removing it from the row, or `instead`.
     """
     found = {}
     for name, value in row.items():
@@ -149,17 +149,17 @@ def plain_row(row: Mapping[str, Any], *, instead: str) -> dict[str, Any]:
             found[name] = plain(value)
         except TypeError as error:
             raise TypeError(
-                f"the row's field {name!r} holds {error}, which JSON cannot hand to a worker; leave it out of the row, or {instead}"
+                f"the row's field {name!r} contains {error}, which cannot be sent to a worker as JSON; remove it from the row, or {instead}"
             ) from error
     return found
 
 
 def plain(value: Any) -> Any:
-    """Returns NumPy values as Python's and tuples as lists, at any depth.
+    """Converts NumPy values to Python values and tuples to lists, recursively.
 
     Raises:
-        TypeError: JSON cannot represent a value; the message is its text and type.
-        RecursionError: the value is nested too deep, or contains itself.
+        TypeError: JSON cannot represent a value. The message consists of the value and its type.
+        RecursionError: the value is nested too deeply, or contains itself.
     """
     if isinstance(value, np.ndarray | np.generic):
         return plain(value.tolist())

@@ -15,14 +15,14 @@ from dapo_jax.rewards.sample import Sample
 
 @runtime_checkable
 class TextDecoder(Protocol):
-    """The part of a tokenizer that grading needs."""
+    """The part of the tokenizer interface that grading needs."""
 
     def decode(self, ids: Int[np.ndarray, " tokens"]) -> str:
         """Returns the text of `ids` without special tokens."""
 
 
 def samples_of(prompt: Prompt, responses: Sequence[Response], *, tokenizer: TextDecoder) -> list[Sample]:
-    """Returns the samples that a grader is called with: the responses as text, without special tokens."""
+    """Returns the arguments for a grader, with the responses decoded to text without special tokens."""
     return [
         Sample(
             prompt=prompt,
@@ -36,25 +36,25 @@ def samples_of(prompt: Prompt, responses: Sequence[Response], *, tokenizer: Text
 
 @dataclass(frozen=True, kw_only=True)
 class Shaping:
-    """The rules by which a verdict becomes a reward."""
+    """The rules that turn a verdict into a reward."""
 
     correct: float = 1.0
     """Reward of a correct verdict without a score."""
     incorrect: float = -1.0
     overlong: bool = False
-    """Whether to add the overlong penalty; the fields below are used only then."""
+    """Whether to add the overlong penalty. The fields below are only used if it is added."""
     max_response_tokens: int = 0
-    """The length in tokens, with the end token, at which the penalty is full."""
+    """Length in tokens, including the end token, from which the full penalty applies."""
     buffer_tokens: int = 0
-    """The number of tokens before it over which the penalty grows."""
+    """Number of tokens before that length over which the penalty grows linearly."""
     penalty_factor: float = 1.0
-    """The full penalty."""
+    """Magnitude of the full penalty."""
 
     def penalty(self, response_tokens: int) -> float:
-        """Returns the overlong penalty (DAPO Eq. 13) of a response, 0 if it is off.
+        """Returns the overlong penalty (DAPO Eq. 13) of a response, or 0 if it is disabled.
 
         Raises:
-            ValueError: the lengths do not fit together.
+            ValueError: the lengths are inconsistent.
         """
         if not self.overlong:
             return 0.0
@@ -62,14 +62,14 @@ class Shaping:
         return float(overlong_penalty(response_tokens, **limits, penalty_factor=self.penalty_factor))
 
     def rewards(self, verdicts: Sequence[Verdict], *, weight: float = 1.0) -> list[float]:
-        """Returns one grader's rewards of the responses to a prompt: the verdict's score, or else the rule reward.
+        """Returns one grader's rewards for the responses to a prompt: the verdict's score, or `correct` or `incorrect` without a score.
 
-        A response gains nothing by hanging its grader: a lost verdict gets the worst of this grader's rewards in the group and the two
-        rule rewards.
+        A response must not gain by hanging its grader. So a lost verdict gets the worst of this grader's rewards in the group,
+        `correct` and `incorrect`.
 
         Args:
-            verdicts: of one grader, on all responses to a prompt.
-            weight: the factor that the caller multiplies the rewards with; if it is negative, the highest reward is the worst.
+            verdicts: one grader's verdicts on all responses to a prompt.
+            weight: the factor that the caller applies to the rewards. If it is negative, the highest reward is the worst.
         """
         rule = {True: self.correct, False: self.incorrect}
         found = [rule[verdict.correct] if verdict.score is None else verdict.score for verdict in verdicts]
@@ -81,12 +81,12 @@ class Shaping:
 
 
 def _is_unknown(verdict: Verdict) -> bool:
-    """Returns whether there is neither verdict nor score. A sum of several graders has a score even if one of them was lost."""
+    """Returns whether a response has neither a verdict nor a score. A sum of several graders has a score even if one verdict is lost."""
     return bool(verdict.lost) and verdict.score is None
 
 
 RULE_REWARD = Shaping()
-"""+1 for a correct response, else -1 (Section 2.4)."""
+"""+1 for a correct response, and -1 otherwise (Section 2.4 of the DAPO paper)."""
 
 
 def shaped_group(
@@ -98,8 +98,8 @@ def shaped_group(
 ) -> Group:
     """Returns the group of a prompt's graded responses, with the overlong penalty added to their rewards.
 
-    Shaping does not change the verdict: an answer stays correct however long it is. With the defaults and `overlong`, a wrong
-    answer at the length limit has the reward -1 - 1 = -2. If other verdicts have scores, a lost verdict gets its reward as score.
+    Shaping does not change the verdict, so a correct answer stays correct at any length. With `overlong` and otherwise the defaults,
+    a wrong answer at the length limit has the reward -1 - 1 = -2. If other verdicts have scores, a lost verdict's score is its reward.
     """
     scored = any(verdict.score is not None for verdict in verdicts)
     rewards, rollouts = shaping.rewards(verdicts), []
@@ -125,13 +125,13 @@ def grade_group(
     Args:
         prompt: the prompt.
         responses: the sampled responses, in the order of their response index.
-        tokenizer: decodes tokens without special tokens.
-        grade: from `grade_function`.
+        tokenizer: decodes token ids to text without special tokens.
+        grade: a function from `grade_function`.
         shaping: turns verdicts into rewards.
 
     Raises:
-        ValueError: the penalty's lengths do not fit together.
-        RewardError: the reward function raised, or returned no verdict.
+        ValueError: the lengths of the overlong penalty are inconsistent.
+        RewardError: the reward function raised or did not return a verdict.
     """
     samples = samples_of(prompt, responses, tokenizer=tokenizer)
     return shaped_group(prompt, responses, samples, grade(samples), shaping)

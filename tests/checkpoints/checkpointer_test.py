@@ -201,7 +201,7 @@ def test_a_step_is_saved_once(tmp_path):
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(2, {"w": jnp.ones(2)}, {}, {})
         for step in (2, 1):
-            with pytest.raises(ValueError, match=f"step {step} .*{tmp_path}, which has step 2"):
+            with pytest.raises(ValueError, match=f"step {step} .*{tmp_path}, .* step 2"):
                 checkpointer.save(step, {"w": jnp.zeros(2)}, {}, {})
         assert checkpointer.restore({"w": jnp.zeros(2)}).state["w"][0] == 1.0
 
@@ -219,7 +219,7 @@ def test_a_target_of_another_shape_is_named_before_anything_is_read(tmp_path):
 
 @pytest.mark.parametrize(
     ("names", "message"),
-    [("ab", "does not hold b, which the target has"), ("", "holds a, which the target does not have")],
+    [("ab", "does not contain b, which the target has"), ("", "contains a, which the target does not have")],
 )
 def test_a_target_of_other_parameters_is_refused(tmp_path, names, message):
     saved(tmp_path, {"a": jnp.zeros(2), "c": jnp.zeros(2)})
@@ -234,7 +234,7 @@ def test_another_format_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "SCHEMA_VERSION", 1)
     with (
         Checkpointer(tmp_path) as checkpointer,
-        pytest.raises(CheckpointError, match=r"schema_version 2; .* 1"),
+        pytest.raises(CheckpointError, match=r"schema_version 2, .* 1"),
     ):
         checkpointer.restore({"w": jnp.zeros(2)})
 

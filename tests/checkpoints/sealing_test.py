@@ -150,7 +150,7 @@ def test_the_digest_of_a_file_that_is_not_as_it_was_written_is_refused(tmp_path)
         ({"a": SealedFile(3, "0" * 64)}, "finds 4 bytes"),
         ({"b": SealedFile(4, "0" * 64)}, "finds no such file"),
     ):
-        with pytest.raises(CheckpointError, match=f"bytes where it was written, .* {found}"):
+        with pytest.raises(CheckpointError, match=f"written with .* bytes, .* {found}"):
             write_manifest(folder, known)
         assert not (tmp_path / "sha256.json").exists()
 

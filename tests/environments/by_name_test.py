@@ -17,7 +17,7 @@ from dapo_jax.environments import load_environment
         ("tinker:nowhere.py:Builder", "there is no file nowhere.py"),
         ("openenv:nowhere:client", "the module 'nowhere' fails"),
         ("skyrl_gym:nowhere:Class", "the module 'nowhere' fails"),
-        ("trl:", "names no function"),
+        ("trl:", "must have the form module:function"),
     ],
 )
 def test_an_unknown_name_is_reported_with_the_nearest(source, message):

@@ -247,7 +247,7 @@ def test_an_environment_that_holds_the_event_loop_is_named_with_the_seconds_and_
         messages = capfd.readouterr().err.splitlines()
     assert 1 <= len(messages) <= 2, "after 0.3 s and after 0.6 s; a busy machine may look less often"
     assert all(
-        f"my.py:Holding: it has held the event loop for {s} s (episodes_test.py, line {line})" in one
+        f"my.py:Holding: it has blocked the event loop for {s} s (episodes_test.py, line {line})" in one
         for s, one in zip("01", messages, strict=False)
     )
 
@@ -320,14 +320,14 @@ async def writes_to_the_turn(turn):
 BAD_STEPS = {
     "leaves a task that exits": (leaves_a_task_that_exits, "raised", "ValueError: after that"),
     "writes to the turn": (writes_to_the_turn, "raised", "read-only"),
-    "appends what raises": (stepping(append=Unreadable()), "raised", "answer raises OSError"),
-    "hangs": (hang, "timeout", r"no answer of the environment within 0\.3 s"),
+    "appends what raises": (stepping(append=Unreadable()), "raised", "answer raised OSError"),
+    "hangs": (hang, "timeout", r"no answer from the environment within 0\.3 s"),
     "blocks": (block, "timeout", r"within 0\.3 s"),
     "goes on when cancelled": (stubborn, "timeout", r"within 0\.3 s"),
     "cancels itself": (cancels_itself, "raised", "CancelledError"),
     "raises an endless text": (raising(ValueError("x" * 10**6)), "raised", r"x{500} \(episodes_test\.py, line \d+\)$"),
     "exits": (raising(SystemExit(3)), "raised", "SystemExit: 3"),
-    "answers nothing": (answering(None), "raised", r"answered None \(NoneType\), needs a Step"),
+    "answers nothing": (answering(None), "raised", r"returned None \(NoneType\), needs a Step"),
     "reward is a text": (stepping(reward="1"), "nonfinite", "the reward '1', needs a finite number"),
     "reward is nan": (stepping(reward=float("nan")), "nonfinite", "the reward nan"),
     "done is a text": (stepping(done="yes"), "raised", "done='yes', needs True or False"),
@@ -382,7 +382,7 @@ def test_an_episode_that_does_not_begin_is_lost(make, lost, reason):
     [
         (answering([1.0]), "raised", "group_rewards returned 1 rewards for 2 episodes"),
         (answering([1.0, float("nan")]), "nonfinite", "group_rewards returned nan"),
-        (answering(Unreadable()), "raised", "answer raises OSError"),
+        (answering(Unreadable()), "raised", "answer raised OSError"),
         (hang, "timeout", "within"),
     ],
 )

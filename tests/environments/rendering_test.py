@@ -27,9 +27,9 @@ def test_a_text_and_ids_are_appended_unchanged():
     [
         (7, r"7 \(int\) cannot be appended"),
         (None, r"None \(NoneType\) cannot be appended"),
-        ([1, "a"], "neither messages nor a list of ids"),
-        ([[1], [2]], "neither messages nor a list of ids"),
-        ([1.5], "neither messages nor a list of ids"),
+        ([1, "a"], "not a list of messages or ids"),
+        ([[1], [2]], "not a list of messages or ids"),
+        ([1.5], "not a list of messages or ids"),
         ([-1], "ids from -1 to -1 .* from 0 to 257"),
         ([300], "ids from 300 to 300"),
         ("\ud800", "cannot be tokenized"),

@@ -104,11 +104,11 @@ LIMITED = Tools([add, wait, raises, gives, block, stop], most_characters=200, ti
 @pytest.mark.parametrize(
     ("call", "begins"),
     [
-        (BrokenCall("it is not JSON"), "error: the call cannot be read: it is not JSON"),
-        (ToolCall("ad", {}), "error: there is no tool 'ad'; there are ['add', 'block', 'gives', 'raises', 'stop', 'wait']"),
-        (ToolCall("x" * 10**6, {}), "error: there is no tool 'xxx"),
-        (ToolCall("__class__", {}), "error: there is no tool '__class__'"),
-        (ToolCall("add", {"a": 1, "b": "2"}), "error: add: b has to be integer; got '2'"),
+        (BrokenCall("it is not JSON"), "error: the call cannot be parsed: it is not JSON"),
+        (ToolCall("ad", {}), "error: unknown tool 'ad'; the tools are ['add', 'block', 'gives', 'raises', 'stop', 'wait']"),
+        (ToolCall("x" * 10**6, {}), "error: unknown tool 'xxx"),
+        (ToolCall("__class__", {}), "error: unknown tool '__class__'"),
+        (ToolCall("add", {"a": 1, "b": "2"}), "error: add: b must be integer; got '2'"),
         (ToolCall("raises", {"kind": "value"}), "error: raises: ValueError: no such row"),
         (ToolCall("raises", {"kind": "exit"}), "error: raises: SystemExit: 3"),
         (ToolCall("raises", {"kind": "endless"}), "error: raises: OSError: xxxx"),

@@ -93,7 +93,7 @@ def test_an_episode_of_tools_is_the_conversation_that_the_template_writes(kind):
     scripts = [[WRONG, RIGHT, "It is 42"], [BROKEN, "It is 41"], ["It is 43"], [RIGHT, RIGHT, RIGHT, RIGHT]]
     responses, verdicts = sampled(environment, scripts)
     tools = ToolEnvironment([multiply], ends_right)._tools.schemas
-    text = conversation(scripts[0], ["error: multiply: b has to be integer; got '7'", "42"], tools)
+    text = conversation(scripts[0], ["error: multiply: b must be integer; got '7'", "42"], tools)
     assert decoded(TOKENIZER, responses[0].tokens) == text
     assert responses[0].tokens.tolist() == TOKENIZER.encode(text).tolist()
     assert [len(response.turns) for response in responses] == [3, 2, 1, 4]

@@ -144,7 +144,7 @@ def test_only_a_folder_with_the_name_of_its_step_is_a_checkpoint(folder):
     found, messages = restored(folder)
     assert_is(found, BEFORE)
     assert len(messages) == 1
-    assert f"{folder}/9 is of step 7" in messages[0]
+    assert f"{folder}/9 contains step 7" in messages[0]
     assert f"{folder}/9.damaged" in messages[0]
 
 
@@ -199,7 +199,7 @@ SHORTAGES = {
     ),
     "the right to read": (
         ValueError('PERMISSION_DENIED: Error reading local file "a/0"'),
-        "a/0.*let this user read it",
+        "a/0.*give this user read permission",
     ),
     "descriptors": (OSError(errno.EMFILE, "Too many open files"), "Too many open files.*try again"),
 }
@@ -233,13 +233,13 @@ def refused(monkeypatch, number, place, module, call):
 def test_a_file_that_may_not_or_cannot_be_read_is_no_damage(name, number, folder, monkeypatch):
     for module in (builtins, io):
         refused(monkeypatch, number, f"{folder / str(LAST)}/{name}", module, "open")
-    remedy = "let this user read it" if number == errno.EACCES else "try again"
+    remedy = "give this user read permission" if number == errno.EACCES else "try again"
     stays(folder, f"{os.strerror(number)}.*{remedy}")
 
 
 def test_folders_that_may_not_be_listed_are_no_damage(folder, monkeypatch):
     refused(monkeypatch, errno.EACCES, folder / str(LAST) / "state", os, "scandir")
-    stays(folder, "Permission denied.*let this user read it")
+    stays(folder, "Permission denied.*give this user read permission")
     refused(monkeypatch, errno.EACCES, folder, os, "listdir")
     with pytest.raises(CheckpointError, match=rf"{folder} cannot be listed \(Permission denied\)"):
         restored(folder)

@@ -165,7 +165,7 @@ def test_a_timer_that_a_grader_leaves_costs_the_next_response_no_verdict(capfd):
         verdicts = grading.grade([sample("leave soon"), sample("slow", answer="slow"), sample("34")])
     assert [verdict.lost for verdict in verdicts] == [""] * 3
     assert [verdict.correct for verdict in verdicts[1:]] == [True, True]
-    assert capfd.readouterr().err.count("a new worker is asked") == 1
+    assert capfd.readouterr().err.count("retrying on a new worker") == 1
 
 
 def test_a_response_that_ends_its_worker_is_sent_twice_at_most(tmp_path, capfd):
@@ -176,7 +176,7 @@ def test_a_response_that_ends_its_worker_is_sent_twice_at_most(tmp_path, capfd):
     assert (lost.lost, fine.correct) == ("died", True)
     assert (tmp_path / "asked").read_text() == "asked\n" * 2
     report = capfd.readouterr().err
-    assert report.count("a new worker is asked") == report.count("it counts as wrong") == 1
+    assert report.count("retrying on a new worker") == report.count("counts as wrong") == 1
 
 
 def test_an_exception_of_the_grader_is_the_callers_and_the_worker_stays():

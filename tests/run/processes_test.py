@@ -177,5 +177,5 @@ processes.leave()
 @pytest.mark.slow  # starts two processes
 def test_a_checkpoint_that_one_process_cannot_read_is_passed_over_by_all(tmp_path):
     outputs = several.run(UNREADABLE, tmp_path / "checkpoints", processes=2, devices=1, within_s=300)
-    said = "found 1 1.0 ['step 2 cannot be read by process 1. Taking step 1 instead']"
+    said = "found 1 1.0 ['step 2 cannot be read by process 1. Using step 1 instead']"
     assert [found(output) for output in outputs] == [[said], [said]]

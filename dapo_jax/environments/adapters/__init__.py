@@ -1,6 +1,6 @@
-"""Runs environments of other libraries, unchanged: `environment.source` names the library before its first colon.
+"""Runs environments from other libraries without changes. The part of `environment.source` before the first colon names the library.
 
-A package is imported only if the source names it.
+A library is imported only if the source names it.
 """
 
 from collections.abc import Callable
@@ -17,6 +17,6 @@ ADAPTERS: dict[str, Callable[[str], Any]] = {
     "openenv": OpenEnvironment,
     "tinker": TinkerEnvironment,
 }
-"""Makers of environments, by the text before the first colon of `environment.source`. They are called with the rest."""
+"""Environment class for each prefix of `environment.source`. The class is called with the text after the first colon."""
 
 __all__ = ["ADAPTERS"]

@@ -1,8 +1,8 @@
-"""OpenEnv's environments, which are servers: `openenv:URL`, or `openenv:PLACE:function` for a client that a function makes.
+"""OpenEnv environments, which are servers: `openenv:URL`, or `openenv:PLACE:function` for a client that a function creates.
 
-Its convention, as of 0.10: a session over a WebSocket with `reset` and `step`; actions and observations are objects. If the only
-required field of the server's action schema is a text, the turn's text becomes that field. Otherwise the turn must be the action as
-JSON. Each episode has a session, so the server needs room for all episodes that are sampled at a time (`max_concurrent_envs`).
+In OpenEnv 0.10, a client has a WebSocket session with `reset` and `step`, and actions and observations are objects. If the only required
+field of the server's action schema is a string, the turn's text becomes that field. Otherwise the turn must be the action as JSON. Each
+episode has its own session, so the server must allow as many sessions as episodes run concurrently (`max_concurrent_envs`).
 """
 
 import importlib
@@ -19,10 +19,10 @@ from dapo_jax.text.plain_json import read_numbers
 
 
 class OpenEnvironment:
-    """Makes a session for each response."""
+    """Creates a session for each response."""
 
     def __init__(self, place: str) -> None:
-        """Keeps the URL, or loads the function.
+        """Stores the URL, or loads the function.
 
         Raises:
             ValueError: the package is missing, or the function cannot be loaded.
@@ -37,14 +37,14 @@ class OpenEnvironment:
         self._client: Callable[[], Any] = make
 
     async def episode(self, row: Mapping[str, Any], seed: int) -> "OpenEpisode":
-        """Returns the episode of a response. The first call reads the server's action schema."""
+        """Returns the episode of a response. The first call fetches the server's action schema."""
         if self._field is None:
             self._field = await _text_field(self._url)
         return OpenEpisode(self._client(), self._field, row, seed)
 
 
 class OpenEpisode:
-    """A session, as an episode."""
+    """Adapts a session to the interface of an episode."""
 
     def __init__(self, client: Any, field: str, row: Mapping[str, Any], seed: int) -> None:
         self._client, self._field, self._row, self._seed = client, field, row, seed
@@ -66,19 +66,19 @@ class OpenEpisode:
             text, reward, done = _text_of(given.observation), given.reward or 0.0, bool(given.done)
         except (ValueError, RuntimeError) as error:
             if type(error) is RuntimeError and "VALIDATION_ERROR" not in str(error):
-                raise  # an error of the server itself
+                raise  # an error in the server itself
             self._errors += 1
             text, reward, done = f"error: this is not an action: {error!s:.500}", 0.0, False
         metrics = {"action_errors": float(self._errors)}
         return Step(reward=reward, done=done, append=[{"role": "user", "content": text}], metrics=metrics)
 
     async def close(self) -> None:
-        """Ends the session and frees its place on the server."""
+        """Ends the session and frees its slot on the server."""
         await self._client.close()
 
 
 async def _text_field(url: str) -> str:
-    """Returns the name of the only required field of an action if it is a text, else an empty text."""
+    """Returns the name of an action's only required field if it is a string. Otherwise returns an empty string."""
     async with importlib.import_module("httpx").AsyncClient() as http:
         action = (await http.get(f"{url.rstrip('/')}/schema")).raise_for_status().json()["action"]
     required = action.get("required", [])
@@ -87,7 +87,7 @@ async def _text_field(url: str) -> str:
 
 
 def _text_of(observation: Any) -> str:
-    """Returns an observation as text: its only field, or JSON."""
+    """Returns an observation as text. If it has several fields, they are encoded as JSON."""
     if isinstance(observation, Mapping):
         fields = {name: value for name, value in observation.items() if name != "metadata"}
         observation = next(iter(fields.values())) if len(fields) == 1 else fields

@@ -1,6 +1,6 @@
-"""SkyRL-Gym's environments: `skyrl_gym:ID` for a registered one, `skyrl_gym:PLACE:Class` for your own.
+"""SkyRL-Gym environments: `skyrl_gym:ID` for a registered environment, or `skyrl_gym:PLACE:Class` for your own.
 
-Its convention, as of 0.4.0: the class is made with `env_config` and the row's fields as `extras`. `init(messages)` returns the first
+In SkyRL-Gym 0.4.0, the class is instantiated with `env_config` and with the row's fields as `extras`. `init(messages)` returns the first
 messages. `step(text)` returns observations, which are messages, the turn's reward, and whether the episode is over. `get_metrics()` and
 `close()` are called at the end.
 """
@@ -17,18 +17,18 @@ from dapo_jax.rewards.functions import load_function
 
 
 class SkyRLEnvironment:
-    """Makes an instance for each response."""
+    """Creates an instance for each response."""
 
     def __init__(self, name: str) -> None:
-        """Finds the environment of an id, or loads `PLACE:Class`.
+        """Finds the environment with an id, or loads `PLACE:Class`.
 
         Raises:
-            ValueError: the package is missing, no environment has this name, or the class cannot be loaded.
+            ValueError: the package is missing, no environment has this id, or the class cannot be loaded.
         """
         self._make: Callable[..., Any] = load_function(name) if ":" in name else _registered(name)
 
     def episode(self, row: Mapping[str, Any], seed: int) -> "SkyRLEpisode":
-        """Returns the episode of a response. Without `reward_spec` in the row, its `answer` is the ground truth."""
+        """Returns the episode of a response. If the row has no `reward_spec`, its `answer` is the ground truth."""
         spec = {"method": "rule", "ground_truth": row.get("answer")}
         extras = {"reward_spec": spec, **{name: value for name, value in row.items() if name != "prompt"}}
         omegaconf = importlib.import_module("omegaconf")  # a dependency of skyrl-gym
@@ -37,13 +37,13 @@ class SkyRLEnvironment:
 
 
 class SkyRLEpisode:
-    """An instance, as an episode. Its methods may block, so they run in threads."""
+    """Adapts an instance to the interface of an episode. Its methods may block, so they run in threads."""
 
     def __init__(self, instance: Any, row: Mapping[str, Any]) -> None:
         self._instance, self._row = instance, row
 
     async def start(self) -> Context | None:
-        """Returns the messages that `init` returns, or None if they equal the row's."""
+        """Returns the messages from `init`, or None if they equal the row's messages."""
         asked = conversation(self._row)
         messages, _ = await asyncio.to_thread(self._instance.init, [dict(message) for message in asked])
         return None if messages == asked else Context(messages)
@@ -63,7 +63,7 @@ class SkyRLEpisode:
         metrics = _numbers(given.get("metadata")) | (_numbers(self._instance.get_metrics()) if done else {})
         observed: Sequence[Any] = given["observations"]
         if not (done or observed):
-            raise ValueError("the environment returned no observation for a turn that was not the last")
+            raise ValueError("the environment returned no observation before the end of the episode")
         return Step(reward=float(given["reward"]), done=done, append=list(observed), metrics=metrics)
 
     async def close(self) -> None:
@@ -79,8 +79,8 @@ def _registered(name: str) -> Callable[..., Any]:
         raise ValueError(f"skyrl_gym:{name} needs the package skyrl-gym: {remedy}") from error
     if name not in package.registry:
         near = nearest(name, package.registry)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {sorted(package.registry)}."
-        raise ValueError(f"skyrl-gym has no environment {name!r}; {hint} Your own is skyrl_gym:PLACE:Class")
+        hint = f"did you mean {near[0]!r}?" if near else f"it has {sorted(package.registry)}."
+        raise ValueError(f"skyrl-gym has no environment {name!r}; {hint} Or use skyrl_gym:PLACE:Class")
     return lambda **given: package.make(name, **given)
 
 

@@ -1,8 +1,8 @@
-"""Environments of tinker-cookbook: `tinker:PLACE:Builder`, a function or class that makes an `EnvGroupBuilder` from a row.
+"""Tinker-cookbook environments: `tinker:PLACE:Builder` names a function or class that creates an `EnvGroupBuilder` from a row.
 
-Its convention, as of 0.6.1: actions are ids and observations have `to_ints()`, so nothing is rendered here, and neither tinker nor torch
-is imported. An observation that begins with the context and the turn appends the rest; any other is a new context. Its stop conditions
-are ignored: a turn ends with the model's end tokens, or with `sampling.stop`.
+In tinker-cookbook 0.6.1, actions are token ids and observations have `to_ints()`. So nothing is rendered here, and neither tinker nor
+torch is imported. If an observation begins with the context and the turn, the rest is appended; otherwise it is a new context. The
+environment's stop conditions are ignored: a turn ends at the model's end tokens or at `sampling.stop`.
 """
 
 import asyncio
@@ -16,13 +16,13 @@ from dapo_jax.rewards.functions import load_function
 
 
 class TinkerEnvironment:
-    """Makes the environments of a prompt's responses with the prompt's builder."""
+    """Creates the environments for a prompt's responses with the prompt's builder."""
 
     def __init__(self, place: str) -> None:
         """Loads `PLACE:Builder`.
 
         Raises:
-            ValueError: it cannot be loaded.
+            ValueError: the builder cannot be loaded.
         """
         self._make: Callable[[Mapping[str, Any]], Any] = load_function(place)
         self._groups: WeakValueDictionary[int, _BuilderEpisodes] = WeakValueDictionary()
@@ -38,7 +38,7 @@ class TinkerEnvironment:
             return TinkerEpisode(group.free.pop(0), group)
 
     async def group_rewards(self, episodes: Sequence["TinkerEpisode"]) -> list[float]:
-        """Returns the sums of the rewards of the turns and the builder's reward of the whole."""
+        """Returns the rewards of the episodes: the sum of an episode's turn rewards plus the builder's group reward."""
         played = [SimpleNamespace(transitions=each.turns, final_ob=each.last) for each in episodes]
         envs = [each.env for each in episodes]
         given = await episodes[0].group.builder.compute_group_rewards(played, envs) if episodes else []
@@ -49,7 +49,7 @@ class TinkerEnvironment:
 
 
 class _BuilderEpisodes:
-    """A prompt's builder, and its environments that are not used yet."""
+    """A prompt's builder, with the environments that it has created and that are not used yet."""
 
     def __init__(self, builder: Any) -> None:
         self.builder, self.making, self.held = builder, asyncio.Lock(), 0
@@ -57,7 +57,7 @@ class _BuilderEpisodes:
 
 
 class TinkerEpisode:
-    """An `Env`, as an episode."""
+    """Adapts an `Env` to the interface of an episode."""
 
     def __init__(self, env: Any, group: _BuilderEpisodes) -> None:
         self.env, self.group, self.last = env, group, None
@@ -65,7 +65,7 @@ class TinkerEpisode:
         self._context: list[int] = []
 
     async def start(self) -> Context:
-        """Returns the first observation, which replaces the row's prompt. Raises ValueError if it would be too long."""
+        """Returns the first observation, which replaces the row's prompt. Raises ValueError if the environment returns none."""
         given = await self.env.initial_observation()
         if not isinstance(given, tuple):
             raise ValueError(f"the environment returned no first observation: {given!r:.300}")
@@ -73,7 +73,7 @@ class TinkerEpisode:
         return Context(self._context)
 
     async def step(self, turn: Turn) -> Step:
-        """Returns the answer to a turn. A metric `correct` marks a correct episode."""
+        """Returns the answer to a turn. The metric `correct`, if present, sets whether the episode is correct."""
         tokens = turn.tokens.tolist()
         given = await self.env.step(tokens, extra={"stop_reason": turn.finish_reason})
         action = SimpleNamespace(tokens=tokens, maybe_logprobs=turn.logprobs.tolist())

@@ -1,8 +1,8 @@
 """Environments written for TRL's `environment_factory`: `trl:PLACE:Class`, or `trl:PLACE:Class+function` with a reward function.
 
-TRL's convention, as of 1.16: the class is made without arguments. `reset(**row)` returns None, or a text to add to the last message. Its
-other public methods are the tools, except `get_reward()`, which returns a reward. A reward function gets the instances as
-`environments`. The reward is the sum of both.
+In TRL 1.16, the class is instantiated without arguments. `reset(**row)` returns None, or a text to add to the last message. The method
+`get_reward()` returns a reward, and all other public methods are tools. A reward function receives the instances as `environments`. The
+reward is the sum of both.
 """
 
 import inspect
@@ -17,13 +17,13 @@ from dapo_jax.rewards.functions import load_function
 
 
 class TrlEnvironment:
-    """Makes an instance for each response."""
+    """Creates an instance for each response."""
 
     def __init__(self, place: str) -> None:
         """Loads `PLACE:Class` or `PLACE:Class+function`.
 
         Raises:
-            ValueError: it cannot be loaded, or has no `reset` or no reward.
+            ValueError: the class cannot be loaded, has no method `reset`, or has no reward.
         """
         named, _, reward = place.partition("+")
         self._class = load_function(named)
@@ -31,7 +31,7 @@ class TrlEnvironment:
         if not callable(getattr(self._class, "reset", None)):
             raise ValueError(f"trl:{place}: there is no method reset(**row)")
         if self._function is None and not hasattr(self._class, "get_reward"):
-            remedy = f"write a method get_reward(), or name a reward function of the same file: trl:{named}+function"
+            remedy = f"write a method get_reward(), or name a reward function in the same file: trl:{named}+function"
             raise ValueError(f"trl:{place}: there is no reward: {remedy}")
 
     def episode(self, row: Mapping[str, Any], seed: int) -> "TrlEpisode":
@@ -39,7 +39,7 @@ class TrlEnvironment:
         return TrlEpisode(self._class(), row)
 
     async def group_rewards(self, episodes: Sequence["TrlEpisode"]) -> list[float]:
-        """Returns the sums of the instances' own rewards and the function's, whatever ended the episodes."""
+        """Returns the rewards of the episodes: the instance's own reward plus the function's reward. Truncated episodes are included."""
         owners = [getattr(each.instance, "get_reward", None) for each in episodes]
         totals = [0.0 if own is None else float(await _result(own())) for own in owners]
         if self._function is None or not episodes:
@@ -57,7 +57,7 @@ class TrlEnvironment:
 
 
 class TrlEpisode(ToolEpisode):
-    """An instance, whose methods are the tools."""
+    """An episode whose tools are the methods of an instance."""
 
     def __init__(self, instance: Any, row: Mapping[str, Any]) -> None:
         methods = [name for name, _ in inspect.getmembers(type(instance), inspect.isfunction)]
@@ -69,15 +69,15 @@ class TrlEpisode(ToolEpisode):
         self.tokens: list[int] = []
 
     async def start(self) -> Context:
-        """Returns the row's conversation, with the text of `reset` added."""
+        """Returns the row's conversation, with the text from `reset` added."""
         observed = await _result(self.instance.reset(**self.row))
         if not (observed is None or isinstance(observed, str)):
-            raise ValueError(f"reset returned {observed!r:.200}; a text or None can be shown to the policy")
+            raise ValueError(f"reset returned {observed!r:.200}; it must return a text or None")
         self.asked = conversation(self.row, observed or "")
         return Context(self.asked, tools=self.tools.schemas)
 
     async def step(self, turn: Turn) -> Step:
-        """Returns the results of the calls, or the end; `group_rewards` gives the reward."""
+        """Returns the results of the turn's calls, or ends the episode. `group_rewards` returns the reward later."""
         calls = [vars(call) for call in tool_calls(turn.text) if isinstance(call, ToolCall)]
         named = {"tool_calls": [{"type": "function", "function": call} for call in calls]} if calls else {}
         self.answers.append({"role": "assistant", "content": turn.text, **named})

@@ -128,5 +128,5 @@ def test_a_class_that_cannot_be_used_is_named(name, message):
 
 
 def test_a_picture_cannot_be_shown():
-    with pytest.raises(ValueError, match="a text or None can be shown"):
+    with pytest.raises(ValueError, match="reset returned"):
         played(load_environment(f"trl:{__name__}:Picture"), ROW)
