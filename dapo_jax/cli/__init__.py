@@ -1,7 +1,7 @@
-"""The command line: arguments to one function per command. Each module here has the commands of one kind.
+"""The command line: parses the arguments, and calls one function per command. Each module here defines a group of related commands.
 
-Exit status: 0 success; 2 a usage or configuration error, in one message; 75 a training run that was stopped (SIGTERM, SIGINT, SIGHUP) and can be
-resumed; 1 otherwise. Output without a reader (`| head`) is dropped, and the command continues.
+Exit status: 0 for success; 2 for a usage or configuration error, reported in one message; 75 for a training run that was stopped (SIGTERM, SIGINT, SIGHUP)
+and can be resumed; 1 otherwise. If the reading end of a pipe closes (`| head`), further output is dropped and the command continues.
 """
 
 import argparse
@@ -25,20 +25,20 @@ from dapo_jax.parallel.libtpu import keep_quiet
 from dapo_jax.terminal import lasting_streams
 
 TOGETHER = ("train",)
-"""Commands that several processes run together."""
+"""Commands that can run as several processes."""
 
 ALONE = ("doctor", "sft", "eval", "sample", "serve", "convert")
-"""Commands with a model that a single process runs; the others need no devices."""
+"""Commands that use a model and run as a single process. Commands in neither tuple need no devices."""
 
 LASTING = ("train", "sft", "serve")
-"""Long-running commands, which report that their output has no reader any more."""
+"""Long-running commands, which report when nothing reads their output any more."""
 
 NO_BACKEND = "Unable to initialize backend"
-"""Beginning of JAX's error if it finds no device of the given platforms."""
+"""Beginning of JAX's error message if there is no device of the requested platforms."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit status. One of several processes that fails ends the Python process."""
+    """Runs one command and returns the exit status. If the run has several processes, a failure exits the Python process instead."""
     words = sys.argv[1:] if argv is None else list(argv)
     with lasting_streams(lambda stream: _report_gone(stream, next(iter(words), ""))):
         arguments = _parsed(words)
@@ -49,10 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report_gone(stream: str, name: str) -> None:
-    message = f"dapo-jax {name}: {stream} has no reader any more; it continues, and its files are complete\n"
+    message = f"dapo-jax {name}: {stream} has no reader any more; the command continues, and its files will be complete\n"
     with suppress(OSError):
         if name in LASTING:
-            os.write(2, message.encode())  # not through the streams, since one has just failed
+            os.write(2, message.encode())  # written directly, because a stream has just failed
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -61,8 +61,8 @@ def _run(arguments: argparse.Namespace) -> int:
         if name in TOGETHER + ALONE and processes.wanted():
             if name in ALONE:
                 raise ConfigError(
-                    "the environment variables describe one of several processes, and this command needs a single one: only "
-                    f"{', '.join(TOGETHER)} runs as several; start one, with DAPO_JAX_DISTRIBUTED=0"
+                    "the environment variables describe one of several processes, but only "
+                    f"{', '.join(TOGETHER)} can run as several; start this command as a single process with DAPO_JAX_DISTRIBUTED=0"
                 )
             processes.start(stop=arguments.stop)
             joined = True
@@ -102,32 +102,32 @@ def _outcome(error: BaseException, name: str) -> tuple[int, str] | None:
         last = traceback.extract_tb(error.__traceback__)[-1]
         message = f"{last.filename}, line {last.lineno}, called sys.exit({error.code!r})"
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        message = f"{error}: make room; the files written before are complete"
+        message = f"{error}: free some space; the files written so far are complete"
     elif isinstance(error, RuntimeError) and type(error).__module__.startswith("dapo_jax."):
-        message = str(error)  # the library's own errors have a remedy
+        message = str(error)  # the library's own errors contain a remedy
     else:
         return None
     return 1, f"dapo-jax {name}: {_noted(message, error)}"
 
 
 def _noted(message: str, error: BaseException) -> str:
-    """Returns the message with the run's notes on the error, such as the checkpoint to resume from."""
+    """Returns the message, followed by the notes that the run added to the error, for example the checkpoint to resume from."""
     return "; ".join([message, *getattr(error, "__notes__", ())])
 
 
 def _without_devices(error: BaseException) -> str:
-    """Returns JAX's message if it found no device of the given platforms; empty for another error."""
+    """Returns the message if JAX found no device of the requested platforms, or an empty string for any other error."""
     if isinstance(error, RuntimeError) and str(error).startswith(NO_BACKEND):
         return str(error)
     where = traceback.extract_tb(error.__traceback__)
     if isinstance(error, AssertionError) and where and where[-1].filename.endswith("xla_bridge.py"):
-        # Without a GPU, JAX ignores CUDA and then fails an assertion.
+        # If CUDA is requested without a GPU, JAX ignores it and then fails an assertion.
         return f"{NO_BACKEND}: there is no device of this platform; set JAX_PLATFORMS=cpu, or unset it"
     return ""
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
-    """Parses the arguments; `key=value` may follow an option, which argparse alone does not accept."""
+    """Parses the arguments. `key=value` may also follow an option, which argparse alone does not accept."""
     parser = _parser()
     arguments, left = parser.parse_known_args(words)
     strange = [text for text in left if text.startswith("-") or "=" not in text]
@@ -140,7 +140,7 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _meant(option: str, arguments: argparse.Namespace, words: Sequence[str]) -> str:
-    """Returns the remedy for an unknown option of a command with a configuration: `steps=5` for `--steps 5`."""
+    """Returns the remedy for an unknown option of a command that accepts overrides, for example `steps=5` for `--steps 5`."""
     name, equals, value = option.partition("=")
     if not hasattr(arguments, "overrides") or not name.startswith("--") or name == "--":
         return ""
@@ -153,10 +153,10 @@ def _meant(option: str, arguments: argparse.Namespace, words: Sequence[str]) -> 
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose error for an unknown word contains the nearest known word."""
+    """A parser that suggests the most similar known word if a word is unknown."""
 
     def error(self, message: str) -> NoReturn:
-        message = message.replace(", key=value", "")  # argparse counts it among the missing arguments
+        message = message.replace(", key=value", "")  # argparse lists it as a missing argument
         if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
             near = nearest(found[1], re.findall(r"[\w-]+", found[2]))
             message += f"; did you mean {near[0]!r}?" if near else ""
@@ -164,7 +164,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    text = "DAPO reinforcement learning of language models in JAX."
+    text = "Reinforcement learning of language models with DAPO, in JAX."
     parser: argparse.ArgumentParser = _Parser(prog="dapo-jax", description=text)
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
     for kind in (training, planning, generation, data):

@@ -1,4 +1,4 @@
-"""Arguments that several commands share."""
+"""Arguments shared by several commands."""
 
 import argparse
 import json
@@ -12,17 +12,17 @@ from dapo_jax.config.keys import without_secrets
 from dapo_jax.terminal import visible
 
 LONGEST_MESSAGE = 1800
-"""Characters of an error message, which may quote a file's content."""
+"""Maximum number of characters of an error message, which may quote the content of a file."""
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
-CONFIG = "a YAML file, or the name of a configuration in the package, such as quickstart"
+CONFIG = "a YAML file, or the name of a configuration in the package, for example quickstart"
 
-MODEL = "preset:NAME, shipped:NAME, hf:ORG/NAME, a model folder, or a run folder; folders are local or gs://BUCKET/FOLDER"
+MODEL = "preset:NAME, shipped:NAME, hf:ORG/NAME, a model folder, or a run folder; a folder is local or gs://BUCKET/FOLDER"
 
 
 def command(commands: Commands, name: str, function: Callable[..., int]) -> argparse.ArgumentParser:
-    """Adds a command that calls `function` with the parsed arguments. Its docstring is the help text."""
+    """Adds a command that calls `function` with the parsed arguments. The function's docstring is the help text."""
     made = commands.add_parser(name, help=function.__doc__, description=function.__doc__)
     made.set_defaults(command=function)
     return made
@@ -31,7 +31,7 @@ def command(commands: Commands, name: str, function: Callable[..., int]) -> argp
 def option(
     made: argparse.ArgumentParser, name: str, text: str, metavar: str | None = None, **how: Any
 ) -> None:
-    """Adds an option. Without a metavar and other settings it is a flag. A default that is a number also sets the type."""
+    """Adds an option, which is a flag if it has no metavar and no other settings. If the default is a number, it also sets the type."""
     given: dict[str, Any] = {"metavar": metavar, **how} if metavar or how else {"action": "store_true"}
     if (default := how.get("default")) not in (None, "", [], {}):
         text = (
@@ -50,19 +50,19 @@ def add_config(made: argparse.ArgumentParser) -> None:
 
 def add_overrides(made: argparse.ArgumentParser) -> None:
     """Adds `key=value ...`."""
-    made.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a key of the configuration")
+    made.add_argument("overrides", nargs="*", metavar="key=value", help="override of a configuration key")
 
 
 def add_conversation(made: argparse.ArgumentParser) -> None:
     """Adds the options that turn a prompt into a conversation."""
-    option(made, "--chat", "a prompt is a user's message, through the chat template")
-    option(made, "--system-prompt", "of every conversation", "TEXT", default="")
+    option(made, "--chat", "format each prompt as a user message, with the chat template")
+    option(made, "--system-prompt", "system message of every conversation", "TEXT", default="")
     kwargs = {"type": json_object, "default": {}}
-    option(made, "--chat-template-kwargs", "variables of the chat template", "JSON", **kwargs)
+    option(made, "--chat-template-kwargs", "additional variables for the chat template", "JSON", **kwargs)
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Parses a JSON object as an argument's value."""
+    """Parses an argument that is a JSON object."""
     try:
         if isinstance(read := json.loads(text), dict):
             return read
@@ -82,19 +82,19 @@ def write_json(where: str, content: Any) -> None:
     if where == "-":
         sys.stdout.write(text)
         return
-    # Imported here because usage errors need no etils.
+    # Imported here so that usage errors do not import etils.
     from dapo_jax.storage import write_whole
 
     try:
         write_whole(Path(where).expanduser(), text.encode())
     except OSError as error:
-        raise ConfigError(f"--json {where}: it cannot be written: {error.strerror or error}") from error
+        raise ConfigError(f"--json {where}: the file cannot be written: {error.strerror or error}") from error
 
 
 def printable(message: str) -> str:
-    """Returns a message without tokens, passwords and control characters, and without its middle if it is very long.
+    """Returns a message without tokens, passwords and control characters. The middle of a very long message is left out.
 
-    The beginning names the place, and the end the remedy.
+    Its beginning and end are kept, because they name the place of the error and the remedy.
     """
     message = visible(without_secrets(message))
     if len(message) <= LONGEST_MESSAGE:

@@ -1,4 +1,4 @@
-"""`data`, `score` and `convert`: datasets, graders and files of models."""
+"""The commands `data`, `score` and `convert`, for datasets, graders and model files."""
 
 import argparse
 import re
@@ -20,44 +20,44 @@ _OPTIONS = {
     "data.source_options": "--options",
     **{f"data.{name}": f"--{name.replace('_', '-')}" for name in ("on_bad_row", "data_dir", *_PROMPT)},
 }
-"""Keys of a configuration -> the options of `data` that set them."""
+"""Configuration keys -> the options of `data` that set them."""
 
 
 def add_to(commands: Commands) -> None:
     """Adds the commands."""
-    text = "Prepare a dataset, or look at one."
+    text = "Prepare or inspect a dataset."
     verbs = commands.add_parser("data", help=text, description=text)
     verbs = verbs.add_subparsers(dest="verb", required=True, metavar="VERB")
     _add_dataset(command(verbs, "prepare", prepare))
     shown = command(verbs, "show", show)
     _add_dataset(shown)
-    option(shown, "--split", "(default train, or the only one)", default="")
-    option(shown, "--model", "its tokenizer and chat template are used (default: bytes)", default="")
-    option(shown, "--prompt-template", "around the question; or dapo", "TEXT", default="{prompt}")
+    option(shown, "--split", "split to show (default train, or the only split)", default="")
+    option(shown, "--model", "model whose tokenizer and chat template are used (default: bytes)", default="")
+    option(shown, "--prompt-template", "text around the question, or dapo", "TEXT", default="{prompt}")
     add_conversation(shown)
-    option(shown, "-n", "prompts shown", default=3)
+    option(shown, "-n", "number of prompts to show", default=3)
     _add_score(command(commands, "score", score))
     made = command(commands, "convert", convert)
-    text = "a .gguf file, a model folder, a run or adapter folder, preset:NAME or shipped:NAME"
+    text = "a .gguf file, a model folder, a run folder, an adapter folder, preset:NAME or shipped:NAME"
     made.add_argument("source", help=text)
-    made.add_argument("target", help="a folder that does not exist yet, or is empty")
-    text = "for a run that trained adapters, or an adapter folder: write a whole model, with the adapters added to the base; otherwise an adapter folder is written"
+    made.add_argument("target", help="a folder that does not exist or is empty")
+    text = "merge the adapters of a run or an adapter folder into the base model, and write a complete model instead of an adapter folder"
     option(made, "--merge", text)
-    option(made, "--dtype", "of the written tensors", choices=("float32", "bfloat16"), default="float32")
+    option(made, "--dtype", "dtype of all tensors", choices=("float32", "bfloat16"), default="float32")
 
 
 def _add_dataset(made: argparse.ArgumentParser) -> None:
     text = "dapo_math_17k, aime_2024, gsm8k, math_500, jsonl, arithmetic, reasoning_gym:TASK, ..."
     made.add_argument("source", metavar="NAME", help=text)
-    option(made, "--from", "the dataset's file or folder", "PATH", dest="path", default="")
-    option(made, "--options", 'of jsonl: {"prompt": "question"}', "JSON", type=json_object, default={})
-    option(made, "--on-bad-row", "action for an invalid row", choices=("error", "skip"), default="error")
-    option(made, "--keep-repeated", "keep rows with the same question")
-    option(made, "--data-dir", "folder of prepared datasets", default="~/.cache/dapo_jax/datasets")
+    option(made, "--from", "file or folder of the dataset", "PATH", dest="path", default="")
+    option(made, "--options", 'for jsonl: {"prompt": "question"}', "JSON", type=json_object, default={})
+    option(made, "--on-bad-row", "action if a row is invalid", choices=("error", "skip"), default="error")
+    option(made, "--keep-repeated", "keep all rows that have the same question")
+    option(made, "--data-dir", "folder for prepared datasets", default="~/.cache/dapo_jax/datasets")
 
 
 def prepare(arguments: argparse.Namespace) -> int:
-    """Read, check and store a dataset's rows, and report the rows left out."""
+    """Load, check and store the rows of a dataset, and report the rows that are left out."""
     from dapo_jax.commands.datasets import prepare
 
     with _in_options():
@@ -66,7 +66,7 @@ def prepare(arguments: argparse.Namespace) -> int:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    """Show counts, lengths in tokens, and a few prompts as a model reads them."""
+    """Show the number of prompts, their lengths in tokens, and a few prompts as a model receives them."""
     from dapo_jax.commands.datasets import show
 
     data = _dataset(arguments, **{name: getattr(arguments, name) for name in ("chat", *_PROMPT)})
@@ -77,7 +77,7 @@ def show(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _in_options() -> Iterator[None]:
-    """Replaces keys in error messages by options."""
+    """Replaces configuration keys in error messages by options of the command."""
     try:
         yield
     except ConfigError as error:
@@ -85,7 +85,7 @@ def _in_options() -> Iterator[None]:
         for key, name in _OPTIONS.items():
             message = re.sub(rf"\b{re.escape(key)}(?![\w.])", name, message).replace(f"{name}=", f"{name} ")
         if "no dataset builder is named" in message and "did you mean" not in message:
-            message += ", and reasoning_gym:TASK for questions that the package reasoning-gym makes up"
+            message += ", and reasoning_gym:TASK for questions generated by the reasoning-gym package"
         raise ConfigError(message) from error
 
 
@@ -102,7 +102,7 @@ def _dataset(arguments: argparse.Namespace, **prompts: Any) -> DataConfig:
 
 
 def score(arguments: argparse.Namespace) -> int:
-    """Grade saved rollouts again, and show where graders disagree."""
+    """Grade saved rollouts again, and show the responses on which graders disagree."""
     from dapo_jax.commands.score import describe, score
 
     scores = score(
@@ -117,16 +117,16 @@ def score(arguments: argparse.Namespace) -> int:
 
 
 def _add_score(made: argparse.ArgumentParser) -> None:
-    made.add_argument("rollouts", help="a JSONL file of rollouts, or a folder of them")
-    option(made, "--grader", "may be given several times", action="append", required=True)
-    option(made, "--answer-marker", "of the exact grader", "TEXT", default="=")
-    option(made, "--show", "disagreements shown for each pair", default=5)
-    option(made, "--workers", "grading processes", default=2)
-    option(made, "--timeout-s", "for one response", default=10.0)
+    made.add_argument("rollouts", help="a JSONL file with rollouts, or a folder of such files")
+    option(made, "--grader", "grader to apply; may be given several times", action="append", required=True)
+    option(made, "--answer-marker", "answer marker of the exact grader", "TEXT", default="=")
+    option(made, "--show", "number of disagreements to show for each pair of graders", default=5)
+    option(made, "--workers", "number of grading processes", default=2)
+    option(made, "--timeout-s", "time limit in seconds for one response", default=10.0)
 
 
 def convert(arguments: argparse.Namespace) -> int:
-    """Write a model with its tokenizer as a Hugging Face folder."""
+    """Convert a model and its tokenizer to a Hugging Face model folder."""
     from dapo_jax.commands.convert import convert
 
     done = convert(arguments.source, arguments.target, dtype=arguments.dtype, merge=arguments.merge)

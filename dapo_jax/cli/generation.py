@@ -1,4 +1,4 @@
-"""`eval`, `sample` and `serve`: the commands in which a model generates."""
+"""The commands `eval`, `sample` and `serve`, in which a model generates responses."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ from dapo_jax.config import ConfigError
 from dapo_jax.terminal import visible
 
 API_KEY = "DAPO_JAX_API_KEY"
-"""Environment variable with the key that HTTP requests must send."""
+"""Environment variable with the API key that HTTP requests must send."""
 
 SHORT = {
     "k": "eval.samples_per_prompt",
@@ -36,7 +36,7 @@ SHORT = {
     "slots": "sampling.slots",
     "seed": "seed",
 }
-"""Options of `eval` -> the keys that they set."""
+"""Options of `eval` -> the configuration keys that they set."""
 
 
 def add_to(commands: Commands) -> None:
@@ -70,14 +70,14 @@ def evaluate(arguments: argparse.Namespace) -> int:
 def _add_eval(made: argparse.ArgumentParser) -> None:
     made.add_argument("model", help=MODEL)
     add_overrides(made)
-    option(made, "--config", "of an evaluation or a run (default: the one of the run folder)", "FILE")
-    option(made, "--data", "evaluate on this dataset", "NAME")
-    option(made, "--path", "the dataset's file or folder; without --data: any file, see `jsonl`", "PATH")
-    option(made, "--split", "of the dataset (default test, or the only one)", "SPLIT")
+    option(made, "--config", "configuration file (default: the run folder's own)", "FILE")
+    option(made, "--data", "dataset to evaluate on", "NAME")
+    option(made, "--path", "file or folder of the dataset; without --data, loaded as `jsonl`", "PATH")
+    option(made, "--split", "split of the dataset (default test, or the only split)", "SPLIT")
     for name, key in SHORT.items():
         option(made, f"--{name.replace('_', '-')}", f"sets {key}", "X")
     option(made, "--chat", "sets data.chat=true")
-    option(made, "--keep", "write every rollout and every problem's score to this folder", "FOLDER")
+    option(made, "--keep", "write all rollouts and the score of each problem to this folder", "FOLDER")
 
 
 def sample(arguments: argparse.Namespace) -> int:
@@ -96,34 +96,34 @@ def sample(arguments: argparse.Namespace) -> int:
 
 def _add_sample(made: argparse.ArgumentParser) -> None:
     made.add_argument("model", help=MODEL)
-    option(made, "--prompt", "may be given several times", action="append", required=True)
-    option(made, "-n", "responses to each prompt", default=1)
-    option(made, "--temperature", "0 is greedy", default=1.0)
+    option(made, "--prompt", "prompt text; may be given several times", action="append", required=True)
+    option(made, "-n", "number of responses per prompt", default=1)
+    option(made, "--temperature", "sampling temperature; 0: greedy", default=1.0)
     _add_cuts(made)
-    option(made, "--max-response-tokens", "length limit", default=64)
-    option(made, "--seed", "of sampling", default=0)
+    option(made, "--max-response-tokens", "maximum number of tokens per response", default=64)
+    option(made, "--seed", "random seed for sampling", default=0)
     add_conversation(made)
-    option(made, "--stop", "ends a response; may be given several times", "TEXT", action="append", default=[])
-    option(made, "--stop-token-ids", "end a response as well", "ID", type=int, nargs="+", default=[])
+    option(made, "--stop", "string that ends a response; repeatable", "TEXT", action="append", default=[])
+    option(made, "--stop-token-ids", "token ids that end a response", "ID", type=int, nargs="+", default=[])
 
 
 def _add_cuts(made: argparse.ArgumentParser) -> None:
-    option(made, "--top-p", "1 is off", default=1.0)
-    option(made, "--top-k", "0 is off", default=0)
+    option(made, "--top-p", "nucleus sampling; 1: off", default=1.0)
+    option(made, "--top-k", "number of most likely tokens to sample from; 0: off", default=0)
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """Answer requests: over gRPC with JetStream (needs the extra jetstream), or with --http like vLLM's and OpenAI's servers (needs the extra http)."""
+    """Serve a model over gRPC with JetStream (extra jetstream), or with --http over an API like vLLM's and OpenAI's (extra http)."""
     from dapo_jax.serving.serve import HttpOptions, ServeOptions, serve, serve_http
 
-    # A process manager sends SIGTERM where a person presses Ctrl-C.
+    # A process manager sends SIGTERM, which should have the same effect as Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     mine, other = (HttpOptions, ServeOptions) if arguments.http else (ServeOptions, HttpOptions)
     known, others = ({field.name for field in fields(kind)} for kind in (mine, other))
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     for name in sorted(given.keys() & (others - known)):
         if given[name]:
-            remedy = "leave it out" if arguments.http else "give --http too"
+            remedy = "leave it out" if arguments.http else "add --http"
             raise ConfigError(f"--{name.replace('_', '-')} is an option of the other server: {remedy}")
     options = {name: value for name, value in given.items() if name in known}
     say = partial(print, flush=True)
@@ -137,31 +137,31 @@ def serve(arguments: argparse.Namespace) -> int:
 
 def _add_serve(made: argparse.ArgumentParser) -> None:
     made.add_argument("model", help=MODEL)
-    text = "HTTP instead of gRPC: token ids at /inference/v1/generate, messages at /v1/chat/completions"
+    text = "serve HTTP instead of gRPC: token ids at /inference/v1/generate, messages at /v1/chat/completions"
     option(made, "--http", text)
-    text = f"the interface; [::] is every one; over HTTP any but this machine's needs a key in {API_KEY}"
+    text = f"network interface to listen on; [::]: all; over HTTP, all except this machine's own need an API key in {API_KEY}"
     option(made, "--host", text, default="127.0.0.1")
-    option(made, "--port", "0 is a free one", default=9000)
-    text = "serve each new checkpoint of the run folder, and look for one every SECONDS (default 5)"
+    option(made, "--port", "port to listen on; 0: any free port", default=9000)
+    text = "switch to each new checkpoint of the run folder, and look for new checkpoints every SECONDS (default 5)"
     option(made, "--follow", text, "SECONDS", dest="follow_s", type=float, nargs="?", const=5.0)
-    option(made, "--slots", "responses decoded in parallel", default=16)
-    text = "longer prompts are refused (default 64; over HTTP 1024, or what the model has room for)"
+    option(made, "--slots", "number of responses that are decoded in parallel", default=16)
+    text = "maximum number of tokens per prompt; longer prompts are refused (default 64; over HTTP 1024, or the model's limit)"
     option(made, "--max-prompt-tokens", text, type=int)
-    text = "most tokens of a response (default 64; over HTTP 1024, or what the model has room for)"
+    text = "maximum number of tokens per response (default 64; over HTTP 1024, or the model's limit)"
     option(made, "--max-response-tokens", text, type=int)
-    text = "of all requests, over HTTP of requests without one; 0 is greedy (default 0; over HTTP 1)"
+    text = "temperature of all requests; over HTTP, of requests that set none; 0: greedy (default 0; over HTTP 1)"
     option(made, "--temperature", text, type=float)
     _add_cuts(made)
-    option(made, "--seed", "of requests without one", default=0)
+    option(made, "--seed", "random seed of requests that set none", default=0)
     add_conversation(made)
-    option(made, "--model-name", "over HTTP: the model's name in requests (default MODEL)", "NAME")
-    text = "responses that may wait for a slot; further requests are asked to retry (default 1024)"
+    option(made, "--model-name", "over HTTP: name of the model in requests (default MODEL)", "NAME")
+    text = "maximum number of waiting responses; further requests are asked to retry (default 1024)"
     option(made, "--queue", text, "RESPONSES", type=int)
-    text = "no bit of a response depends on other requests; needs a multiple of 8 slots for each device"
+    text = "make responses bitwise independent of other requests; needs a multiple of 8 slots per device"
     option(made, "--batch-invariant", text)
     option(made, "--steps-per-call", "tokens per streamed message", default=4)
-    text = "tokens per page of the KV cache; 0 is chosen for the platform"
+    text = "tokens per page of the KV cache; 0: a default for the platform"
     option(made, "--page-tokens", text, default=0)
     text = "dtype of activations and matrix products"
     option(made, "--compute-dtype", text, choices=("float32", "bfloat16"), default="float32")
-    option(made, "--compilation-cache", "of compiled programs", "FOLDER", default="~/.cache/dapo_jax/xla")
+    option(made, "--compilation-cache", "for compiled programs", "FOLDER", default="~/.cache/dapo_jax/xla")

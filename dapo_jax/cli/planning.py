@@ -1,6 +1,6 @@
-"""`plan`, `doctor` and `report`: whether a configuration can train, on a machine to order or on this one, and a page for looking into runs.
+"""The commands `plan`, `doctor` and `report`: whether a configuration can train on a TPU slice or on this machine, and a page about runs.
 
-`plan` returns 1 if the run does not fit, `doctor` if training cannot start.
+`plan` returns 1 if the run does not fit, and `doctor` returns 1 if training cannot start.
 """
 
 import argparse
@@ -14,49 +14,47 @@ from dapo_jax.config import ConfigError, load_config
 PROGRAMS = ("generate", "prefill", "fill", "insert", "transfer", "update", "score")
 
 LARGE_BYTES = 100_000_000
-"""Size above which a page opens slowly."""
+"""Size in bytes above which a browser opens a page slowly."""
 
 
 def add_to(commands: Commands) -> None:
     """Adds the commands."""
     made = command(commands, "plan", plan)
     add_config(made)
-    option(made, "--topology", "a TPU slice: v5p:4x4x8, v5p-256, v5litepod-64, v6e-8, ... (extra tpu)", "T")
+    option(made, "--topology", "TPU slice: v5p:4x4x8, v5p-256, v5litepod-64, v6e-8, ... (extra tpu)", "T")
     option(
-        made, "--response-tokens", "length of responses (default: their limit)", "MEAN[,STD]", type=_lengths
+        made, "--response-tokens", "mean response length (default: the limit)", "MEAN[,STD]", type=_lengths
     )
-    option(made, "--prompt-tokens", "length of prompts (default: their limit)", "MEAN", type=float)
-    option(made, "--informative", "share of mixed groups", "SHARE", default=0.5)
-    option(
-        made, "--turns", "turns of an episode, with an environment (default: its limit)", "MEAN", type=float
-    )
-    option(made, "--sweep", "try every mesh of fsdp x tensor, and rank those that fit")
-    text = "compile only programs whose names begin with this word (may be given several times; default all)"
+    option(made, "--prompt-tokens", "mean prompt length (default: the limit)", "MEAN", type=float)
+    option(made, "--informative", "fraction of groups that are informative", "SHARE", default=0.5)
+    option(made, "--turns", "mean turns per episode (default: environment.max_turns)", "MEAN", type=float)
+    option(made, "--sweep", "try every mesh of fsdp x tensor, and rank the meshes that fit")
+    text = "compile only programs whose names begin with this word; may be given several times (default all)"
     option(made, "--only", text, "PROGRAM", action="append", choices=PROGRAMS)
-    text = "time to search for changes with which a run that does not fit would fit; 0: none"
+    text = "time limit in seconds of the search for changes that make a run fit; 0: no search"
     option(made, "--suggest-s", text, "SECONDS", default=600.0)
-    option(made, "--json", "also write JSON; -: to standard output, and the tables to standard error", "FILE")
+    option(made, "--json", "also write JSON; -: to standard output, and tables to standard error", "FILE")
     made = command(commands, "doctor", doctor)
-    made.add_argument("config", nargs="?", help=f"{CONFIG}; without it only the machine is examined")
+    made.add_argument("config", nargs="?", help=f"{CONFIG}; without it, only the machine is checked")
     add_overrides(made)
-    option(made, "--full", "make the tiny step with the run's own model, however large")
-    option(made, "--quick", "leave the tiny step out")
-    text = "how a right response is written, for your own grader: '<result>{answer}</result>' (default: several ways are tried)"
+    option(made, "--full", "run the test step with the run's own model instead of a tiny model")
+    option(made, "--quick", "skip the test step")
+    text = "format of a correct response for your own grader, for example '<result>{answer}</result>' (default: several formats are tried)"
     option(made, "--right", text, "TEXT", default="")
     option(made, "--json", "also write JSON; -: to standard output, and the table to standard error", "FILE")
     made = command(commands, "report", report)
-    made.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder, finished or live")
-    option(made, "--out", "file of the page (default RUN/report.html of the first run)", "FILE")
-    option(made, "--png", "also write the figures as PNGs (extra report)", "FOLDER")
-    text = "show the rollouts of at most N logged steps and the responses of at most N evaluations, evenly spaced (default all)"
+    made.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, finished or still running")
+    option(made, "--out", "file for the page (default RUN/report.html of the first run)", "FILE")
+    option(made, "--png", "also write the figures as PNG files (extra report)", "FOLDER")
+    text = "show rollouts of at most N logged steps and responses of at most N evaluations, evenly spaced (default all)"
     option(made, "--rollout-steps", text, "N", type=int)
-    text = "serve the page to this machine's browser instead, and update it while the runs are live"
+    text = "serve the page to a browser on this machine instead, and update it while the runs continue"
     option(made, "--watch", text)
-    option(made, "--port", "with --watch: the port of 127.0.0.1 (default a free one)", "N", type=int)
+    option(made, "--port", "with --watch: port on 127.0.0.1 (default: any free port)", "N", type=int)
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """Compute memory, traffic and least time of a run, compiled for a TPU slice."""
+    """Compute the memory, traffic and minimum time of a run, compiled for a TPU slice."""
     config = load_config(arguments.config, arguments.overrides)
     from rich.console import Console
 
@@ -81,7 +79,7 @@ def plan(arguments: argparse.Namespace) -> int:
     made = topologies.parse(arguments.topology) if arguments.topology else None
     if arguments.sweep:
         if made is None:
-            raise ConfigError("--sweep compares meshes of a slice: name it with --topology")
+            raise ConfigError("--sweep compares the meshes of a TPU slice: name the slice with --topology")
         found = remedies.sweep(config, made, assumed=assumed, only=arguments.only, say=say)
         output.show_sweep(found, console)
         if arguments.json:
@@ -105,18 +103,18 @@ def _lengths(text: str) -> tuple[float, float]:
         mean, _, std = text.partition(",")
         return float(mean), float(std or 0)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} must be MEAN or MEAN,STD in tokens") from error
+        raise argparse.ArgumentTypeError(f"{text!r} must be MEAN or MEAN,STD, in tokens") from error
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Find out whether this machine, with this configuration, can train."""
+    """Check whether this machine can train this configuration."""
     if arguments.right and "{answer}" not in arguments.right:
         raise ConfigError(
-            f"--right: found {arguments.right!r}, needs {{answer}} in it, in place of the reference answer"
+            f"--right: found {arguments.right!r}, needs {{answer}} as a placeholder for the reference answer"
         )
     if arguments.config and "=" in arguments.config and not Path(arguments.config).exists():
         raise ConfigError(
-            f"{arguments.config!r} changes a configuration: name its file first, doctor CONFIG {arguments.config}"
+            f"{arguments.config!r} overrides a configuration key: name the configuration first, doctor CONFIG {arguments.config}"
         )
     config = load_config(arguments.config, arguments.overrides) if arguments.config else None
     from rich.console import Console
@@ -140,11 +138,11 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 
 def report(arguments: argparse.Namespace) -> int:
-    """Make one HTML page of runs: curves, rollouts, configuration. It needs no network."""
+    """Create an HTML page with the curves, rollouts and configurations of runs. The page needs no network."""
     if arguments.watch:
         return _watch(arguments)
     if arguments.port is not None:
-        raise ConfigError(f"--port {arguments.port} goes with --watch; a page in a file has no port")
+        raise ConfigError(f"--port {arguments.port} goes with --watch; an HTML file has no port")
     from dapo_jax.report import report
     from dapo_jax.storage import path_of
 
@@ -155,7 +153,7 @@ def report(arguments: argparse.Namespace) -> int:
         print(f"{out}: {size / 1e6:.1f} MB")
         if size > LARGE_BYTES:
             limit = f"{LARGE_BYTES / 1e6:.0f} MB"
-            print(f"    over {limit} it opens slowly; --rollout-steps shows fewer steps' rollouts")
+            print(f"    pages over {limit} open slowly; --rollout-steps shows fewer rollouts")
         if arguments.png:
             written = made.save_figures(arguments.png)
             print(f"{arguments.png}: {len(written)} PNGs")
@@ -171,13 +169,13 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def _watch(arguments: argparse.Namespace) -> int:
-    """Serves the page until it is interrupted."""
+    """Serves the page until the command is interrupted."""
     from dapo_jax.report.server import watch
 
     for name in ("out", "png", "rollout_steps"):
         if getattr(arguments, name) is not None:
             raise ConfigError(
-                f"--{name.replace('_', '-')} {getattr(arguments, name)} is for a page in a file, and --watch writes none: leave out one of the two"
+                f"--{name.replace('_', '-')} {getattr(arguments, name)} is for a page that is written to a file, and --watch writes no file: leave out one of the two"
             )
     watch(*arguments.runs, port=arguments.port or 0)
     return 0

@@ -1,4 +1,4 @@
-"""`train`, `sft`, and `config`, which prints the configuration that they would read."""
+"""The commands `train`, `sft` and `config`, which prints the configuration that the other two would use."""
 
 import argparse
 import re
@@ -14,23 +14,23 @@ def add_to(commands: Commands) -> None:
     """Adds the commands."""
     made = command(commands, "train", train)
     add_config(made)
-    option(made, "--resume", "continue from the last checkpoint in run_dir")
+    option(made, "--resume", "resume from the last checkpoint in run_dir")
     add_config(command(commands, "sft", sft))
     made = command(commands, "config", config)
     add_config(made)
-    option(made, "--changed", "only keys that differ from the defaults")
+    option(made, "--changed", "print only keys that differ from their defaults")
     kinds = made.add_mutually_exclusive_group()
-    kinds.add_argument("--sft", action="store_true", help="the file is for a warm start")
-    kinds.add_argument("--eval", action="store_true", help="the file is for an evaluation")
+    kinds.add_argument("--sft", action="store_true", help="CONFIG is for a supervised warm start")
+    kinds.add_argument("--eval", action="store_true", help="CONFIG is for an evaluation")
 
 
 def train(arguments: argparse.Namespace) -> int:
-    """Train a policy by DAPO."""
+    """Train a policy with DAPO."""
     config = load_config(arguments.config, arguments.overrides)
     from dapo_jax.parallel.processes import is_first, wanted
 
     if not wanted():
-        # Before imports that take seconds; with several processes the first is not known yet.
+        # Printed before imports that take seconds. With several processes, it is not known yet which process is the first.
         print(f"{config.steps} steps in {config.run_dir}: starting ...", flush=True)
     from dapo_jax.run import train
     from dapo_jax.storage import path_of
@@ -47,9 +47,9 @@ def train(arguments: argparse.Namespace) -> int:
 
 
 def _held_out(lines: Sequence[Mapping[str, float | int]], *, metric: str) -> Iterator[str]:
-    """Yields the scores of the last evaluation, each with the same score of the first one.
+    """Yields a line for each score of the last evaluation, with the same score of the first evaluation.
 
-    A run that was resumed with other evaluations has scores that the first one lacks.
+    If a run was resumed with other evaluation datasets, the first evaluation lacks some scores.
     """
     from dapo_jax.evaluation import score_text
 
@@ -66,9 +66,9 @@ def _held_out(lines: Sequence[Mapping[str, float | int]], *, metric: str) -> Ite
 
 
 def sft(arguments: argparse.Namespace) -> int:
-    """Warm a model up on prompt / response pairs."""
+    """Train a model on prompt / response pairs, as a supervised warm start."""
     config = load_config(arguments.config, arguments.overrides, schema=SftConfig)
-    print(f"warm start of {config.model.source}, {config.steps} steps, in {config.run_dir}", flush=True)
+    print(f"warm start of {config.model.source} in {config.run_dir}, {config.steps} steps", flush=True)
     from dapo_jax.commands import sft
     from dapo_jax.evaluation import table
 
@@ -83,7 +83,7 @@ def sft(arguments: argparse.Namespace) -> int:
 
 
 def config(arguments: argparse.Namespace) -> int:
-    """Print a configuration with every default filled in."""
+    """Print a configuration with all defaults."""
     schema = SftConfig if arguments.sft else EvaluateConfig if arguments.eval else TrainConfig
     written = changed_yaml if arguments.changed else to_yaml
     print(written(load_config(arguments.config, arguments.overrides, schema=schema)), end="")

@@ -1,4 +1,4 @@
-"""Converts models from one form into another."""
+"""Converts models to Hugging Face folders."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Converted:
 
     folder: AnyPath
     family: str
-    """model_type in config.json; for an adapter its base's."""
+    """model_type in config.json; for an adapter, the model_type of its base model."""
     adapter: bool
     """True for an adapter folder."""
     parameters: int
@@ -42,16 +42,16 @@ class Converted:
 
 
 def convert(source: str, target: str, *, dtype: str = "float32", merge: bool = False) -> Converted:
-    """Writes the model `source` with its tokenizer as a Hugging Face folder, which transformers and this library read.
+    """Converts the model `source` and its tokenizer to a Hugging Face folder, which transformers and this library can load.
 
-    A run that trained adapters becomes an adapter folder, which PEFT reads too. A GGUF file and a folder are converted one tensor at a
-    time, whatever their size.
+    A run that trained adapters is converted to an adapter folder, which PEFT can load too. GGUF files and folders of any size are
+    converted one tensor at a time.
 
     Args:
         source: a local .gguf file, a Hugging Face folder, a run folder (its latest checkpoint), an adapter folder, preset:NAME or shipped:NAME.
         target: a folder that does not exist or is empty.
-        dtype: float32 or bfloat16, of the written tensors.
-        merge: write a whole model, with the adapters of a run or of an adapter folder added to their base.
+        dtype: dtype of the written tensors, float32 or bfloat16.
+        merge: merge the adapters of a run or of an adapter folder into their base, and write a complete model.
 
     Raises:
         ConfigError: there is no such model, it is damaged or not supported, or `target` is not empty or cannot be written.
@@ -81,14 +81,14 @@ def convert(source: str, target: str, *, dtype: str = "float32", merge: bool = F
             config, written = _from_gguf(path, folder, dtype)
         adapter = config.lora is not None and not merge
     except BaseException as error:
-        with suppress(OSError):  # the files of half a model
+        with suppress(OSError):  # removes the files of an incomplete model
             for file in entries(folder):
                 file.unlink()
             if made and folder.exists():
                 folder.rmdir()
         if isinstance(error, OSError):
             raise ConfigError(
-                f"{source} cannot be written to {target}: {error}; make room there, or choose another target"
+                f"{source} cannot be written to {target}: {error}; free some space there, or choose another target"
             ) from error
         if isinstance(error, ConfigError) or not isinstance(error, ValueError):
             raise
@@ -120,7 +120,7 @@ def _from_gguf(path: Path, folder: AnyPath, dtype: str) -> tuple[DecoderConfig, 
 
 
 def _from_folder(source: AnyPath, folder: AnyPath, dtype: str) -> tuple[DecoderConfig, int]:
-    """Keeps config.json, except the type of the tensors."""
+    """Copies a model folder. Only the dtype in config.json changes."""
     config = read_config(source)
     tensors = _tensors(config, SafetensorsFolder(source))
     folder.mkdir(parents=True, exist_ok=True)
@@ -131,7 +131,7 @@ def _from_folder(source: AnyPath, folder: AnyPath, dtype: str) -> tuple[DecoderC
 
 
 def _tensors(config: DecoderConfig, file: TensorFile) -> list[Tensor]:
-    """Returns the decoder's tensors, which are read when they are written."""
+    """Returns the decoder's tensors. Each is loaded only when it is written."""
     checked(config, file)
     return [
         Tensor(name, shape, partial(file.read, name, tuple(slice(0, size) for size in shape)))

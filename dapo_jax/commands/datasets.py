@@ -15,28 +15,28 @@ from dapo_jax.text.formatting import PromptFormat
 from dapo_jax.text.tokenizers import ByteTokenizer, load_tokenizer
 
 SHOWN = 5
-"""Most references shown that a grader cannot read."""
+"""Maximum number of unparsable references to show per grader."""
 
 _QUANTILES = {"min": 0.0, "median": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
 
 
 def prepare(data: DataConfig) -> str:
-    """Prepares the dataset if needed, and returns a report of each split: its rows, rows left out, and references that graders cannot read.
+    """Prepares the dataset if needed, and reports for each split the number of rows, the rows left out, and references that graders cannot parse.
 
     Raises:
-        ConfigError: the dataset cannot be read; a bad row is named with its file and line.
+        ConfigError: the dataset cannot be loaded. The message names the file and line of an invalid row.
     """
     splits = every_split(data)
     lines = []
     for split, rows in splits.items():
         lines.append(f"{split}: {rows.note or f'{data.source}: {len(rows):,} prompts'}")
-        if rows.note:  # a dataset in files; others generate their rows and references
+        if rows.note:  # only datasets in files have a note; other datasets generate their rows and references
             lines += [f"{split}: {line}" for line in _unread_references(rows)]
     return visible("\n".join([*lines, f"kept in {data.data_dir}"]) + "\n")
 
 
 def _unread_references(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns a line for each grader that cannot read some references completely, with the first of them."""
+    """Returns a line for each grader that cannot parse some references completely, with the first of these references."""
     lines = []
     for grader, unread_by in UNREAD_BY.items():
         unread = [row for row in rows if row.get("answer") and unread_by(row["answer"])]
@@ -48,13 +48,13 @@ def _unread_references(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def show(data: DataConfig, *, split: str = "", model: str = "", count: int = 3) -> str:
-    """Returns counts, lengths in tokens, and the first `count` prompts of a split as a model reads them.
+    """Returns counts, lengths in tokens, and the first `count` prompts of a split as a model receives them.
 
     Args:
         data: the dataset and the format of its prompts.
-        split: empty: train, or the only one.
-        model: a `model.source`, whose tokenizer and chat template are used; empty: bytes.
-        count: prompts to show.
+        split: name of the split. If empty, train, or the only split.
+        model: a `model.source`, whose tokenizer and chat template are used. If empty, bytes.
+        count: number of prompts to show.
 
     Raises:
         ConfigError: there is no such dataset, split or model, or a prompt cannot be tokenized.

@@ -47,11 +47,11 @@ class Evaluation:
     """The result of `evaluate`."""
 
     scores: dict[str, float]
-    """`eval/NAME/avg@32` and so on, see `evaluation.summarize`."""
+    """Metrics such as `eval/NAME/avg@32`, from `evaluation.summarize`."""
     groups: dict[str, list[Group]]
-    """Name of each dataset -> its graded prompts."""
+    """Dataset name -> its graded groups."""
     metric: str = "correct"
-    """`score` if this is the training run's `dynamic_sampling.metric` and its grader gave numbers, else `correct`."""
+    """`score` if that is the training run's `dynamic_sampling.metric` and the grader returned scores, else `correct`."""
 
 
 def evaluate(
@@ -63,16 +63,16 @@ def evaluate(
     reward: Rewards | None = None,
     keep: str | AnyPath | None = None,
 ) -> Evaluation:
-    """Measures avg@k, pass@k and cons@k of a model or a run on held-out prompts, as training does.
+    """Measures avg@k, pass@k and cons@k of a model or a run on held-out prompts, like the evaluations during training.
 
     Args:
-        model: `preset:NAME`, `shipped:NAME`, `hf:ORG/NAME`, a model folder, or a run folder (its last checkpoint).
-        config: an `EvaluateConfig`, or the file of an evaluation, a training run or a warm start. None: the run's own, or the defaults.
-        overrides: `key=value` each.
+        model: `preset:NAME`, `shipped:NAME`, `hf:ORG/NAME`, a model folder, or a run folder (its latest checkpoint).
+        config: an `EvaluateConfig`, or an evaluation, training or warm-start configuration file. None: the run's own, or the defaults.
+        overrides: strings `key=value`.
         rows: rows with `prompt` and `answer` to evaluate on, instead of a dataset.
-        reward: grades one `rewards.Sample`. None: `config.reward.grader`.
-        keep: a folder, created if needed, for every rollout (FOLDER/NAME/step_000000.jsonl) and every problem
-            (FOLDER/problems/NAME.jsonl).
+        reward: function that grades one `rewards.Sample`. None: `config.reward.grader`.
+        keep: folder for all rollouts (FOLDER/NAME/step_000000.jsonl) and problems (FOLDER/problems/NAME.jsonl). It is created if
+            needed.
 
     Raises:
         ConfigError: there is no such model, dataset or grader, or a value cannot be used.
@@ -80,7 +80,7 @@ def evaluate(
     config, metric = _configured(model, config, overrides)
     kept = None if keep is None else place_of(keep, key="keep", write=True)
     use_compilation_cache(config.compilation_cache)
-    check_graders(config.reward, reward=reward)  # before the model, which may take long to load
+    check_graders(config.reward, reward=reward)  # checked first, because the model may take long to load
     environment = environment_of(config.environment, reward=reward)
     policy, sampler_of = _loaded(model, config.parallel, config.sampling, config.compute_dtype)
     config = replace(config, data=dated(config.data, like=data_of_run(model)))
@@ -92,7 +92,7 @@ def evaluate(
         group_size=config.eval.samples_per_prompt,
         has_turns=bool(config.environment.source),
     )
-    # Scores count verdicts, so the length penalty of training does not apply.
+    # An evaluation measures verdicts, so the overlong penalty of training does not apply.
     unshaped = replace(config.reward, overlong=_NO_SHAPING)
     limit, stop = config.sampling.max_response_tokens, config.sampling.stop
     found: dict[str, list[Group]] = {}
@@ -119,24 +119,24 @@ def evaluate(
 def _configured(
     model: str, config: EvaluateConfig | str | Path | None, overrides: Sequence[str]
 ) -> tuple[EvaluateConfig, str]:
-    """Returns the given configuration, or the one of the model's run; and `dynamic_sampling.metric` of the training run.
+    """Returns the given configuration or the configuration of the model's run, and the training run's `dynamic_sampling.metric`.
 
     Raises:
-        ConfigError: as `load_evaluation`; or overrides with a configuration that is not a file.
+        ConfigError: as in `load_evaluation`, or there are overrides but the configuration is not a file.
     """
     run = run_at(model)
     own = None if run is None else run / "config.yaml"
     if isinstance(config, EvaluateConfig):
         if overrides:
             raise ConfigError(
-                f"overrides: found {list(overrides)}, which need a file; change the EvaluateConfig"
+                f"overrides: found {list(overrides)}, needs a configuration file; change the EvaluateConfig"
             )
         found, file = config, None
     else:
         file = own if config is None else config
         found = load_evaluation(file, overrides)
     if file is not None:
-        with suppress(ConfigError):  # the file of an evaluation or a warm start has no such key
+        with suppress(ConfigError):  # an evaluation or warm-start configuration has no such key
             return found, load_config(file, overrides).dynamic_sampling.metric
     return found, "correct" if own is None else load_config(own).dynamic_sampling.metric
 
@@ -144,7 +144,7 @@ def _configured(
 def _loaded(
     model: str, parallel: ParallelConfig, sampling: SamplingConfig, dtype: str
 ) -> tuple[Policy, Callable[..., ResponseSampler]]:
-    """Returns a policy, and `response_sampler` for it: a function of the other arguments."""
+    """Loads a policy. Returns it with its `response_sampler`, as a function of the remaining arguments."""
     mesh = mesh_of(parallel)
     meshes = meshes_of(parallel, mesh)
     policy = find_policy(model, mesh=mesh, shares=sharing(meshes, sampling, dtype=dtype))
@@ -170,7 +170,7 @@ def sample(
     seed: int = 0,
     compilation_cache: str = "~/.cache/dapo_jax/xla",
 ) -> list[Group]:
-    """Samples responses of a model or run folder to prompts, each a text or a list of messages. The responses are not graded.
+    """Samples responses from a model or run folder, without grading. Each prompt is a text or a list of messages.
 
     Raises:
         ConfigError: there is no such model, a prompt is empty, or the model's tokenizer cannot encode it.

@@ -1,4 +1,4 @@
-"""Grades saved rollouts again, without a model."""
+"""Grades saved rollouts again, without loading a model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from dapo_jax.terminal import visible
 from dapo_jax.trackers.rollout_log import read_rollouts
 
 RECORDED = "recorded"
-"""Name of the verdicts in the file."""
+"""Name of the verdicts that are saved in the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,22 +28,22 @@ class Scores:
     rows: Sequence[Mapping[str, Any]]
     """The rollouts, as `read_rollouts` returns them."""
     verdicts: Mapping[str, Sequence[Verdict]]
-    """Grader -> one verdict for each row; includes `recorded`."""
+    """Grader -> one verdict per row. `recorded` is included as a grader."""
 
     def accuracy(self, grader: str) -> float:
-        """Returns the share of responses that a grader calls correct; for a grader that only returns numbers the share above 0."""
+        """Returns the fraction of responses that a grader judges correct. If it only returns scores, a score above 0 counts as correct."""
         return float(np.mean([verdict.correct for verdict in self.verdicts[grader]]))
 
     def numbers(self, grader: str) -> list[float]:
-        """Returns the scores of a grader; plain and lost verdicts have none."""
+        """Returns the scores of a grader. Verdicts without a score and lost verdicts are left out."""
         return [verdict.score for verdict in self.verdicts[grader] if verdict.score is not None]
 
     def agreement(self, one: str, other: str) -> float:
-        """Returns the share of responses with the same verdict of two graders."""
+        """Returns the fraction of responses on which two graders return the same verdict."""
         return 1.0 - len(self.disagreements(one, other)) / len(self.rows)
 
     def disagreements(self, one: str, other: str) -> list[int]:
-        """Returns the indices of the responses with different verdicts of two graders."""
+        """Returns the indices of the responses on which two graders return different verdicts."""
         pairs = zip(self.verdicts[one], self.verdicts[other], strict=True)
         return [place for place, (a, b) in enumerate(pairs) if a.correct != b.correct]
 
@@ -60,10 +60,10 @@ def score(
 
     Args:
         rollouts: a JSONL file, or a folder of such files: a run's `rollouts/`, or the folder of `dapo-jax eval --keep`.
-        graders: as `reward.grader`.
-        answer_marker: of the grader `exact`.
-        workers: processes for graders that may hang; 0: this process.
-        timeout_s: seconds for one response.
+        graders: graders in the form of `reward.grader`.
+        answer_marker: answer marker of the grader `exact`.
+        workers: number of processes for graders that may hang. 0: grade in this process.
+        timeout_s: time limit in seconds for one response.
 
     Raises:
         ConfigError: there are no rollouts, a line is not a rollout, or there is no such grader.
@@ -77,7 +77,7 @@ def score(
         known = ("correct", "extracted", "reason", "score")
         verdicts = {RECORDED: [Verdict(**{name: row[name] for name in known}) for row in rows]}
     except KeyError as error:
-        raise ConfigError(f"{rollouts} holds a rollout without {error}") from error
+        raise ConfigError(f"{rollouts} contains a rollout without {error}") from error
     for grader in graders:
         config = RewardConfig(
             grader=grader, answer_marker=answer_marker, workers=workers, timeout_s=timeout_s
@@ -93,7 +93,7 @@ def score(
 
 
 def describe(scores: Scores, *, show: int = 5) -> str:
-    """Formats the mean scores, each grader's share of correct responses, the agreement of each pair, and up to `show` disagreements."""
+    """Formats mean scores, each grader's fraction of correct responses, the agreement of each pair, and up to `show` disagreements per pair."""
     names, count = list(scores.verdicts), len(scores.rows)
     width = max(len(name) for name in names)
     lines = []
@@ -110,10 +110,10 @@ def describe(scores: Scores, *, show: int = 5) -> str:
 
 
 def _shares(scores: Scores, names: Sequence[str], width: int) -> list[str]:
-    """Returns a row for each grader: its share of correct responses, and its agreement with each grader."""
+    """Returns a table row for each grader: its fraction of correct responses, and its agreement with each grader."""
     columns = ["correct", *names]
     lines = [
-        f"{len(scores.rows)} responses; the share that a grader calls correct (a number: above 0), and the share on which two agree",
+        f"{len(scores.rows)} responses; the share that a grader judges correct (a score: above 0), and the share on which two graders agree",
         "",
         "  ".join([" " * width, *(f"{name:>7}" for name in columns)]),
     ]
@@ -125,9 +125,9 @@ def _shares(scores: Scores, names: Sequence[str], width: int) -> list[str]:
 
 
 def _differences(scores: Scores, pair: tuple[str, str], differing: list[int], show: int) -> list[str]:
-    """Returns how often only one grader of a pair calls a response correct, and the first `show` of these responses."""
+    """Formats the disagreements of a pair of graders: how often only one of them judges a response correct, and the first `show` responses."""
     only = [
-        f"only {name} says correct: {sum(scores.verdicts[name][place].correct for place in differing)}"
+        f"correct only for {name}: {sum(scores.verdicts[name][place].correct for place in differing)}"
         for name in pair
     ]
     lines = ["", f"{' and '.join(pair)} differ on {len(differing)} of {len(scores.rows)}; {', '.join(only)}"]
@@ -154,6 +154,6 @@ def _rows(named: str | AnyPath) -> list[dict[str, Any]]:
         raise ConfigError(f"cannot read rollouts: {error}") from error
     if not rows:
         raise ConfigError(
-            f"{named} holds no rollouts; give a run's rollouts/ folder, one of its JSONL files, or the folder of eval --keep"
+            f"{named} holds no rollouts; give a run's rollouts/ folder, a JSONL file in it, or the folder of dapo-jax eval --keep"
         )
     return rows

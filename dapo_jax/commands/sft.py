@@ -1,4 +1,4 @@
-"""A supervised warm start from a configuration."""
+"""Supervised warm start (SFT) from a configuration."""
 
 import time
 from contextlib import ExitStack
@@ -47,17 +47,17 @@ class SftResult:
 
     policy: Policy
     metrics: dict[str, float]
-    """The metrics of the last step, including the evaluation."""
+    """Metrics of the last step, including its evaluation."""
 
 
 def sft(config: SftConfig | str | Path, *, progress: Progress | None = None) -> SftResult:
     """Trains a model on prompt / response pairs and writes it to `run_dir/model`.
 
-    The loss is the token mean of the negative log-likelihood of the responses, including the end token.
+    The loss is the negative log-likelihood of the responses, including the end token, averaged over all tokens.
 
     Raises:
-        ConfigError: the configuration cannot be run, or another process trains in that folder; nothing was started.
-        LockLostError: this run was suspended for so long that another has taken over its folder in a bucket.
+        ConfigError: the configuration cannot be run, or another process is training in the same folder. Nothing was started.
+        LockLostError: this run was suspended for so long that another run has taken over its folder in a bucket.
     """
     config = config if isinstance(config, SftConfig) else load_config(config, schema=SftConfig)
     use_compilation_cache(config.compilation_cache)
@@ -80,7 +80,7 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
     prompts, _ = training_prompts(config.data, policy.tokenizer, seed=config.seed)
     longest = config.max_response_tokens
     pairs = PairSource(prompts, policy.tokenizer, seed=config.seed, max_response_tokens=longest)
-    # Scores count verdicts, so the length penalty of a later training run does not apply.
+    # An evaluation measures verdicts, so the overlong penalty of a later training run does not apply.
     reward = replace(config.reward, overlong=replace(config.reward.overlong, enabled=False))
     limit, stop = config.sampling.max_response_tokens, config.sampling.stop
     graders = grading(reward, policy, max_response_tokens=limit, stop=stop)
@@ -125,7 +125,7 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
                 "update/learning_rate": rate,
                 "time/step_s": time.perf_counter() - began,
             }
-            # Nothing was sampled, so metrics of sampling have no meaning.
+            # Nothing was sampled, so sampling metrics would be meaningless.
             metrics = {key: value for key, value in scalars.items() if not key.startswith("sync/")}
             shown.step(step, metrics)
             if evaluates_after(config, step):
@@ -135,7 +135,7 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
                     groups = sampler.evaluate(weights, asked, graders.groups, config.eval, **place)
                     metrics |= summarize(groups, name=name)
                     shown.evaluation(name, metrics, step)
-                del weights  # memory for the next update
+                del weights  # frees memory for the next update
             lock.check()
             tracker.log(step, metrics)
     trained = replace(policy, params=state.params)
@@ -148,7 +148,7 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
 def _minibatch(
     config: SftConfig, policy: Policy, how: TrainingPass, pairs: PairSource, step: int
 ) -> list[Microbatch]:
-    """Returns the packed pairs of step `step`, counted from 1."""
+    """Returns the packed pairs of a step, counted from 1."""
     size = config.batch.pairs_per_step
     examples: list[Example] = []
     for place in range((step - 1) * size, step * size):

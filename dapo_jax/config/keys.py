@@ -1,4 +1,4 @@
-"""One key of a configuration: a dataclass field with its default, the rules for its value, and their check. The text below the field documents it."""
+"""Configuration keys. A key is a dataclass field with a default and rules for its value, which are checked here. The docstring below the field documents it."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ class ConfigError(ValueError):
 
 
 class Range(NamedTuple):
-    """A set of numbers that a key may hold, in words and as a predicate."""
+    """The numbers that a key allows, in words and as a predicate."""
 
     needs: str
     holds: Callable[[float], bool]
@@ -32,29 +32,27 @@ TOP_P = Range("more than 0 and at most 1 (1: off)", lambda v: 0 < v <= 1)
 TOP_K = Range("1 to 2**31 - 1, or 0 or -1 (both: off)", lambda v: -1 <= v < 2**31)
 TEMPERATURE = Range("0 (greedy), or 0.001 to 1000", lambda v: v == 0 or 1e-3 <= v <= 1e3)
 ROUNDS = Range("0 to 1000", lambda v: 0 <= v <= 1000)
-AXIS = Range(
-    "1 or more devices, or -1 for all devices that the other axes leave", lambda v: v >= 1 or v == -1
-)
+AXIS = Range("1 or more devices, or -1 for all remaining devices", lambda v: v >= 1 or v == -1)
 SEED = Range("0 or more and less than 2**32 = 4294967296", lambda v: 0 <= v < 2**32)
 STEPS = Range("0 or more (0: evaluate only)", lambda v: v >= 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """The rules for the value of one key, in addition to its type."""
+    """Rules for the value of a key, in addition to its type."""
 
     range: Range | None = NOT_NEGATIVE
-    """Allowed numbers; None: all. Without effect on other values."""
+    """Allowed numbers. None: any number. Values of other types are not affected."""
     choices: Sequence[str] = ()
-    """Allowed texts."""
+    """Allowed strings; empty: any string."""
     not_empty: bool = False
-    """Refuse an empty text."""
+    """Refuse an empty string."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Name in verl, TRL or open-instruct -> a note if it is not the same quantity, or is easily confused with another."""
+    """Name in verl, TRL or open-instruct -> a note if the quantity differs or is easily confused with another, else an empty string."""
     may_change: bool = False
-    """True if `--resume` accepts another value, because the key does not affect the training result."""
+    """True if the value may change on `--resume`, because the key does not affect the training result."""
     only_with: str = ""
-    """The key without which this key, or every other key of this section, has no effect and may not be set."""
+    """The key that must be set for this key, or for all other keys of this section, to have an effect."""
 
 
 _NO_RULES = Rules()
@@ -67,13 +65,13 @@ def key(
     aliases: str | Mapping[str, str] = "",
     **rules: Any,
 ) -> Any:
-    """Makes a field of a configuration's dataclass with the rules for its value.
+    """Creates a field of a configuration dataclass, with the rules for its value.
 
     Args:
-        default: the default value. Without it and `default_factory` the key is required.
-        default_factory: makes the default of a list, a mapping or a section.
-        aliases: names of other libraries for the key, separated by spaces; or a mapping from such names to a note.
-        rules: the other fields of `Rules`; `may_change` of a section is for all of its keys.
+        default: the default value. Without `default` and `default_factory`, the key is required.
+        default_factory: creates the default of a list, a mapping or a section.
+        aliases: names of the key in other libraries, separated by spaces; or a mapping from such names to a note.
+        rules: the other fields of `Rules`. `may_change` on a section applies to all of its keys.
     """
     noted = {aliases: ""} if isinstance(aliases, str) else aliases
     notes = {name: note for names, note in noted.items() for name in names.split()}
@@ -92,13 +90,13 @@ def needed(one: "dataclasses.Field[Any]") -> bool:
 
 
 _PLACES = ("run_dir", "compilation_cache", "source", "path", "data_dir")
-"""Last names of the keys that hold a folder, a file or the name of a model."""
+"""Last parts of the keys whose value is a folder, a file or a model."""
 _PASSWORD = re.compile(r"(://[^/\s:@]*:)[^/\s@]+@")
 
 SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
 """Environment variables whose values are never printed."""
 SHORTEST_SECRET = 8
-"""Characters; a shorter value occurs in ordinary words."""
+"""Minimum number of characters of a hidden value, because shorter values occur in ordinary words."""
 
 
 def without_secrets(text: str) -> str:
@@ -114,21 +112,21 @@ def _without_password(text: str) -> str:
 
 
 def refuse(key: str, value: object, needs: str, remedy: str) -> NoReturn:
-    """Raises the ConfigError that all checks share: value found, value needed, remedy."""
+    """Raises a ConfigError in the form that all checks share: value found, value needed, remedy."""
     raise ConfigError(f"{key}: found {shown(value)}, needs {needs}; {remedy}")
 
 
 def shown(value: object) -> str:
-    """Returns a value as messages show it, at most 80 characters."""
+    """Formats a value for a message, with at most 80 characters."""
     text = {"True": "true", "False": "false", "None": "null"}.get(repr(value), repr(value))
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def check_value(key: str, value: object, expected: Any, rules: Rules = _NO_RULES) -> None:
-    """Checks the type of a value, then its range or its choices.
+    """Checks the type of a value, and then its range or choices.
 
     Raises:
-        ConfigError: names the key, the value and the remedy.
+        ConfigError: the value is not allowed. The message names the key, the value and the remedy.
     """
     if get_origin(expected) is list:
         [kind] = get_args(expected)
@@ -153,7 +151,7 @@ def check_value(key: str, value: object, expected: Any, rules: Rules = _NO_RULES
 
 
 def _check_type(key: str, value: object, expected: Any) -> None:
-    """Accepts the annotated type, and an integer for a float: nothing is converted silently."""
+    """Checks the annotated type. A float key also accepts an integer. No other value is converted silently."""
     optional = NoneType in get_args(expected)
     kind = next(arg for arg in get_args(expected) or (expected,) if arg is not NoneType)
     needs = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
@@ -184,7 +182,7 @@ def _check_place(key: str, value: str) -> None:
     if "${" in value:
         refuse(key, value, "text", "interpolations are not resolved: write the value")
     if _PASSWORD.search(value):
-        remedy = "it would be written into config.yaml and to trackers: leave it out"
+        remedy = "the password would be written to config.yaml and sent to trackers: leave it out"
         refuse(key, _without_password(value), "a place without a password", remedy)
 
 
@@ -196,7 +194,7 @@ def _check_mapping(key: str, value: object) -> None:
     except (TypeError, ValueError):
         plain = False
     if not plain:
-        needs = "names that are text, and values as in JSON: text, finite numbers, true, false, null, lists or mappings"
+        needs = "text names, and JSON values: text, finite numbers, true, false, null, lists or mappings"
         refuse(key, value, needs, "quote other names and values")
 
 
@@ -206,7 +204,7 @@ def _number_remedy(value: object, kind: type) -> str:
         near = dict.fromkeys(f"{bound}" for bound in (math.floor(value), math.ceil(value)))
         return f"write {' or '.join(near)}"
     if not isinstance(value, str):
-        return "write a number: true and false do not stand for 1 and 0"
+        return "write a number: true and false are not accepted as 1 and 0"
     if value.lower() in ("none", "off", "false", ""):
         return "write null to switch off a key that allows it"
     try:

@@ -1,6 +1,6 @@
-"""Loads a configuration from a YAML file and `key=value` overrides, or raises one message that contains the remedy.
+"""Loads a configuration from a YAML file and `key=value` overrides. Every error is one message that contains the remedy.
 
-Names are compared with the schema here; each object checks its values when it is built (`Section`).
+This module compares names with the schema. Values are checked by the sections when they are created (`Section`).
 """
 
 import dataclasses
@@ -39,39 +39,39 @@ def load_config(
 def load_config(
     path: str | PathLike[str], overrides: Sequence[str] = (), *, schema: type[AnyConfig] = TrainConfig
 ) -> AnyConfig:
-    """Reads a YAML file, applies `section.key=value` overrides in order (the last one wins), and checks everything.
+    """Loads a YAML file, applies `section.key=value` overrides in order (the last one wins), and checks the result.
 
-    The value of an override is YAML. For a text key it is taken literally, so `data.prompt_template=Q: {prompt}` needs no quotes
-    beyond the shell's. A name inside a key that holds a mapping can be set: `data.chat_template_kwargs.enable_thinking=false`.
+    The value of an override is parsed as YAML. For a text key it is used literally, so `data.prompt_template=Q: {prompt}` needs no quotes
+    beyond the shell's. If a key is a mapping, one of its entries can be set: `data.chat_template_kwargs.enable_thinking=false`.
 
     Args:
-        path: a YAML file, or the name of a configuration in the package, such as `quickstart`. A file takes precedence.
-        overrides: `key=value` each, as on the command line.
+        path: a YAML file, or the name of a configuration in the package, for example `quickstart`. A file takes precedence.
+        overrides: strings `key=value`, as on the command line.
         schema: `TrainConfig`, `SftConfig` or `EvaluateConfig`.
 
     Raises:
-        ConfigError: the file or an override cannot be read, names a key that the schema does not have, or gives a value that
-            cannot be run. The message names the file or the override, the key, the value and the remedy.
+        ConfigError: the file or an override cannot be parsed, has a key that is not in the schema, or has a value that cannot
+            be used. The message names the file or the override, the key, the value and the remedy.
     """
     return _load(path, overrides, (schema,))
 
 
 def load_evaluation(path: str | PathLike[str] | None = None, overrides: Sequence[str] = ()) -> EvaluateConfig:
-    """Loads an evaluation from its own file, or from the file of a training run or warm start, whose other keys are ignored.
+    """Loads an evaluation configuration from its own file, or from a training or warm-start configuration, whose other keys are ignored.
 
     Raises:
-        ConfigError: as `load_config`.
+        ConfigError: as in `load_config`.
     """
     return evaluation_of(_load(path, overrides, (EvaluateConfig, TrainConfig, SftConfig)))
 
 
 def to_yaml(config: AnyConfig) -> str:
-    """Returns the whole configuration as YAML, with every default; `load_config` reads it back equal."""
+    """Returns the complete configuration as YAML, with all defaults. `load_config` loads an equal configuration from it."""
     return write_yaml(dataclasses.asdict(config))
 
 
 def changed_yaml(config: AnyConfig) -> str:
-    """Returns the keys that are required or differ from their defaults, as YAML; `load_config` reads it back equal.
+    """Returns the keys that are required or differ from their defaults, as YAML. `load_config` loads an equal configuration from it.
 
     >>> print(changed_yaml(TrainConfig(run_dir="x", seed=1)), end="")
     run_dir: x
@@ -86,7 +86,7 @@ def changed_yaml(config: AnyConfig) -> str:
 
 
 def changed_keys(a: AnyConfig, b: AnyConfig) -> dict[str, tuple[Any, Any]]:
-    """Returns the dotted keys in which two configurations differ, each with the value in `a` and the value in `b`.
+    """Returns the dotted keys whose values differ between two configurations, each with its value in `a` and in `b`.
 
     >>> changed_keys(TrainConfig(run_dir="x", seed=1), TrainConfig(run_dir="x", seed=2))
     {'seed': (1, 2)}
@@ -103,7 +103,7 @@ def leaf_values(config: AnyConfig) -> dict[str, Any]:
 def _load(
     name: str | PathLike[str] | None, overrides: Sequence[str], schemas: Sequence[type[AnyConfig]]
 ) -> AnyConfig:
-    """Builds a configuration from a file, if a name is given, and overrides, by the first schema that has the file's sections."""
+    """Builds a configuration from overrides and a file, if its name is given. The schema is the first that has all top-level names of the file."""
     if isinstance(overrides, str):
         raise ConfigError(f"overrides: found the text {overrides!r}, needs a list; write [{overrides!r}]")
     path, content = None, dict[Any, Any]()
@@ -134,7 +134,7 @@ def _load(
 
 @contextmanager
 def _prefixed(place: object) -> Iterator[None]:
-    """Puts the file or the override before the message of an error."""
+    """Prefixes the message of an error with the file or the override."""
     try:
         yield
     except ConfigError as error:
@@ -144,7 +144,7 @@ def _prefixed(place: object) -> Iterator[None]:
 def _check_names(
     section: Mapping[Any, Any], schema: type, kinds: Mapping[str, Any], prefix: str = ""
 ) -> None:
-    """Raises ConfigError for a name that the schema does not have, and for a section that is not a mapping."""
+    """Raises ConfigError for a name that is not in the schema, and for a section that is not a mapping."""
     for name, value in section.items():
         key = f"{prefix}{name}"
         kind = field_types(schema).get(name) if isinstance(name, str) else None
@@ -159,7 +159,7 @@ def _check_names(
 
 
 def _refuse_unknown(key: str, value: object, kinds: Mapping[str, Any]) -> NoReturn:
-    """Raises for a key that the schema does not have. In an unknown section it names a key with a known remedy, or else the first."""
+    """Raises for a key that is not in the schema. For an unknown section, the error names one of its keys: the first with a known remedy, or else the first."""
     if key in kinds or _is_section(key, kinds):
         nested = ": ".join(key.split("."))
         raise ConfigError(f"{key}: dotted keys are for overrides; in a file write it nested, {nested}: ...")
@@ -167,13 +167,13 @@ def _refuse_unknown(key: str, value: object, kinds: Mapping[str, Any]) -> NoRetu
     key = next((each for each in inside if of_another_library(each, kinds)), next(iter(inside)))
     parent = key.rpartition(".")[0]
     remedy = (
-        f"{parent} holds a value, not a section; set {parent}" if parent in kinds else unknown_key(key, kinds)
+        f"{parent} is one value, not a section; set {parent}" if parent in kinds else unknown_key(key, kinds)
     )
     raise ConfigError(f"unknown key {key} = {shown(inside[key])}: {remedy}")
 
 
 def _walk(key: str, value: object) -> Iterator[tuple[str, object]]:
-    """Yields the dotted keys inside an unknown value, or the key itself."""
+    """Yields the dotted keys inside an unknown section with their values, or the key itself if it is not a section."""
     if not isinstance(value, dict) or not value:
         yield key, value
         return
@@ -195,12 +195,12 @@ def _parse_override(override: str, kinds: Mapping[str, Any]) -> tuple[str, Any]:
     if _is_section(key, kinds):
         keys = ", ".join(each for each in kinds if each.startswith(f"{key}."))
         raise ConfigError(
-            f"{key} = {text} would replace a whole section; override one key at a time, of {keys}"
+            f"{key} = {text} would replace a whole section; override one of its keys at a time: {keys}"
         )
     mappings = [f"{each}." for each, kind in kinds.items() if get_origin(kind) is dict]
     if key not in kinds and not key.startswith(tuple(mappings)):
         _refuse_unknown(key, text, kinds)
-    # Null and quoted text are YAML for a text key too.
+    # Null and quoted text are parsed as YAML, even for a text key.
     quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
     if kinds.get(key) is str and text not in ("null", "~") and not quoted:
         return key, text
@@ -220,13 +220,13 @@ def _set(values: dict[str, Any], key: str, value: object) -> None:
         inner = values.get(part, {})
         if not isinstance(inner, dict):
             refuse(part, inner, "a mapping", f"remove it, or leave out {key}")
-        values[part] = dict(inner)  # an anchor of YAML may share it
+        values[part] = dict(inner)  # copied, because a YAML anchor may share it
         values = values[part]
     values[name] = value
 
 
 def _build(schema: type[_Section], values: Mapping[str, Any], defaults: _Section | None = None) -> _Section:
-    """Builds and checks an object of the schema. `defaults` has the values that are not given, if they differ from the schema's."""
+    """Builds and checks an object of the schema. Missing values come from `defaults`, or without it from the schema."""
     kinds, given = field_types(schema), {}
     for field in dataclasses.fields(cast(Any, schema)):
         name, kind = field.name, kinds[field.name]
@@ -242,7 +242,7 @@ def _build(schema: type[_Section], values: Mapping[str, Any], defaults: _Section
 
 
 def replaced(config: _Section, changes: Mapping[str, Any]) -> _Section:
-    """Returns the configuration with other values of some keys (dotted key -> value). It is checked like a loaded one."""
+    """Returns a copy of the configuration with changed values (dotted key -> value). The copy is checked like a loaded configuration."""
     values: dict[str, Any] = {}
     for key, value in changes.items():
         _set(values, key, value)
@@ -250,7 +250,7 @@ def replaced(config: _Section, changes: Mapping[str, Any]) -> _Section:
 
 
 def _as_float(value: object) -> object:
-    """Converts an integer, also in a list, to a float."""
+    """Converts integers to floats, also inside a list."""
     if isinstance(value, list):
         return [_as_float(item) for item in value]
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value

@@ -1,4 +1,4 @@
-"""Remedies for unknown keys: names of verl, TRL and open-instruct, and the nearest keys."""
+"""Remedies for unknown keys: the equivalents of verl, TRL and open-instruct keys, and the most similar keys."""
 
 import re
 from collections.abc import Collection
@@ -12,40 +12,40 @@ ALIASES = {alias: ours for ours, rules in _RULES.items() for alias in rules.alia
 """Name in verl, TRL or open-instruct -> our key. A dotted name takes precedence over its last part."""
 
 NOTES = {alias: note for rules in _RULES.values() for alias, note in rules.aliases.items() if note}
-"""Alias -> note, if it is not the same quantity or is easily confused with another."""
+"""Alias -> note, for aliases whose quantity differs or is easily confused with another."""
 
 _NO_KEY = {
-    "num_iterations ppo_epochs": "each response is trained on once; for several updates a step, make `batch.groups_per_update` smaller than "
+    "num_iterations ppo_epochs": "each response is trained on once; for several updates per step, set `batch.groups_per_update` to less than "
     "`batch.prompts_per_step`",
-    "use_vllm rollout.name": "the library samples with its own engine, whose keys are in `sampling`",
-    "lr_scheduler_type": "the learning rate rises over `optimizer.warmup_steps` and is constant afterwards",
+    "use_vllm rollout.name": "the library samples with its own engine, which is configured in `sampling`",
+    "lr_scheduler_type": "the learning rate rises linearly over `optimizer.warmup_steps`, and is constant afterwards",
     "push_to_hub": "after the run, upload the folder `model` in `run_dir`, which has the Hugging Face layout: hf upload ORG/NAME RUN_DIR/model",
     "logging_steps logging_strategy logging_first_step": "metrics are logged in every step; `log.rollouts_every_steps` is for sampled responses",
-    "resume_from_checkpoint resume_mode": "the option --resume of the command continues from the last checkpoint",
+    "resume_from_checkpoint resume_mode": "the command-line option --resume continues from the last checkpoint",
     "multi_objective_aggregation": "the rewards of `reward.graders` are summed by weight, and advantages are computed from the sum",
-    "importance_sampling_level": "ratios are computed per token; a loss with another ratio is a function: train(config, objective=...)",
-    "min_p repetition_penalty sampling.top_p sampling.top_k rollout.top_p rollout.top_k": "training samples from the whole distribution, because "
-    "the loss uses the ratio to it; `eval.top_p` and `eval.top_k` are for evaluation",
-    "optim": "the optimizer is AdamW, whose keys are in `optimizer`",
-    "eval_on_start val_before_train": "every run evaluates before its first step and after its last one; `eval.every_steps` adds to these",
-    "adv_estimator": "advantages compare the responses of a group: reward minus the mean, divided by the standard deviation with `loss.normalize_std`",
-    "entropy_coeff": "the loss has no entropy bonus; `loss.clip_ratio_high` keeps up the entropy",
+    "importance_sampling_level": "ratios are computed per token; for another ratio, pass a loss function: train(config, objective=...)",
+    "min_p repetition_penalty sampling.top_p sampling.top_k rollout.top_p rollout.top_k": "training samples from the full distribution, because "
+    "the loss uses its probabilities; `eval.top_p` and `eval.top_k` are for evaluation",
+    "optim": "the optimizer is AdamW, which is configured in `optimizer`",
+    "eval_on_start val_before_train": "every run evaluates before its first step and after its last one; `eval.every_steps` adds evaluations in between",
+    "adv_estimator": "advantages are relative to the group: reward minus the mean, divided by the standard deviation if `loss.normalize_std` is true",
+    "entropy_coeff": "the loss has no entropy bonus; raise `loss.clip_ratio_high` to keep the entropy from falling",
     "disable_dropout": "the models have no dropout",
-    "use_liger_kernel use_liger_loss": "log-probabilities are always computed in chunks of the vocabulary",
+    "use_liger_kernel use_liger_loss": "log-probabilities are always computed in vocabulary chunks",
     "sync_ref_model": "the reference policy of `loss.kl_coef` is the model at the start of the run",
-    "project_name wandb_project": "the environment variable WANDB_PROJECT names the project of Weights & Biases",
-    "cache_dir": "the environment variable HF_HOME sets the folder of models from the Hugging Face hub",
+    "project_name wandb_project": "the environment variable WANDB_PROJECT sets the Weights & Biases project",
+    "cache_dir": "the environment variable HF_HOME sets the folder for models from the Hugging Face Hub",
 }
 NO_KEY = {name: answer for names, answer in _NO_KEY.items() for name in names.split()}
-"""Name in verl or TRL without a key here -> the remedy."""
+"""verl or TRL key without an equivalent here -> remedy."""
 
 _NO_KEY_PREFIXES = {"vllm_": NO_KEY["use_vllm"], "hub_": NO_KEY["push_to_hub"]}
 
 
 def of_another_library(key: str, known: Collection[str]) -> str | None:
-    """Returns the remedy for a key of verl, TRL or open-instruct; None if `known` has no key for it.
+    """Returns the remedy for a verl, TRL or open-instruct key, or None if there is no remedy with the keys in `known`.
 
-    The longest ending of a dotted name decides.
+    If several endings of a dotted name match, the longest is used.
 
     >>> of_another_library("actor_rollout_ref.rollout.n", ["batch.group_size"])
     '`rollout.n` of verl, TRL or open-instruct is `batch.group_size` here'
@@ -66,10 +66,10 @@ def of_another_library(key: str, known: Collection[str]) -> str | None:
 
 
 def nearest_keys(key: str, known: Collection[str], *, least: float = 1.1) -> list[str]:
-    """Returns the three dotted keys most similar to `key`, or fewer, best first.
+    """Returns up to three dotted keys that are most similar to `key`, best first.
 
-    The similarity goes to 2 (equal); keys below `least` are left out. A right last part in the wrong section counts as much as a
-    right section with a misspelt last part.
+    The similarity ranges from 0 to 2 (equal), and keys below `least` are left out. A correct last part in the wrong section
+    counts as much as the correct section with a misspelt last part.
 
     >>> nearest_keys("temperature", ["sampling.temperature", "eval.temperature", "seed"])
     ['eval.temperature', 'sampling.temperature']
@@ -86,10 +86,10 @@ def nearest_keys(key: str, known: Collection[str], *, least: float = 1.1) -> lis
 
 
 def unknown_key(key: str, known: Collection[str]) -> str:
-    """Returns the remedy that follows "unknown key": our name for it, the nearest keys, or the top level."""
+    """Returns the remedy that follows "unknown key": our equivalent, the most similar keys, or the top-level names."""
     if answer := of_another_library(key, known):
         return answer
-    # The name may be inside a misspelt mapping.
+    # The key may be inside a mapping whose name is misspelt.
     if near := nearest_keys(key, known) or nearest_keys(key.rpartition(".")[0], known, least=1.5):
         return f"did you mean {_either(near)}?"
     top = sorted({candidate.split(".", 1)[0] for candidate in known})

@@ -1,4 +1,4 @@
-"""YAML as configurations use it, the configurations in the package, and the answer to a file that does not exist."""
+"""YAML parsing and writing for configurations, the configurations in the package, and the error for a missing file."""
 
 import re
 from collections.abc import Hashable, Mapping
@@ -18,7 +18,7 @@ _FLOAT = re.compile(
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads `1e-6` as a number and a date as text, unlike YAML 1.1, and refuses a key that occurs twice in a section."""
+    """Parses `1e-6` as a number and a date as text, unlike YAML 1.1, and rejects a key that occurs twice in a section."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
@@ -32,7 +32,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that `_Loader` would read as another type."""
+    """Quotes text that `_Loader` would parse as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -47,22 +47,22 @@ for _each in (_Loader, _Dumper):
 
 
 def read_yaml(text: str) -> Any:
-    """Returns the value of a YAML text.
+    """Parses YAML text.
 
     Raises:
-        yaml.YAMLError: it is not YAML, contains a tag, or has a key twice in one section.
+        yaml.YAMLError: the text is not YAML, contains a tag, or has a key twice in one section.
     """
     return _Loader(text).get_single_data()
 
 
 def write_yaml(values: Mapping[str, Any]) -> str:
-    """Returns YAML that `read_yaml` reads back equal. Sections follow the single values."""
+    """Returns YAML text from which `read_yaml` returns equal values. Single values come first, followed by sections."""
     ordered = dict(sorted(values.items(), key=lambda item: isinstance(item[1], dict)))
     return yaml.dump(ordered, Dumper=_Dumper, allow_unicode=True, sort_keys=False)
 
 
 def read_file(path: AnyPath) -> dict[Any, Any]:
-    """Returns the mapping in a YAML file.
+    """Loads the mapping in a YAML file.
 
     Raises:
         ConfigError: the file does not exist, or is not a YAML mapping.
@@ -84,7 +84,7 @@ def read_file(path: AnyPath) -> dict[Any, Any]:
         reason = " ".join(str(error).split())
         raise ConfigError(f"cannot be read as `key: value` lines ({reason}); write YAML") from None
     if not content:
-        raise ConfigError("the file holds no keys; it needs at least `run_dir: some/folder`")
+        raise ConfigError("the file contains no keys; it needs at least `run_dir: some/folder`")
     if not isinstance(content, dict):
         found = f"a list of {len(content)}" if isinstance(content, list) else repr(content)
         raise ConfigError(f"found {found:.80}, needs `key: value` lines, without dashes before them")
@@ -92,9 +92,9 @@ def read_file(path: AnyPath) -> dict[Any, Any]:
 
 
 def shipped_configs() -> dict[str, Path]:
-    """Returns the configurations in the package: name, as in `dapo-jax train NAME` -> file.
+    """Returns the configurations in the package, as a mapping from names (`dapo-jax train NAME`) to files.
 
-    A name is the path below `configs/` without its suffix, such as `study/dapo`. A wheel contains the folder, a checkout has it next to the package.
+    A name is the path below `configs/` without its suffix, for example `study/dapo`. In a wheel this folder is in the package, in a checkout it is next to the package.
     """
     inside = _PACKAGE / "configs"
     folder = inside if inside.is_dir() else _PACKAGE.parent / "configs"
@@ -106,7 +106,7 @@ def _missing_file(path: AnyPath) -> str:
     shipped = shipped_configs()
     name = path.with_suffix("").as_posix().removeprefix("configs/")
     if name in shipped:
-        return f"no such file; the configuration of this name is in the package, so give its name: {name}"
+        return f"no such file, but the package has a configuration of this name; give its name: {name}"
     there = [*map(str, entries(path.parent)), *shipped] if path.parent.is_dir() else shipped
     near = nearest(str(path), [each for each in there if each in shipped or each.endswith((".yaml", ".yml"))])
     remedy = f"did you mean {near[0]}?" if near else f"give a YAML file, or one of {', '.join(shipped)}"

@@ -1,4 +1,4 @@
-"""Sections of a configuration: dataclasses that check their values when an object is built, from a file or in Python."""
+"""Configuration sections: dataclasses that check their values whenever an object is created, from a file or in Python."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -13,10 +13,10 @@ _Entry = TypeVar("_Entry")
 
 
 class Section:
-    """Base class of every section and of a whole configuration. An existing object has passed every check."""
+    """Base class of sections and of complete configurations. Every existing object has passed all checks."""
 
     place: ClassVar[str] = ""
-    """Dotted name of the section in a configuration; empty for a whole configuration."""
+    """Dotted name of the section; empty for a complete configuration."""
 
     def __init_subclass__(cls, *, at: str | None = None) -> None:
         """`at` is the section's dotted name."""
@@ -37,7 +37,7 @@ class Section:
         self.check_together()
 
     def check_together(self) -> None:
-        """Checks values of this object against each other; overridden by sections with such rules."""
+        """Checks values of this object against each other. Sections with such rules override this method."""
 
     def check_effects(self) -> None:
         """Refuses a key that is set although the key that it depends on is not (`Rules.only_with`)."""
@@ -56,12 +56,12 @@ class Section:
                 )
 
     def refuse(self, key: str, needs: str, remedy: str) -> NoReturn:
-        """Raises ConfigError for the value of `key`, a dotted name below this section."""
+        """Raises ConfigError for the value of `key`, a dotted name relative to this section."""
         refuse(f"{self.place}.{key}".lstrip("."), attrgetter(key)(self), needs, remedy)
 
 
 def due(step: int, every: int) -> bool:
-    """Returns True if an action every `every` steps is due after `step`, counted from 1; 0: never."""
+    """Returns True if an action that runs every `every` steps (0: never) is due after `step`, counted from 1."""
     return every > 0 and step % every == 0
 
 
@@ -73,7 +73,7 @@ def field_types(section: type) -> dict[str, Any]:
 
 
 def leaf_types(schema: type, prefix: str = "") -> dict[str, Any]:
-    """Returns the annotation of each dotted key of a configuration class, sections left out."""
+    """Returns the annotation of each dotted key of a configuration class, without sections."""
     leaves = {}
     for name, kind in field_types(schema).items():
         key = prefix + name
@@ -82,7 +82,7 @@ def leaf_types(schema: type, prefix: str = "") -> dict[str, Any]:
 
 
 def rules_by_key(schema: type, prefix: str = "") -> dict[str, Rules]:
-    """Returns the rules of each dotted key of a configuration class, sections included."""
+    """Returns the rules of each dotted key of a configuration class, including sections."""
     kinds, found = field_types(schema), {}
     for field in dataclasses.fields(schema):
         key = prefix + field.name
@@ -93,10 +93,10 @@ def rules_by_key(schema: type, prefix: str = "") -> dict[str, Rules]:
 
 
 def entries(key: str, values: Sequence[Mapping[str, Any]], schema: type[_Entry]) -> list[_Entry]:
-    """Returns the mappings in a list as objects of `schema`.
+    """Converts a list of mappings to objects of `schema`.
 
     Raises:
-        ConfigError: an unknown or missing name, or a value of the wrong type or out of range; names the entry.
+        ConfigError: a name is unknown or missing, or a value has the wrong type or is out of range. The message names the entry.
     """
     return [_entry(f"{key}[{place}]", value, schema) for place, value in enumerate(values)]
 

@@ -1,1 +1,1 @@
-"""The health of a run: stop requests (`stopping`), runs without progress (`stalls`), runs that learn nothing (`watchdogs`)."""
+"""Run health: stop requests (`stopping`), runs that make no progress (`stalls`), and runs that do not learn (`watchdogs`)."""

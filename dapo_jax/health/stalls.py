@@ -1,7 +1,7 @@
 """Ends a run that makes no progress, with a report of what every thread and process is doing.
 
-All parts of a run report progress (`Watch.note`): a prompt, a round of sampling, a group, an update. A thread compares the time since
-the last report with the limit. A process that waits for the others has not stalled as long as one of them makes progress.
+All parts of a run report progress (`Watch.note`), for example after a prompt, a sampling round, a group or an update. A thread compares the
+time since the last report with the limit. A process that waits for other processes has not stalled if one of them makes progress.
 """
 
 import faulthandler
@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any
 
 FRAMES = 8
-"""Innermost calls of each thread in a report."""
+"""Number of innermost calls to report per thread."""
 
 _POLL_S = 1.0
 _BACK_UP_S = 60.0
-"""Seconds beyond the limit after which a process without a running thread is ended."""
+"""Seconds beyond the limit after which a process in which no thread can run is ended."""
 
 
 @dataclass(frozen=True)
 class _Doing:
-    """The activity of a process, and since when this process knows it."""
+    """The activity of a process, and the time at which this process learned of it."""
 
     count: int
     what: str
@@ -41,7 +41,7 @@ class _Doing:
 
 
 class Watch:
-    """Watches one process of a run, as a context manager."""
+    """Context manager that watches one process of a run for stalls."""
 
     def __init__(
         self,
@@ -54,10 +54,10 @@ class Watch:
         """Prepares the watch.
 
         Args:
-            timeout_s: seconds without progress after which the run is ended; 0: never.
-            end: called with an exit status and the reason.
+            timeout_s: seconds without progress after which the run is ended. 0: never.
+            end: ends the run. It is called with an exit status and the reason.
             broadcast: sends this process's activity to the other processes.
-            received: returns the last broadcast of each other process.
+            received: returns the last broadcast of every other process.
         """
         self._timeout_s, self._end, self._broadcast, self._received = timeout_s, end, broadcast, received
         self._now = _Doing(0, "starting", False, time.monotonic())
@@ -66,11 +66,11 @@ class Watch:
         self._thread = threading.Thread(target=self._watch, name="stalls", daemon=True)
 
     def note(self, what: str, *, for_others: bool = False) -> None:
-        """Reports progress and the next activity; with `for_others` this activity waits for the other processes."""
+        """Reports progress and the next activity. With `for_others`, this activity waits for other processes."""
         self._now = _Doing(self._now.count + 1, what, for_others, time.monotonic())
 
     def phase(self, name: str, done: int | None, total: int | None) -> None:
-        """Reports progress of a phase, with the arguments of a progress display."""
+        """Reports progress within a phase. The arguments are the same as for a progress display."""
         self.note(name if done is None else f"{name}, {done} of {total} done")
 
     def __enter__(self) -> "Watch":
@@ -97,7 +97,7 @@ class Watch:
                 if stalled:
                     _write(self._report(now))
                     if self._others:
-                        time.sleep(3 * poll)  # the others report too, before they end with this process
+                        time.sleep(3 * poll)  # gives the other processes time to report before they end too
                     self._end(1, self._message(now))
                     return
                 if not reported and any(other.stalled for other in self._others.values()):
@@ -107,14 +107,14 @@ class Watch:
             faulthandler.cancel_dump_traceback_later()
 
     def _back_up(self) -> None:
-        """Lets faulthandler end the process if a call never releases Python's lock: then this thread does not run either."""
+        """Lets faulthandler end the process if a call never releases the GIL, because then this thread cannot run either."""
         if sys.__stderr__ is not None:
             with suppress(ValueError, OSError):  # a stream without a file
                 limit = self._timeout_s + _BACK_UP_S
                 faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__)
 
     def _receive(self) -> None:
-        """Updates the others' activities, timed by this process's clock, since clocks of hosts differ."""
+        """Updates the activities of other processes. Times are from this process's clock, because the clocks of hosts differ."""
         for index, text in self._received().items():
             count, what, for_others, stalled = json.loads(text)
             known = self._others.get(index)
@@ -128,7 +128,7 @@ class Watch:
         )
 
     def _report(self, now: _Doing) -> str:
-        """Returns the activities of all processes, and the innermost calls of each thread of this one."""
+        """Returns the activities of all processes, and the innermost calls of each thread in this process."""
         lines = [f"no progress for {now.idle_s:.0f} s; this process: {now.what}"]
         for index, other in sorted(self._others.items()):
             lines.append(f"process {index}: {other.what}, for {other.idle_s:.0f} s")
@@ -142,9 +142,9 @@ class Watch:
 
 
 def interrupt(_: int, why: str) -> None:
-    """Ends a run inside another program, such as a notebook: prints why, and raises KeyboardInterrupt in the main thread."""
+    """Ends a run inside another program, such as a notebook. Prints the reason, and raises KeyboardInterrupt in the main thread."""
     _write(f"{why}\n")
-    # A real signal, since `_thread.interrupt_main` does not wake a thread that sleeps or waits.
+    # Sends a real signal, because `_thread.interrupt_main` does not wake a thread that sleeps or waits.
     main = threading.main_thread().ident
     assert main is not None, "it has been started"
     signal.pthread_kill(main, signal.SIGINT)

@@ -1,8 +1,8 @@
-"""Stops a run on request: some phases are interrupted, others are completed, and a checkpoint is saved.
+"""Stops a run on request: interrupts some phases, completes others, and saves a checkpoint.
 
-A signal raises `StoppedError` in the main thread at once in the phases that may be interrupted: start, sampling, grading and
-evaluation. Within `Stop.held`, while weights change and files are written, it is deferred. The library installs no signal handler by
-itself, since a notebook has its own; the command line does, with `stopped_by_signals`.
+In phases that may be interrupted (start, sampling, grading and evaluation), a signal immediately raises `StoppedError` in the main
+thread. Within `Stop.held`, while weights change and files are written, the signal is deferred. The library itself installs no signal
+handler, because a notebook has its own. The command line installs one with `stopped_by_signals`.
 """
 
 import _thread
@@ -18,34 +18,34 @@ from types import FrameType
 from typing import TypeVar
 
 STOPPED = 75
-"""Exit status of a stopped run that can be resumed (EX_TEMPFAIL of sysexits.h); launch scripts resume it."""
+"""Exit status of a stopped run that can be resumed (EX_TEMPFAIL in sysexits.h). Launch scripts resume such a run."""
 
 GRACE_S = 25.0
 """Seconds that a run may take to stop. Kubernetes and Cloud TPU kill 30 s after their signal."""
 
 REPEATED_S = 0.5
-"""Seconds within which the same signal counts as a repetition and not as a second request."""
+"""Seconds within which a repeated signal is ignored instead of counted as a second request."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 HANGUP = signal.SIGHUP
-"""The signal of a closed terminal. System and shell may both send it, so it never counts as a second signal."""
+"""The signal that is sent when a terminal closes. The system and the shell may both send it, so it never counts as a second signal."""
 
 _WAKE = signal.SIGUSR1
-"""The signal with which another thread wakes the main thread."""
+"""The signal that other threads send to wake the main thread."""
 
 _Item = TypeVar("_Item")
 
 
 class StoppedError(BaseException):
-    """The run was stopped. Like KeyboardInterrupt it is not an Exception, so that `except Exception` does not catch it."""
+    """The run was stopped. Like KeyboardInterrupt, this is not an Exception, so that `except Exception` does not catch it."""
 
 
 def first_reason(reasons: Mapping[int, str], process: int) -> str:
-    """Returns why a run of several processes stops, as `process` reports it; empty if it does not.
+    """Returns the reason why a run with several processes stops, as `process` reports it, or an empty string if the run does not stop.
 
     Args:
-        reasons: process -> `Stop.reason` there, which may name the process that it came from.
+        reasons: process -> its `Stop.reason`, which may name the process where the stop was requested.
         process: the process that reports.
     """
     for index, reason in sorted(reasons.items()):
@@ -55,43 +55,43 @@ def first_reason(reasons: Mapping[int, str], process: int) -> str:
 
 
 class Stop:
-    """A request to stop a run, and whether the run may be interrupted at the moment."""
+    """A request to stop a run, and whether the run may currently be interrupted."""
 
     def __init__(self, wake: Callable[[], None] | None = None) -> None:
-        """`wake` makes the main thread call `note`; it is called by other threads."""
+        """`wake` makes the main thread call `note`. Other threads call it."""
         self.reason = ""
-        """Who requested the stop, such as SIGTERM; empty without a request."""
+        """Source of the request, for example SIGTERM; empty if there is no request."""
         self.failed = ""
-        """The failure of another process, which ends the run; empty if no process failed."""
+        """Failure of another process that ends this run; empty if no process failed."""
         self.grace_s = GRACE_S
         self._held = False
         self._wake = wake
 
     def ask(self, reason: str) -> None:
-        """Requests a stop without interrupting. The first reason is kept."""
+        """Requests a stop without interrupting the run. The first reason is kept."""
         self.reason = self.reason or reason
 
     def tell(self, reason: str) -> None:
-        """Requests a stop from another thread. It does not count as a signal: the next signal is still the first."""
+        """Requests a stop from another thread. This does not count as a signal, so the next signal is still the first."""
         if not self.reason:
             self.ask(reason)
             if self._wake is not None:
                 self._wake()
 
     def fail(self, why: str) -> None:
-        """Interrupts the main thread from another one, after another process failed: no checkpoint can be saved."""
+        """Interrupts the main thread from another thread because another process failed. In this case no checkpoint can be saved."""
         self.failed = why
         (self._wake or _thread.interrupt_main)()
 
     def check(self) -> None:
-        """Raises StoppedError after a request to stop, KeyboardInterrupt after another process failed."""
+        """Raises StoppedError if a stop was requested, or KeyboardInterrupt if another process failed."""
         if self.failed:
             raise KeyboardInterrupt(self.failed)
         if self.reason:
             raise StoppedError(self.reason)
 
     def note(self, reason: str) -> None:
-        """Calls `ask`, and `check` unless held: for a signal handler in the main thread."""
+        """Calls `ask`, and then `check` unless the run is in `held`. For a signal handler in the main thread."""
         self.ask(reason)
         if not self._held:
             self.check()
@@ -107,7 +107,7 @@ class Stop:
 
     @contextlib.contextmanager
     def abandonable(self) -> Iterator[None]:
-        """Lets signals, and deferred ones, raise StoppedError within the block."""
+        """Lets signals raise StoppedError within the block, including signals deferred so far."""
         before, self._held = self._held, False
         try:
             self.check()
@@ -116,7 +116,7 @@ class Stop:
             self._held = before
 
     def watched(self, items: Iterable[_Item]) -> Iterator[_Item]:
-        """Yields the items. Waiting for an item may be interrupted, using it may not."""
+        """Yields the items. The run may be interrupted while it waits for an item, but not while it uses the item."""
         iterator = iter(items)
         while True:
             with self.abandonable():
@@ -129,14 +129,14 @@ class Stop:
 
 @contextlib.contextmanager
 def stopped_by_signals(end: Callable[[int, str], None]) -> Iterator[Stop]:
-    """Stops the run on SIGTERM, SIGINT or SIGHUP within this block; a second SIGTERM or SIGINT, or the end of the grace period, ends the
-    process.
+    """Stops the run on SIGTERM, SIGINT or SIGHUP within this block. The process is ended by a second SIGTERM or SIGINT, or when the grace
+    period is over.
 
-    A thread handles the latter two, since no signal handler runs while the main thread is in compiled code. SIGHUP stays ignored if it
-    was at the start (nohup), and after a stop, so that a repeated one does not change the exit status during shutdown.
+    A thread ends the process, because no signal handler runs while the main thread is in compiled code. SIGHUP is ignored if it was ignored
+    at the start (nohup). It is also ignored after a stop, so that a repeated SIGHUP does not change the exit status during shutdown.
 
     Args:
-        end: called with an exit status and the reason; must not return.
+        end: ends the process. It is called with an exit status and the reason, and must not return.
     """
     main, hung_up = threading.get_ident(), False
     stop = Stop(lambda: signal.pthread_kill(main, _WAKE))
@@ -168,14 +168,14 @@ def stopped_by_signals(end: Callable[[int, str], None]) -> Iterator[Stop]:
 
 
 def _listen(stop: Stop, seen: socket.socket, end: Callable[[int, str], None]) -> None:
-    """Reads the numbers of signals until the other end of the socket is closed."""
+    """Receives signal numbers until the other end of the socket is closed."""
     limit: float | None = None
     signals, first, came = 0, 0, 0.0
     while True:
         left = None if limit is None else max(0.0, limit - time.monotonic())
         if not select.select([seen], [], [], left)[0]:
             late = f"did not stop within {stop.grace_s:g} s of {stop.reason}"
-            end(STOPPED, f"{late}: ends with the last saved checkpoint")
+            end(STOPPED, f"{late}: the process ends now, and the last saved checkpoint is kept")
             return
         if not (received := seen.recv(1)):
             return
@@ -189,14 +189,14 @@ def _listen(stop: Stop, seen: socket.socket, end: Callable[[int, str], None]) ->
         first, came = (first, came) if first else (number, time.monotonic())
         signals += number in SIGNALS and not repeated
         if signals > 1:
-            end(128 + number, f"a second signal ({name}): ended at once")
+            end(128 + number, f"a second signal ({name}): ended immediately")
             return
         if limit is None:
             limit = time.monotonic() + stop.grace_s
-            ends = f"ends within {stop.grace_s:g} s and saves the last whole step, if there is one"
+            ends = f"ends within {stop.grace_s:g} s and saves the last complete step, if there is one"
             with contextlib.suppress(OSError):  # standard error may be closed
                 print(
-                    f"was asked to stop by {name}: {ends}; a second signal ends it at once",
+                    f"was asked to stop by {name}: {ends}; a second signal ends it immediately",
                     file=sys.stderr,
                     flush=True,
                 )

@@ -1,7 +1,7 @@
-"""Warnings about runs that continue without learning, from the metrics of their steps. Pure functions of numbers.
+"""Warnings about runs that continue without learning. They are pure functions of the metrics of the steps.
 
-Several conditions may hold at once, since one causes the next: a policy without entropy gives flat groups, and flat groups a constant
-reward. Then only the first in the order of `NAMES` is raised.
+Several conditions may hold at the same time, because one can cause another. For example, a policy without entropy leads to flat groups, and
+flat groups lead to a constant reward. In this case only the first warning in the order of `NAMES` is raised.
 """
 
 import math
@@ -10,13 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 NAMES = ("length_collapse", "entropy_collapse", "truncation", "flat_groups", "reward_stuck")
-"""The warnings, causes first."""
+"""Names of the warnings, ordered from causes to consequences."""
 
 START, RECENT = 3, 3
-"""Number of steps whose mean is the first, or the present, value of a metric."""
+"""Number of steps over which a metric is averaged for its first value and for its current value."""
 
 WINDOW = 10
-"""Number of steps after which a reward may count as stuck; half of it for flat groups."""
+"""Number of steps after which a reward may count as stuck. Flat groups need half as many steps."""
 
 MIN_ENTROPY = 0.05
 MIN_LENGTH_FRAC = 0.333
@@ -39,7 +39,7 @@ SEEN = (
     "rollout/truncated_frac",
     "update/learning_rate",
 )
-"""The metrics that the warnings use."""
+"""Metrics that the warnings use."""
 
 StepMetrics = Mapping[str, Any]
 """Metrics of a step. A value that was not measured is absent, None or NaN."""
@@ -49,7 +49,7 @@ Seen = Mapping[str, Sequence[float]]
 
 
 class Watchdogs:
-    """Raises warnings step by step. They depend on metrics alone, so a resumed run that is given the earlier lines raises the same ones."""
+    """Raises warnings step by step. They depend only on metrics, so a resumed run with the metrics of earlier steps raises the same warnings."""
 
     def __init__(self, *, metric: str = "correct", history: Iterable[StepMetrics] = ()) -> None:
         """`metric` is `dynamic_sampling.metric`; `history` has the metrics of earlier steps."""
@@ -61,10 +61,10 @@ class Watchdogs:
         self._raised = next(iter(warnings(self._seen, metric=metric)), "")
 
     def step(self, metrics: StepMetrics) -> tuple[dict[str, int], list[str]]:
-        """Adds a finished step.
+        """Adds the metrics of a finished step.
 
         Returns:
-            `watchdog/NAME` for each warning, 1 while it is raised; and the text of a warning that was not raised at the previous step.
+            The metric `watchdog/NAME` for each warning, which is 1 while the warning is raised; and the texts of newly raised warnings.
         """
         self._see(metrics)
         holds = warnings(self._seen, metric=self._metric)
@@ -80,18 +80,18 @@ class Watchdogs:
 
 
 def warnings(seen: Seen, *, metric: str) -> dict[str, str]:
-    """Returns the name and text of each warning that holds after the last step, in the order of `NAMES`.
+    """Returns the name and text of each warning whose condition holds after the last step, in the order of `NAMES`.
 
     * `length_collapse`: responses are shorter than `MIN_LENGTH_FRAC` of their first length.
     * `entropy_collapse`: the entropy is below `MIN_ENTROPY` and below a tenth of its first value, and accuracy is below 0.9.
     * `truncation`: more than `MAX_TRUNCATED_FRAC` of the responses are truncated, and 0.25 more than at first.
-    * `flat_groups`: for half of `WINDOW`, less than `MIN_MIXED_FRAC` of the groups had both right and wrong responses; with the
-      `metric` score, different scores.
-    * `reward_stuck`: after `WINDOW` steps at the full learning rate, the mean reward of their last half is not above the mean reward of
+    * `flat_groups`: over half of `WINDOW`, less than `MIN_MIXED_FRAC` of the groups had both correct and wrong responses (if `metric` is
+      score, different scores).
+    * `reward_stuck`: after `WINDOW` steps at the full learning rate, the mean reward of the second half does not exceed the mean reward of
       the run's first steps by twice the noise, and accuracy is below 0.9.
 
-    A first value is the mean over the first three steps, a present value the mean over the last three. With the `metric` score the
-    accuracy is ignored, since a score may have no highest value.
+    A first value is the mean over the first three steps, and a current value is the mean over the last three. If `metric` is score,
+    accuracy is ignored, because a score may have no maximum.
     """
     accuracy = seen["rollout/accuracy"][-RECENT:]
     done = metric == "correct" and bool(accuracy) and _mean(accuracy) >= NEARLY_ALL_RIGHT
@@ -110,7 +110,7 @@ def _length_collapse(seen: Seen) -> str:
     if not now < MIN_LENGTH_FRAC * first:
         return ""
     return (
-        f"length collapse: responses have {now:.1f} tokens on average, at first {first:.1f}. Usual causes: the reward prefers "
+        f"length collapse: responses have {now:.1f} tokens on average, down from {first:.1f}. Usual causes: the reward prefers "
         "brevity (an overlong penalty that begins too early, a grader that accepts an empty or guessed answer); "
         "loss.aggregation=sequence_mean. Read the rollouts; raise sampling.max_response_tokens or lower "
         "reward.overlong.buffer_tokens; make the grader require the missing part"
@@ -122,8 +122,8 @@ def _entropy_collapse(seen: Seen) -> str:
     if not now < min(MIN_ENTROPY, 0.1 * first):
         return ""
     return (
-        f"entropy collapse: {now:.2g} nats per token, at first {first:.2g}: the policy hardly explores. Usual causes: "
-        "a learning rate that is too high; an upper clip as low as the lower; many updates on one step's responses. Lower "
+        f"entropy collapse: {now:.2g} nats per token, down from {first:.2g}: the policy hardly explores. Usual causes: "
+        "the learning rate is too high; the upper clip range is as small as the lower; a step has too many updates. Lower "
         "optimizer.learning_rate, raise loss.clip_ratio_high, raise batch.groups_per_update; resume from an earlier checkpoint"
     )
 
@@ -133,7 +133,7 @@ def _truncation(seen: Seen) -> str:
     if not now > max(MAX_TRUNCATED_FRAC, first + 0.25):
         return ""
     return (
-        f"truncation: {now:.0%} of the responses are truncated at the length limit, at first {first:.0%}. Usual causes: the "
+        f"truncation: {now:.0%} of the responses are truncated at the length limit, up from {first:.0%}. Usual causes: the "
         "reward grows with length; responses repeat themselves; the policy no longer writes a stop token or stop string. Read "
         "the rollouts; enable reward.overlong, check sampling.stop, or raise sampling.max_response_tokens if the task needs it"
     )
@@ -148,27 +148,27 @@ def _flat_groups(seen: Seen, metric: str) -> str:
     if metric == "score":
         return (
             f"flat groups: in the last {span} steps the scores differed in {_mean(differ):.1%} of the groups; the policy learns nothing "
-            "from a group with equal scores. Usual causes: a reward function that returns one value for every response, or only a few "
-            "values; responses that have become alike. Read the rollouts; change data or reward function, or raise batch.group_size"
+            "from a group with equal scores. Usual causes: a reward function that returns the same value for every response, or only "
+            "a few values; responses that have become alike. Read the rollouts; change data or reward function, or raise batch.group_size"
         )
-    head = f"flat groups: in the last {span} steps {_mean(mixed):.1%} of the groups had both right and wrong responses"
+    head = f"flat groups: in the last {span} steps {_mean(mixed):.1%} of the groups had both correct and wrong responses"
     if differ and _mean(differ) >= MIN_MIXED_FRAC:
         return (
-            f"{head}, where a score counts as right above 0; yet the scores differ in {_mean(differ):.0%} of them. "
+            f"{head}, where a score above 0 counts as correct; but the scores differ in {_mean(differ):.0%} of the groups. "
             "If the reward is a number rather than a verdict, set dynamic_sampling.metric=score"
         )
     right = _mean(seen["rollout/all_correct_frac"][-span:])
     return (
-        f"{head}; {right:.0%} were all right, the rest all wrong, and the policy learns nothing from these. Usual causes: the prompts are "
-        "too easy (all right) or too hard (all wrong); the grader never matches (dapo-jax score shows what it extracts), or returns one "
-        "verdict for every response. Change data, model or grader, or raise batch.group_size"
+        f"{head}; {right:.0%} were all correct, and the policy learns nothing from all-correct or all-wrong groups. Usual causes: the prompts are "
+        "too easy (all correct) or too hard (all wrong); the grader never matches (dapo-jax score shows the extracted answers), or returns "
+        "the same verdict for every response. Change data, model or grader, or raise batch.group_size"
     )
 
 
 def _reward_stuck(seen: Seen) -> str:
     rates = seen["update/learning_rate"][-WINDOW:]
     rewards, half = seen["reward/mean"], WINDOW // 2
-    if len(rates) < WINDOW or max(rates) != min(rates) or len(rewards) < WINDOW:  # it is warming up
+    if len(rates) < WINDOW or max(rates) != min(rates) or len(rewards) < WINDOW:  # still warming up
         return ""
     first, now = _mean(rewards[:half]), _mean(rewards[-half:])
     spread, prompts = seen["reward/std"], seen["rollout/prompts"]
@@ -176,20 +176,20 @@ def _reward_stuck(seen: Seen) -> str:
     if now > first + 2 * noise:
         return ""
     return (
-        f"reward stuck: {now:.3g} on average in the last {half} steps, {first:.3g} in the first {half}, with a standard error of "
-        f"{noise:.2g}: it has not risen. Usual causes: a learning rate that is too low (or skipped updates: "
-        "update/skipped_frac); a reward that does not depend on the response. Read the rollouts; raise "
+        f"reward stuck: the mean reward was {now:.3g} in the last {half} steps and {first:.3g} in the first {half}, with a standard error of "
+        f"{noise:.2g}, so it has not risen. Usual causes: the learning rate is too low; updates are skipped "
+        "(update/skipped_frac); the reward does not depend on the response. Read the rollouts; raise "
         "optimizer.learning_rate"
     )
 
 
 def _error(spread: Sequence[float], prompts: Sequence[float]) -> float:
-    """Returns an upper bound of the standard error of the mean reward, as if the responses to a prompt had equal rewards."""
+    """Returns an upper bound on the standard error of the mean reward, which assumes that responses to the same prompt have equal rewards."""
     return math.sqrt(_mean([one * one for one in spread]) / max(sum(prompts), 1.0))
 
 
 def _first_and_now(seen: Seen, name: str) -> tuple[float, float]:
-    """Returns the means over the first and the last steps; NaN until these are different steps."""
+    """Returns the means over the first and the last steps, or NaN as long as these steps overlap."""
     values = seen[name]
     if len(values) < START + RECENT:
         return math.nan, math.nan

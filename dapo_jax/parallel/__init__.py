@@ -1,1 +1,1 @@
-"""Meshes, the sharding of arrays, the weight transfer from trainer to sampler, and the processes of a run."""
+"""Meshes, array sharding, the weight transfer from trainer to sampler, and the processes of a run."""

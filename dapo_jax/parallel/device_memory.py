@@ -1,4 +1,4 @@
-"""The memory limit of a device, and the bytes per device of arrays that are sharded over a mesh."""
+"""Memory limit of a device, and bytes per device of arrays that are sharded over a mesh."""
 
 import math
 from collections.abc import Mapping
@@ -14,48 +14,48 @@ from dapo_jax.parallel.sharding import split
 from dapo_jax.parallel.together import all_gather_bytes, meet
 
 OFFLOADED = "pinned_host"
-"""JAX's memory kind for host memory that a device can read."""
+"""JAX memory kind of host memory that a device can access."""
 
 
 def device_bytes(device: AnyDevice) -> int | None:
-    """Returns the bytes that programs may use on an accelerator; None for a CPU, or if the device does not report them."""
+    """Returns the number of bytes that programs may use on an accelerator. None for a CPU, or if the device reports no limit."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     return int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
 
 
 def least_device_bytes(mesh: Mesh) -> int | None:
-    """Returns the least `device_bytes` of the mesh's devices; None if one does not report them. Every process must call it."""
+    """Returns the minimum `device_bytes` over the mesh's devices, or None if a device reports no limit. Every process must call it."""
     if mesh.devices.flat[0].platform == "cpu":
         return None
     own = [device_bytes(device) for device in mesh.local_devices]
     least = 0 if None in own else min(filter(None, own), default=0)
-    meet()  # one process may have read files for longer than a collective waits
+    meet()  # a process may have loaded files for longer than a collective waits
     return min(map(int, all_gather_bytes(b"%d" % least))) or None
 
 
 def bytes_on_device(structs: PyTree, sizes: Mapping[str, int]) -> int:
-    """Returns the bytes of arrays on each device. Arrays in host memory count 0.
+    """Returns the number of bytes that arrays need on each device. Arrays in host memory count as 0.
 
     Args:
         structs: arrays or shapes with a `NamedSharding`.
         sizes: the size of each mesh axis.
 
     Raises:
-        ConfigError: an axis does not divide a dimension.
+        ConfigError: a dimension is not divisible by its mesh axis.
     """
     leaves = (leaf for leaf in jax.tree.leaves(structs) if leaf.sharding.memory_kind != OFFLOADED)
     return sum(_bytes(leaf, sizes) for leaf in leaves)
 
 
 def _bytes(leaf: Any, sizes: Mapping[str, int]) -> int:
-    # A random key is 2 numbers of 32 bits.
+    # A PRNG key consists of two 32-bit integers.
     found = 8 if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
     for size, axes in zip(leaf.shape, split(leaf.sharding, leaf.ndim), strict=True):
         parts = math.prod(sizes[axis] for axis in axes)
         if size % parts:
             raise ConfigError(
                 f"an array of shape {leaf.shape} has a dimension of {size}, which {' x '.join(axes)} = {parts} does not divide; choose "
-                f"other sizes of parallel.{', parallel.'.join(axes)}, or of the arrays that are spread over them"
+                f"other sizes of parallel.{', parallel.'.join(axes)}, or of the arrays that are sharded over them"
             )
         found *= size // parts
     return found

@@ -11,16 +11,16 @@ WITHOUT_TPU = {
     "TPU_WORKER_ID": "0",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-"""A description of a slice, so that libtpu does not ask a metadata server."""
+"""Description of a TPU slice, so that libtpu does not query a metadata server."""
 
 _DEVICES = ("accel*", "vfio/[0-9]*")
-"""Device files of TPU chips in /dev."""
+"""Glob patterns of TPU device files in /dev."""
 
 
 def keep_quiet() -> None:
-    """Keeps an installed libtpu from printing that this machine has no TPU. Call it before jax is imported.
+    """Keeps an installed libtpu from printing that this machine has no TPU. Call this before jax is imported.
 
-    Changes nothing if there is a TPU, or if the environment names platforms or a TPU.
+    Changes nothing if there is a TPU, or if environment variables select platforms or describe a TPU.
     """
     asked = bool(os.environ.get("JAX_PLATFORMS")) or any(name in os.environ for name in WITHOUT_TPU)
     there = any(next(Path("/dev").glob(pattern), None) for pattern in _DEVICES)

@@ -1,8 +1,8 @@
-"""The processes of one run: how they start, and how the failure of one ends the others.
+"""The processes of a run: how they start, and how the failure of one process ends all others.
 
-Each process runs the same command (multi-controller JAX). A process that raises an error stores it in JAX's coordination service,
-and a thread in each process polls for errors of the others: in a collective the main thread would wait forever for a process
-that is gone. A process that dies without an error (SIGKILL, a lost machine) is found by JAX's own heartbeats, which end the others.
+Each process runs the same command (multi-controller JAX). A process that raises an error stores it in JAX's coordination service, and
+a thread in each process polls for errors of other processes. Without it, the main thread could wait forever in a collective for a
+process that has ended. If a process dies without an error (SIGKILL, a lost machine), JAX's heartbeats notice and end the others.
 """
 
 import json
@@ -21,21 +21,21 @@ from dapo_jax.health.stopping import Stop, StoppedError, first_reason
 from dapo_jax.terminal import visible
 
 JAX_HEARTBEAT_S = 20
-"""Seconds without a heartbeat after which JAX ends the others. Heartbeats come from C++, also while Python threads cannot run."""
+"""Seconds without a heartbeat of a process after which JAX ends the other processes. C++ sends heartbeats even while Python threads cannot run."""
 
 GRACE_S = 3.0
-"""Seconds that a process has to end by itself after another has failed, and to end after its own error."""
+"""Seconds that a process has to end by itself after another process has failed, or after its own error."""
 
 _POLL_S = 0.5
 _LOST_CONNECTION = re.compile(r"Gloo|UNAVAILABLE|closed by peer|reset by peer")
-"""Words of an error that may be the consequence of another process's end."""
+"""Words in an error that may be the consequence of another process having ended."""
 
 
 def wanted(environment: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether the environment makes this process one of several.
+    """Returns whether environment variables make this process one of several.
 
-    `JAX_COORDINATOR_ADDRESS` (with `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`) does, or `DAPO_JAX_DISTRIBUTED=1`, with
-    which JAX asks Cloud TPU, Slurm, GKE or MPI for the others; `DAPO_JAX_DISTRIBUTED=0` makes it the only process.
+    `JAX_COORDINATOR_ADDRESS` does (with `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`), and so does `DAPO_JAX_DISTRIBUTED=1`, with which JAX
+    gets these values from Cloud TPU, Slurm, GKE or MPI. With `DAPO_JAX_DISTRIBUTED=0`, this is the only process.
 
     Raises:
         ConfigError: `DAPO_JAX_DISTRIBUTED` has another value.
@@ -49,24 +49,24 @@ def wanted(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def is_first() -> bool:
-    """Returns True in the process that writes and prints for all."""
+    """Returns True in the process that writes files and prints for all processes."""
     import jax
 
     return jax.process_index() == 0
 
 
 def described(error: BaseException) -> str:
-    """Returns the last lines of a traceback, without tokens, passwords and control characters."""
+    """Returns the type and message of an error, without tokens, passwords and control characters."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return visible(without_secrets(text))
 
 
 class _Processes:
-    """This process, alone or as one of several, and the thread that listens to the others."""
+    """This process, alone or as one of several, and the thread that listens to the other processes."""
 
     def __init__(self) -> None:
         self._client: Any = None
-        """JAX's coordination service; None: this process is alone."""
+        """Client of JAX's coordination service. None if this process is alone."""
         self._index, self._count = 0, 1
         self._leaving, self._told = threading.Event(), threading.Event()
         self._limit: threading.Timer | None = None
@@ -75,18 +75,18 @@ class _Processes:
         self._listener = threading.Thread(target=self._listen, name="other processes", daemon=True)
 
     def start(self, *, stop: Stop | None = None) -> None:
-        """Joins the run's other processes. Call it before anything else of JAX, and end with `fail` or `leave`.
+        """Joins the other processes of the run. Call this before any other use of JAX, and finish with `fail` or `leave`.
 
-        A stop of one process stops the others, through their `stop`.
+        If one process is stopped, all others are stopped too, through their `stop`.
 
         Raises:
-            ConfigError: the environment does not give this process's number and the count, or the processes do not meet.
+            ConfigError: environment variables do not provide the process id and the number of processes, or the processes cannot connect.
         """
         import jax
 
         from dapo_jax.parallel.together import coordination_service
 
-        # Otherwise JAX takes SIGTERM for a preemption notice, and the process continues.
+        # Otherwise JAX treats SIGTERM as a preemption notice, and the process continues.
         jax.config.update("jax_enable_preemption_service", False)
         names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
         address, *given = (os.environ.get(name) or None for name in names)
@@ -95,8 +95,8 @@ class _Processes:
             jax.distributed.initialize(address, count, index, heartbeat_timeout_seconds=JAX_HEARTBEAT_S)
         except (RuntimeError, ValueError) as error:
             raise ConfigError(
-                f"the processes of the run do not meet: {error} Found JAX_COORDINATOR_ADDRESS={address}, JAX_NUM_PROCESSES={given[0]}, "
-                f"JAX_PROCESS_ID={given[1]}; set all three, or start by Slurm, GKE or Cloud TPU, which JAX asks"
+                f"the processes of the run cannot connect: {error} Found JAX_COORDINATOR_ADDRESS={address}, JAX_NUM_PROCESSES={given[0]}, "
+                f"JAX_PROCESS_ID={given[1]}; set all three, or start with Slurm, GKE or Cloud TPU, where JAX finds them"
             ) from error
         service = coordination_service()
         self._client, self._stop = service.client, stop or self._stop
@@ -104,38 +104,38 @@ class _Processes:
         self._listener.start()
 
     def leave(self) -> None:
-        """Waits until the other processes are done too, and leaves them."""
+        """Waits until the other processes have finished too, and disconnects from them."""
         if self._client is None:
             return
         import jax
 
-        jax.distributed.shutdown()  # a barrier, during which errors of the others are still noticed
+        jax.distributed.shutdown()  # a barrier, during which errors of other processes are still noticed
         self._leaving.set()
-        # A thread that is in C++ at the end of the interpreter aborts the process.
+        # A thread that is still in C++ when the interpreter exits aborts the process.
         self._listener.join()
 
     def broadcast(self, text: str) -> None:
-        """Replaces the text that the other processes read by `received`."""
+        """Replaces the text of this process that the other processes get from `received`."""
         self._put("doing", text)
 
     def received(self) -> dict[int, str]:
-        """Returns the last broadcast of each other process."""
+        """Returns the last broadcast of every other process."""
         return self._others("doing")
 
     def resume_by(self, remedy: str) -> None:
-        """Sets the sentence about how the run can be resumed, for the message after another process has died."""
+        """Sets the sentence on how to resume the run, for the message after another process has died."""
         self._remedy = remedy
 
     def fail(self, status: int, message: str, *, shown: str | None = None, by_all: bool = False) -> NoReturn:
-        """Prints why this process ends, notifies the others, and exits with `status` at once.
+        """Prints why this process ends, notifies the others, and exits with `status` immediately.
 
-        JAX's exit handlers and threads are skipped: they would wait for the other processes.
+        JAX's exit handlers and threads are skipped, because they would wait for the other processes.
 
         Args:
-            status: the exit status, which the others take too.
-            message: for the others.
-            shown: for the user here, such as a traceback; None is the message.
-            by_all: every process is likely to find the same error; then only the first shows it.
+            status: the exit status, which the others use too.
+            message: the text for the other processes.
+            shown: the text for the user of this process, for example a traceback. None: `message`.
+            by_all: True if every process is likely to raise the same error. Then only the first process prints it.
         """
         self._tell(status, message)
         self._leaving.set()
@@ -151,12 +151,12 @@ class _Processes:
         self._exit(status, message if shown is None else shown)
 
     def end(self, status: int, message: str) -> NoReturn:
-        """Ends this process at once, alone or one of several; the others are notified."""
+        """Ends this process immediately, and notifies the other processes if there are any."""
         self._leaving.set()
         self._exit(*self._tell(status, message))
 
     def all_say(self, text: str) -> bool:
-        """Returns whether every process calls this with the same text within the time of grace, so that they may act together."""
+        """Returns whether every process calls this with the same text within `GRACE_S`, so that the processes can act together."""
         if self._client is None:
             return True
         self._put("ready", text)
@@ -166,7 +166,7 @@ class _Processes:
         return len(found) == self._count and set(found.values()) == {text}
 
     def tell_others(self, _: object, error: BaseException | None, __: object) -> None:
-        """Notifies the others of an error, but not of a stop, which all share. Push it last on an `ExitStack`, whose other exits may wait."""
+        """Notifies the other processes of an error, unless it is a stop, which all share. Push this last on an `ExitStack`, because other exits may wait."""
         if error is not None and not isinstance(error, StoppedError):
             self._tell(2 if isinstance(error, ConfigError) else 1, described(error))
 
@@ -180,15 +180,15 @@ class _Processes:
     def _all(self, subject: str) -> dict[int, str]:
         try:
             found = self._client.key_value_dir_get(f"dapo_jax/{subject}/")
-        except Exception:  # this process is alone; or the service is gone, and JAX aborts this process
+        except Exception:  # this process is alone, or the service is gone and JAX aborts this process
             return {}
         return {int(key.rpartition("/")[2]): value for key, value in found}
 
     def _tell(self, status: int, message: str) -> tuple[int, str]:
-        """Notifies the others of an error, once, and limits the time to unwind.
+        """Notifies the other processes of an error, once, and limits the time to unwind.
 
-        After a failure of another process with another message this one is a consequence, and stays unreported: a third process
-        would take it for the cause.
+        If another process has already failed with a different message, this error is a consequence. It is not reported, because a third
+        process would take it for the cause.
         """
         if self._client is not None and not self._told.is_set():
             self._told.set()
@@ -210,14 +210,14 @@ class _Processes:
             if self._told.is_set() or not (failures := self._failures()):
                 continue
             if self._leaving.wait(GRACE_S):
-                return  # this process found the same error, or noticed the other's end
+                return  # this process had the same error, or noticed that the other process ended
             status, message = self._because(failures)
             self._stop.fail(message)  # unwinds the main thread, if it is in Python
             if not self._leaving.wait(GRACE_S):
                 self._exit(status, message)
 
     def _pass_on_stop(self) -> None:
-        """Passes a stop from this process to the others, or from them to this one."""
+        """Passes a stop request from this process to the others, or from the others to this process."""
         if self._stop_passed:
             return
         if self._stop.reason:
@@ -227,11 +227,11 @@ class _Processes:
         self._stop_passed = bool(self._stop.reason)
 
     def _failures(self) -> dict[int, tuple[int, str]]:
-        """Returns (exit status, message) of each other process that has failed."""
+        """Returns (exit status, message) for every other process that has failed."""
         return {index: tuple(json.loads(record)) for index, record in self._others("failed").items()}
 
     def _wait_for_failure(self, *, of: int | None = None) -> dict[int, tuple[int, str]]:
-        """Waits for the time of grace until another process, or process `of`, has failed, and returns `_failures`."""
+        """Waits up to `GRACE_S` until another process, or process `of`, has failed, and returns `_failures`."""
         end = time.monotonic() + GRACE_S
         while True:
             failures = self._failures()
@@ -242,17 +242,17 @@ class _Processes:
     def _because(self, failures: Mapping[int, tuple[int, str]]) -> tuple[int, str]:
         index = min(failures)
         status, message = failures[index]
-        why = f"because process {index} failed, whose output has more: {message}"
+        why = f"because process {index} failed (see its output): {message}"
         return status, f"process {self._index} of {self._count} ends {why}"
 
     def _exit(self, status: int, shown: str) -> NoReturn:
         if shown:
             print(shown, file=sys.stderr)
-        with suppress(OSError):  # their readers are gone
+        with suppress(OSError):  # the pipes may be closed
             sys.stdout.flush()
             sys.stderr.flush()
         self._put("left", "")
-        # The service ends with the first process, so all others that are alive read their message first.
+        # The service ends with the first process, so all other live processes must read their message first.
         end, alive = time.monotonic() + 4 * GRACE_S, self._count - bool(self._cause)
         while (
             self._client is not None

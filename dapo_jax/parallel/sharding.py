@@ -1,4 +1,4 @@
-"""The sharding of arrays: a table from logical axes to mesh axes, and tensors that all processes read together from a file."""
+"""Array sharding: a table from logical axes to mesh axes, and tensors that all processes load together from a file."""
 
 import functools
 from collections.abc import Mapping
@@ -29,13 +29,13 @@ TRAINER_RULES: Mapping[str, str | None] = {
 """Logical axis -> mesh axis, for master weights and optimizer moments."""
 
 SAMPLER_RULES: Mapping[str, str | None] = {**TRAINER_RULES, "embed": None}
-"""The table for the sampler's copy: whole along `embed`, so that a decode step gathers no weights."""
+"""The table for the sampler's weights. They are not sharded along `embed`, so that a decode step does not have to gather weights."""
 
 
 def shardings(tree: PyTree, mesh: Mesh, rules: Mapping[str, str | None] = TRAINER_RULES) -> PyTree:
     """Returns a `NamedSharding` for every leaf of `tree`, from the logical axes of its `nnx.Variable`.
 
-    Leading dimensions beyond the named axes (stacked layers) are not sharded; a leaf without axes is replicated.
+    Leading dimensions beyond the named axes (stacked layers) are not sharded. A leaf without axes is replicated.
 
     Raises:
         ValueError: a dimension is not divisible by its mesh axis.
@@ -54,7 +54,7 @@ def shardings(tree: PyTree, mesh: Mesh, rules: Mapping[str, str | None] = TRAINE
                 fits = [str(n) for n in range(1, min(size, mesh.size) + 1) if size % n == 0]
                 raise ValueError(
                     f"parameter {jax.tree_util.keystr(path)} of shape {leaf.shape} has a dimension of {size}, which "
-                    f"parallel.{axis}={mesh.shape[axis]} does not divide; of up to {mesh.size} devices {', '.join(fits)} do"
+                    f"parallel.{axis}={mesh.shape[axis]} does not divide; on up to {mesh.size} devices, use {', '.join(fits)}"
                 )
         sharding = NamedSharding(mesh, PartitionSpec(*spec))
         return leaf.replace(sharding) if isinstance(leaf, nnx.Variable) else sharding
@@ -63,32 +63,32 @@ def shardings(tree: PyTree, mesh: Mesh, rules: Mapping[str, str | None] = TRAINE
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding with the whole array on every device."""
+    """Returns the sharding that replicates an array on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def by_row(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of the first dimension (rows of a batch, slots of a sampler) over the batch axes."""
+    """Returns the sharding of the first dimension (batch rows or sampler slots) over the batch axes."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
 def split(sharding: NamedSharding, dimensions: int) -> list[tuple[str, ...]]:
-    """Returns the mesh axes over which each of an array's dimensions is split."""
+    """Returns, for each dimension of an array, the mesh axes over which it is sharded."""
     entries = [*sharding.spec, *[None] * (dimensions - len(sharding.spec))]
     return [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries]
 
 
 def read_by_rows(rows: Rows, stored: Shape, shape: Shape, target: NamedSharding) -> jax.Array:
-    """Returns an array on `target`. Each process reads as large a share of the rows as it has of the devices. Every process must call it.
+    """Loads a stored tensor as an array with sharding `target`. Every process must call it, and loads an equal share of the rows per device.
 
-    A stored matrix is contiguous by rows, and the trainer's matrices are mostly split along their columns. If each process fetched the
-    columns of its own devices, it would fetch the whole model.
+    A stored matrix is contiguous by rows, but the trainer's matrices are mostly sharded along their columns. If each process loaded only the
+    columns of its own devices, it would have to read the whole model.
 
     Args:
-        rows: reads rows; zeros beyond the last.
+        rows: function that loads a range of rows, with zeros after the last row.
         stored: shape of the tensor in the file.
-        shape: of the array, with the same values in the same order: an axis of `stored` may be two axes here.
-        target: the array's sharding.
+        shape: shape of the array. It has the same values in the same order, but an axis of `stored` may be split into two axes.
+        target: sharding of the array.
     """
     mesh = target.mesh
     whole = (-(-stored[0] // mesh.size) * mesh.size, *stored[1:])
@@ -98,7 +98,7 @@ def read_by_rows(rows: Rows, stored: Shape, shape: Shape, target: NamedSharding)
 
     by_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     held = [range_of(index) for index in by_device.addressable_devices_indices_map(whole).values()]
-    # The devices of a process are adjacent on the mesh, so their rows are one range.
+    # The devices of a process are adjacent in the mesh, so their rows are one range.
     first, last = min(start for start, _ in held), max(stop for _, stop in held)
     own = rows(first, last)
 
@@ -107,8 +107,8 @@ def read_by_rows(rows: Rows, stored: Shape, shape: Shape, target: NamedSharding)
         return own[start - first : stop - first]
 
     spread = jax.make_array_from_callback(whole, by_device, part)
-    meet()  # one process may read for longer than a collective waits
-    # Waits, so that the host does not fill its memory with tensors in transfer.
+    meet()  # a process may read for longer than a collective waits
+    # Waits for the transfer, so that tensors in transfer do not fill the host's memory.
     return jax.block_until_ready(_mover(stored, shape, target)(spread))
 
 
@@ -119,7 +119,7 @@ def _mover(stored: Shape, shape: Shape, target: NamedSharding) -> Together:
     if len(shape) > len(stored):
         columns.pop(next(axis for axis, size in enumerate(stored) if shape[axis] != size))
     rows = tuple(axis for axis in target.mesh.axis_names if axis not in sum(columns, ()))
-    # First the axes of the columns leave the rows: otherwise the compiler could gather the whole on every device.
+    # The column axes are removed from the rows first. Otherwise the compiler could gather the whole array on every device.
     between = NamedSharding(target.mesh, PartitionSpec(rows, *(axes or None for axes in columns)))
 
     def move(spread: Array) -> Array:

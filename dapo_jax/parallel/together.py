@@ -1,10 +1,10 @@
-"""Work of all processes together: barriers, programs that all compile before one runs, and exchange of bytes.
+"""Coordination of all processes: barriers, programs that all processes compile before any runs them, and exchange of bytes.
 
-A collective waits for a limited time (half a minute on CPU, Gloo). Work of one process alone may take longer, and so may one
-process's compilation, if machines or caches differ. So there is a barrier before each of these.
+A collective waits only for a limited time (half a minute with Gloo on CPU). If one process works alone, or compiles longer than others
+because machines or caches differ, this can take longer. So there is a barrier before the collective.
 
-An all-gather needs one shape in all processes, and compiles for each new shape. So messages of any length travel in buffers of
-one size, as many as the longest message needs.
+An all-gather needs the same shape in all processes, and is compiled for each new shape. So messages are sent in buffers of a fixed
+size, as many as the longest message needs.
 """
 
 import itertools
@@ -19,13 +19,13 @@ from jax.experimental import multihost_utils
 from dapo_jax.config import ConfigError
 
 _PATIENCE_S = 3600
-"""Seconds to wait for the others; a failure of one is noticed at once."""
+"""Seconds to wait for other processes. If one of them fails, this is noticed at once."""
 
 _numbers = itertools.count()
 
 
 class Together:
-    """A jitted program that every process calls, in the same order of calls. It adds nothing if there is one process."""
+    """A jitted program that every process calls, in the same order of calls. With a single process, it has no overhead."""
 
     def __init__(self, program: Any) -> None:
         self._program = program
@@ -42,33 +42,33 @@ class Together:
         return self._program(*arguments)
 
     def lower(self, *arguments: Any) -> jax.stages.Lowered:
-        """Returns the lowered program for arguments of these shapes."""
+        """Lowers the program for arguments with these shapes."""
         return self._program.lower(*arguments)
 
 
 def meet() -> None:
-    """Waits until all processes have called this as often as this one."""
+    """Waits until all processes have called this as many times as this process."""
     if jax.process_count() > 1:
         place, patience_ms = f"dapo_jax/met/{next(_numbers)}", _PATIENCE_S * 1000
         coordination_service().client.wait_at_barrier(place, timeout_in_ms=patience_ms)
 
 
 def coordination_service() -> Any:
-    """Returns JAX's connection to the other processes, with `client`, `process_id` and `num_processes`; JAX has no public name for it."""
+    """Returns JAX's connection to the other processes, with `client`, `process_id` and `num_processes`. JAX has no public API for this."""
     from jax._src import distributed
 
     return distributed.global_state
 
 
 BUFFER_BYTES = 1 << 20
-"""Bytes that one process sends per round. Each device holds the buffers of all processes meanwhile: 32 MiB with 32 processes."""
+"""Bytes that each process sends per round. Each device stores the buffers of all processes during a round: 32 MiB with 32 processes."""
 
 _HEAD = 8
-"""Bytes before a message that hold its length."""
+"""Number of bytes before a message that encode its length."""
 
 
 def all_gather_bytes(message: bytes, *, buffer_bytes: int = BUFFER_BYTES) -> list[bytes]:
-    """Returns the messages of all processes, by process index. Every process must call it, in the same order of calls."""
+    """Gathers a message from each process, in process order. Every process must call it, in the same order of calls."""
     if jax.process_count() == 1:
         return [message]
     framed = len(message).to_bytes(_HEAD, "little") + message
@@ -81,7 +81,7 @@ def all_gather_bytes(message: bytes, *, buffer_bytes: int = BUFFER_BYTES) -> lis
 
 
 def _round(framed: bytes, number: int, buffer_bytes: int) -> list[bytearray]:
-    """Returns every process's buffer of one round, filled up with zeros."""
+    """Returns the buffer of each process in one round, padded with zeros."""
     part = framed[number * buffer_bytes : (number + 1) * buffer_bytes]
     buffer = np.frombuffer(part.ljust(buffer_bytes, b"\0"), np.uint8)
     gathered = np.asarray(multihost_utils.process_allgather(buffer))
@@ -94,12 +94,12 @@ def broadcast_from_first(value: bytes) -> bytes:
 
 
 def by_first(work: Callable[[], bytes]) -> bytes:
-    """Calls `work` in the first process alone, and returns its result, or raises its error, in every process.
+    """Calls `work` in the first process only, and returns its result or raises its error in every process.
 
     Raises:
-        Exception: in the first process, the error of `work`.
-        ConfigError: in the others, if it was a ConfigError.
-        RuntimeError: in the others, if it was another error.
+        Exception: the error of `work`, in the first process.
+        ConfigError: in the other processes, if `work` raised a ConfigError.
+        RuntimeError: in the other processes, if `work` raised any other error.
     """
     kind, result, error = b"", b"", None
     if jax.process_index() == 0:

@@ -1,10 +1,10 @@
-"""An order of a TPU slice's devices in which neighbours along the axes of a mesh are few links apart.
+"""Orders the devices of a TPU slice so that neighbours along the mesh axes are few links apart.
 
-The chips of a slice form a grid with links between neighbours, and each device has coordinates. A run needs the devices of a
-process next to each other in one flat order (`mesh`), which `jax.experimental.mesh_utils` does not give. Two choices remain: the
-path through a process's block of chips and the path through the grid of blocks. This module tries each order of their dimensions
-and takes the one with the fewest links between neighbours: along `tensor` first, which has most traffic, then `context`,
-`fsdp` and `data`.
+The chips of a slice form a grid with links between neighbours, and each device has coordinates. A run needs a flat order in which the
+devices of a process are adjacent (`mesh`), which `jax.experimental.mesh_utils` does not provide. Two choices remain: the path through a
+process's block of chips, and the path through the grid of blocks. This module tries all orders of their dimensions, and chooses the
+order with the fewest links between neighbours. It compares links along `tensor` first, which has the most traffic, and then along
+`context`, `fsdp` and `data`.
 """
 
 import itertools
@@ -16,11 +16,11 @@ import numpy as np
 from jaxtyping import Int
 
 _DIGIT = tuple[int, int, int]
-"""A part of the path along one dimension of the grid: (dimension, step, number of steps)."""
+"""Part of a path along one dimension of the grid: (dimension, step, number of steps)."""
 
 
 def along_links(devices: Sequence[Any], shape: Sequence[int]) -> list[Any]:
-    """Returns the devices of one TPU slice, given process by process, in the order for a mesh of `shape`."""
+    """Orders the devices of one TPU slice, given process by process, for a mesh of `shape`."""
     places = np.array([(*device.coords, device.core_on_chip) for device in devices])
     processes = np.array([device.process_index for device in devices])
     return [devices[index] for index in linked_order(places, processes, shape)]
@@ -32,13 +32,13 @@ def linked_order(
     """Returns the order of devices with the fewest links between neighbours along the axes of a mesh.
 
     Args:
-        places: x, y, z of each device's chip, and its core on the chip.
-        processes: the process of each device; devices are given process by process.
+        places: x, y and z of each device's chip, and the device's core on the chip.
+        processes: the process of each device. Devices must be given process by process.
         shape: the sizes of `data`, `fsdp`, `tensor`, `context`.
 
     Returns:
-        Indices, with the devices of a process adjacent. The given order if no other is better, or if the blocks of the processes
-        are not boxes of one shape that fill a box.
+        Device indices, in which the devices of a process are adjacent. This is the given order if no other order is better, or if
+        the processes' blocks are not boxes of equal shape that fill a box.
     """
     given = np.arange(len(places))
     grid = _grid_of(places, processes)
@@ -49,11 +49,11 @@ def linked_order(
 
 
 def _cost(places: Int[np.ndarray, "data fsdp tensor context 4"]) -> tuple[float, ...]:
-    """Returns the mean number of links between neighbours along each axis; the last neighbour of an axis is its first device.
+    """Returns the mean number of links between neighbours along each axis. The first and last device of an axis are neighbours.
 
-    Links from one end of the grid to the other are not counted: devices do not report them.
+    Wrap-around links of the grid are ignored, because devices do not report them.
     """
-    chips = places[..., :3]  # devices of one chip need no link
+    chips = places[..., :3]  # devices on the same chip need no link
 
     def links(axis: int) -> float:
         return round(float(np.abs(np.roll(chips, -1, axis) - chips).sum(-1).mean()), 6)
@@ -67,7 +67,7 @@ def _grid_of(
 ) -> tuple[Int[np.ndarray, "x y z core"], tuple[int, ...]] | None:
     """Returns the index of the device at each place, and the size of a process's block.
 
-    None if the blocks are not boxes of one shape that fill a box.
+    Returns None if the blocks are not boxes of equal shape that fill a box.
     """
     places = places - places.min(0)
     corners, blocks = [], set()
@@ -88,7 +88,7 @@ def _grid_of(
 def _orders(
     index: Int[np.ndarray, "x y z core"], block: tuple[int, ...], shape: Sequence[int]
 ) -> Iterator[Int[np.ndarray, " devices"]]:
-    """Yields paths through the grid: each order of dimensions in a block and of blocks."""
+    """Yields paths through the grid, for all orders of dimensions inside a block and between blocks."""
     inside = [(dimension, 1, size) for dimension, size in enumerate(block) if size > 1]
     blocks = [whole // part for whole, part in zip(index.shape, block, strict=True)]
     between = [(dimension, block[dimension], size) for dimension, size in enumerate(blocks) if size > 1]
@@ -103,7 +103,7 @@ def _orders(
 
 
 def _shared_out(digits: list[_DIGIT], shape: Sequence[int]) -> list[list[_DIGIT]] | None:
-    """Distributes the parts of the path to the axes of the mesh, the fastest parts to the last axis. Parts may be split.
+    """Distributes the parts of a path over the mesh axes. The fastest-changing parts go to the last axis, and parts may be split.
 
     Returns None if the sizes do not divide.
     """
@@ -124,7 +124,7 @@ def _shared_out(digits: list[_DIGIT], shape: Sequence[int]) -> list[list[_DIGIT]
 
 
 def _way(digits: list[_DIGIT], dimensions: int) -> Int[np.ndarray, "size dimensions"]:
-    """Returns the places along one axis, fastest digits first. The path turns at each end, so that neighbours are linked."""
+    """Returns the places along one mesh axis, for digits that change fastest first. The path turns back at each end, so that neighbours are linked."""
     number = np.arange(math.prod(steps for _, _, steps in digits))
     places = np.zeros((len(number), dimensions), int)
     before = 1

@@ -1,10 +1,10 @@
-"""The sharding of a training pass on a mesh, with its collectives written out.
+"""Sharding of a training pass on a mesh, with explicit collectives.
 
-The pass is one `shard_map`: rows of tokens are split over `data` and `fsdp`, and each row over `context`. Weights are split over
-`fsdp` and `tensor`; over `fsdp` they are gathered for each product, in the compute dtype, and their gradients are
-reduce-scattered in float32. Heads, the MLP and the vocabulary stay split over `tensor` in products. Between products, tokens are
-split over `tensor` (sequence parallelism): a gather precedes each product, and a reduce-scatter follows it. Attention gathers
-keys and values over `context`.
+The pass is one `shard_map`. Rows of tokens are sharded over `data` and `fsdp`, and each row over `context`. Weights are sharded over
+`fsdp` and `tensor`. Over `fsdp` they are gathered for each matrix product, in the compute dtype, and their gradients are
+reduce-scattered in float32. Heads, the MLP and the vocabulary remain sharded over `tensor` in matrix products. Between products,
+tokens are sharded over `tensor` (sequence parallelism), so an all-gather precedes each product and a reduce-scatter follows it.
+Attention gathers keys and values over `context`.
 """
 
 from collections.abc import Callable
@@ -28,21 +28,21 @@ from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.parallel.sharding import TRAINER_RULES, shardings
 
 ROWS = PartitionSpec(BATCH_AXES, "context")
-"""The split of [rows, seq]."""
+"""Sharding of arrays with shape [rows, seq]."""
 
 
 def layout_of(mesh: Mesh, *, attention: str = "xla") -> Layout:
-    """Returns the layout for a mesh; the default one for a single device without a kernel."""
+    """Returns the layout for a mesh, or the default layout for a single device without an attention kernel."""
     return MeshLayout(mesh, attention) if mesh.size > 1 or attention != "xla" else Layout()
 
 
 @dataclass(frozen=True)
 class MeshLayout(Layout):
-    """A layout for the axes `data`, `fsdp`, `tensor` and `context`, each of any size. Call all other methods inside `shard`."""
+    """Layout for a mesh with the axes `data`, `fsdp`, `tensor` and `context`, of any sizes. All other methods must be called inside `shard`."""
 
     mesh: Mesh
     attention: str = "xla"
-    """xla, splash, cudnn; or splash_interpreted, which runs the kernel without a TPU, slowly."""
+    """xla, splash, cudnn, or splash_interpreted, which slowly runs the splash kernel without a TPU."""
 
     def shard(self, program: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple[Array, Array]]:
         def part(params: PyTree, arrays: PyTree) -> tuple[Array, Array]:
@@ -52,7 +52,7 @@ class MeshLayout(Layout):
         def whole(params: PyTree, arrays: PyTree) -> tuple[Array, Array]:
             placed = jax.tree.map(lambda sharding: sharding.spec, shardings(params, self.mesh))
             results = PartitionSpec("tensor", *ROWS)
-            # check_vma: kernels do not declare over which axes their results differ.
+            # check_vma is off because kernels do not declare over which axes their results vary.
             mapped = jax.shard_map(
                 part, mesh=self.mesh, in_specs=(placed, ROWS), out_specs=results, check_vma=False
             )
@@ -63,7 +63,7 @@ class MeshLayout(Layout):
 
     def weight_sharding(self, axes: tuple[str, ...]) -> WeightSharding | None:
         split = [TRAINER_RULES[axis] for axis in axes]
-        # For v5e and v6e ("lite") libtpu 0.0.50 refuses to split a sum along lanes into parts that do not fill registers.
+        # On v5e and v6e ("lite"), libtpu 0.0.50 cannot split a sum along lanes into parts that do not fill registers.
         parts_first = "lite" in self.mesh.devices.flat[0].device_kind
         return (
             WeightSharding("fsdp", split.index("fsdp"), parts_first)
@@ -86,7 +86,7 @@ class MeshLayout(Layout):
     def lookup(
         self, table: Float[Array, "entries shard"], tokens: Int[Array, " tokens"], dtype: str
     ) -> Float[Array, "embed part"]:
-        """Each device along `tensor` looks up the tokens in its part of the table; a reduce-scatter sums the parts."""
+        """Looks up the tokens in each device's part of the table along `tensor`, and sums the parts with a reduce-scatter."""
         rows = self._table(table, dtype)
         place = tokens - lax.axis_index("tensor") * len(rows)
         here = (place >= 0) & (place < len(rows))
@@ -130,7 +130,7 @@ class MeshLayout(Layout):
         chunk_vocab: int,
         dtype: str,
     ) -> tuple[Float[Array, " tokens"], Float[Array, " tokens"]]:
-        """Each device along `tensor` computes its part of the vocabulary, for all tokens."""
+        """Computes log-probabilities of all tokens. Each device along `tensor` handles its part of the vocabulary."""
         table = self._table(unembedding, dtype)
         padded = len(table) * self.mesh.shape["tensor"] != vocab_size
         return chunked_logprobs(
@@ -148,13 +148,13 @@ class MeshLayout(Layout):
         return _widened(weight, self.weight_sharding(("vocab", "embed")), dtype)
 
     def _share(self, result: Float[Array, "rows part"]) -> Float[Array, "rows part"]:
-        """Zeroes all but this device's share of an array that is equal along `tensor`: the sum of the shares is the array."""
+        """Sets all but this device's share of an array that is replicated along `tensor` to zero. The sum of all shares is the array."""
         flat, tensor = result.reshape(-1), self.mesh.shape["tensor"]
         mine = jnp.arange(flat.size, dtype=jnp.int32) * tensor // flat.size == lax.axis_index("tensor")
         return jnp.where(mine, flat, 0.0).reshape(result.shape)
 
     def _of_this_part(self, kernel: Any) -> Any:
-        """Returns the kernel for the local queries: its tables are split over `context`, as the queries are."""
+        """Returns the kernel for the local queries. Its tables are sharded over `context`, like the queries."""
         if self.mesh.shape["context"] == 1:
             return kernel
         specs = kernel.manual_sharding_spec(
@@ -172,7 +172,7 @@ class MeshLayout(Layout):
 
 
 def _rounded(x: Array, dtype: str, collective: Callable[[Array], Array]) -> Array:
-    """Calls a collective on an array in the dtype to which the products round it (see `product`); on CPU in its own dtype."""
+    """Calls a collective on an array in the dtype that matrix products round it to (see `product`), or on CPU in the array's own dtype."""
     if np.dtype(dtype) == x.dtype:
         return collective(x)
     return lax.platform_dependent(
@@ -189,7 +189,7 @@ def _sum_scatter(x: Array, axis: str, dim: int, dtype: str) -> Array:
 
 
 def _differentiable(forward: Callable[..., Array], backward: Callable[..., Array]) -> Callable[..., Array]:
-    """Returns the collective `forward` along a mesh axis, with the collective `backward` of the cotangent as its gradient."""
+    """Returns the collective `forward` along a mesh axis. Its gradient applies the collective `backward` to the cotangent."""
     collective = jax.custom_vjp(forward, nondiff_argnums=(1, 2, 3))
     collective.defvjp(
         lambda x, axis, dim, dtype: (forward(x, axis, dim, dtype), None),
@@ -204,7 +204,7 @@ _scatter = _differentiable(_sum_scatter, _all_gather)
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _widened(weight: Array, sharding: WeightSharding | None, dtype: str) -> Array:
-    """Gathers a weight as `gathered` does, with a float32 gradient."""
+    """Gathers a weight like `gathered`, but with a float32 gradient."""
     return gathered(weight, dtype, sharding).astype(np.promote_types(dtype, np.float32))
 
 

@@ -1,8 +1,8 @@
-"""Weight transfer from the trainer to the samplers: cast, unstacked and resharded by one jitted program, called once per layer.
+"""Weight transfer from the trainer to the samplers. A jitted program, called once per layer, casts, unstacks and reshards the weights.
 
-A scan over stacked layers copies each layer's weights on every decode step (measured 1.5 times slower on CPU), so the
-sampler's copy has separate layers. The program takes the whole stack and the number of a layer, so the transfer needs memory for
-one layer in addition to the trainer's and the sampler's arrays.
+A scan over stacked layers would copy each layer's weights in every decode step (measured to be 1.5 times slower on CPU), so the sampler
+has separate layers. The program's arguments are the whole stack and a layer index, so the transfer needs memory for only one layer
+in addition to the trainer's and the sampler's arrays.
 """
 
 import math
@@ -23,11 +23,11 @@ from dapo_jax.parallel.sharding import SAMPLER_RULES, TRAINER_RULES, shardings, 
 from dapo_jax.parallel.together import Together
 
 SamplerWeights = dict[str, PyTree]
-"""`layers`: a tuple of the blocks' states; `ends`: embedding, final norm, unembedding."""
+"""`layers` is a tuple with the state of each block. `ends` has the embedding, the final norm and the unembedding."""
 
 
 def both_on(mesh: Mesh) -> Meshes:
-    """Returns the meshes of a single process that trains and samples on one mesh."""
+    """Returns the meshes for a single process that trains and samples on the same mesh."""
     types = (mesh.axis_types[0], *mesh.axis_types)
     publish = Mesh(mesh.devices[None], ("sampler", *AXES), axis_types=types)
     return Meshes(train=mesh, publish=publish, sampler=mesh, index=0)
@@ -37,12 +37,12 @@ class WeightTransfer:
     """Converts trainer parameters to this process's sampler weights. Every process calls it with the same parameters.
 
     Args:
-        params: parameters of the decoder or their shapes, blocks stacked; may be adapters alone, or a base without them.
-        where: all meshes of the run, or the one mesh on which a single process trains and samples.
-        dtype: of the sampler's weights. Norms stay in float32, as in the trainer: rounded, they would double the distance between
-            the sampler's log-probabilities and the trainer's.
-        eight_bit: store matrices as int8 with a scale for each output, `Quantized`; biases and adapters stay in `dtype`.
-        merged_by: add adapters to their matrices, in float32, with this factor; None keeps them separate.
+        params: parameters of the decoder with stacked blocks, or their shapes. They may be only adapters, or a base without adapters.
+        where: all meshes of the run, or the mesh on which a single process trains and samples.
+        dtype: dtype of the sampler's weights. Norms remain in float32, as in the trainer, because rounding them would double the
+            difference between the sampler's and the trainer's log-probabilities.
+        eight_bit: store matrices as int8 with one scale per output (`Quantized`). Biases and adapters remain in `dtype`.
+        merged_by: factor with which adapters are merged into their matrices, in float32. None keeps adapters separate.
 
     Raises:
         ValueError: a dimension is not divisible by its mesh axis.
@@ -53,7 +53,7 @@ class WeightTransfer:
     ) -> None:  # fmt: skip
         meshes = both_on(where) if isinstance(where, Mesh) else where
         self._dtype, self._eight_bit, self._merged_by = dtype, eight_bit, merged_by
-        # The CPU's runtime may hang with many collective programs in its queue.
+        # The CPU runtime may hang if many collective programs are queued.
         self._waits = meshes.train.devices.flat[0].platform == "cpu"
         self._count = jax.tree.leaves(params["blocks"])[0].shape[0]
         shapes = {
@@ -66,14 +66,14 @@ class WeightTransfer:
         self._sampler = shardings(shapes, meshes.sampler, SAMPLER_RULES)
         out = jax.tree.map(_shaped, shapes, self._sampler)
         self.shapes: SamplerWeights = {"layers": (out["layer"],) * self._count, "ends": out["ends"]}
-        """Shapes and shardings of a call's result."""
+        """Shapes and shardings of the transferred weights."""
         self._layer = Together(jax.jit(self._layer_program, out_shardings=self._target["layer"]))
         self._ends = Together(jax.jit(self._ends_program, out_shardings=self._target["ends"]))
 
     def __call__(self, params: nnx.State) -> SamplerWeights:
-        """Casts and reshards on all devices, a collective call, and wraps the local shards on the sampler's mesh without a copy.
+        """Casts and reshards the weights on all devices (a collective call), and wraps the local shards on the sampler's mesh without a copy.
 
-        The second call compiles nothing. The result stays valid when an update donates `params`.
+        Only the first call compiles. The result remains valid when an update donates `params`.
         """
         layers = []
         for index in range(self._count):
@@ -83,12 +83,12 @@ class WeightTransfer:
         return {"layers": tuple(layers), "ends": ends}
 
     def shared(self, params: nnx.State) -> SamplerWeights:
-        """Returns the result of a call without a copy, for separate layers with the sampler's shardings (`shares_base`)."""
+        """Returns the same result as a call, but without a copy. The layers must be separate and have the sampler's shardings (`shares_base`)."""
         layers = tuple(local(params["blocks"][index], self._sampler["layer"]) for index in range(self._count))
         return {"layers": layers, "ends": local(_ends(params), self._sampler["ends"])}
 
     def lower(self, params: nnx.State) -> dict[str, jax.stages.Lowered]:
-        """Returns the two lowered programs of a call, `layer` (run for every layer) and `ends`, for the shapes of `params`."""
+        """Lowers the two programs of a call for the shapes of `params`: `layer`, which runs for each layer, and `ends`."""
         placed = jax.tree.map(_shaped, params, self._placed)
         return {
             "layer": self._layer.lower(placed["blocks"], np.int32(0)),
@@ -102,7 +102,7 @@ class WeightTransfer:
         return self._move("ends", ends)
 
     def _made(self, blocks: nnx.State, index: int | Int[Array, ""]) -> nnx.State:
-        """Returns a layer, with its adapters merged if `merged_by` is set."""
+        """Returns one layer, with its adapters merged if `merged_by` is set."""
         layer = jax.tree.map(lambda leaf: leaf[index], blocks)
         return layer if self._merged_by is None else merged(layer, self._merged_by)
 
@@ -114,7 +114,7 @@ class WeightTransfer:
             axes = leaf.get_metadata()["axes"]
             if axes == ("norm",):
                 return leaf
-            # A product sums over the dimensions after the outputs; a bias has none.
+            # A matrix product sums over the dimensions after the outputs. A bias has no such dimension.
             summed = tuple(range(output_dimensions(axes), len(axes)))
             if self._eight_bit and "rank" not in axes and summed:
                 return leaf.replace(quantized(leaf[...], summed))
@@ -124,47 +124,47 @@ class WeightTransfer:
 
 
 class AdapterTransfer:
-    """Converts adapters to this process's sampler weights; the base is transferred in the first call only."""
+    """Converts adapters to this process's sampler weights. Only the first call transfers the base."""
 
     def __init__(self, adapters: WeightTransfer, base: WeightTransfer, frozen: nnx.State) -> None:
-        """`frozen` is the base with stacked layers; with separate layers if `shares_base`: then the sampler uses the same arrays."""
+        """`frozen` is the base, with stacked layers. If `shares_base`, its layers are separate, and the sampler uses the same arrays."""
         self._adapters, self._base, self._frozen = adapters, base, frozen
         self._moved: SamplerWeights | None = None
         self.base_shapes = base.shapes
         self.shapes = _joined(base.shapes, adapters.shapes)
-        """Shapes and shardings of a call's result; `base_shapes` is its part without adapters."""
+        """Shapes and shardings of the transferred weights. `base_shapes` has those without adapters."""
 
     def __call__(self, params: nnx.State) -> SamplerWeights:
-        """A collective call with adapters as `params`. The base in the result is the same in every call."""
+        """Transfers the adapters in `params`, as a collective call. The base in the result is the same for every call."""
         if self._moved is None:
             transfer = self._base.shared if is_apart(self._frozen) else self._base
             self._moved = transfer(self._frozen)
         return _joined(self._moved, self._adapters(params))
 
     def lower(self, params: nnx.State) -> dict[str, jax.stages.Lowered]:
-        """Returns the lowered program that every call runs for each layer, for adapters of the shapes of `params`."""
+        """Lowers the program that each call runs for each layer, for adapters with the shapes of `params`."""
         return {"layer": self._adapters.lower(params)["layer"]}
 
 
 class MergingTransfer:
-    """Converts adapters to sampler weights without adapters: every call adds them to the base in float32 and transfers the sum."""
+    """Converts adapters to sampler weights without adapters. Every call merges them into the base in float32, and transfers the result."""
 
     def __init__(self, whole: WeightTransfer, frozen: nnx.State) -> None:
-        """`whole` takes base and adapters, and merges by their scale; `frozen` is the base, layers stacked."""
+        """`whole` transfers base and adapters, and merges them. `frozen` is the base, with stacked layers."""
         self._whole, self._frozen, self.shapes = whole, frozen, whole.shapes
 
     def __call__(self, params: nnx.State) -> SamplerWeights:
-        """A collective call with adapters as `params`."""
+        """Transfers base and merged adapters (`params`), as a collective call."""
         return self._whole(put_together(params, self._frozen))
 
     def lower(self, params: nnx.State) -> dict[str, jax.stages.Lowered]:
-        """Returns the two lowered programs of a call; see `WeightTransfer.lower`."""
+        """Lowers the two programs of a call. See `WeightTransfer.lower`."""
         return self._whole.lower(put_together(params, self._frozen))
 
 
 def shares_base(frozen: nnx.State, meshes: Meshes, *, dtype: str) -> bool:
-    """Returns whether one copy of a base serves trainer and sampler: one sampler with all devices, the same sharding of every array, and
-    the sampler's `dtype`. `frozen` may be shapes, layers stacked."""
+    """Returns whether trainer and sampler can share one copy of a base. This needs a single sampler with all devices, the same sharding of
+    every array, and the sampler's `dtype`. `frozen` has stacked layers, and may be shapes."""
     variables = jax.tree.leaves(frozen, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
     kinds = {each.dtype.name for each in variables if each.get_metadata()["axes"] != ("norm",)}
     if meshes.count > 1 or meshes.train.size != meshes.sampler.size or kinds != {dtype}:
@@ -181,9 +181,9 @@ def _joined(base: SamplerWeights, adapters: SamplerWeights) -> SamplerWeights:
 
 
 def local(tree: PyTree, placed: PyTree) -> PyTree:
-    """Returns the same buffers with shardings of a mesh of this process's devices, which no jitted program can do.
+    """Wraps the same buffers with shardings on a mesh of this process's devices, which a jitted program cannot do.
 
-    The caller must drop `tree`: deleting or donating one of the two deletes the other.
+    The caller must drop `tree`, because deleting or donating either tree also deletes the other.
     """
 
     def wrap(whole: Array, sharding: NamedSharding) -> Array:
@@ -194,7 +194,7 @@ def local(tree: PyTree, placed: PyTree) -> PyTree:
 
 
 def _ends(params: nnx.State) -> nnx.State:
-    """Returns the parameters before and after the blocks; empty for adapters."""
+    """Returns the parameters before and after the blocks; empty if `params` has only adapters."""
     return params["ends"] if "ends" in params else nnx.State({})
 
 
@@ -209,11 +209,11 @@ def _carry(array: Array, source: NamedSharding, target: NamedSharding) -> Array:
 
 
 def stages(shape: tuple[int, ...], source: NamedSharding, target: NamedSharding) -> list[NamedSharding]:
-    """Returns the shardings that an array takes from `source` to `target`, two meshes over the same devices in the same order.
+    """Returns the shardings through which an array moves from `source` to `target`, on two meshes with the same devices in the same order.
 
-    Otherwise the compiler gathers whole arrays, or adds them up with zeros elsewhere, if the meshes do not match. So the dimension
-    that the target needs whole is first split over all devices, while the other dimension takes the target's axis: pieces change
-    places without copies. Then the pieces are gathered, inside a sampler and between samplers.
+    For a direct move between different meshes, the compiler would gather whole arrays, or sum them padded with zeros. So the dimension
+    that is not sharded in the target is first sharded over all devices, while the other dimension gets the target's axis. This moves
+    pieces without copies. Then the pieces are gathered, first inside a sampler and then between samplers.
     """
     have, want = split(source, len(shape)), split(target, len(shape))
     gathered = [d for d in range(len(shape)) if _busy(source, have[d : d + 1]) - set(want[d])]
@@ -235,12 +235,12 @@ def stages(shape: tuple[int, ...], source: NamedSharding, target: NamedSharding)
 
 
 def _busy(sharding: NamedSharding, cut: list[tuple[str, ...]]) -> set[str]:
-    """Returns the axes of `cut` with more than one device."""
+    """Returns the axes in `cut` that have more than one device."""
     return {axis for axes in cut for axis in axes if sharding.mesh.shape[axis] > 1}
 
 
 def _free(sharding: NamedSharding, cut: list[tuple[str, ...]]) -> tuple[str, ...]:
-    """Returns the axes with more than one device over which an array with this split is replicated."""
+    """Returns the axes with more than one device over which an array that is sharded by `cut` is replicated."""
     used = _busy(sharding, cut)
     return tuple(axis for axis, size in sharding.mesh.shape.items() if size > 1 and axis not in used)
 

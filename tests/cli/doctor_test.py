@@ -59,9 +59,9 @@ def test_without_a_configuration_the_machine_alone_is_examined(capsys):
     ("arguments", "message"),
     [
         (["none.yaml"], "none.yaml"),
-        (["steps=2"], "name its file first"),
+        (["steps=2"], "doctor CONFIG steps=2"),
         (["FILE", "stepz=2"], "did you mean"),
-        (["FILE", "--right", "<b>"], "needs {answer} in it"),
+        (["FILE", "--right", "<b>"], "--right: found '<b>', needs {answer}"),
     ],
 )
 def test_a_configuration_error_is_one_message_and_status_2(arguments, message, file, capsys):

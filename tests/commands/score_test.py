@@ -81,7 +81,7 @@ def test_the_description_shows_the_first_disagreements_with_both_reasons(rollout
         "dapo        25.0%    100.0%   100.0%    50.0%",
         "math        75.0%     50.0%    50.0%   100.0%",
     ]
-    assert "dapo and math differ on 4 of 8; only dapo says correct: 0, only math says correct: 4" in text
+    assert "dapo and math differ on 4 of 8; correct only for dapo: 0, correct only for math: 4" in text
     assert "  step 1, prompt 7, response 1, answer '34': ...Answer: 34.0" in text
     assert "    dapo: wrong; after the last 'Answer:': expected '34'" in text
     assert "    math: correct; after the last 'Answer:': equal to '34' in meaning" in text

@@ -66,7 +66,12 @@ def test_every_range_and_choice_is_on_the_page():
 
 def test_a_key_has_the_text_below_its_field_and_its_place_in_the_paper():
     key = keys.all_keys(config.TrainConfig)["loss.clip_ratio_low"]
-    assert (key.kind, key.default, key.text, key.paper) == ("number", "0.2", "eps_low of Eq. 8.", ("Eq. 8",))
+    assert (key.kind, key.default, key.text, key.paper) == (
+        "number",
+        "0.2",
+        "Lower clip range, eps_low in Eq. 8.",
+        ("Eq. 8",),
+    )
 
 
 def test_every_key_is_described():
