@@ -1,7 +1,7 @@
-"""Groups and responses in flight as plain arrays, for a checkpoint and for other processes.
+"""Converts groups and responses in flight to plain arrays and back, for checkpoints and for other processes.
 
-Ragged lists become three arrays: all tokens and all log-probabilities, one response after the other, and JSON for everything else. Prompts are not stored: ordinals give them
-back. A group in brief has everything that metrics and scores need, but neither tokens nor text, at most about 100 bytes a response.
+Ragged lists become three arrays: the tokens of all responses, their log-probabilities, and JSON for everything else. Prompts are not stored, because their ordinals are
+enough to load them. A brief group contains the data for metrics and scores, but no tokens and no text. It takes at most about 100 bytes per response.
 """
 
 import json
@@ -29,23 +29,23 @@ from dapo_jax.sampling.requests import Request
 from dapo_jax.sampling.rounds import Drawn
 
 FINISH_REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length")
-"""Numbers of the reasons for which a response ends; None: it has not ended."""
+"""Finish reasons, which are stored as indices into this tuple. None: the response has not ended."""
 
 Arrays = dict[str, np.ndarray]
 PromptAt = Callable[[int], Prompt]
 
 _VERDICT = [field.name for field in fields(Verdict)]
 _FLIGHT = "flight_"
-"""Prefix of the arrays of responses in flight: a checkpoint has groups next to them."""
+"""Name prefix of the arrays of responses in flight, because a checkpoint stores them next to the arrays of groups."""
 
 
 def group_arrays(groups: Sequence[Group], *, whole: Sequence[bool] | None = None, texts: int = 0) -> Arrays:
-    """Flattens groups; empty for no groups.
+    """Flattens groups to arrays. Without groups, returns an empty dict.
 
     Args:
-        groups: to flatten.
-        whole: for each group whether its tokens, log-probabilities, texts and reasons are kept; None: of all groups.
-        texts: the first `texts` responses of each other group keep their texts and reasons, too.
+        groups: the groups to flatten.
+        whole: whether each group keeps its tokens, log-probabilities, texts and reasons; the others are stored in brief. None: all groups keep them.
+        texts: number of responses in each brief group that keep their texts and reasons.
     """
     if not groups:
         return {}
@@ -61,7 +61,7 @@ def group_arrays(groups: Sequence[Group], *, whole: Sequence[bool] | None = None
 
 
 def groups_of(arrays: Mapping[str, np.ndarray], prompt_at: PromptAt) -> list[Group]:
-    """Returns the groups that `group_arrays` flattened. The tokens of groups in brief are zeros, which take no memory.
+    """Rebuilds the groups that `group_arrays` flattened. The tokens of brief groups are zeros that take no memory.
 
     Raises:
         ValueError: the records are damaged.
@@ -79,7 +79,7 @@ def groups_of(arrays: Mapping[str, np.ndarray], prompt_at: PromptAt) -> list[Gro
 
 
 def flight_arrays(in_flight: InFlight | None) -> Arrays:
-    """Flattens responses in flight; empty for None."""
+    """Flattens responses in flight to arrays. Returns an empty dict for None."""
     if in_flight is None:
         return {}
     requests = [in_flight.responses[one] for one in in_flight.clock.started()]
@@ -92,7 +92,7 @@ def flight_arrays(in_flight: InFlight | None) -> Arrays:
 
 
 def flight_of(arrays: Mapping[str, np.ndarray], prompt_at: PromptAt) -> InFlight | None:
-    """Returns the responses in flight that `flight_arrays` flattened; None for no arrays.
+    """Rebuilds the responses in flight that `flight_arrays` flattened. Returns None for an empty dict.
 
     Raises:
         ValueError: the records are damaged.
@@ -117,13 +117,13 @@ def split_flight(arrays: Mapping[str, np.ndarray]) -> tuple[Arrays, Arrays]:
 
 
 def drawn_arrays(drawn: Sequence[Drawn]) -> Arrays:
-    """Flattens the new tokens of responses in a round: 8 bytes a response and 8 a token."""
+    """Flattens the new tokens of a round to arrays with 8 bytes per response and 8 per token."""
     heads = [(len(part.tokens), FINISH_REASONS.index(part.finish_reason)) for part in drawn]
     return {"heads": np.array(heads, np.int32).reshape(-1, 2), **_joined(drawn)}
 
 
 def drawn_of(arrays: Mapping[str, np.ndarray]) -> list[Drawn]:
-    """Returns the new tokens that `drawn_arrays` flattened."""
+    """Rebuilds the new tokens that `drawn_arrays` flattened."""
     take = _Parts(arrays)
     return [
         Drawn(finish_reason=FINISH_REASONS[reason], **take(length))
@@ -143,7 +143,7 @@ def _joined(parts: Sequence[Response | Request | Drawn]) -> Arrays:
 
 
 class _Parts:
-    """Cuts arrays of `_joined` into one response after the other."""
+    """Splits the arrays of `_joined` into responses, one per call."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
         self._tokens, self._logprobs, self._at = arrays["tokens"], arrays["logprobs"], 0
@@ -167,7 +167,7 @@ def _record(part: Response | Request) -> list[Any]:
 
 
 def _part(record: Sequence[Any], take: Callable[[int], Arrays]) -> dict[str, Any]:
-    """Returns the fields of the response or request of a `_record`."""
+    """Returns the fields of a response or request from its `_record`."""
     length, reason, spans, turns, contexts = record
     return {
         "finish_reason": FINISH_REASONS[reason],

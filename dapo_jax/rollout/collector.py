@@ -1,7 +1,5 @@
-"""The sampling of one step by the virtual clock: which responses start, which groups are whole, and which groups the step trains on.
-
-Bookkeeping on the host, the same in every process.
-"""
+"""The sampling of one step under the virtual clock: which responses start, which groups are complete, and which groups the step trains on. All bookkeeping is on the host
+and is identical in every process."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
@@ -17,26 +15,26 @@ from dapo_jax.sampling.rounds import Drawn
 
 @dataclass(frozen=True, kw_only=True)
 class InFlight:
-    """Rollouts in flight between two steps, as a checkpoint keeps them. Groups that are ready to be trained on are stored apart."""
+    """Rollouts in flight between two steps, as a checkpoint stores them. Groups that are ready for training are stored separately."""
 
     clock: VirtualClock
-    """Do not change it: `Collector.after` makes a copy."""
+    """Do not modify it: `Collector.after` makes a copy."""
     responses: Mapping[ResponseId, Request]
-    """The responses that have started, of groups without a verdict, as `Request.rest` returns them. Do not change them, either."""
+    """The started responses of groups without a verdict, as returned by `Request.rest`. Do not modify them either."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """The position of a run between two steps: all that a checkpoint needs in addition to the train state."""
+    """The position of a run between two steps: everything that a checkpoint needs in addition to the train state."""
 
     step: int = 0
-    """Steps done."""
+    """Number of steps done."""
     cursor: int = 0
     """The ordinal of the next prompt."""
     carry: Sequence[Group] = ()
-    """Informative groups that are ready to be trained on."""
+    """Informative groups that are ready for training."""
     in_flight: InFlight | None = None
-    """None: the run samples in waves, or nothing has begun."""
+    """None if the run samples in waves, or if nothing has started."""
 
 
 class RoundEnd(NamedTuple):
@@ -45,56 +43,56 @@ class RoundEnd(NamedTuple):
     ended: list[ResponseId]
     """The responses that ended."""
     whole: list[int]
-    """Ordinals of the groups whose last response ended, to be graded."""
+    """Ordinals of the groups whose last response ended. These can now be graded."""
     due: list[int]
-    """Ordinals of the groups whose verdicts are due, for `Collector.end_group`."""
+    """Ordinals of the groups whose verdicts are due. Pass these groups to `Collector.end_group`."""
 
 
 @dataclass(kw_only=True)
 class Collector:
-    """The sampling of one step. In rounds: while `goes_on`, call `start`, sample a round, then `take`, `end_round`, and `end_group` for each group whose verdict is due.
+    """The sampling of one step. In rounds: while `goes_on`, call `start`, sample a round, then call `take`, `end_round`, and `end_group` for each group whose verdict is
+    due. An episode waits a fixed number of rounds for each answer of its environment: call `answer` for `answers_due` after `start` and after `take`.
 
-    Each episode waits some rounds for every answer of its environment: call `answer` for `answers_due` after `start` and after `take`.
-    In waves: call `start` until it returns nothing, and `end_group` for each group as its verdict comes. Both end with `finish`.
+    In waves: call `start` until it returns an empty list, and `end_group` for each group when its verdict arrives. In both modes, call `finish` last.
     """
 
     clock: VirtualClock
     prompt_at: Callable[[int], Prompt] | None = None
-    """Ordinal -> prompt; not needed in waves."""
+    """Maps an ordinal to its prompt. Not needed in waves."""
     limits: EpisodeLimits | None = None
-    """None: responses have no environment."""
+    """None if responses have no environment."""
     responses: dict[ResponseId, Request] = field(default_factory=dict)
-    """The responses that have started, of groups without a verdict; empty in waves."""
+    """The started responses of groups without a verdict; empty in waves."""
     ready: dict[int, Group]
-    """Informative groups that wait to be trained on, by ordinal."""
+    """Informative groups that wait for training, by ordinal."""
     max_groups: int | None = None
-    """The most groups that a step samples in waves, or takes verdicts of in rounds. None: no limit."""
+    """Maximum number of groups that a step samples in waves, or whose verdicts it takes in rounds. None: no limit."""
     metric: str = "correct"
     enabled: bool = True
-    """False: all groups are trained on."""
+    """If False, all groups are trained on, informative or not."""
     trains_fewer: bool = False
-    """Whether a step with too few informative groups trains on them."""
+    """Whether a step with too few informative groups trains on the groups that it has."""
     keeps_surplus: bool = True
-    """False: groups that are ready when the step ends, and that it does not train on, are discarded."""
+    """If False, ready groups that the step does not train on are discarded when it ends."""
     answer_rounds: int = 0
-    """Rounds from the end of a turn to the round at whose end the environment's answer is taken; 0: at once."""
+    """Number of rounds from the end of a turn until the environment's answer is taken; 0: at once."""
     tally: Tally = field(default_factory=Tally)
-    """Counts of the groups whose verdicts came in this step."""
+    """Counts of the groups whose verdicts arrived in this step."""
     waves: int = 0
-    """Waves of this step."""
+    """Number of waves in this step."""
     rounds: int = 0
-    """Rounds of this step; 0 in waves."""
+    """Number of rounds in this step; 0 in waves."""
     drawn_tokens: int = 0
-    """Tokens sampled in this step; 0 in waves."""
+    """Number of tokens sampled in this step; 0 in waves."""
     _judged: list[Group] = field(default_factory=list)
     _ended: list[ResponseId] = field(default_factory=list)
-    """Responses that ended since the last end of a round."""
+    """Responses that ended since the last `end_round`."""
     _taken: bool = False
-    """Whether the present round is sampled."""
+    """Whether the current round has been sampled."""
 
     @classmethod
     def after(cls, position: Position, sizes: ClockSizes, **options: Any) -> "Collector":
-        """Returns the collector of the step after `position`; `options` are other fields."""
+        """Returns the collector of the step after `position`. `options` are values for other fields."""
         ready = {group.prompt.ordinal: group for group in position.carry}
         if (before := position.in_flight) is not None:
             responses = {one: request.rest() for one, request in before.responses.items()}
@@ -116,12 +114,12 @@ class Collector:
 
     @property
     def kept(self) -> int:
-        """Number of informative groups so far."""
+        """Number of informative groups that are ready."""
         return len(self.ready)
 
     @property
     def cursor(self) -> int:
-        """The first ordinal whose responses have not started."""
+        """The first ordinal with no started response."""
         return self.clock.following.ordinal + (self.clock.following.index > 0)
 
     @property
@@ -133,17 +131,17 @@ class Collector:
 
     @property
     def _wave(self) -> int:
-        """Number of prompts of a wave."""
+        """Number of prompts in a wave."""
         return self.clock.sizes.in_flight // self.clock.sizes.samples_per_prompt
 
     @property
     def goes_on(self) -> bool:
-        """Whether another round is to be sampled."""
+        """Whether to sample another round."""
         within = self.max_groups is None or self.tally.groups < self.max_groups
         return within and not self.clock.step_ends
 
     def start(self) -> list[ResponseId]:
-        """Returns the responses that start now, in order. Episodes first wait for their environments. In waves: see `VirtualClock.start`."""
+        """Returns the responses that start now, in order. Episodes first wait for their environments. For waves, see `VirtualClock.start`."""
         if self.clock.sizes.waves:
             within = self.max_groups is None or (self.waves + 1) * self._wave <= self.max_groups
             started = self.clock.start() if within else []
@@ -159,11 +157,12 @@ class Collector:
         return started
 
     def draws(self, one: ResponseId) -> bool:
-        """Returns whether a response in flight samples in the next round: it does not wait for its environment, and it was not lost before its first turn."""
+        """Returns whether a response in flight samples in the next round. It does not if it waits for its environment, or if it has ended, for example because the episode
+        was lost."""
         return self.responses[one].finish_reason is None and not self.responses[one].waits
 
     def take(self, drawn: Mapping[ResponseId, Drawn], here: Collection[ResponseId]) -> None:
-        """Takes the new tokens of a round. The responses `here` were sampled by this process, and have their tokens already."""
+        """Adds the new tokens of a round. The responses in `here` were sampled by this process and already have their tokens."""
         self.rounds += 1
         self._taken = True
         for one, part in drawn.items():
@@ -181,12 +180,12 @@ class Collector:
                 request.due = self._now + self.answer_rounds
 
     def answers_due(self) -> list[ResponseId]:
-        """Returns the responses whose environments' answers are taken now, in order."""
+        """Returns the responses whose environment's answer must be taken now, in order."""
         due = ((one, self.responses[one].due) for one in self.clock.in_flight())
         return [one for one, at in due if at is not None and at <= self._now]
 
     def answer(self, one: ResponseId, before: Continuation | None, standing: Standing) -> None:
-        """Takes an environment's answer: the next turn begins after the tokens `before`, or the episode ends. `standing` has its rewards so far."""
+        """Applies an environment's answer: the next turn begins after the tokens `before`, or the episode ends. `standing` contains the rewards so far."""
         request = self.responses[one]
         assert self.limits is not None
         request.standing = standing
@@ -195,18 +194,18 @@ class Collector:
             self._ended.append(one)
 
     def end_round(self) -> RoundEnd:
-        """Ends a round that was taken."""
+        """Ends a round, after `take`."""
         ended, self._ended, self._taken = self._ended, [], False
         due = self.clock.end_round(ended)
         return RoundEnd(ended, self.clock.whole(one.ordinal for one in ended), due)
 
     @property
     def _now(self) -> int:
-        """Number of rounds that are sampled."""
+        """Number of rounds that have been sampled."""
         return self.clock.rounds + self._taken
 
     def responses_to(self, ordinal: int) -> tuple[Response, ...]:
-        """Returns the responses of a whole group."""
+        """Returns the responses of a complete group."""
         version = self.clock.groups[ordinal].version
         indices = range(self.clock.sizes.samples_per_prompt)
         return tuple(self.responses[ResponseId(ordinal, index)].response(version) for index in indices)
@@ -216,7 +215,7 @@ class Collector:
         return not self.enabled or is_informative(group, metric=self.metric)
 
     def end_group(self, group: Group) -> None:
-        """Takes a graded group whose verdict is due; in waves, any graded group."""
+        """Adds a graded group whose verdict is due; in waves, any graded group."""
         ordinal, informative = group.prompt.ordinal, self.informative(group)
         self.clock.end_group(ordinal, informative=informative)
         self._judged.append(group)
@@ -227,16 +226,16 @@ class Collector:
             self.responses.pop(ResponseId(ordinal, index), None)
 
     def finish(self) -> Collected:
-        """Ends the step. Returns the first informative groups by ordinal, as many as a step trains on, and the groups that are left.
+        """Ends the step. Returns the groups to train on, which are the first informative groups by ordinal, and the groups that are left.
 
         Raises:
-            ShortfallError: there are too few, and not `trains_fewer`; or there is no informative group. The message counts the groups by kind,
-                since too easy and too hard prompts call for opposite remedies.
+            ShortfallError: there are too few informative groups and `trains_fewer` is False, or there is not a single informative group. The message counts the groups by
+                kind, because too easy and too hard prompts need opposite remedies.
         """
         if len(self.ready) < self.needed and not (self.trains_fewer and self.ready):
             waves = f" in {self.waves} waves of {self._wave} prompts" if self.clock.sizes.waves else ""
             raise ShortfallError(
-                f"dynamic sampling found {self.kept} of the {self.needed} informative groups it needs among the {self.tally.groups} of this step"
+                f"dynamic sampling found {self.kept} of the {self.needed} informative groups it needs among the {self.tally.groups} groups of this step"
                 f"{waves}: {nothing_to_learn(self.tally, self._judged, self.metric)}, raise "
                 "dynamic_sampling.max_waves, or set dynamic_sampling.on_shortfall=train_fewer"
             )
@@ -257,7 +256,7 @@ class Collector:
         )
 
     def going_on(self) -> InFlight | None:
-        """Returns the rollouts in flight after `finish`; None in waves. The collector is not to be used afterwards."""
+        """Returns the rollouts in flight after `finish`, or None in waves. The collector must not be used afterwards."""
         if self.clock.sizes.waves:
             return None
         return InFlight(

@@ -1,7 +1,7 @@
-"""The exchange between the processes of a run: graded groups, the tokens of a round, and the answers of environments.
+"""Exchanges data between the processes of a run: graded groups, the tokens of a round, and the answers of environments.
 
-Processes sample without waiting for each other. At the end of a wave or a round every process gets the same information, so all of them decide alike. A failure or a
-stop in one process reaches the others with the next exchange, so that all end alike and can save a checkpoint together.
+Processes sample without waiting for each other. At the end of a wave or a round, all processes receive the same data, so they all make the same decisions. A failure or a
+stop in one process reaches the others with the next exchange. So all of them end at the same point and can save a checkpoint together.
 """
 
 import json
@@ -34,14 +34,14 @@ from dapo_jax.rollout.scheduler import ResponseId
 from dapo_jax.sampling.rounds import Drawn
 
 _HEAD_BYTES = 1024
-"""Bytes of a round's buffer in addition to its tokens. Longer messages, such as a long error, need further buffers."""
+"""Bytes in a round's buffer in addition to its tokens. Longer messages, for example with a long error, need more buffers."""
 
 Answered = tuple[Continuation | None, Standing]
-"""An environment's answer: the tokens before the next turn, or None if the episode is over or was lost; and the account of the episode."""
+"""An environment's answer: the tokens before the next turn, or None if the episode is over or was lost, and the rewards and metrics of the episode so far."""
 
 
 class Exchange:
-    """This process's share of the sampling, and what it exchanges with the others."""
+    """This process's share of the sampling, and the data that it exchanges with the other processes."""
 
     def __init__(
         self, meshes: Meshes, stop: Stop, watch: Watch, *, in_flight: int, round_tokens: int
@@ -52,22 +52,22 @@ class Exchange:
         self._shared = len(members) > 1
         self.alone = jax.process_count() == 1
         self.grades = jax.process_index() == min(members)
-        """True in the one process that grades, of the processes that share a sampler and have all its responses."""
+        """Whether this process grades. All processes that share a sampler have all its responses, but only one of them grades."""
         self._buffer_bytes = _HEAD_BYTES + -(-in_flight // self.count) * (8 + 8 * round_tokens)
         self._failed = ""
 
     def takes(self, ordinal: int) -> bool:
-        """Returns whether this sampler has the prompt: its processes grade it, and in waves also sample it."""
+        """Returns whether the prompt belongs to this sampler: its processes grade the responses, and in waves also sample them."""
         return ordinal % self.count == self.index
 
     def grades_group(self, ordinal: int) -> bool:
-        """Returns whether this process grades the group and talks with its environments."""
+        """Returns whether this process grades the group and communicates with its environments."""
         return self.grades and self.takes(ordinal)
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Within, this process samples, grades, or waits for environments. With several processes, a stop or a failed reward function ends the block
-        without an error, and the next exchange raises it in all of them.
+        """A context in which this process samples, grades, or waits for environments. With several processes, a stop or a failed reward function ends the block without an
+        error, and the next exchange raises the error in all processes.
 
         Raises:
             StoppedError: the run was asked to stop, and this is the only process.
@@ -77,7 +77,7 @@ class Exchange:
             with self._stop.abandonable():
                 yield
             return
-        # Processes that share the sampler would wait for this one in its programs, so they do not stop at once.
+        # A process that shares its sampler does not stop at once, because the others would wait for it in the sampler's programs.
         interruptible = self._stop.held() if self._shared else self._stop.abandonable()
         try:
             with suppress(StoppedError), interruptible:
@@ -86,7 +86,7 @@ class Exchange:
             self._failed = self._failed or f"{error} (process {jax.process_index()})"
 
     def graded(self, sampled: Sampled, grade: Grade) -> list[Group]:
-        """Returns this process's graded groups; none where another process of its sampler grades, or after a stop or a failure (see `working`)."""
+        """Returns the groups that this process graded. The list is empty if another process of the same sampler grades, or after a stop or a failure (see `working`)."""
         groups: list[Group] = []
         with self.working():
             if self.grades:
@@ -104,13 +104,13 @@ class Exchange:
         whole: Callable[[Group], bool] = lambda group: False,
         texts: int = 0,
     ) -> list[Group]:
-        """Returns the groups of all processes by ordinal: this process's as they are, others' in brief, unless they are `whole`.
+        """Returns the groups of all processes, sorted by ordinal. This process's groups are unchanged; the others are brief unless `whole` returns True.
 
-        A group in brief has no tokens. The first `texts` responses of each group keep their texts.
+        A brief group has no tokens. The first `texts` responses of each group keep their texts.
 
         Raises:
-            StoppedError: one of the processes was asked to stop; in all of them.
-            RewardError: a reward function failed in one of them; in all.
+            StoppedError: one of the processes was asked to stop. Raised in all of them.
+            RewardError: a reward function failed in one of the processes. Raised in all of them.
         """
         if self.alone:
             return sorted(groups, key=lambda group: group.prompt.ordinal)
@@ -127,9 +127,9 @@ class Exchange:
         prompt_at: PromptAt,
         responses_to: Callable[[int], tuple[Response, ...]],
     ) -> list[Group]:
-        """Returns the graded groups of all processes by ordinal. Their tokens do not travel again: every process has the responses to each ordinal.
+        """Returns the graded groups of all processes, sorted by ordinal. Their tokens are not sent again, because every process already has the responses.
 
-        Raises: as `groups`.
+        Raises: see `groups`.
         """
         texts = max((len(group.rollouts) for group in groups), default=0)
         found = []
@@ -148,7 +148,7 @@ class Exchange:
             asked: the responses of each sampler, in order.
             sampled: the new tokens of the responses of this process's sampler, in order.
 
-        Raises: as `groups`.
+        Raises: see `groups`.
         """
         if self.alone:
             return dict(zip(asked[0], sampled, strict=True))
@@ -162,7 +162,7 @@ class Exchange:
     def answers(self, answers: Mapping[ResponseId, Answered]) -> dict[ResponseId, Answered]:
         """Returns the answers of the environments of all processes.
 
-        Raises: as `groups`.
+        Raises: see `groups`.
         """
         if self.alone:
             return dict(answers)
@@ -176,9 +176,9 @@ class Exchange:
     def _exchanged(
         self, head: Mapping[str, Any], arrays: Arrays, buffer_bytes: int = BUFFER_BYTES
     ) -> list[tuple[dict[str, Any], Arrays]]:
-        """Returns the messages of all processes in order: `head`, which is JSON, and arrays.
+        """Gathers one message from each process, in process order. A message is `head` (JSON-serializable) and arrays.
 
-        Raises: as `groups`.
+        Raises: see `groups`.
         """
         self._watch.note("waiting for the groups of the other processes", for_others=True)
         packed, layout = pack_arrays(arrays)

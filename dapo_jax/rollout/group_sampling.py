@@ -1,7 +1,7 @@
-"""Graded groups for the steps and the evaluations of a run, sampled by this process alone or together with others.
+"""Samples and grades groups for the steps and evaluations of a run, in this process alone or together with others.
 
-In waves, each response is sampled to its end by the weights of one step. With rollouts in flight, responses continue from step to step, round by round. Both follow the virtual
-clock: every process keeps the same one.
+In waves, each response is sampled to its end by the weights of one step. With rollouts in flight, responses continue from step to step, round by round. Both modes follow
+the virtual clock, which is identical in every process.
 """
 
 from collections import deque
@@ -33,7 +33,7 @@ from dapo_jax.sampling.turns import Answer
 from dapo_jax.trackers.rollout_log import LOGGED_GROUPS
 
 _LOOK_S = 1.0
-"""Seconds between two looks at environments that work."""
+"""Interval in seconds between progress notes while environments work."""
 
 
 class GroupSampling:
@@ -52,7 +52,7 @@ class GroupSampling:
         watch: Watch,
         episodes: Episodes | None = None,
     ) -> None:
-        """`watch` is notified of progress. With `episodes` responses have several turns."""
+        """`watch` is notified of progress. With `episodes`, responses have several turns."""
         self._config, self._sampler, self._grading, self._episodes = config, sampler, grading, episodes
         self._prompts, self._held_out = prompts, held_out
         self._stream = PromptStream(prompts, hosts=meshes.count)
@@ -72,19 +72,19 @@ class GroupSampling:
             meshes, stop, watch, in_flight=rollout.in_flight, round_tokens=rollout.round_tokens
         )
         self._pending: dict[int, Pending] = {}
-        """In flight: groups whose verdicts this process waits for, by ordinal."""
+        """Groups in flight whose verdicts this process waits for, by ordinal."""
         self._asked: dict[int, Prompt] = {}
-        """In flight: the prompts of groups without a verdict, by ordinal."""
+        """Prompts of groups in flight that have no verdict, by ordinal."""
         self._turns: TurnsInFlight | None = None
         if episodes is not None and self._in_rounds:
             self._turns = TurnsInFlight(episodes, self._exchange, watch)
 
     def transfer(self, params: PyTree) -> SamplerWeights:
-        """Returns the trainer's parameters as the sampler's weights."""
+        """Converts the trainer's parameters to the sampler's weights."""
         return self._sampler.transfer(params)
 
     def compile(self) -> None:
-        """Compiles the programs of sampling, and of evaluation if there is one."""
+        """Compiles the programs for sampling, and for evaluation if there are held-out prompts."""
         config, cut = self._config, self._config.eval
         options: list[dict[str, float | int]] = [{"temperature": config.sampling.temperature}]
         if self._held_out:
@@ -112,19 +112,19 @@ class GroupSampling:
         )
 
     def groups(self, weights: PyTree, collector: Collector) -> Iterator[Group]:
-        """Yields the graded groups of a step as their verdicts come: in waves in any order, in flight by rounds and ordinals.
+        """Yields the graded groups of a step as their verdicts arrive: in waves in any order, with rollouts in flight by round and ordinal.
 
         Raises:
-            StoppedError: the run was asked to stop; in every process.
-            RewardError: a reward function failed; in every process.
+            StoppedError: the run was asked to stop. Raised in every process.
+            RewardError: a reward function failed. Raised in every process.
         """
         return (self._rounds if self._in_rounds else self._waves)(weights, collector)
 
     def evaluate(self, params: PyTree, step: int) -> dict[str, list[Group]]:
-        """Returns for each dataset the graded groups of its prompts, after step `step`.
+        """Returns for each held-out dataset the graded groups of its prompts, after step `step`.
 
         Raises:
-            StoppedError: the run was asked to stop; in every process.
+            StoppedError: the run was asked to stop. Raised in every process.
         """
         weights, found = self.transfer(params), dict[str, list[Group]]()
         with nullcontext() if self._episodes is None else self._episodes.apart():
@@ -153,7 +153,7 @@ class GroupSampling:
             return [one.ordinal for one in started if one.index == 0]
 
         def whole(group: Group) -> bool:
-            """Whether other processes need the group's tokens: it may be trained on, or is logged."""
+            """Returns whether other processes need the group's tokens, because it may be trained on or is logged."""
             ordinal = group.prompt.ordinal
             return collector.informative(group) or ordinal < begin + LOGGED_GROUPS
 
@@ -161,7 +161,7 @@ class GroupSampling:
 
         def prompts(count: int) -> list[Prompt]:
             if alone and not mine:
-                mine.extend(certain())  # the next wave overlaps the last responses of this one
+                mine.extend(certain())  # so the next wave overlaps the last responses of this one
             self._watch.note("reading prompts")
             return [self._stream.at(mine.popleft()) for _ in range(min(count, len(mine)))]
 
@@ -190,12 +190,12 @@ class GroupSampling:
         lengths = {one: collector.responses[one].drawn for one in collector.clock.in_flight()}
         places = Places(self._sizes.in_flight, self._exchange.count, lengths)
         if self._turns is not None:
-            self._turns.ask(collector)  # grading needs the episodes of a checkpoint
+            self._turns.ask(collector)  # grading needs the episodes from a checkpoint to be open
         for ordinal in collector.clock.whole(collector.clock.groups):
             self._grade(ordinal, collector)
         try:
             while collector.goes_on:
-                if sampler is None:  # if enough groups are ready, nothing is prefilled
+                if sampler is None:  # only now, so nothing is prefilled if enough groups are ready
                     sampler = self._sampler.rounds(
                         weights,
                         decoding=decoding(temperature=self._config.sampling.temperature),
@@ -227,7 +227,7 @@ class GroupSampling:
     def _round(
         self, sampler: RoundSampler, collector: Collector, places: "Places"
     ) -> dict[ResponseId, Drawn]:
-        """Samples a round. Returns the new tokens of all responses in flight that sample, in all processes."""
+        """Samples a round. Returns the new tokens of the responses in flight, from all processes."""
         asked = [
             [one for one in places.of(index) if collector.draws(one)] for index in range(self._exchange.count)
         ]
@@ -238,14 +238,14 @@ class GroupSampling:
         return self._exchange.round(asked, drawn)
 
     def _grade(self, ordinal: int, collector: Collector) -> None:
-        """Gives a whole group to the graders, if this process grades it."""
+        """Passes a complete group to the graders, if this process grades it."""
         if self._exchange.grades_group(ordinal) and ordinal not in self._pending:
             with self._exchange.working():
                 prompt, responses = self._prompt_in_flight(ordinal), collector.responses_to(ordinal)
                 self._pending[ordinal] = self._grading.begin(prompt, responses)
 
     def _verdicts(self, due: Sequence[int], collector: Collector) -> list[Group]:
-        """Returns the groups whose verdicts are due, graded, in every process."""
+        """Returns the graded groups whose verdicts are due, in every process."""
         if not due:
             return []
         groups: list[Group] = []
@@ -261,10 +261,11 @@ class GroupSampling:
 
 
 def dealt(tokens: Sequence[int], samplers: int) -> Int[np.ndarray, " going"]:
-    """Returns the sampler of each response that continues, by its number of tokens.
+    """Assigns responses that continue to samplers, given their numbers of tokens. Returns the sampler of each response.
 
-    The longest responses are dealt out first, back and forth, so that all samplers hold and prefill about as many tokens. By ordinal, the first sampler would get all the old
-    responses: more than its pages hold, and the others would wait for it at the end of each round. Responses that do not divide evenly go to the first samplers.
+    The longest responses are dealt out first, back and forth, so that all samplers hold and prefill about the same number of tokens. If responses were assigned by ordinal,
+    the first sampler would get all the old ones. They would not fit in its pages, and the other samplers would wait for it at the end of each round. If responses do not
+    divide evenly, the first samplers get one more.
     """
     order = np.argsort(-np.asarray(tokens, np.int64), kind="stable")
     turn, at = np.divmod(np.arange(len(order)), samplers)
@@ -275,10 +276,10 @@ def dealt(tokens: Sequence[int], samplers: int) -> Int[np.ndarray, " going"]:
 
 
 class Places:
-    """The sampler of each response in flight. It changes no result."""
+    """Assigns each response in flight to a sampler. The assignment changes no result."""
 
     def __init__(self, in_flight: int, samplers: int, going: Mapping[ResponseId, int]) -> None:
-        """Spreads the responses that continue, which are all re-prefilled; `going` has their numbers of tokens (`dealt`)."""
+        """Distributes the responses that continue, which must all be re-prefilled. `going` maps them to their numbers of tokens; see `dealt`."""
         self._most = [in_flight // samplers + (sampler < in_flight % samplers) for sampler in range(samplers)]
         self._at: list[set[ResponseId]] = [set() for _ in range(samplers)]
         ids = sorted(going)
@@ -286,13 +287,13 @@ class Places:
             self._at[sampler].add(one)
 
     def give(self, started: Sequence[ResponseId]) -> None:
-        """Gives responses that start, in order, to samplers with free places."""
+        """Assigns new responses, in order, to samplers with free places."""
         waiting = iter(started)
         for at, most in zip(self._at, self._most, strict=True):
             at.update(islice(waiting, most - len(at)))
 
     def leave(self, ended: Sequence[ResponseId]) -> None:
-        """Frees the places of responses that ended."""
+        """Frees the places of responses that have ended."""
         for at in self._at:
             at.difference_update(ended)
 
@@ -302,20 +303,18 @@ class Places:
 
 
 class TurnsInFlight:
-    """The environments of a run whose episodes are in flight. The process that grades a group talks with its environments.
-
-    Every process takes an answer a fixed number of rounds after the turn. So tokens depend on the answers of environments, and not on their time.
-    """
+    """The environments of a run whose episodes are in flight. The process that grades a group communicates with its environments. Every process takes an answer a fixed
+    number of rounds after the turn. So tokens depend on the environments' answers, but not on how long these take."""
 
     def __init__(self, episodes: Episodes, exchange: Exchange, watch: Watch) -> None:
-        """`watch` is notified, every second at least, while environments work."""
+        """`watch` is notified at least every second while environments work."""
         self._episodes, self._exchange, self._watch = episodes, exchange, watch
         self._asked: dict[ResponseId, Answer] = {}
         self._known: set[ResponseId] = set()
-        """The episodes of this process that are open."""
+        """The open episodes of this process."""
 
     def ask(self, collector: Collector) -> None:
-        """Hands over starts and turns that environments have not received. Opens episodes that this process does not know, as after a resume."""
+        """Sends the environments all starts and turns that they have not received. Reopens episodes that this process does not know, for example after a resume."""
         for one, request in collector.responses.items():
             is_known = one in self._known
             if not self._exchange.grades_group(one.ordinal) or (
@@ -337,8 +336,8 @@ class TurnsInFlight:
         """Takes the answers that are due, in every process.
 
         Raises:
-            StoppedError: one of the processes was asked to stop; in all of them.
-            RewardError: a reward function failed in one of them; in all.
+            StoppedError: one of the processes was asked to stop. Raised in all of them.
+            RewardError: a reward function failed in one of the processes. Raised in all of them.
         """
         if not (due := collector.answers_due()):
             return

@@ -1,4 +1,4 @@
-"""Responses to prompts from one engine, for training, evaluation and `dapo-jax sample`."""
+"""Samples responses to prompts with one engine, for training, evaluation and `dapo-jax sample`."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial, reduce
@@ -21,15 +21,15 @@ from dapo_jax.sampling.rounds import RoundSampler
 from dapo_jax.sampling.turns import Environments, limits_of
 
 TRAINING, EVALUATION = 0, 1
-"""Key domains: evaluation and training sample with different random numbers."""
+"""Key domains. They ensure that evaluation and training use different random numbers."""
 
 Sampled = Iterator[tuple[Prompt, tuple[Response, ...]]]
 Grade = Callable[[Sampled], Iterable[Group]]
-"""Grades responses: `Grading.groups`."""
+"""Grades responses, like `Grading.groups`."""
 
 
 class ResponseSampler:
-    """An engine with everything that stays fixed over a run: seed, lengths, stop strings. `run.sampler_setup` makes it."""
+    """An engine with the settings that stay fixed over a run: seed, lengths and stop strings. `run.sampler_setup` creates it."""
 
     def __init__(
         self,
@@ -47,15 +47,15 @@ class ResponseSampler:
         """Compiles nothing yet.
 
         Args:
-            engine: samples.
-            transfer: makes the engine's weights of the trainer's parameters.
-            seed: of all random numbers.
-            max_response_tokens: the longest response.
-            prompts_at_once: prompts that are asked for together.
-            stop: finds the stop strings.
-            compile_for: compiles the programs for some ways of decoding.
-            notes: sentences that a run shows when it starts.
-            on_look: called before each call of the engine that samples tokens.
+            engine: the engine that samples.
+            transfer: converts the trainer's parameters to the engine's weights.
+            seed: the seed of all random numbers.
+            max_response_tokens: maximum number of tokens in a response.
+            prompts_at_once: number of prompts to request together.
+            stop: finds stop strings.
+            compile_for: compiles the programs for a list of decoding options.
+            notes: messages that a run shows when it starts.
+            on_look: called before every engine call that samples tokens.
         """
         self._engine, self.transfer, self._compile_for = engine, transfer, compile_for
         self.max_response_tokens, self.prompts_at_once = max_response_tokens, prompts_at_once
@@ -64,8 +64,8 @@ class ResponseSampler:
         self._key: PRNGKeyArray = jax.random.key(seed)
 
     def compile(self, *decodings: Mapping[str, Any]) -> None:
-        """Compiles the programs that sample with each of these options of `decoding`. Options that differ only in numbers share a program; top-k and top-p need
-        another one."""
+        """Compiles the sampling programs for each of these sets of `decoding` options. Sets that differ only in numbers share a program, but top-k and top-p need a
+        separate one."""
         self._compile_for([jax.eval_shape(partial(decoding, **options)) for options in decodings])
 
     def sample(
@@ -80,8 +80,8 @@ class ResponseSampler:
         version: int = 0,
         environments: Environments | None = None,
     ) -> Sampled:
-        """Yields prompts with their responses as they end; see `Sampler.sample`. `version` is the version of the weights. Keys depend on `domain` and on the numbers
-        `within` it. With `environments` responses are episodes."""
+        """Yields prompts with their responses as groups end; see `Sampler.sample`. `version` is the version of the weights. Random keys depend on `domain` and on the
+        numbers in `within`. With `environments`, responses are episodes."""
         key = reduce(jax.random.fold_in, (domain, *within), self._key)
         return self._sampler.sample(
             weights,
@@ -103,7 +103,7 @@ class ResponseSampler:
     def rounds(
         self, weights: PyTree, *, decoding: Decoding, episodes: Environments | None = None
     ) -> RoundSampler:
-        """Returns a sampler of responses in flight, for training, with these weights. With `episodes` responses are episodes."""
+        """Returns a sampler of responses in flight with these weights, for training. With `episodes`, responses are episodes."""
         return RoundSampler(
             self._engine,
             weights,
@@ -126,9 +126,9 @@ class ResponseSampler:
         step: int,
         environments: Environments | None = None,
     ) -> list[Group]:
-        """Returns the graded groups of held-out prompts, in the prompts' order.
+        """Returns the graded groups of held-out prompts, sorted by ordinal.
 
-        Random numbers depend on the `name` of the dataset and on `step`: evaluations are independent of each other, and can be repeated.
+        Random numbers depend on the `name` of the dataset and on `step`, so evaluations are independent of each other and can be repeated.
         """
         left = iter(prompts)
         sampled = self.sample(

@@ -1,13 +1,13 @@
-"""A virtual clock for rollouts in flight: it decides when a response starts, a verdict is due and a step ends.
+"""A virtual clock for rollouts in flight, which decides when a response starts, a verdict is due and a step ends.
 
-A fixed number of responses is in flight over the whole run. Time is counted in rounds: in each, every response in flight samples up to a fixed number of tokens. At the
-end of a round, new responses take the places of those that ended, so nothing waits for the longest response. A group is whole when its last response has ended; its
-verdict is due a fixed number of rounds later, and sampling continues meanwhile. A step ends at the first end of a round with enough informative groups. It trains on the
-first of them by ordinal; the others stay ready for the next step. One round may bring enough groups for several steps.
+A fixed number of responses is in flight throughout the run. Time is counted in rounds. In each round, every response in flight samples up to a fixed number of tokens. At
+the end of a round, new responses replace those that ended, so nothing waits for the longest response. A group is complete when its last response has ended. Its verdict is
+due a fixed number of rounds later, and sampling continues meanwhile. A step ends after the first round with enough informative groups. It trains on the first of them by
+ordinal, and the others stay ready for the next step. One round may complete enough groups for several steps.
 
-Waves (DAPO, Algorithm 1) are the same clock with a round as long as the longest response: all responses of a wave start together, and a step ends when all its waves have.
+Waves (DAPO, Algorithm 1) use the same clock, with rounds as long as the longest response: a wave's responses start together, and a step ends with its last wave.
 
-Decisions depend on lengths and verdicts alone, not on seconds, devices, slots or processes. So a run repeats bit for bit, although its steps overlap.
+Decisions depend only on lengths and verdicts, not on time, devices, slots or processes. So a run repeats bit for bit, although its steps overlap.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -24,78 +24,79 @@ class ResponseId(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ClockSizes:
-    """The numbers of the clock: they depend on the configuration, not on machines."""
+    """The parameters of the clock. They depend on the configuration, not on the machines."""
 
     in_flight: int
-    """Responses in flight over the whole run, or in a wave."""
+    """Number of responses in flight throughout the run, or in a wave."""
     samples_per_prompt: int
-    """G, responses of a group."""
+    """Number of responses in a group (G)."""
     needed: int
-    """Informative groups that a step trains on."""
+    """Number of informative groups that a step trains on."""
     verdict_rounds: int = 1
-    """Rounds from the end of a group's last response to the round at whose end its verdict is due; 0: at once."""
+    """Number of rounds from the end of a group's last response until its verdict is due; 0: at once."""
     max_age_steps: int = 0
-    """S: a step waits for every group whose first response started S steps ago, and no group starts while S + 1 steps' worth of groups are under way or ready.
-    So nothing that is trained on is older than 2 S + 1 steps. 0: no bound."""
+    """The age bound S. A step waits for every group whose first response started S steps ago. No group starts while S + 1 steps' worth of groups are in progress or ready.
+    So no group is trained on when it is older than 2 S + 1 steps. 0: no bound."""
     waves: bool = False
-    """Whole waves of `in_flight` responses start, each as soon as it is certain to be needed, and a step ends when nothing is in flight."""
+    """If True, whole waves of `in_flight` responses start, each as soon as it is certain to be needed, and a step ends when nothing is in flight."""
 
     def __post_init__(self) -> None:
         if self.in_flight < self.samples_per_prompt or self.in_flight % self.samples_per_prompt:
             raise ValueError(
-                f"in_flight={self.in_flight} must be a multiple of the {self.samples_per_prompt} responses of a group, which start together; "
-                f"{-(-max(self.in_flight, 1) // self.samples_per_prompt) * self.samples_per_prompt} is"
+                f"in_flight={self.in_flight} must be a multiple of {self.samples_per_prompt}, because the responses of a group start together; "
+                f"for example {-(-max(self.in_flight, 1) // self.samples_per_prompt) * self.samples_per_prompt}"
             )
 
 
 @dataclass
 class GroupInFlight:
-    """A group from its first response's start to its verdict."""
+    """A group, from the start of its first response to its verdict."""
 
     version: int
-    """Steps done when its first response started: the version of its oldest token's weights."""
+    """Number of steps done when its first response started, which is the weight version of its oldest token."""
     left: set[int]
     """Indices of the responses that have not ended."""
     due: int = -1
-    """The round at whose end its verdict is due; -1 while responses are left."""
+    """The round after which its verdict is due; -1 until all responses have ended."""
 
 
 @dataclass
 class VirtualClock:
-    """The state of the clock. Until `step_ends`, call `start`, sample a round, then call `end_round`, and `end_group` for each group whose verdict is due. Then call `end_step`.
+    """The state of the clock. Until `step_ends`, call `start`, sample a round, then call `end_round`, and `end_group` for each group whose verdict is due. Then call
+    `end_step`.
 
-    In waves there are no rounds: until `step_ends`, call `start`, and `end_group` for every group, in any order.
+    Waves have no rounds: until `step_ends`, call `start`, and `end_group` for every group, in any order.
     """
 
     sizes: ClockSizes
     version: int = 0
-    """Steps done, which is the version of the weights that sample."""
+    """Number of steps done, which is the version of the weights that sample."""
     rounds: int = 0
-    """Rounds done since the run began."""
+    """Number of rounds since the run began."""
     following: ResponseId = field(default_factory=lambda: ResponseId(0, 0))
     """The response that starts next."""
     groups: dict[int, GroupInFlight] = field(default_factory=dict)
     """Groups without a verdict, by ordinal."""
     ready: dict[int, int] = field(default_factory=dict)
-    """Informative groups that wait to be trained on: ordinal -> the version of `GroupInFlight`."""
+    """Informative groups that wait for training: ordinal -> `GroupInFlight.version`."""
 
     def in_flight(self) -> Iterator[ResponseId]:
-        """The responses that are being sampled, by ordinal and index."""
+        """Yields the responses that are being sampled, by ordinal and index."""
         for one in self.started():
             if one.index in self.groups[one.ordinal].left:
                 yield one
 
     def started(self) -> Iterator[ResponseId]:
-        """The responses of groups without a verdict that have started, by ordinal and index: those in flight, and those that ended."""
+        """Yields the started responses of groups without a verdict, by ordinal and index: both the responses in flight and those that have ended."""
         for ordinal in sorted(self.groups):
             for index in range(self.sizes.samples_per_prompt):
                 if ResponseId(ordinal, index) < self.following:
                     yield ResponseId(ordinal, index)
 
     def start(self) -> list[ResponseId]:
-        """Returns the responses that start now, in order: as many as there are free places, or as a bound on ages allows.
+        """Returns the responses that start now, in order: as many as there are free places, unless the age bound stops them.
 
-        In waves: the next wave, if it is needed whatever the verdicts of the groups under way will be; else none.
+        In waves, returns the next wave if it will be needed regardless of the verdicts still to come, else an empty list.
         """
         sizes, bound, started = self.sizes, self.sizes.max_age_steps, list[ResponseId]()
         if sizes.waves:
@@ -114,7 +115,7 @@ class VirtualClock:
         return started
 
     def end_round(self, ended: Collection[ResponseId]) -> list[int]:
-        """Takes the responses that ended in the round. Returns the ordinals of the groups whose verdicts are due now, for `end_group`."""
+        """Records the responses that ended in the round. Returns the ordinals of the groups whose verdicts are due now, for `end_group`."""
         self.rounds += 1
         for one in ended:
             group = self.groups[one.ordinal]
@@ -125,14 +126,14 @@ class VirtualClock:
         return sorted(ordinal for ordinal, group in self.groups.items() if 0 <= group.due <= self.rounds)
 
     def end_group(self, ordinal: int, *, informative: bool) -> None:
-        """Takes the verdict of a group, whose responses have all ended."""
+        """Records the verdict of a group whose responses have all ended."""
         group = self.groups.pop(ordinal)
         if informative:
             self.ready[ordinal] = group.version
 
     @property
     def step_ends(self) -> bool:
-        """Whether there are enough groups to train on, and the step waits for no older group."""
+        """Whether there are enough groups to train on, and no older group that the step must wait for."""
         bound = self.sizes.max_age_steps
         waited_for = self.groups.values() if bound or self.sizes.waves else ()
         return len(self.ready) >= self.sizes.needed and not any(
@@ -140,18 +141,19 @@ class VirtualClock:
         )
 
     def end_step(self) -> dict[int, int]:
-        """Ends the step. Returns the groups to train on, the first by ordinal, and the age of each one's oldest token in steps. From now on the next version samples."""
+        """Ends the step. Returns the groups to train on, the first by ordinal, each with the age of its oldest token in steps. Afterwards, the next version of the weights
+        samples."""
         taken = sorted(self.ready)[: self.sizes.needed]
         ages = {ordinal: self.version - self.ready.pop(ordinal) for ordinal in taken}
         self.version += 1
         return ages
 
     def whole(self, ordinals: Iterable[int]) -> list[int]:
-        """Returns the groups of `ordinals`, each once, whose last response has ended."""
+        """Returns the groups in `ordinals` whose last response has ended, without duplicates."""
         return sorted({ordinal for ordinal in ordinals if self.groups[ordinal].due >= 0})
 
     def state(self) -> dict[str, Any]:
-        """Returns the state for a checkpoint, as JSON values; `restored` takes it."""
+        """Returns the state as JSON values for a checkpoint. `restored` accepts it."""
         return {
             "sizes": asdict(self.sizes),
             "version": self.version,
@@ -166,7 +168,7 @@ class VirtualClock:
 
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> "VirtualClock":
-        """Returns the clock with this `state`."""
+        """Returns the clock with the given `state`."""
         groups = {
             ordinal: GroupInFlight(version, set(left), due) for ordinal, version, left, due in state["groups"]
         }

@@ -1,1 +1,1 @@
-"""The engine (prefill, insert, generate), the sampling of a token, and the continuous-batching sampler."""
+"""The engine (prefill, insert, generate), token sampling, and the continuous-batching sampler."""

@@ -1,8 +1,7 @@
-"""The KV cache of the decoding slots: the interface `Cache`, and its plain form, in which each slot is one page.
+"""The KV cache of the decoding slots: the interface `Cache`, and its plain form for CPU, in which each slot is one page.
 
-The plain form is for CPU. The others are `paged_cache`, `tpu_cache` and `gpu_cache`; `caches` chooses. Both products of attention read
-the axes row by row in this order: over [slots, capacity, kv_heads, head_dim] attention was 12 times slower on CPU, and scores
-over keys with head_dim last 2 times.
+The other forms are `paged_cache`, `tpu_cache` and `gpu_cache`; `caches` chooses between them. With this axis order, both products of attention read memory
+row by row. On CPU, attention over [slots, capacity, kv_heads, head_dim] was 12 times slower, and scores over keys with head_dim last took twice as long.
 """
 
 from collections.abc import Callable
@@ -24,12 +23,13 @@ Queries = Float[Array, "heads head_dim slots"]
 NewHeads = Float[Array, "kv_heads head_dim slots"]
 """Keys or values of one token per slot."""
 RowHeads = Float[Array, "kv_heads head_dim tokens"]
-"""Keys or values of prefilled rows, end to end."""
+"""Keys or values of prefilled rows, concatenated along the token axis."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cache:
-    """The functions of one kind of KV cache, each documented in this file. The types that they pass to each other belong to the kind."""
+    """The functions that implement one kind of KV cache; this file documents each of them. Every kind has its own types for the values that these functions
+    pass to each other."""
 
     empty: Callable[..., Any]
     of_rows: Callable[..., Any]
@@ -47,27 +47,27 @@ class LayerCache:
     """[pages, kv_heads, page_tokens, head_dim] in `gpu_cache`."""
     values: Num[Array, "pages kv_heads page_tokens head_dim"] | Any
     key_scales: Float[Array, "pages kv_heads page_tokens"] | Any = None
-    """Scale of each token's key if keys have eight bits; else None."""
+    """Scale of each token's key in an 8-bit cache, else None."""
     value_scales: Float[Array, "pages kv_heads page_tokens"] | Any = None
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DenseStep:
-    """The state of all slots at one decoding step, equal in all layers."""
+    """The state of all slots at one decoding step, shared by all layers."""
 
     lengths: PerSlot | Any
     live: Live | Any
 
 
 EIGHT_BITS = {"int8": 127.0, "float8_e4m3fn": 448.0}
-"""Dtypes with a scale for each token and head, and the largest number of each."""
+"""Dtypes that need a scale per token and head, with the largest number that each can represent."""
 
 
 def stored(
     x: Float[Array, "kv_heads head_dim *tokens"], dtype: str
 ) -> tuple[Num[Array, "kv_heads head_dim *tokens"], Any]:
-    """Returns keys or values in the cache's dtype, and their scales [kv_heads, ...] (None unless the dtype has eight bits)."""
+    """Converts keys or values to the cache's dtype. Also returns their scales [kv_heads, ...], or None unless the dtype has 8 bits."""
     if dtype not in EIGHT_BITS:
         return x.astype(dtype), None
     x = x.astype(jnp.float32)
@@ -86,7 +86,7 @@ def empty(pages: int, kv_heads: int, page_tokens: int, head_dim: int, dtype: str
 
 
 def of_rows(keys: RowHeads, values: RowHeads, rows: int, dtype: str) -> LayerCache:
-    """Returns the keys and values of prefilled rows, given end to end."""
+    """Converts keys and values of prefilled rows, concatenated along the token axis, to the layout of the cache."""
     (keys, key_scales), (values, value_scales) = stored(keys, dtype), stored(values, dtype)
     return LayerCache(
         of_row(keys, rows), of_row(values, rows).swapaxes(2, 3), of_row(key_scales, rows), of_row(value_scales, rows)
@@ -94,7 +94,7 @@ def of_rows(keys: RowHeads, values: RowHeads, rows: int, dtype: str) -> LayerCac
 
 
 def of_row(part: Any, rows: int) -> Any:
-    """Reshapes [kv_heads, ..., tokens] of rows end to end into [rows, kv_heads, ..., row tokens]. None stays None."""
+    """Reshapes [kv_heads, ..., tokens] of concatenated rows to [rows, kv_heads, ..., row tokens]. None stays None."""
     if part is None:
         return None
     return jnp.moveaxis(part.reshape(*part.shape[:-1], rows, -1), -2, 0)
@@ -103,7 +103,8 @@ def of_row(part: Any, rows: int) -> Any:
 def fill(
     cache: LayerCache, read: LayerCache, page: Scalar, row: Scalar, start: Scalar, *, keys_axis: int = 3
 ) -> LayerCache:  # fmt: skip
-    """Copies the tokens of row `row` from `start` on into a page. All of the page is written, with zeros after the row's end. `keys_axis` is the tokens' axis of the keys."""
+    """Copies the tokens of row `row`, from index `start`, into a page. The whole page is written, with zeros after the end of the row. `keys_axis` is the
+    token axis of the keys."""
     axes = {"keys": keys_axis, "values": 2, "key_scales": 2, "value_scales": 2}
     return LayerCache(**{
         name: fill_page(getattr(cache, name), getattr(read, name), page, row, start, axis=axis)
@@ -112,7 +113,8 @@ def fill(
 
 
 def fill_page(into: Any, source: Any, page: Scalar, row: Scalar, start: Scalar, *, axis: int) -> Any:
-    """Returns `into` [pages, kv_heads, ...] with a page replaced by a row of `source` [rows, kv_heads, ...] from `start` on. `axis` is the tokens' axis. None stays None."""
+    """Returns `into` [pages, kv_heads, ...] with one page replaced by tokens of `source` [rows, kv_heads, ...], from index `start` of row `row`. `axis` is
+    the token axis. None stays None."""
     if into is None:
         return None
     tokens = into.shape[axis]
@@ -124,12 +126,12 @@ def fill_page(into: Any, source: Any, page: Scalar, row: Scalar, start: Scalar, 
 
 
 def reading(tables: Tables, lengths: PerSlot, live: Live) -> DenseStep:
-    """Returns the part of a step that all layers share. Each slot is its own page here, so `tables` is not used."""
+    """Returns the part of a step that all layers share. `tables` is unused, because each slot is its own page here."""
     return DenseStep(lengths, live)
 
 
 def page_of_new(tables: Tables, lengths: PerSlot, live: Live, *, page_tokens: int) -> PerSlot:
-    """Returns the page of each slot's new token; for slots that are not live, a number beyond all pages."""
+    """Returns the page that receives each slot's new token, or a number beyond all pages if the slot is not live."""
     page = jnp.take_along_axis(tables, lengths[:, None] // page_tokens, axis=1, mode="clip")[:, 0]
     return jnp.where(live, page, jnp.iinfo(jnp.int32).max)
 
@@ -137,7 +139,7 @@ def page_of_new(tables: Tables, lengths: PerSlot, live: Live, *, page_tokens: in
 def append_to_pages(
     cache: LayerCache, page: PerSlot, lengths: PerSlot, key: NewHeads, value: NewHeads, *, keys_axis: int = 3
 ) -> LayerCache:
-    """Writes one token per slot after its `lengths` tokens into its `page` (of `page_of_new`). A page outside the cache is dropped."""
+    """Appends one token per slot, after its `lengths` tokens, to its `page` (from `page_of_new`). Tokens for pages outside the cache are dropped."""
     dtype, offset = cache.values.dtype.name, lengths % cache.values.shape[2]
     (key, key_scale), (value, value_scale) = stored(key, dtype), stored(value, dtype)
     at = page, slice(None), offset
@@ -151,7 +153,7 @@ def append_to_pages(
 
 
 def append(cache: LayerCache, key: NewHeads, value: NewHeads, lengths: PerSlot) -> LayerCache:
-    """Writes one token per slot after its `lengths` tokens."""
+    """Appends one token per slot after its `lengths` tokens."""
 
     def write(into: Array, new: Array, axis: int) -> Array:
         def one_slot(into: Array, new: Array, at: Array) -> Array:
@@ -165,7 +167,7 @@ def append(cache: LayerCache, key: NewHeads, value: NewHeads, lengths: PerSlot) 
 def extend(
     cache: LayerCache, now: DenseStep, query: Queries, key: NewHeads, value: NewHeads
 ) -> tuple[Queries, LayerCache]:
-    """Appends a token to each slot. Its query attends to the slot's tokens and to itself, or to nothing in a slot that is not live."""
+    """Appends a token to each slot. The query attends to the slot's tokens, including the new one; if the slot is not live, it attends to nothing."""
     grown = append(cache, key, value, now.lengths)
     counts = (now.lengths + 1) * now.live.astype(jnp.int32)
     return cached_attention(query, grown.keys, grown.values, counts), grown

@@ -1,4 +1,4 @@
-"""Chooses the KV cache of a mesh by its platform."""
+"""Chooses the KV cache for a mesh by its platform."""
 
 from functools import partial
 from typing import Any, Literal
@@ -14,18 +14,18 @@ from dapo_jax.sampling.cache import DENSE, Cache
 from dapo_jax.sampling.pages import PageSizes, pages_for, slot_pages
 
 Kind = Literal["slots", "pages", "tpu", "gpu"]
-"""slots: each slot is one page, as long as the longest sequence. pages: pages by XLA's operations. tpu, gpu: pages by a kernel for that
-platform.
-"""
+"""`slots`: each slot is one page, as long as the longest sequence. `pages`: a paged cache built from XLA operations. `tpu`, `gpu`: a paged cache with a
+kernel for that platform."""
 
 DEFAULT_PAGE_TOKENS = {"tpu": 128}
-"""By platform; elsewhere 64. On TPU a page has as many tokens as a register has lanes."""
+"""Default page size by platform; 64 on platforms not listed here. On TPU, a page has as many tokens as a register has lanes."""
 
 
 def kind_for(
     mesh: Mesh, *, page_tokens: int = 0, cache_tokens: int = 0, dtype: str = "float32", turns: bool = False
 ) -> Kind:
-    """Returns the kind of cache for a mesh: pages, but on CPU only if asked for, with eight bits, or if responses take `turns` in the slots."""
+    """Returns the kind of cache for a mesh. On CPU, the cache is paged only if a page or cache size is set, the dtype has 8 bits, or responses take `turns`
+    in the slots."""
     platform = mesh.devices.flat[0].platform
     if platform == "tpu":
         return "tpu"
@@ -36,18 +36,18 @@ def kind_for(
 
 
 def without_kernel(mesh: Mesh) -> str:
-    """Returns a note for a run that decodes without a kernel on a GPU; else an empty string."""
+    """Returns a note if decoding runs on a GPU without a kernel, else an empty string."""
     device = mesh.devices.flat[0]
     if device.platform != "gpu" or gpu_cache.kernel() is not None:
         return ""
     return (
-        f"decoding on {device.device_kind} has no kernel for a cache in pages: jax {jax.__version__} does not ship it any more, so attention "
-        "is made of XLA's own operations, which is slower; an older jax has it"
+        f"decoding on {device.device_kind} has no kernel for a paged KV cache, because jax {jax.__version__} no longer includes it: "
+        "attention uses XLA operations instead, which are slower; an older jax has the kernel"
     )
 
 
 def token_bytes(config: DecoderConfig, mesh: Mesh, *, dtype: str, kind: Kind) -> int:
-    """Bytes of one token's keys, values and scales in all layers, on each of the devices that share its heads."""
+    """Returns the bytes of one token's keys, values and scales in all layers, on each of the devices over which the heads are split."""
     heads, tokens = -(-config.kv_heads // mesh.shape["tensor"]), tpu_cache.LANES
     page = jax.eval_shape(lambda: _module(kind).empty(1, heads, tokens, config.head_dim, dtype))
     return config.layers * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(page)) // tokens
@@ -57,21 +57,20 @@ def sizes_for(
     kind: Kind, mesh: Mesh, *, holders: int, capacity: int, page_tokens: int = 0, cache_tokens: int = 0, dtype: str = "float32",
     room_tokens: int | None = None,
 ) -> PageSizes:  # fmt: skip
-    """Returns the sizes of the cache's pools.
+    """Returns the sizes of the cache's page pools.
 
     Args:
         kind: the result of `kind_for`.
         mesh: the sampler's mesh.
-        holders: number of sequences that may hold pages: the slots, or more if sequences take turns.
-        capacity: tokens of the longest prompt and response together.
+        holders: number of sequences that may hold pages: one per slot, or more if sequences take turns in the slots.
+        capacity: maximum number of tokens in a prompt and its response together.
         page_tokens: tokens per page; 0: the platform's default.
-        cache_tokens: tokens in all pools together; 0: as many as there is room for.
+        cache_tokens: tokens in all pools together; 0: as many as fit on the devices.
         dtype: dtype of keys and values.
         room_tokens: tokens that fit on a device next to its other arrays; None: enough for all holders at full length.
 
     Raises:
-        ValueError: a pool would not hold one sequence of `capacity` tokens, pages do not suit the kernel, or a page is longer than any
-            sequence.
+        ValueError: a pool cannot hold one sequence of `capacity` tokens, the page size does not suit the kernel, or a page is longer than any sequence.
     """
     if kind == "slots":
         return slot_pages(holders, capacity)
@@ -81,17 +80,17 @@ def sizes_for(
     tile = tpu_cache.LANES if dtype in cache.EIGHT_BITS else tpu_cache.tile_rows(dtype)
     if kind == "tpu" and size % tile:
         raise ValueError(
-            f"sampling.page_tokens={size} must be a multiple of {tile} for a cache in {dtype} on a TPU, whose memory has such tiles; "
-            f"{-(-size // tile) * tile} is"
+            f"sampling.page_tokens={size} must be a multiple of {tile} for a {dtype} cache on TPU, because TPU memory is tiled; "
+            f"for example {-(-size // tile) * tile}"
         )
     if kind == "gpu" and (size < gpu_cache.SMALLEST_PAGE or size & (size - 1)):
         raise ValueError(
-            f"sampling.page_tokens={size} must be a power of two from {gpu_cache.SMALLEST_PAGE} on for the kernel on a GPU; 64 is"
+            f"sampling.page_tokens={size} must be a power of two, at least {gpu_cache.SMALLEST_PAGE}, for the GPU kernel, for example 64"
         )
     if page_tokens > (longest := max(capacity, tpu_cache.LANES)):
         raise ValueError(
             f"sampling.page_tokens={page_tokens} must be at most {longest}: the longest prompt and response have {capacity} tokens together, "
-            "and the rest of a page would stay empty; lower it, or leave it out for the size that suits the platform"
+            "so the rest of a page would stay empty; lower it, or leave it out to use the platform's default"
         )
     most = pages_for(capacity, size)
     all_of_them = holders // pools * most
@@ -101,14 +100,14 @@ def sizes_for(
         pool_pages = all_of_them if room_tokens is None else room_tokens // size
     if pool_pages < most and not cache_tokens:
         raise ValueError(
-            f"a device has room for {max(pool_pages, 0)} pages of {size} tokens of cache next to its other arrays; a prompt and response of up "
+            f"a device has room for {max(pool_pages, 0)} pages of {size} tokens of KV cache next to its other arrays, but a prompt and response of up "
             f"to {capacity} tokens need {most}: lower data.max_prompt_tokens, sampling.max_response_tokens or sampling.slots, set "
             "sampling.cache_dtype=int8, or spread the model over more devices (parallel.fsdp, parallel.sampler_tensor)"
         )
     if pool_pages < most:
         raise ValueError(
-            f"sampling.cache_tokens={cache_tokens} is {pool_pages} pages of {size} tokens for each of the {pools} devices that slots are "
-            f"spread over; a prompt and response of up to {capacity} tokens need {most}: "
+            f"sampling.cache_tokens={cache_tokens} is {pool_pages} pages of {size} tokens on each of the {pools} devices over which the "
+            f"slots are split, but a prompt and response of up to {capacity} tokens need {most}: "
             f"set it to {most * size * pools} or more, or lower data.max_prompt_tokens or sampling.max_response_tokens"
         )
     return PageSizes(
@@ -119,11 +118,11 @@ def sizes_for(
 def cache_for(
     kind: Kind, mesh: Mesh, sizes: PageSizes, *, kv_heads: int, head_dim: int, cache_dtype: str, compute_dtype: str
 ) -> Cache:  # fmt: skip
-    """Returns the functions of that kind of cache: keys and values in `cache_dtype`, products in `compute_dtype`. On another platform a kernel is
-    interpreted, slowly.
+    """Returns the functions of a kind of cache that stores keys and values in `cache_dtype` and computes products in `compute_dtype`. A kernel runs
+    interpreted, and therefore slowly, on a platform that it was not written for.
 
     Raises:
-        ValueError: the heads do not spread over the mesh.
+        ValueError: the key-value heads cannot be split over the mesh.
     """
     if kind == "slots":
         return DENSE
@@ -131,8 +130,8 @@ def cache_for(
     layer = PartitionSpec(BATCH_AXES, "tensor")
     if kv_heads % (tensor := mesh.shape["tensor"]):
         raise ValueError(
-            f"the model's {kv_heads} key heads do not spread over the {tensor} devices of a sampler's tensor axis; "
-            "set parallel.sampler_tensor, or parallel.tensor, to a number that divides them"
+            f"the model's {kv_heads} key heads cannot be split over the {tensor} devices of the sampler's tensor axis; "
+            f"set parallel.sampler_tensor, or parallel.tensor, to a divisor of {kv_heads}"
         )
     pages = _module(kind)
     step = paged_cache if kind == "pages" else pages
@@ -143,7 +142,7 @@ def cache_for(
         reading = partial(reading, at_once=at_once)
     if kind != "pages":
         extend = partial(extend, interpret=mesh.devices.flat[0].platform != kind)
-    # Page numbers count within a device's own pool, and XLA cannot split a kernel: so each device gets its slots and its heads.
+    # Page numbers count within a device's own pool, and XLA cannot split a kernel, so each device runs on its own slots and heads.
     spread = partial(jax.shard_map, mesh=mesh, check_vma=False)
     return Cache(
         empty=pages.empty,

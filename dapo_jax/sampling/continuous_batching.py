@@ -1,4 +1,4 @@
-"""Groups of responses to prompts, each sampled to its end: continuous batching, with one prefill for all responses to a prompt."""
+"""Continuous batching: samples groups of responses, each to its end, with one prefill for all responses to a prompt."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -13,7 +13,7 @@ from dapo_jax.sampling.requests import Request
 from dapo_jax.sampling.turns import Environments, TurnTaking, limits_of
 
 Draw = Callable[[int], Sequence[Prompt]]
-"""n -> up to n prompts. After an empty answer it is called again as long as responses are sampled; then sampling ends."""
+"""A function that returns up to n prompts. If the result is empty, it is called again as long as responses are being sampled; after that, sampling ends."""
 
 
 class Sampler:
@@ -27,8 +27,8 @@ class Sampler:
         refill_frac: float = 0.125,
         on_look: Callable[[], None] = lambda: None,
     ) -> None:
-        """Prefills up to `prefill_prompts` prompts together, and refills slots once the fraction `refill_frac` of the live ones is free. Calls `on_look`
-        before each call of the engine that samples tokens."""
+        """Prefills up to `prefill_prompts` prompts together, and refills slots once a fraction `refill_frac` of the live slots has become free. Calls
+        `on_look` before every engine call that samples tokens."""
         self._engine, self._prefill_prompts = engine, prefill_prompts
         self._refill_frac, self._on_look = refill_frac, on_look
 
@@ -45,13 +45,13 @@ class Sampler:
         version: int = 0,
         environments: Environments | None = None,
     ) -> Iterator[tuple[Prompt, tuple[Response, ...]]]:
-        """Yields each prompt with its responses, in the order in which groups end; `version` is the version of `params`.
+        """Yields each prompt with its responses, in the order in which groups end. `version` is the version of `params`.
 
-        Responses depend on `params`, `key`, the ordinals, `decoding` and `stop` alone, not on slots, order or timing. With a KV cache in eight bits they
-        also depend on which responses are preempted, since re-prefill attends to keys that are not rounded yet.
+        Responses depend only on `params`, `key`, the ordinals, `decoding` and `stop`, not on slots, order or timing. The exception is an 8-bit KV cache: then
+        they also depend on which responses are preempted, because re-prefill attends to keys before they are rounded.
 
-        `stop` cuts a response at its stop string. With `environments` each response is an episode of several turns, and `stop` ends a turn. An episode has up to
-        `max_response_tokens` tokens, the environment's included, unless the environments set another limit.
+        `stop` truncates a response at its stop string. With `environments`, each response is an episode of several turns, and `stop` ends a turn. An episode
+        has at most `max_response_tokens` tokens, including the environment's, unless the environments set another limit.
 
         Raises:
             ValueError: a prompt is empty, or leaves no room for `max_response_tokens` in a slot.
@@ -117,7 +117,7 @@ class Sampler:
 
 
 def check_prompts(prompts: Sequence[Prompt], *, capacity: int, max_response_tokens: int) -> None:
-    """Refuses prompts that leave no room for a response in a slot of `capacity` tokens.
+    """Checks that every prompt leaves room for a response in a slot of `capacity` tokens.
 
     Raises:
         ValueError: a prompt is empty or too long.

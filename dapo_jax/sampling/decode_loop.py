@@ -1,9 +1,10 @@
-"""The loop of sampling on the host: prefilled responses start in free slots, all slots sample, and ended responses leave.
+"""The host-side sampling loop: prefilled responses start in free slots, all slots sample, and finished responses leave.
 
-The host looks at the device every `steps_per_call` tokens, or as soon as enough slots are free to be worth refilling.
+The host looks at the device every `steps_per_call` tokens, or earlier if enough slots are free to be worth refilling.
 
-A response starts when there are a slot and pages of the KV cache for it. Every call gives it the pages that it will need. When pages run out, a response is preempted: it
-keeps its tokens, waits, is re-prefilled with its prompt, and continues. No token is sampled twice, and the key of a token does not depend on time.
+A response starts when there is a free slot and enough free KV-cache pages. Before each call, every response gets the pages that it will need. When pages run
+out, a response is preempted: it keeps its tokens, waits, is re-prefilled with its prompt, and continues. No token is sampled twice, and the random key of a
+token does not depend on timing.
 """
 
 from collections import deque
@@ -20,21 +21,21 @@ from dapo_jax.sampling.requests import NOTHING, Reading, Request, StopRule
 from dapo_jax.sampling.slots import Slots, Started
 
 PARKED: PyTree = object()
-"""In place of a prefix: the pages hold the context, except for the tokens that the response is fed."""
+"""Used in place of a prefix if a response's pages already contain its context, except for the tokens that it is fed."""
 
 _DEARER = 4
-"""Tokens that can be prefilled in the time in which one is fed, since that takes a decoding step."""
+"""Number of tokens that can be prefilled in the time that feeding one token takes, which is one decoding step."""
 
 Unread = Sequence[Sequence[Request]]
-"""Lists of requests with the same context."""
+"""Requests to prefill, in lists that share a context."""
 
 
 Ended = list[tuple[Request, FinishReason]]
-"""The responses, or turns of episodes, that have ended."""
+"""The responses, or turns of episodes, that have ended, with their finish reasons."""
 
 
 class DecodeLoop:
-    """The responses in the slots of an engine, with the same weights until `take`."""
+    """The responses in the slots of an engine. The weights stay the same until `take` replaces them."""
 
     def __init__(
         self,
@@ -50,25 +51,27 @@ class DecodeLoop:
         prefill_first: bool = True,
         park: bool = False,
     ) -> None:
-        """`more` returns the requests to prefill next. It is called when the line is empty, and again at the next call after an empty answer.
+        """`more` returns the requests to prefill next. It is called when the queue is empty. If it returns nothing, it is called again in the next `step`.
 
-        With `prefill_first`, prompts are prefilled until every slot is taken, and only then are tokens sampled. This gives the best throughput: a prompt costs the
-        same whenever it is prefilled, and an idle slot costs decoding steps meanwhile. Without it, at most one prefill comes before each call of the engine, which samples
-        one token while slots are idle and prompts wait, so that running responses stream on.
+        With `prefill_first`, prompts are prefilled until every slot is taken, and only then are tokens sampled. This maximizes throughput: a prompt costs the
+        same whenever it is prefilled, but an idle slot wastes decoding steps. Without it, at most one prefill precedes each engine call. While slots are idle
+        and prompts wait, a call samples only one token, so running responses keep streaming.
 
-        With `park` a response that ended keeps its pages, without a slot, until it continues (`resume`) or is forgotten (`slots.forget`).
-        `decoding`, `stop` and `key` apply to requests without options of their own; either all requests have options, or none."""
+        With `park`, a response that ended leaves its slot but keeps its pages until it continues (`resume`) or is forgotten (`slots.forget`). `decoding`,
+        `stop` and `key` apply to requests without their own options; either all requests have options, or no request has them.
+        """
         self._engine, self._params, self._key, self._decoding = engine, params, key, decoding
         self._stop, self._refill_frac, self._on_look = stop, refill_frac, on_look
         self._more, self._prefill_first, self._park = more, prefill_first, park
         self._state = engine.init_decode_state()
         self.slots = Slots(engine)
         self.waiting: deque[Request] = deque()
-        # Two of them: a re-prefill must not wait for prompts in prefill, and these not for the place at the head of the line.
+        # Two, so that a re-prefill does not wait for prompts in prefill, and these prompts do not wait for the head of the queue.
         self._reading, self._again = Reading(engine, params), Reading(engine, params)
 
     def resume(self, request: Request) -> bool:
-        """Lines up a response whose next turn begins, before all responses without pages; it is fed the tokens that its pages lack. Returns False if it has to be prefilled."""
+        """Queues a response whose next turn begins, ahead of all responses without pages. It is fed the tokens missing from its pages. Returns False if it
+        must be re-prefilled instead."""
         fed = len(request.fed)
         long = not 0 < fed <= self._engine.feed_tokens or fed * _DEARER > request.length
         if request.row is None or long or self.slots.others_idle(request):
@@ -80,7 +83,7 @@ class DecodeLoop:
         return True
 
     def step(self) -> Ended | None:
-        """Calls the engine once. Returns the responses that ended; None if there was nothing to sample."""
+        """Calls the engine once. Returns the responses that ended, or None if there was nothing to sample."""
         slots = self.slots
         slots.make_room(self.waiting)
         self._put_aside()
@@ -89,12 +92,12 @@ class DecodeLoop:
         interrupted = self._prefill()
         if not (live := slots.live):
             return None
-        # With work waiting, come back once enough slots are free; without, run on to the end of the call.
+        # If work is waiting, return once enough slots are free; otherwise run to the end of the call.
         min_live = live - max(1, round(live * self._refill_frac)) + 1 if self._has_work else 1
         if interrupted:
             min_live = live + 1  # The call ends after one token.
         self._on_look()
-        # The decoding of the loop, or of each slot if requests have their own.
+        # The decoding options of the loop, or of each slot if requests have their own.
         options, decoding = (
             [None if owner is None else owner.options for owner in slots.owners],
             self._decoding,
@@ -109,7 +112,7 @@ class DecodeLoop:
         return ended
 
     def drop(self, requests: Sequence[Request]) -> None:
-        """Ends requests wherever they are; those that have ended stay so."""
+        """Ends requests wherever they are. Requests that have already ended do not change."""
         slots, gone = self.slots, {id(request) for request in requests}
         for request in requests:
             request.dropped = True  # a request in prefill is removed once its prefill ends
@@ -123,7 +126,8 @@ class DecodeLoop:
         self.waiting = deque(request for request in self.waiting if not request.dropped)
 
     def take(self, params: PyTree) -> None:
-        """Samples with other weights from the next call on. Contexts are re-prefilled, so each token is sampled by weights that have read all tokens before it."""
+        """Switches to other weights from the next call. Contexts are re-prefilled, so the weights that sample a token have also processed all tokens before
+        it."""
         slots = self.slots
         assert not slots.aside, "paused responses are not re-prefilled"
         running = sorted((owner.order, slot) for slot, owner in enumerate(slots.owners) if owner is not None)
@@ -141,18 +145,18 @@ class DecodeLoop:
             self._reading.begin(unread)
 
     def close(self) -> None:
-        """Forgets `more`, a function that knows this loop: else cache and weights would stay until the garbage collector finds the cycle."""
+        """Drops `more`, which references this loop. Otherwise, the cache and the weights would stay in memory until the garbage collector finds the cycle."""
         self._more = tuple
 
     @property
     def _has_work(self) -> bool:
-        """Whether a response waits for a slot, as far as is known."""
+        """Whether any response is known to wait for a slot."""
         return bool(self.waiting) or self._reading.busy or self._again.busy
 
     def _prefill(self) -> bool:
-        """Prefills until one more response is in line than can start now: with an empty line, `generate` would not return for a freed slot.
+        """Prefills until one more response is queued than can start now. With an empty queue, `generate` would not return when a slot becomes free.
 
-        Returns whether it stopped for running responses to sample a token, while slots are idle and prompts wait.
+        Returns True if it stopped so that running responses can sample a token although slots are idle and prompts wait.
         """
         slots, waiting = self.slots, self.waiting
         while not waiting or waiting[0].prefix is None:
@@ -167,7 +171,7 @@ class DecodeLoop:
                     if not (unread := self._more()):
                         if not waiting:
                             break
-                        self._start()  # `more` may have lined some up
+                        self._start()  # `more` may have queued some requests
                         if waiting:
                             break
                         continue
@@ -180,7 +184,7 @@ class DecodeLoop:
         return False
 
     def _start(self) -> None:
-        """Starts prefilled responses at the head of the line, as many as there are slots and pages for: one `insert` for each prefix and key."""
+        """Starts prefilled responses from the head of the queue while there are slots and pages, with one `insert` per prefix and key."""
         batches: dict[tuple[int, int], tuple[PyTree, PRNGKeyArray | None, list[Started]]] = {}
         while self.waiting and (prefix := self.waiting[0].prefix) is not None:
             if (one := self.slots.take(self.waiting[0], self.waiting)) is None:
@@ -214,13 +218,13 @@ class DecodeLoop:
                 request.fed = NOTHING
 
     def _release(self) -> None:
-        """Releases the slots without an owner on the device."""
+        """Releases slots on the device that no longer have an owner."""
         if self.slots.released:
             self._state = self._engine.release(self._state, self.slots.released)
             self.slots.released = []
 
     def _absorb(self, result: ResultTokens) -> Ended:
-        """Hands new tokens to the owners of the slots, and frees the slots of ended responses."""
+        """Appends new tokens to the requests that own the slots, and frees the slots of responses that ended."""
         slots, result = self.slots, jax.device_get(result)
         tokens, logprobs, live = result.tokens, result.logprobs, result.live
         counts, ended = result.valid.sum(axis=1), Ended()
@@ -243,7 +247,7 @@ class DecodeLoop:
         return ended
 
     def _put_aside(self) -> None:
-        """Takes paused responses out of their slots, if others wait for one; the logits of their next tokens are kept."""
+        """Takes paused responses out of their slots if others wait for a slot. The logits of their next tokens are kept."""
         slots = self.slots
         if not (pausing := list(slots.pausing())):
             return

@@ -1,7 +1,7 @@
-"""Sampling a token from logits: temperature, top-k, top-p, for all slots or for each slot, and one key for each token.
+"""Samples tokens from logits, with temperature, top-k and top-p for all slots or per slot, and a random key per token.
 
-The key of a token is folded from the run's key, the prompt's ordinal, the response index and the position in the
-response. So a response is the same in any slot, next to any other responses.
+A token's key is folded from the run's key, the prompt's ordinal, the response index and the position in the response. So a response is the same in any slot,
+regardless of the other responses in the batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,9 +14,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, UInt32
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-3, 1e3
-"""Bounds of a temperature other than 0: logits divided by it stay finite."""
+"""Bounds of a nonzero temperature. Within them, logits divided by the temperature stay finite."""
 MOST_TOP_K = 2**31 - 1
-"""A 32-bit integer on the devices."""
+"""Limit of top-k, which is a 32-bit integer on the devices."""
 
 _Bits = UInt32[Array, "slots vocab"]
 _SlotBits = UInt32[Array, " slots"]
@@ -27,21 +27,20 @@ _SlotFloats = Float[Array, " slots"]
 _SlotInts = Int[Array, " slots"]
 
 _FIRST_TURN = np.uint32(1 << 31)
-"""Added to the number of a turn: no position is as large."""
+"""Added to the number of a turn before it is folded into a key. It is larger than any position."""
 
 _BLOCK = 256
-"""Entries of the vocabulary summed at a time when a token is sampled."""
+"""Number of vocabulary entries that are summed at a time when a token is sampled."""
 
 _SHORTLIST = 512
-"""Number of likeliest tokens sorted to find the end of a nucleus (top-p). The whole vocabulary is sorted only if these do not reach it."""
+"""Number of most likely tokens that are sorted to find the end of a nucleus (top-p). The whole vocabulary is searched only if they do not reach top-p."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Decoding:
-    """Temperature and truncation of the distribution: numbers, or arrays [slots]. Values are traced, so changing them compiles
-    nothing, except `truncated`, which decides whether top-k and top-p are computed at all.
-    """
+    """Temperature and truncation of the distribution, as numbers or as arrays [slots]. The values are traced, so changing them does not recompile. Only
+    `truncated` is static; it decides whether top-k and top-p are computed at all."""
 
     temperature: Float[Array, ""] | Any
     top_p: Float[Array, ""] | Any
@@ -50,7 +49,7 @@ class Decoding:
 
 
 def decoding(*, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> Decoding:
-    """Returns the options of all slots, with the meaning and errors of `DecodingOptions`."""
+    """Returns one set of options for all slots. See `DecodingOptions` for their meaning and errors."""
     DecodingOptions(temperature=temperature, top_p=top_p, top_k=top_k)
     return Decoding(
         jnp.float32(temperature), jnp.float32(top_p), jnp.int32(max(top_k, 0)), truncated=top_p < 1.0 or top_k > 0
@@ -62,7 +61,7 @@ class DecodingOptions:
     """The options of one response, on the host. Temperature 0 is greedy; top-p 1 and top-k 0 or -1 keep the whole distribution.
 
     Raises:
-        ValueError: a temperature that is neither 0 nor in [1e-3, 1e3], top-p outside (0, 1], top-k below -1 or at least 2^31.
+        ValueError: the temperature is neither 0 nor in [1e-3, 1e3], top-p is not in (0, 1], or top-k is below -1 or at least 2^31.
     """
 
     temperature: float = 1.0
@@ -72,7 +71,7 @@ class DecodingOptions:
     def __post_init__(self) -> None:
         if not (self.temperature == 0.0 or LEAST_TEMPERATURE <= self.temperature <= MOST_TEMPERATURE):
             raise ValueError(
-                f"temperature={self.temperature} must be 0, which is greedy, or {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g}"
+                f"temperature={self.temperature} must be 0 (greedy) or between {LEAST_TEMPERATURE:g} and {MOST_TEMPERATURE:g}"
             )
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p={self.top_p} must be in (0, 1]; 1 disables it")
@@ -81,9 +80,9 @@ class DecodingOptions:
 
 
 def decoding_of_slots(options: Sequence[DecodingOptions | None]) -> Decoding:
-    """Returns the options of all slots; None for a free slot.
+    """Returns separate options for each slot; a free slot has None.
 
-    One program samples for all slots, so no slot's options change a bit of another slot's tokens.
+    One program samples for all slots, so the options of one slot do not change a single bit of another slot's tokens.
     """
     free = DecodingOptions()
     of_slots = [each or free for each in options]
@@ -101,15 +100,14 @@ def response_keys(
     indices: Int[Array, " responses"],
     turns: Int[Array, " responses"] | None = None,
 ) -> Key[Array, " responses"]:
-    """Returns one key per response, folded from the prompt's ordinal and the response's index in its group. Each turn of an episode
-    has a key of its own; the first turn has the key of a response without turns.
-    """
+    """Returns one key per response, folded from the prompt's ordinal and the response's index in its group. Each turn of an episode has its own key; the
+    first turn has the same key as a response without turns."""
     keys = jax.vmap(lambda ordinal, index: jax.random.fold_in(jax.random.fold_in(key, ordinal), index))(
         ordinals, indices
     )
     if turns is None:
         return keys
-    # After the numbers of positions, which are folded into the key next.
+    # The number is larger than any position, and positions are folded into the key next.
     later = jax.vmap(jax.random.fold_in)(keys, _FIRST_TURN + turns.astype(jnp.uint32))
     return jnp.where(turns > 0, later, keys)
 
@@ -117,18 +115,18 @@ def response_keys(
 def truncate(
     logits: _Scores, top_p: Float[Array, ""] | _SlotFloats, top_k: Int[Array, ""] | _SlotInts
 ) -> _Scores:
-    """Sets logits outside top-k and outside the nucleus to -inf. The likeliest token always stays; so do all tokens if both are off.
+    """Sets logits outside top-k and outside the nucleus to -inf. The most likely token always stays. If top-k and top-p are off, all tokens stay.
 
-    Top-k acts first, then top-p on the renormalized rest. The nucleus is the smallest set of likeliest tokens
-    whose probability reaches `top_p` (Holtzman et al. 2020). Ties are broken by token id.
+    Top-k is applied first, then top-p to the renormalized rest. The nucleus is the smallest set of most likely tokens whose probability reaches `top_p`
+    (Holtzman et al. 2020). Ties are broken by token id.
     """
-    # Sorting 49,152 entries takes longer than a model of 135M parameters; a threshold is enough.
+    # A threshold is enough. Sorting 49,152 entries takes longer than the forward pass of a 135M-parameter model.
     top_p, top_k = (jnp.broadcast_to(each, logits.shape[:1]) for each in (top_p, top_k))
     few, cut = top_k > 0, top_p < 1.0
     logits = jax.lax.cond(
         few.any(), lambda: jnp.where(few[:, None], _likeliest(logits, top_k), logits), lambda: logits
     )
-    # An empty nucleus is found at once.
+    # Slots without top-p look for an empty nucleus, which is found at once.
     reached = jnp.where(cut, top_p, 0.0)
     return jax.lax.cond(
         cut.any(), lambda: jnp.where(cut[:, None], _nucleus(logits, reached), logits), lambda: logits
@@ -146,14 +144,14 @@ def _nucleus(logits: _Scores, top_p: _SlotFloats) -> _Scores:
     probabilities = jax.nn.softmax(logits, axis=-1)
     crossing = _crossing(probabilities, top_p)
     above, equal = probabilities > crossing[:, None], probabilities == crossing[:, None]
-    # The token that crosses top-p is included; of equal tokens, as many as are needed to reach it.
+    # The token at which top-p is reached is included. Of equally likely tokens, only as many as needed are kept.
     missing = top_p - jnp.where(above, probabilities, 0.0).sum(-1)
     wanted = jnp.ceil(missing / jnp.maximum(crossing, jnp.finfo(jnp.float32).tiny))
     return _kept(logits, above, equal, jnp.minimum(wanted, logits.shape[-1]).astype(jnp.int32))
 
 
 def _crossing(probabilities: _Scores, top_p: _SlotFloats) -> _SlotFloats:
-    """Returns the probability of the token at which the likeliest tokens reach `top_p`. It is usually among the first few hundred."""
+    """Returns the probability of the token at which the most likely tokens together reach `top_p`. It is usually among the first few hundred."""
     listed, _ = jax.lax.top_k(probabilities, min(_SHORTLIST, probabilities.shape[-1]))
     mass = jnp.cumsum(listed, axis=-1)
 
@@ -173,14 +171,15 @@ def _crossing(probabilities: _Scores, top_p: _SlotFloats) -> _SlotFloats:
 
 
 def _ordered(values: _Scores) -> _Bits:
-    """Integers in the order of the values: the bits of a float, except the sign, sort like the float."""
+    """Maps floats to integers with the same order. Except for the sign, the bits of a float already sort like its value."""
     bits = jax.lax.bitcast_convert_type(jnp.where(values == 0.0, 0.0, values), jnp.uint32)  # -0 is 0
     sign = jnp.uint32(1 << 31)
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
 def _threshold(keys: _Bits, enough: Callable[[_Masks], _SlotMask]) -> _SlotBits:
-    """Returns the highest key for which it and all keys above are `enough`, bit by bit from the highest; 0 if all keys are not enough."""
+    """Returns the highest threshold for which the keys at or above it are `enough`, or 0 if even all keys are not. The threshold is found bit by bit, from
+    the highest bit."""
 
     def next_bit(place: Array, found: _SlotBits) -> _SlotBits:
         trial = found | jnp.uint32(1 << 31) >> place.astype(jnp.uint32)
@@ -190,13 +189,13 @@ def _threshold(keys: _Bits, enough: Callable[[_Masks], _SlotMask]) -> _SlotBits:
 
 
 def _kept(logits: _Scores, above: _Masks, equal: _Masks, wanted: _SlotInts) -> _Scores:
-    """Keeps the logits above the threshold, and the first `wanted` (1 or more) that equal it; the others become -inf."""
+    """Keeps the logits above the threshold and the first `wanted` (at least 1) of those equal to it. All others become -inf."""
     wanted = jnp.maximum(wanted, 1)
 
     def first() -> _Masks:
         return equal & (jnp.cumsum(equal, axis=-1, dtype=jnp.int32) <= wanted[:, None])
 
-    # Nearly always one entry alone is equal to it.
+    # Usually exactly one entry equals the threshold.
     tied = (equal.sum(-1, dtype=jnp.int32) > wanted).any()
     return jnp.where(above | jax.lax.cond(tied, first, lambda: equal), logits, -jnp.inf)
 
@@ -204,15 +203,14 @@ def _kept(logits: _Scores, above: _Masks, equal: _Masks, wanted: _SlotInts) -> _
 def draw(
     logits: _Scores, keys: Key[Array, " slots"], positions: _SlotInts, decoding: Decoding
 ) -> tuple[_SlotInts, _SlotFloats]:
-    """Returns one token per slot, and its log-probability under the whole tempered distribution, in nats.
+    """Returns one token per slot, and its log-probability in nats under the whole tempered distribution.
 
-    `keys` are the responses' keys; `positions` count the response's tokens from 0. The log-probability is of the
-    tempered softmax before top-k and top-p; for greedy decoding, of the untempered one.
+    `keys` are the keys of the responses, and `positions` count the tokens of each response from 0. The log-probability comes from the tempered softmax before
+    top-k and top-p, or from the untempered softmax if decoding is greedy.
 
-    Two uniform numbers per token become a token by inverting the distribution function: one selects a block of the
-    vocabulary, the other an entry of the block. A single number would have to be cut at the edges of blocks, where its
-    rounding is as large as the mass of thousands of unlikely tokens. (Gumbel noise needs a random number for every entry of
-    the vocabulary: at 49,152 entries that took longer than a model of 135M parameters.)
+    Inverse transform sampling turns two uniform random numbers into a token: one selects a block of the vocabulary, the other an entry of the block. A single
+    number would have to be rescaled within its block, where its rounding error is as large as the mass of thousands of unlikely tokens. (Gumbel noise needs a
+    random number for every vocabulary entry. With 49,152 entries, that took longer than the forward pass of a 135M-parameter model.)
     """
     given = jnp.broadcast_to(decoding.temperature, logits.shape[:1])
     greedy = given == 0.0
@@ -227,12 +225,12 @@ def draw(
 
         def shortened() -> tuple[Array, Array]:
             left = _blocks(truncate(scaled, decoding.top_p, decoding.top_k))
-            # Slots without truncation keep their masses to the bit.
+            # The masses of slots without truncation stay bit-identical.
             return left, jnp.where(cut[:, None], jnp.exp(left - top[:, None, None]).sum(-1), mass)
 
         candidates, masses = jax.lax.cond(cut.any(), shortened, lambda: (tempered, mass))
     folded = jax.vmap(jax.random.fold_in)(keys, positions)
-    # Multiples of 2^-23 from 0. Their midpoints are used, so that 0 does not stand for everything below 2^-23.
+    # `uniform` returns multiples of 2^-23. Half a step is added, so that 0 does not represent all numbers below 2^-23.
     uniform = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(folded) + jnp.float32(2**-24)
     block = _reached(masses, uniform[:, 0])
     inside = jnp.exp(_pick(candidates, block) - top[:, None])
@@ -245,7 +243,7 @@ def draw(
 
 
 def _blocks(scores: _Scores) -> Float[Array, "slots blocks block"]:
-    """Returns the vocabulary in blocks; the last block is padded with entries that cannot be sampled."""
+    """Reshapes the vocabulary into blocks. The last block is padded with entries that cannot be sampled."""
     slots, vocab = scores.shape
     padded = jnp.pad(scores, ((0, 0), (0, -vocab % _BLOCK)), constant_values=-jnp.inf)
     return padded.reshape(slots, -1, _BLOCK)
@@ -257,7 +255,7 @@ def _pick(rows: Float[Array, " slots count *rest"], index: _SlotInts) -> Float[A
 
 
 def _reached(mass: Float[Array, "slots count"], share: _SlotFloats) -> _SlotInts:
-    """Returns the first entry at which the running sum of mass exceeds `share`, in (0, 1), of the whole; never one without mass."""
+    """Returns the first entry at which the cumulative mass exceeds `share`, in (0, 1), of the total. An entry without mass is never returned."""
     running = jnp.where(mass > 0, jnp.cumsum(mass, axis=-1), 0.0)
     whole = running.max(-1)
     target = jnp.minimum(share * whole, jnp.nextafter(whole, jnp.zeros_like(whole)))

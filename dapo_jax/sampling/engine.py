@@ -1,8 +1,7 @@
-"""A decoder with slots, with the operations of JetStream's engine: prefill, insert, generate.
+"""A decoder with slots and the operations of JetStream's engine: prefill, insert, generate.
 
-State is passed in and returned. Weights are an argument of every call, so new weights compile nothing. The order is
-sample, then forward: a slot keeps the logits of its next token. So one prefill serves all responses to a prompt, and
-each samples its own first token.
+State is passed in and returned. Weights are an argument of every call, so new weights do not recompile. A step first samples and then runs the forward pass,
+so each slot keeps the logits of its next token. Therefore, one prefill serves all responses to a prompt, and each response samples its own first token.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +35,7 @@ from dapo_jax.sampling.prompt_packing import PrefillShape, prefill_shape
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class DecodeState:
-    """The state of all slots; donated by `insert` and `generate`."""
+    """The state of all slots. `insert` and `generate` donate its buffers."""
 
     layers: tuple[Any, ...]
     """The KV cache of each layer, in pages."""
@@ -49,23 +48,22 @@ class DecodeState:
     """Number of response tokens at which the slot stops."""
     live: Bool[Array, " slots"] | Any
     keys: Key[Array, " slots"] | Any
-    """The key of each slot's response."""
+    """Random key of each slot's response."""
     fed: Int[Array, "slots feed_tokens"] | Any = ()
-    """Tokens that a slot is fed before it samples, the last one in the last column; () in an engine without feeding."""
+    """Tokens to feed to each slot before it samples, right-aligned; () in an engine without feeding."""
     to_feed: Int[Array, " slots"] | Any = ()
     """Number of tokens still to be fed."""
 
 
 _ROWS, _TOKENS = 4, 4096
-"""Default rows and tokens of one prefill call."""
+"""Default number of rows and of tokens per prefill call."""
 
 FEED_TOKENS = 64
-"""Most tokens that a response is fed between two turns. Each takes a decoding step, so longer inputs are re-prefilled."""
+"""Maximum number of tokens to feed one at a time between turns. Each costs a decoding step, so longer inputs are prefilled instead."""
 
 BLOCK_SLOTS = 8
-"""Slots per device that a batch-invariant engine decodes at a time. A program's shapes decide the order of its sums, so all slots use programs
-of one shape.
-"""
+"""Slots per device that a batch-invariant engine decodes at a time. The order of a program's sums depends on its shapes, so all slots use programs of the
+same shape."""
 
 _Carry = tuple[Array, DecodeState, dict[str, Array]]
 
@@ -87,42 +85,41 @@ class DecoderEngine:
         compute_dtype: str = "float32", page_tokens: int = 0, cache_tokens: int = 0, cache_dtype: str = "", in_flight: int = 0,
         cache_bytes: int | None = None, cache: Kind | None = None, prefill: PrefillShape | None = None, batch_invariant: bool = False, has_turns: bool = False,
     ) -> None:  # fmt: skip
-        """Makes the programs for one mesh.
+        """Builds the programs for one mesh.
 
         Args:
-            page_tokens, cache_tokens: as in `sizes_for`.
-            cache_bytes: bytes for the cache on each device if `cache_tokens` is 0; None: enough for all slots at full length.
-            cache_dtype: dtype of keys and values; "": `compute_dtype`.
-            cache: the kind of cache; None: the platform's.
-            prefill: rows and tokens of one prefill call; None: up to 4 rows and 4,096 tokens.
-            in_flight: number of responses that may hold pages. They take turns if there are fewer slots, and are re-prefilled with new
-                weights.
-            batch_invariant: no bit of a response depends on the number of slots or on other requests. `prefill` must then take prompts
-                alone.
-            has_turns: responses are episodes. While an environment works, its episode keeps its pages until others need them (as many more
-                episodes as there are slots). Then it is fed the appended tokens. A batch-invariant engine re-prefills instead, since
-                feeding rounds differently.
+            page_tokens, cache_tokens: see `sizes_for`.
+            cache_bytes: bytes for the cache on each device if `cache_tokens` is 0. None: enough for all slots at full length.
+            cache_dtype: dtype of keys and values. If empty, `compute_dtype`.
+            cache: the kind of cache. None: the default for the platform.
+            prefill: rows and tokens per prefill call. None: up to 4 rows and 4,096 tokens.
+            in_flight: number of responses that may hold pages. If there are fewer slots, responses take turns in them. They are re-prefilled when the weights
+                change.
+            batch_invariant: no bit of a response depends on the number of slots or on other requests. If given, `prefill` must have `alone` set.
+            has_turns: responses are episodes. While its environment works, an episode keeps its pages until other responses need them; this is possible for
+                as many episodes as there are slots. It is then fed the new tokens. A batch-invariant engine re-prefills instead, because feeding rounds
+                differently.
 
         Raises:
-            ValueError: slots do not spread over the mesh, sequences are longer than the model's positions, or no sequence fits the cache
-                (with `batch_invariant`: not all of them fit).
+            ValueError: slots cannot be split over the mesh, sequences are longer than the model's maximum position, or the cache cannot hold one sequence
+                (with `batch_invariant`: all sequences).
         """
         spread = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
         if slots % spread:
             raise ValueError(
                 f"sampling.slots={slots} must be a multiple of parallel.data x parallel.fsdp = {spread}, "
-                f"over which the slots are spread; {slots // spread * spread + spread} is"
+                f"because slots are split over these axes; for example {slots // spread * spread + spread}"
             )
         block = spread * BLOCK_SLOTS
         self._spread, self._blocks = spread, slots // block if batch_invariant else 0
         if batch_invariant and slots % block:
             raise ValueError(
                 f"sampling.slots={slots} must be a multiple of {BLOCK_SLOTS} x parallel.data x parallel.fsdp = {block} with sampling.batch_invariant=true, "
-                f"which decodes {BLOCK_SLOTS} slots of each device at a time; {-(-slots // block) * block} is"
+                f"because each device decodes {BLOCK_SLOTS} slots at a time; for example {-(-slots // block) * block}"
             )
         if capacity > config.max_positions:
             raise ValueError(
-                f"prompt and response need {capacity} positions, the model has {config.max_positions}; "
+                f"prompt and response need {capacity} positions, but the model has {config.max_positions}; "
                 "lower data.max_prompt_tokens or sampling.max_response_tokens"
             )
         self.slots, self.capacity, self.stop_ids = slots, capacity, tuple(stop_ids)
@@ -135,16 +132,16 @@ class DecoderEngine:
         self._takes_turns, self._reads_again = in_flight > slots, in_flight > 0 or has_turns
         self.feed_tokens: int = FEED_TOKENS if parks else 0
         self.token_bytes: int = token_bytes(config, mesh, dtype=self._cache_dtype, kind=kind)
-        """Bytes of one token in the KV cache, on each of the devices that share its heads."""
+        """Bytes of one token in the KV cache, on each of the devices over which its heads are split."""
         room = None if cache_bytes is None else cache_bytes // self.token_bytes
         self.page_sizes: PageSizes = sizes_for(
             kind, mesh, holders=holders, capacity=capacity, room_tokens=room, **asked
         )
         if batch_invariant and self.page_sizes.runs_out:
             raise ValueError(
-                "sampling.batch_invariant=true needs a cache that holds every response to its end, since a preempted response is re-prefilled, which rounds otherwise: "
+                "sampling.batch_invariant=true needs a cache that holds every response to its end, because re-prefilling a preempted response rounds differently: "
                 f"leave out sampling.cache_tokens, or lower sampling.slots, rollout.in_flight or sampling.max_response_tokens; {holders} sequences of up to {capacity} tokens "
-                f"do not fit {self.page_sizes.pools * self.page_sizes.pool_pages} pages of {self.page_sizes.page_tokens} tokens"
+                f"do not fit in {self.page_sizes.pools * self.page_sizes.pool_pages} pages of {self.page_sizes.page_tokens} tokens"
             )
         split = frozenset(axis for axis, over in SAMPLER_RULES.items() if over and mesh.shape[over] > 1)
         how: dict[str, Any] = {"compute_dtype": compute_dtype, "layout": PlacedLayout(split)}
@@ -159,13 +156,13 @@ class DecoderEngine:
             config, mesh, self._cache, block=self._block, ends=self._ends, capacity=capacity, **dtypes,
             shape=prefill or prefill_shape(longest=capacity, capacity=capacity, prompts=_ROWS, tokens=_TOKENS, alone=batch_invariant),
         )  # fmt: skip
-        # Each device samples for a share of the slots, from whole rows of logits. So the logits move between devices once, and nothing else does.
+        # Each device samples for some of the slots, from whole rows of logits. So only the logits move between devices, and only once.
         share = (*BATCH_AXES, "tensor") if slots % (spread * mesh.shape["tensor"]) == 0 else BATCH_AXES
         self._whole, self._rows, self._shares, self._columns, self._halves = (
             NamedSharding(mesh, PartitionSpec(*axes))
             for axes in ((), (BATCH_AXES,), (share,), (None, BATCH_AXES), (BATCH_AXES, "tensor"))
         )
-        # Pinned: a state returned with another layout would compile `insert` and `generate` a second time.
+        # The shardings are fixed, because a state with other shardings would recompile `insert` and `generate`.
         shapes, whole = jax.eval_shape(self._init_program), self._whole
         layers = jax.tree.map(lambda _: self._halves, shapes.layers)
         state = replace(jax.tree.map(lambda _: self._rows, shapes), layers=layers, logits=self._shares)
@@ -189,7 +186,7 @@ class DecoderEngine:
     def insert(
         self, prefix: Prefix, state: DecodeState, insertion: Insertion, key: PRNGKeyArray
     ) -> DecodeState:
-        """Inserts prefilled prompts into slots. One program takes up to `slots` responses and pages; another writes further pages."""
+        """Inserts prefilled prompts into slots. One program inserts up to `slots` responses and writes as many pages; another program writes further pages."""
         fills = insertion.fills
         for start in range(self.slots, len(fills), self.slots):
             pages = self._pages(fills[start : start + self.slots])
@@ -202,12 +199,12 @@ class DecoderEngine:
         return self._insert(prefix, state, pages, (rows, *self._feeding(insertion.fed)), count, key)
 
     def _pages(self, fills: Sequence[tuple[int, Fill]]) -> tuple[np.ndarray, np.int32]:
-        """Returns prompts, first tokens and pages of up to `slots` fills in one array, and their number."""
+        """Returns the prompts, first tokens and pages of up to `slots` fills in one array, and the number of fills."""
         columns = [(prompt, fill.first, fill.page) for prompt, fill in fills]
         return self._padded(np.array(columns, np.int32).reshape(-1, 3).T), np.int32(len(fills))
 
     def _feeding(self, fed: Sequence[Int[np.ndarray, " _"]]) -> tuple[np.ndarray, ...]:
-        """Returns the tokens to feed, in the last columns, and their number; () in an engine without feeding."""
+        """Returns the tokens to feed, right-aligned, and their counts; () in an engine without feeding."""
         if not self.feed_tokens:
             return ()
         tokens, counts = np.zeros((self.slots, self.feed_tokens), np.int32), np.zeros(self.slots, np.int32)
@@ -224,13 +221,13 @@ class DecoderEngine:
         return Prefix(layers=(), logits=logits, rows=zeros, starts=zeros, lengths=lengths)
 
     def parked(self, lengths: Sequence[int]) -> Prefix:
-        """See `Engine.parked`. The prefix has no logits: feeding tokens makes them."""
+        """See `Engine.parked`. The prefix needs no logits, because feeding tokens computes them."""
         zeros, held = np.zeros(self.slots, np.int32), self._padded(np.array(lengths))
         return Prefix(layers=(), logits=self._no_logits, rows=zeros, starts=zeros, lengths=held)
 
     @cached_property
     def _no_logits(self) -> Array:
-        """One row for all of them."""
+        """One row of zeros, shared by all prompts."""
         logits = self.state_structs.logits
         return jax.device_put(np.zeros((1, *logits.shape[1:]), logits.dtype), self._whole)
 
@@ -239,16 +236,16 @@ class DecoderEngine:
         tables: Int[np.ndarray, "slots table_pages"], until: Int[np.ndarray, " slots"] | None = None,
     ) -> tuple[DecodeState, ResultTokens]:  # fmt: skip
         until = np.full(self.slots, np.iinfo(np.int32).max, np.int32) if until is None else until
-        # Copies: the caller changes its own arrays while the device may still read them.
+        # Copied, because the caller changes its arrays while the device may still read them.
         return self._generate(
             params, state, self._rope, decoding, np.int32(min_live), tables.copy(), until.copy()
         )
 
     def programs(self, params: SamplerWeights, decoding: Decoding) -> dict[str, Callable[[], Lowered]]:
-        """Returns the name of each sampling program, with a function that lowers it. `params` and `decoding` may be shapes."""
+        """Returns, for each sampling program by name, a function that lowers it. `params` and `decoding` may be shape structs."""
         again, slots = self.page_sizes.runs_out or self._reads_again, self.slots
         shapes = (), (slots,), (3, slots), (7, slots), (slots, self.page_sizes.table_pages)
-        # Host arrays, without a sharding.
+        # Host arrays have no sharding.
         number, column, fills, rows, tables = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
         key, state = jax.eval_shape(lambda: jax.random.key(0)), self.state_structs
         rope = (self._struct((self._config.head_dim // 2, self.capacity), jnp.float32),) * 2
@@ -282,10 +279,8 @@ class DecoderEngine:
 
     @cached_property
     def _rope(self) -> RopeTables:
-        """An argument of the programs. Inside them, XLA would compute the cosines again in every layer and for every head.
-
-        Made at first use: an engine that is only compiled holds no array.
-        """
+        """The rotary embedding tables, which are an argument of the programs. Inside the programs, XLA would recompute the cosines in every layer and for
+        every head. They are computed at first use, so an engine that is only compiled allocates no array."""
         positions = jnp.arange(self.capacity, dtype=jnp.int32)
         return jax.jit(rope_tables, static_argnums=1, out_shardings=self._whole)(positions, self._config)
 
@@ -294,7 +289,7 @@ class DecoderEngine:
         padded[..., : values.shape[-1]] = values
         return padded
 
-    # The programs are pure functions of their arguments; the methods above only convert.
+    # The programs are pure functions of their arguments; the methods above only convert the arguments.
 
     def _init_program(self) -> DecodeState:
         config, slots, sizes = self._config, self.slots, self.page_sizes
@@ -319,7 +314,7 @@ class DecoderEngine:
             pairs = zip(layers, prefix.layers, strict=True)
             return tuple(self._cache.fill(cache, read, pages[i], rows[i], starts[i]) for cache, read in pairs)
 
-        # Looped slice updates in place: a scatter of whole prompts is several times slower on CPU.
+        # A loop of in-place slice updates, because a scatter of whole prompts is several times slower on CPU.
         return lax.fori_loop(0, count, one, layers)
 
     def _insert_program(
@@ -350,14 +345,14 @@ class DecoderEngine:
         )
 
     def _paused_program(self, logits: Array, lengths: Array) -> tuple[Array, Array]:
-        """Copies, since their state is donated next."""
+        """Copies the arrays, because the state is donated next."""
         return jnp.copy(logits), jnp.copy(lengths)
 
     def _release_program(self, state: DecodeState, slots: Array, count: Array) -> DecodeState:
         return replace(state, live=state.live.at[self._first(slots, count)].set(False, mode="drop"))
 
     def _first(self, slots: Array, count: Array) -> Array:
-        """Entries beyond `count` get an index outside the state, which "drop" ignores."""
+        """Replaces entries beyond `count` by an index outside the state, which mode "drop" ignores."""
         return jnp.where(jnp.arange(self.slots, dtype=jnp.int32) < count, slots, self.slots)
 
     def _generate_program(
@@ -369,7 +364,7 @@ class DecoderEngine:
             return state, ResultTokens(**drawn, live=state.live)
         drawing = self._drawing(state, until)
         total = jnp.maximum(drawing.sum(dtype=jnp.int32), 1)
-        # The number of blocks is known only at run time: with a static number, XLA would compile one block differently from several.
+        # The number of blocks is dynamic. If it were static, XLA would compile one block differently from several.
         used = drawing.reshape(self._spread, self._blocks, -1).any((0, 2))
         count = jnp.where(used, jnp.arange(1, self._blocks + 1, dtype=jnp.int32), 0).max()
 
@@ -381,7 +376,7 @@ class DecoderEngine:
             slots = replace(jax.tree.map(mine, replace(state, layers=())), layers=state.layers)
             own = jax.tree.map(lambda leaf: mine(leaf) if jnp.ndim(leaf) else leaf, decoding)
             share = self._drawing(slots, mine(until)).sum(dtype=jnp.int32)
-            # A block returns when the free share of its slots is as large as the share required of all slots.
+            # A block returns once the fraction of its slots that are free reaches the fraction required over all slots.
             least = (share * min_live + total - 1) // total
             part = call._replace(tables=mine(tables), until=mine(until))
             slots, new = self._generated(part, slots, own, least)
@@ -393,7 +388,7 @@ class DecoderEngine:
         return state, ResultTokens(**drawn, live=state.live)
 
     def _of_block(self, slots: Array, index: Array) -> Array:
-        """Returns one block's part of an array over all slots: its slots on each device, next to each other."""
+        """Returns the part of an array over all slots that belongs to one block: adjacent slots on each device."""
         devices = slots.reshape(self._spread, -1, *slots.shape[1:])
         part = lax.dynamic_slice_in_dim(devices, index * BLOCK_SLOTS, BLOCK_SLOTS, axis=1)
         return part.reshape(-1, *slots.shape[1:])
@@ -411,7 +406,7 @@ class DecoderEngine:
     def _generated(
         self, call: _Call, state: DecodeState, decoding: Decoding, min_live: Array
     ) -> tuple[DecodeState, dict[str, Array]]:
-        """One call for the slots of `state`. Returns the new state and the sampled tokens."""
+        """Runs one call for the slots of `state`. Returns the new state and the sampled tokens."""
 
         def going(carry: _Carry) -> Array:
             step, state, _ = carry
@@ -437,16 +432,16 @@ class DecoderEngine:
         return state, drawn
 
     def _after(self, buffer: Array, column: Array, valid: Array, state: DecodeState) -> Array:
-        """Returns `buffer` with one token per slot after its sampled tokens of this call; a slot that is fed has none."""
+        """Writes one token per slot into `buffer`, after the tokens that the slot sampled in this call. Slots that are being fed write nothing."""
         count = jnp.where(state.to_feed > 0, buffer.shape[1], valid.sum(1, dtype=jnp.int32))
         return buffer.at[jnp.arange(len(buffer)), count].set(column, mode="drop")
 
     def _drawing(self, state: DecodeState, until: Array) -> Bool[Array, " slots"]:
-        """Returns the slots that sample: live and not paused."""
+        """Returns which slots sample, because they are live and not paused."""
         return state.live & (state.generated < until)
 
     def _take(self, call: _Call, state: DecodeState, tokens: Array) -> DecodeState:
-        """Returns the state after the sampling or fed slots have taken their tokens: stopped, or with the logits of their next tokens."""
+        """Returns the state after each sampling or fed slot has processed its token. The slot has then either stopped or has the logits of its next token."""
         drawing, fed = self._drawing(state, call.until), {}
         taken = drawing.astype(jnp.int32)
         stopped = drawing & (tokens[:, None] == jnp.asarray(self.stop_ids, jnp.int32)[None]).any(-1)
@@ -461,7 +456,7 @@ class DecoderEngine:
         else:
             generated = state.generated + taken
         live = state.live & ~stopped & (generated < state.limits)
-        # Once the last response has ended, no logits are needed. A slot that pauses here samples its next token from them.
+        # Skipped once the last response has ended. A slot that pauses here still needs logits for its next token.
         given = call.params, state, call.rope, call.tables, drawing, tokens
         state = lax.cond((live & drawing).any(), self._forward, lambda _, state, *__: state, *given)
         counts = {"lengths": state.lengths + taken, "generated": generated, "live": live, **fed}
@@ -470,7 +465,7 @@ class DecoderEngine:
     def _forward(
         self, params: SamplerWeights, state: DecodeState, rope: RopeTables, tables: Array, drawing: Array, tokens: Array
     ) -> DecodeState:  # fmt: skip
-        """Returns the state with the tokens appended to the KV cache of each sampling slot, and the logits that follow."""
+        """Appends one token to the KV cache of each sampling slot. Returns the state with the logits that follow."""
         outer = nnx.merge(self._ends, params["ends"])
         cos, sin = (part[:, state.lengths] for part in rope)
         x, layers = outer.embed(tokens), []
@@ -483,7 +478,7 @@ class DecoderEngine:
             x, grown = nnx.merge(self._block, weights)(x, (cos, sin), attend)
             x = lax.with_sharding_constraint(x, self._columns)
             layers.append(grown)
-        # In two moves, or XLA would bring the weights to the slots.
+        # Two constraints, because with only the second one, XLA would move the weights instead of the logits.
         logits = lax.with_sharding_constraint(outer.logits(outer.normed(x)), self._halves)
         logits = lax.with_sharding_constraint(logits, self._shares)
         return replace(state, layers=tuple(layers), logits=jnp.where(drawing[:, None], logits, state.logits))

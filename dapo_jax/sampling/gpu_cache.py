@@ -1,7 +1,7 @@
-"""The paged KV cache on NVIDIA GPUs: attention by jax's own kernel for pages (Pallas, Triton).
+"""The paged KV cache on NVIDIA GPUs, with JAX's own kernel for paged attention (Pallas, Triton).
 
-The kernel would return NaN if a page held a NaN after a slot's tokens, since 0 x NaN is NaN. So NaN in keys and values is written as 0.
-It is noticed all the same: the logits of its own token are NaN.
+The kernel would return NaN if a page contained a NaN after a slot's tokens, because 0 x NaN is NaN. So NaNs in keys and values are stored as 0. They are
+still noticed, because the logits of the token itself are NaN.
 """
 
 import warnings
@@ -27,30 +27,30 @@ from dapo_jax.sampling.cache import (
 )
 
 SMALLEST_PAGE = 16
-"""Tokens; the kernel's blocks are powers of two, at least this."""
+"""Minimum number of tokens per page. The kernel's block sizes are powers of two and at least this large."""
 
 _BLOCK_TOKENS = 128
-"""Pages read at a time."""
+"""Number of tokens in the pages that are read at a time."""
 
 _PART_TOKENS = 2048
-"""A longer sequence is read in parallel parts, so that a few long ones still fill the device."""
+"""Longer sequences are split into parts that are read in parallel, so that a few long sequences still use the whole device."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class GpuStep:
-    """The state of all slots at one decoding step, equal in all layers."""
+    """The state of all slots at one decoding step, shared by all layers."""
 
     tables: Tables | Any
     lengths: PerSlot | Any
     """Number of tokens in the cache; 0 if the slot is not live."""
     live: Live | Any
     page: PerSlot | Any
-    """Page of each slot's new token; beyond all pages if it is not live."""
+    """Page of each slot's new token, or a number beyond all pages if the slot is not live."""
 
 
 def kernel() -> Any:
-    """Returns jax's kernel, or None if this jax has none: it has announced that it will drop it."""
+    """Returns JAX's kernel, or None if this JAX version does not include it. JAX has announced that it will remove it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -67,7 +67,7 @@ def empty(pages: int, kv_heads: int, page_tokens: int, head_dim: int, dtype: str
 
 
 def of_rows(keys: RowHeads, values: RowHeads, rows: int, dtype: str) -> LayerCache:
-    """Returns the keys and values of prefilled rows, given end to end."""
+    """Converts keys and values of prefilled rows, concatenated along the token axis, to the layout of the cache."""
     made = plain.of_rows(jnp.nan_to_num(keys), jnp.nan_to_num(values), rows, dtype)
     return replace(made, keys=made.keys.swapaxes(2, 3))
 
@@ -76,7 +76,7 @@ fill = partial(plain.fill, keys_axis=2)
 
 
 def reading(tables: Tables, lengths: PerSlot, live: Live, *, page_tokens: int) -> GpuStep:
-    """Returns a step in the form that the kernel reads."""
+    """Returns a step in the format of the kernel."""
     page = page_of_new(tables, lengths, live, page_tokens=page_tokens)
     return GpuStep(tables, jnp.where(live, lengths, 0), live, page)
 
@@ -91,11 +91,11 @@ def extend(
     dtype: str,
     interpret: bool = False,
 ) -> tuple[Queries, LayerCache]:
-    """Implements `paged_cache.extend`. Products are in `dtype` with sums in float32."""
+    """Implements `paged_cache.extend`. Products are computed in `dtype` and summed in float32."""
     (pages, kv_heads, page_tokens, head_dim), slots = cache.keys.shape, len(now.live)
     new = jnp.nan_to_num(key), jnp.nan_to_num(value)
     grown = append_to_pages(cache, now.page, now.lengths, *new, keys_axis=2)
-    # Every key head of a slot is a sequence of its own, and every page holds one head, so the heads need not come first in memory.
+    # The kernel sees each key head of a slot as a separate sequence with its own pages, so the heads need not come first in memory.
     at_once, parts, tables = _parts(now.tables, page_tokens)
     head = jnp.arange(kv_heads, dtype=jnp.int32)
     tables = (tables[:, None] * kv_heads + head[None, :, None]).reshape(slots * kv_heads, -1)
@@ -105,7 +105,7 @@ def extend(
 
     scaled = (query * head_dim**-0.5).reshape(kv_heads, -1, head_dim, slots).transpose(3, 0, 1, 2)
     attention = kernel()
-    assert attention is not None, "`caches.kind_for` has looked"
+    assert attention is not None, "`caches.kind_for` checks that the kernel exists"
     attended = attention(
         scaled.reshape(slots * kv_heads, -1, head_dim).astype(dtype),
         of_all_heads(grown.keys),
@@ -123,7 +123,7 @@ def extend(
 
 
 def _parts(tables: Tables, page_tokens: int) -> tuple[int, int, Array]:
-    """Returns the pages read at a time, the parallel parts of a sequence, and the tables padded to a multiple of both."""
+    """Returns the number of pages read at a time, the number of parallel parts of a sequence, and the tables padded to a multiple of both."""
     at_once = max(1, _BLOCK_TOKENS // page_tokens)
     each = max(1, _PART_TOKENS // page_tokens // at_once) * at_once
     parts = -(-tables.shape[1] // each)

@@ -15,7 +15,7 @@ from dapo_jax.sampling.pages import Fill, PageSizes
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class ResultTokens:
-    """The result of one `generate`. A slot's valid tokens come first in its row."""
+    """The result of one `generate` call. The valid tokens of a slot come first in its row."""
 
     tokens: Int[Array, "slots steps"] | Any
     logprobs: Float[Array, "slots steps"] | Any
@@ -26,41 +26,40 @@ class ResultTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Insertion:
-    """The prefilled prompt, slot and response of each insertion: host arrays of one length."""
+    """The prefilled prompts to insert, with their slots and responses: host arrays with one entry per response."""
 
     slots: Int[np.ndarray, " responses"] | Any
     prompts: Int[np.ndarray, " responses"] | Any
-    """Places in the prefix."""
+    """Index of each prompt in the prefix."""
     ordinals: Int[np.ndarray, " responses"] | Any
     indices: Int[np.ndarray, " responses"] | Any
     limits: Int[np.ndarray, " responses"] | Any
     drawn: Int[np.ndarray, " responses"] | Any
-    """Number of sampled tokens at the end of the prompt: 0, or the tokens sampled before a preemption. For an episode, of its present turn, as
-    in `limits`.
-    """
+    """Number of sampled tokens at the end of the prompt: 0, or the tokens sampled before a preemption. For an episode, only the current turn counts, as in
+    `limits`."""
     turns: Int[np.ndarray, " responses"] | Any
-    """The present turn of an episode, from 0; 0 where there are no turns."""
+    """Index of each episode's current turn, from 0; 0 for responses without turns."""
     fills: Sequence[tuple[int, Fill]]
-    """(place of a prompt, a page to write with its tokens)."""
+    """Pairs of a prompt's index in the prefix and a page to write with its tokens."""
     fed: Sequence[Int[np.ndarray, " _"]] = ()
-    """Tokens that each response is fed, one per step, before it samples; (): all tokens are in its prompt."""
+    """Tokens to feed to each response, one per step, before it samples. If empty, all tokens are in the prompts."""
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """The operations that a sampler needs of a decoder. `dapo_jax.testing` has one without a model."""
+    """The decoder operations that a sampler needs. `dapo_jax.testing` has an implementation without a model."""
 
     slots: int
     capacity: int
-    """Tokens that fit in a slot, prompt and response together."""
+    """Maximum number of tokens in a slot, prompt and response together."""
     stop_ids: tuple[int, ...]
     """Tokens that end a response."""
     steps_per_call: int
-    """Most tokens that one `generate` samples for a slot."""
+    """Maximum number of tokens that one `generate` call samples for a slot."""
     page_sizes: PageSizes
-    """The sizes of the KV cache. The caller assigns its pages."""
+    """The sizes of the KV cache. The caller assigns pages to responses."""
     feed_tokens: int
-    """Most tokens that a response whose pages are kept may be fed when it gets a slot again; 0: it is re-prefilled."""
+    """Maximum number of tokens to feed to a response that kept its pages and gets a slot again. If 0, such a response is re-prefilled instead."""
 
     def init_decode_state(self) -> PyTree:
         """Returns a state in which every slot is free."""
@@ -69,14 +68,12 @@ class Engine(Protocol):
     def prefill(
         self, params: PyTree, prompts: Sequence[Int[np.ndarray, " _"]]
     ) -> Iterator[list[tuple[int, PyTree, int]]]:
-        """Prefills prompts, some at a time. Yields the finished ones after each part, possibly none: (index of the prompt, its prefix, its
-        place
-        in the prefix).
-        """
+        """Prefills prompts, a part of the work at a time. After each part, yields the prompts that are finished, possibly an empty list, as tuples of the
+        prompt's index, its prefix, and its index in that prefix."""
         ...
 
     def insert(self, prefix: PyTree, state: PyTree, insertion: Insertion, key: PRNGKeyArray) -> PyTree:
-        """Inserts prefilled prompts into slots, replacing their content, and writes the pages that the insertion names."""
+        """Inserts prefilled prompts into slots, replacing their contents, and writes the pages in `insertion.fills`."""
         ...
 
     def generate(
@@ -88,25 +85,23 @@ class Engine(Protocol):
         tables: Int[np.ndarray, "slots table_pages"],
         until: Int[np.ndarray, " slots"] | None = None,
     ) -> tuple[PyTree, ResultTokens]:
-        """Decodes until `steps_per_call` tokens are sampled, or fewer than `min_live` slots sample.
+        """Decodes until `steps_per_call` tokens are sampled, or until fewer than `min_live` slots are sampling.
 
-        `tables` are rows of `Pages.tables`; each sampling slot has pages for its tokens and for `steps_per_call` more. A slot pauses
-        when its response has the number of tokens in `until`; None: it never pauses.
+        `tables` contains rows of `Pages.tables`. Each sampling slot needs pages for its tokens and for `steps_per_call` more. A slot pauses when its response
+        reaches the number of tokens in `until`. Without `until`, no slot pauses.
         """
         ...
 
     def paused(self, state: PyTree) -> PyTree:
-        """Returns a prefix from which `insert`, without pages to write, gives a paused response a slot again. Its place in the prefix is its
-        slot's number.
-        """
+        """Returns a prefix with which `insert` puts paused responses back into slots without writing pages. A response's index in this prefix is its slot
+        number."""
         ...
 
     def parked(self, lengths: Sequence[int]) -> PyTree:
-        """Returns a prefix from which `insert`, without pages to write, gives a slot to responses whose pages hold so many tokens. Each is fed
-        at least one token.
-        """
+        """Returns a prefix with which `insert` puts responses into slots whose pages already contain `lengths` tokens, without writing pages. Each response
+        must then be fed at least one token."""
         ...
 
     def release(self, state: PyTree, slots: Sequence[int]) -> PyTree:
-        """Ends the responses in some slots."""
+        """Ends the responses in `slots`."""
         ...

@@ -1,8 +1,8 @@
-"""The paged KV cache by operations of every platform: a slot's tokens are in the pages that its table names.
+"""The paged KV cache in XLA operations that all platforms support: a row of the page table lists the pages with a slot's tokens.
 
-Pages are made and filled as in `cache`; only append and attend differ. A step goes page by page over the slots
-with so many pages, the longest slots first, and reads no empty page. Each slot reads its own pages in order, so its result depends on
-itself alone, to the last bit.
+Pages are created and filled as in `cache`; only append and attention differ. A step reads the first page of all slots, then the second page of all slots that
+have one, and so on. Slots are sorted by length, so groups of slots without such a page are skipped. Each slot reads its own pages in order, so its result
+depends only on itself, to the last bit.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from dapo_jax.sampling.cache import (
 )
 
 _AT_ONCE = 16
-"""Slots whose pages are read together. With fewer, the loop costs more than the reads; with more, the last part is mostly idle."""
+"""Number of slots whose pages are read together. With fewer, the loop costs more than the reads; with more, the last group is mostly idle."""
 
 
 @jax.tree_util.register_dataclass
@@ -39,19 +39,19 @@ class PagedStep:
     lengths: PerSlot | Any
     live: Live | Any
     tables: Int[Array, "padded table_pages"] | Any
-    """The tables in the order of `order`, padded to a multiple of the slots read at once."""
+    """The tables in the order of `order`, padded to a multiple of the number of slots read together."""
     order: Int[Array, " padded"] | Any
-    """The slots with the most pages first, then padding."""
+    """Slot numbers, from the most to the fewest tokens, followed by padding."""
     counts: Int[Array, " padded"] | Any
-    """Tokens of each slot including the new one, in that order; 0 if it is not live."""
+    """Number of tokens of each slot in that order, including the new token; 0 if the slot is not live."""
     ends: Int[Array, " table_pages"] | Any
-    """Number of parts read once the first, second, ... pages of all slots are read."""
+    """Number of loop iterations after which the first, second, ... pages of all slots have been read."""
     page: PerSlot | Any
-    """Page of each slot's new token; beyond all pages if it is not live."""
+    """Page of each slot's new token, or a number beyond all pages if the slot is not live."""
 
 
 def reading(tables: Tables, lengths: PerSlot, live: Live, *, page_tokens: int) -> PagedStep:
-    """Returns the order of a step, equal in all layers."""
+    """Returns the order in which a step reads pages, shared by all layers."""
     slots, most = tables.shape
     counts = jnp.where(live, lengths + 1, 0)
     order = jnp.argsort(-counts).astype(jnp.int32)
@@ -74,9 +74,9 @@ def reading(tables: Tables, lengths: PerSlot, live: Live, *, page_tokens: int) -
 def extend(
     cache: LayerCache, now: PagedStep, query: Queries, key: NewHeads, value: NewHeads, *, dtype: str
 ) -> tuple[Queries, LayerCache]:
-    """Implements `cache.extend`, but writes nothing to a slot that is not live, whose attention is 0. Products are in `dtype`.
+    """Implements `cache.extend`, except that nothing is written to a slot that is not live, and its attention is 0. Products are computed in `dtype`.
 
-    Entries of a page after a slot's tokens are never multiplied, so a NaN of the page's former owner has no effect.
+    Entries of a page after a slot's tokens are never multiplied, so a NaN from the page's previous owner has no effect.
     """
     cache = append_to_pages(cache, now.page, now.lengths, key, value)
     heads, head_dim, slots = query.shape

@@ -1,11 +1,11 @@
-"""The pages of the KV cache, on the host: free pages, owners and reference counts.
+"""Bookkeeping of KV-cache pages on the host: free pages, owners and reference counts.
 
-A holder's row in `tables` names the pages of its tokens in order, so memory follows the tokens present, not the longest
-possible response. A holder is a slot, or a response that takes turns with others in the slots.
-All responses to a prompt share its full pages (prefix caching). A page is freed when its last holder releases it.
+A holder is a slot, or a response that takes turns with others in the slots. Its row in `tables` lists the pages of its tokens in order, so memory grows with
+the tokens present, not with the longest possible response. All responses to a prompt share its full pages (prefix caching). A page is freed when its last
+holder releases it.
 
-If slots are spread over devices, each device has its own pool of pages. A cache without pages gives every slot a pool
-with a single page as long as the slot.
+If slots are split over devices, each device has its own pool of pages. In a cache without pages, every slot is a pool with a single page, which is as long as
+the slot.
 """
 
 from collections.abc import Hashable, Sequence
@@ -16,7 +16,7 @@ from jaxtyping import Int
 
 
 def pages_for(tokens: int, page_tokens: int) -> int:
-    """Returns the number of pages for so many tokens."""
+    """Returns the number of pages needed for `tokens` tokens."""
     return -(-tokens // page_tokens)
 
 
@@ -25,9 +25,9 @@ class PageSizes:
     """The sizes of a cache's pools."""
 
     holders: int
-    """Rows of the page table: one for each slot, or more if responses take turns in the slots."""
+    """Rows of the page table: one per slot, or more if responses take turns in the slots."""
     capacity: int
-    """Most tokens of a holder, prompt and response together."""
+    """Maximum number of tokens of a holder, prompt and response together."""
     page_tokens: int
     pools: int
     """Number of independent pools; the holders are divided among them in order."""
@@ -36,17 +36,17 @@ class PageSizes:
 
     @property
     def table_pages(self) -> int:
-        """Most pages of a holder."""
+        """Maximum number of pages of a holder."""
         return pages_for(self.capacity, self.page_tokens)
 
     @property
     def tokens(self) -> int:
-        """Tokens of all pages."""
+        """Number of tokens that fit in all pages."""
         return self.pools * self.pool_pages * self.page_tokens
 
     @property
     def runs_out(self) -> bool:
-        """True if all holders together may need more pages than exist."""
+        """Whether all holders together may need more pages than exist."""
         return self.pools * self.pool_pages < self.holders * self.table_pages
 
     def pool_of(self, holder: int) -> int:
@@ -55,21 +55,21 @@ class PageSizes:
 
 
 def slot_pages(slots: int, capacity: int) -> PageSizes:
-    """Returns the sizes of a cache without pages: each slot has room for its longest sequence."""
+    """Returns the sizes of a cache without pages, in which each slot has room for the longest sequence."""
     return PageSizes(holders=slots, capacity=capacity, page_tokens=capacity, pools=slots, pool_pages=1)
 
 
 @dataclass(frozen=True)
 class Fill:
-    """A page to write with prefilled tokens, from token `first` of the sequence."""
+    """A page to write with prefilled tokens, starting with token `first` of the sequence."""
 
     first: int
     page: int
-    """Counted over all pools."""
+    """Page number, counted over all pools."""
 
 
 class Pages:
-    """Assigns the pages of a cache and takes them back. Pages are numbered within their pool."""
+    """Assigns pages of a cache to holders and takes them back. Pages are numbered within their pool."""
 
     def __init__(self, sizes: PageSizes) -> None:
         """Starts with all pages free."""
@@ -77,13 +77,13 @@ class Pages:
         self.tables: Int[np.ndarray, "holders table_pages"] = np.zeros(
             (sizes.holders, sizes.table_pages), np.int32
         )
-        """The pages of each holder, in the order of its tokens. Entries after a holder's last page have no meaning."""
-        # The lowest number on top, so that a small run touches little memory.
+        """The pages of each holder, in token order. Entries after a holder's last page are meaningless."""
+        # The lowest number is on top of the stack, so that a small run touches little memory.
         self._free = [list(range(sizes.pool_pages - 1, -1, -1)) for _ in range(sizes.pools)]
         self._holders = np.zeros((sizes.pools, sizes.pool_pages), np.int32)
         self._held = [list[int]() for _ in range(sizes.holders)]
         self._shares: dict[int, Hashable] = {}
-        """The prompt whose pages a holder shares."""
+        """The prompt whose pages each holder shares."""
         self._prompts: dict[tuple[int, Hashable], list[int]] = {}
 
     def free(self, pool: int) -> int:
@@ -104,10 +104,10 @@ class Pages:
         prompt_tokens: int = 0,
         spare: int = 0,
     ) -> list[Fill] | None:
-        """Gives a new holder pages for `tokens` tokens. The first `read` tokens are prefilled and written now.
+        """Assigns pages for `tokens` tokens to a new holder. The first `read` tokens are already prefilled and are written now.
 
-        Holders with the same `prompt` begin with the same `prompt_tokens` tokens and share its full pages. Returns the pages to write;
-        shared pages are written by their first holder. Returns None, without any change, if fewer than `spare` free pages would be left.
+        Holders with the same `prompt` begin with the same `prompt_tokens` tokens and share its full pages. Returns the pages to write; a shared page is
+        written only by its first holder. Returns None, without any change, if fewer than `spare` free pages would be left.
         """
         assert not self._held[holder], "the holder was not released"
         sizes, pool = self.sizes, self.sizes.pool_of(holder)
@@ -123,7 +123,7 @@ class Pages:
         return [Fill(at * sizes.page_tokens, pool * sizes.pool_pages + pages[at]) for at in written]
 
     def grow(self, holder: int, tokens: int) -> bool:
-        """Gives the holder pages up to `tokens` tokens. Returns False, without any change, if there are not enough."""
+        """Extends a holder's pages to `tokens` tokens. Returns False, without any change, if there are not enough free pages."""
         more = pages_for(tokens, self.sizes.page_tokens) - len(self._held[holder])
         if more > self.free(self.sizes.pool_of(holder)):
             return False
@@ -132,21 +132,21 @@ class Pages:
         return True
 
     def release(self, holder: int) -> None:
-        """Releases the holder's pages; pages with other holders stay."""
+        """Releases the holder's pages. Pages with other holders stay in use."""
         held, pool, shared = self._held[holder], self.sizes.pool_of(holder), self._shares.pop(holder, None)
         holders, gone = self._holders[pool], []
         for page in held:
             holders[page] -= 1
             if not holders[page]:
                 gone.append(page)
-        # The first page of a prompt is released with all of its full pages: they have the same holders.
+        # All full pages of a prompt have the same holders, so they are freed together with its first page.
         if shared is not None and held[0] in gone:
             del self._prompts[pool, shared]
         self._free[pool].extend(reversed(gone))
         self._held[holder] = []
 
     def _hold(self, holder: int, shared: list[int], more: int) -> list[int]:
-        """Gives a holder shared pages, then `more` free ones, and returns all of these."""
+        """Assigns shared pages to a holder, then `more` free ones. Returns all of them."""
         pool, first = self.sizes.pool_of(holder), len(self._held[holder])
         pages = [*shared, *(self._free[pool].pop() for _ in range(more))]
         self.tables[holder, first : first + len(pages)] = pages

@@ -1,7 +1,7 @@
-"""Prefill: rows of prompts at once; prompts longer than a row in chunks.
+"""Prefill: several rows of prompts at once; prompts longer than a row in chunks.
 
-Each program is one layer and is called for every layer, so it compiles in seconds instead of minutes. There are
-three shapes: all rows, one row, and one chunk of a sequence with its earlier chunks.
+Each program computes one layer and is called for every layer, so it compiles in seconds instead of minutes. There are three shapes of call: all rows, one
+row, and one chunk of a sequence that attends to the earlier chunks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,19 +29,19 @@ from dapo_jax.sampling.prompt_packing import PackedPrompts, PrefillShape, pack_p
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Prefix:
-    """Prefilled prompts. They are never donated, so one prompt can be inserted into many slots."""
+    """Prefilled prompts. Their buffers are never donated, so one prompt can be inserted into many slots."""
 
     layers: tuple[Any, ...]
     """Keys and values of each layer, in the rows of `PackedPrompts`."""
     logits: Float[Array, "prompts vocab"] | Any
-    """Logits of the first response token."""
+    """Logits of each prompt's first response token."""
     rows: Int[Array, " prompts"] | Any
     starts: Int[Array, " prompts"] | Any
     lengths: Int[Array, " prompts"] | Any
 
 
 Read = list[tuple[int, Prefix, int]]
-"""The prompts that one call has finished: (index of the prompt, its prefix, its place in the prefix)."""
+"""The prompts that one call finished, as tuples of the prompt's index, its prefix, and its index in that prefix."""
 
 
 class Prefill:
@@ -51,10 +51,10 @@ class Prefill:
         self, config: DecoderConfig, mesh: Mesh, cache: Cache, *, block: nnx.GraphDef[Block], ends: nnx.GraphDef[EmbeddingAndHead],
         shape: PrefillShape, capacity: int, cache_dtype: str, compute_dtype: str,
     ) -> None:  # fmt: skip
-        """Makes the programs. `block` and `ends` are the structure of a layer, and of embedding and head; `capacity` is the length of the longest sequence."""
+        """Builds the programs. `block` and `ends` are the graph definitions of a layer and of embedding and head. `capacity` is the maximum sequence length."""
         self.shape, self._config, self._cache, self._block, self._ends = shape, config, cache, block, ends
         self._dtype, self._cache_dtype = compute_dtype, cache_dtype
-        # The CPU's runtime may hang with many collective programs in its queue.
+        # The CPU runtime may hang if many programs with collectives are queued.
         self._waits = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
         self._room = -(-capacity // shape.width) * shape.width
         whole, row, buffer = (
@@ -71,7 +71,7 @@ class Prefill:
         self._empty = jax.jit(self._empty_program, out_shardings=pair)
 
     def __call__(self, params: SamplerWeights, prompts: Sequence[Int[np.ndarray, " _"]]) -> Iterator[Read]:
-        """Prefills prompts, those longer than a row last. Yields after each call the finished ones, possibly none."""
+        """Prefills prompts; those longer than a row come last. After each call, yields the finished prompts, possibly an empty list."""
         short = [index for index, prompt in enumerate(prompts) if len(prompt) <= self.shape.width]
         for packed in pack_prompts(prompts, short, self.shape) if short else ():
             prefix = self._rows(params, packed)
@@ -81,9 +81,9 @@ class Prefill:
                 yield [] if prefix is None else [(index, prefix, 0)]
 
     def programs(self, params: SamplerWeights, *, again: bool) -> dict[str, Callable[[], Lowered]]:
-        """Returns the name of each program in use, with a function that lowers it. `params` may be shapes with their shardings.
+        """Returns, for each program in use by name, a function that lowers it. `params` may be shape structs with shardings.
 
-        With `again`, preempted responses are re-prefilled; these may be longer than any prompt.
+        With `again`, the programs must also re-prefill preempted responses, which may be longer than any prompt.
         """
         made: dict[str, Callable[[], Lowered]] = {}
         layer, ends, width = params["layers"][0], params["ends"], self.shape.width
@@ -100,7 +100,7 @@ class Prefill:
                 made["prefill_empty"] = self._empty.lower
                 continue
             tokens, segments, last = (
-                jax.ShapeDtypeStruct(shape, jnp.int32)  # host arrays, without a sharding
+                jax.ShapeDtypeStruct(shape, jnp.int32)  # host arrays have no sharding
                 for shape in ((count,), (rows, width), (rows * self.shape.row_prompts,))
             )
             made[f"prefill_{name}_embed"] = partial(self._embed.lower, ends, tokens)
@@ -109,7 +109,7 @@ class Prefill:
         return made
 
     def prefixes(self, params: SamplerWeights, *, again: bool) -> dict[str, Prefix]:
-        """Returns the results of each shape of call, as shapes with their shardings; `again` as in `programs`."""
+        """Returns the result of each call shape in use, as shape structs with shardings. `again` is the same as in `programs`."""
         ends, made = params["ends"], {}
         for name, rows, width in self._used(again):
             x = jax.ShapeDtypeStruct((self._config.embed_dim, rows * width), self._flowing(ends))
@@ -129,14 +129,14 @@ class Prefill:
         return made
 
     def _used(self, again: bool) -> list[tuple[str, int, int]]:
-        """Returns (name, rows, width) of each shape of call."""
+        """Returns (name, rows, width) of each call shape in use."""
         several = [("rows", self.shape.rows, self.shape.width)] if self.shape.rows > 1 else []
         longest = self._room if again else self.shape.longest
         parts = [("part", 1, self._room)] if longest > self.shape.width else []
         return [("row", 1, self.shape.width), *several, *parts]
 
     def _flowing(self, ends: Any) -> Any:
-        """The dtype of the residual stream."""
+        """Returns the dtype of the residual stream."""
         return jax.eval_shape(self._embed_program, ends, jax.ShapeDtypeStruct((1,), jnp.int32)).dtype
 
     def _struct(self, shape: tuple[int, ...], kind: Any) -> jax.ShapeDtypeStruct:
@@ -154,7 +154,7 @@ class Prefill:
         return Prefix(layers=tuple(layers), logits=logits, rows=rows, starts=starts, lengths=lengths)
 
     def _parts(self, params: SamplerWeights, prompt: Int[np.ndarray, " _"]) -> Iterator[Prefix | None]:
-        """Prefills one sequence, a row's width at a time. Yields an empty result after each chunk but the last."""
+        """Prefills one sequence in chunks of one row width. Yields None after each chunk except the last, and finally the prefix."""
         width, buffers, x = self.shape.width, [self._empty() for _ in params["layers"]], None
         starts = range(0, len(prompt), width)
         for start in starts:

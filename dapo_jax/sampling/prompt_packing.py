@@ -7,41 +7,40 @@ import numpy as np
 from jaxtyping import Int
 
 _NARROWEST = 16
-"""Rows narrower than this would only hold less, at the same cost."""
+"""Minimum row width. Narrower rows would contain fewer tokens at the same cost."""
 
 _CALL = 128
-"""Tokens whose prefill takes about as long as the call of a program."""
+"""Number of tokens whose prefill takes about as long as the overhead of calling a program."""
 
 _ALONE = 256
-"""Most tokens of a row with one prompt. Longer prompts are prefilled in chunks; no row pads more than this."""
+"""Maximum row width if each prompt is prefilled alone. Longer prompts are prefilled in chunks, so no row has more padding than this."""
 
 _ROW_PROMPTS = 16
-"""Most prompts per row: the logits of all of them are kept."""
+"""Maximum number of prompts per row, because the logits of all of them are stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillShape:
-    """The rows of one prefill call. A run has three programs: for all rows, for one row, and for one chunk of a longer prompt."""
+    """The shape of one prefill call. A run has three programs: for all rows, for one row, and for one chunk of a longer prompt."""
 
     rows: int
     width: int
     longest: int
-    """Tokens of the longest prompt, which may exceed a row. A re-prefilled response may be longer."""
+    """Length of the longest prompt, which may exceed a row. A re-prefilled response may be even longer."""
     alone: bool = False
-    """True: each prompt is prefilled alone, so that no bit of it depends on other prompts."""
+    """If True, each prompt is prefilled alone, so no bit of its result depends on other prompts."""
 
     @property
     def row_prompts(self) -> int:
-        """Most prompts per row."""
+        """Maximum number of prompts per row."""
         return 1 if self.alone else min(_ROW_PROMPTS, self.width)
 
 
 def prefill_shape(
     *, longest: int, capacity: int, prompts: int, tokens: int, alone: bool = False
 ) -> PrefillShape:
-    """Returns rows that hold a prompt of `longest` tokens, if `tokens` per call allow it, and at most `prompts` rows. With `alone` there is
-    one row, of limited width.
-    """
+    """Returns at most `prompts` rows, each wide enough for a prompt of `longest` tokens if `tokens` per call allow it. With `alone`, there is one row of
+    limited width."""
     power_of_two = 1 << max(longest - 1, 0).bit_length()
     width = min(max(_NARROWEST, power_of_two), capacity, max(tokens, 1))
     if alone:
@@ -51,14 +50,14 @@ def prefill_shape(
 
 @dataclass(frozen=True, kw_only=True)
 class PackedPrompts:
-    """Prompts next to each other in padded rows, for one call."""
+    """Prompts packed next to each other in padded rows, for one call."""
 
     indices: tuple[int, ...]
     """The indices of the prompts, in the order of the arrays below."""
     tokens: Int[np.ndarray, "rows width"]
     positions: Int[np.ndarray, "rows width"]
     segment_ids: Int[np.ndarray, "rows width"]
-    """1, 2, ... for the prompts of a row; 0 is padding."""
+    """1, 2, ... for the prompts of a row; 0 for padding."""
     rows: Int[np.ndarray, " prompts"]
     starts: Int[np.ndarray, " prompts"]
     """Each prompt's first position in its row."""
@@ -68,10 +67,10 @@ class PackedPrompts:
 def pack_prompts(
     prompts: Sequence[Int[np.ndarray, " _"]], indices: Sequence[int], shape: PrefillShape
 ) -> list[PackedPrompts]:
-    """Packs the prompts of `indices`, each no longer than a row: first fit, longest first. A call has all rows or one."""
+    """Packs the prompts at `indices`, which must fit in a row, by first fit with the longest first. Each call has either all rows or one row."""
     lines = _first_fit({index: len(prompts[index]) for index in indices}, shape)
     calls = [lines[start : start + shape.rows] for start in range(0, len(lines), shape.rows)]
-    # The last few rows go one by one, if that is less work than a call that is mostly padding.
+    # The last few rows are prefilled one by one if that is less work than a call that is mostly padding.
     last = len(calls[-1])
     if last <= shape.rows // 2 and last * max(shape.width, _CALL) < shape.rows * shape.width:
         calls[-1:] = [[line] for line in calls[-1]]
@@ -103,7 +102,7 @@ def _packed(
 
 
 def _first_fit(sizes: dict[int, int], shape: PrefillShape) -> list[list[int]]:
-    """Packs the keys of `sizes`, longest first, each into the first row with room. No size exceeds the width."""
+    """Packs the keys of `sizes`, longest first, each into the first row with enough room. No size may exceed the row width."""
     lines: list[list[int]] = []
     left: list[int] = []
     for index in sorted(sizes, key=lambda index: -sizes[index]):

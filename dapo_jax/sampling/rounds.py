@@ -1,6 +1,7 @@
-"""Rounds of responses in flight: in each round, every response samples up to a fixed number of tokens, and then pauses.
+"""Samples responses in flight in rounds: in each round, every response samples up to a fixed number of tokens and then pauses.
 
-A response pauses in its slot. With more responses than slots, they take turns, and keep their pages outside the slots. Tokens do not depend on that.
+A paused response stays in its slot. If there are more responses than slots, they take turns and keep their pages outside the slots. This does not change
+their tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,13 +20,13 @@ from dapo_jax.sampling.requests import EpisodeLimits, Request
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """The tokens of a response that a round sampled."""
+    """The tokens that a round sampled for one response."""
 
     tokens: Int[np.ndarray, " new"]
     logprobs: Float[np.ndarray, " new"]
-    """In nats, at the sampling temperature, under the weights of the round."""
+    """In nats, at the sampling temperature, under the round's weights."""
     finish_reason: FinishReason | None
-    """None if the response continues; of an episode, if its present turn continues."""
+    """None if the response, or the current turn of an episode, continues."""
 
 
 class RoundSampler:
@@ -44,24 +45,24 @@ class RoundSampler:
         on_look: Callable[[], None] = lambda: None,
         limits: EpisodeLimits | None = None,
     ) -> None:
-        """See `Sampler`. Prompts and tokens that earlier weights sampled are prefilled. With `limits` responses are episodes, and a round samples tokens of
-        one turn at most."""
+        """See `Sampler`. Prompts, and tokens sampled by earlier weights, are prefilled. With `limits`, responses are episodes, and a round samples tokens of
+        at most one turn."""
         self._engine, self._limit, self._limits = engine, max_response_tokens, limits
         self._unread: list[list[Request]] = []
         self._paused: set[Request] = set()
         self._between: set[Request] = set()
-        """Episodes between two turns, whose pages stay until other responses need them."""
+        """Episodes between two turns. They keep their pages until other responses need them."""
         park = limits is not None and engine.feed_tokens > 0
         self._loop = DecodeLoop(
             engine, params, key=key, decoding=decoding, stop=stop, refill_frac=refill_frac, on_look=on_look, more=self._more, park=park
         )  # fmt: skip
 
     def draw(self, requests: Sequence[Request], tokens: int) -> list[Drawn]:
-        """Samples one round of `tokens` tokens: the requests grow, and their new tokens are returned in the same order.
+        """Samples one round. The new tokens are appended to the requests and returned in the same order.
 
         Args:
-            requests: all responses in flight, new ones included, except episodes whose environments work.
-            tokens: the most that each of them samples.
+            requests: all responses in flight, including new ones, except episodes whose environment is working.
+            tokens: maximum number of tokens that each of them samples.
 
         Raises:
             ValueError: a prompt is empty, or leaves no room for a response in a slot.
@@ -92,11 +93,11 @@ class RoundSampler:
         ]
 
     def close(self) -> None:
-        """Releases cache and weights, which would otherwise stay until the garbage collector finds the cycle."""
+        """Frees the cache and the weights, which would otherwise stay in memory until the garbage collector finds the cycle."""
         self._loop.close()
 
     def _line_up(self, requests: Sequence[Request]) -> None:
-        """Lines up responses with pages first; the others are prefilled, those with the same context together."""
+        """Queues responses with pages first. The others are prefilled, together with responses that have the same context."""
         slots = self._loop.slots
         in_slots = {owner for owner in slots.owners if owner is not None}
         for request in requests:
@@ -112,7 +113,7 @@ class RoundSampler:
                     self._unread.append([request])
 
     def _more(self) -> list[list[Request]]:
-        # All at once: prefilled prompts start before the next ones are prefilled, and nothing is prefilled while nothing can start.
+        # All are returned at once: the loop starts prefilled prompts before it prefills more, and stops while nothing can start.
         unread, self._unread = self._unread, []
         return unread
 
@@ -120,6 +121,6 @@ class RoundSampler:
 def _begin_alike(one: Request, other: Request) -> bool:
     if one.prompt.ordinal != other.prompt.ordinal or one.turn or other.turn:
         return False
-    # Before the first sampled token there are only the tokens of environments.
+    # Before the first sampled token, a response contains only tokens from its environment.
     same = one.drawn == one.begun == other.drawn == other.begun and one.anew == other.anew
     return same and bool((one.tokens[: one.drawn] == other.tokens[: one.drawn]).all())

@@ -1,9 +1,9 @@
 """The paged KV cache on TPU: one kernel appends a token to every live slot and attends, like `paged_cache.extend`.
 
-A key and its value are stored next to each other, [pages, kv_heads, page_tokens, 2 head_dim]: one transfer brings both, and heads
-of 64 fill the 128 lanes of a register. The kernel (Pallas) walks over a list of blocks of filled pages of live slots, so a step
-reads the tokens present, not the capacity. While it computes one block, the pages of the next are transferred. It writes one
-tile of rows per slot in place: XLA's own updates are loops over the slots.
+A token's key and value are stored next to each other, [pages, kv_heads, page_tokens, 2 head_dim]. So one transfer copies both, and heads of size 64 fill the
+128 lanes of a register. The Pallas kernel iterates over blocks of filled pages of live slots, so a step reads only the tokens present, not the whole
+capacity. While it computes one block, the pages of the next are transferred. It writes one tile of rows per slot in place, because XLA's own updates would
+loop over the slots.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ from dapo_jax.sampling.cache import (
 )
 
 LANES = 128
-"""A page with eight bits is a multiple of this, since the scales of its tokens fill lanes."""
+"""Number of lanes in a register. The page size of an 8-bit cache is a multiple of it, because the scales of a page's tokens fill whole lanes."""
 
 _BLOCK_BYTES = 1 << 20
 
@@ -44,40 +44,41 @@ class Pairs:
     """One layer's keys and values."""
 
     pairs: Num[Array, "pages kv_heads page_tokens pair"] | Any
-    """The key, then the value, of each token."""
+    """The key of each token, followed by its value."""
     scales: Float[Array, "pages kv_heads 2 page_tokens"] | Any = None
-    """The scales of each token's key and value if they have eight bits; else None."""
+    """The scales of each token's key and value in an 8-bit cache, else None."""
 
 
 def tile_rows(dtype: str) -> int:
-    """Returns the rows written together: as many as a register has in this dtype. A page is a multiple of it."""
+    """Returns the number of rows that are written together, which is the number of rows in a register of this dtype. The page size is a multiple of it."""
     return 32 if dtype in EIGHT_BITS else 16
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TpuStep:
-    """The state of all slots at one decoding step, equal in all layers."""
+    """The state of all slots at one decoding step, shared by all layers."""
 
     tables: Tables | Any
     lengths: PerSlot | Any
     live: Live | Any
     count: Int[Array, "1"] | Any
-    """Number of the kernel's steps: one for each block of pages that a live slot has begun, at least one."""
+    """Number of kernel steps: one for each block of pages that a live slot has begun, and at least one."""
     slot_of: Int[Array, " most"] | Any
-    """The slot of each step."""
+    """The slot of each kernel step."""
     starts: PerSlot | Any
-    """The first step of each slot."""
+    """The first kernel step of each slot."""
 
 
 def pages_at_once(kv_heads: int, page_tokens: int, head_dim: int, dtype: str) -> int:
-    """Returns the pages of one device that a step of the kernel reads: large next to a step's overhead, small next to a core's fast memory."""
+    """Returns the number of pages of one device that a kernel step reads: enough to outweigh the overhead of a step, but few compared with a core's fast
+    memory."""
     heads = kv_heads // _parts(kv_heads)
     return max(1, _BLOCK_BYTES // (heads * page_tokens * 2 * head_dim * jnp.dtype(dtype).itemsize))
 
 
 def _parts(kv_heads: int) -> int:
-    """Returns the parts into which heads are split: halves for a chip with two cores; elsewhere they run one after the other."""
+    """Returns the number of parts into which heads are split. Two parts use a chip with two cores; on other chips they run one after the other."""
     return 2 - kv_heads % 2
 
 
@@ -88,20 +89,20 @@ def empty(pages: int, kv_heads: int, page_tokens: int, head_dim: int, dtype: str
 
 
 def of_rows(keys: RowHeads, values: RowHeads, rows: int, dtype: str) -> Pairs:
-    """Returns the keys and values of prefilled rows, given end to end."""
+    """Converts keys and values of prefilled rows, concatenated along the token axis, to the layout of the cache."""
     pairs, scales = _paired(keys, values, dtype)
     return Pairs(of_row(pairs, rows).swapaxes(2, 3), of_row(scales, rows))
 
 
 def _paired(key: Array, value: Array, dtype: str) -> tuple[Array, Array | None]:
-    """Returns [kv_heads, 2 head_dim, tokens] and the scales, [kv_heads, 2, tokens]."""
+    """Returns keys and values as [kv_heads, 2 head_dim, tokens], and their scales as [kv_heads, 2, tokens] or None."""
     (key, key_scale), (value, value_scale) = stored(key, dtype), stored(value, dtype)
     scales = None if key_scale is None else jnp.stack([key_scale, value_scale], axis=1)
     return jnp.concatenate([key, value], axis=1), scales
 
 
 def fill(cache: Pairs, read: Pairs, page: Scalar, row: Scalar, start: Scalar) -> Pairs:
-    """Implements `cache.fill`: copies the tokens of row `row` from `start` on into a page."""
+    """Implements `cache.fill`: copies tokens of row `row`, from token `start`, into a page."""
     return Pairs(
         fill_page(cache.pairs, read.pairs, page, row, start, axis=2),
         fill_page(cache.scales, read.scales, page, row, start, axis=3),
@@ -109,7 +110,7 @@ def fill(cache: Pairs, read: Pairs, page: Scalar, row: Scalar, start: Scalar) ->
 
 
 def reading(tables: Tables, lengths: PerSlot, live: Live, *, page_tokens: int, at_once: int) -> TpuStep:
-    """Returns a step in the form that the kernel reads; `at_once` is `pages_at_once`."""
+    """Returns a step in the format of the kernel. `at_once` is the result of `pages_at_once`."""
     slots, most = tables.shape
     lengths, at_once = jnp.where(live, lengths, 0), min(at_once, most)
     blocks = jnp.where(live, lengths // (at_once * page_tokens) + 1, 0)
@@ -118,9 +119,9 @@ def reading(tables: Tables, lengths: PerSlot, live: Live, *, page_tokens: int, a
 
 
 def _walk(blocks: PerSlot, most: int) -> tuple[Int[Array, "1"], Int[Array, " most"], PerSlot]:
-    """Returns the number of steps (at least one), the slot of each step, and each slot's first step."""
+    """Returns the number of kernel steps (at least one), the slot of each step, and each slot's first step."""
     ends = jnp.cumsum(blocks, dtype=jnp.int32)
-    # A slot begins at the end of the slot before it; a slot without blocks begins nothing.
+    # A slot's steps begin where the previous slot's steps end; a slot without blocks has no steps.
     passed = jnp.cumsum(jnp.zeros(most, jnp.int32).at[ends].add(1, mode="drop"), dtype=jnp.int32)
     return jnp.maximum(ends[-1:], 1), jnp.minimum(passed, len(blocks) - 1), ends - blocks
 
@@ -137,8 +138,8 @@ def extend(
 ) -> tuple[Queries, Pairs]:
     """Implements `paged_cache.extend`.
 
-    The running softmax begins with the new token, so it is never empty and the token is not read from the cache. Products are in `dtype`
-    with sums in float32.
+    The running softmax starts from the new token, so it is never empty, and the new token is not read from the cache. Products are computed in `dtype` and
+    summed in float32.
     """
     pairs, kv_heads, live = cache.pairs, len(key), now.live
     slots, kept = len(live), pairs.dtype.name
@@ -155,7 +156,7 @@ def extend(
     def at_new(
         part: Any, step: Any, slot_of: Any, _: Any, lengths: Any, tables: Any, *__: Any, lanes: bool = False
     ) -> tuple[Any, ...]:
-        """Returns the block with a slot's new token: a tile of rows of pairs, or `lanes` of scales."""
+        """Returns the index of the block that contains a slot's new token: a tile of rows of pairs or, with `lanes`, lanes of scales."""
         slot = slot_of[step]
         page, offset = tables[slot, lengths[slot] // page_tokens], lengths[slot] % page_tokens
         return (page, part, 0, offset // LANES) if lanes else (page, part, offset // tile, 0)
@@ -168,7 +169,7 @@ def extend(
     pool_specs = [pl.BlockSpec((1, heads, tile, width), at_new)]
     scratch = [pltpu.VMEM((2, heads, block, width), pairs.dtype)]
     if new_scales is not None:
-        # A lane for each: the kernel puts one of them in its place.
+        # Copied to every lane, so the kernel only selects the lane of the new token.
         news.append(jnp.broadcast_to(new_scales.transpose(2, 0, 1)[..., None], (slots, kv_heads, 2, LANES)))
         new_specs.append(pl.BlockSpec((1, heads, 2, LANES), at_slot))
         pool_specs.append(pl.BlockSpec((1, heads, 2, LANES), partial(at_new, lanes=True)))
@@ -217,10 +218,9 @@ def extend(
 def _kernel(
     slot_of: Any, starts: Any, lengths: Any, tables: Any, any_live: Any, query: Any, *refs: Any, heads: int, page_tokens: int, pools: int
 ) -> None:  # fmt: skip
-    """Computes one block of one slot: `out`, `top` and `total` are its running softmax, `tiles` the rows (and scales) that contain the new
-    token.
+    """Computes one block of one slot. `out`, `top` and `total` are the slot's running softmax; `tiles` are the rows (and scales) with its new token.
 
-    `pages` have room for two blocks: the present one, and the next, whose pages arrive meanwhile.
+    `pages` have room for two blocks: the current one, and the next one, whose pages are transferred meanwhile.
     """
     (new, *new_scales), sources, refs = refs[:pools], refs[pools : 2 * pools], refs[2 * pools :]
     out, tiles, (top, total, arrived, *pages) = refs[0], refs[1 : 1 + pools], refs[1 + pools :]
@@ -238,7 +238,7 @@ def _kernel(
             def _(place: int = place) -> None:
                 page, tokens = tables[slot, first + place], pl.ds(place * page_tokens, page_tokens)
                 for axis, (source, target) in enumerate(zip(sources, pages, strict=True)):
-                    # Tokens are the rows of pairs and the lanes of scales.
+                    # Tokens are rows in pairs, but lanes in scales.
                     there = target.at[(step % 2, *[slice(None)] * (1 + axis), tokens)]
                     whole = source.at[page, pl.ds(part * heads, heads)]
                     getattr(pltpu.make_async_copy(whole, there, arrived.at[step % 2]), do)()
@@ -283,7 +283,7 @@ def _kernel(
     if new_scales:
         weights = jnp.where(position < length, weights * pages[1][step % 2, :, 1:], 0.0)
     values = there[..., head_dim:]
-    # Rows after the slot's tokens hold anything, and 0 x NaN is NaN.
+    # Rows after the slot's tokens have arbitrary contents, and 0 x NaN is NaN.
     row = index * block + lax.broadcasted_iota(jnp.int32, values.shape, 1)
     values = jnp.where(row < length, values, jnp.zeros_like(values))
     out[0] = out[0] * shrink + product("hgc,hcd->hgd", weights.astype(values.dtype), values)
@@ -297,5 +297,5 @@ def _kernel(
             begin = pl.multiple_of(offset // size * size, size)
             beside = pages[axis][(step % 2, *[slice(None)] * (1 + axis), pl.ds(begin, size))]
             place = lax.broadcasted_iota(jnp.int32, beside.shape, 1 + axis)
-            # Without a live slot one step runs all the same, and must change nothing.
+            # One step runs even if no slot is live, and it must not change anything.
             tile[0] = jnp.where((place == offset - begin) & (any_live[0] > 0), own[0], beside)

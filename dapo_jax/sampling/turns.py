@@ -1,6 +1,7 @@
-"""Episodes of several turns in a sampler that runs to the end: a turn that ends goes to its environment, and the answer is prefilled before the next turn.
+"""Multi-turn episodes in a sampler that runs every response to its end: a finished turn is passed to its environment, and the environment's answer is
+prefilled before the next turn.
 
-While an environment works, its episode has no slot, and keeps its pages only as long as no other response needs them. No token is tokenized a second time.
+While its environment works, an episode has no slot, and it keeps its pages only until other responses need them. No token is tokenized a second time.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,33 +13,33 @@ from dapo_jax.dapo.rollouts import Continuation, DrawnTurn, FinishReason, Prompt
 from dapo_jax.sampling.requests import EpisodeLimits, Request
 
 _LOOK_S = 1.0
-"""Seconds after which a sampler that waits for environments calls `on_look`."""
+"""Interval in seconds at which a sampler calls `on_look` while it waits for environments."""
 
 Answer = Future[Continuation | None]
-"""The environment's tokens before the next turn; None: the episode is over, or was lost."""
+"""The environment's tokens before the next turn, or None if the episode is over or was lost."""
 
 
 @runtime_checkable
 class Environments(Protocol):
-    """The environments of a run, for the sampler."""
+    """The sampler's interface to the environments of a run."""
 
     max_turns: int
     turn_tokens: int
-    """The most tokens of a turn; 0: as many as the episode may have."""
+    """Maximum number of tokens in a turn; 0: as many as the episode may have."""
     episode_tokens: int
-    """The most tokens of an episode; 0: as many as a response may have."""
+    """Maximum number of tokens in an episode; 0: as many as a response may have."""
 
     def start(self, prompt: Prompt, index: int) -> Answer:
-        """Begins an episode. The answer is put before the first turn, after the prompt or in its place; it may be empty."""
+        """Begins an episode. The answer is inserted before the first turn, after the prompt or in place of it. It may be empty."""
         ...
 
     def step(self, prompt: Prompt, index: int, turn: DrawnTurn) -> Answer:
-        """Hands over a turn that has ended."""
+        """Passes a finished turn to its environment."""
         ...
 
 
 def limits_of(environments: Environments, *, max_response_tokens: int, capacity: int) -> EpisodeLimits:
-    """Returns the limits of episodes in contexts of up to `capacity` tokens."""
+    """Returns the limits of episodes whose contexts have at most `capacity` tokens."""
     return EpisodeLimits(
         max_turns=environments.max_turns,
         turn_tokens=environments.turn_tokens,
@@ -60,31 +61,31 @@ class TurnTaking:
         self._continuing: list[Request] = []
         self._pending = 0
         self.starting = 0
-        """Number of episodes whose environment has not answered yet for the first time."""
+        """Number of episodes whose environment has not given its first answer."""
 
     @property
     def busy(self) -> bool:
-        """Whether an episode without a slot is not over."""
+        """Whether any episode without a slot is not over yet."""
         return self._pending > 0 or bool(self._continuing)
 
     def start(self, requests: Sequence[Request]) -> None:
-        """Begins episodes."""
+        """Begins an episode for each request."""
         self.starting += len(requests)
         for request in requests:
             self._await(request, self._environments.start(request.prompt, request.index))
 
     def end_turn(self, request: Request, reason: FinishReason) -> None:
-        """Hands the present turn, which ended for `reason`, to its environment."""
+        """Ends the current turn with the finish reason `reason` and passes it to its environment."""
         turn = request.end_turn(reason)
         self._await(request, self._environments.step(request.prompt, request.index, turn))
 
     def resume(self, resumed: Callable[[Request], bool]) -> None:
-        """Continues the episodes that `resumed` accepts; the others have to be prefilled."""
+        """Calls `resumed` for each episode that continues. Episodes that it does not accept must be prefilled."""
         self._take()
         self._continuing = [request for request in self._continuing if not resumed(request)]
 
     def continuing(self) -> list[list[Request]]:
-        """Returns the episodes to prefill, those together whose contexts are equal."""
+        """Returns the episodes to prefill, in lists that share a context."""
         alike: dict[tuple[int, bytes], list[Request]] = {}
         for request in self._continuing:
             alike.setdefault((request.prompt.ordinal, request.sequence.tobytes()), []).append(request)

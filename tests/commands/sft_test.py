@@ -120,7 +120,7 @@ def test_a_run_is_not_written_over(config, warmed):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sampling": SamplingConfig(slots=8)}, "20488 positions, the model has 128"),
+        ({"sampling": SamplingConfig(slots=8)}, "20488 positions, .* has 128"),
         ({"data": DataConfig(source="arithmetc", max_prompt_tokens=8)}, "did you mean 'arithmetic'"),
         ({"batch": SftBatchConfig()}, "rows_per_microbatch=1 must be a multiple"),
     ],

@@ -132,7 +132,7 @@ def test_the_most_groups_of_a_step_end_its_rounds():
         assert found.goes_on
         one_round(found, dict.fromkeys(range(9), 1), right=(False, False))
     assert not found.goes_on
-    message = r"found 0 of the 2 .* the 4 of this step: of 4 groups, 0 were all correct, 4 all wrong"
+    message = r"found 0 of the 2 .* the 4 groups of this step: of 4 groups, 0 were all correct, 4 all wrong"
     with pytest.raises(ShortfallError, match=message):
         found.finish()
 

@@ -171,9 +171,9 @@ def test_length_decides_when_a_response_is_trained_on_and_not_whether():
     assert {o in trained for o in short} == {o in trained for o in long} == {True}
 
 
-@pytest.mark.parametrize(("in_flight", "needed"), [(2, "4 is"), (10, "12 is")])
+@pytest.mark.parametrize(("in_flight", "needed"), [(2, 4), (10, 12)])
 def test_only_whole_groups_are_in_flight(in_flight, needed):
-    with pytest.raises(ValueError, match=f"in_flight={in_flight} .* {needed}"):
+    with pytest.raises(ValueError, match=f"in_flight={in_flight} .* {needed}$"):
         sizes(in_flight=in_flight)
 
 
