@@ -237,12 +237,12 @@ def test_enough_carried_groups_sample_nothing():
     ("kind_of", "metric", "message", "fewer"),
     [
         # Ordinals 0 mod 6 are right, 5 mod 6 mixed, the others wrong: of 8, 2 right, 1 mixed, 5 wrong.
-        (lambda at: {0: RIGHT, 5: MIXED}.get(at % 6, WRONG), "correct", r"found 1 of the 2 .*2 waves of 4 prompts: of 8 groups 2 .* 5 all wrong, 1 mixed.*max_waves", [5]),
+        (lambda at: {0: RIGHT, 5: MIXED}.get(at % 6, WRONG), "correct", r"found 1 of the 2 .*2 waves of 4 prompts: of 8 groups, 2 .* 5 all wrong, 1 mixed.*max_waves", [5]),
         (lambda at: RIGHT, "correct", "found 0 of the 2 .* 8 were all correct", []),
         # Numbers of 0 and less all count as wrong; the scores of even ordinals differ.
-        (lambda at: [-0.5, -0.25] if at % 2 == 0 else [-1.0, -1.0], "correct", r"8 all wrong.* In 4 of these .*dynamic_sampling\.metric=score", []),
+        (lambda at: [-0.5, -0.25] if at % 2 == 0 else [-1.0, -1.0], "correct", r"8 all wrong.* 4 of the .*dynamic_sampling\.metric=score", []),
         # One group differs; the others have one score each, from 0 (ordinal 0) to 3.5 (ordinal 7).
-        (lambda at: [0.5, 1.0] if at == 3 else [at / 2] * 2, "score", r"found 1 of the 2 .*8 groups 1 .* 7 .*\(0 to 3\.5\)", [3]),
+        (lambda at: [0.5, 1.0] if at == 3 else [at / 2] * 2, "score", r"found 1 of the 2 .*8 groups, 1 .* 7 .*\(0 to 3\.5\)", [3]),
     ],
 )  # fmt: skip
 def test_a_shortfall_counts_the_groups_by_kind(kind_of, metric, message, fewer):
