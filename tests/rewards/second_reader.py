@@ -1,8 +1,26 @@
-r"""A second reader of numbers, for comparison with the graders: it shares no code with them, and is stricter."""
+r"""A second reader of answers, for comparison with the graders: it shares no code with them.
+
+It rewrites LaTeX to Python's notation and lets sympy's own parser read that. It knows the notations of the published references, and
+it is stricter than a grader: None for everything else.
+"""
 
 import math
 import re
 from fractions import Fraction
+
+import sympy
+from sympy.parsing.sympy_parser import (
+    convert_xor,
+    implicit_multiplication,
+    parse_expr,
+    rationalize,
+    split_symbols,
+    standard_transformations,
+)
+
+_KNOWN = frozenset({"sqrt", "pi", "cot", "I", "oo"})
+_RULES = (*standard_transformations, convert_xor, rationalize, split_symbols, implicit_multiplication)
+_NAMES = {"sqrt": sympy.sqrt, "pi": sympy.pi, "cot": sympy.cot, "oo": sympy.oo, "I": sympy.I, "e": sympy.E}
 
 
 def number(text: str) -> Fraction | str:
@@ -57,3 +75,60 @@ def same_number(one: str, other: str) -> bool:
         or (percent == 1 and first / 100 == second)
         or (percent == -1 and first == second / 100)
     )
+
+
+def value(text: str) -> tuple[str, list[sympy.Expr]] | None:
+    """The shape of an answer (its brackets and signs) and its numbers in their order; None if it cannot be read."""
+    text = re.sub(r"\\(?:left|right)(?![a-z])|\\!", "", text.strip()).replace(r"\$", "").strip("$ ")
+    text = re.sub(r"(?<=\d),\s*(?=\d{3}(?!\d))", "", text) if not re.search(r"[([]", text) else text
+    text = re.sub(r"\s*\\(?:text|mbox)\{[ a-z]+\}(\^2)?$|\s*\^\\circ\s*$", "", text.rstrip(". "))
+    text = re.sub(r"^[a-z]\s*(?:=|\\in)", "", text)
+    text = text.replace(r"\begin{pmatrix}", "<").replace(r"\end{pmatrix}", ">").replace(r"\\", ";")
+    text = re.sub(r"\\[dt]?frac", "frac", text).replace(r"\pi", " pi ").replace(r"\cot", " cot ")
+    text = re.sub(r"frac\s*(\d)\s*(\d)", r"frac{\1}{\2}", re.sub(r"\\sqrt\s*(\d)", r"\\sqrt{\1}", text))
+    text = re.sub(r"frac(\d)\{", r"frac{\1}{", re.sub(r"(frac\{[^{}]*\})(\d)", r"\1{\2}", text))
+    for _ in range(3):
+        text = re.sub(r"\\sqrt\s*\{([^{}]*)\}", r" sqrt(\1) ", text)
+        text = re.sub(r"(?<![\d.])(\d+)\s*frac\{(\d+)\}\{(\d+)\}", r"(\1+\2/\3)", text)
+        text = re.sub(r"frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"((\1)/(\2))", text)
+    text = (
+        text.replace(r"\infty", "oo")
+        .replace(r"\pm", "±")
+        .replace(r"\cup", "@")
+        .replace(r"\{", "<")
+        .replace(r"\}", ">")
+    )
+    if re.search(r"[\\{}_!:'|~√π=]|\d\s+\d|\d\.\d*\.|\^\s*\d*\s*\^|/[^()]*[a-z]", text):
+        return None
+    shape, numbers = "", []
+    for part in re.split(r"(^[\[(<]|[\])>]$|[\])]\s*@\s*[\[(]|[,;±&])", text):
+        if re.fullmatch(r"\s*([\[\](),;±&<>]|[\])]\s*@\s*[\[(])\s*", part):
+            shape += part.replace(" ", "")
+        elif part.strip():
+            found = _expression(part)
+            if found is None:
+                return None
+            numbers.append(found)
+            shape += "."
+    return shape, numbers
+
+
+def equal(one: str, other: str) -> bool:
+    """Whether both can be read, have the same shape, and equal numbers."""
+    first, second = value(one), value(other)
+    if first is None or second is None or first[0] != second[0]:
+        return False
+    pairs = zip(first[1], second[1], strict=True)
+    return all(a == b or (a - b).is_zero or sympy.simplify(a - b) == 0 for a, b in pairs)
+
+
+def _expression(text: str) -> sympy.Expr | None:
+    # A product of letters, or names that are known.
+    if any(len(word) > 1 and word not in _KNOWN for word in re.findall("[A-Za-z]+", text)):
+        return None
+    text = re.sub(r"(?<![a-z])i(?![a-z])", " I ", text)
+    try:
+        found = parse_expr(text, local_dict=_NAMES, transformations=_RULES)
+    except Exception:
+        return None
+    return found if isinstance(found, sympy.Expr) else None
