@@ -98,8 +98,7 @@ class DecoderEngine:
                 re-prefilled when the weights change.
             batch_invariant: no bit of a response depends on the number of slots or on other requests. If given, `prefill` must have `alone` set.
             has_turns: responses are multi-turn episodes. While its environment works, an episode keeps its pages until other responses need them; at most
-                `slots` episodes can do so. Then the environment's tokens are fed to it. A batch-invariant engine re-prefills episodes instead, because fed
-                tokens round differently.
+                `slots` episodes can do so. It is then fed the new tokens. A batch-invariant engine re-prefills instead, because feeding rounds differently.
 
         Raises:
             ValueError: the slots cannot be split evenly over the mesh, sequences are longer than the model's maximum position, or the cache cannot hold one

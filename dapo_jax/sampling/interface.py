@@ -35,8 +35,7 @@ class Insertion:
     indices: Int[np.ndarray, " responses"] | Any
     limits: Int[np.ndarray, " responses"] | Any
     drawn: Int[np.ndarray, " responses"] | Any
-    """Number of sampled tokens in the prefix; greater than 0 if the response was sampled in part, for example before a preemption. For episodes, `drawn` and
-    `limits` count only the tokens of the current turn."""
+    """Number of sampled tokens in the prefix, for example from before a preemption. Like `limits`, it counts only the current turn of an episode."""
     turns: Int[np.ndarray, " responses"] | Any
     """Index of each episode's current turn, from 0; 0 for responses without turns."""
     fills: Sequence[tuple[int, Fill]]
@@ -68,8 +67,8 @@ class Engine(Protocol):
     def prefill(
         self, params: PyTree, prompts: Sequence[Int[np.ndarray, " _"]]
     ) -> Iterator[list[tuple[int, PyTree, int]]]:
-        """Prefills prompts in several calls. After each call, yields the list of finished prompts, possibly empty, as tuples `(index in prompts, prefix,
-        index in the prefix)`."""
+        """Prefills prompts in several calls. After each call, yields a list, possibly empty, of `(index in prompts, prefix, index in prefix)` for finished
+        prompts."""
         ...
 
     def insert(self, prefix: PyTree, state: PyTree, insertion: Insertion, key: PRNGKeyArray) -> PyTree:

@@ -1,8 +1,7 @@
 """Multi-turn episodes in a sampler that runs every response to its end: a finished turn is passed to its environment, and the environment's answer is
 prefilled before the next turn.
 
-While its environment works, an episode has no slot, and it keeps its pages only until other responses need them. Tokens are never decoded and tokenized
-again.
+While its environment works, an episode has no slot, and it keeps its pages only until other responses need them. No token is tokenized twice.
 """
 
 from collections.abc import Callable, Sequence
