@@ -36,7 +36,7 @@ PromptAt = Callable[[int], Prompt]
 
 _VERDICT = [field.name for field in fields(Verdict)]
 _FLIGHT = "flight_"
-"""Name prefix of the arrays of responses in flight, because a checkpoint stores them next to the arrays of groups."""
+"""Prefix of the names of in-flight arrays, which a checkpoint stores next to the arrays of groups."""
 
 
 def group_arrays(groups: Sequence[Group], *, whole: Sequence[bool] | None = None, texts: int = 0) -> Arrays:
@@ -44,7 +44,7 @@ def group_arrays(groups: Sequence[Group], *, whole: Sequence[bool] | None = None
 
     Args:
         groups: the groups to flatten.
-        whole: whether each group keeps its tokens, log-probabilities, texts and reasons; the others are stored in brief. None: all groups keep them.
+        whole: whether each group keeps its tokens, log-probabilities, texts and reasons; other groups are stored in brief. None: all groups keep them.
         texts: number of responses in each brief group that keep their texts and reasons.
     """
     if not groups:
@@ -143,7 +143,7 @@ def _joined(parts: Sequence[Response | Request | Drawn]) -> Arrays:
 
 
 class _Parts:
-    """Splits the arrays of `_joined` into responses, one per call."""
+    """Splits arrays from `_joined` into responses, one response per call."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
         self._tokens, self._logprobs, self._at = arrays["tokens"], arrays["logprobs"], 0

@@ -20,7 +20,7 @@ class InFlight:
     clock: VirtualClock
     """Do not modify it: `Collector.after` makes a copy."""
     responses: Mapping[ResponseId, Request]
-    """The started responses of groups without a verdict, as returned by `Request.rest`. Do not modify them either."""
+    """The started responses of groups without a verdict, as returned by `Request.rest`. Do not modify the requests either."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class RoundEnd(NamedTuple):
 @dataclass(kw_only=True)
 class Collector:
     """The sampling of one step. In rounds: while `goes_on`, call `start`, sample a round, then call `take`, `end_round`, and `end_group` for each group whose verdict is
-    due. An episode waits a fixed number of rounds for each answer of its environment: call `answer` for `answers_due` after `start` and after `take`.
+    due. An episode waits a fixed number of rounds for each answer from its environment: after `start` and after `take`, call `answer` for each of `answers_due`.
 
     In waves: call `start` until it returns an empty list, and `end_group` for each group when its verdict arrives. In both modes, call `finish` last.
     """
@@ -69,7 +69,7 @@ class Collector:
     """Maximum number of groups that a step samples in waves, or whose verdicts it takes in rounds. None: no limit."""
     metric: str = "correct"
     enabled: bool = True
-    """If False, all groups are trained on, informative or not."""
+    """Whether dynamic sampling is enabled. If False, all groups are trained on, informative or not."""
     trains_fewer: bool = False
     """Whether a step with too few informative groups trains on the groups that it has."""
     keeps_surplus: bool = True
@@ -180,7 +180,7 @@ class Collector:
                 request.due = self._now + self.answer_rounds
 
     def answers_due(self) -> list[ResponseId]:
-        """Returns the responses whose environment's answer must be taken now, in order."""
+        """Returns the episodes whose environment's answer must be taken now, in order."""
         due = ((one, self.responses[one].due) for one in self.clock.in_flight())
         return [one for one, at in due if at is not None and at <= self._now]
 

@@ -34,7 +34,7 @@ from dapo_jax.rollout.scheduler import ResponseId
 from dapo_jax.sampling.rounds import Drawn
 
 _HEAD_BYTES = 1024
-"""Bytes in a round's buffer in addition to its tokens. Longer messages, for example with a long error, need more buffers."""
+"""Bytes in a round's buffer in addition to its tokens. Longer messages, for example with a long error, are sent in several buffers."""
 
 Answered = tuple[Continuation | None, Standing]
 """An environment's answer: the tokens before the next turn, or None if the episode is over or was lost, and the rewards and metrics of the episode so far."""
@@ -52,7 +52,7 @@ class Exchange:
         self._shared = len(members) > 1
         self.alone = jax.process_count() == 1
         self.grades = jax.process_index() == min(members)
-        """Whether this process grades. All processes that share a sampler have all its responses, but only one of them grades."""
+        """Whether this process grades. All processes that share a sampler have all of the sampler's responses, but only one process grades them."""
         self._buffer_bytes = _HEAD_BYTES + -(-in_flight // self.count) * (8 + 8 * round_tokens)
         self._failed = ""
 
@@ -104,7 +104,7 @@ class Exchange:
         whole: Callable[[Group], bool] = lambda group: False,
         texts: int = 0,
     ) -> list[Group]:
-        """Returns the groups of all processes, sorted by ordinal. This process's groups are unchanged; the others are brief unless `whole` returns True.
+        """Returns the groups of all processes, sorted by ordinal. Groups of this process are unchanged; groups of other processes are brief unless `whole` returns True.
 
         A brief group has no tokens. The first `texts` responses of each group keep their texts.
 
@@ -160,7 +160,7 @@ class Exchange:
         return found
 
     def answers(self, answers: Mapping[ResponseId, Answered]) -> dict[ResponseId, Answered]:
-        """Returns the answers of the environments of all processes.
+        """Returns the environments' answers from all processes.
 
         Raises: see `groups`.
         """

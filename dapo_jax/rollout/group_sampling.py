@@ -1,4 +1,4 @@
-"""Samples and grades groups for the steps and evaluations of a run, in this process alone or together with others.
+"""Samples and grades groups for the training steps and evaluations of a run, in one process or several.
 
 In waves, each response is sampled to its end by the weights of one step. With rollouts in flight, responses continue from step to step, round by round. Both modes follow
 the virtual clock, which is identical in every process.
@@ -121,7 +121,7 @@ class GroupSampling:
         return (self._rounds if self._in_rounds else self._waves)(weights, collector)
 
     def evaluate(self, params: PyTree, step: int) -> dict[str, list[Group]]:
-        """Returns for each held-out dataset the graded groups of its prompts, after step `step`.
+        """Samples and grades the held-out prompts after step `step`. Returns the groups of each held-out dataset.
 
         Raises:
             StoppedError: the run was asked to stop. Raised in every process.
@@ -148,7 +148,7 @@ class GroupSampling:
         alone, begin = self._exchange.alone, collector.cursor
 
         def certain() -> list[int]:
-            """Returns the ordinals of all waves that are certain to be needed."""
+            """Starts all waves that are certain to be needed. Returns the ordinals of their prompts."""
             started = chain.from_iterable(iter(collector.start, []))
             return [one.ordinal for one in started if one.index == 0]
 
@@ -261,11 +261,11 @@ class GroupSampling:
 
 
 def dealt(tokens: Sequence[int], samplers: int) -> Int[np.ndarray, " going"]:
-    """Assigns responses that continue to samplers, given their numbers of tokens. Returns the sampler of each response.
+    """Distributes responses in flight over samplers, given the number of tokens in each response. Returns the sampler of each response.
 
     The longest responses are dealt out first, back and forth, so that all samplers hold and prefill about the same number of tokens. If responses were assigned by ordinal,
-    the first sampler would get all the old ones. They would not fit in its pages, and the other samplers would wait for it at the end of each round. If responses do not
-    divide evenly, the first samplers get one more.
+    the first sampler would get all the old, long responses. They would not fit in its pages, and the other samplers would wait for it at the end of each round. If
+    responses do not divide evenly, the first samplers get one more.
     """
     order = np.argsort(-np.asarray(tokens, np.int64), kind="stable")
     turn, at = np.divmod(np.arange(len(order)), samplers)
@@ -276,10 +276,10 @@ def dealt(tokens: Sequence[int], samplers: int) -> Int[np.ndarray, " going"]:
 
 
 class Places:
-    """Assigns each response in flight to a sampler. The assignment changes no result."""
+    """Assigns each response in flight to a sampler. The assignment does not affect any result."""
 
     def __init__(self, in_flight: int, samplers: int, going: Mapping[ResponseId, int]) -> None:
-        """Distributes the responses that continue, which must all be re-prefilled. `going` maps them to their numbers of tokens; see `dealt`."""
+        """Distributes the responses that continue from the last step, which must all be re-prefilled. `going` maps each response to its number of tokens; see `dealt`."""
         self._most = [in_flight // samplers + (sampler < in_flight % samplers) for sampler in range(samplers)]
         self._at: list[set[ResponseId]] = [set() for _ in range(samplers)]
         ids = sorted(going)
@@ -303,8 +303,8 @@ class Places:
 
 
 class TurnsInFlight:
-    """The environments of a run whose episodes are in flight. The process that grades a group communicates with its environments. Every process takes an answer a fixed
-    number of rounds after the turn. So tokens depend on the environments' answers, but not on how long these take."""
+    """Passes turns and answers between episodes in flight and their environments. The process that grades a group communicates with its environments. Every process takes
+    an answer a fixed number of rounds after the turn. So tokens depend on the answers, but not on how long an environment needs."""
 
     def __init__(self, episodes: Episodes, exchange: Exchange, watch: Watch) -> None:
         """`watch` is notified at least every second while environments work."""
@@ -333,7 +333,7 @@ class TurnsInFlight:
         self._known &= collector.responses.keys()
 
     def hear(self, collector: Collector) -> None:
-        """Takes the answers that are due, in every process.
+        """Applies the answers that are due now, in every process.
 
         Raises:
             StoppedError: one of the processes was asked to stop. Raised in all of them.

@@ -21,7 +21,7 @@ from dapo_jax.sampling.rounds import RoundSampler
 from dapo_jax.sampling.turns import Environments, limits_of
 
 TRAINING, EVALUATION = 0, 1
-"""Key domains. They ensure that evaluation and training use different random numbers."""
+"""Domains of random keys, so that evaluation and training use different random numbers."""
 
 Sampled = Iterator[tuple[Prompt, tuple[Response, ...]]]
 Grade = Callable[[Sampled], Iterable[Group]]
@@ -29,7 +29,7 @@ Grade = Callable[[Sampled], Iterable[Group]]
 
 
 class ResponseSampler:
-    """An engine with the settings that stay fixed over a run: seed, lengths and stop strings. `run.sampler_setup` creates it."""
+    """An engine and the settings that stay fixed during a run: seed, lengths and stop strings. `run.sampler_setup` creates it."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class ResponseSampler:
         notes: Sequence[str] = (),
         on_look: Callable[[], None] = lambda: None,
     ) -> None:
-        """Compiles nothing yet.
+        """Does not compile any program; see `compile`.
 
         Args:
             engine: the engine that samples.
@@ -80,8 +80,8 @@ class ResponseSampler:
         version: int = 0,
         environments: Environments | None = None,
     ) -> Sampled:
-        """Yields prompts with their responses as groups end; see `Sampler.sample`. `version` is the version of the weights. Random keys depend on `domain` and on the
-        numbers in `within`. With `environments`, responses are episodes."""
+        """Yields each prompt with its responses when all of them have ended; see `Sampler.sample`. `version` is the version of the weights. Random keys depend on `domain`
+        and on the numbers in `within`. With `environments`, responses are episodes."""
         key = reduce(jax.random.fold_in, (domain, *within), self._key)
         return self._sampler.sample(
             weights,
@@ -103,7 +103,7 @@ class ResponseSampler:
     def rounds(
         self, weights: PyTree, *, decoding: Decoding, episodes: Environments | None = None
     ) -> RoundSampler:
-        """Returns a sampler of responses in flight with these weights, for training. With `episodes`, responses are episodes."""
+        """Returns a training sampler that samples responses in flight with these weights. With `episodes`, responses are episodes."""
         return RoundSampler(
             self._engine,
             weights,

@@ -2,8 +2,8 @@
 
 A fixed number of responses is in flight throughout the run. Time is counted in rounds. In each round, every response in flight samples up to a fixed number of tokens. At
 the end of a round, new responses replace those that ended, so nothing waits for the longest response. A group is complete when its last response has ended. Its verdict is
-due a fixed number of rounds later, and sampling continues meanwhile. A step ends after the first round with enough informative groups. It trains on the first of them by
-ordinal, and the others stay ready for the next step. One round may complete enough groups for several steps.
+due a fixed number of rounds later, and sampling continues meanwhile. A step ends after the first round with enough informative groups. It trains on the first of these
+groups by ordinal; the other groups stay ready for the next step. One round may complete enough groups for several steps.
 
 Waves (DAPO, Algorithm 1) use the same clock, with rounds as long as the longest response: a wave's responses start together, and a step ends with its last wave.
 
@@ -36,7 +36,7 @@ class ClockSizes:
     """Number of rounds from the end of a group's last response until its verdict is due; 0: at once."""
     max_age_steps: int = 0
     """The age bound S. A step waits for every group whose first response started S steps ago. No group starts while S + 1 steps' worth of groups are in progress or ready.
-    So no group is trained on when it is older than 2 S + 1 steps. 0: no bound."""
+    So groups older than 2 S + 1 steps are never trained on. 0: no bound."""
     waves: bool = False
     """If True, whole waves of `in_flight` responses start, each as soon as it is certain to be needed, and a step ends when nothing is in flight."""
 
@@ -65,7 +65,7 @@ class VirtualClock:
     """The state of the clock. Until `step_ends`, call `start`, sample a round, then call `end_round`, and `end_group` for each group whose verdict is due. Then call
     `end_step`.
 
-    Waves have no rounds: until `step_ends`, call `start`, and `end_group` for every group, in any order.
+    Waves have no rounds. Until `step_ends`, call `start`, then `end_group` for every group, in any order.
     """
 
     sizes: ClockSizes
@@ -94,7 +94,7 @@ class VirtualClock:
                     yield ResponseId(ordinal, index)
 
     def start(self) -> list[ResponseId]:
-        """Returns the responses that start now, in order: as many as there are free places, unless the age bound stops them.
+        """Returns the responses that start now, in order: one for each free place, unless the age bound prevents it.
 
         In waves, returns the next wave if it will be needed regardless of the verdicts still to come, else an empty list.
         """
@@ -141,8 +141,8 @@ class VirtualClock:
         )
 
     def end_step(self) -> dict[int, int]:
-        """Ends the step. Returns the groups to train on, the first by ordinal, each with the age of its oldest token in steps. Afterwards, the next version of the weights
-        samples."""
+        """Ends the step. Returns the groups to train on, the first by ordinal, each with the age of its oldest token in steps. Later tokens are sampled by the next version
+        of the weights."""
         taken = sorted(self.ready)[: self.sizes.needed]
         ages = {ordinal: self.version - self.ready.pop(ordinal) for ordinal in taken}
         self.version += 1

@@ -1,7 +1,8 @@
-"""The KV cache of the decoding slots: the interface `Cache`, and its plain form for CPU, in which each slot is one page.
+"""KV cache of the decoding slots: the `Cache` interface, and a dense implementation for CPU in which each slot is one page.
 
-The other forms are `paged_cache`, `tpu_cache` and `gpu_cache`; `caches` chooses between them. With this axis order, both products of attention read memory
-row by row. On CPU, attention over [slots, capacity, kv_heads, head_dim] was 12 times slower, and scores over keys with head_dim last took twice as long.
+The other implementations are in `paged_cache`, `tpu_cache` and `gpu_cache`; `caches` chooses between them. With this axis order, both products of attention
+read memory row by row. On CPU, attention over [slots, capacity, kv_heads, head_dim] was 12 times slower, and scores took twice as long with head_dim as the
+last axis.
 """
 
 from collections.abc import Callable
@@ -28,8 +29,8 @@ RowHeads = Float[Array, "kv_heads head_dim tokens"]
 
 @dataclass(frozen=True, kw_only=True)
 class Cache:
-    """The functions that implement one kind of KV cache; this file documents each of them. Every kind has its own types for the values that these functions
-    pass to each other."""
+    """The functions of one KV cache implementation; the functions of this module document them. Each implementation has its own types for the values that its
+    functions pass to each other."""
 
     empty: Callable[..., Any]
     of_rows: Callable[..., Any]
@@ -44,30 +45,30 @@ class LayerCache:
     """One layer's keys and values."""
 
     keys: Num[Array, "pages kv_heads head_dim page_tokens"] | Any
-    """[pages, kv_heads, page_tokens, head_dim] in `gpu_cache`."""
+    """In `gpu_cache`, the shape is [pages, kv_heads, page_tokens, head_dim]."""
     values: Num[Array, "pages kv_heads page_tokens head_dim"] | Any
     key_scales: Float[Array, "pages kv_heads page_tokens"] | Any = None
-    """Scale of each token's key in an 8-bit cache, else None."""
+    """Scale of each token's key if the cache is 8-bit, else None."""
     value_scales: Float[Array, "pages kv_heads page_tokens"] | Any = None
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DenseStep:
-    """The state of all slots at one decoding step, shared by all layers."""
+    """Per-slot data of one decoding step, shared by all layers."""
 
     lengths: PerSlot | Any
     live: Live | Any
 
 
 EIGHT_BITS = {"int8": 127.0, "float8_e4m3fn": 448.0}
-"""Dtypes that need a scale per token and head, with the largest number that each can represent."""
+"""The 8-bit dtypes, which need a scale per token and head, with the largest number that each dtype can represent."""
 
 
 def stored(
     x: Float[Array, "kv_heads head_dim *tokens"], dtype: str
 ) -> tuple[Num[Array, "kv_heads head_dim *tokens"], Any]:
-    """Converts keys or values to the cache's dtype. Also returns their scales [kv_heads, ...], or None unless the dtype has 8 bits."""
+    """Converts keys or values to the cache's dtype. Also returns their scales [kv_heads, *tokens] if the dtype is 8-bit, else None."""
     if dtype not in EIGHT_BITS:
         return x.astype(dtype), None
     x = x.astype(jnp.float32)
@@ -78,7 +79,7 @@ def stored(
 
 
 def empty(pages: int, kv_heads: int, page_tokens: int, head_dim: int, dtype: str) -> LayerCache:
-    """Returns an empty cache."""
+    """Returns the cache of one layer, filled with zeros."""
     keys, scales = jnp.zeros((pages, kv_heads, head_dim, page_tokens), dtype), None
     if dtype in EIGHT_BITS:
         scales = jnp.zeros((pages, kv_heads, page_tokens), jnp.float32)
@@ -86,7 +87,7 @@ def empty(pages: int, kv_heads: int, page_tokens: int, head_dim: int, dtype: str
 
 
 def of_rows(keys: RowHeads, values: RowHeads, rows: int, dtype: str) -> LayerCache:
-    """Converts keys and values of prefilled rows, concatenated along the token axis, to the layout of the cache."""
+    """Converts keys and values of prefilled rows, concatenated along the token axis, to the cache layout."""
     (keys, key_scales), (values, value_scales) = stored(keys, dtype), stored(values, dtype)
     return LayerCache(
         of_row(keys, rows), of_row(values, rows).swapaxes(2, 3), of_row(key_scales, rows), of_row(value_scales, rows)
@@ -94,7 +95,7 @@ def of_rows(keys: RowHeads, values: RowHeads, rows: int, dtype: str) -> LayerCac
 
 
 def of_row(part: Any, rows: int) -> Any:
-    """Reshapes [kv_heads, ..., tokens] of concatenated rows to [rows, kv_heads, ..., row tokens]. None stays None."""
+    """Reshapes concatenated rows [kv_heads, ..., tokens] to [rows, kv_heads, ..., tokens per row]. Returns None for None."""
     if part is None:
         return None
     return jnp.moveaxis(part.reshape(*part.shape[:-1], rows, -1), -2, 0)
@@ -103,8 +104,8 @@ def of_row(part: Any, rows: int) -> Any:
 def fill(
     cache: LayerCache, read: LayerCache, page: Scalar, row: Scalar, start: Scalar, *, keys_axis: int = 3
 ) -> LayerCache:  # fmt: skip
-    """Copies the tokens of row `row`, from index `start`, into a page. The whole page is written, with zeros after the end of the row. `keys_axis` is the
-    token axis of the keys."""
+    """Copies tokens from row `row` of `read`, starting at index `start`, into page `page` of `cache`. The whole page is written, with zeros after the end of
+    the row. `keys_axis` is the token axis of the keys."""
     axes = {"keys": keys_axis, "values": 2, "key_scales": 2, "value_scales": 2}
     return LayerCache(**{
         name: fill_page(getattr(cache, name), getattr(read, name), page, row, start, axis=axis)
@@ -113,8 +114,8 @@ def fill(
 
 
 def fill_page(into: Any, source: Any, page: Scalar, row: Scalar, start: Scalar, *, axis: int) -> Any:
-    """Returns `into` [pages, kv_heads, ...] with one page replaced by tokens of `source` [rows, kv_heads, ...], from index `start` of row `row`. `axis` is
-    the token axis. None stays None."""
+    """Returns `into` [pages, kv_heads, ...] with one page replaced by tokens from row `row` of `source` [rows, kv_heads, ...], starting at index `start`.
+    `axis` is the token axis. Returns None if `into` is None."""
     if into is None:
         return None
     tokens = into.shape[axis]
@@ -126,12 +127,12 @@ def fill_page(into: Any, source: Any, page: Scalar, row: Scalar, start: Scalar, 
 
 
 def reading(tables: Tables, lengths: PerSlot, live: Live) -> DenseStep:
-    """Returns the part of a step that all layers share. `tables` is unused, because each slot is its own page here."""
+    """Returns the data of a decoding step that all layers share. `tables` is unused, because each slot is its own page here."""
     return DenseStep(lengths, live)
 
 
 def page_of_new(tables: Tables, lengths: PerSlot, live: Live, *, page_tokens: int) -> PerSlot:
-    """Returns the page that receives each slot's new token, or a number beyond all pages if the slot is not live."""
+    """Returns the page that receives each slot's new token, or an out-of-range page number if the slot is not live."""
     page = jnp.take_along_axis(tables, lengths[:, None] // page_tokens, axis=1, mode="clip")[:, 0]
     return jnp.where(live, page, jnp.iinfo(jnp.int32).max)
 
@@ -139,7 +140,7 @@ def page_of_new(tables: Tables, lengths: PerSlot, live: Live, *, page_tokens: in
 def append_to_pages(
     cache: LayerCache, page: PerSlot, lengths: PerSlot, key: NewHeads, value: NewHeads, *, keys_axis: int = 3
 ) -> LayerCache:
-    """Appends one token per slot, after its `lengths` tokens, to its `page` (from `page_of_new`). Tokens for pages outside the cache are dropped."""
+    """Appends one token per slot, after its `lengths` tokens, to its `page` from `page_of_new`. Tokens with an out-of-range page are dropped."""
     dtype, offset = cache.values.dtype.name, lengths % cache.values.shape[2]
     (key, key_scale), (value, value_scale) = stored(key, dtype), stored(value, dtype)
     at = page, slice(None), offset
@@ -153,7 +154,7 @@ def append_to_pages(
 
 
 def append(cache: LayerCache, key: NewHeads, value: NewHeads, lengths: PerSlot) -> LayerCache:
-    """Appends one token per slot after its `lengths` tokens."""
+    """Appends one token per slot, after the slot's `lengths` tokens."""
 
     def write(into: Array, new: Array, axis: int) -> Array:
         def one_slot(into: Array, new: Array, at: Array) -> Array:
@@ -167,7 +168,7 @@ def append(cache: LayerCache, key: NewHeads, value: NewHeads, lengths: PerSlot) 
 def extend(
     cache: LayerCache, now: DenseStep, query: Queries, key: NewHeads, value: NewHeads
 ) -> tuple[Queries, LayerCache]:
-    """Appends a token to each slot. The query attends to the slot's tokens, including the new one; if the slot is not live, it attends to nothing."""
+    """Appends one token to each slot. Each slot's query attends to all of its tokens, including the new token, or to nothing if it is not live."""
     grown = append(cache, key, value, now.lengths)
     counts = (now.lengths + 1) * now.live.astype(jnp.int32)
     return cached_attention(query, grown.keys, grown.values, counts), grown

@@ -14,18 +14,18 @@ from dapo_jax.sampling.cache import DENSE, Cache
 from dapo_jax.sampling.pages import PageSizes, pages_for, slot_pages
 
 Kind = Literal["slots", "pages", "tpu", "gpu"]
-"""`slots`: each slot is one page, as long as the longest sequence. `pages`: a paged cache built from XLA operations. `tpu`, `gpu`: a paged cache with a
+"""`slots`: each slot is one page, with room for the longest sequence. `pages`: a paged cache built from XLA operations. `tpu`, `gpu`: a paged cache with a
 kernel for that platform."""
 
 DEFAULT_PAGE_TOKENS = {"tpu": 128}
-"""Default page size by platform; 64 on platforms not listed here. On TPU, a page has as many tokens as a register has lanes."""
+"""Default number of tokens per page by platform; 64 on other platforms. On TPU, a page has as many tokens as a register has lanes."""
 
 
 def kind_for(
     mesh: Mesh, *, page_tokens: int = 0, cache_tokens: int = 0, dtype: str = "float32", turns: bool = False
 ) -> Kind:
-    """Returns the kind of cache for a mesh. On CPU, the cache is paged only if a page or cache size is set, the dtype has 8 bits, or responses take `turns`
-    in the slots."""
+    """Returns the kind of cache for a mesh. On CPU, the cache is paged only if a page or cache size is set, the dtype is 8-bit, or `turns` is True, which
+    means that responses may take turns in the slots."""
     platform = mesh.devices.flat[0].platform
     if platform == "tpu":
         return "tpu"
@@ -36,7 +36,7 @@ def kind_for(
 
 
 def without_kernel(mesh: Mesh) -> str:
-    """Returns a note if decoding runs on a GPU without a kernel, else an empty string."""
+    """Returns a warning if decoding runs on a GPU and this JAX version has no kernel for it, else an empty string."""
     device = mesh.devices.flat[0]
     if device.platform != "gpu" or gpu_cache.kernel() is not None:
         return ""
@@ -47,7 +47,7 @@ def without_kernel(mesh: Mesh) -> str:
 
 
 def token_bytes(config: DecoderConfig, mesh: Mesh, *, dtype: str, kind: Kind) -> int:
-    """Returns the bytes of one token's keys, values and scales in all layers, on each of the devices over which the heads are split."""
+    """Returns the size in bytes, per device, of one token's keys, values and scales across all layers, with the heads sharded over the devices."""
     heads, tokens = -(-config.kv_heads // mesh.shape["tensor"]), tpu_cache.LANES
     page = jax.eval_shape(lambda: _module(kind).empty(1, heads, tokens, config.head_dim, dtype))
     return config.layers * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(page)) // tokens
@@ -65,9 +65,9 @@ def sizes_for(
         holders: number of sequences that may hold pages: one per slot, or more if sequences take turns in the slots.
         capacity: maximum number of tokens in a prompt and its response together.
         page_tokens: tokens per page; 0: the platform's default.
-        cache_tokens: tokens in all pools together; 0: as many as fit on the devices.
+        cache_tokens: total number of tokens in all pools; 0: as many as fit on the devices.
         dtype: dtype of keys and values.
-        room_tokens: tokens that fit on a device next to its other arrays; None: enough for all holders at full length.
+        room_tokens: number of tokens that fit in the device memory left by other arrays; None: enough for all holders at full length.
 
     Raises:
         ValueError: a pool cannot hold one sequence of `capacity` tokens, the page size does not suit the kernel, or a page is longer than any sequence.
@@ -118,8 +118,8 @@ def sizes_for(
 def cache_for(
     kind: Kind, mesh: Mesh, sizes: PageSizes, *, kv_heads: int, head_dim: int, cache_dtype: str, compute_dtype: str
 ) -> Cache:  # fmt: skip
-    """Returns the functions of a kind of cache that stores keys and values in `cache_dtype` and computes products in `compute_dtype`. A kernel runs
-    interpreted, and therefore slowly, on a platform that it was not written for.
+    """Returns the functions of a cache of this kind, which stores keys and values in `cache_dtype` and computes products in `compute_dtype`. A kernel runs in
+    the slow interpret mode on any platform other than its own.
 
     Raises:
         ValueError: the key-value heads cannot be split over the mesh.
@@ -142,7 +142,7 @@ def cache_for(
         reading = partial(reading, at_once=at_once)
     if kind != "pages":
         extend = partial(extend, interpret=mesh.devices.flat[0].platform != kind)
-    # Page numbers count within a device's own pool, and XLA cannot split a kernel, so each device runs on its own slots and heads.
+    # Page numbers are local to a device's pool, and XLA cannot partition a kernel, so each device processes its own slots and heads.
     spread = partial(jax.shard_map, mesh=mesh, check_vma=False)
     return Cache(
         empty=pages.empty,

@@ -1,4 +1,4 @@
-"""Continuous batching: samples groups of responses, each to its end, with one prefill for all responses to a prompt."""
+"""Continuous batching: samples groups of complete responses, with one prefill for all responses to a prompt."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -13,7 +13,7 @@ from dapo_jax.sampling.requests import Request
 from dapo_jax.sampling.turns import Environments, TurnTaking, limits_of
 
 Draw = Callable[[int], Sequence[Prompt]]
-"""A function that returns up to n prompts. If the result is empty, it is called again as long as responses are being sampled; after that, sampling ends."""
+"""Function that returns up to n prompts. After an empty result, it is called again while responses are still being sampled; then sampling ends."""
 
 
 class Sampler:
@@ -27,8 +27,8 @@ class Sampler:
         refill_frac: float = 0.125,
         on_look: Callable[[], None] = lambda: None,
     ) -> None:
-        """Prefills up to `prefill_prompts` prompts together, and refills slots once a fraction `refill_frac` of the live slots has become free. Calls
-        `on_look` before every engine call that samples tokens."""
+        """Up to `prefill_prompts` prompts are prefilled together. Slots are refilled once a fraction `refill_frac` of the live slots has become free.
+        `on_look` is called before every engine call that samples tokens."""
         self._engine, self._prefill_prompts = engine, prefill_prompts
         self._refill_frac, self._on_look = refill_frac, on_look
 
@@ -45,10 +45,10 @@ class Sampler:
         version: int = 0,
         environments: Environments | None = None,
     ) -> Iterator[tuple[Prompt, tuple[Response, ...]]]:
-        """Yields each prompt with its responses, in the order in which groups end. `version` is the version of `params`.
+        """Yields each prompt with its responses as soon as all of them have ended. `version` is the version of `params`.
 
-        Responses depend only on `params`, `key`, the ordinals, `decoding` and `stop`, not on slots, order or timing. The exception is an 8-bit KV cache: then
-        they also depend on which responses are preempted, because re-prefill attends to keys before they are rounded.
+        Responses depend only on `params`, `key`, the ordinals, `decoding` and `stop`, not on slots, order or timing. With an 8-bit KV cache, they also depend
+        on which responses are preempted, because a re-prefill attends to keys that are not yet rounded.
 
         `stop` truncates a response at its stop string. With `environments`, each response is an episode of several turns, and `stop` ends a turn. An episode
         has at most `max_response_tokens` tokens, including the environment's, unless the environments set another limit.

@@ -1,6 +1,6 @@
 """The host-side sampling loop: prefilled responses start in free slots, all slots sample, and finished responses leave.
 
-The host looks at the device every `steps_per_call` tokens, or earlier if enough slots are free to be worth refilling.
+A device call returns to the host after `steps_per_call` tokens, or earlier if enough slots are free to be worth refilling.
 
 A response starts when there is a free slot and enough free KV-cache pages. Before each call, every response gets the pages that it will need. When pages run
 out, a response is preempted: it keeps its tokens, waits, is re-prefilled with its prompt, and continues. No token is sampled twice, and the random key of a
@@ -21,21 +21,21 @@ from dapo_jax.sampling.requests import NOTHING, Reading, Request, StopRule
 from dapo_jax.sampling.slots import Slots, Started
 
 PARKED: PyTree = object()
-"""Used in place of a prefix if a response's pages already contain its context, except for the tokens that it is fed."""
+"""Placeholder for the prefix of a response whose pages already contain its context, except for tokens that will be fed."""
 
 _DEARER = 4
-"""Number of tokens that can be prefilled in the time that feeding one token takes, which is one decoding step."""
+"""Number of tokens that can be prefilled in the time of one decoding step, in which only one token can be fed."""
 
 Unread = Sequence[Sequence[Request]]
 """Requests to prefill, in lists that share a context."""
 
 
 Ended = list[tuple[Request, FinishReason]]
-"""The responses, or turns of episodes, that have ended, with their finish reasons."""
+"""The responses, or episode turns, that have ended, with their finish reasons."""
 
 
 class DecodeLoop:
-    """The responses in the slots of an engine. The weights stay the same until `take` replaces them."""
+    """Samples responses in the slots of an engine. The weights stay the same until `take` replaces them."""
 
     def __init__(
         self,
@@ -54,11 +54,11 @@ class DecodeLoop:
         """`more` returns the requests to prefill next. It is called when the queue is empty. If it returns nothing, it is called again in the next `step`.
 
         With `prefill_first`, prompts are prefilled until every slot is taken, and only then are tokens sampled. This maximizes throughput: a prompt costs the
-        same whenever it is prefilled, but an idle slot wastes decoding steps. Without it, at most one prefill precedes each engine call. While slots are idle
-        and prompts wait, a call samples only one token, so running responses keep streaming.
+        same whenever it is prefilled, but an idle slot wastes decoding steps. Without `prefill_first`, at most one prefill call precedes each `generate`
+        call. While slots are idle and prompts wait, `generate` samples only one token, so running responses keep streaming.
 
-        With `park`, a response that ended leaves its slot but keeps its pages until it continues (`resume`) or is forgotten (`slots.forget`). `decoding`,
-        `stop` and `key` apply to requests without their own options; either all requests have options, or no request has them.
+        With `park`, a response that ends a turn leaves its slot but keeps its pages until `resume` or `slots.forget` is called. `decoding`, `stop` and `key`
+        apply to requests without their own options. In one loop, either all requests have their own options, or no request has.
         """
         self._engine, self._params, self._key, self._decoding = engine, params, key, decoding
         self._stop, self._refill_frac, self._on_look = stop, refill_frac, on_look
@@ -66,12 +66,12 @@ class DecodeLoop:
         self._state = engine.init_decode_state()
         self.slots = Slots(engine)
         self.waiting: deque[Request] = deque()
-        # Two, so that a re-prefill does not wait for prompts in prefill, and these prompts do not wait for the head of the queue.
+        # Two, so that a preempted response can be re-prefilled while the prefill of new prompts is unfinished.
         self._reading, self._again = Reading(engine, params), Reading(engine, params)
 
     def resume(self, request: Request) -> bool:
-        """Queues a response whose next turn begins, ahead of all responses without pages. It is fed the tokens missing from its pages. Returns False if it
-        must be re-prefilled instead."""
+        """Puts an episode whose next turn begins at the head of the queue. Before it samples, it is fed the tokens missing from its pages. Returns False,
+        without queueing it, if it must be re-prefilled instead."""
         fed = len(request.fed)
         long = not 0 < fed <= self._engine.feed_tokens or fed * _DEARER > request.length
         if request.row is None or long or self.slots.others_idle(request):
@@ -83,7 +83,7 @@ class DecodeLoop:
         return True
 
     def step(self) -> Ended | None:
-        """Calls the engine once. Returns the responses that ended, or None if there was nothing to sample."""
+        """Starts and prefills responses, then calls `generate` once. Returns the responses that ended, or None if there was nothing to sample."""
         slots = self.slots
         slots.make_room(self.waiting)
         self._put_aside()
@@ -92,12 +92,12 @@ class DecodeLoop:
         interrupted = self._prefill()
         if not (live := slots.live):
             return None
-        # If work is waiting, return once enough slots are free; otherwise run to the end of the call.
+        # If responses are waiting, `generate` returns once enough slots are free; otherwise it runs all of its steps.
         min_live = live - max(1, round(live * self._refill_frac)) + 1 if self._has_work else 1
         if interrupted:
             min_live = live + 1  # The call ends after one token.
         self._on_look()
-        # The decoding options of the loop, or of each slot if requests have their own.
+        # Use the loop's decoding options, or each slot's options if requests have their own.
         options, decoding = (
             [None if owner is None else owner.options for owner in slots.owners],
             self._decoding,
@@ -112,7 +112,7 @@ class DecodeLoop:
         return ended
 
     def drop(self, requests: Sequence[Request]) -> None:
-        """Ends requests wherever they are. Requests that have already ended do not change."""
+        """Ends requests, whether they are queued, in prefill or in a slot. Requests that have already ended do not change."""
         slots, gone = self.slots, {id(request) for request in requests}
         for request in requests:
             request.dropped = True  # a request in prefill is removed once its prefill ends
@@ -126,8 +126,8 @@ class DecodeLoop:
         self.waiting = deque(request for request in self.waiting if not request.dropped)
 
     def take(self, params: PyTree) -> None:
-        """Switches to other weights from the next call. Contexts are re-prefilled, so the weights that sample a token have also processed all tokens before
-        it."""
+        """Switches to new weights from the next call on. All contexts are re-prefilled, so the weights that sample a token have also processed all tokens
+        before it."""
         slots = self.slots
         assert not slots.aside, "paused responses are not re-prefilled"
         running = sorted((owner.order, slot) for slot, owner in enumerate(slots.owners) if owner is not None)
@@ -145,18 +145,18 @@ class DecodeLoop:
             self._reading.begin(unread)
 
     def close(self) -> None:
-        """Drops `more`, which references this loop. Otherwise, the cache and the weights would stay in memory until the garbage collector finds the cycle."""
+        """Drops `more`, which references this loop. Otherwise, the cycle would keep the cache and the weights in memory until garbage collection."""
         self._more = tuple
 
     @property
     def _has_work(self) -> bool:
-        """Whether any response is known to wait for a slot."""
+        """Whether any response is known to be waiting for a slot."""
         return bool(self.waiting) or self._reading.busy or self._again.busy
 
     def _prefill(self) -> bool:
-        """Prefills until one more response is queued than can start now. With an empty queue, `generate` would not return when a slot becomes free.
+        """Prefills until a response that cannot start yet is queued. With an empty queue, `generate` would not return when a slot becomes free.
 
-        Returns True if it stopped so that running responses can sample a token although slots are idle and prompts wait.
+        Returns True if prefill was interrupted to let running responses sample a token, although slots are idle and prompts wait.
         """
         slots, waiting = self.slots, self.waiting
         while not waiting or waiting[0].prefix is None:
@@ -184,7 +184,7 @@ class DecodeLoop:
         return False
 
     def _start(self) -> None:
-        """Starts prefilled responses from the head of the queue while there are slots and pages, with one `insert` per prefix and key."""
+        """Starts prefilled responses from the head of the queue while there are free slots and pages, with one `insert` call per prefix and key."""
         batches: dict[tuple[int, int], tuple[PyTree, PRNGKeyArray | None, list[Started]]] = {}
         while self.waiting and (prefix := self.waiting[0].prefix) is not None:
             if (one := self.slots.take(self.waiting[0], self.waiting)) is None:
@@ -218,7 +218,7 @@ class DecodeLoop:
                 request.fed = NOTHING
 
     def _release(self) -> None:
-        """Releases slots on the device that no longer have an owner."""
+        """Releases, on the device, the slots that no longer have an owner."""
         if self.slots.released:
             self._state = self._engine.release(self._state, self.slots.released)
             self.slots.released = []
@@ -247,7 +247,7 @@ class DecodeLoop:
         return ended
 
     def _put_aside(self) -> None:
-        """Takes paused responses out of their slots if others wait for a slot. The logits of their next tokens are kept."""
+        """Moves paused responses out of their slots if other responses are waiting for a slot. The logits of the paused responses' next tokens are kept."""
         slots = self.slots
         if not (pausing := list(slots.pausing())):
             return

@@ -27,20 +27,20 @@ _SlotFloats = Float[Array, " slots"]
 _SlotInts = Int[Array, " slots"]
 
 _FIRST_TURN = np.uint32(1 << 31)
-"""Added to the number of a turn before it is folded into a key. It is larger than any position."""
+"""Added to the index of a turn before the index is folded into a key, so that the sum is larger than any position."""
 
 _BLOCK = 256
-"""Number of vocabulary entries that are summed at a time when a token is sampled."""
+"""Number of vocabulary entries per block. To sample a token, first a block and then an entry in the block is chosen."""
 
 _SHORTLIST = 512
-"""Number of most likely tokens that are sorted to find the end of a nucleus (top-p). The whole vocabulary is searched only if they do not reach top-p."""
+"""Number of most likely tokens that are sorted to find the end of a nucleus (top-p). If they do not reach top-p, the whole vocabulary is searched."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Decoding:
-    """Temperature and truncation of the distribution, as numbers or as arrays [slots]. The values are traced, so changing them does not recompile. Only
-    `truncated` is static; it decides whether top-k and top-p are computed at all."""
+    """Temperature, top-p and top-k, as scalars or as arrays [slots]. The values are traced, so changing them does not trigger recompilation. Only `truncated`
+    is static; it determines whether top-k and top-p are computed at all."""
 
     temperature: Float[Array, ""] | Any
     top_p: Float[Array, ""] | Any
@@ -49,7 +49,7 @@ class Decoding:
 
 
 def decoding(*, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> Decoding:
-    """Returns one set of options for all slots. See `DecodingOptions` for their meaning and errors."""
+    """Returns decoding options that apply to all slots. See `DecodingOptions` for the allowed values and errors."""
     DecodingOptions(temperature=temperature, top_p=top_p, top_k=top_k)
     return Decoding(
         jnp.float32(temperature), jnp.float32(top_p), jnp.int32(max(top_k, 0)), truncated=top_p < 1.0 or top_k > 0
@@ -58,7 +58,7 @@ def decoding(*, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) ->
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingOptions:
-    """The options of one response, on the host. Temperature 0 is greedy; top-p 1 and top-k 0 or -1 keep the whole distribution.
+    """The decoding options of one response, on the host. Temperature 0 is greedy; top-p 1 and top-k 0 or -1 keep the whole distribution.
 
     Raises:
         ValueError: the temperature is neither 0 nor in [1e-3, 1e3], top-p is not in (0, 1], or top-k is below -1 or at least 2^31.
@@ -80,9 +80,9 @@ class DecodingOptions:
 
 
 def decoding_of_slots(options: Sequence[DecodingOptions | None]) -> Decoding:
-    """Returns separate options for each slot; a free slot has None.
+    """Returns decoding options with separate values for each slot. `options` contains None for a free slot.
 
-    One program samples for all slots, so the options of one slot do not change a single bit of another slot's tokens.
+    The options of one slot do not change another slot's tokens, not even in the last bit, because the same program samples for all slots.
     """
     free = DecodingOptions()
     of_slots = [each or free for each in options]
@@ -107,7 +107,7 @@ def response_keys(
     )
     if turns is None:
         return keys
-    # The number is larger than any position, and positions are folded into the key next.
+    # Positions are folded into these keys next. The number folded in here is larger than any position, so no keys coincide.
     later = jax.vmap(jax.random.fold_in)(keys, _FIRST_TURN + turns.astype(jnp.uint32))
     return jnp.where(turns > 0, later, keys)
 
@@ -120,13 +120,13 @@ def truncate(
     Top-k is applied first, then top-p to the renormalized rest. The nucleus is the smallest set of most likely tokens whose probability reaches `top_p`
     (Holtzman et al. 2020). Ties are broken by token id.
     """
-    # A threshold is enough. Sorting 49,152 entries takes longer than the forward pass of a 135M-parameter model.
+    # Logits are compared with a threshold, because sorting 49,152 entries takes longer than the forward pass of a 135M-parameter model.
     top_p, top_k = (jnp.broadcast_to(each, logits.shape[:1]) for each in (top_p, top_k))
     few, cut = top_k > 0, top_p < 1.0
     logits = jax.lax.cond(
         few.any(), lambda: jnp.where(few[:, None], _likeliest(logits, top_k), logits), lambda: logits
     )
-    # Slots without top-p look for an empty nucleus, which is found at once.
+    # For slots without top-p, the target is 0, which the first token already reaches.
     reached = jnp.where(cut, top_p, 0.0)
     return jax.lax.cond(
         cut.any(), lambda: jnp.where(cut[:, None], _nucleus(logits, reached), logits), lambda: logits
@@ -151,7 +151,7 @@ def _nucleus(logits: _Scores, top_p: _SlotFloats) -> _Scores:
 
 
 def _crossing(probabilities: _Scores, top_p: _SlotFloats) -> _SlotFloats:
-    """Returns the probability of the token at which the most likely tokens together reach `top_p`. It is usually among the first few hundred."""
+    """Returns the probability of the least likely token in the nucleus. This token is usually among the few hundred most likely tokens."""
     listed, _ = jax.lax.top_k(probabilities, min(_SHORTLIST, probabilities.shape[-1]))
     mass = jnp.cumsum(listed, axis=-1)
 
@@ -171,15 +171,15 @@ def _crossing(probabilities: _Scores, top_p: _SlotFloats) -> _SlotFloats:
 
 
 def _ordered(values: _Scores) -> _Bits:
-    """Maps floats to integers with the same order. Except for the sign, the bits of a float already sort like its value."""
+    """Maps floats to integers with the same order. The bits of positive floats already sort like their values; bits of negative floats are inverted."""
     bits = jax.lax.bitcast_convert_type(jnp.where(values == 0.0, 0.0, values), jnp.uint32)  # -0 is 0
     sign = jnp.uint32(1 << 31)
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
 def _threshold(keys: _Bits, enough: Callable[[_Masks], _SlotMask]) -> _SlotBits:
-    """Returns the highest threshold for which the keys at or above it are `enough`, or 0 if even all keys are not. The threshold is found bit by bit, from
-    the highest bit."""
+    """Returns each slot's highest threshold for which the keys at or above it satisfy `enough`, or 0 if not even all keys together satisfy it. The threshold
+    is found bit by bit, from the highest bit."""
 
     def next_bit(place: Array, found: _SlotBits) -> _SlotBits:
         trial = found | jnp.uint32(1 << 31) >> place.astype(jnp.uint32)
@@ -189,13 +189,13 @@ def _threshold(keys: _Bits, enough: Callable[[_Masks], _SlotMask]) -> _SlotBits:
 
 
 def _kept(logits: _Scores, above: _Masks, equal: _Masks, wanted: _SlotInts) -> _Scores:
-    """Keeps the logits above the threshold and the first `wanted` (at least 1) of those equal to it. All others become -inf."""
+    """Keeps the logits in the mask `above` and the first `wanted` logits (at least 1) in the mask `equal`. All other logits become -inf."""
     wanted = jnp.maximum(wanted, 1)
 
     def first() -> _Masks:
         return equal & (jnp.cumsum(equal, axis=-1, dtype=jnp.int32) <= wanted[:, None])
 
-    # Usually exactly one entry equals the threshold.
+    # Usually exactly one entry equals the threshold, so nothing has to be counted.
     tied = (equal.sum(-1, dtype=jnp.int32) > wanted).any()
     return jnp.where(above | jax.lax.cond(tied, first, lambda: equal), logits, -jnp.inf)
 
@@ -205,8 +205,8 @@ def draw(
 ) -> tuple[_SlotInts, _SlotFloats]:
     """Returns one token per slot, and its log-probability in nats under the whole tempered distribution.
 
-    `keys` are the keys of the responses, and `positions` count the tokens of each response from 0. The log-probability comes from the tempered softmax before
-    top-k and top-p, or from the untempered softmax if decoding is greedy.
+    `keys` are the keys of the responses, and `positions` are the indices of the new tokens in their responses, from 0. The log-probability comes from the
+    tempered softmax before top-k and top-p, or from the untempered softmax if decoding is greedy.
 
     Inverse transform sampling turns two uniform random numbers into a token: one selects a block of the vocabulary, the other an entry of the block. A single
     number would have to be rescaled within its block, where its rounding error is as large as the mass of thousands of unlikely tokens. (Gumbel noise needs a
@@ -250,7 +250,7 @@ def _blocks(scores: _Scores) -> Float[Array, "slots blocks block"]:
 
 
 def _pick(rows: Float[Array, " slots count *rest"], index: _SlotInts) -> Float[Array, " slots *rest"]:
-    """Returns entry `index` of each slot."""
+    """Returns, for each slot, entry `index` of its row."""
     return jax.vmap(lambda row, at: row[at])(rows, index)
 
 

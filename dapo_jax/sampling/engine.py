@@ -1,7 +1,8 @@
-"""A decoder with slots and the operations of JetStream's engine: prefill, insert, generate.
+"""A decoder with slots and the operations of JetStream's `Engine`: prefill, insert and generate.
 
-State is passed in and returned. Weights are an argument of every call, so new weights do not recompile. A step first samples and then runs the forward pass,
-so each slot keeps the logits of its next token. Therefore, one prefill serves all responses to a prompt, and each response samples its own first token.
+Each call receives a decode state and returns the new state. Weights are an argument, so new weights trigger no recompilation. A step first samples and then
+runs the forward pass, so each slot keeps the logits of its next token. Therefore, one prefill serves all responses to a prompt, and each response samples its
+own first token.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +43,7 @@ class DecodeState:
     logits: Float[Array, "slots vocab"] | Any
     """Logits of each slot's next token."""
     lengths: Int[Array, " slots"] | Any
-    """Number of tokens in the KV cache: prompt and response."""
+    """Number of tokens in each slot's KV cache, prompt and response together."""
     generated: Int[Array, " slots"] | Any
     limits: Int[Array, " slots"] | Any
     """Number of response tokens at which the slot stops."""
@@ -62,14 +63,14 @@ FEED_TOKENS = 64
 """Maximum number of tokens to feed one at a time between turns. Each costs a decoding step, so longer inputs are prefilled instead."""
 
 BLOCK_SLOTS = 8
-"""Slots per device that a batch-invariant engine decodes at a time. The order of a program's sums depends on its shapes, so all slots use programs of the
-same shape."""
+"""Slots per device that a batch-invariant engine decodes at a time. The summation order in a program depends on its shapes, so all slots are decoded with the
+same shapes."""
 
 _Carry = tuple[Array, DecodeState, dict[str, Array]]
 
 
 class _Call(NamedTuple):
-    """The arguments of `generate` that do not change during the call."""
+    """The arguments of `generate` that stay constant during a call."""
 
     params: SamplerWeights
     rope: RopeTables
@@ -93,16 +94,15 @@ class DecoderEngine:
             cache_dtype: dtype of keys and values. If empty, `compute_dtype`.
             cache: the kind of cache. None: the default for the platform.
             prefill: rows and tokens per prefill call. None: up to 4 rows and 4,096 tokens.
-            in_flight: number of responses that may hold pages. If there are fewer slots, responses take turns in them. They are re-prefilled when the weights
-                change.
+            in_flight: number of responses in flight, which may all hold pages. If there are fewer slots, responses take turns in the slots. Responses are
+                re-prefilled when the weights change.
             batch_invariant: no bit of a response depends on the number of slots or on other requests. If given, `prefill` must have `alone` set.
-            has_turns: responses are episodes. While its environment works, an episode keeps its pages until other responses need them; this is possible for
-                as many episodes as there are slots. It is then fed the new tokens. A batch-invariant engine re-prefills instead, because feeding rounds
-                differently.
+            has_turns: responses are multi-turn episodes. While its environment works, an episode keeps its pages until other responses need them; at most
+                `slots` episodes can do so. It is then fed the new tokens. A batch-invariant engine re-prefills instead, because feeding rounds differently.
 
         Raises:
-            ValueError: slots cannot be split over the mesh, sequences are longer than the model's maximum position, or the cache cannot hold one sequence
-                (with `batch_invariant`: all sequences).
+            ValueError: the slots cannot be split evenly over the mesh, sequences are longer than the model's maximum position, or the cache cannot hold one
+                sequence (with `batch_invariant`: all sequences).
         """
         spread = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
         if slots % spread:
@@ -132,7 +132,7 @@ class DecoderEngine:
         self._takes_turns, self._reads_again = in_flight > slots, in_flight > 0 or has_turns
         self.feed_tokens: int = FEED_TOKENS if parks else 0
         self.token_bytes: int = token_bytes(config, mesh, dtype=self._cache_dtype, kind=kind)
-        """Bytes of one token in the KV cache, on each of the devices over which its heads are split."""
+        """Size in bytes, per device, of one token in the KV cache, with the heads sharded over the devices."""
         room = None if cache_bytes is None else cache_bytes // self.token_bytes
         self.page_sizes: PageSizes = sizes_for(
             kind, mesh, holders=holders, capacity=capacity, room_tokens=room, **asked
@@ -156,13 +156,13 @@ class DecoderEngine:
             config, mesh, self._cache, block=self._block, ends=self._ends, capacity=capacity, **dtypes,
             shape=prefill or prefill_shape(longest=capacity, capacity=capacity, prompts=_ROWS, tokens=_TOKENS, alone=batch_invariant),
         )  # fmt: skip
-        # Each device samples for some of the slots, from whole rows of logits. So only the logits move between devices, and only once.
+        # Each device samples for its share of the slots, from complete rows of logits. So only the logits are transferred between devices, and only once.
         share = (*BATCH_AXES, "tensor") if slots % (spread * mesh.shape["tensor"]) == 0 else BATCH_AXES
         self._whole, self._rows, self._shares, self._columns, self._halves = (
             NamedSharding(mesh, PartitionSpec(*axes))
             for axes in ((), (BATCH_AXES,), (share,), (None, BATCH_AXES), (BATCH_AXES, "tensor"))
         )
-        # The shardings are fixed, because a state with other shardings would recompile `insert` and `generate`.
+        # The shardings are fixed, because `insert` and `generate` would be recompiled for a state with other shardings.
         shapes, whole = jax.eval_shape(self._init_program), self._whole
         layers = jax.tree.map(lambda _: self._halves, shapes.layers)
         state = replace(jax.tree.map(lambda _: self._rows, shapes), layers=layers, logits=self._shares)
@@ -186,7 +186,7 @@ class DecoderEngine:
     def insert(
         self, prefix: Prefix, state: DecodeState, insertion: Insertion, key: PRNGKeyArray
     ) -> DecodeState:
-        """Inserts prefilled prompts into slots. One program inserts up to `slots` responses and writes as many pages; another program writes further pages."""
+        """Inserts prefilled prompts into slots. One program inserts up to `slots` responses and writes up to `slots` pages; another writes further pages."""
         fills = insertion.fills
         for start in range(self.slots, len(fills), self.slots):
             pages = self._pages(fills[start : start + self.slots])
@@ -199,7 +199,7 @@ class DecoderEngine:
         return self._insert(prefix, state, pages, (rows, *self._feeding(insertion.fed)), count, key)
 
     def _pages(self, fills: Sequence[tuple[int, Fill]]) -> tuple[np.ndarray, np.int32]:
-        """Returns the prompts, first tokens and pages of up to `slots` fills in one array, and the number of fills."""
+        """Returns an array with the prompt, first token and page of up to `slots` fills, and the number of fills."""
         columns = [(prompt, fill.first, fill.page) for prompt, fill in fills]
         return self._padded(np.array(columns, np.int32).reshape(-1, 3).T), np.int32(len(fills))
 
@@ -227,7 +227,7 @@ class DecoderEngine:
 
     @cached_property
     def _no_logits(self) -> Array:
-        """One row of zeros, shared by all prompts."""
+        """One row of logits, all zero, for all prompts."""
         logits = self.state_structs.logits
         return jax.device_put(np.zeros((1, *logits.shape[1:]), logits.dtype), self._whole)
 
@@ -236,13 +236,13 @@ class DecoderEngine:
         tables: Int[np.ndarray, "slots table_pages"], until: Int[np.ndarray, " slots"] | None = None,
     ) -> tuple[DecodeState, ResultTokens]:  # fmt: skip
         until = np.full(self.slots, np.iinfo(np.int32).max, np.int32) if until is None else until
-        # Copied, because the caller changes its arrays while the device may still read them.
+        # The arrays are copied, because the caller changes them while the device may still be reading.
         return self._generate(
             params, state, self._rope, decoding, np.int32(min_live), tables.copy(), until.copy()
         )
 
     def programs(self, params: SamplerWeights, decoding: Decoding) -> dict[str, Callable[[], Lowered]]:
-        """Returns, for each sampling program by name, a function that lowers it. `params` and `decoding` may be shape structs."""
+        """Maps the name of each sampling program to a function that lowers the program. `params` and `decoding` may be shape structs."""
         again, slots = self.page_sizes.runs_out or self._reads_again, self.slots
         shapes = (), (slots,), (3, slots), (7, slots), (slots, self.page_sizes.table_pages)
         # Host arrays have no sharding.
@@ -279,8 +279,8 @@ class DecoderEngine:
 
     @cached_property
     def _rope(self) -> RopeTables:
-        """The rotary embedding tables, which are an argument of the programs. Inside the programs, XLA would recompute the cosines in every layer and for
-        every head. They are computed at first use, so an engine that is only compiled allocates no array."""
+        """The rotary embedding tables. They are an argument of the programs, because inside them XLA would recompute the cosines in every layer and for every
+        head. They are computed at first use, so an engine that is only compiled allocates no array."""
         positions = jnp.arange(self.capacity, dtype=jnp.int32)
         return jax.jit(rope_tables, static_argnums=1, out_shardings=self._whole)(positions, self._config)
 
@@ -345,14 +345,14 @@ class DecoderEngine:
         )
 
     def _paused_program(self, logits: Array, lengths: Array) -> tuple[Array, Array]:
-        """Copies the arrays, because the state is donated next."""
+        """Copies the arrays, because the next call donates the state."""
         return jnp.copy(logits), jnp.copy(lengths)
 
     def _release_program(self, state: DecodeState, slots: Array, count: Array) -> DecodeState:
         return replace(state, live=state.live.at[self._first(slots, count)].set(False, mode="drop"))
 
     def _first(self, slots: Array, count: Array) -> Array:
-        """Replaces entries beyond `count` by an index outside the state, which mode "drop" ignores."""
+        """Replaces all but the first `count` entries by an out-of-range slot, so that updates with mode "drop" skip them."""
         return jnp.where(jnp.arange(self.slots, dtype=jnp.int32) < count, slots, self.slots)
 
     def _generate_program(
@@ -364,7 +364,7 @@ class DecoderEngine:
             return state, ResultTokens(**drawn, live=state.live)
         drawing = self._drawing(state, until)
         total = jnp.maximum(drawing.sum(dtype=jnp.int32), 1)
-        # The number of blocks is dynamic. If it were static, XLA would compile one block differently from several.
+        # The number of blocks is dynamic. If it were static, XLA would compile a single block differently from several blocks.
         used = drawing.reshape(self._spread, self._blocks, -1).any((0, 2))
         count = jnp.where(used, jnp.arange(1, self._blocks + 1, dtype=jnp.int32), 0).max()
 
@@ -406,7 +406,7 @@ class DecoderEngine:
     def _generated(
         self, call: _Call, state: DecodeState, decoding: Decoding, min_live: Array
     ) -> tuple[DecodeState, dict[str, Array]]:
-        """Runs one call for the slots of `state`. Returns the new state and the sampled tokens."""
+        """Runs the decoding steps of one call for the slots in `state`. Returns the new state and the sampled tokens."""
 
         def going(carry: _Carry) -> Array:
             step, state, _ = carry
@@ -437,11 +437,11 @@ class DecoderEngine:
         return buffer.at[jnp.arange(len(buffer)), count].set(column, mode="drop")
 
     def _drawing(self, state: DecodeState, until: Array) -> Bool[Array, " slots"]:
-        """Returns which slots sample, because they are live and not paused."""
+        """Returns a mask of the slots that sample or are fed: live slots that are not paused."""
         return state.live & (state.generated < until)
 
     def _take(self, call: _Call, state: DecodeState, tokens: Array) -> DecodeState:
-        """Returns the state after each sampling or fed slot has processed its token. The slot has then either stopped or has the logits of its next token."""
+        """Returns the state after every slot has processed its sampled or fed token. A slot has then either stopped or has new logits."""
         drawing, fed = self._drawing(state, call.until), {}
         taken = drawing.astype(jnp.int32)
         stopped = drawing & (tokens[:, None] == jnp.asarray(self.stop_ids, jnp.int32)[None]).any(-1)
@@ -456,7 +456,7 @@ class DecoderEngine:
         else:
             generated = state.generated + taken
         live = state.live & ~stopped & (generated < state.limits)
-        # Skipped once the last response has ended. A slot that pauses here still needs logits for its next token.
+        # The forward pass is skipped once the last response has ended. A slot that pauses here still needs logits for its next token.
         given = call.params, state, call.rope, call.tables, drawing, tokens
         state = lax.cond((live & drawing).any(), self._forward, lambda _, state, *__: state, *given)
         counts = {"lengths": state.lengths + taken, "generated": generated, "live": live, **fed}
@@ -465,7 +465,7 @@ class DecoderEngine:
     def _forward(
         self, params: SamplerWeights, state: DecodeState, rope: RopeTables, tables: Array, drawing: Array, tokens: Array
     ) -> DecodeState:  # fmt: skip
-        """Appends one token to the KV cache of each sampling slot. Returns the state with the logits that follow."""
+        """Appends one token to the KV cache of each slot in `drawing`. Returns the state with the logits of the next tokens."""
         outer = nnx.merge(self._ends, params["ends"])
         cos, sin = (part[:, state.lengths] for part in rope)
         x, layers = outer.embed(tokens), []
@@ -478,7 +478,7 @@ class DecoderEngine:
             x, grown = nnx.merge(self._block, weights)(x, (cos, sin), attend)
             x = lax.with_sharding_constraint(x, self._columns)
             layers.append(grown)
-        # Two constraints, because with only the second one, XLA would move the weights instead of the logits.
+        # Both constraints are needed. With only the second, XLA would transfer the weights instead of the logits.
         logits = lax.with_sharding_constraint(outer.logits(outer.normed(x)), self._halves)
         logits = lax.with_sharding_constraint(logits, self._shares)
         return replace(state, layers=tuple(layers), logits=jnp.where(drawing[:, None], logits, state.logits))

@@ -1,7 +1,7 @@
 """The paged KV cache on NVIDIA GPUs, with JAX's own kernel for paged attention (Pallas, Triton).
 
-The kernel would return NaN if a page contained a NaN after a slot's tokens, because 0 x NaN is NaN. So NaNs in keys and values are stored as 0. They are
-still noticed, because the logits of the token itself are NaN.
+The kernel would return NaN if a page contained a NaN after a slot's tokens, because 0 x NaN is NaN. So NaNs in keys and values are stored as 0. They do not
+go unnoticed, because the logits of the same token are also NaN.
 """
 
 import warnings
@@ -30,27 +30,27 @@ SMALLEST_PAGE = 16
 """Minimum number of tokens per page. The kernel's block sizes are powers of two and at least this large."""
 
 _BLOCK_TOKENS = 128
-"""Number of tokens in the pages that are read at a time."""
+"""Number of tokens that the kernel reads at a time, in whole pages."""
 
 _PART_TOKENS = 2048
-"""Longer sequences are split into parts that are read in parallel, so that a few long sequences still use the whole device."""
+"""Maximum number of tokens per part of a sequence. Parts are read in parallel, so that a few long sequences still use the whole device."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class GpuStep:
-    """The state of all slots at one decoding step, shared by all layers."""
+    """Per-slot data of one decoding step, shared by all layers."""
 
     tables: Tables | Any
     lengths: PerSlot | Any
     """Number of tokens in the cache; 0 if the slot is not live."""
     live: Live | Any
     page: PerSlot | Any
-    """Page of each slot's new token, or a number beyond all pages if the slot is not live."""
+    """Page of each slot's new token, or an out-of-range page number if the slot is not live."""
 
 
 def kernel() -> Any:
-    """Returns JAX's kernel, or None if this JAX version does not include it. JAX has announced that it will remove it."""
+    """Returns JAX's paged-attention kernel, or None if this JAX version does not include it. JAX has announced its removal."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -61,13 +61,13 @@ def kernel() -> Any:
 
 
 def empty(pages: int, kv_heads: int, page_tokens: int, head_dim: int, dtype: str) -> LayerCache:
-    """Returns an empty cache."""
+    """Returns the cache of one layer, filled with zeros."""
     made = plain.empty(pages, kv_heads, page_tokens, head_dim, dtype)
     return replace(made, keys=made.values)
 
 
 def of_rows(keys: RowHeads, values: RowHeads, rows: int, dtype: str) -> LayerCache:
-    """Converts keys and values of prefilled rows, concatenated along the token axis, to the layout of the cache."""
+    """Converts keys and values of prefilled rows, concatenated along the token axis, to the cache layout."""
     made = plain.of_rows(jnp.nan_to_num(keys), jnp.nan_to_num(values), rows, dtype)
     return replace(made, keys=made.keys.swapaxes(2, 3))
 
@@ -76,7 +76,7 @@ fill = partial(plain.fill, keys_axis=2)
 
 
 def reading(tables: Tables, lengths: PerSlot, live: Live, *, page_tokens: int) -> GpuStep:
-    """Returns a step in the format of the kernel."""
+    """Returns the data of a decoding step in the kernel's format."""
     page = page_of_new(tables, lengths, live, page_tokens=page_tokens)
     return GpuStep(tables, jnp.where(live, lengths, 0), live, page)
 
@@ -95,7 +95,7 @@ def extend(
     (pages, kv_heads, page_tokens, head_dim), slots = cache.keys.shape, len(now.live)
     new = jnp.nan_to_num(key), jnp.nan_to_num(value)
     grown = append_to_pages(cache, now.page, now.lengths, *new, keys_axis=2)
-    # The kernel sees each key head of a slot as a separate sequence with its own pages, so the heads need not come first in memory.
+    # The kernel sees each key head of a slot as a separate sequence with its own pages, so the head axis need not come first in memory.
     at_once, parts, tables = _parts(now.tables, page_tokens)
     head = jnp.arange(kv_heads, dtype=jnp.int32)
     tables = (tables[:, None] * kv_heads + head[None, :, None]).reshape(slots * kv_heads, -1)
@@ -123,7 +123,7 @@ def extend(
 
 
 def _parts(tables: Tables, page_tokens: int) -> tuple[int, int, Array]:
-    """Returns the number of pages read at a time, the number of parallel parts of a sequence, and the tables padded to a multiple of both."""
+    """Returns the number of pages read at a time, the number of parallel parts of a sequence, and the page tables, padded so that all parts are equal."""
     at_once = max(1, _BLOCK_TOKENS // page_tokens)
     each = max(1, _PART_TOKENS // page_tokens // at_once) * at_once
     parts = -(-tables.shape[1] // each)

@@ -1,4 +1,4 @@
-"""The interface between sampler and engine."""
+"""The interface between the sampler and its engine."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,28 +21,27 @@ class ResultTokens:
     logprobs: Float[Array, "slots steps"] | Any
     valid: Bool[Array, "slots steps"] | Any
     live: Bool[Array, " slots"] | Any
-    """True if the response continues, perhaps after a pause."""
+    """Whether the slot's response continues, perhaps after a pause."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Insertion:
-    """The prefilled prompts to insert, with their slots and responses: host arrays with one entry per response."""
+    """Describes the responses to insert into slots, in host arrays with one entry per response."""
 
     slots: Int[np.ndarray, " responses"] | Any
     prompts: Int[np.ndarray, " responses"] | Any
-    """Index of each prompt in the prefix."""
+    """Index of each response's prompt in the prefix."""
     ordinals: Int[np.ndarray, " responses"] | Any
     indices: Int[np.ndarray, " responses"] | Any
     limits: Int[np.ndarray, " responses"] | Any
     drawn: Int[np.ndarray, " responses"] | Any
-    """Number of sampled tokens at the end of the prompt: 0, or the tokens sampled before a preemption. For an episode, only the current turn counts, as in
-    `limits`."""
+    """Number of sampled tokens in the prefix, for example from before a preemption. Like `limits`, it counts only the current turn of an episode."""
     turns: Int[np.ndarray, " responses"] | Any
     """Index of each episode's current turn, from 0; 0 for responses without turns."""
     fills: Sequence[tuple[int, Fill]]
     """Pairs of a prompt's index in the prefix and a page to write with its tokens."""
     fed: Sequence[Int[np.ndarray, " _"]] = ()
-    """Tokens to feed to each response, one per step, before it samples. If empty, all tokens are in the prompts."""
+    """Tokens to feed to each response, one per step, before it samples. If empty, the prefix already covers all tokens."""
 
 
 @runtime_checkable
@@ -68,12 +67,12 @@ class Engine(Protocol):
     def prefill(
         self, params: PyTree, prompts: Sequence[Int[np.ndarray, " _"]]
     ) -> Iterator[list[tuple[int, PyTree, int]]]:
-        """Prefills prompts, a part of the work at a time. After each part, yields the prompts that are finished, possibly an empty list, as tuples of the
-        prompt's index, its prefix, and its index in that prefix."""
+        """Prefills prompts in several calls. After each call, yields a list, possibly empty, of `(index in prompts, prefix, index in prefix)` for finished
+        prompts."""
         ...
 
     def insert(self, prefix: PyTree, state: PyTree, insertion: Insertion, key: PRNGKeyArray) -> PyTree:
-        """Inserts prefilled prompts into slots, replacing their contents, and writes the pages in `insertion.fills`."""
+        """Inserts prefilled prompts into slots, replaces the slots' contents, and writes the pages in `insertion.fills`."""
         ...
 
     def generate(
@@ -85,16 +84,16 @@ class Engine(Protocol):
         tables: Int[np.ndarray, "slots table_pages"],
         until: Int[np.ndarray, " slots"] | None = None,
     ) -> tuple[PyTree, ResultTokens]:
-        """Decodes until `steps_per_call` tokens are sampled, or until fewer than `min_live` slots are sampling.
+        """Runs up to `steps_per_call` decoding steps. Returns earlier if fewer than `min_live` slots are still sampling.
 
-        `tables` contains rows of `Pages.tables`. Each sampling slot needs pages for its tokens and for `steps_per_call` more. A slot pauses when its response
-        reaches the number of tokens in `until`. Without `until`, no slot pauses.
+        `tables` contains the row of `Pages.tables` for each slot. Each sampling slot needs pages for its tokens and for `steps_per_call` more tokens. A slot
+        pauses when its response reaches the number of tokens in `until`. Without `until`, no slot pauses.
         """
         ...
 
     def paused(self, state: PyTree) -> PyTree:
-        """Returns a prefix with which `insert` puts paused responses back into slots without writing pages. A response's index in this prefix is its slot
-        number."""
+        """Returns a prefix with which `insert` can later put paused responses back into slots without writing pages. A response's index in this prefix is its
+        current slot."""
         ...
 
     def parked(self, lengths: Sequence[int]) -> PyTree:

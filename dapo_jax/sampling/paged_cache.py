@@ -1,8 +1,8 @@
-"""The paged KV cache in XLA operations that all platforms support: a row of the page table lists the pages with a slot's tokens.
+"""A paged KV cache built from XLA operations that all platforms support. Each row of the page table lists the pages of one slot's tokens.
 
 Pages are created and filled as in `cache`; only append and attention differ. A step reads the first page of all slots, then the second page of all slots that
 have one, and so on. Slots are sorted by length, so groups of slots without such a page are skipped. Each slot reads its own pages in order, so its result
-depends only on itself, to the last bit.
+does not depend on other slots, not even in the last bit.
 """
 
 from dataclasses import dataclass
@@ -28,30 +28,30 @@ from dapo_jax.sampling.cache import (
 )
 
 _AT_ONCE = 16
-"""Number of slots whose pages are read together. With fewer, the loop costs more than the reads; with more, the last group is mostly idle."""
+"""Number of slots whose pages are read together. With fewer slots, the loop costs more than the reads; with more slots, the last group is mostly idle."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PagedStep:
-    """One decoding step: the lengths of the slots, and the order in which pages are read."""
+    """Data of one decoding step: the lengths of the slots, and the order in which pages are read."""
 
     lengths: PerSlot | Any
     live: Live | Any
     tables: Int[Array, "padded table_pages"] | Any
-    """The tables in the order of `order`, padded to a multiple of the number of slots read together."""
+    """The page tables, in the slot order of `order`, padded to a multiple of the number of slots read together."""
     order: Int[Array, " padded"] | Any
     """Slot numbers, from the most to the fewest tokens, followed by padding."""
     counts: Int[Array, " padded"] | Any
-    """Number of tokens of each slot in that order, including the new token; 0 if the slot is not live."""
+    """Number of tokens in each slot, in the order of `order`, including the new token; 0 if the slot is not live."""
     ends: Int[Array, " table_pages"] | Any
     """Number of loop iterations after which the first, second, ... pages of all slots have been read."""
     page: PerSlot | Any
-    """Page of each slot's new token, or a number beyond all pages if the slot is not live."""
+    """Page of each slot's new token, or an out-of-range page number if the slot is not live."""
 
 
 def reading(tables: Tables, lengths: PerSlot, live: Live, *, page_tokens: int) -> PagedStep:
-    """Returns the order in which a step reads pages, shared by all layers."""
+    """Returns the data of a decoding step, including the order in which all layers read pages."""
     slots, most = tables.shape
     counts = jnp.where(live, lengths + 1, 0)
     order = jnp.argsort(-counts).astype(jnp.int32)
@@ -74,7 +74,7 @@ def reading(tables: Tables, lengths: PerSlot, live: Live, *, page_tokens: int) -
 def extend(
     cache: LayerCache, now: PagedStep, query: Queries, key: NewHeads, value: NewHeads, *, dtype: str
 ) -> tuple[Queries, LayerCache]:
-    """Implements `cache.extend`, except that nothing is written to a slot that is not live, and its attention is 0. Products are computed in `dtype`.
+    """Implements `cache.extend`, except that nothing is written for a slot that is not live, and its attention output is 0. Products are computed in `dtype`.
 
     Entries of a page after a slot's tokens are never multiplied, so a NaN from the page's previous owner has no effect.
     """

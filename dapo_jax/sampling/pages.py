@@ -1,11 +1,11 @@
-"""Bookkeeping of KV-cache pages on the host: free pages, owners and reference counts.
+"""Host-side bookkeeping of KV-cache pages: free pages, owners and reference counts.
 
 A holder is a slot, or a response that takes turns with others in the slots. Its row in `tables` lists the pages of its tokens in order, so memory grows with
 the tokens present, not with the longest possible response. All responses to a prompt share its full pages (prefix caching). A page is freed when its last
 holder releases it.
 
-If slots are split over devices, each device has its own pool of pages. In a cache without pages, every slot is a pool with a single page, which is as long as
-the slot.
+If slots are split over devices, each device has its own pool of pages. In a cache without paging, every slot is a pool with a single page, which has room for
+the longest sequence.
 """
 
 from collections.abc import Hashable, Sequence
@@ -27,7 +27,7 @@ class PageSizes:
     holders: int
     """Rows of the page table: one per slot, or more if responses take turns in the slots."""
     capacity: int
-    """Maximum number of tokens of a holder, prompt and response together."""
+    """Maximum number of tokens per holder, prompt and response together."""
     page_tokens: int
     pools: int
     """Number of independent pools; the holders are divided among them in order."""
@@ -36,12 +36,12 @@ class PageSizes:
 
     @property
     def table_pages(self) -> int:
-        """Maximum number of pages of a holder."""
+        """Maximum number of pages per holder."""
         return pages_for(self.capacity, self.page_tokens)
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that fit in all pages."""
+        """Total number of tokens that fit in the cache."""
         return self.pools * self.pool_pages * self.page_tokens
 
     @property
@@ -55,7 +55,7 @@ class PageSizes:
 
 
 def slot_pages(slots: int, capacity: int) -> PageSizes:
-    """Returns the sizes of a cache without pages, in which each slot has room for the longest sequence."""
+    """Returns the sizes of a cache without paging, in which each slot has room for the longest sequence."""
     return PageSizes(holders=slots, capacity=capacity, page_tokens=capacity, pools=slots, pool_pages=1)
 
 
@@ -69,7 +69,7 @@ class Fill:
 
 
 class Pages:
-    """Assigns pages of a cache to holders and takes them back. Pages are numbered within their pool."""
+    """Assigns cache pages to holders and frees them again. Pages are numbered within their pool."""
 
     def __init__(self, sizes: PageSizes) -> None:
         """Starts with all pages free."""
@@ -78,7 +78,7 @@ class Pages:
             (sizes.holders, sizes.table_pages), np.int32
         )
         """The pages of each holder, in token order. Entries after a holder's last page are meaningless."""
-        # The lowest number is on top of the stack, so that a small run touches little memory.
+        # The lowest page number is on top of the stack, so that a small run touches little memory.
         self._free = [list(range(sizes.pool_pages - 1, -1, -1)) for _ in range(sizes.pools)]
         self._holders = np.zeros((sizes.pools, sizes.pool_pages), np.int32)
         self._held = [list[int]() for _ in range(sizes.holders)]
@@ -104,10 +104,10 @@ class Pages:
         prompt_tokens: int = 0,
         spare: int = 0,
     ) -> list[Fill] | None:
-        """Assigns pages for `tokens` tokens to a new holder. The first `read` tokens are already prefilled and are written now.
+        """Assigns pages for `tokens` tokens to a new holder. The first `read` tokens are already prefilled, and the caller writes them now.
 
-        Holders with the same `prompt` begin with the same `prompt_tokens` tokens and share its full pages. Returns the pages to write; a shared page is
-        written only by its first holder. Returns None, without any change, if fewer than `spare` free pages would be left.
+        Holders with the same `prompt` begin with the same `prompt_tokens` tokens and share the prompt's full pages. Returns the pages to write; a shared page
+        is written only by its first holder. Returns None, without any change, if fewer than `spare` free pages would be left.
         """
         assert not self._held[holder], "the holder was not released"
         sizes, pool = self.sizes, self.sizes.pool_of(holder)
@@ -146,7 +146,7 @@ class Pages:
         self._held[holder] = []
 
     def _hold(self, holder: int, shared: list[int], more: int) -> list[int]:
-        """Assigns shared pages to a holder, then `more` free ones. Returns all of them."""
+        """Assigns the `shared` pages and then `more` free pages to a holder. Returns all of these pages."""
         pool, first = self.sizes.pool_of(holder), len(self._held[holder])
         pages = [*shared, *(self._free[pool].pop() for _ in range(more))]
         self.tables[holder, first : first + len(pages)] = pages

@@ -1,7 +1,7 @@
-"""Prefill: several rows of prompts at once; prompts longer than a row in chunks.
+"""Prefills several rows of prompts per call, and prompts that are longer than a row in chunks.
 
-Each program computes one layer and is called for every layer, so it compiles in seconds instead of minutes. There are three shapes of call: all rows, one
-row, and one chunk of a sequence that attends to the earlier chunks.
+Each program computes one layer and is called for every layer, so it compiles in seconds instead of minutes. There are three call shapes: all rows, one row,
+and one chunk of a sequence that attends to the earlier chunks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,7 @@ class Prefix:
     """Prefilled prompts. Their buffers are never donated, so one prompt can be inserted into many slots."""
 
     layers: tuple[Any, ...]
-    """Keys and values of each layer, in the rows of `PackedPrompts`."""
+    """Keys and values of each layer, arranged in the rows of `PackedPrompts`."""
     logits: Float[Array, "prompts vocab"] | Any
     """Logits of each prompt's first response token."""
     rows: Int[Array, " prompts"] | Any
@@ -41,7 +41,7 @@ class Prefix:
 
 
 Read = list[tuple[int, Prefix, int]]
-"""The prompts that one call finished, as tuples of the prompt's index, its prefix, and its index in that prefix."""
+"""The prompts that one prefill call finished, as tuples `(index in prompts, prefix, index in the prefix)`."""
 
 
 class Prefill:
@@ -71,7 +71,7 @@ class Prefill:
         self._empty = jax.jit(self._empty_program, out_shardings=pair)
 
     def __call__(self, params: SamplerWeights, prompts: Sequence[Int[np.ndarray, " _"]]) -> Iterator[Read]:
-        """Prefills prompts; those longer than a row come last. After each call, yields the finished prompts, possibly an empty list."""
+        """Prefills prompts; prompts longer than a row come last. After each call, yields the list of finished prompts, possibly empty."""
         short = [index for index, prompt in enumerate(prompts) if len(prompt) <= self.shape.width]
         for packed in pack_prompts(prompts, short, self.shape) if short else ():
             prefix = self._rows(params, packed)
@@ -81,9 +81,9 @@ class Prefill:
                 yield [] if prefix is None else [(index, prefix, 0)]
 
     def programs(self, params: SamplerWeights, *, again: bool) -> dict[str, Callable[[], Lowered]]:
-        """Returns, for each program in use by name, a function that lowers it. `params` may be shape structs with shardings.
+        """Maps the name of each program in use to a function that lowers the program. `params` may be shape structs with shardings.
 
-        With `again`, the programs must also re-prefill preempted responses, which may be longer than any prompt.
+        With `again`, these include programs to re-prefill preempted responses, which may be longer than any prompt.
         """
         made: dict[str, Callable[[], Lowered]] = {}
         layer, ends, width = params["layers"][0], params["ends"], self.shape.width
@@ -109,7 +109,7 @@ class Prefill:
         return made
 
     def prefixes(self, params: SamplerWeights, *, again: bool) -> dict[str, Prefix]:
-        """Returns the result of each call shape in use, as shape structs with shardings. `again` is the same as in `programs`."""
+        """Maps the name of each call shape in use to the prefix that it computes, as shape structs with shardings. For `again`, see `programs`."""
         ends, made = params["ends"], {}
         for name, rows, width in self._used(again):
             x = jax.ShapeDtypeStruct((self._config.embed_dim, rows * width), self._flowing(ends))
@@ -154,7 +154,7 @@ class Prefill:
         return Prefix(layers=tuple(layers), logits=logits, rows=rows, starts=starts, lengths=lengths)
 
     def _parts(self, params: SamplerWeights, prompt: Int[np.ndarray, " _"]) -> Iterator[Prefix | None]:
-        """Prefills one sequence in chunks of one row width. Yields None after each chunk except the last, and finally the prefix."""
+        """Prefills one sequence in chunks as wide as a row. Yields None after each chunk except the last, and finally the prefix."""
         width, buffers, x = self.shape.width, [self._empty() for _ in params["layers"]], None
         starts = range(0, len(prompt), width)
         for start in starts:

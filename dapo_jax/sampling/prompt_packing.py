@@ -1,4 +1,4 @@
-"""Packs prompts of different lengths into rows of one width, so that prefill needs few programs."""
+"""Packs prompts of different lengths into rows of equal width, so that prefill needs few programs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _ALONE = 256
 """Maximum row width if each prompt is prefilled alone. Longer prompts are prefilled in chunks, so no row has more padding than this."""
 
 _ROW_PROMPTS = 16
-"""Maximum number of prompts per row, because the logits of all of them are stored."""
+"""Maximum number of prompts per row; limited because the logits of every prompt are stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +39,8 @@ class PrefillShape:
 def prefill_shape(
     *, longest: int, capacity: int, prompts: int, tokens: int, alone: bool = False
 ) -> PrefillShape:
-    """Returns at most `prompts` rows, each wide enough for a prompt of `longest` tokens if `tokens` per call allow it. With `alone`, there is one row of
-    limited width."""
+    """Returns a shape with at most `prompts` rows and `tokens` tokens per call. If possible, a row has room for `longest` tokens. With `alone`, there is one
+    row of limited width."""
     power_of_two = 1 << max(longest - 1, 0).bit_length()
     width = min(max(_NARROWEST, power_of_two), capacity, max(tokens, 1))
     if alone:
@@ -50,7 +50,7 @@ def prefill_shape(
 
 @dataclass(frozen=True, kw_only=True)
 class PackedPrompts:
-    """Prompts packed next to each other in padded rows, for one call."""
+    """Prompts packed next to each other in padded rows, for one prefill call."""
 
     indices: tuple[int, ...]
     """The indices of the prompts, in the order of the arrays below."""
@@ -67,7 +67,7 @@ class PackedPrompts:
 def pack_prompts(
     prompts: Sequence[Int[np.ndarray, " _"]], indices: Sequence[int], shape: PrefillShape
 ) -> list[PackedPrompts]:
-    """Packs the prompts at `indices`, which must fit in a row, by first fit with the longest first. Each call has either all rows or one row."""
+    """Packs the prompts at `indices`, which must each fit in a row, by first fit, longest first. Each resulting call has `shape.rows` rows or one row."""
     lines = _first_fit({index: len(prompts[index]) for index in indices}, shape)
     calls = [lines[start : start + shape.rows] for start in range(0, len(lines), shape.rows)]
     # The last few rows are prefilled one by one if that is less work than a call that is mostly padding.

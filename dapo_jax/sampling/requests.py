@@ -1,4 +1,4 @@
-"""A response on its way through the sampler, and the prefill of its context."""
+"""The state of a response in the sampler, and the prefill of its context."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +30,7 @@ _FIRST_TOKENS = 256
 """Initial size of a response's token buffer."""
 
 StopRule = Callable[[np.ndarray, int], int | None]
-"""A function of a response's tokens so far and their number before the last engine call. Returns the number of tokens at which the response ends, or None."""
+"""Function of a response's tokens and the number of tokens before the last engine call. Returns the length at which the response ends, or None."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +103,9 @@ class Request:
     turns: tuple[TurnSpan, ...] = ()
     """Turns of an episode that have ended."""
     reasons: tuple[FinishReason, ...] = ()
-    """Finish reason of each of these turns."""
+    """Finish reason of each turn in `turns`."""
     contexts: tuple[ContextSpan, ...] = ()
-    """Contexts with which environments replaced everything before them."""
+    """Contexts from the environment, which each replaced the prompt and all earlier tokens."""
     due: int | None = None
     """For an episode in flight, the round after which the environment's answer is taken. None while a turn is being sampled, or once the episode is over."""
     standing: Standing = field(default_factory=lambda: _NO_STANDING)
@@ -116,9 +116,9 @@ class Request:
     """A buffer, whose first `drawn` entries are the response."""
     logprobs: Float[np.ndarray, " room"] = field(default_factory=lambda: _NO_LOGPROBS)
     prefix: PyTree = None
-    """The prefix that waits to be inserted. None if nothing is prefilled, or if the prefix was inserted."""
+    """The prefix to insert. None before the context is prefilled and after the prefix is inserted."""
     place: int = 0
-    """Index of its prompt in the prefix."""
+    """Index of its context in `prefix`."""
     order: int = -1
     """Position in the order in which responses started; -1 if it has not started."""
     row: int | None = None
@@ -126,7 +126,7 @@ class Request:
     fed: Int[np.ndarray, " fed"] = field(default_factory=lambda: NOTHING)
     """Tokens missing from its pages, which it is fed before it samples."""
     options: OwnOptions | None = None
-    """None: the options of the loop."""
+    """The request's own options, or None if it uses the loop's options."""
     dropped: bool = False
     """Whether its caller has stopped waiting for it."""
 
@@ -155,7 +155,7 @@ class Request:
 
     @property
     def paused(self) -> bool:
-        """Whether it has as many tokens as it may have for now."""
+        """Whether it has reached `target`, so it does not sample for now."""
         return self.drawn >= self.target
 
     @property
@@ -169,7 +169,7 @@ class Request:
 
     @property
     def sequence(self) -> Int[np.ndarray, " length"]:
-        """Its context: the prompt and the response so far, or the current context if an environment replaced these."""
+        """Its context: the prompt and the response so far, or the current context if an environment replaced them."""
         if self.anew is not None:
             return self.tokens[self.anew : self.drawn]
         if not self.drawn:
@@ -250,7 +250,7 @@ class Request:
 
 
 class Reading:
-    """Prefills sequences, a part of the work at a time: prompts, each for all its responses, and contexts of responses that continue."""
+    """Prefills sequences, one engine call at a time. A sequence is a prompt, shared by its responses, or the context of a response that continues."""
 
     def __init__(self, engine: Engine, params: PyTree) -> None:
         self._engine, self._params = engine, params
@@ -274,7 +274,7 @@ class Reading:
         self._work = self._engine.prefill(self._params, [same[0].sequence for same in requests])
 
     def advance(self) -> list[Request]:
-        """Does one part of the work. Returns the requests that can start now."""
+        """Makes one prefill call. Returns the requests that can start now."""
         new: list[Request] = []
         for index, prefix, place in next(self._work):
             self._unread.remove(index)

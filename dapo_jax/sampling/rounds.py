@@ -1,7 +1,7 @@
 """Samples responses in flight in rounds: in each round, every response samples up to a fixed number of tokens and then pauses.
 
-A paused response stays in its slot. If there are more responses than slots, they take turns and keep their pages outside the slots. This does not change
-their tokens.
+A paused response stays in its slot. If there are more responses than slots, they take turns in the slots and keep their pages in between. This does not
+change their tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,8 +45,8 @@ class RoundSampler:
         on_look: Callable[[], None] = lambda: None,
         limits: EpisodeLimits | None = None,
     ) -> None:
-        """See `Sampler`. Prompts, and tokens sampled by earlier weights, are prefilled. With `limits`, responses are episodes, and a round samples tokens of
-        at most one turn."""
+        """For the parameters, see `Sampler`. Prompts and tokens sampled by earlier weights are prefilled. With `limits`, responses are episodes, and a round
+        samples at most one turn of each."""
         self._engine, self._limit, self._limits = engine, max_response_tokens, limits
         self._unread: list[list[Request]] = []
         self._paused: set[Request] = set()
@@ -62,7 +62,7 @@ class RoundSampler:
 
         Args:
             requests: all responses in flight, including new ones, except episodes whose environment is working.
-            tokens: maximum number of tokens that each of them samples.
+            tokens: maximum number of tokens to sample for each response.
 
         Raises:
             ValueError: a prompt is empty, or leaves no room for a response in a slot.
@@ -97,7 +97,7 @@ class RoundSampler:
         self._loop.close()
 
     def _line_up(self, requests: Sequence[Request]) -> None:
-        """Queues responses with pages first. The others are prefilled, together with responses that have the same context."""
+        """Queues the responses that have pages. Schedules all others for prefill, together with responses that have the same context."""
         slots = self._loop.slots
         in_slots = {owner for owner in slots.owners if owner is not None}
         for request in requests:
@@ -113,7 +113,7 @@ class RoundSampler:
                     self._unread.append([request])
 
     def _more(self) -> list[list[Request]]:
-        # All are returned at once: the loop starts prefilled prompts before it prefills more, and stops while nothing can start.
+        # All requests are returned at once, because the loop starts prefilled requests before it prefills more, and stops while no request can start.
         unread, self._unread = self._unread, []
         return unread
 

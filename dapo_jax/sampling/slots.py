@@ -14,9 +14,9 @@ from dapo_jax.sampling.pages import Fill, Pages, pages_for
 from dapo_jax.sampling.requests import Request
 
 SPARE_PAGES = 2
-"""Pages that are kept free for each running response when another one starts. This was measured with 128 slots and 12% of the pages that they may need.
-Without spare pages, 51 tokens were re-prefilled per 100 sampled tokens. Two spare pages lowered this to 18, with 3% fewer busy slots. Four lowered it to 8,
-with 5% fewer."""
+"""Number of pages to keep free per running response when another response starts. Measured with 128 slots and 12% of the pages that they may need: without
+spare pages, 51 tokens were re-prefilled per 100 sampled tokens. Two spare pages lowered this to 18, with 3% fewer busy slots; four spare pages to 8, with 5%
+fewer busy slots."""
 
 _FOR_EVER = np.iinfo(np.int32).max
 
@@ -72,7 +72,8 @@ class Slots:
         )
 
     def has_room(self, request: Request, waiting: deque[Request]) -> bool:
-        """Returns whether there is a free slot, and enough free pages even if the request shares none of them. Preempts other responses as `take` does."""
+        """Returns whether there is a free slot, and enough free pages even if the request cannot share any. Like `take`, preempts other responses if
+        needed."""
         needed, spare = pages_for(request.room(self._steps), self.pages.sizes.page_tokens), self._spare()
         if not (pools := self._open_to(request, waiting)):
             return False
@@ -137,7 +138,7 @@ class Slots:
         return owner
 
     def park(self, slot: int) -> None:
-        """Frees a slot. Its response keeps its pages until others need them."""
+        """Frees a slot. Its response keeps its pages until other responses need them."""
         self.aside.append(self.leave(slot))
 
     def others_idle(self, request: Request) -> bool:
@@ -167,7 +168,7 @@ class Slots:
 
     def _open_to(self, request: Request, waiting: deque[Request]) -> list[int]:
         """Returns the pools in which the request can get a slot: the pool of its pages, or pools with a free slot and a free row of the page table. If no
-        pool has a free row, preempts as `take` does."""
+        pool has a free row, preempts a response as `take` does."""
         if request.row is not None:
             pool = self.pages.sizes.pool_of(request.row)
             return [pool] if self._idle[pool] else []
@@ -238,7 +239,7 @@ class Slots:
         return slot * self.pages.sizes.pools // len(self.owners)
 
     def _spare(self) -> list[int]:
-        """Returns the pages of each pool to leave free when a response starts: a few for each running response that may still grow. Otherwise, the new
+        """Returns how many pages of each pool to leave free when a response starts: a few for each running response that may still grow. Otherwise, the new
         response would soon be preempted."""
         sizes = self.pages.sizes
         spare = [0] * sizes.pools

@@ -1,9 +1,9 @@
-"""The paged KV cache on TPU: one kernel appends a token to every live slot and attends, like `paged_cache.extend`.
+"""The paged KV cache on TPU: one kernel appends a token to every live slot and computes attention, like `paged_cache.extend`.
 
 A token's key and value are stored next to each other, [pages, kv_heads, page_tokens, 2 head_dim]. So one transfer copies both, and heads of size 64 fill the
 128 lanes of a register. The Pallas kernel iterates over blocks of filled pages of live slots, so a step reads only the tokens present, not the whole
-capacity. While it computes one block, the pages of the next are transferred. It writes one tile of rows per slot in place, because XLA's own updates would
-loop over the slots.
+capacity. While it computes one block, the pages of the next block are transferred. The kernel writes one tile of rows per slot in place, because XLA's own
+updates would loop over the slots.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ from dapo_jax.sampling.cache import (
 )
 
 LANES = 128
-"""Number of lanes in a register. The page size of an 8-bit cache is a multiple of it, because the scales of a page's tokens fill whole lanes."""
+"""Number of lanes in a register. The page size of an 8-bit cache must be a multiple of it, because scales are stored along the lanes."""
 
 _BLOCK_BYTES = 1 << 20
 
@@ -50,14 +50,15 @@ class Pairs:
 
 
 def tile_rows(dtype: str) -> int:
-    """Returns the number of rows that are written together, which is the number of rows in a register of this dtype. The page size is a multiple of it."""
+    """Returns the number of rows that are written together, which is the number of rows in a register of this dtype. The page size must be a multiple of
+    it."""
     return 32 if dtype in EIGHT_BITS else 16
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TpuStep:
-    """The state of all slots at one decoding step, shared by all layers."""
+    """Per-slot data of one decoding step, shared by all layers."""
 
     tables: Tables | Any
     lengths: PerSlot | Any
@@ -71,25 +72,26 @@ class TpuStep:
 
 
 def pages_at_once(kv_heads: int, page_tokens: int, head_dim: int, dtype: str) -> int:
-    """Returns the number of pages of one device that a kernel step reads: enough to outweigh the overhead of a step, but few compared with a core's fast
+    """Returns the number of pages that a kernel step reads on one device: enough to outweigh the overhead of a step, but little compared with a core's fast
     memory."""
     heads = kv_heads // _parts(kv_heads)
     return max(1, _BLOCK_BYTES // (heads * page_tokens * 2 * head_dim * jnp.dtype(dtype).itemsize))
 
 
 def _parts(kv_heads: int) -> int:
-    """Returns the number of parts into which heads are split. Two parts use a chip with two cores; on other chips they run one after the other."""
+    """Returns the number of parts into which heads are split. Two parts keep both cores of a two-core chip busy; on other chips, they run one after the
+    other."""
     return 2 - kv_heads % 2
 
 
 def empty(pages: int, kv_heads: int, page_tokens: int, head_dim: int, dtype: str) -> Pairs:
-    """Returns an empty cache."""
+    """Returns the cache of one layer, filled with zeros."""
     scales = jnp.zeros((pages, kv_heads, 2, page_tokens), jnp.float32) if dtype in EIGHT_BITS else None
     return Pairs(jnp.zeros((pages, kv_heads, page_tokens, 2 * head_dim), dtype), scales)
 
 
 def of_rows(keys: RowHeads, values: RowHeads, rows: int, dtype: str) -> Pairs:
-    """Converts keys and values of prefilled rows, concatenated along the token axis, to the layout of the cache."""
+    """Converts keys and values of prefilled rows, concatenated along the token axis, to the cache layout."""
     pairs, scales = _paired(keys, values, dtype)
     return Pairs(of_row(pairs, rows).swapaxes(2, 3), of_row(scales, rows))
 
@@ -102,7 +104,7 @@ def _paired(key: Array, value: Array, dtype: str) -> tuple[Array, Array | None]:
 
 
 def fill(cache: Pairs, read: Pairs, page: Scalar, row: Scalar, start: Scalar) -> Pairs:
-    """Implements `cache.fill`: copies tokens of row `row`, from token `start`, into a page."""
+    """Implements `cache.fill`: copies tokens from row `row` of `read`, starting at index `start`, into a page."""
     return Pairs(
         fill_page(cache.pairs, read.pairs, page, row, start, axis=2),
         fill_page(cache.scales, read.scales, page, row, start, axis=3),
@@ -110,7 +112,7 @@ def fill(cache: Pairs, read: Pairs, page: Scalar, row: Scalar, start: Scalar) ->
 
 
 def reading(tables: Tables, lengths: PerSlot, live: Live, *, page_tokens: int, at_once: int) -> TpuStep:
-    """Returns a step in the format of the kernel. `at_once` is the result of `pages_at_once`."""
+    """Returns the data of a decoding step in the kernel's format. `at_once` is the result of `pages_at_once`."""
     slots, most = tables.shape
     lengths, at_once = jnp.where(live, lengths, 0), min(at_once, most)
     blocks = jnp.where(live, lengths // (at_once * page_tokens) + 1, 0)
@@ -169,7 +171,7 @@ def extend(
     pool_specs = [pl.BlockSpec((1, heads, tile, width), at_new)]
     scratch = [pltpu.VMEM((2, heads, block, width), pairs.dtype)]
     if new_scales is not None:
-        # Copied to every lane, so the kernel only selects the lane of the new token.
+        # The scales are copied to every lane, so the kernel only selects the lane of the new token.
         news.append(jnp.broadcast_to(new_scales.transpose(2, 0, 1)[..., None], (slots, kv_heads, 2, LANES)))
         new_specs.append(pl.BlockSpec((1, heads, 2, LANES), at_slot))
         pool_specs.append(pl.BlockSpec((1, heads, 2, LANES), partial(at_new, lanes=True)))
@@ -210,7 +212,7 @@ def extend(
         *news,
         *pools,
     )  # fmt: skip
-    # Nothing was computed for slots that are not live.
+    # The kernel computes nothing for slots that are not live.
     attended = jnp.where(live[:, None, None, None], attended, 0.0)
     return attended.transpose(1, 2, 3, 0).reshape(query.shape).astype(query.dtype), Pairs(*grown)
 
@@ -218,9 +220,9 @@ def extend(
 def _kernel(
     slot_of: Any, starts: Any, lengths: Any, tables: Any, any_live: Any, query: Any, *refs: Any, heads: int, page_tokens: int, pools: int
 ) -> None:  # fmt: skip
-    """Computes one block of one slot. `out`, `top` and `total` are the slot's running softmax; `tiles` are the rows (and scales) with its new token.
+    """Computes one block of one slot. `out`, `top` and `total` store the slot's running softmax, and `tiles` the rows (and scales) with its new token.
 
-    `pages` have room for two blocks: the current one, and the next one, whose pages are transferred meanwhile.
+    `pages` have room for two blocks: the current block, and the next block, which is transferred meanwhile.
     """
     (new, *new_scales), sources, refs = refs[:pools], refs[pools : 2 * pools], refs[2 * pools :]
     out, tiles, (top, total, arrived, *pages) = refs[0], refs[1 : 1 + pools], refs[1 + pools :]
@@ -238,7 +240,7 @@ def _kernel(
             def _(place: int = place) -> None:
                 page, tokens = tables[slot, first + place], pl.ds(place * page_tokens, page_tokens)
                 for axis, (source, target) in enumerate(zip(sources, pages, strict=True)):
-                    # Tokens are rows in pairs, but lanes in scales.
+                    # Tokens are the rows of pairs, but the lanes of scales.
                     there = target.at[(step % 2, *[slice(None)] * (1 + axis), tokens)]
                     whole = source.at[page, pl.ds(part * heads, heads)]
                     getattr(pltpu.make_async_copy(whole, there, arrived.at[step % 2]), do)()
@@ -297,5 +299,5 @@ def _kernel(
             begin = pl.multiple_of(offset // size * size, size)
             beside = pages[axis][(step % 2, *[slice(None)] * (1 + axis), pl.ds(begin, size))]
             place = lax.broadcasted_iota(jnp.int32, beside.shape, 1 + axis)
-            # One step runs even if no slot is live, and it must not change anything.
+            # One step runs even if no slot is live; that step must not change the cache.
             tile[0] = jnp.where((place == offset - begin) & (any_live[0] > 0), own[0], beside)

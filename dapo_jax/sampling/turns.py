@@ -1,7 +1,7 @@
 """Multi-turn episodes in a sampler that runs every response to its end: a finished turn is passed to its environment, and the environment's answer is
 prefilled before the next turn.
 
-While its environment works, an episode has no slot, and it keeps its pages only until other responses need them. No token is tokenized a second time.
+While its environment works, an episode has no slot, and it keeps its pages only until other responses need them. No token is tokenized twice.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ class Environments(Protocol):
     """Maximum number of tokens in an episode; 0: as many as a response may have."""
 
     def start(self, prompt: Prompt, index: int) -> Answer:
-        """Begins an episode. The answer is inserted before the first turn, after the prompt or in place of it. It may be empty."""
+        """Begins an episode. The answer, which may be empty, comes before the first turn: after the prompt or in place of it."""
         ...
 
     def step(self, prompt: Prompt, index: int, turn: DrawnTurn) -> Answer:
@@ -61,7 +61,7 @@ class TurnTaking:
         self._continuing: list[Request] = []
         self._pending = 0
         self.starting = 0
-        """Number of episodes whose environment has not given its first answer."""
+        """Number of episodes whose environment has not returned its first answer."""
 
     @property
     def busy(self) -> bool:
@@ -80,7 +80,7 @@ class TurnTaking:
         self._await(request, self._environments.step(request.prompt, request.index, turn))
 
     def resume(self, resumed: Callable[[Request], bool]) -> None:
-        """Calls `resumed` for each episode that continues. Episodes that it does not accept must be prefilled."""
+        """Calls `resumed` for each episode that continues. If it returns False, the episode must be prefilled; see `continuing`."""
         self._take()
         self._continuing = [request for request in self._continuing if not resumed(request)]
 
