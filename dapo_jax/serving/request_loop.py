@@ -146,7 +146,7 @@ class RequestLoop:
         return served
 
     def cancel(self, served: ServedRequest) -> None:
-        """Cancels the unfinished responses of a request without calling its listener. Any thread may call it, even after the request has ended."""
+        """Cancels the unfinished responses of a request without calling its listener. Any thread may call this, even after the request has ended."""
         with self._changed:
             self._actions.append(partial(self._drop, served))
             self._changed.notify()

@@ -204,7 +204,7 @@ def _serve(
     name: str = "",
     scheme: str = "",
 ) -> None:
-    """Runs a server until Ctrl-C. `server_of` returns the function that builds the server. `greeting`, which may contain {address}, ends the first message."""
+    """Runs a server until Ctrl-C. `server_of` returns a function that builds the server. `greeting` is appended to the first message."""
     use_compilation_cache(options.compilation_cache)
     with ExitStack() as ends:
         follower = None
