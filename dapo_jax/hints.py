@@ -1,4 +1,4 @@
-"""Hints for error messages: known names that are similar to an unknown name, and how to install an extra."""
+"""Hints for error messages: known names that are similar to an unknown name, and the command that installs an extra."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -12,7 +12,7 @@ def nearest(word: str, known: Iterable[str], *, count: int = 1, least: float = 0
         word: the unknown name.
         known: the valid names.
         count: maximum number of names to return.
-        least: minimum similarity of a returned name, from 0 to 1. With 0, there is always a result.
+        least: minimum similarity of a returned name, from 0 to 1. If 0, names are returned however different they are.
 
     >>> nearest("Adapo", ["exact", "dapo", "math"]), nearest("xyz", ["exact", "dapo"])
     (['dapo'], [])

@@ -1,6 +1,6 @@
 """Keeps a program running when its output cannot be printed, and escapes characters that control a terminal.
 
-Printed lines may be lost, but results must not be. Without this module, the next `print` raises an exception if the reader exits
+Printed lines may be lost, but results must not be. Without this module, `print` would raise an exception once the reader has exited
 (`| head`), the terminal is closed, a descriptor is missing (`>&-`), or the terminal's encoding lacks a character.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 _NO_READER = (errno.EPIPE, errno.ECONNRESET, errno.EBADF)
-"""Error codes of a write after the reader has gone. For a closed terminal, the code is EIO."""
+"""Error codes for a write after the reading end has been closed. If a terminal has been closed, the code is EIO."""
 
 _KEPT = "\n\t\u200c\u200d"
 """Characters that are not escaped: line feeds, tabs, and the zero-width joiners of Persian, Indic scripts and emoji."""
@@ -25,14 +25,14 @@ _HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 @contextlib.contextmanager
 def lasting_streams(gone: Callable[[str], None] = lambda name: None) -> Iterator[None]:
-    """Makes standard output and standard error accept every write, and drop output once its reader has gone.
+    """Makes writes to standard output and standard error always succeed. Once the reading end is closed, output is dropped.
 
     A character that the encoding lacks is printed as a question mark. If descriptor 0, 1 or 2 is closed, it is permanently redirected to
-    the null device. Otherwise the next file to be opened would get its number, and a library's output would be written into that file.
+    the null device. Otherwise, the next file to be opened would get its number, and a library could print into that file.
     Streams that are not the interpreter's own, for example in a notebook or a test, are unchanged.
 
     Args:
-        gone: called once with `standard output` or `standard error` when this stream loses its reader. It must not print to this stream.
+        gone: called with `standard output` or `standard error` when the reading end of this stream is closed. It must not print to this stream.
     """
     for number in range(3):
         try:
@@ -81,7 +81,7 @@ def _lasting(stream: Any, own: TextIO | None, number: int, gone: Callable[[], No
 
 
 class _Descriptor(io.FileIO):
-    """A writable descriptor that is redirected to the null device once its reader has gone."""
+    """A writable descriptor that is redirected to the null device once its reading end is closed."""
 
     def __init__(self, number: int, gone: Callable[[], None]) -> None:
         super().__init__(number, "w", closefd=False)

@@ -1,4 +1,4 @@
-"""Sources of prompts and supervised pairs.
+"""Sources of prompts, and of supervised pairs of a prompt and a response.
 
 Importing this package is fast, because Grain and TensorFlow Datasets are imported only when rows are first read.
 """

@@ -1,4 +1,4 @@
-"""Base class of the TFDS builders for files. A dataset's module selects the question and the answer from each row.
+"""Base class of the TFDS builders that read files. Each builder's module selects the question and the answer from a row.
 
 All rows are read, checked and deduplicated first, so a bad row is reported before anything is written. The name of the prepared
 dataset contains a hash of the files' bytes and the options. If either changes, a new dataset is prepared.
@@ -22,7 +22,7 @@ from dapo_jax.data.rows import checked_row
 FORMAT = 1
 """Version of the format of prepared rows. If it changes, all datasets are prepared again."""
 SHOWN = 5
-"""Maximum number of skipped rows that the note lists. Further rows are only counted."""
+"""Maximum number of skipped rows that the note about a dataset lists. Further skipped rows are only counted."""
 
 _SPLITS = {"train": "train", "test": "test", "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation"}  # fmt: skip
 _SPLIT = re.compile(rf"({'|'.join(_SPLITS)})(?![a-z])", re.IGNORECASE)
@@ -30,12 +30,12 @@ _SPLIT = re.compile(rf"({'|'.join(_SPLITS)})(?![a-z])", re.IGNORECASE)
 
 @dataclass
 class SplitRows:
-    """The checked rows of one split, with counts."""
+    """The checked rows of one split, and their statistics."""
 
     rows: list[dict[str, str]] = field(default_factory=list)
     """Prepared rows, in the order of the files."""
     answers: dict[str, str] = field(default_factory=dict)
-    """The answer to each prompt so far."""
+    """The answer to each prompt that has been read so far."""
     counts: dict[str, Any] = field(
         default_factory=lambda: {"rows": 0, "skipped": 0, "skipped_rows": [], "repeated": 0, "conflicting": 0}
     )
@@ -43,17 +43,17 @@ class SplitRows:
 
 
 class FileBuilder(OwnBuilder, skip_registration=True):
-    """A dataset from files. Its rows have `prompt`, `answer`, their position in the files, and all fields of the files."""
+    """A dataset that is read from files. Each row has `prompt`, `answer`, its position in the files, and all fields from the file."""
 
     DESCRIPTION = "Questions and answers from files, one JSON object per row."
     TEXTS = ("row",)
     SPLIT: ClassVar[str] = "train"
     """The split of a file whose name does not begin with a split name."""
     OPTIONS: ClassVar[tuple[str, ...]] = ()
-    """Names of the valid options."""
+    """Names of the options that `data.source_options` may set."""
 
     def __init__(self, files: Files, *, data_dir: str, file_format: str) -> None:
-        """Finds the files and hashes their bytes for the dataset's name.
+        """Finds the files. The dataset's name contains a hash of their bytes.
 
         Raises:
             ValueError: the file or folder does not exist, or there is no file with a supported extension.
@@ -71,11 +71,11 @@ class FileBuilder(OwnBuilder, skip_registration=True):
 
     @classmethod
     def get_builder_config(cls, name: str, version: Any = None) -> tfds.core.BuilderConfig:
-        """Returns a configuration with any name. By default, TFDS would search a fixed list."""
+        """Returns a configuration with this name. By default, TFDS accepts only names from a fixed list."""
         return _config(name)
 
     def example(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the `prompt`, the `answer` and any other new fields of a row.
+        """Returns `prompt`, `answer` and any other fields to add to a row, given the row's fields in the file.
 
         Raises:
             ValueError: a field is missing or has the wrong type.
@@ -154,7 +154,7 @@ def _config(name: str) -> tfds.core.BuilderConfig:
 
 
 def _json(row: Mapping[str, Any]) -> str:
-    """Returns a row as JSON. Parquet values that JSON does not support, such as dates, become text."""
+    """Returns a row as JSON. Parquet values that JSON does not support, such as dates, are converted to text."""
     try:
         text = json.dumps(row, ensure_ascii=False, default=str)
         text.encode()

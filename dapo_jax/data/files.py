@@ -10,12 +10,12 @@ from typing import Any, TypeAlias
 
 KINDS = (".parquet", ".jsonl", ".ndjson", ".jsonl.gz")
 _ROWS_AT_ONCE = 1024
-"""Number of rows of a parquet file that are decoded at once."""
+"""Number of rows that are decoded at once from a parquet file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """The files that a builder reads, and how it reads them."""
+    """The files that a builder reads, and the settings for reading them."""
 
     path: str = ""
     """A parquet or JSON-lines file, or a folder of such files."""
@@ -27,7 +27,7 @@ class Files:
 
 
 FileRow: TypeAlias = tuple[str, Mapping[str, Any] | Exception]
-"""The position of a row for messages, such as `train.jsonl, line 17` (counted from 1), and its fields. A bad row has an exception instead."""
+"""A row's position for messages, such as `train.jsonl, line 17` (counted from 1), and its fields. A bad row has an exception instead of fields."""
 
 
 def data_files(path: Path) -> list[Path]:
@@ -96,9 +96,9 @@ def _parquet_rows(path: Path) -> Iterator[FileRow]:
 
 
 def _python_rows(batch: Any) -> Iterator[Mapping[str, Any] | Exception]:
-    """Yields the rows of a record batch. For a row with invalid UTF-8 or an impossible date, yields an exception."""
+    """Yields the rows of a record batch. A row with invalid UTF-8 or an impossible date is yielded as an exception."""
     try:
-        yield from batch.to_pylist()  # much faster than row by row
+        yield from batch.to_pylist()  # much faster than one row at a time
     except (ValueError, OverflowError):
         for place in range(batch.num_rows):
             try:

@@ -15,7 +15,7 @@ class OwnInfo(tfds.core.DatasetInfo):
     """Dataset information that is read only from the prepared dataset."""
 
     def initialize_from_bucket(self) -> None:
-        """Does nothing. By default, TFDS would search Google's published datasets and leave a temporary folder each time."""
+        """Does nothing. By default, TFDS would search Google's published datasets, and each search would leave a temporary folder."""
 
 
 class OwnBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
@@ -34,7 +34,7 @@ class OwnBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
     @cached_property
     def rows(self) -> Mapping[str, Iterable[Mapping[str, Any]]]:
-        """The rows of each split to prepare. Errors in files are raised here, before anything is written."""
+        """The rows of each split. Errors in the user's files are raised when this is first read, before anything is written."""
         return self.splits()
 
     def _info(self) -> tfds.core.DatasetInfo:
@@ -52,11 +52,11 @@ class OwnBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         return {split: enumerate(rows) for split, rows in self.rows.items()}
 
     def _generate_examples(self, *_: Any) -> Iterator[tuple[int, dict[str, str]]]:
-        raise NotImplementedError  # required by TFDS, but `_split_generators` returns the rows
+        raise NotImplementedError  # TFDS requires this method, but `_split_generators` returns the rows
 
 
 def uniform(*place: str | int) -> float:
-    """Returns a reproducible number in [0, 1) that depends only on `place`, such as ("split", seed, row), and on no library version.
+    """Returns a pseudorandom number in [0, 1). It depends only on `place`, such as ("split", seed, row), and not on any library version.
 
     >>> uniform("split", 0, 1) == uniform("split", 0, 1) != uniform("split", 0, 2)
     True
@@ -66,17 +66,17 @@ def uniform(*place: str | int) -> float:
 
 
 def chosen(weights: Mapping[str, float], luck: float) -> str:
-    """Returns a name with a probability proportional to its weight, where `luck` is a uniform number in [0, 1).
+    """Returns a name, chosen with probability proportional to its weight. `luck` is a uniform random number in [0, 1).
 
     >>> [chosen({"a": 1.0, "b": 3.0}, luck) for luck in (0.0, 0.24, 0.25, 0.99)]
     ['a', 'a', 'b', 'b']
     """
     edges = [*itertools.accumulate(weights.values())]
     place = bisect.bisect(edges, luck * edges[-1])
-    return [*weights][min(place, len(edges) - 1)]  # rounding may put `luck` on the last edge
+    return [*weights][min(place, len(edges) - 1)]  # due to rounding, the product may equal the last edge
 
 
 def named(kind: str, *constants: Any) -> list[tfds.core.BuilderConfig]:
-    """Returns the only configuration of a generated dataset. Its name contains a hash of the constants, so changing one prepares a new dataset."""
+    """Returns a generated dataset's only configuration. Its name has a hash of the constants, so changing a constant prepares a new dataset."""
     digest = hashlib.blake2b(json.dumps(constants).encode(), digest_size=4).hexdigest()
     return [tfds.core.BuilderConfig(name=f"{kind}_{digest}")]

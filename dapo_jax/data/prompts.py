@@ -1,4 +1,4 @@
-"""Turns rows into prompts, in an order that any host can compute for any position in the run.
+"""Creates prompts from rows, in an order that every host can compute for any position in the run.
 
 A prompt's `ordinal` is its position in the run's sequence of prompts. `PromptSource` is a pure function of
 (rows, seed, ordinal), so the state of the data pipeline is a single integer, the ordinal of the next prompt.
@@ -44,8 +44,8 @@ class PromptSource:
             tokenizer: tokenizes the prompt's text.
             seed: determines the order of every epoch.
             max_prompt_tokens: maximum number of tokens in a prompt, including the template.
-            prompt_format: the text around a row's question.
-            shuffle: visit the rows in a new order each epoch, instead of in their own order.
+            prompt_format: adds the template text to a row's question.
+            shuffle: visit the rows in a new random order in each epoch, instead of in the given order.
             parts: for each dataset of a mixture, its indices in `rows`. Other rows are never used. If empty, all rows are one dataset.
             weights: the sampling weight of each part. If empty, all parts have equal weights.
 
@@ -87,13 +87,13 @@ def row_order(
 
     With one part, position p is in epoch p // len(part), and each epoch visits every row once. With `shuffle`, the order of an
     epoch depends on the seed and the epoch number. With several parts, each part has its own epochs. In any n consecutive
-    positions, a part's share matches its weight to within one or two rows. Which part comes next depends only on the weights.
+    positions, a part's share matches its weight to within one or two rows. The sequence of parts depends only on the weights.
 
     Args:
         parts: the row indices of each dataset.
         weights: one weight per part. If empty, all parts have equal weights.
         seed: determines every epoch of every part.
-        shuffle: use a new order each epoch, instead of the part's own order.
+        shuffle: visit a part's rows in a new random order in each epoch, instead of in the given order.
 
     Raises:
         ValueError: a part has no rows.
@@ -114,7 +114,7 @@ def row_order(
 def measured_prompts(
     rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, prompt_format: PromptFormat
 ) -> tuple[Int64[np.ndarray, " rows"], list[bytes]]:
-    """Returns the number of tokens in each row's prompt, and a hash of these tokens and of the row that graders receive.
+    """Returns the length of each row's prompt in tokens, and for each row a hash of its prompt tokens and of the fields that graders receive.
 
     Raises:
         ValueError: a prompt cannot be tokenized.
@@ -146,7 +146,7 @@ def held_out(
     prompt_format: PromptFormat = AS_IT_STANDS,
     limit: int = 0,
 ) -> list[Prompt]:
-    """Returns the first `limit` rows as prompts, or all rows if `limit` is 0, in their own order with ordinals 0, 1, ...
+    """Returns prompts for the first `limit` rows, or for all rows if `limit` is 0, in the order of the rows and with ordinals 0, 1, ...
 
     Raises:
         ValueError: a prompt is too long.
@@ -186,18 +186,18 @@ def _encoded(
 
 
 class PromptStream:
-    """One host's share of a run's prompts: ordinals h, h + H, h + 2H, ... Threads load and tokenize prompts ahead of the sampler."""
+    """The prompts of host h among H hosts, with ordinals h, h + H, h + 2H, ... Threads load and tokenize prompts before the sampler needs them."""
 
     def __init__(self, source: PromptSource, *, hosts: int = 1, ahead: int = 128) -> None:
-        """Creates the stream of one of `hosts` without reading any row. Up to `ahead` prompts are tokenized in advance."""
+        """Creates the stream for one of `hosts` hosts, without reading any row. Up to `ahead` prompts are tokenized in advance."""
         self._source, self._hosts, self._ahead = source, hosts, ahead
         self._next, self._prompts = -1, iter(list[Prompt]())
 
     def at(self, ordinal: int) -> Prompt:
-        """Returns the prompt at `ordinal`, while threads prepare the next prompts.
+        """Returns the prompt at `ordinal`, and lets threads prepare the prompts that follow it.
 
         Raises:
-            ValueError: its row cannot be turned into a prompt.
+            ValueError: the row's prompt is too long or cannot be tokenized.
         """
         if ordinal != self._next:
             self._prompts = self._source.stream(ordinal, stride=self._hosts, ahead=self._ahead)
@@ -210,7 +210,7 @@ class PairSource:
     """An endless sequence of supervised pairs for a warm start, with random access: `source[i]` for any i >= 0.
 
     Pair i has the prompt at ordinal i, and one demonstration from the same row, followed by the end token. A row's demonstrations are its
-    `responses`, or its single `response`. Which demonstration is used depends only on (seed, i).
+    `responses`, or its single `response`. The choice of the demonstration depends only on (seed, i).
     """
 
     def __init__(

@@ -15,19 +15,19 @@ from dapo_jax.hints import how_to_install, nearest
 
 PREFIX = "reasoning_gym:"
 _TRIES = 4
-"""Number of generated questions per question needed. If a task repeats itself more often, the split has fewer questions."""
+"""Number of questions to generate for each question needed, since tasks repeat themselves. With more repeats, a split is smaller."""
 _OURS: dict[str, Any] = {"seed": 0, "train_questions": 4096, "test_questions": 256}
-"""Options of this module with their defaults. All other options belong to the task."""
+"""This module's own options, with their defaults. All other options are passed to the task."""
 _SPLIT = re.compile(r"(train|test)(?:\[:([0-9]+)\])?")
 
 
 def reasoning_gym_rows(task: str, split: str, options: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the rows of a task's split. Each has `prompt`, `answer`, and for the grader `task`, `options` and `entry`.
+    """Returns the rows of a task's split. Each row has `prompt` and `answer`, and for the grader, `task`, `options` and `entry`.
 
     Args:
         task: a task of the package, such as `letter_counting`.
         split: `train`, `test`, or the first rows of a split, such as `train[:100]`.
-        options: the task's own options, such as `min_words`, and this module's: `seed` (default 0), and the maximum
+        options: the task's options, such as `min_words`, and this module's own: `seed` (default 0), and the maximum
             numbers of questions, `train_questions` (default 4096) and `test_questions` (default 256).
 
     Raises:

@@ -14,7 +14,7 @@ class LoadedRows(Sequence[Mapping[str, Any]]):
     def __init__(
         self, rows: Sequence[Any], note: str = "", read: Callable[[Any], Mapping[str, Any]] = lambda row: row
     ) -> None:
-        """Wraps stored rows. `note` informs users about rows that were left out, and `read` decodes a stored row."""
+        """Wraps stored rows. `note` is a message about rows that were left out, and `read` decodes a stored row."""
         self._rows, self.note, self._read = rows, note, read
 
     def __len__(self) -> int:
@@ -58,7 +58,7 @@ def checked_row(row: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(prompt, str):
         checked_messages(prompt)
         prompt = list(prompt)  # messages are converted to canonical form when they are rendered
-    # In Python a bool is an int, but the answer "True" would hardly be intended.
+    # In Python, a bool is an int, but a dataset hardly intends the answer "True".
     if isinstance(answer, int | np.integer) and not isinstance(answer, bool):
         answer = str(int(answer))
     if not isinstance(answer, str):
@@ -72,6 +72,6 @@ def checked_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def place_of(row: Mapping[str, Any], index: int) -> str:
-    """Returns the position of a row for messages: its position in a file, or else its index."""
+    """Returns the position of a row for messages: its position in a file if it comes from one, or else its index."""
     place = row.get("source_row")
     return place if isinstance(place, str) else f"row {index}"

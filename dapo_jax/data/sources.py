@@ -42,15 +42,15 @@ def load_rows(
         source_name: a module of `dapo_jax.data.builders`, or `reasoning_gym:TASK`.
         split: a split such as `train`, or a part of it, such as `train[:100]`.
         data_dir: folder for prepared datasets; `~` is expanded.
-        options: options of a reasoning-gym task (see `reasoning_gym_rows`), or of the builder `jsonl`.
+        options: options for a reasoning-gym task (see `reasoning_gym_rows`), or for the builder `jsonl`.
         path: the file or folder for a builder that reads files.
-        on_bad_row: `error`, or `skip` to leave out bad rows of files.
+        on_bad_row: `error` to stop at a bad row in a file, or `skip` to leave out bad rows.
         deduplicate: keep only the first of a split's rows with the same prompt.
         or_only: if the dataset has only one split, return it regardless of `split`.
 
     Raises:
         ValueError: the builder, task or split does not exist, the options or the path are invalid, or the files cannot be used.
-            For a bad row, the message has its position.
+            The message about a bad row has the row's position.
         RuntimeError: the dataset cannot be written to `data_dir`.
     """
     if source_name.startswith(PREFIX):
@@ -79,14 +79,14 @@ def dataset_splits(
     options: Mapping[str, Any] = MappingProxyType({}),
     **reading: Any,
 ) -> list[str]:
-    """Returns the names of a dataset's splits, and prepares it if necessary. Arguments and errors are the same as for `load_rows`."""
+    """Returns the names of a dataset's splits, after preparing the dataset if necessary. Arguments and errors are as for `load_rows`."""
     if source_name.startswith(PREFIX):
         return ["test", "train"]
     return sorted(_prepared(source_name, data_dir, Files(options=options, **reading)).info.splits)
 
 
 def _prepared(name: str, data_dir: str | os.PathLike[str], files: Files) -> "OwnBuilder":
-    """Returns a builder whose dataset exists under `data_dir`. If it does not exist yet, it is generated."""
+    """Returns the builder of a dataset, after preparing the dataset under `data_dir` if it is not there yet."""
     root = os.path.expanduser(data_dir)
     try:
         builder = _builder(name, root, files)
@@ -102,7 +102,7 @@ def _prepared(name: str, data_dir: str | os.PathLike[str], files: Files) -> "Own
 
 
 def _prepare(builder: "OwnBuilder") -> None:
-    """Generates the dataset in a temporary folder and renames it.
+    """Generates the dataset in a temporary folder, and then renames the folder.
 
     If two processes do this at the same time, the second rename fails because the destination already exists. This is no
     problem, because both processes generate the same data.
@@ -112,7 +112,7 @@ def _prepare(builder: "OwnBuilder") -> None:
     assert builder.rows
     try:
         tfds.disable_progress_bar()
-        with contextlib.redirect_stdout(io.StringIO()):  # TFDS prints messages about a download
+        with contextlib.redirect_stdout(io.StringIO()):  # TFDS prints download messages
             builder.download_and_prepare()
     except OSError:
         if not (builder.data_path / "dataset_info.json").exists():

@@ -1,1 +1,1 @@
-"""Servers that use the same engine as sampling in training: HTTP (extra `http`), and JetStream's protocol over gRPC (extra `jetstream`)."""
+"""Servers built on the sampling engine that training uses: one for HTTP (extra `http`) and one for JetStream's gRPC protocol (extra `jetstream`)."""

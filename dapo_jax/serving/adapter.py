@@ -1,4 +1,4 @@
-"""Adapts the decoder engine to `jetstream.engine.engine_api.Engine` (0.2.2), for JetStream's orchestrator. `dapo-jax serve` does not use it."""
+"""Implements `jetstream.engine.engine_api.Engine` (0.2.2) for JetStream's orchestrator. `dapo-jax serve` does not use this adapter."""
 
 import itertools
 import os
@@ -27,24 +27,24 @@ from dapo_jax.text.tokenizers import Tokenizer
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class ServedPrefix:
-    """A prefilled prompt."""
+    """A prefilled prompt, ready to be inserted into a slot."""
 
     prefix: PyTree
     place: int = field(metadata={"static": True})
-    """Index of this prompt among the prompts in `prefix`."""
+    """Index of this prompt in `prefix`, which has room for several prompts."""
     prompt_tokens: int = field(metadata={"static": True})
 
 
 class JetStreamEngine(engine_api.Engine):
-    """A decoder engine with JetStream's interface.
+    """Wraps a decoder engine in JetStream's engine interface.
 
     Args:
-        engine: prefills and decodes.
+        engine: the decoder engine that prefills prompts and samples responses.
         weights: sampler weights, as returned by `dapo_jax.parallel.weights.WeightTransfer`.
         tokenizer: the model's tokenizer.
         mesh: the mesh of `engine`.
-        decoding: temperature, top-p and top-k for all requests, because JetStream's requests have no sampling options.
-        key: seeds the sampling. Sampled tokens also depend on the order in which requests get their slots.
+        decoding: temperature, top-p and top-k for all requests, because JetStream requests have no sampling options.
+        key: the PRNG key for sampling. Sampled tokens also depend on the order in which requests get their slots.
 
     Raises:
         ValueError: the KV cache has fewer pages than all slots together may need.
@@ -64,7 +64,7 @@ class JetStreamEngine(engine_api.Engine):
         self._tokenizer, self._decoding, self._key = JetStreamTokenizer(tokenizer), decoding, key
         self._pages, self._ordinals = Pages(sizes), itertools.count()
         self._lock = threading.Lock()
-        """Serializes calls. JetStream has two threads, but programs must reach all devices in the same order."""
+        """Serializes engine calls. JetStream calls from two threads, but all devices must receive programs in the same order."""
         self._pack = jax.jit(
             lambda tokens, valid, lengths: jnp.concatenate([tokens, valid.astype(jnp.int32), lengths[:, None]], axis=1),
             out_shardings=self.get_prefix_destination_sharding(),
@@ -75,18 +75,18 @@ class JetStreamEngine(engine_api.Engine):
         return self._weights
 
     def init_decode_state(self, *args: Any, **kwargs: Any) -> DecodeState:
-        """Returns a state in which every slot is free."""
+        """Returns a decode state in which every slot is free."""
         self._pages = Pages(self._engine.page_sizes)
         return self._engine.init_decode_state()
 
     def prefill(
         self, *, params: PyTree, existing_prefix: Any = None, padded_tokens: Any, true_length: int
     ) -> ServedPrefix:
-        """Prefills one prompt, which is the first `true_length` of the padded token ids.
+        """Prefills one prompt, given by the first `true_length` ids of `padded_tokens`.
 
         Raises:
-            ValueError: `existing_prefix` is given, or the prompt is empty, fills the slot, or is longer than `padded_tokens`.
-                JetStream's own tokenizers truncate long prompts but still report the full length.
+            ValueError: `existing_prefix` is given, or the prompt is empty, leaves no room for a response in its slot, or is longer than
+                `padded_tokens`. JetStream's tokenizers cause the last error if they truncate a prompt but report its full length.
         """
         if existing_prefix is not None:
             raise ValueError("existing_prefix is given, but this engine prefills whole prompts only")
@@ -102,9 +102,9 @@ class JetStreamEngine(engine_api.Engine):
         return ServedPrefix(prefix=prefix, place=place, prompt_tokens=true_length)
 
     def insert(self, prefix: ServedPrefix, decode_state: DecodeState, slot: int) -> DecodeState:
-        """Inserts a prompt into a slot. Its response may fill the rest of the slot. Donates `decode_state`, but not `prefix`."""
+        """Inserts a prefilled prompt into a slot. The response may fill the rest of the slot. Donates `decode_state`, but not `prefix`."""
         capacity, length, zero = self._engine.capacity, prefix.prompt_tokens, np.zeros(1, np.int32)
-        self._pages.release(slot)  # pages of the slot's previous response
+        self._pages.release(slot)  # frees the pages of the slot's previous response
         fills = self._pages.start(slot, capacity, read=length) or ()
         insertion = Insertion(
             slots=zero + slot,
@@ -125,7 +125,7 @@ class JetStreamEngine(engine_api.Engine):
         """Samples up to `steps_per_call` tokens in every active slot. Donates `decode_state`."""
         with self._lock:
             state, result = self._engine.generate(params, decode_state, self._decoding, 1, self._pages.tables)
-            # JetStream expects a single array with the tokens, their validity, and the length of each response so far.
+            # JetStream expects one array that contains the tokens, their validity flags, and the current length of each response.
             data = self._pack(result.tokens, result.valid, state.generated)
         steps = result.tokens.shape[1]
         return state, engine_api.ResultTokens(
@@ -133,16 +133,16 @@ class JetStreamEngine(engine_api.Engine):
         )
 
     def get_tokenizer(self) -> Any:
-        """Returns the argument for `build_tokenizer`, which ignores it."""
+        """Returns placeholder parameters. JetStream passes them to `build_tokenizer`, which does not use them."""
         messages: Any = tokenizer_pb2  # generated, without types
         return messages.TokenizerParameters(path="dapo_jax", extra_ids=0)
 
     def build_tokenizer(self, metadata: Any) -> "JetStreamTokenizer":
-        """Returns the model's tokenizer with JetStream's interface."""
+        """Returns the model's tokenizer, wrapped in JetStream's interface. Ignores `metadata`."""
         return self._tokenizer
 
     def get_prefix_destination_sharding(self) -> NamedSharding:
-        """Returns the sharding for a prefix from another engine, which is replicated."""
+        """Returns the sharding for prefixes that another engine has prefilled: replicated on all devices."""
         return NamedSharding(self._mesh, PartitionSpec())
 
     @property
@@ -174,7 +174,7 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
         self._tokenizer = tokenizer
 
     def encode(self, s: str, **kwargs: Any) -> tuple[np.ndarray, int]:
-        """Returns the ids of a prompt and their number. The ids are not padded, because the engine does not need padding."""
+        """Returns a prompt's token ids and their number. The ids are not padded, because the engine accepts any length."""
         ids = self._tokenizer.encode_prompt(s)
         return ids, len(ids)
 
@@ -191,10 +191,10 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
 
     @property
     def bos_id(self) -> int:
-        """The end token. JetStream's driver puts it before token ids unless the request has a history. `encode` does not use it."""
+        """The id of the end token. JetStream's driver prepends it to token ids unless the request has a history. `encode` does not add it."""
         return self._tokenizer.eos_id
 
     @property
     def stop_tokens(self) -> set[int]:
-        """All ids that end a response. The padding id is not included, because the model may sample it."""
+        """All ids that end a response. The padding id is not one of them, because the model may sample it."""
         return set(self._tokenizer.stop_ids)

@@ -1,4 +1,4 @@
-"""Builds the HTTP server's responses in the format that clients of vLLM and OpenAI expect."""
+"""Builds the bodies of HTTP answers in the formats that vLLM and OpenAI clients expect."""
 
 import time
 import uuid
@@ -16,7 +16,7 @@ class GenerateAnswer:
     def __init__(self, request: CheckedRequest, limits: ServedLimits) -> None:
         self._request, self._tokenizer, self._model = request, limits.tokenizer, limits.model
         self._latest: dict[int, NewTokens] = {}
-        """The latest tokens of each response. Without streaming, these are all tokens of the response."""
+        """The most recently received tokens of each response, by index. Without streaming, all tokens of a response arrive together."""
         self._sampled = 0
 
     def add(self, new: NewTokens) -> None:
@@ -34,7 +34,7 @@ class GenerateAnswer:
         return {"request_id": name, "model": self._model, "choices": choices, **self._totals()}
 
     def _logprobs(self, new: NewTokens, *, named: bool = False) -> dict[str, Any] | None:
-        """Returns the log-probability and the bytes of each token. The token's name is its text if `named`, or else its id."""
+        """Returns log-probabilities and bytes for new tokens, if requested. `named` identifies each token by its text instead of its id."""
         if not self._request.logprobs:
             return None
         entries = []
@@ -50,7 +50,7 @@ class GenerateAnswer:
         return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
     def _totals(self) -> dict[str, Any]:
-        """Returns the token counts, and the oldest version of the weights that sampled any token."""
+        """Returns the token counts, and the oldest version of the weights that sampled any token in the answer."""
         oldest = min(new.spans[0].version for new in self._latest.values())
         return {"usage": self._usage(), "weights_version": oldest}
 
@@ -82,7 +82,7 @@ class ChatAnswer(GenerateAnswer):
         return [chunks[0] | self._prompt, *chunks[1:]]
 
     def chunk(self, new: NewTokens) -> dict[str, Any] | None:
-        """Returns a chunk with new tokens, or None if they complete no content that the request asked for."""
+        """Returns a chunk for new tokens, or None if there is nothing to send yet, for example because a character is incomplete."""
         self.add(new)
         last, tokens = new.finish_reason is not None, new.tokens.tolist()
         text = self._texts[new.index].add(tokens, last=last)
@@ -95,7 +95,7 @@ class ChatAnswer(GenerateAnswer):
         return self._chunk({**choice, **_ending(new)}) | {"weights_version": new.spans[0].version}
 
     def usage_chunk(self) -> dict[str, Any] | None:
-        """Returns the final chunk with the token counts, or None if the request did not ask for it."""
+        """Returns the final chunk with the token counts, or None if the request did not ask for the counts."""
         return self._chunk() | {"usage": self._usage()} if self._request.include_usage else None
 
     def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:

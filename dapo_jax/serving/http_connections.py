@@ -1,7 +1,7 @@
-"""Limits the HTTP server's connections, and the time that each client has to send a request.
+"""Limits the number of the HTTP server's connections and the time that a client may take to send a request.
 
-A connection is *waiting* until its whole request has arrived, and again after the request has been answered. Any client can open a waiting
-connection without a key. So if there are too many, the one with the longest wait is closed. A connection whose request is being answered stays open.
+A connection is *waiting* until a whole request has arrived, and again after the request has been answered. Clients can open connections without an
+API key. So if the limit is reached, the connection that has waited longest is closed. Connections whose requests are being answered stay open.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ _LOOK_S = 0.5
 _OWN_DESCRIPTORS = 48
 """File descriptors reserved for the rest of the process: checkpoints, caches and libraries."""
 _TURNS = 5
-"""Number of event-loop iterations that read requests which have already arrived, before a waiting connection is closed."""
+"""Number of event-loop iterations before a waiting connection is closed, so that requests which have already arrived are read first."""
 _LEAST = 8
 _BACKLOG = 1024
 _REFUSAL = (
@@ -38,8 +38,8 @@ class Connections:
 
     Args:
         most: maximum number of connections. The limit is lower if the process may not open that many files.
-        answer: returns the response to a request that is not valid HTTP, from a status and a reason.
-        say: logs errors from aiohttp itself.
+        answer: builds the response to a malformed HTTP request from a status and a reason.
+        say: logs errors that aiohttp reports.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Connections:
         self.most = max(_LEAST, min(most, free))
         self.answer, self.say = answer, say
         self._waiting: dict[_ClientConnection, float] = {}
-        """The deadline of each waiting connection, in the order in which they began to wait."""
+        """The deadline of each waiting connection. The connection that has waited longest is first."""
         self._tasks: list[asyncio.Task[None]] = []
         self._listener: socket.socket | None = None
 
@@ -101,7 +101,7 @@ class Connections:
             if len(server.connections) >= self.most and not self._make_room():
                 with suppress(OSError):
                     accepted.send(_REFUSAL)
-                    accepted.recv(1 << 16)  # closing with an unread request would discard the refusal
+                    accepted.recv(1 << 16)  # otherwise, closing with unread input would discard the refusal
                 accepted.close()
                 continue
             with suppress(OSError):
@@ -134,7 +134,7 @@ class _ClientConnection(web.RequestHandler):
     __slots__ = ("_connections",)
 
     def __init__(self, connections: Connections, server: web.Server, loop: asyncio.AbstractEventLoop) -> None:
-        # `Connections` closes idle connections before aiohttp does.
+        # aiohttp's timeout is longer than `_IDLE_S`, so `Connections` is the first to close an idle connection.
         super().__init__(server, loop=loop, auto_decompress=False, keepalive_timeout=2 * _IDLE_S)
         self._connections = connections
 

@@ -1,4 +1,4 @@
-"""Parses the bodies of HTTP requests as `msgspec` structs: vLLM's format with token ids, and OpenAI's with messages. Errors name the field.
+"""Parses HTTP request bodies with `msgspec`, in vLLM's format (token ids) or OpenAI's format (messages). Error messages name the field.
 
 A field that this server does not support is accepted if its value has no effect, and refused otherwise.
 """
@@ -38,7 +38,7 @@ _IGNORED = frozenset(
         "routed_experts_prompt_start", "skip_special_tokens", "spaces_between_special_tokens", "detokenize", "include_stop_str_in_output",
     }
 )  # fmt: skip
-"""Fields that are ignored, because they would not change this server's answer."""
+"""Request fields that are ignored, because they would not change this server's answer."""
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,), "add_special_tokens": (False,), "bad_words": ([],), "best_of": (1,), "continue_final_message": (False,),
     "continuous_usage_stats": (False,), "echo": (False,), "features": ({},), "frequency_penalty": (0,), "ignore_eos": (False,),
@@ -46,7 +46,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "priority": (0,), "repetition_penalty": (1,), "response_format": ({"type": "text"},), "service_tier": ("auto", "default"), "store": (False,),
     "stream": (False,), "top_logprobs": (0,), "use_beam_search": (False,),
 }  # fmt: skip
-"""Values of unsupported fields that have no effect, and are therefore accepted."""
+"""For each unsupported field, the values that have no effect and are therefore accepted."""
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _Stop = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -82,7 +82,7 @@ class _GenerateBody(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class _Tool(msgspec.Struct, frozen=True):
-    """The required fields of a tool."""
+    """The fields that every tool in `tools` must have."""
 
     type: Literal["function"]
     function: dict[str, Any]
@@ -155,7 +155,7 @@ def read_chat(content: bytes, limits: ServedLimits) -> CheckedRequest:
 
 
 def shown(value: object) -> str:
-    """Returns a value as error messages quote it."""
+    """Formats a value for an error message. Long values are truncated."""
     try:
         text = repr(value)
     except RecursionError:
@@ -173,7 +173,7 @@ def _json(content: bytes) -> Any:
 
 
 def _struct(given: object, kind: type[_Struct], where: str) -> _Struct:
-    """Converts a JSON object to a struct. A null field counts as missing.
+    """Converts a JSON object to a struct. A field that is null is treated as missing.
 
     Raises:
         RequestError: a field is missing, unknown, not supported, of the wrong type or out of range.
@@ -205,7 +205,7 @@ def _struct(given: object, kind: type[_Struct], where: str) -> _Struct:
 def _request(
     options: _Sampling, prompt: Int[np.ndarray, " prompt"], limits: ServedLimits, **others: Any
 ) -> CheckedRequest:  # fmt: skip
-    """Returns the request, after checking it against the server's limits."""
+    """Builds a `CheckedRequest` from the options and the prompt, after checking both against the server's limits."""
     names = ("max_completion_tokens", "max_tokens")
     given = {name: value for name in names if (value := getattr(options, name, None)) is not None}
     named, max_tokens = next(iter(given.items()), ("max_tokens", limits.max_response_tokens))
@@ -217,7 +217,7 @@ def _request(
         )
         strings = StopStrings(limits.tokenizer, stop)
         if stop:
-            limits.tokenizer.decode(np.array([limits.vocabulary - 1], np.int32))  # the model may sample it
+            limits.tokenizer.decode(np.array([limits.vocabulary - 1], np.int32))  # must be decodable
     except ValueError as error:
         raise RequestError(str(error)) from error
     rule = _stop_rule(
@@ -238,7 +238,7 @@ def _check_model(name: str, limits: ServedLimits) -> None:
 
 
 def _template_variables(body: _ChatBody, tools: Any, limits: ServedLimits) -> dict[str, Any]:
-    """Returns the variables for the chat template: the server's, the request's, and `tools` with all their fields."""
+    """Returns the chat template's variables: the server's defaults, the request's `chat_template_kwargs`, and `tools` with all their fields."""
     given = {name: value for name, value in body.chat_template_kwargs.items() if value is not None}
     for name in given:
         if name in _RESERVED or name.endswith("_token") or not name.isidentifier():
@@ -253,7 +253,7 @@ def _template_variables(body: _ChatBody, tools: Any, limits: ServedLimits) -> di
 
 
 def _seeded_key(seed: int) -> PRNGKeyArray:
-    """Returns the PRNG key for a request with a seed of up to 64 bits. It does not depend on the server's seed."""
+    """Returns the PRNG key for a request with a seed of up to 64 bits. The key does not depend on the server's seed."""
     high, low = divmod(seed, 1 << 32)
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(0), np.uint32(high)), np.uint32(low))
 

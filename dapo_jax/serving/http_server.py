@@ -21,24 +21,24 @@ from dapo_jax.serving.served_requests import GRACE_S, CheckedRequest, ServedLimi
 from dapo_jax.terminal import visible
 
 _PATIENCE_S = 60
-"""Maximum number of seconds for a client to send a body, or to receive one chunk of a stream."""
+"""Maximum number of seconds for a client to send a request body, or to receive one chunk of a stream."""
 _BODY_BYTES, _BODY_BYTES_PER_TOKEN = 1 << 20, 64
-"""Maximum size of a body: a fixed number of bytes, plus a number of bytes per token of the longest prompt."""
+"""Maximum size of a request body: a fixed number of bytes, plus a number of bytes for each token that a prompt may have."""
 _MORE_CONNECTIONS = 320
-"""Connections beyond the limit of responses, so that clients over this limit get an error instead of no answer. Each may have a body in memory."""
+"""Connections allowed beyond one per response, so that a full server can answer with an error. Each may keep a request body in memory."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class HttpServer(ServerThread):
-    """Answers HTTP requests.
+    """Serves a `RequestLoop` over HTTP.
 
     Args:
-        requests: samples responses; started and stopped by the caller.
+        requests: the loop that samples responses. The caller starts and stops it.
         limits: the limits for requests.
         host, port: as in `ServerThread`.
         api_key: bearer token that every route except `/health` requires. If empty, no key is required.
-        say: logs errors of the server itself.
+        say: logs errors in the server itself.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class HttpServer(ServerThread):
         await self._loop.shutdown_default_executor()
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
-        """Logs an error that does not belong to any request, as one line."""
+        """Logs, on one line, an error that does not belong to any request."""
         error = context.get("exception")
         if not isinstance(error, ConnectionError):
             self._say(visible(f"the HTTP server: {context.get('message')}: {error!r:.200}"))
@@ -113,7 +113,7 @@ class HttpServer(ServerThread):
                     status=401, code="invalid_api_key",
                 )  # fmt: skip
         elif not is_loopback(_name_of(request.headers.get("Host", ""))):
-            # Otherwise a web page in a browser could reach the server through a name that resolves to this machine.
+            # Otherwise, a web page in a local browser could reach the server through a domain that resolves to a loopback address.
             raise RequestError(
                 f"the header Host is {request.headers.get('Host', '')[:80]!r}; a server without a key accepts only localhost and loopback addresses",
                 status=403, code="invalid_host",
@@ -157,7 +157,7 @@ class HttpServer(ServerThread):
         kind: type[GenerateAnswer],
         request: web.Request,
     ) -> web.StreamResponse:
-        """Answers a request. `read` parses its body, and `kind` builds the answer."""
+        """Answers a sampling request. `read` parses the request body, and `kind` builds the answer."""
         limits, content = self._limits, await _body(request)
         self._connections.works(request.protocol)
         # Parsing runs in a thread, because tokenizing a prompt of several megabytes must not delay other requests.
@@ -208,7 +208,7 @@ async def _body(request: web.Request) -> bytes:
     """Returns the body of a request.
 
     Raises:
-        RequestError: its content type or encoding is not supported, or it does not arrive in time.
+        RequestError: the content type or encoding is not supported, or the body does not arrive in time.
     """
     for name, found, needed in (
         ("Content-Type", request.content_type, "application/json"),
@@ -228,7 +228,7 @@ async def _body(request: web.Request) -> bytes:
 async def _streamed(
     request: web.Request, answer: ChatAnswer, arriving: AsyncIterator[NewTokens]
 ) -> web.StreamResponse:
-    """Sends server-sent events, one per chunk."""
+    """Streams an answer as server-sent events, one per chunk."""
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
     )
@@ -249,7 +249,7 @@ async def _streamed(
         async for new in arriving:
             await send(answer.chunk(new))
         await send(answer.usage_chunk())
-    except RequestError as error:  # the status has already been sent
+    except RequestError as error:  # sent as an event, because the HTTP status has already been sent
         await send(_error_object(error))
         return response
     await send(msgspec.Raw(b"[DONE]"))

@@ -15,7 +15,7 @@ from dapo_jax.serving.text import GrowingText
 from dapo_jax.text.formatting import AS_IT_STANDS, PromptFormat
 
 _LONGEST_DETAILS = 1000
-"""Maximum number of characters in an error message, because it may quote a prompt and gRPC sends it in a header."""
+"""Maximum number of characters in an error message. A message may quote a long prompt, and gRPC sends the message in a header."""
 _CODES = {
     "queue_full": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "stopping": grpc.StatusCode.UNAVAILABLE,
@@ -25,12 +25,12 @@ _messages: Any = jetstream_pb2  # generated, without types
 
 
 class JetStreamServer(ServerThread):
-    """Answers JetStream's `Decode` and `HealthCheck`.
+    """Answers JetStream's `Decode` and `HealthCheck` calls.
 
     Args:
-        requests: samples responses; started and stopped by the caller.
+        requests: the loop that samples responses. The caller starts and stops it.
         limits: the limits for requests.
-        prompt_format: the template around the text of a request.
+        prompt_format: the template that turns a request's text into a prompt.
         host, port: as in `ServerThread`.
         say: logs received messages that are not valid requests.
     """
@@ -67,10 +67,10 @@ class JetStreamServer(ServerThread):
         return _messages.HealthCheckResponse(is_live=not self._requests.ended.is_set())
 
     async def _decode(self, content: bytes, context: Any) -> None:
-        """Streams one response as blocks of tokens. If the prompt was text, each block includes its text.
+        """Streams one response in blocks of tokens. If the prompt was text, each block also has the text of its tokens.
 
-        As in JetStream, the end token is not sent, so a response with fewer tokens than `max_tokens` ended by itself. `content` is
-        the serialized request. It is parsed here, because gRPC would print a traceback for an invalid message.
+        As in JetStream, the end token is not sent. A response with fewer than `max_tokens` tokens therefore ended with an end token.
+        `content` is the serialized request, which is parsed here because gRPC would print a traceback for an invalid message.
         """
         text, sample = GrowingText(self._limits.tokenizer), _messages.DecodeResponse.StreamContent.Sample
         try:

@@ -1,7 +1,7 @@
 """The decode loop of both servers, which runs in its own thread and continuously batches requests that arrive at any time.
 
-Only this thread launches programs on the devices. Other threads can submit requests, cancel them, and supply new weights. The loop processes these
-between engine calls.
+Only this thread launches programs on the devices. Other threads can submit requests, cancel requests, and supply new weights. The loop responds
+to them between engine calls.
 """
 
 import itertools
@@ -31,7 +31,7 @@ class RequestError(Exception):
     """Raised for a request that is answered with an error.
 
     Args:
-        message: the value found, the value needed, and the remedy.
+        message: states the value found, the value needed, and the remedy.
         status: the HTTP status.
         code: a machine-readable name of the error.
         retry_after_s: seconds after which the same request may succeed.
@@ -59,7 +59,7 @@ class NewTokens:
     logprobs: Float[np.ndarray, " new"]
     """Log-probabilities in nats, at the sampling temperature, under the weights that sampled each token."""
     spans: tuple[Span, ...]
-    """Versions of the weights that sampled the tokens so far."""
+    """The spans of the response so far. Each span has the version of the weights that sampled it."""
     finish_reason: FinishReason | None
     """Why the response ended, or None if it continues."""
 
@@ -75,7 +75,7 @@ class ServedRequest:
     requests: list[Request]
     listener: Listener
     streams: bool
-    """Call the listener after every engine call, not only at the end of a response."""
+    """If True, new tokens are sent to the listener after every engine call instead of only at the end of a response."""
     sent: list[int]
     """Number of tokens of each response that the listener has received."""
 
@@ -84,10 +84,10 @@ class RequestLoop:
     """Serves requests while its context is open.
 
     Args:
-        engine: prefills and decodes.
-        weights: the engine's weights.
-        key: determines, with the order of arrival, the sampling of requests without a seed.
-        version: the version of the weights.
+        engine: the engine that prefills prompts and samples responses.
+        weights: the initial weights, in the engine's format.
+        key: the PRNG key for requests without a seed. Their tokens also depend on the order in which requests arrive.
+        version: the version of the initial weights.
         most_responses: maximum number of running and waiting responses.
     """
 
@@ -105,7 +105,7 @@ class RequestLoop:
         self._changed = threading.Condition()
         self._new: deque[ServedRequest] = deque()
         self._actions: deque[Callable[[], None]] = deque()
-        """Functions to call in this thread, as requested by other threads."""
+        """Functions that other threads have queued for the loop's thread to call."""
         self._stopping = False
         self._running: dict[Request, ServedRequest] = {}
         self._loop = DecodeLoop(
@@ -146,19 +146,19 @@ class RequestLoop:
         return served
 
     def cancel(self, served: ServedRequest) -> None:
-        """Cancels the unfinished responses of a request without calling its listener. May be called from any thread, even after the request has ended."""
+        """Cancels the unfinished responses of a request without calling its listener. Any thread may call this, even after the request has ended."""
         with self._changed:
             self._actions.append(partial(self._drop, served))
             self._changed.notify()
 
     def take(self, weights: Callable[[], PyTree], version: int) -> None:
-        """Switches to the weights that `weights` returns, starting with the next engine call. Returns once they are in use.
+        """Switches to the weights that `weights` returns, starting with the next engine call. Returns once the switch is complete.
 
         Running responses are re-prefilled and continue with the new weights. `weights` is called in the loop's thread, because only this
         thread may launch programs on the devices.
 
         Raises:
-            Exception: `weights` raised it, so the old weights stay in use.
+            Exception: any error that `weights` raises. The old weights stay in use.
             RequestError: the loop has ended.
         """
         taken: Future[None] = Future()
@@ -185,19 +185,19 @@ class RequestLoop:
         try:
             while self._wait():
                 self._send(self._loop.step() or [])
-        except BaseException as failure:  # every listener must receive any kind of error
+        except BaseException as failure:  # listeners are notified of every kind of error
             self.failure = error = failure
         with self._changed:
             self._stopping = True
             left = dict.fromkeys([*self._new, *self._running.values()])
-        self._act()  # `_take` fails, because the loop is stopping
+        self._act()  # pending calls to `take` raise an error, because the loop is stopping
         for served in left:
             with suppress(Exception):
                 served.listener(error)
         self.ended.set()
 
     def _wait(self) -> bool:
-        """Waits for work, and calls the functions that other threads requested. Returns False if the loop should stop."""
+        """Waits for work, and calls the functions that other threads have queued. Returns False if the loop should stop."""
         with self._changed:
             while not (self._stopping or self._new or self._running or self._actions):
                 self._changed.wait()
@@ -233,7 +233,7 @@ class RequestLoop:
             taken.set_result(None)
 
     def _more(self) -> list[Sequence[Request]]:
-        """Returns the requests to prefill next, at most one for each slot."""
+        """Takes from the queue the requests to prefill next, at most as many as there are slots."""
         taken: list[Sequence[Request]] = []
         with self._changed:
             while self._new and len(taken) < self._engine.slots:
@@ -245,7 +245,7 @@ class RequestLoop:
         return taken
 
     def _send(self, ended: Sequence[tuple[Request, FinishReason]]) -> None:
-        """Sends listeners the new tokens of ended responses and of streams."""
+        """Sends the new tokens of ended and of streamed responses to their listeners."""
         over = dict(ended)
         for request, served in list(self._running.items()):
             reason, new = over.get(request), slice(served.sent[request.index], request.drawn)

@@ -35,7 +35,7 @@ from dapo_jax.text.formatting import PromptFormat
 from dapo_jax.training.state import state_structs
 
 _LONGEST = 1024
-"""Default maximum number of tokens in a prompt, and in a response, if the model has room for them."""
+"""Default limit on the number of tokens in a prompt or a response. It is lower if the model has too few positions."""
 _LARGEST = 1 << 31
 _LEAST = {"slots": 1, "steps_per_call": 1}
 _MOST = {"seed": (1 << 32) - 1, "port": (1 << 16) - 1}
@@ -56,11 +56,11 @@ class ServingOptions:
     slots: int = 16
     """Number of responses that are decoded in parallel."""
     queue: int = 1024
-    """Number of responses that may wait for a slot."""
+    """Maximum number of responses that wait for a slot."""
     max_prompt_tokens: int = 0
-    """If 0, the limit is 1,024 or as many as the model has room for."""
+    """If 0, the limit is 1,024 tokens, or fewer if the model has too few positions."""
     max_response_tokens: int = 0
-    """If 0, the limit is 1,024 or as many as the model has room for."""
+    """If 0, the limit is 1,024 tokens, or fewer if the model has too few positions."""
     temperature: float = 1.0
     """Default for requests. 0 means greedy decoding."""
     top_p: float = 1.0
@@ -68,9 +68,9 @@ class ServingOptions:
     seed: int = 0
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     steps_per_call: int = 4
-    """Tokens per engine call. More tokens increase throughput; fewer tokens lower the latency of streams."""
+    """Decoding steps per engine call. More steps increase throughput, and fewer steps lower the latency of streams."""
     page_tokens: int = 0
-    """Tokens per page of the KV cache. If 0, the default of `sampling.page_tokens`."""
+    """Tokens per page of the KV cache. If 0, the default is the same as for `sampling.page_tokens`."""
     compute_dtype: str = "float32"
     batch_invariant: bool = False
     """Make responses bitwise independent of other requests."""
@@ -101,7 +101,7 @@ class ServingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(ServingOptions):
-    """The options of `dapo-jax serve`. Temperature, top-p and top-k apply to all requests, because JetStream's requests cannot set them.
+    """The options of `dapo-jax serve`. Temperature, top-p and top-k apply to all requests, because JetStream requests cannot set them.
 
     Raises:
         ConfigError: a value is out of range or requires `chat`.
@@ -125,20 +125,20 @@ class HttpOptions(ServingOptions):
     """The options of `dapo-jax serve --http`. Temperature, top-p and top-k are defaults, which a request can override."""
 
     model_name: str = ""
-    """Name of the model in requests. If empty, the model's source."""
+    """The model name that requests use. If empty, the name is the model's source."""
 
 
 def serve(source: str, options: ServeOptions, *, say: Callable[[str], None] = print) -> None:
     """Answers JetStream requests until KeyboardInterrupt. `say` logs the address and each new version of the weights.
 
     Raises:
-        ConfigError: the extra is missing, the model or run does not exist or has no room for the lengths, or the address cannot be bound.
+        ConfigError: the extra is missing, the model or run does not exist, the model has too few positions, or the address cannot be bound.
         RuntimeError: the engine has failed.
     """
     try:
         from dapo_jax.serving.jetstream_server import JetStreamServer
     except ImportError as error:
-        # The package `jetstream` is a different project.
+        # The package `jetstream` on PyPI is a different project.
         raise ConfigError(
             f"serving needs JetStream, which cannot be imported ({error}); install it with {how_to_install('jetstream')}, or "
             "install google-jetstream==0.2.2 (not the package jetstream)"
@@ -170,7 +170,7 @@ def serve_http(
         api_key: bearer token that requests need. If empty, no key is needed.
 
     Raises:
-        ConfigError: the extra is missing, the model or run does not exist or has no room for the lengths, the address cannot be bound, or
+        ConfigError: the extra is missing, the model or run does not exist, the model has too few positions, the address cannot be bound, or
             other machines could reach the server without a key.
         RuntimeError: the engine has failed.
     """
@@ -204,7 +204,7 @@ def _serve(
     name: str = "",
     scheme: str = "",
 ) -> None:
-    """Runs a server. `server_of` returns a function that builds it from the request loop, `host` and `port`. `greeting` may contain {address}."""
+    """Runs a server until Ctrl-C. `server_of` returns a function that builds the server. `greeting` is appended to the first message."""
     use_compilation_cache(options.compilation_cache)
     with ExitStack() as ends:
         follower = None
@@ -241,14 +241,14 @@ def _serve(
 
 
 class Follower:
-    """Watches a run in its own thread, and loads each new checkpoint.
+    """Watches a training run from a separate thread, and loads each new checkpoint.
 
     Raises:
         ConfigError: `source` is not the folder of a run.
     """
 
     def __init__(self, source: str, every_s: float, say: Callable[[str], None]) -> None:
-        """Records the latest checkpoint. Create the follower before loading the weights, so that no checkpoint is missed."""
+        """Records the latest step. Create the follower before loading the weights, so that no later checkpoint is missed."""
         self._run, self._every_s, self._say = place_of(source, key="model", write=False), every_s, say
         if not (self._run / "checkpoints").is_dir():
             raise ConfigError(
@@ -260,7 +260,7 @@ class Follower:
         self._thread: threading.Thread | None = None
 
     def start(self, policy: Policy, take: Callable[[nnx.State, int], None]) -> None:
-        """Starts the thread, which calls `take` with the parameters and the step of each new checkpoint."""
+        """Starts the thread, which passes the parameters and the step of each new checkpoint to `take`."""
         config = load_config(self._run / "config.yaml")
         target = state_structs(policy.params, optimizer_of(config.optimizer), mesh_of(ParallelConfig()))
         restore = partial(self._checkpointer.restore, target, check=check_of_readers(config, policy))
@@ -277,7 +277,7 @@ class Follower:
                 take(found.state.params, found.step)
                 self._served, logged = found.step, ""
                 self._say(f"now serving step {found.step}")
-            except Exception as error:  # after any error, the old weights stay in use
+            except Exception as error:  # whatever the error, the server keeps the old weights
                 if str(error) != logged and not self._stopping.is_set():
                     logged = str(error)
                     self._say(visible(f"no new weights: {error}"))
@@ -291,10 +291,10 @@ class Follower:
 
 
 def limits_of(source: str, policy: Policy, options: ServingOptions, *, name: str = "") -> ServedLimits:
-    """Returns the limits for requests. Lengths that `options` leaves at 0 depend on the model. If `name` is empty, the model's name is `source`.
+    """Returns the limits for requests. If a length in `options` is 0, it depends on the model. If `name` is empty, the model's name is `source`.
 
     Raises:
-        ConfigError: the model does not have enough positions for the lengths.
+        ConfigError: the model does not have enough positions for the longest prompt and response.
     """
     positions = policy.decoder.max_positions
     prompt, response = options.max_prompt_tokens, options.max_response_tokens
@@ -314,7 +314,7 @@ def limits_of(source: str, policy: Policy, options: ServingOptions, *, name: str
         most_responses=options.slots + options.queue,
         decoding=options.decoding(),
         template_kwargs=options.chat_template_kwargs,
-        # Chat templates print the same date as in the run, so that prompts are the same as in training.
+        # Chat templates that print a date print the run's, so that prompts are the same as in training.
         today=PromptFormat(dated(DataConfig(), like=data_of_run(source))).today,
     )
 
@@ -322,7 +322,7 @@ def limits_of(source: str, policy: Policy, options: ServingOptions, *, name: str
 def request_loop(
     policy: Policy, options: ServingOptions, limits: ServedLimits
 ) -> tuple[RequestLoop, Transfer]:
-    """Compiles the programs of the loop that samples responses. Returns the loop, and a function that converts parameters to its weights.
+    """Builds the loop that samples responses, and compiles its programs. Also returns the function that converts parameters to its weights.
 
     Raises:
         ConfigError: the number of slots does not match the devices.

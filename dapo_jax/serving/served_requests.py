@@ -1,4 +1,4 @@
-"""Request handling that both servers share: limits, errors, receiving tokens, and the thread of a server."""
+"""Code that both servers share: checking requests, receiving sampled tokens, and running a server in its own thread."""
 
 import asyncio
 import threading
@@ -23,28 +23,28 @@ GRACE_S = 10
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedRequest:
-    """A request with a tokenized prompt and with values that are within the server's limits."""
+    """A request whose prompt has been tokenized and whose values are within the server's limits."""
 
     prompt: Int[np.ndarray, " prompt"]
     max_tokens: int
     count: int = 1
     """Number of responses."""
     options: OwnOptions
-    """The request's own sampling options. If they have no key, every request is sampled with different random numbers."""
+    """The request's own sampling options. Without a PRNG key in them, repeating the request samples different responses."""
     stop: tuple[str, ...] = ()
     """The stop strings, which are not included in the returned text."""
     logprobs: bool = False
     request_id: str = ""
     return_token_ids: bool = False
     tokens_as_ids: bool = False
-    """Identify tokens in log-probabilities by id instead of by text."""
+    """Whether log-probabilities identify tokens by id instead of by text."""
     stream: bool = False
     include_usage: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedLimits:
-    """A server's limits for requests, with the tokenizer and the defaults that are used to parse them."""
+    """The limits that a server sets for requests, and the tokenizer and defaults with which it parses them."""
 
     model: str
     """Name of the model. Requests may omit it."""
@@ -54,12 +54,12 @@ class ServedLimits:
     max_prompt_tokens: int
     max_response_tokens: int
     most_responses: int
-    """Maximum number of running and waiting responses, and therefore the largest `n` of a request."""
+    """Maximum number of running and waiting responses, and therefore the largest `n` that a request may have."""
     decoding: DecodingOptions = field(default_factory=DecodingOptions)
     """Default decoding options for requests."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Default values for `chat_template_kwargs`."""
-    today: date | None = None
+    today: date | None = None  # printed by some chat templates
 
     def request(
         self, prompt: Int[np.ndarray, " prompt"], max_tokens: int, *, count: int = 1, named: str = "max_tokens", **others: Any
@@ -109,7 +109,7 @@ async def sampled(requests: RequestLoop, asked: CheckedRequest) -> AsyncIterator
     loop = asyncio.get_running_loop()
 
     def listener(new: NewTokens | BaseException) -> None:
-        with suppress(RuntimeError):  # the server has stopped
+        with suppress(RuntimeError):  # the server's event loop is closed
             loop.call_soon_threadsafe(queue.put_nowait, new)
 
     served = requests.submit(
@@ -144,12 +144,12 @@ class ServerThread(ABC):
 
     def __init__(self, host: str, port: int) -> None:
         self.address = f"{host}:{port}"
-        """HOST:PORT, with the port that is in use."""
+        """HOST:PORT. Once the server has started, PORT is the port in use."""
         self._host, self._port = host, port
 
     @abstractmethod
     async def _listen(self) -> int:
-        """Starts answering requests, and returns the port."""
+        """Starts to accept requests, and returns the port."""
 
     @abstractmethod
     async def _close(self) -> None:

@@ -1,4 +1,4 @@
-"""Decodes responses to text while their tokens arrive."""
+"""Decodes responses to text incrementally, as their tokens arrive."""
 
 from collections.abc import Sequence
 
@@ -7,11 +7,11 @@ import numpy as np
 from dapo_jax.text.tokenizers import Tokenizer
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-"""Decoders write this for bytes that are not a complete character, or not yet."""
+"""The character that decoders output in place of bytes that are not, or not yet, a complete character."""
 
 
 def decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """Returns the text of `ids`. Ids outside the tokenizer's vocabulary, which some models have as padding, are skipped."""
+    """Returns the text of `ids`. Skips ids outside the tokenizer's vocabulary, because models may have padding rows."""
     known = [token for token in ids if 0 <= token < tokenizer.vocab_size]
     return tokenizer.decode(np.array(known, np.int32))
 
@@ -27,9 +27,9 @@ class GrowingText:
         self._tokenizer, self._stop = tokenizer, stop
         self._held = max((len(each) for each in stop), default=1) - 1
         self._window: list[int] = []
-        """The last block that ended with a complete character, and all tokens after it."""
+        """Tokens to decode next: the last block that ended with a complete character, and all tokens after that block."""
         self._shown = 0
-        """Number of complete characters in the window's text."""
+        """Number of characters in the window's text that have been moved to `_waiting`."""
         self._waiting, self._over = "", False
 
     def add(self, ids: list[int], *, last: bool = False) -> str:
@@ -38,7 +38,7 @@ class GrowingText:
             return ""
         self._window += ids
         text = decoded(self._tokenizer, self._window)
-        # The first bytes of an incomplete character, however many, decode to a single replacement character.
+        # An incomplete character at the end, whatever its length in bytes, decodes to a single replacement character.
         whole = text if last else text.removesuffix(_BROKEN)
         self._waiting, self._shown = self._waiting + whole[self._shown :], len(whole)
         if ids and whole == text:

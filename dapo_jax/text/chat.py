@@ -1,4 +1,4 @@
-"""Renders messages with a model's Jinja chat template to the string format that the model was trained on.
+"""Renders messages as text with a model's Jinja chat template, in the format that the model was trained on.
 
 A downloaded template is not trusted, so it runs in Jinja's `ImmutableSandboxedEnvironment`, as in transformers.
 """
@@ -33,7 +33,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, *, name: str, special_tokens: Mapping[str, str] | None = None) -> None:
-        """Stores the source. It is compiled when it is first rendered, so a model with a broken template still loads.
+        """Stores the source. The template is compiled when it is first rendered, so a model with an invalid template still loads.
 
         Args:
             source: the text of the template.
@@ -55,8 +55,8 @@ class ChatTemplate:
         Args:
             messages: the messages, oldest first.
             variables: further template variables by name, such as Qwen3's `enable_thinking`.
-            today: the date for templates that print one; the time is midnight. The clock is never used, so a conversation
-                always renders to the same text.
+            today: the current date as the template sees it; the time is midnight. The system clock is never used, so the same
+                conversation always renders to the same text.
 
         Raises:
             ValueError: the template is not valid Jinja, refuses these messages, fails, tries to leave the sandbox, or outputs
@@ -93,7 +93,7 @@ class ChatTemplate:
 
 
 def template_of(content: bytes, name: str, special_tokens: Mapping[str, str] | None = None) -> ChatTemplate:
-    """Returns the chat template in a file's content.
+    """Returns the chat template from a file's content.
 
     Raises:
         ValueError: the content is not UTF-8.
@@ -105,16 +105,16 @@ def template_of(content: bytes, name: str, special_tokens: Mapping[str, str] | N
 
 
 class _RefusedError(TemplateError):
-    """Raised when a template calls `raise_exception`."""
+    """Raised when a template calls `raise_exception`, or does anything else that this module refuses."""
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's text for training masks. Here, it is rendered like any other text."""
+    """Accepts `{% generation %}`, which marks the assistant's text for training masks. The marked text is rendered like any other."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's interface: it is read, never changed)
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Returns the marked block, in its own scope."""
+        """Returns the marked block as a node with its own scope."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body).set_lineno(line)
@@ -141,7 +141,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Returns plain JSON, because Jinja's own filter escapes characters for HTML."""
+    """Replaces Jinja's own `tojson` filter, which would escape characters for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

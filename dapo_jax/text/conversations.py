@@ -13,21 +13,21 @@ from dapo_jax.text.messages import DEEPEST, canonical_messages
 from dapo_jax.text.tokenizers import Tokenizer
 
 MOST_CHARACTERS = 1 << 20
-"""Maximum number of characters in a conversation. Longer ones are refused before tokenization."""
+"""Maximum number of characters in a conversation. Longer conversations are refused before they are tokenized."""
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
-"""The format of a role. Roles are checked instead of guarded, because templates compare and print them."""
+"""The format of a role. Roles are checked instead of guarded (see `special_tokens.Guards`), because templates compare and print them."""
 _ESCAPED_GUARD = re.compile(r"\\udbf[c-f]\\ud[c-f]", re.IGNORECASE)
-"""A guard character, written as an escape sequence in ASCII-only JSON."""
+"""Matches a guard character that ASCII-only JSON contains as an escape sequence."""
 
 
 class Guarding:
-    """Guards the messages of one conversation for a chat template, and limits their size."""
+    """Guards the messages of one conversation, so that they cannot spell out special tokens, and limits their size."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._characters = tokenizer, 0
 
     def message(self, message: Message) -> dict[str, Any]:
-        """Returns the message with every text guarded except its role, which cannot contain a special token.
+        """Returns a copy of the message in which every text except the role is guarded. A role cannot contain a special token.
 
         Raises:
             ValueError: the message is too long or nested too deeply, or its role is not a valid name.
@@ -39,10 +39,10 @@ class Guarding:
         return {**self.value({**message, "role": ""}), "role": message["role"]}
 
     def value(self, value: Any, depth: int = 0) -> Any:
-        """Returns a value with every text in it guarded, including the keys of mappings.
+        """Returns a copy of a JSON value in which every text is guarded, including the keys of mappings.
 
         Raises:
-            ValueError: it is too long or nested too deeply, is not JSON, or contains a lone surrogate or a guard.
+            ValueError: the value is too long or nested too deeply, is not JSON, or contains a lone surrogate or a guard.
         """
         if value is None or isinstance(value, bool | int | float):
             return value
@@ -64,10 +64,10 @@ class Guarding:
         return [self.value(item, depth + 1) for item in value]
 
     def ids(self, rendered: str) -> Int32[np.ndarray, " tokens"]:
-        """Returns the ids of the text that a template rendered from guarded messages.
+        """Returns the token ids of a text that a template has rendered from guarded messages.
 
         Raises:
-            ValueError: the template wrote guards as JSON escapes.
+            ValueError: the template has written a guard as a JSON escape sequence.
         """
         if _ESCAPED_GUARD.search(rendered):
             raise ValueError("the chat template writes characters beyond U+10EFFF as \\u escapes")
@@ -83,8 +83,8 @@ def conversation_ids(
 ) -> Int32[np.ndarray, " prompt"]:
     """Returns the token ids of an untrusted conversation, including the generation prompt that begins the answer.
 
-    If a message spells out an added token, it is encoded as ordinary characters. Otherwise, the prompt is the same as from
-    `PromptFormat`.
+    If a message spells out an added token, such as `<|im_end|>`, that text is encoded as ordinary characters. In all other cases,
+    the token ids are the same as those from `PromptFormat`.
 
     Args:
         messages: the messages, oldest first, in any form that `canonical_messages` accepts.
@@ -93,7 +93,7 @@ def conversation_ids(
         variables: further template variables, such as `tools`; their texts are guarded too.
 
     Raises:
-        ValueError: there is no chat template, it fails, or the messages are not a valid conversation.
+        ValueError: there is no chat template, the template fails, or the messages are not a valid conversation.
     """
     template, guarding = tokenizer.chat_template, Guarding(tokenizer)
     if template is None:

@@ -1,4 +1,4 @@
-"""Turns a row's question into the text and the tokens of a prompt, as plain text or as a conversation."""
+"""Builds and tokenizes the prompt for a row's question, either as plain text or as a conversation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,13 +16,13 @@ from dapo_jax.text.tokenizers import Tokenizer
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """Adds the text and the messages around a question, as set in the configuration section `data`."""
+    """Adds the template text and further messages to a question, as the configuration section `data` specifies."""
 
     data: DataConfig = field(default_factory=DataConfig)
 
     @property
     def today(self) -> date | None:
-        """The date that chat templates print. If None, a template that prints a date is refused."""
+        """The date that chat templates print. If None, a template that prints a date raises an error."""
         return date.fromisoformat(self.data.template_date) if self.data.template_date else None
 
     def encode(
@@ -32,7 +32,7 @@ class PromptFormat:
 
         Raises:
             ValueError: the messages are not a valid conversation, the tokenizer lacks the chat template for a conversation,
-                a plain-text prompt has settings for conversations, or the text cannot be tokenized.
+                the prompt is plain text but settings for conversations are set, or the text cannot be tokenized.
         """
         if isinstance(prompt, str) and not self.data.chat:
             if self.data.system_prompt or self.data.chat_template_kwargs:
@@ -44,11 +44,11 @@ class PromptFormat:
             text = "\n\n".join([*shown, self._around(prompt)])
             return text, tokenizer.encode_prompt(text)
         text = self._conversation(prompt, tokenizer)
-        # The template itself writes the special tokens, including the beginning-of-text token.
+        # The chat template has already written all special tokens, including the beginning-of-text token.
         return text, tokenizer.encode(text)
 
     def _around(self, question: str) -> str:
-        # str.format would fail on braces in questions about sets or code.
+        # str.format would fail if a question contains braces, for example in sets or code.
         return TEMPLATES.get(self.data.prompt_template, self.data.prompt_template).replace(
             "{prompt}", question
         )
@@ -85,7 +85,7 @@ class PromptFormat:
 
 
 AS_IT_STANDS = PromptFormat()
-"""The prompt is the question alone."""
+"""The default format, in which the prompt is the question alone."""
 
 
 def checked_messages(messages: object) -> list[dict[str, Any]]:
@@ -95,7 +95,7 @@ def checked_messages(messages: object) -> list[dict[str, Any]]:
         ValueError: there are no messages or no user message, a field is missing or has the wrong type, the question
             is empty, or the last message is the assistant's.
     """
-    if isinstance(messages, np.ndarray):  # a column of a parquet file
+    if isinstance(messages, np.ndarray):  # from a parquet file
         messages = messages.tolist()
     if not isinstance(messages, list | tuple) or not messages:
         raise ValueError(

@@ -1,12 +1,12 @@
-"""Tokenizers of real models, loaded from a Hugging Face folder by the library `tokenizers`. Code in the folder is not executed.
+"""Loads tokenizers of pretrained models from Hugging Face folders with the library `tokenizers`. Code in a folder is not executed.
 
-Rules for values that appear in several files:
+Rules for settings that are ambiguous or differ between files:
 
-* The end token is `eos_token` of tokenizer_config.json, because instruction-tuned models end a turn with it. All other
+* The end token is `eos_token` from tokenizer_config.json, because instruction-tuned models end a turn with it. All other
   end tokens in generation_config.json and config.json end a response too.
-* A plain-text prompt begins with the token that tokenizer.json's post-processor adds, as in Llama 3. As in
-  transformers 5, `add_bos_token` in tokenizer_config.json is ignored. The token is never added twice.
-* Special tokens that are spelled out in a text are encoded as special tokens, because chat templates write them this way.
+* A plain-text prompt begins with the beginning-of-text token if tokenizer.json's post-processor adds this token, as in Llama 3.
+  As in transformers 5, `add_bos_token` in tokenizer_config.json is ignored. The token is never added twice.
+* Special tokens that are spelled out in a text are encoded as special tokens, because chat templates output them as text.
 """
 
 import json
@@ -29,17 +29,17 @@ from dapo_jax.text.special_tokens import Guards
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "special_tokens_map.json"
 )  # fmt: skip
-"""The files that a tokenizer is loaded from and saved to, byte for byte. The model's config.json is read too."""
+"""The files from which a tokenizer is loaded, and which are saved unchanged. The model's config.json is read too, but not saved."""
 
 _TOKENIZER, _CONFIG, _GENERATION, _TEMPLATE, _SPECIAL_TOKENS = TOKENIZER_FILES
 _OWN_IDS = ("eos_token_id", "pad_token_id")
-"""Keys whose values are resolved from all files; see `stop_ids` and `pad_id`."""
+"""Keys that `token_ids` omits, because `stop_ids` and `pad_id` store these ids."""
 _LARGEST_ID = 2**31 - 1
 """The largest valid id, since ids are signed 32-bit integers."""
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer with the end tokens and the chat template from its model folder."""
+    """A tokenizer from a model folder, with the end tokens and the chat template that the folder specifies."""
 
     def __init__(
         self, files: Mapping[str, bytes], *, model: Mapping[str, Any] | None = None, place: str = "the folder"
@@ -48,8 +48,8 @@ class HuggingFaceTokenizer:
 
         Args:
             files: contents by file name: `tokenizer.json` and any others of `TOKENIZER_FILES`.
-            model: the model's config.json, for end and padding tokens that no other file names.
-            place: the folder's name in error messages.
+            model: the parsed config.json of the model, which may name further special tokens.
+            place: the folder's name for error messages.
 
         Raises:
             ValueError: a file cannot be parsed, a special token is not in the vocabulary, or no file names an end token.
@@ -71,20 +71,20 @@ class HuggingFaceTokenizer:
         generation, model = self._json(_GENERATION), model or {}
         self._special_tokens = {}
         for key, value in config.items():
-            text = value.get("content") if isinstance(value, Mapping) else value  # older files store objects
+            text = value.get("content") if isinstance(value, Mapping) else value  # older files have an object
             if key.endswith("_token") and isinstance(text, str) and text:
                 self._special_tokens[key] = text
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        """The largest id plus one. Models often have more rows; see `check_vocabulary`."""
+        """The largest token id plus one. Models often have more embedding rows; see `check_vocabulary`."""
         self.token_ids = self._named_ids(generation, model)
-        """Ids by their names in config.json, such as `bos_token_id`, except the end and padding tokens."""
+        """Ids of special tokens other than end and padding tokens, by their keys in config.json, such as `bos_token_id`."""
         self.stop_ids = self._end_tokens(generation, model)
-        """All end tokens that the folder names, with `eos_id` first."""
+        """Ids of all end tokens that the folder's files name, with `eos_id` first."""
         self.eos_id = self.stop_ids[0]
-        """The end token that is appended to supervised responses."""
+        """Id of the end token that is appended to supervised responses."""
         padding = self._ids_of("pad", generation, model)
         self.pad_id = next((token for token in padding if 0 <= token <= _LARGEST_ID), self.eos_id)
-        """The padding token, or the end token if the folder names no padding token."""
+        """Id of the padding token, or of the end token if the folder names no padding token."""
         with self._library("cannot encode this text with"):
             probe = self._tokenizer.encode("a", add_special_tokens=True)
         # Only tokens before the text are added to prompts. Tokens that the post-processor adds after the text would end the prompt.
@@ -96,7 +96,7 @@ class HuggingFaceTokenizer:
         """The ids that `decode` omits."""
         self._guards = Guards(self._added.values())
         self.chat_template = self._template(config.get("chat_template"))
-        """The folder's chat template, or the template named `default` if there are several."""
+        """The folder's chat template, or None. If the folder has several templates, the template named `default` is used."""
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> "HuggingFaceTokenizer":
@@ -112,7 +112,7 @@ class HuggingFaceTokenizer:
         return cls(files, model=model, place=str(path))
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes the files unchanged. If there is no generation_config.json, adds one with all end tokens."""
+        """Writes the tokenizer's files unchanged. If they do not include generation_config.json, adds this file with all end tokens."""
         place = path_of(folder)
         place.mkdir(parents=True, exist_ok=True)
         named = {**self.token_ids, "eos_token_id": list(self.stop_ids), "pad_token_id": self.pad_id}
@@ -121,7 +121,7 @@ class HuggingFaceTokenizer:
             write_whole(place / name, content)
 
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """Returns the ids of `text`. Special tokens spelled out in it are encoded as such, and no others are added.
+        """Returns the ids of `text`. Special tokens that are spelled out in the text are encoded as special tokens, and no tokens are added.
 
         Raises:
             ValueError: the text contains a lone surrogate. The other encoding methods raise this error too.
@@ -139,7 +139,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _plain(self) -> tokenizers.Tokenizer:
-        """The tokenizer without added tokens."""
+        """A copy of the tokenizer without the added tokens."""
         described = {**self._json(_TOKENIZER), "added_tokens": [], "post_processor": None}
         with self._library("without its added tokens cannot be loaded by"):
             plain = tokenizers.Tokenizer.from_str(json.dumps(described))
@@ -156,14 +156,14 @@ class HuggingFaceTokenizer:
         return self._guards.guarded(text)
 
     def encode_guarded(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """Returns the ids of a text with `guarded` parts, in which added tokens are encoded as characters."""
+        """Returns the ids of a text with `guarded` parts. Added tokens that these parts spell out are encoded as ordinary characters."""
         text.encode("utf-8")
         with self._library("cannot encode this text with"):
             found = self._tokenizer.encode(text, add_special_tokens=False)
         parts: list[Int32[np.ndarray, " tokens"]] = []
         done = 0
         for number, (begin, end) in zip(found.ids, found.offsets, strict=True):
-            # Special tokens that only Unicode normalization produces are ignored; only literal ones count.
+            # A token is ignored if its text does not occur literally, but results from Unicode normalization.
             if self._added.get(number) == text[begin:end].strip():
                 before = self.encode_plain(self._guards.restored(text[done:begin]))
                 parts += [before, np.array([number], dtype=np.int32)]
@@ -176,7 +176,7 @@ class HuggingFaceTokenizer:
         return ids if np.array_equal(ids[: len(first)], first) else np.concatenate([first, ids])
 
     def decode(self, ids: Int[np.ndarray, " tokens"]) -> str:
-        """Returns the text of `ids` without special tokens and without ids that only pad the model's vocabulary.
+        """Returns the text of `ids`. Special tokens, and ids that only pad the model's vocabulary, have no text.
 
         Bytes that are not valid UTF-8 become U+FFFD. White space is not changed.
         """
@@ -186,7 +186,7 @@ class HuggingFaceTokenizer:
     def token_bytes(self, token: int) -> bytes | None:
         """Returns the bytes that a token adds to a text, which may be part of a character. A special token adds no bytes.
 
-        Returns None if the id is outside the vocabulary, or if a token's text depends on its neighbours in this decoder.
+        Returns None if the id is outside the vocabulary, or if the decoder makes the token's text depend on its neighbours.
         """
         text = self._tokenizer.id_to_token(token) if 0 <= token <= _LARGEST_ID else None
         if text is None:
@@ -197,7 +197,7 @@ class HuggingFaceTokenizer:
     def _library(self, deed: str) -> Iterator[None]:
         """Converts the library's errors to a ValueError that names the file.
 
-        A panic in its Rust code raises a PanicException, which is not a subclass of Exception.
+        A panic in the library's Rust code raises a PanicException, which is not a subclass of Exception.
         """
         try:
             yield
@@ -269,17 +269,17 @@ class HuggingFaceTokenizer:
 
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""The token of a single byte in a vocabulary with byte fallback."""
+"""Matches a token that represents a single byte in a vocabulary with byte fallback."""
 
 
 def bytes_of_token(token: str, decoder: Any) -> bytes | None:
     """Returns the bytes that a token adds to a text, or None if they depend on the tokens around it.
 
-    The library `tokenizers` can decode only to text, in which part of a character becomes U+FFFD. If a decoder strips the
-    first space of a text, this space still belongs to the token.
+    The library `tokenizers` can decode only to text, in which an incomplete character becomes U+FFFD. The returned bytes include
+    a leading space of the token, even if the decoder strips this space at the beginning of a text.
 
     Args:
-        token: the token as the vocabulary writes it.
+        token: the token as it is written in the vocabulary.
         decoder: the value of `decoder` in tokenizer.json.
 
     >>> bytes_of_token("\u0120\u00e6", {"type": "ByteLevel"})
@@ -302,7 +302,7 @@ def bytes_of_token(token: str, decoder: Any) -> bytes | None:
             text = text.replace(step["replacement"], " ")
         elif kind not in ("Fuse", "ByteFallback") and not (kind == "Strip" and joined):
             return None
-    # If no step of the decoder joins tokens, they are separated by spaces.
+    # If no decoder step joins tokens, the decoder separates them with spaces, which belong to no token.
     return text.encode("utf-8") if joined else None
 
 
@@ -312,7 +312,7 @@ def _kind(step: Any) -> str:
 
 @cache
 def _byte_level() -> Mapping[str, int]:
-    """Maps each character of byte-level vocabularies to its byte. Printable bytes map to themselves, and the others start at U+0100."""
+    """Maps each character of byte-level vocabularies to its byte. Printable bytes are their own characters; all others begin at U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {

@@ -1,10 +1,10 @@
-"""Converts messages to a canonical form, so that data rows, environments and HTTP requests render the same list to the same prompt.
+"""Converts messages to a canonical form, so that the same messages from a data row, an environment or an HTTP request become the same prompt.
 
 | given | canonical |
 |---|---|
-| a null field, at any depth | removed, because Arrow adds fields that only other objects of the column have, as nulls |
+| a null field, at any depth | removed, because Arrow adds a null for every field that only other objects in the column have |
 | `content` as a list of `{"type": "text", "text": ...}` | the concatenated texts |
-| tool calls without `content` | an empty text as `content` |
+| no `content`, but tool calls | an empty text as `content` |
 | an empty list of `tool_calls` | removed |
 | a call `{"name": ..., "arguments": ...}` | `{"type": "function", "function": {"name": ..., "arguments": ...}}` |
 | call arguments as JSON text | the parsed object. Its nulls are kept, because the model wrote them |
@@ -23,9 +23,9 @@ DEEPEST = 64
 
 
 def canonical_messages(messages: Iterable[object]) -> list[dict[str, Any]]:
-    """Returns the messages in canonical form, each with the texts `role` and `content`. Unknown fields are kept.
+    """Returns the messages in canonical form, each with a string `role` and a string `content`. Unknown fields are kept.
 
-    Call it only once, before rendering, because a second call would remove nulls that came from JSON text.
+    Convert messages only once, before rendering, because a second call would remove the nulls that JSON arguments contained.
 
     >>> canonical_messages([{"role": "user", "name": None, "content": [{"type": "text", "text": "1+1"}]}])
     [{'role': 'user', 'content': '1+1'}]
@@ -40,7 +40,7 @@ def content_text(content: object, where: str = "a message") -> str:
     """Returns the text of a message's `content`, which is a string or a list of text parts.
 
     Raises:
-        ValueError: the content is neither.
+        ValueError: the content is neither a string nor a list of text parts.
     """
     if isinstance(content, str):
         return content

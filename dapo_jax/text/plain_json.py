@@ -1,4 +1,4 @@
-"""Parses JSON that other programs or a model wrote. Any problem raises a ValueError."""
+"""Parses JSON from other programs or from a model. All errors are ValueErrors."""
 
 import json
 import math
@@ -9,7 +9,7 @@ def read_numbers(text: str | bytes) -> Any:
     """Parses JSON in which every number is finite and every integer fits in 64 bits.
 
     Raises:
-        ValueError: the text is not JSON, or contains any other number.
+        ValueError: the text is not JSON, or contains a number that is not finite or does not fit.
     """
     return json.loads(text, parse_int=_integer, parse_float=_finite, parse_constant=_finite)
 

@@ -1,19 +1,19 @@
 """Prevents untrusted text, such as HTTP requests and tool results, from being encoded as special tokens.
 
-Only the chat template may write special tokens. If a message spells one out, it is encoded as ordinary characters.
+Only the chat template may write special tokens. If a message contains the text of a special token, this text is encoded as ordinary characters.
 """
 
 from collections.abc import Iterable
 
 FIRST_GUARD = "\U0010f000"
-"""The first of the private-use characters that serve as guards. Untrusted text may not contain this character or a later one."""
+"""The first of the private-use characters that are reserved for guards. Untrusted text may not contain this character or any later character."""
 
 
 class Guards:
-    """Guards the text of messages while a chat template is rendered, so that it cannot become special tokens.
+    """Protects the text of messages from becoming special tokens when a chat template is rendered.
 
-    During rendering, a private-use character (the guard) replaces each character of the messages with which a special token
-    can begin. Any special token in the rendered text was therefore written by the template itself.
+    Before rendering, each character in the messages with which a special token can begin is replaced by a private-use character,
+    its guard. Any special token in the rendered text was therefore written by the template itself.
 
     >>> guards = Guards(["<|im_end|>", "</s>"])
     >>> guards.guarded("1 < 2"), guards.restored(guards.guarded("1 < 2"))
@@ -39,5 +39,5 @@ class Guards:
         return text.translate(self._guards)
 
     def restored(self, text: str) -> str:
-        """Returns the text with the original characters."""
+        """Returns the text in which each guard has been replaced by the character that it stands for."""
         return text.translate(self._firsts)

@@ -15,12 +15,12 @@ class StopStrings:
     """Finds the first token at which the text of a response contains a stop string.
 
     A stop string is complete at token n if the text of the first n tokens contains it. Tokens up to and including token n
-    are kept and trained on. `decode` returns the text before the string. Graders receive this text, as in vLLM.
+    are kept and trained on. As in vLLM, the text from `decode`, which graders receive, ends before the stop string.
 
-    Only the most recent tokens are decoded. Every token with text has at least one byte, so a string of B bytes that ends in
+    Only the most recent tokens are decoded. Every token with text has at least one byte, so a stop string of B bytes that ends in
     token n begins within the last B tokens with text. Four more tokens are decoded, because a decoder may drop the first space
-    of a text, and the first character may be cut in two. Tokens without text, such as special tokens, are skipped.
-    The result does not depend on the number of tokens per call.
+    of a text, and the first token may begin inside a character. Tokens without text, such as special tokens, are skipped.
+    The result does not depend on the number of new tokens per call to `find`.
 
     >>> from dapo_jax.text.tokenizers import ByteTokenizer
     >>> stop = StopStrings(ByteTokenizer(), ["END"])
@@ -50,7 +50,7 @@ class StopStrings:
         self._has_text: dict[int, bool] = {}
 
     def find(self, token_ids: Int[np.ndarray, " tokens"], start: int) -> int | None:
-        """Returns the number of tokens up to and including the first token that completes a string, or None.
+        """Returns the number of tokens up to and including the first token that completes a stop string, or None.
 
         Args:
             token_ids: the response so far.
@@ -61,20 +61,20 @@ class StopStrings:
         places = self._tail(token_ids, start)
         tail = token_ids[places]
         text = self._tokenizer.decode(tail)
-        # Later bytes can change earlier text only at U+FFFD. If the whole text has no U+FFFD, it contains every string
-        # that the text of a part contains.
+        # Further tokens change decoded text only where it has U+FFFD. So if the text of all tokens has no U+FFFD, it contains
+        # every stop string that the text of fewer tokens contains.
         if "\ufffd" not in text and not self._holds(text):
             return None
         fresh = (end for end, place in enumerate(places, start=1) if place >= start)
         return next((places[end - 1] + 1 for end in fresh if self._completes(tail, end)), None)
 
     def decode(self, ids: Int[np.ndarray, " tokens"]) -> str:
-        """Returns the text of `ids` before the earliest stop string, or all of it."""
+        """Returns the text of `ids` up to the earliest stop string, or all of the text if it has no stop string."""
         text = self._tokenizer.decode(ids)
         return text[: min((place for s in self._strings if (place := text.find(s)) >= 0), default=len(text))]
 
     def _tail(self, token_ids: Int[np.ndarray, " tokens"], start: int) -> list[int]:
-        """Returns the positions of the new tokens with text, and of as many earlier ones as a window needs."""
+        """Returns the positions of the new tokens with text, and of as many earlier tokens with text as a window needs."""
         places = [place for place in range(start, len(token_ids)) if self._text_in(int(token_ids[place]))]
         before: list[int] = []
         place = start
@@ -85,7 +85,7 @@ class StopStrings:
         return before[::-1] + places
 
     def _completes(self, tail: Int[np.ndarray, " tail"], end: int) -> bool:
-        """Returns whether the window that ends at `end` contains a string, wherever its first character begins."""
+        """Returns whether the window that ends at `end` contains a stop string. Tries several starts, because the first may be inside a character."""
         begin = max(0, end - self._window)
         starts = range(begin, max(begin - _ALIGNMENTS, -1), -1)
         return any(self._holds(self._tokenizer.decode(tail[at:end])) for at in starts)
@@ -94,14 +94,14 @@ class StopStrings:
         return any(string in text for string in self._strings)
 
     def _text_in(self, token: int) -> bool:
-        """Returns whether the token has text. It is decoded twice in a row, because decoders may drop the first space of a text."""
+        """Returns whether the token has text. The token is decoded twice in a row, because decoders may drop the first space of a text."""
         if token not in self._has_text:
             self._has_text[token] = bool(self._tokenizer.decode(np.array([token, token], np.int32)))
         return self._has_text[token]
 
 
 def stop_ids(tokenizer: Tokenizer, extra: Sequence[int]) -> tuple[int, ...]:
-    """Returns all ids that end a response, without duplicates: the tokenizer's own, `eos_id` first, and then `extra`.
+    """Returns all ids that end a response, without duplicates: first the tokenizer's, beginning with `eos_id`, and then `extra`.
 
     Raises:
         ValueError: an id is not in the tokenizer's vocabulary.

@@ -1,7 +1,7 @@
-"""Turns text into token ids and back: the `Tokenizer` protocol, two tokenizers that need no training, and their files.
+"""The `Tokenizer` protocol, two tokenizers that need no training, and functions that load and save tokenizers.
 
 `encode` adds no special tokens and `decode` omits them, so callers append `eos_id` themselves. In the two tokenizers here,
-ids 0 and 1 are the padding token and the end token. `dapo_jax.text.huggingface` has the tokenizers of real models.
+ids 0 and 1 are the padding token and the end token. `dapo_jax.text.huggingface` loads the tokenizers of pretrained models.
 """
 
 import json
@@ -35,11 +35,11 @@ class Tokenizer(Protocol):
 
     @property
     def pad_id(self) -> int:
-        """The id that fills unused positions."""
+        """The id of the padding token, which fills unused positions."""
 
     @property
     def eos_id(self) -> int:
-        """The id that ends a response, also in supervised training."""
+        """The id of the end token, which ends sampled responses and is appended to supervised responses."""
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -47,10 +47,10 @@ class Tokenizer(Protocol):
 
     @property
     def chat_template(self) -> ChatTemplate | None:
-        """Turns messages into text, or None if the model does not support conversations."""
+        """The template that renders messages as text, or None if the model does not support conversations."""
 
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """Returns the ids of `text` without adding any."""
+        """Returns the ids of `text` without adding special tokens."""
 
     def encode_plain(self, text: str) -> Int32[np.ndarray, " tokens"]:
         """Returns the ids of untrusted text. Special tokens that are spelled out in it are encoded as ordinary characters."""
@@ -59,7 +59,7 @@ class Tokenizer(Protocol):
         """Returns untrusted text with guards against special tokens, for use in a chat template (see `special_tokens.Guards`)."""
 
     def encode_guarded(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """Returns the ids of a text with `guarded` parts. Special tokens are encoded as such only outside these parts."""
+        """Returns the ids of a text with `guarded` parts. Special tokens that these parts spell out are encoded as ordinary characters."""
 
     def encode_prompt(self, text: str) -> Int32[np.ndarray, " tokens"]:
         """Returns the ids of a plain-text prompt, including the beginning-of-text token if the model has one."""
@@ -78,13 +78,13 @@ class _Plain:
     chat_template: ChatTemplate | None = field(default=None, compare=False, kw_only=True)
 
     def encode_plain(self: "Tokenizer", text: str) -> Int32[np.ndarray, " tokens"]:
-        """Returns the same as `encode`."""
+        """Does the same as `encode`, because no text can spell out a special token."""
         return self.encode(text)
 
     encode_guarded = encode_prompt = encode_plain
 
     def guarded(self, text: str) -> str:
-        """Returns the same text."""
+        """Returns the text unchanged, because it cannot spell out a special token."""
         return text
 
 
@@ -111,7 +111,7 @@ class ByteTokenizer(_Plain):
         return bytes(_ordinary(ids, self.vocab_size)).decode("utf-8", errors="replace")
 
     def token_bytes(self, token: int) -> bytes | None:
-        """Returns the byte, or None for an id outside the vocabulary."""
+        """Returns the byte that the token represents, if any, or None for an id outside the vocabulary."""
         return bytes(_ordinary(np.array([token]), self.vocab_size)) if 0 <= token < self.vocab_size else None
 
 
@@ -166,7 +166,7 @@ class CharTokenizer(_Plain):
         return "".join(self.alphabet[place] for place in _ordinary(ids, self.vocab_size))
 
     def token_bytes(self, token: int) -> bytes | None:
-        """Returns the bytes of the character, or None for an id outside the vocabulary."""
+        """Returns the bytes of the character that the token represents, if any, or None for an id outside the vocabulary."""
         return self.decode(np.array([token])).encode("utf-8") if 0 <= token < self.vocab_size else None
 
 
@@ -188,7 +188,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike[str]) -> None
     Raises:
         ValueError: the tokenizer is neither from this module nor from a Hugging Face folder.
     """
-    from dapo_jax.text.huggingface import HuggingFaceTokenizer  # imports the library `tokenizers`
+    from dapo_jax.text.huggingface import HuggingFaceTokenizer  # needs the library `tokenizers`
 
     place = path_of(folder)
     place.mkdir(parents=True, exist_ok=True)
@@ -211,7 +211,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike[str]) -> None
 
 
 def token_ids(tokenizer: Tokenizer) -> Mapping[str, int | list[int]]:
-    """Returns the ids that a model's files name in addition to the end and padding tokens, such as `bos_token_id`."""
+    """Returns the ids of special tokens other than end and padding tokens, by their keys in a model's files, such as `bos_token_id`."""
     return getattr(tokenizer, "token_ids", {})
 
 
@@ -226,7 +226,7 @@ def token_bytes(tokenizer: Tokenizer, token: int) -> bytes | None:
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
-    """Loads the tokenizer from a model folder, which `save_tokenizer` or a Hugging Face library wrote.
+    """Loads the tokenizer from a model folder that `save_tokenizer` or a Hugging Face library has written.
 
     Raises:
         ValueError: tokenizer.json is missing, is not JSON, or has an unknown type.
@@ -259,7 +259,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Checks that the model has an embedding row for each id. Extra rows are common, because models pad their vocabulary.
+    """Checks that the model has an embedding row for each token id. Extra rows are common, because models pad their vocabulary.
 
     Raises:
         ValueError: `tokenizer.vocab_size` is larger than `vocab_size`.
@@ -272,7 +272,7 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 def _instead(folder: AnyPath) -> str:
-    """Returns the remedy if the folder has a tokenizer in an older format, or else an empty text."""
+    """Returns the end of an error message: a remedy if the folder has a tokenizer in an older format, or else an empty text."""
     older = [name for name in ("tokenizer.model", "spiece.model", "vocab.json") if (folder / name).is_file()]
     if not older:
         return ""

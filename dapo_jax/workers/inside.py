@@ -1,7 +1,7 @@
 """The program that runs in a worker process. `Worker` starts it as `python -m dapo_jax.workers.inside ARGUMENTS`.
 
-The arguments name a function as `module:function`, which is called with the worker's setup. It loads the user's code and returns the first
-answer and a function `serve(calls, answer)`. `serve` answers each call by its number until there are no more calls.
+ARGUMENTS is JSON that names a load function as `module:function`. This function receives the worker's setup, loads the user's code, and returns
+the first answer and a function `serve(calls, answer)`. `serve` answers each call by its number until there are no more calls.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ from dapo_jax.terminal import lasting_streams
 Answer = Callable[[int, Mapping[str, Any]], None]
 """answer(number, content) sends the answer to the call with this number."""
 Serve = Callable[[Iterable[dict[str, Any]], Answer], None]
-"""serve(calls, answer) answers all calls."""
+"""serve(calls, answer) answers calls until there are no more."""
 Load = Callable[[Mapping[str, Any]], tuple[Mapping[str, Any], Serve]]
 """load(setup) returns the first answer and `serve`. It raises ValueError if the user's code cannot be loaded."""
 
@@ -31,7 +31,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Loads the user's code, limits the memory and answers calls until their pipe is closed."""
+    """Loads the user's code, limits the memory, and answers calls until the pipe for calls is closed."""
     calls, answers = _private_pipes()
     arguments = json.loads(sys.argv[1])
     _end_with(arguments["parent"])
@@ -40,12 +40,12 @@ def main() -> None:
 
     def answer(number: int, content: Mapping[str, Any]) -> None:
         if os.getpid() != worker:
-            os._exit(0)  # a child process that the user's code forked has returned from the call too
+            os._exit(0)  # this is a child that the user's code has forked; only the worker answers
         left = memoryview(json.dumps({"id": number, **content}).encode() + b"\n")
         while left:
             left = left[os.write(answers, left) :]
 
-    with lasting_streams():  # the user's code may print after standard output is closed
+    with lasting_streams():  # the user's code may print even if standard output is closed
         module, _, name = arguments["load"].partition(":")
         load: Load = getattr(importlib.import_module(module), name)
         try:
@@ -81,7 +81,7 @@ def _end_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     else:
         threading.Thread(target=_end_when_gone, args=(parent,), daemon=True).start()
-    if os.getppid() != parent:  # the parent ended before the line above
+    if os.getppid() != parent:  # the parent ended before the code above ran
         os._exit(1)
 
 

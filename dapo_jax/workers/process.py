@@ -1,8 +1,8 @@
-"""The parent's handle of a worker process, which accepts calls and may answer them in any order.
+"""The parent's handle for a worker process, which accepts calls and may answer them in any order.
 
 Calls and answers are JSON objects, one per line, on two pipes. `dapo_jax.workers.inside` runs at the other end.
 
-The process pools of `concurrent.futures`, loky and Pebble are not suitable. The first two cannot kill a single worker. Pebble pickles its
+The process pools from `concurrent.futures`, loky and Pebble are not suitable. The first two cannot kill a single worker. Pebble pickles its
 calls, runs the user's main program again in each worker, and does not limit memory.
 """
 
@@ -21,10 +21,10 @@ from concurrent.futures import Future
 from typing import Any, Literal
 
 START_S = 120.0
-"""Maximum number of seconds for loading the user's code. Importing a large package on a busy machine is slow."""
+"""Maximum number of seconds for loading the user's code. It is long, because a busy machine imports a large package slowly."""
 
 MOST_BYTES = 1 << 25
-"""Maximum length of an answer. A longer line means that something else writes to the pipe."""
+"""Maximum size of an answer in bytes. A longer line means that some other code has written to the pipe."""
 
 _ENDING_S = 2.0
 """Seconds that a process has to exit after its pipe is closed, before it is killed."""
@@ -39,7 +39,7 @@ class EndedError(Exception):
 
 
 class Worker:
-    """One worker process. One thread starts it and receives its answers, and another thread sends its calls."""
+    """A handle for one worker process. One thread starts the process and receives its answers, and another thread sends calls to it."""
 
     def __init__(self, load: str, setup: Mapping[str, Any], *, memory_mb: int) -> None:
         """Starts the process without waiting for it.
@@ -50,7 +50,7 @@ class Worker:
             memory_mb: megabytes that the process may allocate after loading.
         """
         self.ready: Future[dict[str, Any]] = _running_future()
-        """The first answer, sent once the user's code is loaded. It raises ValueError if loading fails, or EndedError if the process ends."""
+        """The first answer, sent once the user's code is loaded. The future raises ValueError if loading fails, or EndedError if the process ends."""
         self.ended: EndedError | None = None
         """Why the process ended, or None while it runs."""
         self.answered = 0
@@ -160,7 +160,7 @@ def _running_future() -> Future[Any]:
 
 
 def _started(arguments: Mapping[str, Any]) -> subprocess.Popen[bytes]:
-    # The worker searches for modules where this process does. While it loads its own modules, the standard library comes first and the
+    # The worker searches for modules in the same folders as this process. While it loads its own modules, the standard library comes first and the
     # current folder is left out (-P). Otherwise a user's token.py would replace the standard module, and the worker would fail.
     path = [place for place in sys.path if isinstance(place, str)]
     library = [sysconfig.get_path("stdlib"), sysconfig.get_config_var("DESTSHARED")]

@@ -1,1 +1,1 @@
-"""Dataset builders. Each module has a TFDS builder class named `Builder`, whose rows have at least `prompt` and `answer`."""
+"""Dataset builders. Each module defines a TFDS builder class named `Builder`. Its rows have at least the fields `prompt` and `answer`."""

@@ -1,6 +1,6 @@
-"""AIME 2024 as published with DAPO (https://huggingface.co/datasets/BytedTsinghua-SIA/AIME-2024): 30 problems, each 32 times.
+"""AIME 2024 as published with DAPO (https://huggingface.co/datasets/BytedTsinghua-SIA/AIME-2024): 30 problems, repeated 32 times.
 
-This dataset contains each problem once; set `eval.samples_per_prompt: 32` for 32 samples of each. The questions have no
+This builder keeps each problem once; set `eval.samples_per_prompt: 32` to sample 32 responses to each. The questions have no
 instructions; set `data.prompt_template: dapo` to add the instructions of the DAPO recipe.
 """
 

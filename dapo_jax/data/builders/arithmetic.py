@@ -7,9 +7,9 @@ units first and carry as on paper:
           units  carry+tens  answer: the tens' sum, then the last digit of the units' sum
 
 The units' sum always has two digits (`3+4=07`), so its first digit is the carry that begins the next step. Every
-character is then either copied from a known position or a one-digit sum, which a very small model can learn. A
-response that is cut off within the reasoning steps is never correct by accident. The number after its last `=` is at most
-19, but a sum of two two-digit numbers is at least 20.
+character is then either copied from a known position or part of a one-digit sum, which a very small model can learn. A
+response that is cut off within the reasoning steps is never correct by accident, because the number after its last `=` is
+at most 19, but a sum of two two-digit numbers is at least 20.
 
 All random choices depend only on SPLIT_SEED and the pair of operands. Changing a constant prepares a new dataset.
 """
@@ -29,7 +29,7 @@ TRAIN_PAIRS = 7100
 STYLE_WEIGHTS = {"direct": 0.6, "working": 0.15, "rechecked": 0.25}
 """Probability of each style: the answer alone, reasoning steps before the answer, or the same steps several times."""
 RECHECK_AGAIN = 0.5
-"""Probability of another recheck after each recheck. Their number is geometric, so response lengths have a long tail."""
+"""Probability of another recheck after each recheck. The number of rechecks is geometric, so response lengths have a long tail."""
 MAX_RECHECKS = 4
 DEMONSTRATIONS = {"train": 4, "test": 1}
 """Number of demonstrations per pair, by split."""
@@ -64,7 +64,7 @@ def response_text(left: int, right: int, style: str, rechecks: int = 0) -> str:
 
 
 def draw_style(pair: int, draw: int = 0) -> tuple[str, int]:
-    """Returns the style and the number of rechecks of a pair's demonstration `draw`. `pair` is `pair_number(left, right)`."""
+    """Returns the style and the number of rechecks for demonstration number `draw` of a pair. `pair` is `pair_number(left, right)`."""
     style = chosen(STYLE_WEIGHTS, uniform("style", SPLIT_SEED, pair, draw))
     if style != "rechecked":
         return style, 0
@@ -91,7 +91,7 @@ def split_pairs() -> dict[str, list[tuple[int, int]]]:
 
 
 class Builder(OwnBuilder):
-    """TFDS builder for the sums, in the order of `split_pairs`."""
+    """TFDS builder for the sums. Rows are in the order of `split_pairs`."""
 
     name = "arithmetic"
     DESCRIPTION = "Sums of two two-digit numbers with demonstrations in several styles."

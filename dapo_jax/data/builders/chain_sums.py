@@ -26,14 +26,14 @@ ALPHABET = f"0123456789{LABELS}+>=:,?"
 """All characters that occur in prompts and responses."""
 DIGITS = range(1, 10)
 TERMS = range(2, 13)
-"""Numbers of terms in a sum. Each has equally many rows. There are so few sums of two or three terms that they repeat, and sums of
-two terms are in both `warm_start` and `train`."""
+"""Possible numbers of terms in a sum, all with equally many rows. There are so few sums of two or three terms that these sums repeat,
+and sums of two terms are in both `warm_start` and `train`."""
 LONG = 9
 """Minimum number of terms in a long sum."""
 SPLIT_SEED = 0
 QUESTIONS = {"warm_start": 3000, "train": 400, "test": 24}
-"""Rows per number of terms, by split. `warm_start` and `train` have different questions. Otherwise memorized answers would be
-rewarded, which would hide whether reasoning steps help."""
+"""Number of rows per number of terms, by split. Except for sums of two terms, `warm_start` and `train` have different questions.
+Otherwise, memorized answers would be rewarded, which would hide whether reasoning steps help."""
 STYLE_WEIGHTS = {"direct": 0.75, "brief": 0.10, "careful": 0.10, "rambling": 0.05}
 LONG_STYLE_WEIGHTS = {"direct": 0.94, "brief": 0.04, "careful": 0.02}
 MAX_REPEATS = 2
@@ -78,7 +78,7 @@ def response_text(terms: Question, style: str, repeats: int = 0) -> str:
 
 
 def draw_style(terms: Question, draw: int) -> tuple[str, int]:
-    """Returns the style and the number of repeats of a question's demonstration `draw`."""
+    """Returns the style and the number of repeats for demonstration number `draw` of a question."""
     weights = LONG_STYLE_WEIGHTS if len(terms) >= LONG else STYLE_WEIGHTS
     style = chosen(weights, uniform("style", SPLIT_SEED, prompt_text(terms), draw))
     if style != "rambling":
@@ -87,7 +87,7 @@ def draw_style(terms: Question, draw: int) -> tuple[str, int]:
 
 
 def split_questions() -> dict[str, list[Question]]:
-    """Returns the shuffled questions of each split. `test` shares no questions; `train` and `warm_start` share only sums of two terms."""
+    """Returns the shuffled questions of each split. `test` shares no questions with other splits; `train` and `warm_start` share sums of two terms."""
     found: dict[str, list[Question]] = {split: [] for split in QUESTIONS}
     for count in TERMS:
         questions = _questions_of(count)
@@ -120,7 +120,7 @@ def _place(terms: Question) -> float:
 
 
 class Builder(OwnBuilder):
-    """TFDS builder for the sums, in the order of `split_questions`."""
+    """TFDS builder for the sums. Rows are in the order of `split_questions`."""
 
     name = "chain_sums"
     DESCRIPTION = "Sums of 2 to 12 labelled digits with demonstrations in several styles."

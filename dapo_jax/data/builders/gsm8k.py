@@ -12,7 +12,7 @@ MARK = "####"
 
 
 class Builder(FileBuilder):
-    """The question is `question`, and the answer is the text after the mark in `answer`."""
+    """The question is `question`, and the answer is the text after the last `####` in `answer`."""
 
     name = "gsm8k"
 

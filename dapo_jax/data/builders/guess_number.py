@@ -5,8 +5,8 @@ is higher or `<` if it is lower, until the guess is correct:
 
     08-70:39?>55?<47?
 
-With probability `PATIENCE`, the impatient player guesses the middle of the remaining range. Otherwise the player guesses any number of the
-whole range, and then gives up. So the demonstrations show the format and the bisection, but only a quarter of them find the number.
+With probability `PATIENCE`, the impatient player guesses the middle of the remaining range. Otherwise, the player guesses any number in the
+whole range, and gives up if it is wrong. So the demonstrations show the format and the bisection, but only a quarter of them find the number.
 Reinforcement learning has to discover that always guessing the middle finds every number within `GUESSES` guesses.
 
 Each row is a pair of a range and a number. `train` and `test` share no pairs. `demonstrations` has all pairs, with many
@@ -26,7 +26,7 @@ WIDTH = 63
 LOWS = range(0, 37, 4)
 """The first number of each range. The highest number in any range is 36 + 62 = 98."""
 GUESSES = 6
-"""Maximum number of guesses. It suffices for each of the 63 numbers if every guess is the middle."""
+"""Maximum number of guesses. This is enough to find any of the 63 numbers if every guess is the middle of the remaining range."""
 PATIENCE = 0.75
 """Probability that a guess in a demonstration is the middle of the remaining range."""
 SPLIT_SEED = 0
@@ -77,7 +77,7 @@ def split_pairs() -> dict[str, list[tuple[int, int]]]:
 
 
 class Builder(OwnBuilder):
-    """TFDS builder for the searches, in the order of `split_pairs`."""
+    """TFDS builder for the searches. Rows are in the order of `split_pairs`."""
 
     name = "guess_number"
     DESCRIPTION = "Searches for a number within a range, with demonstrations by an impatient player."

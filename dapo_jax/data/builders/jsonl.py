@@ -7,7 +7,7 @@ from dapo_jax.data.file_builder import FileBuilder, field_of
 
 
 class Builder(FileBuilder):
-    """For example, `source_options: {prompt: question, answer: reward_model.ground_truth}`. By default, the fields are `prompt` and `answer`."""
+    """The fields are `prompt` and `answer`, or as set by `source_options: {prompt: question, answer: reward_model.ground_truth}`."""
 
     name = "jsonl"
     OPTIONS = ("prompt", "answer")

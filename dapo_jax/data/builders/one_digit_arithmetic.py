@@ -1,7 +1,7 @@
 """Generated arithmetic for pretrained models: every one-digit sum, difference and product.
 
 A prompt is, for example, `7+5`, `7-5` or `7*5`, and the answer is its value. Differences are never negative. There are
-100 + 55 + 100 questions, which is few enough to memorize. Questions in the test split are never trained on. However, `3*4` may
+100 + 55 + 100 questions, few enough to memorize. Questions in the test split are never trained on. However, `3*4` may
 be in the train split while `4*3` is in the test split. So the test split measures whether a model has become reliable, not whether
 it has discovered arithmetic.
 """
@@ -48,7 +48,7 @@ def split_questions() -> dict[str, list[Question]]:
     """Returns all questions, shuffled and split into `train` and `test`."""
 
     def place(question: Question) -> bytes:
-        # A hash gives the same order with every version of every library.
+        # Sorting by a hash gives the same order with all library versions.
         return hashlib.blake2b(f"{SPLIT_SEED} {question.text}".encode(), digest_size=8).digest()
 
     shuffled = sorted(questions(), key=place)
@@ -56,7 +56,7 @@ def split_questions() -> dict[str, list[Question]]:
 
 
 class Builder(OwnBuilder):
-    """TFDS builder for the questions, in the order of `split_questions`."""
+    """TFDS builder for the questions. Rows are in the order of `split_questions`."""
 
     name = "one_digit_arithmetic"
     DESCRIPTION = "One-digit sums, differences and products."
