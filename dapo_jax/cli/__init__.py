@@ -1,4 +1,4 @@
-"""The command line: parses the arguments, and calls one function per command. Each module here defines a group of related commands.
+"""The command line: parses the arguments and calls the command's function. Each module of this package defines a group of related commands.
 
 Exit status: 0 for success; 2 for a usage or configuration error, reported in one message; 75 for a training run that was stopped (SIGTERM, SIGINT, SIGHUP)
 and can be resumed; 1 otherwise. If the reading end of a pipe closes (`| head`), further output is dropped and the command continues.
@@ -31,14 +31,14 @@ ALONE = ("doctor", "sft", "eval", "sample", "serve", "convert")
 """Commands that use a model and run as a single process. Commands in neither tuple need no devices."""
 
 LASTING = ("train", "sft", "serve")
-"""Long-running commands, which report when nothing reads their output any more."""
+"""Long-running commands. They print a message if their output no longer has a reader."""
 
 NO_BACKEND = "Unable to initialize backend"
-"""Beginning of JAX's error message if there is no device of the requested platforms."""
+"""Beginning of JAX's error message if no requested platform has a device."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit status. If the run has several processes, a failure exits the Python process instead."""
+    """Runs one command and returns the exit status. If the run has several processes, a failure ends the Python process immediately instead."""
     words = sys.argv[1:] if argv is None else list(argv)
     with lasting_streams(lambda stream: _report_gone(stream, next(iter(words), ""))):
         arguments = _parsed(words)
@@ -71,7 +71,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if name in TOGETHER + ALONE:
             keep_quiet()
         status = arguments.command(arguments)
-        sys.stdout.flush()  # raises here if the disk is full
+        sys.stdout.flush()  # if the disk is full, raises the error here, where it is handled
         processes.leave()
         return status
     except StoppedError as error:
@@ -90,7 +90,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _outcome(error: BaseException, name: str) -> tuple[int, str] | None:
-    """Returns the exit status and the message of an error that needs no traceback."""
+    """Returns the exit status and the message for an error that needs no traceback, or None for any other error."""
     if isinstance(error, ConfigError):
         return 2, f"dapo-jax {name}: {error}"
     if missing := _without_devices(error):
@@ -116,18 +116,18 @@ def _noted(message: str, error: BaseException) -> str:
 
 
 def _without_devices(error: BaseException) -> str:
-    """Returns the message if JAX found no device of the requested platforms, or an empty string for any other error."""
+    """Returns an error message if JAX found no device for the requested platforms, or an empty string for any other error."""
     if isinstance(error, RuntimeError) and str(error).startswith(NO_BACKEND):
         return str(error)
     where = traceback.extract_tb(error.__traceback__)
     if isinstance(error, AssertionError) and where and where[-1].filename.endswith("xla_bridge.py"):
-        # If CUDA is requested without a GPU, JAX ignores it and then fails an assertion.
+        # If CUDA is requested but there is no GPU, JAX skips this platform and later fails an assertion.
         return f"{NO_BACKEND}: there is no device of this platform; set JAX_PLATFORMS=cpu, or unset it"
     return ""
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
-    """Parses the arguments. `key=value` may also follow an option, which argparse alone does not accept."""
+    """Parses the arguments. `key=value` arguments may also follow options, which argparse itself does not support."""
     parser = _parser()
     arguments, left = parser.parse_known_args(words)
     strange = [text for text in left if text.startswith("-") or "=" not in text]
@@ -153,10 +153,10 @@ def _meant(option: str, arguments: argparse.Namespace, words: Sequence[str]) -> 
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that suggests the most similar known word if a word is unknown."""
+    """An argument parser that suggests the most similar valid choice if a choice is invalid."""
 
     def error(self, message: str) -> NoReturn:
-        message = message.replace(", key=value", "")  # argparse lists it as a missing argument
+        message = message.replace(", key=value", "")  # argparse would list it as a missing argument, although it is optional
         if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
             near = nearest(found[1], re.findall(r"[\w-]+", found[2]))
             message += f"; did you mean {near[0]!r}?" if near else ""

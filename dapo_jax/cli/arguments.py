@@ -12,7 +12,7 @@ from dapo_jax.config.keys import without_secrets
 from dapo_jax.terminal import visible
 
 LONGEST_MESSAGE = 1800
-"""Maximum number of characters of an error message, which may quote the content of a file."""
+"""Maximum length of a printed error message. Longer messages are possible if they quote a file."""
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -22,7 +22,7 @@ MODEL = "preset:NAME, shipped:NAME, hf:ORG/NAME, a model folder, or a run folder
 
 
 def command(commands: Commands, name: str, function: Callable[..., int]) -> argparse.ArgumentParser:
-    """Adds a command that calls `function` with the parsed arguments. The function's docstring is the help text."""
+    """Adds a command that calls `function` with the parsed arguments. The docstring of `function` is the help text."""
     made = commands.add_parser(name, help=function.__doc__, description=function.__doc__)
     made.set_defaults(command=function)
     return made
@@ -31,7 +31,7 @@ def command(commands: Commands, name: str, function: Callable[..., int]) -> argp
 def option(
     made: argparse.ArgumentParser, name: str, text: str, metavar: str | None = None, **how: Any
 ) -> None:
-    """Adds an option, which is a flag if it has no metavar and no other settings. If the default is a number, it also sets the type."""
+    """Adds an option. Without a metavar and other settings, it is a flag. If the default is a number, values are converted to the same type."""
     given: dict[str, Any] = {"metavar": metavar, **how} if metavar or how else {"action": "store_true"}
     if (default := how.get("default")) not in (None, "", [], {}):
         text = (
@@ -43,13 +43,13 @@ def option(
 
 
 def add_config(made: argparse.ArgumentParser) -> None:
-    """Adds `CONFIG key=value ...`."""
+    """Adds the arguments `CONFIG key=value ...`."""
     made.add_argument("config", help=CONFIG)
     add_overrides(made)
 
 
 def add_overrides(made: argparse.ArgumentParser) -> None:
-    """Adds `key=value ...`."""
+    """Adds the arguments `key=value ...`."""
     made.add_argument("overrides", nargs="*", metavar="key=value", help="override of a configuration key")
 
 
@@ -62,7 +62,7 @@ def add_conversation(made: argparse.ArgumentParser) -> None:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Parses an argument that is a JSON object."""
+    """Parses an argument that must be a JSON object."""
     try:
         if isinstance(read := json.loads(text), dict):
             return read
@@ -73,7 +73,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def write_json(where: str, content: Any) -> None:
-    """Writes `content` to the file `where`, or to standard output if it is `-`.
+    """Writes `content` to the file `where`, or to standard output if `where` is `-`.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -92,9 +92,9 @@ def write_json(where: str, content: Any) -> None:
 
 
 def printable(message: str) -> str:
-    """Returns a message without tokens, passwords and control characters. The middle of a very long message is left out.
+    """Removes secrets and control characters from a message. The middle of a very long message is left out.
 
-    Its beginning and end are kept, because they name the place of the error and the remedy.
+    The beginning and the end are kept, because they contain the place of the error and the remedy.
     """
     message = visible(without_secrets(message))
     if len(message) <= LONGEST_MESSAGE:

@@ -20,7 +20,7 @@ _OPTIONS = {
     "data.source_options": "--options",
     **{f"data.{name}": f"--{name.replace('_', '-')}" for name in ("on_bad_row", "data_dir", *_PROMPT)},
 }
-"""Configuration keys -> the options of `data` that set them."""
+"""Configuration key -> the option of the `data` commands that sets it."""
 
 
 def add_to(commands: Commands) -> None:
@@ -77,7 +77,7 @@ def show(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _in_options() -> Iterator[None]:
-    """Replaces configuration keys in error messages by options of the command."""
+    """Replaces configuration keys in error messages with the command-line options that set them."""
     try:
         yield
     except ConfigError as error:

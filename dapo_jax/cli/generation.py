@@ -36,7 +36,7 @@ SHORT = {
     "slots": "sampling.slots",
     "seed": "seed",
 }
-"""Options of `eval` -> the configuration keys that they set."""
+"""Option of `eval` -> the configuration key that it sets."""
 
 
 def add_to(commands: Commands) -> None:

@@ -14,7 +14,7 @@ from dapo_jax.config import ConfigError, load_config
 PROGRAMS = ("generate", "prefill", "fill", "insert", "transfer", "update", "score")
 
 LARGE_BYTES = 100_000_000
-"""Size in bytes above which a browser opens a page slowly."""
+"""Size in bytes above which browsers take long to open the page."""
 
 
 def add_to(commands: Commands) -> None:
@@ -159,7 +159,7 @@ def report(arguments: argparse.Namespace) -> int:
             print(f"{arguments.png}: {len(written)} PNGs")
     except ConfigError:
         raise
-    except ValueError as error:  # a path that is neither local nor in a bucket
+    except ValueError as error:  # raised for a path that is neither local nor in a bucket
         raise ConfigError(str(error)) from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -169,7 +169,7 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def _watch(arguments: argparse.Namespace) -> int:
-    """Serves the page until the command is interrupted."""
+    """Serves the report page until the command is interrupted."""
     from dapo_jax.report.server import watch
 
     for name in ("out", "png", "rollout_steps"):

@@ -30,7 +30,7 @@ def train(arguments: argparse.Namespace) -> int:
     from dapo_jax.parallel.processes import is_first, wanted
 
     if not wanted():
-        # Printed before imports that take seconds. With several processes, it is not known yet which process is the first.
+        # Printed before the slow imports. If there are several processes, it is not known yet which of them should print.
         print(f"{config.steps} steps in {config.run_dir}: starting ...", flush=True)
     from dapo_jax.run import train
     from dapo_jax.storage import path_of
@@ -47,7 +47,7 @@ def train(arguments: argparse.Namespace) -> int:
 
 
 def _held_out(lines: Sequence[Mapping[str, float | int]], *, metric: str) -> Iterator[str]:
-    """Yields a line for each score of the last evaluation, with the same score of the first evaluation.
+    """Yields a line for each score in the last evaluation, which also shows the score in the first evaluation.
 
     If a run was resumed with other evaluation datasets, the first evaluation lacks some scores.
     """

@@ -1,4 +1,4 @@
-"""The functions of the commands other than `train`: sft, evaluate, sample, convert, score, and the dataset commands."""
+"""The Python functions for all commands that use models, graders or datasets, except `train`."""
 
 from dapo_jax.commands.inference import evaluate, sample
 from dapo_jax.commands.sft import sft

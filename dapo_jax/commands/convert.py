@@ -31,7 +31,7 @@ class Converted:
 
     folder: AnyPath
     family: str
-    """model_type in config.json; for an adapter, the model_type of its base model."""
+    """The model_type in config.json. For an adapter, the model_type of its base model."""
     adapter: bool
     """True for an adapter folder."""
     parameters: int
@@ -44,8 +44,8 @@ class Converted:
 def convert(source: str, target: str, *, dtype: str = "float32", merge: bool = False) -> Converted:
     """Converts the model `source` and its tokenizer to a Hugging Face folder, which transformers and this library can load.
 
-    A run that trained adapters is converted to an adapter folder, which PEFT can load too. GGUF files and folders of any size are
-    converted one tensor at a time.
+    A run that trained adapters is converted to an adapter folder, which PEFT can load too. GGUF files and folders of any size
+    are converted one tensor at a time.
 
     Args:
         source: a local .gguf file, a Hugging Face folder, a run folder (its latest checkpoint), an adapter folder, preset:NAME or shipped:NAME.
@@ -81,7 +81,7 @@ def convert(source: str, target: str, *, dtype: str = "float32", merge: bool = F
             config, written = _from_gguf(path, folder, dtype)
         adapter = config.lora is not None and not merge
     except BaseException as error:
-        with suppress(OSError):  # removes the files of an incomplete model
+        with suppress(OSError):  # removes the incomplete model
             for file in entries(folder):
                 file.unlink()
             if made and folder.exists():
@@ -131,7 +131,7 @@ def _from_folder(source: AnyPath, folder: AnyPath, dtype: str) -> tuple[DecoderC
 
 
 def _tensors(config: DecoderConfig, file: TensorFile) -> list[Tensor]:
-    """Returns the decoder's tensors. Each is loaded only when it is written."""
+    """Returns the decoder's tensors. Each tensor is loaded only when it is written."""
     checked(config, file)
     return [
         Tensor(name, shape, partial(file.read, name, tuple(slice(0, size) for size in shape)))

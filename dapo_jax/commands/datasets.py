@@ -21,7 +21,7 @@ _QUANTILES = {"min": 0.0, "median": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
 
 
 def prepare(data: DataConfig) -> str:
-    """Prepares the dataset if needed, and reports for each split the number of rows, the rows left out, and references that graders cannot parse.
+    """Prepares the dataset if needed, and returns a report on each split: the number of rows, the rows left out, and the references that graders cannot parse.
 
     Raises:
         ConfigError: the dataset cannot be loaded. The message names the file and line of an invalid row.
@@ -30,13 +30,13 @@ def prepare(data: DataConfig) -> str:
     lines = []
     for split, rows in splits.items():
         lines.append(f"{split}: {rows.note or f'{data.source}: {len(rows):,} prompts'}")
-        if rows.note:  # only datasets in files have a note; other datasets generate their rows and references
+        if rows.note:  # only datasets from files have a note; other datasets generate references, which graders can parse
             lines += [f"{split}: {line}" for line in _unread_references(rows)]
     return visible("\n".join([*lines, f"kept in {data.data_dir}"]) + "\n")
 
 
 def _unread_references(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns a line for each grader that cannot parse some references completely, with the first of these references."""
+    """Returns a line for each grader that cannot completely parse all references, with the first references that it cannot parse."""
     lines = []
     for grader, unread_by in UNREAD_BY.items():
         unread = [row for row in rows if row.get("answer") and unread_by(row["answer"])]

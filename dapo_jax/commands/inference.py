@@ -51,7 +51,7 @@ class Evaluation:
     groups: dict[str, list[Group]]
     """Dataset name -> its graded groups."""
     metric: str = "correct"
-    """`score` if that is the training run's `dynamic_sampling.metric` and the grader returned scores, else `correct`."""
+    """`score` if the training run's `dynamic_sampling.metric` is `score` and the grader returned scores, else `correct`."""
 
 
 def evaluate(
@@ -67,8 +67,8 @@ def evaluate(
 
     Args:
         model: `preset:NAME`, `shipped:NAME`, `hf:ORG/NAME`, a model folder, or a run folder (its latest checkpoint).
-        config: an `EvaluateConfig`, or an evaluation, training or warm-start configuration file. None: the run's own, or the defaults.
-        overrides: strings `key=value`.
+        config: an `EvaluateConfig`, or an evaluation, training or warm-start configuration file. None: the configuration of the run, or for other models, the defaults.
+        overrides: strings `key=value`, which override configuration keys.
         rows: rows with `prompt` and `answer` to evaluate on, instead of a dataset.
         reward: function that grades one `rewards.Sample`. None: `config.reward.grader`.
         keep: folder for all rollouts (FOLDER/NAME/step_000000.jsonl) and problems (FOLDER/problems/NAME.jsonl). It is created if
@@ -80,7 +80,7 @@ def evaluate(
     config, metric = _configured(model, config, overrides)
     kept = None if keep is None else place_of(keep, key="keep", write=True)
     use_compilation_cache(config.compilation_cache)
-    check_graders(config.reward, reward=reward)  # checked first, because the model may take long to load
+    check_graders(config.reward, reward=reward)  # checked now, because loading the model may take long
     environment = environment_of(config.environment, reward=reward)
     policy, sampler_of = _loaded(model, config.parallel, config.sampling, config.compute_dtype)
     config = replace(config, data=dated(config.data, like=data_of_run(model)))
@@ -119,7 +119,7 @@ def evaluate(
 def _configured(
     model: str, config: EvaluateConfig | str | Path | None, overrides: Sequence[str]
 ) -> tuple[EvaluateConfig, str]:
-    """Returns the given configuration or the configuration of the model's run, and the training run's `dynamic_sampling.metric`.
+    """Returns the evaluation configuration (given, or from the model's run), and the training run's `dynamic_sampling.metric`.
 
     Raises:
         ConfigError: as in `load_evaluation`, or there are overrides but the configuration is not a file.
@@ -144,7 +144,7 @@ def _configured(
 def _loaded(
     model: str, parallel: ParallelConfig, sampling: SamplingConfig, dtype: str
 ) -> tuple[Policy, Callable[..., ResponseSampler]]:
-    """Loads a policy. Returns it with its `response_sampler`, as a function of the remaining arguments."""
+    """Loads a policy. Returns it with a function that creates its sampler: `response_sampler` with some arguments already set."""
     mesh = mesh_of(parallel)
     meshes = meshes_of(parallel, mesh)
     policy = find_policy(model, mesh=mesh, shares=sharing(meshes, sampling, dtype=dtype))

@@ -18,7 +18,7 @@ from dapo_jax.terminal import visible
 from dapo_jax.trackers.rollout_log import read_rollouts
 
 RECORDED = "recorded"
-"""Name of the verdicts that are saved in the file."""
+"""Name of the pseudo-grader for the verdicts that were saved with the rollouts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +28,14 @@ class Scores:
     rows: Sequence[Mapping[str, Any]]
     """The rollouts, as `read_rollouts` returns them."""
     verdicts: Mapping[str, Sequence[Verdict]]
-    """Grader -> one verdict per row. `recorded` is included as a grader."""
+    """Grader -> one verdict per row. The saved verdicts are included under the name `recorded`."""
 
     def accuracy(self, grader: str) -> float:
-        """Returns the fraction of responses that a grader judges correct. If it only returns scores, a score above 0 counts as correct."""
+        """Returns the fraction of responses that a grader judges correct. If the grader only returns scores, a score above 0 counts as correct."""
         return float(np.mean([verdict.correct for verdict in self.verdicts[grader]]))
 
     def numbers(self, grader: str) -> list[float]:
-        """Returns the scores of a grader. Verdicts without a score and lost verdicts are left out."""
+        """Returns the scores from a grader. Verdicts without a score, including lost verdicts, are left out."""
         return [verdict.score for verdict in self.verdicts[grader] if verdict.score is not None]
 
     def agreement(self, one: str, other: str) -> float:
@@ -56,12 +56,12 @@ def score(
     workers: int = 2,
     timeout_s: float = 10.0,
 ) -> Scores:
-    """Grades saved rollouts with each of `graders`.
+    """Grades saved rollouts again, with each grader in `graders`.
 
     Args:
         rollouts: a JSONL file, or a folder of such files: a run's `rollouts/`, or the folder of `dapo-jax eval --keep`.
         graders: graders in the form of `reward.grader`.
-        answer_marker: answer marker of the grader `exact`.
+        answer_marker: answer marker for the grader `exact`.
         workers: number of processes for graders that may hang. 0: grade in this process.
         timeout_s: time limit in seconds for one response.
 
@@ -93,7 +93,7 @@ def score(
 
 
 def describe(scores: Scores, *, show: int = 5) -> str:
-    """Formats mean scores, each grader's fraction of correct responses, the agreement of each pair, and up to `show` disagreements per pair."""
+    """Formats the graders' mean scores and fractions of correct responses, and the agreement and up to `show` disagreements of each pair of graders."""
     names, count = list(scores.verdicts), len(scores.rows)
     width = max(len(name) for name in names)
     lines = []
@@ -110,7 +110,7 @@ def describe(scores: Scores, *, show: int = 5) -> str:
 
 
 def _shares(scores: Scores, names: Sequence[str], width: int) -> list[str]:
-    """Returns a table row for each grader: its fraction of correct responses, and its agreement with each grader."""
+    """Returns a table with a row for each grader: its fraction of correct responses, and its agreement with every grader."""
     columns = ["correct", *names]
     lines = [
         f"{len(scores.rows)} responses; the share that a grader judges correct (a score: above 0), and the share on which two graders agree",
@@ -125,7 +125,7 @@ def _shares(scores: Scores, names: Sequence[str], width: int) -> list[str]:
 
 
 def _differences(scores: Scores, pair: tuple[str, str], differing: list[int], show: int) -> list[str]:
-    """Formats the disagreements of a pair of graders: how often only one of them judges a response correct, and the first `show` responses."""
+    """Formats the disagreements between two graders: how often only one grader judges a response correct, and the first `show` of these responses."""
     only = [
         f"correct only for {name}: {sum(scores.verdicts[name][place].correct for place in differing)}"
         for name in pair

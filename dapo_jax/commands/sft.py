@@ -47,7 +47,7 @@ class SftResult:
 
     policy: Policy
     metrics: dict[str, float]
-    """Metrics of the last step, including its evaluation."""
+    """Metrics of the last step, including the evaluation after it."""
 
 
 def sft(config: SftConfig | str | Path, *, progress: Progress | None = None) -> SftResult:
@@ -56,7 +56,7 @@ def sft(config: SftConfig | str | Path, *, progress: Progress | None = None) -> 
     The loss is the negative log-likelihood of the responses, including the end token, averaged over all tokens.
 
     Raises:
-        ConfigError: the configuration cannot be run, or another process is training in the same folder. Nothing was started.
+        ConfigError: the configuration cannot be run, or another process is training in the same folder. Training has not started.
         LockLostError: this run was suspended for so long that another run has taken over its folder in a bucket.
     """
     config = config if isinstance(config, SftConfig) else load_config(config, schema=SftConfig)
@@ -148,7 +148,7 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
 def _minibatch(
     config: SftConfig, policy: Policy, how: TrainingPass, pairs: PairSource, step: int
 ) -> list[Microbatch]:
-    """Returns the packed pairs of a step, counted from 1."""
+    """Returns the packed pairs for step `step` (the first step is 1)."""
     size = config.batch.pairs_per_step
     examples: list[Example] = []
     for place in range((step - 1) * size, step * size):

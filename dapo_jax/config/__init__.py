@@ -1,4 +1,4 @@
-"""Configurations: the dataclasses, their checks, and loading them from YAML. Imports no jax."""
+"""Configurations: the dataclasses, their checks, and loading them from YAML. This package does not import jax."""
 
 from dapo_jax.config.data_schema import DataConfig, SourceConfig
 from dapo_jax.config.keys import ConfigError

@@ -1,4 +1,4 @@
-"""Configuration keys. A key is a dataclass field with a default and rules for its value, which are checked here. The docstring below the field documents it."""
+"""Configuration keys. A key is a dataclass field with a default and with rules for its value, which this module checks. The docstring below the field documents the key."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from dapo_jax.hints import nearest
 
 
 class ConfigError(ValueError):
-    """The configuration cannot be run. The message names the key, the value and the remedy."""
+    """The configuration is invalid. The message names the key, the value and the remedy."""
 
 
 class Range(NamedTuple):
@@ -44,15 +44,15 @@ class Rules:
     range: Range | None = NOT_NEGATIVE
     """Allowed numbers. None: any number. Values of other types are not affected."""
     choices: Sequence[str] = ()
-    """Allowed strings; empty: any string."""
+    """Allowed strings. Empty: any string."""
     not_empty: bool = False
     """Refuse an empty string."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Name in verl, TRL or open-instruct -> a note if the quantity differs or is easily confused with another, else an empty string."""
+    """Name of the key in verl, TRL or open-instruct -> a note if the quantity differs or could be confused with another, else an empty string."""
     may_change: bool = False
-    """True if the value may change on `--resume`, because the key does not affect the training result."""
+    """True if the value may change on `--resume`, because the key affects the training result only by rounding, if at all."""
     only_with: str = ""
-    """The key that must be set for this key, or for all other keys of this section, to have an effect."""
+    """The key that must be set, or else this key (or every other key of this section) has no effect."""
 
 
 _NO_RULES = Rules()
@@ -65,12 +65,12 @@ def key(
     aliases: str | Mapping[str, str] = "",
     **rules: Any,
 ) -> Any:
-    """Creates a field of a configuration dataclass, with the rules for its value.
+    """Creates a configuration key: a dataclass field with rules for its value.
 
     Args:
-        default: the default value. Without `default` and `default_factory`, the key is required.
-        default_factory: creates the default of a list, a mapping or a section.
-        aliases: names of the key in other libraries, separated by spaces; or a mapping from such names to a note.
+        default: the default value. If neither `default` nor `default_factory` is given, the key is required.
+        default_factory: function that creates the default list, mapping or section.
+        aliases: names of the key in other libraries, separated by spaces, or a mapping from such names to notes.
         rules: the other fields of `Rules`. `may_change` on a section applies to all of its keys.
     """
     noted = {aliases: ""} if isinstance(aliases, str) else aliases
@@ -90,13 +90,13 @@ def needed(one: "dataclasses.Field[Any]") -> bool:
 
 
 _PLACES = ("run_dir", "compilation_cache", "source", "path", "data_dir")
-"""Last parts of the keys whose value is a folder, a file or a model."""
+"""Last parts of the dotted keys whose value is a folder, a file or a model."""
 _PASSWORD = re.compile(r"(://[^/\s:@]*:)[^/\s@]+@")
 
 SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
 """Environment variables whose values are never printed."""
 SHORTEST_SECRET = 8
-"""Minimum number of characters of a hidden value, because shorter values occur in ordinary words."""
+"""Minimum length of a value that is hidden. Shorter values could occur in ordinary words."""
 
 
 def without_secrets(text: str) -> str:
@@ -112,18 +112,18 @@ def _without_password(text: str) -> str:
 
 
 def refuse(key: str, value: object, needs: str, remedy: str) -> NoReturn:
-    """Raises a ConfigError in the form that all checks share: value found, value needed, remedy."""
+    """Raises a ConfigError whose message names the value found, the value needed, and the remedy."""
     raise ConfigError(f"{key}: found {shown(value)}, needs {needs}; {remedy}")
 
 
 def shown(value: object) -> str:
-    """Formats a value for a message, with at most 80 characters."""
+    """Formats a value for a message as in YAML, truncated to 80 characters."""
     text = {"True": "true", "False": "false", "None": "null"}.get(repr(value), repr(value))
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def check_value(key: str, value: object, expected: Any, rules: Rules = _NO_RULES) -> None:
-    """Checks the type of a value, and then its range or choices.
+    """Checks the type of a value, then its range or choices.
 
     Raises:
         ConfigError: the value is not allowed. The message names the key, the value and the remedy.
@@ -151,7 +151,7 @@ def check_value(key: str, value: object, expected: Any, rules: Rules = _NO_RULES
 
 
 def _check_type(key: str, value: object, expected: Any) -> None:
-    """Checks the annotated type. A float key also accepts an integer. No other value is converted silently."""
+    """Checks that the value has the annotated type. A float key also accepts an integer. No other type is converted."""
     optional = NoneType in get_args(expected)
     kind = next(arg for arg in get_args(expected) or (expected,) if arg is not NoneType)
     needs = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
@@ -199,7 +199,7 @@ def _check_mapping(key: str, value: object) -> None:
 
 
 def _number_remedy(value: object, kind: type) -> str:
-    """Returns the remedy for a value that is not a number of this kind."""
+    """Returns the remedy for a value that is not an integer or float, as `kind` requires."""
     if isinstance(value, float) and math.isfinite(value):
         near = dict.fromkeys(f"{bound}" for bound in (math.floor(value), math.ceil(value)))
         return f"write {' or '.join(near)}"

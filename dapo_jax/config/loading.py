@@ -1,6 +1,6 @@
-"""Loads a configuration from a YAML file and `key=value` overrides. Every error is one message that contains the remedy.
+"""Loads a configuration from a YAML file and `key=value` overrides. Each error is reported in a single message that contains the remedy.
 
-This module compares names with the schema. Values are checked by the sections when they are created (`Section`).
+This module checks the names of keys. Their values are checked when the configuration sections are created (`Section`).
 """
 
 import dataclasses
@@ -41,23 +41,23 @@ def load_config(
 ) -> AnyConfig:
     """Loads a YAML file, applies `section.key=value` overrides in order (the last one wins), and checks the result.
 
-    The value of an override is parsed as YAML. For a text key it is used literally, so `data.prompt_template=Q: {prompt}` needs no quotes
-    beyond the shell's. If a key is a mapping, one of its entries can be set: `data.chat_template_kwargs.enable_thinking=false`.
+    The value of an override is parsed as YAML. For a text key, however, it is used literally, so `data.prompt_template=Q: {prompt}` needs no
+    quotes beyond the shell's. If a key is a mapping, a single entry can be set: `data.chat_template_kwargs.enable_thinking=false`.
 
     Args:
-        path: a YAML file, or the name of a configuration in the package, for example `quickstart`. A file takes precedence.
+        path: a YAML file, or the name of a configuration in the package, for example `quickstart`. If both exist, the file is used.
         overrides: strings `key=value`, as on the command line.
         schema: `TrainConfig`, `SftConfig` or `EvaluateConfig`.
 
     Raises:
-        ConfigError: the file or an override cannot be parsed, has a key that is not in the schema, or has a value that cannot
-            be used. The message names the file or the override, the key, the value and the remedy.
+        ConfigError: the file or an override cannot be parsed, has a key that is not in the schema, or has an invalid
+            value. The message names the file or the override, the key, the value and the remedy.
     """
     return _load(path, overrides, (schema,))
 
 
 def load_evaluation(path: str | PathLike[str] | None = None, overrides: Sequence[str] = ()) -> EvaluateConfig:
-    """Loads an evaluation configuration from its own file, or from a training or warm-start configuration, whose other keys are ignored.
+    """Loads an evaluation configuration. The file may also be a training or warm-start configuration, whose other keys are ignored.
 
     Raises:
         ConfigError: as in `load_config`.
@@ -66,12 +66,12 @@ def load_evaluation(path: str | PathLike[str] | None = None, overrides: Sequence
 
 
 def to_yaml(config: AnyConfig) -> str:
-    """Returns the complete configuration as YAML, with all defaults. `load_config` loads an equal configuration from it."""
+    """Returns the complete configuration as YAML, including all defaults. `load_config` loads an equal configuration from this text."""
     return write_yaml(dataclasses.asdict(config))
 
 
 def changed_yaml(config: AnyConfig) -> str:
-    """Returns the keys that are required or differ from their defaults, as YAML. `load_config` loads an equal configuration from it.
+    """Returns the required keys and the keys that differ from their defaults, as YAML. `load_config` loads an equal configuration from this text.
 
     >>> print(changed_yaml(TrainConfig(run_dir="x", seed=1)), end="")
     run_dir: x
@@ -103,7 +103,7 @@ def leaf_values(config: AnyConfig) -> dict[str, Any]:
 def _load(
     name: str | PathLike[str] | None, overrides: Sequence[str], schemas: Sequence[type[AnyConfig]]
 ) -> AnyConfig:
-    """Builds a configuration from overrides and a file, if its name is given. The schema is the first that has all top-level names of the file."""
+    """Builds a configuration from a file (if `name` is given) and overrides. Uses the first schema that has all top-level names of the file, or else `schemas[0]`."""
     if isinstance(overrides, str):
         raise ConfigError(f"overrides: found the text {overrides!r}, needs a list; write [{overrides!r}]")
     path, content = None, dict[Any, Any]()
@@ -134,7 +134,7 @@ def _load(
 
 @contextmanager
 def _prefixed(place: object) -> Iterator[None]:
-    """Prefixes the message of an error with the file or the override."""
+    """Adds the file or the override to the beginning of a ConfigError's message."""
     try:
         yield
     except ConfigError as error:
@@ -144,7 +144,7 @@ def _prefixed(place: object) -> Iterator[None]:
 def _check_names(
     section: Mapping[Any, Any], schema: type, kinds: Mapping[str, Any], prefix: str = ""
 ) -> None:
-    """Raises ConfigError for a name that is not in the schema, and for a section that is not a mapping."""
+    """Raises ConfigError if a name is not in the schema, or a section is not a mapping."""
     for name, value in section.items():
         key = f"{prefix}{name}"
         kind = field_types(schema).get(name) if isinstance(name, str) else None
@@ -159,7 +159,7 @@ def _check_names(
 
 
 def _refuse_unknown(key: str, value: object, kinds: Mapping[str, Any]) -> NoReturn:
-    """Raises for a key that is not in the schema. For an unknown section, the error names one of its keys: the first with a known remedy, or else the first."""
+    """Raises ConfigError for a key that is not in the schema. For an unknown section, the error names the first key in it that has a known remedy, or else its first key."""
     if key in kinds or _is_section(key, kinds):
         nested = ": ".join(key.split("."))
         raise ConfigError(f"{key}: dotted keys are for overrides; in a file write it nested, {nested}: ...")
@@ -173,7 +173,7 @@ def _refuse_unknown(key: str, value: object, kinds: Mapping[str, Any]) -> NoRetu
 
 
 def _walk(key: str, value: object) -> Iterator[tuple[str, object]]:
-    """Yields the dotted keys inside an unknown section with their values, or the key itself if it is not a section."""
+    """Yields the dotted keys in an unknown section with their values, or only `key` itself if it is not a section."""
     if not isinstance(value, dict) or not value:
         yield key, value
         return
@@ -200,7 +200,7 @@ def _parse_override(override: str, kinds: Mapping[str, Any]) -> tuple[str, Any]:
     mappings = [f"{each}." for each, kind in kinds.items() if get_origin(kind) is dict]
     if key not in kinds and not key.startswith(tuple(mappings)):
         _refuse_unknown(key, text, kinds)
-    # Null and quoted text are parsed as YAML, even for a text key.
+    # Null and quoted values are parsed as YAML even if the key is a text key.
     quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
     if kinds.get(key) is str and text not in ("null", "~") and not quoted:
         return key, text
@@ -220,13 +220,13 @@ def _set(values: dict[str, Any], key: str, value: object) -> None:
         inner = values.get(part, {})
         if not isinstance(inner, dict):
             refuse(part, inner, "a mapping", f"remove it, or leave out {key}")
-        values[part] = dict(inner)  # copied, because a YAML anchor may share it
+        values[part] = dict(inner)  # copied, because YAML anchors can make several keys share this mapping
         values = values[part]
     values[name] = value
 
 
 def _build(schema: type[_Section], values: Mapping[str, Any], defaults: _Section | None = None) -> _Section:
-    """Builds and checks an object of the schema. Missing values come from `defaults`, or without it from the schema."""
+    """Builds and checks an object of class `schema`. Missing values are taken from `defaults`, or if it is None, from the class."""
     kinds, given = field_types(schema), {}
     for field in dataclasses.fields(cast(Any, schema)):
         name, kind = field.name, kinds[field.name]
@@ -242,7 +242,7 @@ def _build(schema: type[_Section], values: Mapping[str, Any], defaults: _Section
 
 
 def replaced(config: _Section, changes: Mapping[str, Any]) -> _Section:
-    """Returns a copy of the configuration with changed values (dotted key -> value). The copy is checked like a loaded configuration."""
+    """Returns a copy of the configuration with the values in `changes` (dotted key -> value). The copy is checked like a loaded configuration."""
     values: dict[str, Any] = {}
     for key, value in changes.items():
         _set(values, key, value)
@@ -250,7 +250,7 @@ def replaced(config: _Section, changes: Mapping[str, Any]) -> _Section:
 
 
 def _as_float(value: object) -> object:
-    """Converts integers to floats, also inside a list."""
+    """Converts an integer, or the integers in a list, to floats."""
     if isinstance(value, list):
         return [_as_float(item) for item in value]
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value

@@ -1,4 +1,4 @@
-"""Remedies for unknown keys: the equivalents of verl, TRL and open-instruct keys, and the most similar keys."""
+"""Remedies for unknown keys: the equivalents of keys from verl, TRL and open-instruct, and the most similar keys."""
 
 import re
 from collections.abc import Collection
@@ -9,10 +9,10 @@ from dapo_jax.config.section import rules_by_key
 
 _RULES = rules_by_key(TrainConfig)
 ALIASES = {alias: ours for ours, rules in _RULES.items() for alias in rules.aliases}
-"""Name in verl, TRL or open-instruct -> our key. A dotted name takes precedence over its last part."""
+"""Name in verl, TRL or open-instruct -> our key. If several names match, for example `rollout.n` and `n`, the longest is used."""
 
 NOTES = {alias: note for rules in _RULES.values() for alias, note in rules.aliases.items() if note}
-"""Alias -> note, for aliases whose quantity differs or is easily confused with another."""
+"""Alias -> note, for aliases whose quantity differs from ours or could be confused with another."""
 
 _NO_KEY = {
     "num_iterations ppo_epochs": "each response is trained on once; for several updates per step, set `batch.groups_per_update` to less than "
@@ -37,15 +37,15 @@ _NO_KEY = {
     "cache_dir": "the environment variable HF_HOME sets the folder for models from the Hugging Face Hub",
 }
 NO_KEY = {name: answer for names, answer in _NO_KEY.items() for name in names.split()}
-"""verl or TRL key without an equivalent here -> remedy."""
+"""Key from verl or TRL without an equivalent here -> remedy."""
 
 _NO_KEY_PREFIXES = {"vllm_": NO_KEY["use_vllm"], "hub_": NO_KEY["push_to_hub"]}
 
 
 def of_another_library(key: str, known: Collection[str]) -> str | None:
-    """Returns the remedy for a verl, TRL or open-instruct key, or None if there is no remedy with the keys in `known`.
+    """Returns the remedy for a key from verl, TRL or open-instruct, or None if there is no remedy that uses only keys in `known`.
 
-    If several endings of a dotted name match, the longest is used.
+    If several endings of a dotted name match, the longest match is used.
 
     >>> of_another_library("actor_rollout_ref.rollout.n", ["batch.group_size"])
     '`rollout.n` of verl, TRL or open-instruct is `batch.group_size` here'
@@ -68,8 +68,8 @@ def of_another_library(key: str, known: Collection[str]) -> str | None:
 def nearest_keys(key: str, known: Collection[str], *, least: float = 1.1) -> list[str]:
     """Returns up to three dotted keys that are most similar to `key`, best first.
 
-    The similarity ranges from 0 to 2 (equal), and keys below `least` are left out. A correct last part in the wrong section
-    counts as much as the correct section with a misspelt last part.
+    The similarity ranges from 0 to 2 (equal). Keys with a similarity below `least` are left out. A correct name in the wrong section
+    counts about as much as a misspelt name in the correct section.
 
     >>> nearest_keys("temperature", ["sampling.temperature", "eval.temperature", "seed"])
     ['eval.temperature', 'sampling.temperature']
@@ -86,7 +86,7 @@ def nearest_keys(key: str, known: Collection[str], *, least: float = 1.1) -> lis
 
 
 def unknown_key(key: str, known: Collection[str]) -> str:
-    """Returns the remedy that follows "unknown key": our equivalent, the most similar keys, or the top-level names."""
+    """Returns the remedy for an unknown key: our equivalent of it, the most similar keys, or all top-level names."""
     if answer := of_another_library(key, known):
         return answer
     # The key may be inside a mapping whose name is misspelt.

@@ -1,4 +1,4 @@
-"""YAML parsing and writing for configurations, the configurations in the package, and the error for a missing file."""
+"""Parses and writes configurations as YAML, and finds the configurations in the package."""
 
 import re
 from collections.abc import Hashable, Mapping
@@ -18,7 +18,7 @@ _FLOAT = re.compile(
 
 
 class _Loader(yaml.SafeLoader):
-    """Parses `1e-6` as a number and a date as text, unlike YAML 1.1, and rejects a key that occurs twice in a section."""
+    """Unlike PyYAML's loader, parses `1e-6` as a number and dates as text, and rejects a section in which a key occurs twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
@@ -32,7 +32,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that `_Loader` would parse as another type."""
+    """Writes YAML in which text is quoted if `_Loader` would parse it as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -50,22 +50,22 @@ def read_yaml(text: str) -> Any:
     """Parses YAML text.
 
     Raises:
-        yaml.YAMLError: the text is not YAML, contains a tag, or has a key twice in one section.
+        yaml.YAMLError: the text is not YAML, contains a tag, or has a section in which a key occurs twice.
     """
     return _Loader(text).get_single_data()
 
 
 def write_yaml(values: Mapping[str, Any]) -> str:
-    """Returns YAML text from which `read_yaml` returns equal values. Single values come first, followed by sections."""
+    """Writes values as YAML that `read_yaml` parses to equal values. Single values come first, followed by sections."""
     ordered = dict(sorted(values.items(), key=lambda item: isinstance(item[1], dict)))
     return yaml.dump(ordered, Dumper=_Dumper, allow_unicode=True, sort_keys=False)
 
 
 def read_file(path: AnyPath) -> dict[Any, Any]:
-    """Loads the mapping in a YAML file.
+    """Loads a YAML file that contains a mapping.
 
     Raises:
-        ConfigError: the file does not exist, or is not a YAML mapping.
+        ConfigError: the file does not exist, is not YAML, or does not contain a mapping.
     """
     if not path.is_file():
         raise ConfigError(_missing_file(path))
@@ -94,7 +94,7 @@ def read_file(path: AnyPath) -> dict[Any, Any]:
 def shipped_configs() -> dict[str, Path]:
     """Returns the configurations in the package, as a mapping from names (`dapo-jax train NAME`) to files.
 
-    A name is the path below `configs/` without its suffix, for example `study/dapo`. In a wheel this folder is in the package, in a checkout it is next to the package.
+    A name is the path below `configs/` without its suffix, for example `study/dapo`. In a wheel, this folder is in the package. In a checkout, it is next to the package.
     """
     inside = _PACKAGE / "configs"
     folder = inside if inside.is_dir() else _PACKAGE.parent / "configs"

@@ -1,7 +1,7 @@
-"""Configuration dataclasses for training, supervised warm start and evaluation, one per section. The section `data` is in `data_schema`. Imports no jax.
+"""Configuration dataclasses for training, supervised warm start and evaluation, one per section. The section `data` is in `data_schema`. This module does not import jax.
 
 Each key is defined once, as a field with its default, its rules (`keys.key`), and its documentation below it. If the DAPO paper (https://arxiv.org/abs/2503.14476)
-gives a value, it is the default, and the documentation names the equation or section. Checks raise `ConfigError` and never change a value.
+specifies a value, that value is the default, and the documentation names the equation or section. Checks raise `ConfigError` and never change a value.
 """
 
 import math
@@ -30,15 +30,15 @@ from dapo_jax.hints import nearest
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section, at="model"):
-    """The model: its source, dtype and attention."""
+    """The model: its source, tokenizer, dtype, attention implementation and gradient checkpointing."""
 
     source: str = key("preset:tiny", not_empty=True, aliases="model_name_or_path model.path")
-    """The model: `preset:NAME` (random weights), `shipped:NAME` (a model in the package), `hf:ORG/NAME` (from the Hugging Face Hub), or a model folder.
-    A folder contains config.json, tokenizer.json and model.safetensors. It is local, or `gs://BUCKET/FOLDER` (extra `gcs`)."""
+    """The model: `preset:NAME` (random weights), `shipped:NAME` (included in the package), `hf:ORG/NAME` (from the Hugging Face Hub), or a model folder.
+    A model folder contains config.json, tokenizer.json and model.safetensors. It is a local folder, or `gs://BUCKET/FOLDER` (needs the extra `gcs`)."""
     revision: str = key("", aliases="model_revision")
-    """Branch, tag or commit of a model on the Hugging Face Hub. If empty, the main branch. Set a commit to keep a run reproducible."""
+    """Branch, tag or commit of a model on the Hugging Face Hub. If empty, the main branch is used. Set a commit to make a run reproducible."""
     tokenizer: str = "byte"
-    """Tokenizer of a preset: `byte`, or `char:ALPHABET` with one token per character. All other models come with a tokenizer."""
+    """Tokenizer for a preset: `byte`, or `char:ALPHABET`, which has one token per character of ALPHABET. All other models come with their own tokenizer."""
     compute_dtype: str = key(
         "float32",
         choices=["float32", "bfloat16"],
@@ -46,15 +46,15 @@ class ModelConfig(Section, at="model"):
     )
     """Dtype of activations and matrix products: float32 or bfloat16. Master weights are always float32."""
     attention: str = key("auto", choices=["auto", "xla", "splash", "cudnn"], may_change=True)
-    """Attention implementation for training. xla runs everywhere. splash is a TPU kernel. cudnn is an NVIDIA GPU kernel, and needs batch.packing=false and
-    bfloat16. With splash and cudnn, responses in a row cannot share their prompt. auto: splash on a TPU, cudnn on a GPU if possible, else xla."""
+    """Attention implementation for training. xla runs on every platform. splash is a TPU kernel. cudnn is an NVIDIA GPU kernel that needs batch.packing=false and
+    bfloat16. With splash and cudnn, packed responses cannot share the computation of their prompt. auto: splash on a TPU, cudnn on a GPU that meets these needs, else xla."""
     remat: str = key(
         "none",
         choices=["none", "full", "dots"],
         aliases={"gradient_checkpointing enable_gradient_checkpointing": "none, full or dots"},
         may_change=True,
     )
-    """Gradient checkpointing: the activations that the backward pass recomputes in each layer. none, full (all), or dots (all except matrix products)."""
+    """Gradient checkpointing: the activations of each layer that the backward pass recomputes. none; full: all of them; dots: all except the results of matrix products."""
 
 
 LORA_TARGETS = (
@@ -63,20 +63,20 @@ LORA_TARGETS = (
     "mlp",
     *["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
 )
-"""Allowed `lora.targets`: the linear layers under their transformers and PEFT names, and names for groups of them."""
+"""Allowed values in `lora.targets`: linear layers, by their names in transformers and PEFT, and names for groups of linear layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig(Section, at="lora"):
-    """Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685): small matrices are trained, and the model's own weights are frozen."""
+    """Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685): only small added matrices are trained, and the model's own weights are frozen."""
 
     rank: int = key(0, aliases={"lora_rank lora_r": "", "peft_config": "and lora.alpha, lora.targets"})
-    """Rank of each adapter. 0: no adapters, and all weights are trained. With adapters, the model's own weights are frozen in `model.compute_dtype`. Only the adapters
-    are trained and saved, about rank / width of the model's size. The reference policy of a KL penalty is then the model without adapters."""
+    """Rank of each adapter. 0: no adapters; all weights are trained. With adapters, the model's own weights are frozen and stored in `model.compute_dtype`. Only the adapters are
+    trained and saved; their size is about rank / width of the model's size. The reference policy for a KL penalty is then the model without adapters."""
     alpha: float = key(32.0, range=POSITIVE, aliases="lora_alpha")
-    """Scale of the adapters. Their output is multiplied by alpha / rank, so that one learning rate fits all ranks: about ten times the learning rate for full training."""
+    """Scale of the adapters: their output is multiplied by alpha / rank. The same learning rate then suits every rank: about ten times the learning rate for full training."""
     targets: list[str] = key(default_factory=lambda: ["all"], aliases="target_modules lora_target_modules")
-    """Linear layers that get an adapter: all, attention, mlp, or transformers names such as q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj or down_proj."""
+    """Linear layers that get an adapter: all, attention, mlp, or single layers by their transformers names: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj or down_proj."""
 
     def check_together(self) -> None:
         if unknown := [name for name in self.targets if name not in LORA_TARGETS]:
@@ -91,22 +91,22 @@ class SamplingConfig(Section, at="sampling"):
     """Sampling of responses."""
 
     temperature: float = key(1.0, range=TEMPERATURE)
-    """Softmax temperature. It applies to sampling, and to the log-probabilities in training. (Section 4.1)"""
+    """Softmax temperature, both for sampling and for the log-probabilities in training. (Section 4.1)"""
     max_response_tokens: int = key(
         20480, range=SIZE, aliases="max_completion_length max_response_length max_new_tokens response_length"
     )
-    """Maximum number of tokens per response: the expected maximum length plus the soft overlong buffer. (Section 4.1)"""
+    """Maximum number of tokens per response. The default is the expected maximum length plus the soft overlong buffer. (Section 4.1)"""
     slots: int = key(256, range=SIZE, aliases="max_num_seqs", may_change=True)
     """Number of responses that each sampler decodes in parallel. There is one sampler per `parallel.sampler_hosts` processes."""
     steps_per_call: int = key(16, range=SIZE, may_change=True)
-    """Decode steps per device call. Between calls, the host replaces finished responses."""
+    """Number of decoding steps per device call. Between calls, the host replaces finished responses with new ones."""
     prefill_tokens: int = key(
         4096, range=SIZE, aliases="max_num_batched_tokens chunked_prefill_size", may_change=True
     )
     """Maximum number of prompt tokens per prefill. Longer prompts are prefilled in chunks."""
     page_tokens: int = key(0, aliases="block_size page_size", may_change=True)
-    """Tokens per page of the KV cache. A response is given more pages as it grows, and responses to the same prompt share the prompt's full pages.
-    0: a default for the platform. On CPU this default is a cache without pages, in which each slot has room for the longest prompt and response."""
+    """Number of tokens per page of the KV cache. A response is allocated more pages as it grows, and responses to the same prompt share the prompt's full pages.
+    0: a default for the platform. On CPU, the default is a cache without pages, in which each slot has room for the longest prompt and response."""
     cache_tokens: int = key(
         0,
         aliases={
@@ -115,22 +115,22 @@ class SamplingConfig(Section, at="sampling"):
         may_change=True,
     )
     """Number of tokens that a sampler's KV cache can store, over all of its devices. If the cache is full, the most recently started response is preempted and later
-    re-prefilled. 0: as many tokens as fit in device memory next to weights and state (a run logs this number when it starts); on CPU, enough for all slots."""
+    re-prefilled. 0: as many tokens as fit into device memory next to the weights and the training state (a run logs this number when it starts); on CPU, enough for all slots."""
     cache_dtype: str = key(
         "", choices=["", "int8", "float8_e4m3fn"], aliases="kv_cache_dtype", may_change=True
     )
     """Dtype of cached keys and values. Empty: model.compute_dtype. The 8-bit types use one scale per token and head. Compared with bfloat16, the cache stores twice as many
-    tokens and is read twice as fast. The sampler then differs more from the trainer, so training needs loss.importance_cap or another loss.correction."""
+    tokens and is read twice as fast. The sampler's log-probabilities then differ more from the trainer's, so training needs loss.importance_cap or another loss.correction."""
     weight_dtype: str = key("", choices=["", "int8"], aliases="quantization", may_change=True)
-    """Dtype of the sampler's weight matrices. Empty: model.compute_dtype. int8 uses one scale per output; training then needs loss.importance_cap or another loss.correction."""
+    """Dtype of the sampler's weight matrices. Empty: model.compute_dtype. int8 uses one scale per output feature. Training then needs loss.importance_cap or another loss.correction."""
     merge_lora: bool = key(False, may_change=True, only_with="lora.rank")
-    """Merge the adapters (`lora.rank`) into the sampler's weights. This saves computation at each token, but needs memory for a second copy of the weights and rounds
-    differently from training. false: the sampler applies adapters separately, as training does."""
+    """Merge the adapters (`lora.rank`) into the sampler's weights. This saves computation for each token, but needs memory for a second copy of the weights, and the
+    results are rounded differently than in training. false: the sampler applies the adapters separately, as training does."""
     batch_invariant: bool = key(False, may_change=True)
     """Make log-probabilities bitwise independent of the other responses in the batch, of `sampling.slots` and of the number of processes. Each device then decodes eight
-    slots at a time and prefills each prompt alone, which is slower. false: results are equal up to rounding."""
+    slots at a time and prefills each prompt separately, which is slower. false: these affect the log-probabilities, but only by rounding."""
     stop: list[str] = key(default_factory=list, aliases="stop_strings")
-    """Strings that end a response, also in evaluation. The response keeps the tokens of the string, but graders get only the text before it."""
+    """Strings that end a response, in training and in evaluation. The response keeps the tokens of the stop string, but graders receive only the text before it."""
     stop_token_ids: list[int] = key(default_factory=list)
     """Token ids that end a response, in addition to the tokenizer's end tokens."""
 
@@ -147,11 +147,11 @@ class OverlongConfig(Section, at="reward.overlong"):
     enabled: bool = key(True, aliases="overlong_buffer.enable")
     """Add the soft overlong punishment to the rule-based reward."""
     buffer_tokens: int = key(4096, aliases="overlong_buffer.len")
-    """L_cache: number of tokens before the length limit over which the penalty grows."""
+    """L_cache: the penalty grows over this number of tokens before the length limit."""
     penalty_factor: float = key(1.0)
-    """The full penalty, which is reached at the length limit. (Eq. 13)"""
+    """The largest penalty, which a response at the length limit receives. (Eq. 13)"""
     filter_truncated: bool = key(False, aliases="mask_truncated_completions")
-    """Overlong filtering: exclude the tokens of truncated responses from the loss. Their rewards still count in their groups."""
+    """Overlong filtering: exclude the tokens of truncated responses from the loss. Their rewards still count in the statistics of their groups."""
 
     def check_together(self) -> None:
         if self.enabled and self.buffer_tokens < 1:
@@ -161,12 +161,12 @@ class OverlongConfig(Section, at="reward.overlong"):
 
 @dataclass(frozen=True, kw_only=True)
 class GraderConfig:
-    """A grader and its weight."""
+    """An entry of `reward.graders`: a grader and its weight."""
 
     grader: str = key(not_empty=True)
     """The grader, in the same form as `reward.grader`."""
     weight: float = key(1.0, range=Range("a number that is not 0", lambda v: v != 0))
-    """Factor of this grader's reward in the sum; negative for a penalty."""
+    """Factor by which this grader's reward is multiplied in the sum. A negative weight turns the reward into a penalty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,21 +179,21 @@ class RewardConfig(Section, at="reward"):
     graders: list[dict[str, Any]] = key(
         default_factory=list, aliases={"reward_weights": "each entry has its weight"}
     )
-    """Several graders instead of `grader`, for example [{grader: math}, {grader: "my.py:brief", weight: 0.5}]. The reward is the weighted sum of their rewards.
-    The first grader alone decides whether a response is correct; the other graders only shape the reward."""
+    """List of graders to use instead of `grader`, for example [{grader: math}, {grader: "my.py:brief", weight: 0.5}]. The reward is the weighted sum of the graders' rewards.
+    Only the first grader decides whether a response is correct. The other graders only shape the reward."""
     answer_marker: str = "="
-    """The exact grader compares the text after the last marker with the answer. If empty, it compares the whole response."""
+    """The exact grader compares the text after the last answer marker in the response with the reference answer. If empty, it compares the whole response."""
     workers: int = key(2, may_change=True)
-    """Worker processes per grader. 0: the grader runs in the main process, without a time limit. Graders that only compare text (exact, dapo, dapo_boxed, gsm8k),
+    """Number of worker processes per grader. 0: graders run in the main process, without a time limit. Graders that only compare text (exact, dapo, dapo_boxed, gsm8k),
     reasoning_gym, async functions and functions passed from Python always run in the main process."""
     timeout_s: float = key(10.0, range=POSITIVE)
-    """Time limit in seconds for one grading call. A call grades a response, or a group if the function accepts whole groups. Responses in a call that takes longer count as wrong."""
+    """Time limit in seconds for one grading call. A call grades one response, or a whole group if the function accepts groups. If a call takes longer, its responses count as wrong."""
     on_nonfinite: str = key("error", choices=["error", "lost"], may_change=True)
     """Action if a score is NaN, infinite or above 1e30 in absolute value: error, or lost (the response has no verdict and counts as wrong)."""
     correct: float = key(1.0, range=None)
     """Reward for a correct response if the grader returns no score. (Section 2.4)"""
     incorrect: float = key(-1.0, range=None)
-    """Reward for a wrong response if the grader returns no score. (Section 2.4) It is also the maximum reward of a response whose grading failed (time limit, memory, a dead worker)."""
+    """Reward for a wrong response if the grader returns no score. (Section 2.4) If grading fails (time limit, memory, a dead worker), the reward is at most this value."""
     overlong: OverlongConfig = key(default_factory=OverlongConfig, aliases="overlong_buffer")
 
     def check_together(self) -> None:
@@ -213,23 +213,23 @@ class EnvironmentConfig(Section, at="environment"):
     source: str = key("", aliases="environment_factory env_class")
     """The environment. `guess` is a number-guessing game. `module:name` or `path/to/file.py:name` is a class or function that is called without arguments and returns an environment.
     Environments of other libraries: `trl:PLACE:Class` (`trl:PLACE:Class+function` with a reward function), `skyrl_gym:ID` or `skyrl_gym:PLACE:Class`, `openenv:URL`, and
-    `tinker:PLACE:Builder`. PLACE is a module or a file. An environment replaces the graders of `reward`. If empty, a response is a single turn, and graders supply the rewards."""
+    `tinker:PLACE:Builder`. PLACE is a module or a file. An environment replaces the graders in `reward`. If empty, a response is a single turn, and graders supply the rewards."""
     max_turns: int = key(8, range=SIZE, aliases="max_turns_per_episode max_assistant_turns")
     """Maximum number of turns per episode. Longer episodes are truncated."""
     turn_tokens: int = key(0)
-    """Maximum number of tokens per turn. 0: the remaining tokens of the episode."""
+    """Maximum number of tokens per turn. 0: as many as remain in the episode."""
     episode_tokens: int = key(0)
-    """Maximum number of tokens per episode, including the environment's. 0: `sampling.max_response_tokens`. A larger limit needs an environment that starts new contexts, because
+    """Maximum number of tokens per episode, including the environment's tokens. 0: `sampling.max_response_tokens`. A larger limit needs an environment that starts new contexts, because
     each context has at most `data.max_prompt_tokens` + `sampling.max_response_tokens` tokens. The overlong penalty and filter use this limit."""
     timeout_s: float = key(30.0, range=POSITIVE)
-    """Time limit in seconds for one response of the environment. If the environment takes longer or raises an error, the episode is lost. It counts as wrong, and its reward is the
-    lowest in its group, but at most `reward.incorrect`."""
+    """Time limit in seconds for one response from the environment. If the environment takes longer or raises an error, the episode is lost. A lost episode counts as wrong. Its reward
+    is the lowest in its group, but at most `reward.incorrect`."""
     workers: int = key(0, may_change=True)
-    """Worker processes for the environment, per training process. 0: the environment runs in the training process. In a worker, an environment that blocks, runs out of
-    memory or ends the process loses only its own episode, because a new worker replays the turns of the other episodes."""
+    """Number of worker processes for the environment, per training process. 0: the environment runs in the training process. If an environment in a worker blocks, runs out of
+    memory or exits, only its own episode is lost, because a new worker replays the turns of the other episodes."""
     credit: str = key("episode", choices=["episode", "turn"])
-    """Credit assignment to turns. episode: all turns have the advantage of the episode's reward. turn: the advantage of a turn is its reward-to-go minus the mean over the group's episodes that reached
-    this turn, divided by the standard deviation of the group's rewards. If an environment compares episodes (`group_rewards`), the resulting reward replaces the turn rewards, and is credited to the last turn."""
+    """Credit assignment to turns. episode: all turns get the advantage of the episode's reward. turn: the advantage of a turn is its reward-to-go, minus the mean reward-to-go of the group's episodes that reached
+    this turn, divided by the standard deviation of the group's rewards. If an environment compares episodes (`group_rewards`), the reward from this comparison replaces the turn rewards, and is credited to the last turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,19 +237,19 @@ class DynamicSamplingConfig(Section, at="dynamic_sampling"):
     """Dynamic sampling: sample until enough groups are neither all correct nor all wrong (Eq. 11, Algorithm 1)."""
 
     enabled: bool = key(True, aliases="filter_groups.enable active_sampling filter_zero_std_samples")
-    """Use dynamic sampling. false: each step samples `batch.prompts_per_step` prompts in one wave, and trains on all of their groups, even those without signal."""
+    """Use dynamic sampling. false: each step samples `batch.prompts_per_step` prompts in one wave, and trains on all of their groups, even groups without signal."""
     prompts_per_wave: int = key(0, aliases={"gen_batch_size": "both count prompts, not responses"})
-    """Prompts sampled per wave. 0: three times `batch.prompts_per_step`, as in the released recipe (1536 for 512). The run's config.yaml contains the resolved number."""
+    """Number of prompts per wave. 0: three times `batch.prompts_per_step`, as in the released recipe (1536 prompts for a step of 512). The run's config.yaml contains the resolved number."""
     max_waves: int = key(10, aliases="max_num_gen_batches")
     """Maximum number of waves per step. The default is the released recipe's."""
     on_shortfall: str = key("error", choices=["error", "train_fewer"], may_change=True)
-    """Action if there are too few groups after `max_waves`: error, or train_fewer (train on the groups that were found)."""
+    """Action if there are too few informative groups after `max_waves` waves: error, or train_fewer (train on the groups that were found)."""
     surplus: str = key("discard", choices=["discard", "carry"])
-    """Treatment of informative groups that a step does not need: discard them (as in the released recipe), or carry them into the next step, which then needs fewer new groups."""
+    """Treatment of informative groups that a step does not need: discard them (as in the released recipe), or carry them over to the next step, which then needs fewer new groups."""
     metric: str = key("correct", choices=["correct", "score"], aliases="filter_groups.metric")
-    """Criterion for an informative group. A group is kept if this value is not equal for all of its responses. correct: the verdict; with several graders, the first grader's.
-    score: the numeric score; with several graders, their sum. With score, the terminal, the watchdogs and the best checkpoint use rewards, even if `enabled` is false.
-    A score above 0 makes a response correct only if the metric is correct."""
+    """Value that makes a group informative: a group is kept if its responses do not all have the same value. correct: the verdict, from the first grader if there are several.
+    score: the numeric score, summed over the graders if there are several. With score, the terminal, the watchdogs and the best checkpoint use rewards, even if `enabled` is false.
+    With correct, a response with a score above 0 counts as correct; with score, it does not."""
 
     def check_together(self) -> None:
         if self.enabled and self.max_waves < 1:
@@ -259,17 +259,17 @@ class DynamicSamplingConfig(Section, at="dynamic_sampling"):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig(Section, at="rollout"):
-    """Partial rollouts, which continue from one step to the next. They are scheduled by a virtual clock, whose rounds depend only on lengths and verdicts."""
+    """Partial rollouts: responses that continue from one step to the next. A virtual clock schedules them, in rounds that depend only on lengths and verdicts, not on real time."""
 
     in_flight: int = key(0, aliases="max_concurrent_rollouts")
-    """Number of responses in flight, over all processes: a multiple of `batch.group_size`. Finished responses are replaced at once, and unfinished responses continue with the
-    next step's weights, so no step waits for its longest response. Surplus groups are kept for later steps. 0: waves, in which all responses are sampled to their end."""
+    """Number of responses in flight in all processes together: a multiple of `batch.group_size`. Each finished response is replaced, and unfinished responses continue with the
+    next step's weights, so no step has to wait for a slow response. Surplus groups are kept for later steps. 0: waves, in which all responses are sampled to their end."""
     round_tokens: int = key(256, range=SIZE)
-    """Tokens that each response in flight samples per round. At the end of a round, finished responses are replaced, and the step may end."""
+    """Number of tokens sampled per round for each response in flight. At the end of a round, finished responses are replaced, and the step may end."""
     answer_rounds: int = key(1, range=ROUNDS)
-    """Number of rounds that graders and environments may take to answer. Other responses are sampled meanwhile. 0: sampling waits for the answer."""
+    """Number of rounds that graders and environments have for an answer. Other responses are sampled in these rounds. 0: sampling waits for each answer."""
     max_age_steps: int = key(0, aliases="max_staleness staleness_threshold max_off_policy_steps")
-    """Bound n on staleness, in steps. A step waits for groups in flight that began n steps ago, and at most the groups of n + 1 steps are in progress.
+    """Bound n on staleness, in steps. A step waits for groups in flight that began n steps ago, and no group begins while n + 1 steps' worth of groups are unfinished or not yet used.
     Training data is then rarely older than n steps, and never older than 2n + 1 steps. 0: no bound."""
 
 
@@ -286,9 +286,9 @@ class PackedRowsConfig(Section, at="batch"):
         },
         may_change=True,
     )
-    """Packed rows per forward and backward pass."""
+    """Number of packed rows per forward and backward pass."""
     row_tokens: int = key(0, aliases="pack_length ppo_max_token_len_per_gpu", may_change=True)
-    """Tokens per packed row. 0: the longest prompt plus the longest response. In longer rows, more responses share their prompt, which is then computed only once.
+    """Number of tokens per packed row. 0: the longest prompt plus the longest response. In longer rows, more responses share a prompt, which is then computed only once.
     However, the cost of attention grows with the square of the row length."""
     packing: bool = key(True, may_change=True)
     """true: pack several responses into each row. false: one response per row."""
@@ -308,7 +308,7 @@ class BatchConfig(PackedRowsConfig):
             "steps_per_generation": "TRL samples per_device_train_batch_size x processes x steps_per_generation responses at a time: divide that by num_generations",
         },
     )
-    """Number of prompts, and so of groups, that a step trains on. (Section 4.1)"""
+    """Number of prompts per step, each with one group of responses. (Section 4.1)"""
     group_size: int = key(
         16, range=SIZE, aliases="num_generations num_samples_per_prompt_rollout rollout.n n"
     )
@@ -338,9 +338,9 @@ class Correction(NamedTuple):
     kind: str
     """none, truncate, mask or mask_responses."""
     low: float
-    """Smallest weight that is kept; 0: no bound."""
+    """Smallest weight that is kept. 0: no lower bound."""
     high: float
-    """Largest weight that is kept; for truncate, the cap."""
+    """Largest weight that is kept, or for truncate, the cap."""
 
 
 IMPORTANCE_CAP = 2.0
@@ -352,7 +352,7 @@ IMPORTANCE_RANGES = {"mask": (0.5, 2.0), "mask_responses": (0.99, 1.01)}
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig(Section, at="loss"):
-    """Options of the loss (`dapo_jax.dapo_loss`), and of its advantages, old log-probabilities and importance weights."""
+    """Options for the loss (`dapo_jax.dapo_loss`), and for the advantages, old log-probabilities and importance weights that it uses."""
 
     clip_ratio_low: float = key(
         0.2,
@@ -381,13 +381,13 @@ class LossConfig(Section, at="loss"):
     )
     """How token losses are averaged: token_mean, prompt_mean, sequence_mean or token_sum_norm. See `dapo_jax.token_weights`."""
     normalize_std: bool = key(True, aliases="scale_rewards norm_adv_by_std_in_grpo")
-    """Divide advantages by the group's standard deviation (Eq. 9)."""
+    """Divide advantages by the standard deviation of the group's rewards (Eq. 9)."""
     old_logprobs: str = key(
         "trainer",
         choices=["trainer", "sampler"],
         aliases={"bypass_mode bypass_old_logprob_for_rollout": "true is sampler"},
     )
-    """Source of pi_old in the ratio. trainer: recomputed with the weights at the start of the step. sampler: recorded during sampling, possibly with older weights."""
+    """Source of pi_old in the policy ratio. trainer: recomputed with the weights at the start of the step. sampler: recorded during sampling, possibly with older weights."""
     correction: str = key(
         "auto",
         choices=["auto", "none", "truncate", "mask", "mask_responses"],
@@ -400,9 +400,9 @@ class LossConfig(Section, at="loss"):
             "vllm_importance_sampling_mode": "token_truncate is truncate, token_mask is mask; for whole responses there is mask_responses",
         },
     )
-    """Importance weights that correct for tokens sampled with older or rounded weights. They use each token's ratio pi_old / pi_sampler. truncate: min(ratio, `importance_cap`).
-    mask: the ratio, or 0 outside `importance_range`. mask_responses: like mask, but with the ratio's geometric mean over the response, or over each context of an episode.
-    auto: truncate if `rollout.in_flight` or `importance_cap` is set, else none. With `old_logprobs: sampler`, auto means none, because the ratio of the loss already corrects."""
+    """Importance weights that correct for tokens sampled with older or rounded weights. They are computed from each token's ratio pi_old / pi_sampler. truncate: min(ratio, `importance_cap`).
+    mask: the ratio, or 0 outside `importance_range`. mask_responses: like mask, but with the geometric mean of the ratios in the response, or in each context of an episode.
+    auto: truncate if `rollout.in_flight` or `importance_cap` is set, else none. With `old_logprobs: sampler`, auto means none, because the policy ratio of the loss already corrects for this."""
     importance_cap: float | None = key(
         None,
         range=Range("1 or more, or null", lambda v: v >= 1),
@@ -468,11 +468,11 @@ class OptimizerConfig(Section, at="optimizer"):
     beta2: float = key(0.999, range=BETA, aliases="adam_beta2")
     """Decay rate of the second moment. The default is PyTorch's."""
     epsilon: float = key(1e-8, range=POSITIVE, aliases="adam_epsilon")
-    """Added to the square root of the second moment."""
+    """Constant that is added to the square root of the second moment."""
     weight_decay: float = key(0.1)
-    """Weight decay of all parameters, multiplied by the learning rate. The default is the released recipe's."""
+    """Weight decay for all parameters, which is multiplied by the learning rate. The default is the released recipe's."""
     max_grad_norm: float = key(1.0, range=POSITIVE, aliases="grad_clip clip_grad clip_grad_norm")
-    """Gradient clipping: a gradient with a larger global norm is scaled down to this norm. The default is the released recipe's."""
+    """Maximum global norm of the gradient. A larger gradient is scaled down to this norm. The default is the released recipe's."""
     offload: bool = key(False, may_change=True)
     """Keep the optimizer moments in host memory between updates. This saves 8 bytes of device memory per parameter, but transfers the moments twice per update."""
 
@@ -484,7 +484,7 @@ class EvalConfig(Section, at="eval"):
     every_steps: int = key(10, aliases={"eval_steps test_freq": "", "eval_strategy": "a number of steps"})
     """Steps between evaluations. 0: evaluate only before the first and after the last step."""
     datasets: list[dict[str, Any]] = key(default_factory=list)
-    """Evaluation datasets, each as {source: aime_2024, path: ...}; see `SourceConfig`. If empty, `data.eval_split` of `data.source`."""
+    """Evaluation datasets, each in the form {source: aime_2024, path: ...} (see `SourceConfig`). If empty, `data.eval_split` of `data.source` is used."""
     prompts: int = key(0)
     """Number of prompts to use, from the beginning of each dataset. 0: all."""
     samples_per_prompt: int = key(32, range=SIZE, aliases="val_kwargs.n num_generations_eval")
@@ -520,9 +520,9 @@ class CheckpointConfig(Section, at="checkpoint"):
     keep: int = key(3, range=SIZE, aliases="save_total_limit")
     """Number of most recent checkpoints to keep."""
     keep_best: bool = True
-    """Also save and keep the checkpoint with the best avg@k on the first evaluation dataset, or with the best mean reward there if dynamic_sampling.metric=score."""
+    """Also save and keep the best checkpoint, by avg@k on the first evaluation dataset, or by mean reward on it if dynamic_sampling.metric=score."""
     grace_s: float = key(25.0, range=POSITIVE)
-    """Seconds that a run may take to save a checkpoint after a stop signal (SIGTERM, SIGINT, SIGHUP). After this time it ends without saving."""
+    """Seconds that a run may take to save a checkpoint after a stop signal (SIGTERM, SIGINT, SIGHUP). If it takes longer, the run ends without saving."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -530,9 +530,9 @@ class LogConfig(Section, at="log"):
     """Logs in addition to metrics.jsonl."""
 
     rollouts_every_steps: int = key(10, aliases="log_completions")
-    """Steps between logs of readable rollouts, with four groups each. The first and the last step are always logged. 0: never."""
+    """Steps between logs of readable rollouts, with four groups each. The first and the last step are logged too. 0: no rollouts are logged."""
     profile_steps: list[int] = key(default_factory=list)
-    """Steps to profile. Their xprof traces are written to `run_dir/profile`. Avoid the first steps, which are mostly compilation."""
+    """Steps to profile. Their xprof traces are written to `run_dir/profile`. Avoid the first steps, which spend most of their time on compilation."""
     tensorboard: bool = False
     """Write TensorBoard events (extra `tensorboard`). Not available for a run in a bucket."""
     wandb: bool = key(False, aliases={"report_to": "true or false; also log.tensorboard"})
@@ -541,18 +541,18 @@ class LogConfig(Section, at="log"):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Section, at="parallel"):
-    """Sizes of the mesh axes. One axis may be -1, which means all devices that remain."""
+    """Sizes of the mesh axes and of the samplers. One mesh axis may be -1: it gets all remaining devices."""
 
     data: int = key(1, range=AXIS)
     """Data parallelism: number of device groups that each have a full copy of the parameters. Batch rows are distributed over the groups."""
     fsdp: int = key(-1, range=AXIS, aliases="fsdp_size")
-    """Devices over which parameters, optimizer moments and batch rows are sharded. Increase this axis first."""
+    """Fully sharded data parallelism: number of devices over which parameters, optimizer moments and batch rows are sharded. Increase this axis before the others."""
     tensor: int = key(1, range=AXIS, aliases="tensor_model_parallel_size")
-    """Tensor parallelism: devices over which attention heads, MLP and vocabulary are sharded. It must divide the number of key heads, and should not exceed one host."""
+    """Tensor parallelism: number of devices over which attention heads, MLP and vocabulary are sharded. It must divide the number of key heads, and should not exceed the devices of one host."""
     context: int = key(1, range=SIZE, aliases="ulysses_sequence_parallel_size")
-    """Context parallelism: devices over which each row of tokens is sharded, for long responses."""
+    """Context parallelism: number of devices over which each row of tokens is sharded. Use it for long responses."""
     sampler_tensor: int = key(0, aliases="vllm_tensor_parallel_size")
-    """Devices over which a sampler's weights are sharded. Its slots are distributed over its other devices. 0: the greatest common divisor of `tensor` and the sampler's number of devices."""
+    """Number of devices over which a sampler's weights are sharded. The sampler's slots are distributed over groups of this many devices. 0: the greatest common divisor of `tensor` and the sampler's number of devices."""
     sampler_hosts: int = key(1, range=SIZE)
     """Number of processes that share a sampler. Use more than 1 only if the weights do not fit on the devices of one process."""
 
@@ -565,12 +565,12 @@ class ParallelConfig(Section, at="parallel"):
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig(Section, at="guard"):
-    """Reaction to a mismatch between sampler and trainer."""
+    """Reaction to a mismatch between the log-probabilities of sampler and trainer."""
 
     max_mismatch_kl: float | None = key(None)
-    """Limit of KL(sampler || trainer), the metric `sync/sampler_trainer_kl`, in nats per token. null: no limit."""
+    """Limit on KL(sampler || trainer), the metric `sync/sampler_trainer_kl`, in nats per token. null: no limit."""
     on_mismatch: str = key("warn", choices=["warn", "stop"])
-    """Action above that limit: warn, or stop the run. To correct for the mismatch in every step, use `loss.correction`."""
+    """Action if the KL divergence exceeds that limit: warn, or stop the run. To correct for a mismatch in every step, use `loss.correction`."""
 
     def check_together(self) -> None:
         if self.on_mismatch == "stop" and self.max_mismatch_kl is None:
@@ -596,9 +596,9 @@ class RunConfig(Section):
         },
         may_change=True,
     )
-    """Number of steps. A training step samples, grades, selects groups and updates the weights. A step of a warm start is one update."""
+    """Number of steps. A training step samples and grades responses, selects groups and updates the weights. A warm-start step is one update."""
     compilation_cache: str = key("~/.cache/dapo_jax/xla", may_change=True)
-    """Folder, local or `gs://...`, that caches compiled programs for later runs. If empty, nothing is cached."""
+    """Folder (local or `gs://...`) in which compiled programs are cached for later runs. If empty, nothing is cached."""
     model: ModelConfig = key(default_factory=ModelConfig)
     lora: LoraConfig = key(default_factory=LoraConfig, only_with="lora.rank")
     data: DataConfig = key(default_factory=DataConfig)
@@ -610,7 +610,7 @@ class RunConfig(Section):
     parallel: ParallelConfig = key(default_factory=ParallelConfig, may_change=True)
 
     def check_shared(self, response_tokens: int, response_key: str) -> None:
-        """Checks keys without effect, attention and row length. `response_key` is the key that limits the response length."""
+        """Checks that every changed key has an effect, and that attention and row length fit the other keys. `response_key` is the key that limits the response length."""
         self.check_effects()
         if self.model.attention == "cudnn":
             if self.batch.packing:
@@ -632,8 +632,8 @@ class TrainConfig(RunConfig):
     """Complete configuration of a DAPO training run."""
 
     stall_timeout_s: float = key(1800.0, may_change=True)
-    """Seconds without progress (in data, sampling, grading, updates, files or other processes) after which the run ends with a report of every thread
-    and process. It must be longer than any compilation. 0: no limit."""
+    """Seconds without progress (in data, sampling, grading, updates, files or other processes) after which the run ends with a report on every thread
+    and process. Must be longer than the longest compilation. 0: no limit."""
     environment: EnvironmentConfig = key(default_factory=EnvironmentConfig, only_with="environment.source")
     dynamic_sampling: DynamicSamplingConfig = key(
         default_factory=DynamicSamplingConfig, aliases="filter_groups"
@@ -647,22 +647,22 @@ class TrainConfig(RunConfig):
 
     @property
     def episode_tokens(self) -> int:
-        """Maximum number of tokens per response, or per episode."""
+        """Maximum number of tokens per response, or per episode if there is an environment."""
         return self.environment.episode_tokens or self.sampling.max_response_tokens
 
     @property
     def row_tokens(self) -> int:
-        """Tokens per packed row: `batch.row_tokens`, or the longest possible rollout."""
+        """Number of tokens per packed row: `batch.row_tokens`, or the length of the longest possible rollout."""
         return self.batch.row_tokens or self.data.max_prompt_tokens + self.sampling.max_response_tokens
 
     @property
     def prompts_per_wave(self) -> int:
-        """Prompts per wave: `dynamic_sampling.prompts_per_wave`, or three times the prompts that a step trains on."""
+        """Number of prompts per wave: `dynamic_sampling.prompts_per_wave`, or three times the prompts that a step trains on."""
         return self.dynamic_sampling.prompts_per_wave or 3 * self.batch.prompts_per_step
 
     @property
     def correction(self) -> Correction:
-        """The importance weighting of every step, with `auto` and the default bounds resolved."""
+        """The run's importance weighting, with `auto` and the default bounds resolved."""
         loss, cap = self.loss, self.loss.importance_cap
         weighs = loss.old_logprobs == "trainer" and (self.rollout.in_flight or cap is not None)
         kind = ("truncate" if weighs else "none") if loss.correction == "auto" else loss.correction
@@ -674,12 +674,12 @@ class TrainConfig(RunConfig):
         return Correction(kind, low, high)
 
     def logs_rollouts(self, step: int) -> bool:
-        """Returns True if the step's rollouts are written: in the first and the last step, and every `log.rollouts_every_steps` steps."""
+        """Returns whether the rollouts of this step are logged. They are logged in the first step, in the last step, and every `log.rollouts_every_steps` steps."""
         every = self.log.rollouts_every_steps
         return every > 0 and (step in (1, self.steps) or due(step, every))
 
     def resolved(self) -> "TrainConfig":
-        """Returns the configuration as a run saves and compares it: with `dynamic_sampling.prompts_per_wave` resolved to a number."""
+        """Returns the configuration that a run saves and compares on resume, with `dynamic_sampling.prompts_per_wave` resolved to a number."""
         dynamic = replace(self.dynamic_sampling, prompts_per_wave=self.prompts_per_wave)
         return replace(self, dynamic_sampling=dynamic)
 
@@ -767,7 +767,7 @@ class SftConfig(RunConfig):
 
     @property
     def row_tokens(self) -> int:
-        """Tokens per packed row: `batch.row_tokens`, or the longest possible pair."""
+        """Number of tokens per packed row: `batch.row_tokens`, or the length of the longest possible pair."""
         return self.batch.row_tokens or self.data.max_prompt_tokens + self.max_response_tokens
 
     def check_together(self) -> None:
@@ -781,12 +781,12 @@ class EvaluateConfig(Section):
     seed: int = key(0, range=SEED)
     """Random seed for sampling."""
     compilation_cache: str = "~/.cache/dapo_jax/xla"
-    """Folder, local or `gs://...`, that caches compiled programs for later runs. If empty, nothing is cached."""
+    """Folder (local or `gs://...`) in which compiled programs are cached for later runs. If empty, nothing is cached."""
     compute_dtype: str = key("float32", choices=["float32", "bfloat16"])
     """Dtype of activations and matrix products: float32 or bfloat16."""
     data: DataConfig = key(default_factory=DataConfig)
     sampling: SamplingConfig = key(default_factory=lambda: SamplingConfig(slots=32, max_response_tokens=1024))
-    """Slots, length limits and stop strings. Temperature, top-p and top-k are in `eval`. The default is 32 slots of 1024 tokens,
+    """Slots, length limits and stop strings. Temperature, top-p and top-k are in `eval`. The default is 32 slots and 1024 tokens per response,
     because the paper's 20,480 tokens would exceed the memory of small machines."""
     reward: RewardConfig = key(default_factory=RewardConfig)
     """The graders. The overlong penalty does not apply in an evaluation."""
@@ -796,7 +796,7 @@ class EvaluateConfig(Section):
 
 
 def evaluation_of(config: TrainConfig | SftConfig | EvaluateConfig) -> EvaluateConfig:
-    """Returns the configuration of the evaluation that a run with `config` performs during training."""
+    """Returns the configuration that a run with `config` uses for its own evaluations."""
     if isinstance(config, EvaluateConfig):
         return config
     names = {field.name for field in fields(EvaluateConfig)} - {"compute_dtype"}
@@ -809,4 +809,4 @@ FREE_TO_CHANGE = tuple(
     for name, rules in rules_by_key(TrainConfig).items()
     if rules.may_change
 )
-"""Keys, or beginnings of keys, that may change when a run is resumed, because they affect the training result at most by rounding."""
+"""Keys, or key prefixes, whose values may change when a run is resumed, because they affect the training result only by rounding, if at all."""

@@ -1,4 +1,4 @@
-"""Configuration sections: dataclasses that check their values whenever an object is created, from a file or in Python."""
+"""Configuration sections: dataclasses that check their values when they are created, whether from a file or in Python."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -13,19 +13,19 @@ _Entry = TypeVar("_Entry")
 
 
 class Section:
-    """Base class of sections and of complete configurations. Every existing object has passed all checks."""
+    """Base class of sections and of complete configurations. Objects are checked when they are created, so every object is valid."""
 
     place: ClassVar[str] = ""
-    """Dotted name of the section; empty for a complete configuration."""
+    """Dotted name of the section. Empty for a complete configuration."""
 
     def __init_subclass__(cls, *, at: str | None = None) -> None:
-        """`at` is the section's dotted name."""
+        """Sets `place` to `at`, the dotted name of the section."""
         super().__init_subclass__()
         if at is not None:
             cls.place = at
 
     def __post_init__(self) -> None:
-        """Raises ConfigError if a value has the wrong type, is out of range, or contradicts another."""
+        """Raises ConfigError if a value has the wrong type, is out of range, or contradicts another value."""
         kinds = field_types(type(self))
         for field in dataclasses.fields(cast(Any, self)):
             name, expected, value = field.name, kinds[field.name], getattr(self, field.name)
@@ -37,10 +37,10 @@ class Section:
         self.check_together()
 
     def check_together(self) -> None:
-        """Checks values of this object against each other. Sections with such rules override this method."""
+        """Checks rules that involve several values. Sections with such rules override this method."""
 
     def check_effects(self) -> None:
-        """Refuses a key that is set although the key that it depends on is not (`Rules.only_with`)."""
+        """Raises ConfigError if a key is changed but has no effect, because the key that it depends on (`Rules.only_with`) is not set."""
         rules = rules_by_key(type(self))
         for key in leaf_types(type(self)):
             section, _, name = key.rpartition(".")
@@ -56,7 +56,7 @@ class Section:
                 )
 
     def refuse(self, key: str, needs: str, remedy: str) -> NoReturn:
-        """Raises ConfigError for the value of `key`, a dotted name relative to this section."""
+        """Raises ConfigError for the value of `key`, which is a dotted name relative to this section."""
         refuse(f"{self.place}.{key}".lstrip("."), attrgetter(key)(self), needs, remedy)
 
 
@@ -67,13 +67,13 @@ def due(step: int, every: int) -> bool:
 
 @cache
 def field_types(section: type) -> dict[str, Any]:
-    """Returns the annotation of each field of a configuration class."""
+    """Returns a mapping from the fields of a configuration class to their annotations."""
     hints = get_type_hints(section)
     return {field.name: hints[field.name] for field in dataclasses.fields(section)}
 
 
 def leaf_types(schema: type, prefix: str = "") -> dict[str, Any]:
-    """Returns the annotation of each dotted key of a configuration class, without sections."""
+    """Returns a mapping from the dotted keys of a configuration class to their annotations. Sections themselves are not included."""
     leaves = {}
     for name, kind in field_types(schema).items():
         key = prefix + name
@@ -82,7 +82,7 @@ def leaf_types(schema: type, prefix: str = "") -> dict[str, Any]:
 
 
 def rules_by_key(schema: type, prefix: str = "") -> dict[str, Rules]:
-    """Returns the rules of each dotted key of a configuration class, including sections."""
+    """Returns a mapping from the dotted keys of a configuration class to their rules. Sections themselves are included."""
     kinds, found = field_types(schema), {}
     for field in dataclasses.fields(schema):
         key = prefix + field.name
@@ -93,7 +93,7 @@ def rules_by_key(schema: type, prefix: str = "") -> dict[str, Rules]:
 
 
 def entries(key: str, values: Sequence[Mapping[str, Any]], schema: type[_Entry]) -> list[_Entry]:
-    """Converts a list of mappings to objects of `schema`.
+    """Converts the mappings in the list `key` to objects of class `schema`.
 
     Raises:
         ConfigError: a name is unknown or missing, or a value has the wrong type or is out of range. The message names the entry.

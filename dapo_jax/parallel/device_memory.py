@@ -1,4 +1,4 @@
-"""Memory limit of a device, and bytes per device of arrays that are sharded over a mesh."""
+"""The memory limit of a device, and the memory per device that sharded arrays need."""
 
 import math
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ from dapo_jax.parallel.sharding import split
 from dapo_jax.parallel.together import all_gather_bytes, meet
 
 OFFLOADED = "pinned_host"
-"""JAX memory kind of host memory that a device can access."""
+"""JAX's name for the kind of host memory that a device can access directly."""
 
 
 def device_bytes(device: AnyDevice) -> int | None:
-    """Returns the number of bytes that programs may use on an accelerator. None for a CPU, or if the device reports no limit."""
+    """Returns the number of bytes that programs may use on a device, or None for a CPU or a device that reports no limit."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     return int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
 
@@ -29,19 +29,19 @@ def least_device_bytes(mesh: Mesh) -> int | None:
         return None
     own = [device_bytes(device) for device in mesh.local_devices]
     least = 0 if None in own else min(filter(None, own), default=0)
-    meet()  # a process may have loaded files for longer than a collective waits
+    meet()  # another process may still be loading files, for longer than a collective waits
     return min(map(int, all_gather_bytes(b"%d" % least))) or None
 
 
 def bytes_on_device(structs: PyTree, sizes: Mapping[str, int]) -> int:
-    """Returns the number of bytes that arrays need on each device. Arrays in host memory count as 0.
+    """Returns the number of bytes that sharded arrays need on each device. Arrays in host memory (`OFFLOADED`) are not counted.
 
     Args:
         structs: arrays or shapes with a `NamedSharding`.
         sizes: the size of each mesh axis.
 
     Raises:
-        ConfigError: a dimension is not divisible by its mesh axis.
+        ConfigError: a dimension is not divisible by the size of its mesh axis.
     """
     leaves = (leaf for leaf in jax.tree.leaves(structs) if leaf.sharding.memory_kind != OFFLOADED)
     return sum(_bytes(leaf, sizes) for leaf in leaves)

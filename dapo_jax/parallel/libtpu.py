@@ -1,4 +1,4 @@
-"""Environment variables that keep libtpu from searching for a TPU when it is loaded. Imports no jax."""
+"""Environment variables that keep libtpu from searching for a TPU when it is loaded. This module does not import jax."""
 
 import importlib.util
 import os
@@ -11,7 +11,7 @@ WITHOUT_TPU = {
     "TPU_WORKER_ID": "0",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-"""Description of a TPU slice, so that libtpu does not query a metadata server."""
+"""Environment variables that describe a fictitious TPU slice, so that libtpu does not query a metadata server."""
 
 _DEVICES = ("accel*", "vfio/[0-9]*")
 """Glob patterns of TPU device files in /dev."""
@@ -20,7 +20,7 @@ _DEVICES = ("accel*", "vfio/[0-9]*")
 def keep_quiet() -> None:
     """Keeps an installed libtpu from printing that this machine has no TPU. Call this before jax is imported.
 
-    Changes nothing if there is a TPU, or if environment variables select platforms or describe a TPU.
+    This has no effect if the machine has a TPU, or if JAX_PLATFORMS or a variable in `WITHOUT_TPU` is already set.
     """
     asked = bool(os.environ.get("JAX_PLATFORMS")) or any(name in os.environ for name in WITHOUT_TPU)
     there = any(next(Path("/dev").glob(pattern), None) for pattern in _DEVICES)

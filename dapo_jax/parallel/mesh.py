@@ -1,8 +1,8 @@
 """Device meshes: a mesh with four named axes for training, and a mesh for each sampler.
 
 All meshes use the same flat order of devices, because a jitted function can only move arrays between meshes that have the same devices in
-the same order. The devices of a process are adjacent in this order. On a TPU slice, neighbours in the order are also linked (`torus`).
-Slices follow one another. They communicate over the data-centre network, and only the axis `data` may span slices.
+the same order. The devices of a process are adjacent in this order. Within a TPU slice, devices that are neighbours in this order are also
+linked (`torus`). The order lists one slice after another. Slices communicate over the data-centre network, and only the axis `data` may span slices.
 """
 
 import math
@@ -24,7 +24,7 @@ BATCH_AXES = ("data", "fsdp")
 
 @dataclass(frozen=True)
 class Absent:
-    """Placeholder for a device that this machine lacks. Shapes can be placed on it, but nothing is compiled for it."""
+    """Placeholder for a device that this machine does not have. Shapes can be placed on it, but nothing can be compiled for it."""
 
     id: int
     process_index: int
@@ -46,7 +46,7 @@ def make_mesh(
     context: int = 1,
     devices: Sequence[AnyDevice] | None = None,
 ) -> Mesh:
-    """Creates a mesh with the axes `data`, `fsdp`, `tensor` and `context`. One size may be -1, which means the remaining devices.
+    """Creates a mesh with the axes `data`, `fsdp`, `tensor` and `context`. One size may be -1: this axis gets all remaining devices.
 
     Raises:
         ConfigError: the product of the sizes is not the number of devices, or an axis other than `data` would span slices.
@@ -73,13 +73,13 @@ class Meshes:
     """The meshes on which a run trains and samples."""
 
     train: Mesh
-    """All devices of all processes."""
+    """The mesh for training, with all devices of all processes."""
     publish: Mesh
-    """The same devices with a leading axis `sampler`. Each row contains the devices of one sampler."""
+    """The devices of `train`, with an additional first axis `sampler`. Each row along this axis contains the devices of one sampler."""
     sampler: Mesh
-    """The row of `publish` that contains this process's devices, with the axes `AXES`. Programs on it run independently of other samplers."""
+    """The row of `publish` that contains this process's devices, with the axes `AXES`. Programs on this mesh run independently of other samplers."""
     index: int
-    """Index of that row. The sampler handles the prompt ordinals that equal `index` modulo `count`."""
+    """Index of this row in `publish`. The sampler handles the prompts whose ordinal equals `index` modulo `count`."""
 
     @property
     def count(self) -> int:
@@ -92,12 +92,12 @@ def make_meshes(train: Mesh, *, sampler_tensor: int = 0, sampler_hosts: int = 1)
 
     Args:
         train: mesh from `make_mesh`.
-        sampler_tensor: number of devices over which a sampler's weights are sharded. Its slots are sharded over the rest. 0: the
-            greatest common divisor of the number of the sampler's devices and the trainer's tensor axis.
-        sampler_hosts: number of processes per sampler; more than 1 only if the weights do not fit on the devices of one process.
+        sampler_tensor: number of devices over which a sampler's weights are sharded. Its slots are distributed over groups of this many
+            devices. 0: the greatest common divisor of the sampler's number of devices and the trainer's tensor axis.
+        sampler_hosts: number of processes per sampler. Use more than 1 only if the weights do not fit on the devices of one process.
 
     Raises:
-        ConfigError: `sampler_hosts` does not divide the processes, a sampler would span slices, or `sampler_tensor` does not divide
+        ConfigError: `sampler_hosts` does not divide the number of processes, a sampler would span slices, or `sampler_tensor` does not divide
             a sampler's devices.
     """
     flat = train.devices.reshape(-1)
@@ -123,7 +123,7 @@ def make_meshes(train: Mesh, *, sampler_tensor: int = 0, sampler_hosts: int = 1)
         raise ConfigError(f"parallel.sampler_tensor={tensor} must divide the {each} devices of a sampler")
     shape, automatic = (len(rows), each // tensor, 1, tensor, 1), (AxisType.Auto,) * (len(AXES) + 1)
     grid = rows.reshape(shape)
-    # The devices of a topology to compile for have no process here, so the first row is used.
+    # If the mesh is only a target for compilation, this process has no devices in it, so the first row is used.
     here = jax.process_index() if flat[0] in jax.devices() else flat[0].process_index
     index = next(i for i, row in enumerate(rows) if here in {device.process_index for device in row})
     return Meshes(
@@ -135,7 +135,7 @@ def make_meshes(train: Mesh, *, sampler_tensor: int = 0, sampler_hosts: int = 1)
 
 
 def _slices(devices: Sequence[AnyDevice]) -> list[list[AnyDevice]]:
-    """Returns the devices of each slice, process by process. All devices other than TPUs belong to one slice."""
+    """Returns the devices of each slice, process by process. Devices other than TPUs all belong to a single slice."""
     found: dict[int, list[AnyDevice]] = {}
     for device in sorted(devices, key=lambda device: (_slice_of(device), device.process_index, device.id)):
         found.setdefault(_slice_of(device), []).append(device)
@@ -143,12 +143,12 @@ def _slices(devices: Sequence[AnyDevice]) -> list[list[AnyDevice]]:
 
 
 def _slice_of(device: AnyDevice) -> int:
-    # A GPU reports its machine as its slice, but all axes may span machines.
+    # GPUs report their machine as their slice, but unlike TPU slices, machines may be spanned by any axis.
     return getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
 
 
 def _flat(slices: Sequence[Sequence[AnyDevice]], sizes: Mapping[str, int]) -> list[AnyDevice]:
-    """Returns all devices slice by slice. In each slice they follow the links between chips, if the chips report coordinates."""
+    """Returns all devices, slice by slice. If TPU chips report coordinates, the devices in a slice are ordered along the links between chips."""
     count, data = len(slices), sizes["data"]
     if len({len(each) for each in slices}) > 1:
         raise ConfigError(

@@ -1,8 +1,8 @@
 """The processes of a run: how they start, and how the failure of one process ends all others.
 
 Each process runs the same command (multi-controller JAX). A process that raises an error stores it in JAX's coordination service, and
-a thread in each process polls for errors of other processes. Without it, the main thread could wait forever in a collective for a
-process that has ended. If a process dies without an error (SIGKILL, a lost machine), JAX's heartbeats notice and end the others.
+a thread in each process polls for errors from other processes. Without this thread, the main thread could wait forever in a collective for
+a process that has ended. If a process dies without an error (SIGKILL, a lost machine), its heartbeats stop, and JAX ends the others.
 """
 
 import json
@@ -21,21 +21,21 @@ from dapo_jax.health.stopping import Stop, StoppedError, first_reason
 from dapo_jax.terminal import visible
 
 JAX_HEARTBEAT_S = 20
-"""Seconds without a heartbeat of a process after which JAX ends the other processes. C++ sends heartbeats even while Python threads cannot run."""
+"""Seconds without a heartbeat from a process after which JAX ends the other processes. Heartbeats come from C++, so they continue while Python is blocked."""
 
 GRACE_S = 3.0
-"""Seconds that a process has to end by itself after another process has failed, or after its own error."""
+"""Seconds that a process has to end on its own, after it or another process has failed."""
 
 _POLL_S = 0.5
 _LOST_CONNECTION = re.compile(r"Gloo|UNAVAILABLE|closed by peer|reset by peer")
-"""Words in an error that may be the consequence of another process having ended."""
+"""Matches error messages that may be a consequence of the end of another process."""
 
 
 def wanted(environment: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether environment variables make this process one of several.
+    """Returns whether environment variables declare that this process is one of several.
 
-    `JAX_COORDINATOR_ADDRESS` does (with `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`), and so does `DAPO_JAX_DISTRIBUTED=1`, with which JAX
-    gets these values from Cloud TPU, Slurm, GKE or MPI. With `DAPO_JAX_DISTRIBUTED=0`, this is the only process.
+    This is the case if `JAX_COORDINATOR_ADDRESS` is set (with `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`), or if `DAPO_JAX_DISTRIBUTED=1`. Then
+    JAX gets the three values from Cloud TPU, Slurm, GKE or MPI. With `DAPO_JAX_DISTRIBUTED=0`, this process is always the only one.
 
     Raises:
         ConfigError: `DAPO_JAX_DISTRIBUTED` has another value.
@@ -49,7 +49,7 @@ def wanted(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def is_first() -> bool:
-    """Returns True in the process that writes files and prints for all processes."""
+    """Returns whether this is the first process, which writes files and prints for all processes."""
     import jax
 
     return jax.process_index() == 0
@@ -62,11 +62,11 @@ def described(error: BaseException) -> str:
 
 
 class _Processes:
-    """This process, alone or as one of several, and the thread that listens to the other processes."""
+    """Connects this process to the other processes of the run, if there are any, with a thread that listens to them."""
 
     def __init__(self) -> None:
         self._client: Any = None
-        """Client of JAX's coordination service. None if this process is alone."""
+        """Client of JAX's coordination service. None if this is the only process."""
         self._index, self._count = 0, 1
         self._leaving, self._told = threading.Event(), threading.Event()
         self._limit: threading.Timer | None = None
@@ -75,9 +75,9 @@ class _Processes:
         self._listener = threading.Thread(target=self._listen, name="other processes", daemon=True)
 
     def start(self, *, stop: Stop | None = None) -> None:
-        """Joins the other processes of the run. Call this before any other use of JAX, and finish with `fail` or `leave`.
+        """Connects to the other processes of the run. Call this before any other use of JAX, and finish with `fail` or `leave`.
 
-        If one process is stopped, all others are stopped too, through their `stop`.
+        If one process is asked to stop, all others are asked too, through their own `stop`.
 
         Raises:
             ConfigError: environment variables do not provide the process id and the number of processes, or the processes cannot connect.
@@ -86,7 +86,7 @@ class _Processes:
 
         from dapo_jax.parallel.together import coordination_service
 
-        # Otherwise JAX treats SIGTERM as a preemption notice, and the process continues.
+        # If this service were enabled, JAX would treat SIGTERM as a preemption notice, and the process would continue.
         jax.config.update("jax_enable_preemption_service", False)
         names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
         address, *given = (os.environ.get(name) or None for name in names)
@@ -109,30 +109,30 @@ class _Processes:
             return
         import jax
 
-        jax.distributed.shutdown()  # a barrier, during which errors of other processes are still noticed
+        jax.distributed.shutdown()  # waits at a barrier; the listener still notices errors from other processes
         self._leaving.set()
-        # A thread that is still in C++ when the interpreter exits aborts the process.
+        # If this thread were still in C++ when the interpreter exits, it would abort the process.
         self._listener.join()
 
     def broadcast(self, text: str) -> None:
-        """Replaces the text of this process that the other processes get from `received`."""
+        """Publishes a text that other processes get from `received`. It replaces this process's previous text."""
         self._put("doing", text)
 
     def received(self) -> dict[int, str]:
-        """Returns the last broadcast of every other process."""
+        """Returns the last text that each other process published with `broadcast`."""
         return self._others("doing")
 
     def resume_by(self, remedy: str) -> None:
-        """Sets the sentence on how to resume the run, for the message after another process has died."""
+        """Sets the advice on how to resume the run. It is printed if another process dies."""
         self._remedy = remedy
 
     def fail(self, status: int, message: str, *, shown: str | None = None, by_all: bool = False) -> NoReturn:
-        """Prints why this process ends, notifies the others, and exits with `status` immediately.
+        """Prints why this process ends, notifies the other processes, and exits with `status` immediately.
 
         JAX's exit handlers and threads are skipped, because they would wait for the other processes.
 
         Args:
-            status: the exit status, which the others use too.
+            status: the exit status, also for the other processes.
             message: the text for the other processes.
             shown: the text for the user of this process, for example a traceback. None: `message`.
             by_all: True if every process is likely to raise the same error. Then only the first process prints it.
@@ -156,7 +156,7 @@ class _Processes:
         self._exit(*self._tell(status, message))
 
     def all_say(self, text: str) -> bool:
-        """Returns whether every process calls this with the same text within `GRACE_S`, so that the processes can act together."""
+        """Returns whether every process calls this method with the same text within `GRACE_S`, which means that all processes can act together."""
         if self._client is None:
             return True
         self._put("ready", text)
@@ -166,12 +166,12 @@ class _Processes:
         return len(found) == self._count and set(found.values()) == {text}
 
     def tell_others(self, _: object, error: BaseException | None, __: object) -> None:
-        """Notifies the other processes of an error, unless it is a stop, which all share. Push this last on an `ExitStack`, because other exits may wait."""
+        """Notifies the other processes of an error, except a stop, which all share. Push this onto an `ExitStack` last, so that it runs before exits that may wait."""
         if error is not None and not isinstance(error, StoppedError):
             self._tell(2 if isinstance(error, ConfigError) else 1, described(error))
 
     def _put(self, subject: str, text: str) -> None:
-        with suppress(Exception):  # this process is alone, or the service is gone
+        with suppress(Exception):  # this is the only process, or the service has ended
             self._client.key_value_set(f"dapo_jax/{subject}/{self._index}", text, allow_overwrite=True)
 
     def _others(self, subject: str) -> dict[int, str]:
@@ -180,15 +180,15 @@ class _Processes:
     def _all(self, subject: str) -> dict[int, str]:
         try:
             found = self._client.key_value_dir_get(f"dapo_jax/{subject}/")
-        except Exception:  # this process is alone, or the service is gone and JAX aborts this process
+        except Exception:  # this is the only process, or the service has ended and JAX will abort this process
             return {}
         return {int(key.rpartition("/")[2]): value for key, value in found}
 
     def _tell(self, status: int, message: str) -> tuple[int, str]:
-        """Notifies the other processes of an error, once, and limits the time to unwind.
+        """Notifies the other processes of an error, but only once, and limits the time in which this process can clean up.
 
-        If another process has already failed with a different message, this error is a consequence. It is not reported, because a third
-        process would take it for the cause.
+        If another process has already failed with a different message, this error is only a consequence. The other processes are not notified
+        of it, because they would report it as the cause.
         """
         if self._client is not None and not self._told.is_set():
             self._told.set()
@@ -210,14 +210,14 @@ class _Processes:
             if self._told.is_set() or not (failures := self._failures()):
                 continue
             if self._leaving.wait(GRACE_S):
-                return  # this process had the same error, or noticed that the other process ended
+                return  # this process had the same error, or noticed by itself that another process ended
             status, message = self._because(failures)
-            self._stop.fail(message)  # unwinds the main thread, if it is in Python
+            self._stop.fail(message)  # interrupts the main thread, if it is running Python code
             if not self._leaving.wait(GRACE_S):
                 self._exit(status, message)
 
     def _pass_on_stop(self) -> None:
-        """Passes a stop request from this process to the others, or from the others to this process."""
+        """Passes a stop request from this process on to the others, or from another process on to this process."""
         if self._stop_passed:
             return
         if self._stop.reason:
@@ -227,11 +227,11 @@ class _Processes:
         self._stop_passed = bool(self._stop.reason)
 
     def _failures(self) -> dict[int, tuple[int, str]]:
-        """Returns (exit status, message) for every other process that has failed."""
+        """Returns a mapping from each other process that has failed to its exit status and message."""
         return {index: tuple(json.loads(record)) for index, record in self._others("failed").items()}
 
     def _wait_for_failure(self, *, of: int | None = None) -> dict[int, tuple[int, str]]:
-        """Waits up to `GRACE_S` until another process, or process `of`, has failed, and returns `_failures`."""
+        """Waits up to `GRACE_S` for another process (process `of`, if given) to fail, and returns `_failures`."""
         end = time.monotonic() + GRACE_S
         while True:
             failures = self._failures()
@@ -248,11 +248,11 @@ class _Processes:
     def _exit(self, status: int, shown: str) -> NoReturn:
         if shown:
             print(shown, file=sys.stderr)
-        with suppress(OSError):  # the pipes may be closed
+        with suppress(OSError):  # standard output or error may be closed
             sys.stdout.flush()
             sys.stderr.flush()
         self._put("left", "")
-        # The service ends with the first process, so all other live processes must read their message first.
+        # The service ends with the first process, so that process waits until the other live processes have read their messages.
         end, alive = time.monotonic() + 4 * GRACE_S, self._count - bool(self._cause)
         while (
             self._client is not None

@@ -1,4 +1,4 @@
-"""Array sharding: a table from logical axes to mesh axes, and tensors that all processes load together from a file."""
+"""Array sharding: the tables that map logical axes to mesh axes, and the loading of sharded tensors from files."""
 
 import functools
 from collections.abc import Mapping
@@ -26,19 +26,19 @@ TRAINER_RULES: Mapping[str, str | None] = {
     "norm": None,
     "rank": None,
 }
-"""Logical axis -> mesh axis, for master weights and optimizer moments."""
+"""Logical axis -> mesh axis, for master weights and optimizer moments. None: not sharded."""
 
 SAMPLER_RULES: Mapping[str, str | None] = {**TRAINER_RULES, "embed": None}
-"""The table for the sampler's weights. They are not sharded along `embed`, so that a decode step does not have to gather weights."""
+"""Logical axis -> mesh axis, for the sampler's weights. They are not sharded along `embed`, so that decoding steps do not have to gather weights."""
 
 
 def shardings(tree: PyTree, mesh: Mesh, rules: Mapping[str, str | None] = TRAINER_RULES) -> PyTree:
     """Returns a `NamedSharding` for every leaf of `tree`, from the logical axes of its `nnx.Variable`.
 
-    Leading dimensions beyond the named axes (stacked layers) are not sharded. A leaf without axes is replicated.
+    Additional leading dimensions, such as the dimension of stacked layers, are not sharded. A leaf without logical axes is replicated.
 
     Raises:
-        ValueError: a dimension is not divisible by its mesh axis.
+        ValueError: a dimension is not divisible by the size of its mesh axis.
     """
 
     def place(path: tuple[Any, ...], leaf: Any) -> Any:
@@ -68,7 +68,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def by_row(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of the first dimension (batch rows or sampler slots) over the batch axes."""
+    """Returns a sharding that splits the first dimension (batch rows or sampler slots) over the batch axes."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
@@ -79,15 +79,15 @@ def split(sharding: NamedSharding, dimensions: int) -> list[tuple[str, ...]]:
 
 
 def read_by_rows(rows: Rows, stored: Shape, shape: Shape, target: NamedSharding) -> jax.Array:
-    """Loads a stored tensor as an array with sharding `target`. Every process must call it, and loads an equal share of the rows per device.
+    """Loads a tensor from a file as an array with sharding `target`. Every process must call it. Each process loads the same number of rows per device.
 
-    A stored matrix is contiguous by rows, but the trainer's matrices are mostly sharded along their columns. If each process loaded only the
-    columns of its own devices, it would have to read the whole model.
+    A file stores a matrix row by row, but most of the trainer's matrices are sharded by columns. To load only the columns for its own devices,
+    each process would have to read the whole model. So each process loads some of the rows, and the devices then exchange columns.
 
     Args:
         rows: function that loads a range of rows, with zeros after the last row.
         stored: shape of the tensor in the file.
-        shape: shape of the array. It has the same values in the same order, but an axis of `stored` may be split into two axes.
+        shape: shape of the array. The values are in the same order as in the file, but an axis of `stored` may be split into two axes.
         target: sharding of the array.
     """
     mesh = target.mesh
@@ -107,19 +107,19 @@ def read_by_rows(rows: Rows, stored: Shape, shape: Shape, target: NamedSharding)
         return own[start - first : stop - first]
 
     spread = jax.make_array_from_callback(whole, by_device, part)
-    meet()  # a process may read for longer than a collective waits
-    # Waits for the transfer, so that tensors in transfer do not fill the host's memory.
+    meet()  # another process may read its rows for longer than a collective waits
+    # Waits until this tensor has been transferred, so that tensors in transfer do not fill the host's memory.
     return jax.block_until_ready(_mover(stored, shape, target)(spread))
 
 
 @functools.lru_cache(maxsize=64)
 def _mover(stored: Shape, shape: Shape, target: NamedSharding) -> Together:
-    """Returns the program that moves rows from all devices to the target."""
+    """Returns a program that reshapes an array, sharded by rows over all devices, and moves it to the sharding `target`."""
     _, *columns = split(target, len(shape))
     if len(shape) > len(stored):
         columns.pop(next(axis for axis, size in enumerate(stored) if shape[axis] != size))
     rows = tuple(axis for axis in target.mesh.axis_names if axis not in sum(columns, ()))
-    # The column axes are removed from the rows first. Otherwise the compiler could gather the whole array on every device.
+    # First, the mesh axes of the columns move from the rows to the columns. Without this stage, the compiler could gather the whole array on every device.
     between = NamedSharding(target.mesh, PartitionSpec(rows, *(axes or None for axes in columns)))
 
     def move(spread: Array) -> Array:

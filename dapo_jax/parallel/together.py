@@ -1,10 +1,10 @@
-"""Coordination of all processes: barriers, programs that all processes compile before any runs them, and exchange of bytes.
+"""Coordination of all processes: barriers, programs that no process runs before all have compiled them, and exchange of bytes.
 
-A collective waits only for a limited time (half a minute with Gloo on CPU). If one process works alone, or compiles longer than others
-because machines or caches differ, this can take longer. So there is a barrier before the collective.
+A collective fails if a process arrives too late (after half a minute with Gloo on CPU). A process can be late by more than this time if
+only it does some work, or if its compilation takes longer. So there is a barrier, with a longer limit, before such a collective.
 
-An all-gather needs the same shape in all processes, and is compiled for each new shape. So messages are sent in buffers of a fixed
-size, as many as the longest message needs.
+An all-gather needs the same shape in all processes, and is compiled for each new shape. So messages are split into buffers of a fixed
+size, and every process sends as many buffers as the longest message needs.
 """
 
 import itertools
@@ -19,13 +19,13 @@ from jax.experimental import multihost_utils
 from dapo_jax.config import ConfigError
 
 _PATIENCE_S = 3600
-"""Seconds to wait for other processes. If one of them fails, this is noticed at once."""
+"""Seconds to wait at a barrier for other processes. If one of them fails, the wait ends much sooner."""
 
 _numbers = itertools.count()
 
 
 class Together:
-    """A jitted program that every process calls, in the same order of calls. With a single process, it has no overhead."""
+    """A jitted program that all processes must call, in the same order of calls. With a single process, the wrapper has no overhead."""
 
     def __init__(self, program: Any) -> None:
         self._program = program
@@ -42,12 +42,12 @@ class Together:
         return self._program(*arguments)
 
     def lower(self, *arguments: Any) -> jax.stages.Lowered:
-        """Lowers the program for arguments with these shapes."""
+        """Lowers the program for these arguments, which may be shapes."""
         return self._program.lower(*arguments)
 
 
 def meet() -> None:
-    """Waits until all processes have called this as many times as this process."""
+    """Waits at a barrier: until every process has called this function as many times as this process has."""
     if jax.process_count() > 1:
         place, patience_ms = f"dapo_jax/met/{next(_numbers)}", _PATIENCE_S * 1000
         coordination_service().client.wait_at_barrier(place, timeout_in_ms=patience_ms)
@@ -61,14 +61,14 @@ def coordination_service() -> Any:
 
 
 BUFFER_BYTES = 1 << 20
-"""Bytes that each process sends per round. Each device stores the buffers of all processes during a round: 32 MiB with 32 processes."""
+"""Size of the buffer that each process sends per round. During a round, each device stores the buffers of all processes: 32 MiB with 32 processes."""
 
 _HEAD = 8
-"""Number of bytes before a message that encode its length."""
+"""Size of the header before each message, which encodes the message's length."""
 
 
 def all_gather_bytes(message: bytes, *, buffer_bytes: int = BUFFER_BYTES) -> list[bytes]:
-    """Gathers a message from each process, in process order. Every process must call it, in the same order of calls."""
+    """Gathers one message from each process, and returns the messages in process order. Every process must call it, in the same order of calls."""
     if jax.process_count() == 1:
         return [message]
     framed = len(message).to_bytes(_HEAD, "little") + message
@@ -81,7 +81,7 @@ def all_gather_bytes(message: bytes, *, buffer_bytes: int = BUFFER_BYTES) -> lis
 
 
 def _round(framed: bytes, number: int, buffer_bytes: int) -> list[bytearray]:
-    """Returns the buffer of each process in one round, padded with zeros."""
+    """Exchanges buffer `number` of each process's message, and returns these buffers in process order, padded with zeros."""
     part = framed[number * buffer_bytes : (number + 1) * buffer_bytes]
     buffer = np.frombuffer(part.ljust(buffer_bytes, b"\0"), np.uint8)
     gathered = np.asarray(multihost_utils.process_allgather(buffer))
@@ -94,7 +94,7 @@ def broadcast_from_first(value: bytes) -> bytes:
 
 
 def by_first(work: Callable[[], bytes]) -> bytes:
-    """Calls `work` in the first process only, and returns its result or raises its error in every process.
+    """Calls `work` in the first process only. In every process, returns the result of this call or raises its error.
 
     Raises:
         Exception: the error of `work`, in the first process.

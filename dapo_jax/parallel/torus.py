@@ -1,9 +1,9 @@
 """Orders the devices of a TPU slice so that neighbours along the mesh axes are few links apart.
 
 The chips of a slice form a grid with links between neighbours, and each device has coordinates. A run needs a flat order in which the
-devices of a process are adjacent (`mesh`), which `jax.experimental.mesh_utils` does not provide. Two choices remain: the path through a
-process's block of chips, and the path through the grid of blocks. This module tries all orders of their dimensions, and chooses the
-order with the fewest links between neighbours. It compares links along `tensor` first, which has the most traffic, and then along
+devices of a process are adjacent (`mesh`), which `jax.experimental.mesh_utils` does not provide. Such an order combines a path through each
+process's block of chips with a path through the grid of blocks. For both paths, this module tries all orders of the dimensions, and chooses
+the order of devices with the fewest links between neighbours. It compares links along `tensor` first, which has the most traffic, and then along
 `context`, `fsdp` and `data`.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Int
 
 _DIGIT = tuple[int, int, int]
-"""Part of a path along one dimension of the grid: (dimension, step, number of steps)."""
+"""Part of a path, along one dimension of the grid: (dimension, step size, number of places)."""
 
 
 def along_links(devices: Sequence[Any], shape: Sequence[int]) -> list[Any]:
@@ -34,7 +34,7 @@ def linked_order(
     Args:
         places: x, y and z of each device's chip, and the device's core on the chip.
         processes: the process of each device. Devices must be given process by process.
-        shape: the sizes of `data`, `fsdp`, `tensor`, `context`.
+        shape: the sizes of the mesh axes `data`, `fsdp`, `tensor` and `context`.
 
     Returns:
         Device indices, in which the devices of a process are adjacent. This is the given order if no other order is better, or if
@@ -51,7 +51,7 @@ def linked_order(
 def _cost(places: Int[np.ndarray, "data fsdp tensor context 4"]) -> tuple[float, ...]:
     """Returns the mean number of links between neighbours along each axis. The first and last device of an axis are neighbours.
 
-    Wrap-around links of the grid are ignored, because devices do not report them.
+    Wrap-around links of the slice are not considered, because devices do not report them.
     """
     chips = places[..., :3]  # devices on the same chip need no link
 
@@ -65,7 +65,7 @@ def _cost(places: Int[np.ndarray, "data fsdp tensor context 4"]) -> tuple[float,
 def _grid_of(
     places: Int[np.ndarray, "devices 4"], processes: Int[np.ndarray, " devices"]
 ) -> tuple[Int[np.ndarray, "x y z core"], tuple[int, ...]] | None:
-    """Returns the index of the device at each place, and the size of a process's block.
+    """Returns the device index at each place of the grid, and the size of the block of chips that each process has.
 
     Returns None if the blocks are not boxes of equal shape that fill a box.
     """
@@ -88,7 +88,7 @@ def _grid_of(
 def _orders(
     index: Int[np.ndarray, "x y z core"], block: tuple[int, ...], shape: Sequence[int]
 ) -> Iterator[Int[np.ndarray, " devices"]]:
-    """Yields paths through the grid, for all orders of dimensions inside a block and between blocks."""
+    """Yields paths through the grid, one for each order of the dimensions inside a block and of the dimensions between blocks."""
     inside = [(dimension, 1, size) for dimension, size in enumerate(block) if size > 1]
     blocks = [whole // part for whole, part in zip(index.shape, block, strict=True)]
     between = [(dimension, block[dimension], size) for dimension, size in enumerate(blocks) if size > 1]
@@ -103,9 +103,9 @@ def _orders(
 
 
 def _shared_out(digits: list[_DIGIT], shape: Sequence[int]) -> list[list[_DIGIT]] | None:
-    """Distributes the parts of a path over the mesh axes. The fastest-changing parts go to the last axis, and parts may be split.
+    """Distributes the parts of a path, fastest-changing part first, over the mesh axes, beginning with the last axis. Parts may be split.
 
-    Returns None if the sizes do not divide.
+    Returns None if the parts cannot be split to match the sizes in `shape`.
     """
     axes: list[list[_DIGIT]] = []
     left = list(digits)
@@ -124,7 +124,7 @@ def _shared_out(digits: list[_DIGIT], shape: Sequence[int]) -> list[list[_DIGIT]
 
 
 def _way(digits: list[_DIGIT], dimensions: int) -> Int[np.ndarray, "size dimensions"]:
-    """Returns the places along one mesh axis, for digits that change fastest first. The path turns back at each end, so that neighbours are linked."""
+    """Returns the places along one mesh axis. `digits` begins with the fastest-changing part. The path turns back at each end, so that neighbours are linked."""
     number = np.arange(math.prod(steps for _, _, steps in digits))
     places = np.zeros((len(number), dimensions), int)
     before = 1

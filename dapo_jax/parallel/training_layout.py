@@ -1,7 +1,7 @@
 """Sharding of a training pass on a mesh, with explicit collectives.
 
 The pass is one `shard_map`. Rows of tokens are sharded over `data` and `fsdp`, and each row over `context`. Weights are sharded over
-`fsdp` and `tensor`. Over `fsdp` they are gathered for each matrix product, in the compute dtype, and their gradients are
+`fsdp` and `tensor`. For each matrix product, weights are gathered over `fsdp` in the compute dtype, and their gradients are
 reduce-scattered in float32. Heads, the MLP and the vocabulary remain sharded over `tensor` in matrix products. Between products,
 tokens are sharded over `tensor` (sequence parallelism), so an all-gather precedes each product and a reduce-scatter follows it.
 Attention gathers keys and values over `context`.
@@ -38,7 +38,7 @@ def layout_of(mesh: Mesh, *, attention: str = "xla") -> Layout:
 
 @dataclass(frozen=True)
 class MeshLayout(Layout):
-    """Layout for a mesh with the axes `data`, `fsdp`, `tensor` and `context`, of any sizes. All other methods must be called inside `shard`."""
+    """Layout for a mesh with the axes `data`, `fsdp`, `tensor` and `context`, of any sizes. The methods other than `shard` must be called in a program that `shard` runs."""
 
     mesh: Mesh
     attention: str = "xla"
@@ -52,7 +52,7 @@ class MeshLayout(Layout):
         def whole(params: PyTree, arrays: PyTree) -> tuple[Array, Array]:
             placed = jax.tree.map(lambda sharding: sharding.spec, shardings(params, self.mesh))
             results = PartitionSpec("tensor", *ROWS)
-            # check_vma is off because kernels do not declare over which axes their results vary.
+            # check_vma is off because attention kernels do not declare the mesh axes over which their results vary.
             mapped = jax.shard_map(
                 part, mesh=self.mesh, in_specs=(placed, ROWS), out_specs=results, check_vma=False
             )
@@ -63,7 +63,7 @@ class MeshLayout(Layout):
 
     def weight_sharding(self, axes: tuple[str, ...]) -> WeightSharding | None:
         split = [TRAINER_RULES[axis] for axis in axes]
-        # On v5e and v6e ("lite"), libtpu 0.0.50 cannot split a sum along lanes into parts that do not fill registers.
+        # On v5e and v6e ("lite"), libtpu 0.0.50 cannot reduce-scatter along lanes if the parts do not fill registers.
         parts_first = "lite" in self.mesh.devices.flat[0].device_kind
         return (
             WeightSharding("fsdp", split.index("fsdp"), parts_first)
@@ -130,7 +130,7 @@ class MeshLayout(Layout):
         chunk_vocab: int,
         dtype: str,
     ) -> tuple[Float[Array, " tokens"], Float[Array, " tokens"]]:
-        """Computes log-probabilities of all tokens. Each device along `tensor` handles its part of the vocabulary."""
+        """Computes the log-probabilities of all target tokens. Each device along `tensor` handles a part of the vocabulary."""
         table = self._table(unembedding, dtype)
         padded = len(table) * self.mesh.shape["tensor"] != vocab_size
         return chunked_logprobs(
@@ -148,13 +148,13 @@ class MeshLayout(Layout):
         return _widened(weight, self.weight_sharding(("vocab", "embed")), dtype)
 
     def _share(self, result: Float[Array, "rows part"]) -> Float[Array, "rows part"]:
-        """Sets all but this device's share of an array that is replicated along `tensor` to zero. The sum of all shares is the array."""
+        """Keeps this device's share of an array that is replicated along `tensor`, and sets the rest to zero. The shares of all devices add up to the array."""
         flat, tensor = result.reshape(-1), self.mesh.shape["tensor"]
         mine = jnp.arange(flat.size, dtype=jnp.int32) * tensor // flat.size == lax.axis_index("tensor")
         return jnp.where(mine, flat, 0.0).reshape(result.shape)
 
     def _of_this_part(self, kernel: Any) -> Any:
-        """Returns the kernel for the local queries. Its tables are sharded over `context`, like the queries."""
+        """Returns the splash kernel for this device's queries. Like the queries, the tables of the kernel are sharded over `context`."""
         if self.mesh.shape["context"] == 1:
             return kernel
         specs = kernel.manual_sharding_spec(
@@ -172,7 +172,7 @@ class MeshLayout(Layout):
 
 
 def _rounded(x: Array, dtype: str, collective: Callable[[Array], Array]) -> Array:
-    """Calls a collective on an array in the dtype that matrix products round it to (see `product`), or on CPU in the array's own dtype."""
+    """Calls a collective on an array after a cast to `dtype`, to which matrix products round it (see `product`). On CPU, the array keeps its own dtype."""
     if np.dtype(dtype) == x.dtype:
         return collective(x)
     return lax.platform_dependent(

@@ -1,8 +1,8 @@
 """Weight transfer from the trainer to the samplers. A jitted program, called once per layer, casts, unstacks and reshards the weights.
 
-A scan over stacked layers would copy each layer's weights in every decode step (measured to be 1.5 times slower on CPU), so the sampler
-has separate layers. The program's arguments are the whole stack and a layer index, so the transfer needs memory for only one layer
-in addition to the trainer's and the sampler's arrays.
+A scan over stacked layers would copy each layer's weights in every decoding step, which was measured to be 1.5 times slower on CPU. So the
+sampler stores layers separately. The program's arguments are the whole stack and a layer index, so in addition to the trainer's and the
+sampler's arrays, the transfer needs memory for only one layer.
 """
 
 import math
@@ -23,7 +23,7 @@ from dapo_jax.parallel.sharding import SAMPLER_RULES, TRAINER_RULES, shardings, 
 from dapo_jax.parallel.together import Together
 
 SamplerWeights = dict[str, PyTree]
-"""`layers` is a tuple with the state of each block. `ends` has the embedding, the final norm and the unembedding."""
+"""The sampler's weights. `layers` is a tuple with the state of each block. `ends` contains the embedding, the final norm and the unembedding."""
 
 
 def both_on(mesh: Mesh) -> Meshes:
@@ -37,15 +37,15 @@ class WeightTransfer:
     """Converts trainer parameters to this process's sampler weights. Every process calls it with the same parameters.
 
     Args:
-        params: parameters of the decoder with stacked blocks, or their shapes. They may be only adapters, or a base without adapters.
+        params: decoder parameters with stacked blocks, or their shapes. They may consist of adapters only, or of a base without adapters.
         where: all meshes of the run, or the mesh on which a single process trains and samples.
         dtype: dtype of the sampler's weights. Norms remain in float32, as in the trainer, because rounding them would double the
             difference between the sampler's and the trainer's log-probabilities.
         eight_bit: store matrices as int8 with one scale per output (`Quantized`). Biases and adapters remain in `dtype`.
-        merged_by: factor with which adapters are merged into their matrices, in float32. None keeps adapters separate.
+        merged_by: factor with which adapters are merged into their weight matrices, in float32. None: adapters stay separate.
 
     Raises:
-        ValueError: a dimension is not divisible by its mesh axis.
+        ValueError: a dimension is not divisible by the size of its mesh axis.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class WeightTransfer:
     def __call__(self, params: nnx.State) -> SamplerWeights:
         """Casts and reshards the weights on all devices (a collective call), and wraps the local shards on the sampler's mesh without a copy.
 
-        Only the first call compiles. The result remains valid when an update donates `params`.
+        Only the first call compiles. The result remains valid after an update that donates `params`.
         """
         layers = []
         for index in range(self._count):
@@ -83,7 +83,7 @@ class WeightTransfer:
         return {"layers": tuple(layers), "ends": ends}
 
     def shared(self, params: nnx.State) -> SamplerWeights:
-        """Returns the same result as a call, but without a copy. The layers must be separate and have the sampler's shardings (`shares_base`)."""
+        """Returns sampler weights that use the same arrays as `params`. The layers in `params` must be separate, with the sampler's shardings (`shares_base`)."""
         layers = tuple(local(params["blocks"][index], self._sampler["layer"]) for index in range(self._count))
         return {"layers": layers, "ends": local(_ends(params), self._sampler["ends"])}
 
@@ -114,7 +114,7 @@ class WeightTransfer:
             axes = leaf.get_metadata()["axes"]
             if axes == ("norm",):
                 return leaf
-            # A matrix product sums over the dimensions after the outputs. A bias has no such dimension.
+            # A matrix product sums over all dimensions after the output dimensions. A bias has only output dimensions.
             summed = tuple(range(output_dimensions(axes), len(axes)))
             if self._eight_bit and "rank" not in axes and summed:
                 return leaf.replace(quantized(leaf[...], summed))
@@ -127,15 +127,15 @@ class AdapterTransfer:
     """Converts adapters to this process's sampler weights. Only the first call transfers the base."""
 
     def __init__(self, adapters: WeightTransfer, base: WeightTransfer, frozen: nnx.State) -> None:
-        """`frozen` is the base, with stacked layers. If `shares_base`, its layers are separate, and the sampler uses the same arrays."""
+        """`frozen` is the base, with stacked layers. If `shares_base` returns True, its layers are separate instead, and the sampler uses the same arrays."""
         self._adapters, self._base, self._frozen = adapters, base, frozen
         self._moved: SamplerWeights | None = None
         self.base_shapes = base.shapes
         self.shapes = _joined(base.shapes, adapters.shapes)
-        """Shapes and shardings of the transferred weights. `base_shapes` has those without adapters."""
+        """Shapes and shardings of the transferred weights. `base_shapes` contains only the base."""
 
     def __call__(self, params: nnx.State) -> SamplerWeights:
-        """Transfers the adapters in `params`, as a collective call. The base in the result is the same for every call."""
+        """Transfers the adapters in `params`, as a collective call. Every call returns the same base arrays."""
         if self._moved is None:
             transfer = self._base.shared if is_apart(self._frozen) else self._base
             self._moved = transfer(self._frozen)
@@ -147,14 +147,14 @@ class AdapterTransfer:
 
 
 class MergingTransfer:
-    """Converts adapters to sampler weights without adapters. Every call merges them into the base in float32, and transfers the result."""
+    """Converts adapters to sampler weights without adapters. Every call merges the adapters into the base in float32, and transfers the merged weights."""
 
     def __init__(self, whole: WeightTransfer, frozen: nnx.State) -> None:
         """`whole` transfers base and adapters, and merges them. `frozen` is the base, with stacked layers."""
         self._whole, self._frozen, self.shapes = whole, frozen, whole.shapes
 
     def __call__(self, params: nnx.State) -> SamplerWeights:
-        """Transfers base and merged adapters (`params`), as a collective call."""
+        """Merges the adapters in `params` into the base and transfers the result, as a collective call."""
         return self._whole(put_together(params, self._frozen))
 
     def lower(self, params: nnx.State) -> dict[str, jax.stages.Lowered]:
@@ -163,8 +163,8 @@ class MergingTransfer:
 
 
 def shares_base(frozen: nnx.State, meshes: Meshes, *, dtype: str) -> bool:
-    """Returns whether trainer and sampler can share one copy of a base. This needs a single sampler with all devices, the same sharding of
-    every array, and the sampler's `dtype`. `frozen` has stacked layers, and may be shapes."""
+    """Returns whether trainer and sampler can share one copy of the base. The base must have the sampler's `dtype` and equal shardings in both,
+    and a single sampler must use all devices. `frozen` is the base, or its shapes, with stacked layers."""
     variables = jax.tree.leaves(frozen, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
     kinds = {each.dtype.name for each in variables if each.get_metadata()["axes"] != ("norm",)}
     if meshes.count > 1 or meshes.train.size != meshes.sampler.size or kinds != {dtype}:
@@ -181,9 +181,9 @@ def _joined(base: SamplerWeights, adapters: SamplerWeights) -> SamplerWeights:
 
 
 def local(tree: PyTree, placed: PyTree) -> PyTree:
-    """Wraps the same buffers with shardings on a mesh of this process's devices, which a jitted program cannot do.
+    """Wraps the local buffers of `tree` with the shardings `placed`, on a mesh of this process's devices. A jitted program cannot do this.
 
-    The caller must drop `tree`, because deleting or donating either tree also deletes the other.
+    The caller must no longer use `tree`, because deleting or donating either tree also deletes the buffers of the other.
     """
 
     def wrap(whole: Array, sharding: NamedSharding) -> Array:
@@ -194,7 +194,7 @@ def local(tree: PyTree, placed: PyTree) -> PyTree:
 
 
 def _ends(params: nnx.State) -> nnx.State:
-    """Returns the parameters before and after the blocks; empty if `params` has only adapters."""
+    """Returns the parameters before and after the blocks. Empty if `params` consists of adapters only."""
     return params["ends"] if "ends" in params else nnx.State({})
 
 
@@ -211,9 +211,9 @@ def _carry(array: Array, source: NamedSharding, target: NamedSharding) -> Array:
 def stages(shape: tuple[int, ...], source: NamedSharding, target: NamedSharding) -> list[NamedSharding]:
     """Returns the shardings through which an array moves from `source` to `target`, on two meshes with the same devices in the same order.
 
-    For a direct move between different meshes, the compiler would gather whole arrays, or sum them padded with zeros. So the dimension
-    that is not sharded in the target is first sharded over all devices, while the other dimension gets the target's axis. This moves
-    pieces without copies. Then the pieces are gathered, first inside a sampler and then between samplers.
+    For a direct move between different meshes, the compiler would gather whole arrays, or sum them padded with zeros. So a
+    dimension that must be gathered is first sharded over all remaining devices, and all other dimensions get the target's sharding. This
+    moves pieces without copying them to several devices. Then the pieces are gathered, first inside a sampler, then between samplers.
     """
     have, want = split(source, len(shape)), split(target, len(shape))
     gathered = [d for d in range(len(shape)) if _busy(source, have[d : d + 1]) - set(want[d])]
@@ -235,12 +235,12 @@ def stages(shape: tuple[int, ...], source: NamedSharding, target: NamedSharding)
 
 
 def _busy(sharding: NamedSharding, cut: list[tuple[str, ...]]) -> set[str]:
-    """Returns the axes in `cut` that have more than one device."""
+    """Returns the mesh axes in `cut` that have more than one device."""
     return {axis for axes in cut for axis in axes if sharding.mesh.shape[axis] > 1}
 
 
 def _free(sharding: NamedSharding, cut: list[tuple[str, ...]]) -> tuple[str, ...]:
-    """Returns the axes with more than one device over which an array that is sharded by `cut` is replicated."""
+    """Returns the mesh axes with more than one device that are not in `cut`. An array that is sharded by `cut` is replicated over them."""
     used = _busy(sharding, cut)
     return tuple(axis for axis, size in sharding.mesh.shape.items() if size > 1 and axis not in used)
 
