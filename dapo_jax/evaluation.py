@@ -113,7 +113,7 @@ def lost_verdicts(groups: Sequence[Group]) -> str:
 
 
 LOGGED_RESPONSES = 64
-"""Number of responses per held-out dataset that are logged by an evaluation."""
+"""Number of responses that an evaluation logs per held-out dataset."""
 
 
 def responses_kept(problems: int, responses: int = LOGGED_RESPONSES) -> list[int]:

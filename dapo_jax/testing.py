@@ -1,4 +1,4 @@
-"""Test doubles for code that samples or learns: an engine that follows a script, and a decoder that compiles in a second."""
+"""Test doubles for code that samples or trains: an engine that follows a script, and a small decoder that compiles in a second."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ class ScriptedSlot:
     """One slot, with the progress through its script."""
 
     tokens: tuple[int, ...]
-    """The whole response, cut to its limit."""
+    """The complete response, truncated at its length limit."""
     drawn: int = 0
     """Number of tokens sampled so far."""
 
@@ -41,8 +41,8 @@ FREE = ScriptedSlot(tokens=())
 class ScriptedEngine:
     """Implements `sampling.interface.Engine` without a model: every response comes from `script`.
 
-    A response ends at its first end token or at its limit. A token's log-probability is minus its id, so that tests can check that the
-    two stay together.
+    A response ends at its first end token or at its length limit. The log-probability of a token is its negated id, so that tests can
+    check that tokens and log-probabilities stay aligned.
 
     >>> engine = ScriptedEngine(lambda ordinal, index: [ordinal, index, 1], slots=4, capacity=32)
     """
@@ -58,16 +58,16 @@ class ScriptedEngine:
         page_sizes: PageSizes | None = None,
         feed_tokens: int = 0,
     ) -> None:
-        """Makes an engine.
+        """Creates an engine.
 
         Args:
-            script: gives the tokens of every response.
+            script: returns the tokens of a response.
             slots: number of responses that are sampled at the same time.
-            capacity: the largest length of a prompt with its response.
-            steps_per_call: number of tokens that `generate` samples in each slot.
+            capacity: maximum length of a prompt and its response together.
+            steps_per_call: maximum number of tokens per slot that a call to `generate` samples.
             stop_ids: end tokens.
-            page_sizes: sizes of the pages of the KV cache; None: room for `capacity` tokens in every slot.
-            feed_tokens: the largest number of new context tokens that a resumed response is fed; feeding takes no step.
+            page_sizes: sizes of the pages in the KV cache. None: room for `capacity` tokens in every slot.
+            feed_tokens: maximum number of new context tokens to feed to a resumed response. In this engine, feeding costs no decoding step.
         """
         self.slots, self.capacity, self.stop_ids = slots, capacity, tuple(stop_ids)
         self.steps_per_call, self.page_sizes = steps_per_call, page_sizes or slot_pages(slots, capacity)
@@ -77,9 +77,9 @@ class ScriptedEngine:
         self.released: list[int] = []
         """The released slots, in order."""
         self.inserted: list[tuple[int, int]] = []
-        """(ordinal, index) of every response that got a slot, in order; a response that is re-prefilled occurs several times."""
+        """(ordinal, index) of every response that was inserted into a slot, in order. A response that is re-prefilled occurs several times."""
         self.pauses = 0
-        """Number of calls of `paused`."""
+        """Number of calls to `paused`."""
         self.live_slots: list[int] = []
         """Number of slots that sampled a token, for each decoding step."""
 
@@ -90,7 +90,7 @@ class ScriptedEngine:
     def prefill(
         self, params: PyTree, prompts: Sequence[Int[np.ndarray, " _"]]
     ) -> Iterator[list[tuple[int, Int[np.ndarray, " prompts"], int]]]:
-        """Records the prompts and yields their lengths, which `insert` needs, in one batch."""
+        """Records the prompts and yields a single batch with their lengths, which `insert` needs."""
         self.prefills.append(list(prompts))
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         yield [(index, lengths, index) for index in range(len(prompts))]
@@ -129,7 +129,7 @@ class ScriptedEngine:
     ) -> tuple[tuple[ScriptedSlot, ...], ResultTokens]:
         """Samples up to `steps_per_call` tokens in every live slot, and at most `until` tokens of each response.
 
-        Ends early when fewer than `min_live` slots sample.
+        Returns early if fewer than `min_live` slots are still sampling.
         """
         slots = list(state)
         until = np.full(self.slots, self.capacity, np.int32) if until is None else until
@@ -152,7 +152,7 @@ class ScriptedEngine:
         return tuple(slots), ResultTokens(tokens=tokens, logprobs=logprobs, valid=valid, live=going)
 
     def paused(self, state: PyTree) -> Int[np.ndarray, " slots"]:
-        """Returns the number of tokens that each response has; `insert` takes it like the lengths of prompts."""
+        """Returns the number of tokens sampled so far for each response. Pass it to `insert` in place of the prompt lengths."""
         self.pauses += 1
         return np.array([slot.drawn for slot in state], np.int32)
 
@@ -161,7 +161,7 @@ class ScriptedEngine:
         return np.array(lengths, np.int32)
 
     def release(self, state: PyTree, slots: Sequence[int]) -> tuple[ScriptedSlot, ...]:
-        """Frees some slots, whose responses may be unfinished."""
+        """Frees the given slots. Their responses may be unfinished."""
         self.released += slots
         return tuple(FREE if at in slots else slot for at, slot in enumerate(state))
 
@@ -179,7 +179,7 @@ class ScriptedEngine:
 
 
 def tiny_decoder_config(**changes: Any) -> DecoderConfig:
-    """Returns a Llama-like configuration of two layers and a vocabulary of 20, with `changes`; all sizes are even."""
+    """Returns a Llama-like configuration with two layers and a vocabulary of 20 tokens, in which `changes` override fields. All sizes are even."""
     sizes: dict[str, Any] = {
         "vocab_size": 20, "embed_dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "mlp_dim": 48,
         "max_positions": 64,
@@ -188,7 +188,7 @@ def tiny_decoder_config(**changes: Any) -> DecoderConfig:
 
 
 def tiny_params(config: DecoderConfig, *, seed: int = 0) -> nnx.State:
-    """Returns random decoder parameters: also norms differ from 1, and biases from 0. Nothing is compiled."""
+    """Returns random decoder parameters, in which norms differ from 1 and biases from 0. Nothing is compiled."""
     rng = np.random.default_rng(seed)
     params = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))[1]
 

@@ -1,14 +1,14 @@
-"""The algorithm, in the order of the paper (DAPO, 2025), as pure functions.
+"""The DAPO algorithm (2025) as pure functions, listed in the order of the paper.
 
 | DAPO | module |
 |---|---|
-| groups, which are the responses to one prompt, and their verdicts | `rollouts` |
+| prompts, responses, verdicts and groups (all responses to one prompt) | `rollouts` |
 | Eq. 9, the advantage within a group | `advantages` |
 | Eq. 10 and 12, the clipped objective (Clip-Higher), its token-level mean, and a KL penalty | `losses` |
 | Eq. 11, Algorithm 1, dynamic sampling | `dynamic_sampling` |
 | Eq. 13, the overlong penalty | `overlong` |
-| importance weights of off-policy tokens | `importance` |
-| log-probabilities of the sampled tokens | `logprobs`, with matrix products from `precision` |
-| conversion of groups to the training examples of an update | `batching`, `microbatch` |
-| metrics that can be added across microbatches | `metrics` |
+| importance weights for off-policy tokens | `importance` |
+| log-probabilities of the sampled tokens | `logprobs`, which uses the matrix products in `precision` |
+| conversion of groups to training examples | `batching`, `microbatch` |
+| metrics that can be summed across microbatches | `metrics` |
 """

@@ -1,7 +1,7 @@
 """Group-relative advantages, on the host in float64.
 
-In float32, both the mean and the standard deviation of sixteen equal rewards have rounding errors. Dividing one by the other yields an advantage
-of up to 0.26 where it should be 0.
+In float32, the mean and the standard deviation of sixteen equal rewards both have rounding errors. Dividing the deviation from the mean by the
+standard deviation then yields an advantage of up to 0.26 instead of 0.
 """
 
 import numpy as np
@@ -16,10 +16,10 @@ def group_advantages(
 
     $$ \hat A_i = \frac{R_i - \mathrm{mean}(R)}{\mathrm{std}(R) + \mathrm{eps}} $$
 
-    The standard deviation is the unbiased one (ddof = 1). A group of one response has mean 0 and standard deviation 1 by definition.
+    The standard deviation is the sample standard deviation (ddof = 1). For a group of one response, mean 0 and standard deviation 1 are used.
 
     Args:
-        rewards: `[prompts, group]`, the shaped rewards of each prompt's responses; any real dtype.
+        rewards: `[prompts, group]`, the rewards of each prompt's responses after shaping, in any real dtype.
         normalize_std: divide by the standard deviation. If False, the advantage is R_i - mean(R).
         eps: keeps the quotient finite if all rewards of a group are nearly equal.
 

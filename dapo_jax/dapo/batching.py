@@ -1,6 +1,6 @@
-"""Converts groups to the training examples of an update: shuffles and splits groups, and computes advantages and token weights on the host.
+"""Converts groups to the training examples of an update: splits the groups into minibatches, and computes advantages and token weights on the host.
 
-The weight of each token in the loss is computed here from the whole minibatch. Packing, microbatching and sharding therefore do not change the gradient.
+The loss weight of each token is computed here from the whole minibatch. Packing, microbatching and sharding therefore do not change the gradient.
 """
 
 import math
@@ -24,7 +24,7 @@ class Example:
     logprobs: Float[np.ndarray, " response"]
     """Log-probabilities recorded during sampling, in nats; zeros for demonstrations."""
     advantage: float | Float[np.ndarray, " response"] = 1.0
-    """One number for all response tokens, or one per token."""
+    """The advantage of all response tokens, or one advantage per token."""
     in_loss: bool = True
     """If False, no token of this example enters the loss (overlong filtering)."""
     sampled: Bool[np.ndarray, " response"] | None = None
@@ -32,7 +32,7 @@ class Example:
     group: int = 0
     """Index of the example's group in the minibatch."""
     rollout: int | None = None
-    """Number of the episode, if it has several contexts and therefore several examples. If None, the example is a whole rollout."""
+    """Identifies the episode if it was split into several examples, one per context. If None, the example is a complete rollout."""
 
     @property
     def tokens(self) -> int:
@@ -65,15 +65,15 @@ def training_examples(
     filter_truncated: bool = False,
     by_turn: bool = False,
 ) -> list[Example]:
-    """Returns the rollouts of a minibatch with their advantages (Eq. 9).
+    """Converts the rollouts of a minibatch to examples, and computes their advantages (Eq. 9).
 
-    An episode whose environment started new contexts is one example per context.
+    If the environment started new contexts in an episode, the episode becomes one example per context.
 
     Args:
         groups: groups of the minibatch.
         normalize_std: divide advantages by the standard deviation of the group's rewards.
-        filter_truncated: exclude truncated responses from the loss (overlong filtering). Their rewards still enter the statistics of their group.
-        by_turn: compute one advantage per turn of an episode (`turn_advantages`). If False, all turns have the advantage of the episode.
+        filter_truncated: exclude truncated responses from the loss (overlong filtering). Their rewards still enter their group's mean and standard deviation.
+        by_turn: compute a separate advantage for each turn of an episode (see `turn_advantages`). If False, all turns share the episode's advantage.
     """
     examples, count = [], 0
     for index, group in enumerate(groups):
@@ -99,14 +99,14 @@ def training_examples(
 
 
 def turn_advantages(group: Group, *, normalize_std: bool = True) -> dict[int, Float[np.ndarray, " response"]]:
-    """Returns per-token advantages from the reward-to-go of each turn, as a dict from the index of a rollout to one number per token.
+    """Computes per-token advantages from the reward-to-go of each turn. The result maps the index of a rollout to one advantage per token.
 
     The return of turn k is the sum of the rewards from turn k to the last turn, plus the overlong penalty. Per-turn rewards may not add up to the
-    score, for example if rewards are compared within the group. In that case they are ignored, and the return of every turn is the episode's reward.
+    score, for example if rewards come from a comparison within the group. They are then ignored, and the return of every turn is the episode's reward.
 
     The advantage of turn k is its return minus the mean return over the episodes of the group that have a turn k. The difference is divided by the
-    standard deviation of the episodes' rewards. For episodes of one turn this is Eq. 9. If all rewards of the group are equal, the advantages are 0.
-    Rollouts without per-turn rewards are left out.
+    standard deviation of the episodes' rewards. For single-turn episodes, this is Eq. 9. If all rewards of the group are equal, the advantages are 0.
+    Rollouts without per-turn rewards are omitted from the result.
     """
     by_turn = {
         place: rollout
@@ -138,9 +138,9 @@ def turn_advantages(group: Group, *, normalize_std: bool = True) -> dict[int, Fl
 def example_weights(
     examples: Sequence[Example], *, aggregation: str = "token_mean", max_response_tokens: int | None = None
 ) -> Float[np.ndarray, " examples"]:
-    """Returns one weight per example, which all its tokens have in the loss of the minibatch `examples`. It is 0 if the example is not in the loss.
+    """Returns the loss weight of each example's tokens. `examples` is the whole minibatch. The weight is 0 if the example is excluded from the loss.
 
-    Under every aggregation of `losses.token_weights`, all tokens of a rollout have the same weight, even if the rollout is split into several examples.
+    One weight per example is enough: in every aggregation of `losses.token_weights`, all tokens of a rollout have the same weight, even if it is split.
     """
     numbers: dict[tuple[str, int], int] = {}
     of_rollout = [
@@ -160,4 +160,4 @@ def example_weights(
         group_ids=groups,
         max_response_tokens=max_response_tokens,
     )
-    return np.asarray(weights).max(axis=1)[of_rollout]  # the weight is 0 outside the mask
+    return np.asarray(weights).max(axis=1)[of_rollout]  # equal weights in the mask, 0 outside

@@ -1,7 +1,7 @@
-"""Dynamic sampling (DAPO Eq. 11, Algorithm 1): decides which groups are informative, and describes the groups of a step.
+"""Dynamic sampling (DAPO Eq. 11, Algorithm 1): which groups are informative, and a record of the groups in a step.
 
-The decision uses verdicts before any reward shaping. A step trains on the first N informative groups in the order of their ordinals, not in the order
-in which they finished, because taking the groups that finish first would favour short responses.
+Groups are judged by their verdicts, before any reward shaping. A step trains on the first N informative groups in the order of their prompts' ordinals.
+Training on the groups that finish first instead would favour short responses.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ def is_informative(group: Group, *, metric: str = "correct") -> bool:
     training on such a group would teach the model nothing but length.
 
     Raises:
-        ValueError: `metric` is score, but a verdict has no score, although it was not lost.
+        ValueError: `metric` is "score", but a verdict that was not lost has no score.
     """
     if metric == "correct":
         return len({rollout.correct for rollout in group.rollouts}) == 2
@@ -30,7 +30,7 @@ def is_informative(group: Group, *, metric: str = "correct") -> bool:
 
 
 def scores_differ(group: Group) -> bool:
-    """Returns whether all verdicts of the group have scores, except lost verdicts, and the scores are not all equal."""
+    """Returns whether the group's scores are not all equal. False if a verdict that was not lost has no score."""
     return _is_scored(group) and len({rollout.verdict.score for rollout in group.rollouts}) > 1
 
 
@@ -68,7 +68,7 @@ class Tally:
 
 
 class ShortfallError(RuntimeError):
-    """Dynamic sampling used up its waves without finding enough informative groups."""
+    """Dynamic sampling reached its limit on sampling without finding enough informative groups."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,29 +78,29 @@ class Collected:
     groups: list[Group]
     """The groups to train on, by ordinal."""
     carry: list[Group]
-    """Informative groups that stay ready for the next step."""
+    """Informative groups that are kept for the next step."""
     sampled: list[Group]
     """All groups that were graded in this step, by ordinal. Unbiased metrics are computed from them."""
     cursor: int
-    """The ordinal at which the next step begins."""
+    """Ordinal of the first prompt for which no response has been started. The next step starts there."""
     waves: int
     surplus: int
     """Number of informative groups that the step did not need. They are carried or discarded."""
     version: int = 0
     """Version of the weights when the step began."""
     rounds: int = 0
-    """Number of sampling rounds, with rollouts in flight; 0 if the step samples in waves."""
+    """With rollouts in flight, the number of sampling rounds in this step. If the step samples in waves, 0."""
     drawn_tokens: int | None = None
-    """Number of tokens sampled in this step, with rollouts in flight. If None, it is the number of tokens of `sampled`."""
+    """With rollouts in flight, the number of tokens sampled in this step. If None, the tokens in `sampled` are counted instead."""
 
     def logged(self, count: int) -> Sequence[Group]:
-        """Returns the groups whose rollouts are logged: the first `count` sampled groups. With rollouts in flight, the first `count` trained groups,
-        because a group that was graded in this step may be trained on in a later step."""
+        """Returns the groups whose rollouts are logged: the first `count` sampled groups or, with rollouts in flight, the first `count` trained groups.
+        In flight, a group that is graded in this step may be trained on in a later step, so `sampled` would not match the training data."""
         return (self.groups if self.drawn_tokens is not None else self.sampled)[:count]
 
 
 def nothing_to_learn(tally: Tally, sampled: Sequence[Group], metric: str) -> str:
-    """Returns an explanation of why so few of the `sampled` groups are informative, with a remedy. `tally` contains their counts."""
+    """Explains why so few of the `sampled` groups are informative, and suggests a remedy. `tally` counts these groups."""
     if metric == "score":
         equal = [group.rollouts[0].verdict.score for group in sampled if not scores_differ(group)]
         scores = sorted({score for score in equal if score is not None})

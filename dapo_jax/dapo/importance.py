@@ -1,9 +1,9 @@
-r"""Importance weights of off-policy tokens.
+r"""Importance weights for off-policy tokens.
 
 The ratio in the objective is $\pi_\theta / \pi_\text{prox}$, with the policy at the start of the step in the denominator. Tokens that were sampled
-with earlier or rounded weights need a second factor, $\pi_\text{prox} / \pi_\text{sampler}$. It is $e^d$, where
-$d = \log \pi_\text{prox} - \log \pi_\text{sampler}$ of the token, clamped to +-20. One of three rules bounds this factor. (Hilton et al., "Batch
-size-invariance for policy optimization", 2021, introduced the separation of the two ratios.)
+with earlier or rounded weights need a second factor, $\pi_\text{prox} / \pi_\text{sampler}$. This factor is $e^d$, where
+$d = \log \pi_\text{prox} - \log \pi_\text{sampler}$ for the token, clamped to +-20. One of three rules bounds the factor. The separation of the two
+ratios is from Hilton et al., "Batch size-invariance for policy optimization", 2021.
 
 | correction | weight of a token | |
 |---|---|---|
@@ -11,7 +11,7 @@ size-invariance for policy optimization", 2021, introduced the separation of the
 | `mask` | $e^d$ where $\text{low} \le e^d \le \text{high}$, else 0 | IcePop (Ling Team 2025) |
 | `mask_responses` | $g$, the geometric mean of $e^d$ over its response, where $\text{low} \le g \le \text{high}$, else 0 | the mean is as in GSPO (Zheng et al. 2025) |
 
-An episode with several contexts is one row per context, and `mask_responses` computes a separate mean in each row.
+An episode with several contexts becomes one training example per context, and `mask_responses` computes a separate mean for each example.
 
 Weights are constants without a gradient. Values where the mask is False are ignored and may be NaN.
 
@@ -34,7 +34,7 @@ from dapo_jax.hints import nearest
 CORRECTIONS = ("none", "truncate", "mask", "mask_responses")
 
 _SQUARE = "importance/weight_square"
-"""The mean of squared weights. It is not logged, but the effective sample size is computed from it and the mean weight."""
+"""Name of the mean squared weight. This metric is not logged. It is needed, with the mean weight, to compute the effective sample size."""
 
 
 def importance_weights(
@@ -59,7 +59,7 @@ def importance_weights(
         high: largest weight that is kept (inclusive). For `truncate`, this is the cap C.
 
     Returns:
-        The weights, which are 0 outside the mask, and metrics over the tokens in the mask. Pass the scalars of the metrics to `with_effective_share`.
+        The weights, which are 0 outside the mask, and metrics over the tokens in the mask. Convert the metrics to scalars for `with_effective_share`.
 
     Raises:
         ValueError: `correction` is "none" or unknown.
@@ -74,7 +74,7 @@ def importance_weights(
     if correction == "truncate":
         weights, cut = jnp.minimum(ratio, high), ratio > high
     else:
-        # A NaN must stay a NaN, so that it is detected later, and not become a weight of 0.
+        # A NaN must remain a NaN instead of becoming a weight of 0, so that it is detected later.
         weights = jnp.where((ratio < low) | (ratio > high), 0.0, ratio)
         cut = weights == 0.0
     weights = jnp.where(mask, weights, 0.0)
@@ -87,7 +87,7 @@ def importance_weights(
 
 
 def with_effective_share(scalars: Mapping[str, float]) -> dict[str, float]:
-    r"""Replaces the mean of squared weights in a step's scalars with `importance/ess_frac`. Without importance weights, the scalars are unchanged.
+    r"""Replaces the mean squared weight in a step's scalars with `importance/ess_frac`. Without importance weights, the scalars are returned unchanged.
 
     The effective sample size of n weighted tokens is $(\sum w)^2 / \sum w^2$ (Kong 1992). As a fraction of n, it is the squared mean weight divided by
     the mean squared weight. Both means are over all microbatches and updates, so the fraction is exact. It is 0 if every weight is 0.
@@ -101,7 +101,7 @@ def with_effective_share(scalars: Mapping[str, float]) -> dict[str, float]:
 def response_mean(
     values: Float[Array, "rows seq"], mask: Bool[Array, "rows seq"], segment_ids: Int[Array, "rows seq"]
 ) -> Float[Array, "rows seq"]:
-    """Returns, at each token, the mean of `values` over the tokens of its response that are in the mask, or 0 without such tokens.
+    """Returns, at each token, the mean of `values` over the tokens of its response that are in the mask, or 0 if there are no such tokens.
 
     All tokens of a response get the bit-identical mean. The mean of log-ratios is the logarithm of the geometric mean of the ratios.
 
@@ -118,11 +118,11 @@ def response_mean(
 def _segment_sums(values: Array, segment_ids: Array) -> Array:
     """Returns, at each token, the sum over its segment.
 
-    Only shifts are used, so the order of additions is fixed, even if a row is split over devices. On a GPU, a scatter adds in an arbitrary order.
+    The sums use only shifts, so the order of additions is fixed even if a row is split over devices. On a GPU, a scatter would add in arbitrary order.
     """
     sums = _running_sums(values, segment_ids, 1)
     last = segment_ids != _shifted(segment_ids, -1, fill=-1)
-    # The last token of a segment has the sum. All other tokens are zero, so a running sum from the right copies the sum to them.
+    # Keep the sum at the last token of each segment, and set all other tokens to 0. A running sum from the right then copies the sum to all tokens.
     return _running_sums(jnp.where(last, sums, 0.0), segment_ids, -1)
 
 

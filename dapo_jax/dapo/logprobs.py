@@ -23,11 +23,11 @@ def token_logprobs(
 ) -> Float[Array, "*batch"]:
     """Log-probability of each target under softmax(logits / temperature), in nats.
 
-    `chunked_logprobs` needs much less memory. The softmax is computed in float32, or in float64 if the logits are float64.
+    `chunked_logprobs` returns the same values with much less memory. The softmax is computed in float32, or in float64 if the logits are float64.
 
     Args:
         logits: next-token logits. The logits at position t - 1 predict the token at t, and the caller must align the two.
-        targets: token ids. Padding may have any id in the vocabulary.
+        targets: token ids. Padding positions may contain any id in the vocabulary.
         temperature: sampling temperature of the policy, above 0.
 
     Raises:
@@ -88,7 +88,7 @@ def chunked_logprobs(
 
 @dataclass(frozen=True)
 class _Chunks:
-    """The split of the vocabulary into chunks. Row i of this device's part belongs to chunk i modulo `count`."""
+    """How the vocabulary is split into chunks. Row i of this device's shard belongs to chunk i modulo `count`."""
 
     rows: int
     """Rows of the unembedding on this device."""
@@ -99,7 +99,7 @@ class _Chunks:
 
     @property
     def count(self) -> int:
-        """Number of chunks: the smallest possible number, or a slightly larger number that divides the rows evenly, which avoids a padded copy."""
+        """Number of chunks: the minimum, or a larger number (below twice the minimum) that divides the rows evenly and so avoids a padded copy."""
         fewest = -(-self.rows // self.most)
         return next((n for n in range(fewest, 2 * fewest) if self.rows % n == 0), fewest)
 
@@ -112,7 +112,7 @@ class _Chunks:
         return jnp.int32(0) if self.axis is None else lax.axis_index(self.axis) * self.rows
 
     def row(self, index: Int[Array, ""], like: Array) -> Int[Array, "tokens entries"]:
-        """Returns the row of each logit of a chunk."""
+        """Returns the row of this device's shard to which each logit of a chunk belongs."""
         return lax.broadcasted_iota(jnp.int32, like.shape, 1) * self.count + index
 
     def is_target(
@@ -181,7 +181,7 @@ def _scan_vocabulary(
             chosen + jnp.sum(logits, axis=-1, where=is_target),
         )
 
-    # Created from `hidden`, so that inside `shard_map` they are marked as varying over the same mesh axes.
+    # The zeros are created from `hidden`, so that inside `shard_map` they are marked as varying over the same mesh axes.
     zeros = jnp.full_like(hidden, 0.0, shape=targets.shape)
     sums = lax.fori_loop(0, how.count, add, (zeros + _NEVER, zeros, zeros, zeros))
     top, total, moment, chosen = how.together(*sums)
@@ -203,7 +203,7 @@ def _scores_backward(
     hidden, unembedding, targets, temperature, log_sum = saved
     chunks, cotangent = how.split(unembedding), cotangents[0][:, None]
     if how.axis is not None:
-        cotangent = lax.psum(cotangent, how.axis)  # the result of any device may be used
+        cotangent = lax.psum(cotangent, how.axis)  # the loss may use the result of any device
 
     def add(index: Array, gradients: tuple[Array, Array]) -> tuple[Array, Array]:
         logits, pull = jax.vjp(
@@ -228,7 +228,7 @@ def _chunk(chunks: Float[Array, "entries chunks embed"], index: Array) -> Float[
 
 
 def _pick(scores: Float[Array, "*batch vocab"], targets: Int[Array, "*batch"]) -> Float[Array, "*batch"]:
-    """Returns the score of each target. Unlike a gather, a masked sum works on the shards of a vocabulary, and its gradient needs no scatter."""
+    """Returns the score of each target. Unlike a gather, a masked sum works with a sharded vocabulary, and its gradient needs no scatter."""
     vocab = lax.broadcasted_iota(targets.dtype, scores.shape, scores.ndim - 1)
     return jnp.sum(scores, axis=-1, where=vocab == targets[..., None])
 
@@ -236,8 +236,8 @@ def _pick(scores: Float[Array, "*batch vocab"], targets: Int[Array, "*batch"]) -
 def _vary_with(array: Array, other: Array) -> Array:
     """Returns `array`, marked inside `shard_map` as varying over all mesh axes over which `other` varies.
 
-    A custom gradient must vary over the same axes as its operand. The gradient of the marking is a sum over these axes. The condition of the `where` is
-    a constant False that varies as `other` does, so the compiler removes the `where`.
+    A custom gradient must vary over the same axes as its operand, and the gradient of this marking is a sum over these axes. The condition of the `where`
+    is a constant False that varies over the same axes as `other`, so the compiler removes the `where`.
     """
     never = jnp.zeros_like(other, shape=(), dtype=bool)
     return jnp.where(never, jnp.zeros((), array.dtype), array)

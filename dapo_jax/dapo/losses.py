@@ -17,7 +17,7 @@ from dapo_jax.dapo.metrics import Max, Mean, Metric
 from dapo_jax.hints import nearest
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to +-20 before exp: e^20 = 4.9e8 still squares and sums within float32."""
+"""Log-ratios are clamped to +-20 before exp, because squares and sums of ratios up to e^20 = 4.9e8 do not overflow float32."""
 
 AGGREGATIONS = ("token_mean", "prompt_mean", "sequence_mean", "token_sum_norm")
 
@@ -39,26 +39,26 @@ def dapo_loss(
        \mathrm{clip}(r_{i,t}, 1-\epsilon_\text{low}, 1+\epsilon_\text{high}) \hat A_i\big),
        \qquad r_{i,t} = \exp(\texttt{logprobs} - \texttt{old\_logprobs}) $$
 
-    Only `logprobs` is differentiated. Computed in float32, or wider if `logprobs` is.
+    Only `logprobs` is differentiated. The loss is computed in float32, or in float64 if `logprobs` is float64.
 
     Args:
         logprobs: log-probability of each token under the policy being trained, in nats.
         old_logprobs: log-probability of each token under the policy in the denominator of the ratio.
         advantages: one per response, or one per token.
         mask: True on response tokens that enter the loss, False on prompt and padding.
-        clip_ratio_low: eps_low, how far the ratio of a token with a negative advantage may fall below 1 before its gradient is clipped to 0.
-        clip_ratio_high: eps_high, how far the ratio of a token with a positive advantage may rise above 1 before its gradient is
-            clipped to 0. If it is larger than `clip_ratio_low`, unlikely tokens have more room to gain probability (Clip-Higher).
+        clip_ratio_low: eps_low. How far the ratio of a token with a negative advantage may fall below 1 before its gradient becomes 0.
+        clip_ratio_high: eps_high. How far the ratio of a token with a positive advantage may rise above 1 before its gradient
+            becomes 0. If it is larger than `clip_ratio_low`, unlikely tokens have more room to gain probability (Clip-Higher).
         dual_clip: if the advantage is negative, the loss of a token is at most `dual_clip * |A|`. None: no cap.
-        weights: w, the weight of each token. None: the mean over this mask, w = 1 / (tokens in `mask`). If
-            the arguments are only a microbatch or a shard, pass the corresponding part of the `token_weights` of the whole
-            minibatch, and *sum* the losses and gradients of the parts.
+        weights: w, the weight of each token. None: the mean over this mask, w = 1 / (tokens in `mask`). If the
+            arguments are only a microbatch or a shard, compute `token_weights` for the whole minibatch, pass the weights
+            of this part, and *sum* the losses and gradients of all parts.
 
     Returns:
         The loss to minimize, which is 0 for an empty mask, and metrics over the tokens in the mask. The weights do not affect the metrics.
 
     Raises:
-        ValueError: shapes that do not fit, a mask that is not bool, a clip below 0, a dual clip not above 1.
+        ValueError: shapes do not match, the mask is not bool, a clip is below 0, or the dual clip is not above 1.
 
     References:
         Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", 2025.
@@ -86,7 +86,7 @@ def dapo_loss(
         surrogate = jnp.where(dual_clipped, floor, surrogate)
     loss = jnp.sum(tokens.weights(weights) * -surrogate)  # the sum of zeros is 0.0, not -0.0
 
-    # The clipped term is the smaller one only where the ratio has already moved in the direction of the advantage. There the gradient is 0.
+    # The minimum selects the clipped term only where the ratio has already moved in the direction of the advantage. There, the gradient is 0.
     clipped_high = (advantages > 0) & (ratio > 1.0 + clip_ratio_high)
     clipped_low = (advantages < 0) & (ratio < 1.0 - clip_ratio_low)
     probability = jnp.exp(logprobs)
@@ -95,7 +95,7 @@ def dapo_loss(
         "policy/ratio_max": tokens.max(ratio),
         "policy/clip_high_frac": tokens.mean(clipped_high),
         "policy/clip_low_frac": tokens.mean(clipped_low),
-        # The probability of clipped tokens (the paper's Fig. 3a).
+        # The mean probability of clipped tokens, as in the paper's Fig. 3a.
         "policy/clipped_high_prob": replace(tokens.mean(probability, where=clipped_high), rare=True),
         "policy/dual_clip_frac": tokens.mean(dual_clipped),
         # Two estimates of KL(old || new); see `k3`.
@@ -108,8 +108,8 @@ def dapo_loss(
 def k3(log_ratio: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     r"""The k3 estimator of a Kullback-Leibler divergence, $e^d - 1 - d$. It is unbiased if the token was sampled from p, and never negative.
 
-    Near 0 it is about $d^2 / 2$, which is far below the rounding error of $e^d$, so $e^d - 1$ is computed with `expm1`. In float32, the mean over tokens
-    that differ by 1e-5 nats then has a relative error of 1e-4. With the plain formula, the error is larger than the value.
+    Near 0 it is about $d^2 / 2$, which is far below the rounding error of $e^d$, so $e^d - 1$ is computed with `expm1`. In float32, if $d$ is about 1e-5 for
+    all tokens, their mean then has a relative error of 1e-4. With the plain formula, the error is larger than the value.
 
     Args:
         log_ratio: $d = \log q - \log p$ of a token, in nats.
@@ -131,7 +131,7 @@ def kl_penalty(
     estimator: str = "k3",
     weights: Float[Array, "batch seq"] | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Metric]]:
-    r"""KL(policy || reference), estimated from the sampled tokens. DAPO does not use it (Section 2.3).
+    r"""KL(policy || reference), estimated from the sampled tokens. DAPO does not use a KL penalty (Section 2.3).
 
     Let $d = \log \pi_\text{ref} - \log \pi_\theta$ of a token sampled by the policy. `k1` is $-d$, which is unbiased
     but may be negative. `k3` is $e^d - 1 - d$ (see `k3`), which is unbiased, never negative and less noisy. To train with a
@@ -150,7 +150,7 @@ def kl_penalty(
         The penalty, which is 0 for an empty mask, and the unweighted token means of both estimators.
 
     Raises:
-        ValueError: an unknown estimator, shapes that do not fit, a mask that is not bool.
+        ValueError: the estimator is unknown, shapes do not match, or the mask is not bool.
     """
     _check_choice("estimator", estimator, ("k1", "k3"))
     tokens = _MaskedTokens(logprobs, mask, ref_logprobs=ref_logprobs, weights=weights)
@@ -187,7 +187,7 @@ def token_weights(
     | aggregation | weight of a token of response i | |
     |---|---|---|
     | `token_mean` | 1 / (response tokens of the minibatch) | DAPO as released: Eq. 12 over the whole minibatch |
-    | `prompt_mean` | 1 / (prompts) / (response tokens of its group) | DAPO, Eq. 8 to the letter |
+    | `prompt_mean` | 1 / (prompts) / (response tokens of its group) | DAPO, exactly as in Eq. 8 |
     | `sequence_mean` | 1 / (responses) / (tokens of response i) | GRPO |
     | `token_sum_norm` | 1 / (responses * max_response_tokens) | Dr. GRPO |
 
@@ -197,7 +197,7 @@ def token_weights(
     Args:
         mask: True on response tokens. One row per response, for all responses of the minibatch.
         aggregation: one of the four names.
-        group_ids: one number per row, equal for responses to the same prompt. Required for `prompt_mean`.
+        group_ids: one number per row, the same for all responses to a prompt. Required for `prompt_mean`.
         max_response_tokens: maximum response length during sampling. Required for `token_sum_norm`.
 
     Returns:
@@ -253,7 +253,7 @@ def _count_groups(xp: Any, tokens: Any, group_ids: Any) -> tuple[Any, Any]:
 
 
 class _MaskedTokens:
-    """Masked operations that the losses share, in a common dtype. Values outside the mask have no effect on any result."""
+    """Masked operations that are shared by the losses, in a common dtype. Values outside the mask do not affect any result."""
 
     def __init__(self, logprobs: Array, mask: Array, **others: Array | None) -> None:
         _check_mask(mask)

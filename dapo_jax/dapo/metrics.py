@@ -1,7 +1,7 @@
-"""Metrics that can be added across microbatches, updates and devices.
+"""Metrics that can be summed across microbatches, updates and devices.
 
-A metric consists of one or two scalar arrays on the device, and only `to_scalars` copies them to the host. Names have the form `area/quantity` and end
-with the unit (`_s`, `_tokens`, `_frac`).
+A metric consists of one or two scalar arrays on the device, and only `to_scalars` copies them to the host. Metric names have the form `area/quantity` and
+end with the unit (`_s`, `_tokens`, `_frac`).
 """
 
 import functools
@@ -15,17 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-# The fields are scalar arrays. But JAX also creates these dataclasses with shapes, shardings or batches of scalars as fields (`eval_shape`,
-# `tree.map`, `vmap`), so a type annotation with shape () would be wrong.
+# The fields normally contain scalar arrays. However, `eval_shape`, `tree.map` and `vmap` build these dataclasses with shapes, shardings or batched
+# arrays as fields, so a type annotation with shape () would be wrong.
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Mean:
-    """A mean, stored as (total, count) so that means can be added exactly.
+    """A mean, stored as (total, count) so that means can be combined exactly.
 
-    A mean of means is wrong if two microbatches have different numbers of tokens. Totals and counts can be added with `+` and `lax.psum`, and are
-    divided once, on the host.
+    Averaging the means of two microbatches is wrong if they have different numbers of tokens. Totals and counts can be summed with `+` and `lax.psum`, and
+    are divided once, on the host.
 
     >>> halves = Mean(jnp.array(3.0), jnp.array(1.0)) + Mean(jnp.array(1.0), jnp.array(3.0))
     >>> to_scalars({"policy/ratio": halves})  # (3 + 1) / (1 + 3), not (3 / 1 + 1 / 3) / 2
@@ -44,12 +44,12 @@ class Mean:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Max:
-    """A maximum, which is -inf if there was no value. `+` returns the larger value, as `lax.pmax` does across devices."""
+    """A maximum, or -inf if there are no values. `+` returns the larger of two maxima, as `lax.pmax` does across devices."""
 
     value: Any
 
     def __add__(self, other: "Max") -> "Max":
-        # `jnp.maximum` of two float64 host numbers would round them to float32.
+        # On the host, values are float64. `jnp.maximum` would round them to float32.
         maximum = np.maximum if isinstance(self.value, np.floating) else jnp.maximum
         return Max(maximum(self.value, other.value))
 
@@ -63,7 +63,7 @@ def token_mean(values: Float[Array, "batch seq"], mask: Bool[Array, "batch seq"]
 
 
 def add_metrics(a: Mapping[str, Metric], b: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Adds two dicts of metrics with the same names. Safe under `jit`.
+    """Adds the metrics in two dicts, name by name. Both dicts must have the same names. Safe under `jit`.
 
     Raises:
         ValueError: the keys differ, or a metric is a mean in one dict and a maximum in the other.
@@ -76,13 +76,13 @@ def add_metrics(a: Mapping[str, Metric], b: Mapping[str, Metric]) -> dict[str, M
 
 
 def to_scalars(metrics: Mapping[str, Metric] | Sequence[Mapping[str, Metric]]) -> dict[str, float]:
-    """Copies metrics to the host in one transfer and returns them as floats. Several dicts are added.
+    """Copies metrics to the host in one transfer and returns them as floats. If several dicts are given, their metrics are added.
 
-    A metric may contain one value per microbatch; these values are added too. The sums are in float64, because float32 counts are inexact beyond
-    2^24 = 16.7 million tokens, a number that a few updates reach.
+    A metric may contain one value per microbatch, and these values are added too. Sums are computed in float64, because float32 counts are inexact beyond
+    2^24 = 16.7 million tokens, and a few updates exceed this number.
 
     Returns:
-        One float per name: total / count for a `Mean`, the value for a `Max`. If nothing was counted, it is `nan`, and a `rare` mean is omitted.
+        One float per name: total / count for a `Mean`, and the value for a `Max`. A metric without any values is `nan`, or is omitted if it is a `rare` mean.
 
     Raises:
         ValueError: the keys of the dicts differ, or a metric is a mean in one dict and a maximum in another.
@@ -101,7 +101,7 @@ def to_scalars(metrics: Mapping[str, Metric] | Sequence[Mapping[str, Metric]]) -
 
 
 def _in_float64(metric: Metric) -> Metric:
-    """Converts a metric to float64 numpy numbers, and adds up its values (or takes their maximum)."""
+    """Converts a metric to float64 numpy scalars. Several values are reduced to their sum (`Mean`) or maximum (`Max`)."""
     join = np.max if isinstance(metric, Max) else np.sum
     return jax.tree.map(lambda values: np.float64(join(np.asarray(values, np.float64))), metric)
 

@@ -1,6 +1,6 @@
-"""The batch that is transferred from the host to the device. It contains rollouts, packed into rows of one static shape.
+"""The batch that is transferred from the host to the device. It contains rollouts that are packed into rows of the same length.
 
-The fields are annotated `... | Any` because they are numpy arrays on the host, and because JAX also creates this dataclass with shapes or shardings as fields.
+The fields are annotated `... | Any` because they are numpy arrays on the host, and because JAX also builds this dataclass with shapes or shardings as fields.
 """
 
 from dataclasses import dataclass, fields
@@ -24,9 +24,9 @@ class Microbatch:
     segment_ids: Int[Array, "rows seq"] | Any
     """1, 2, ... for the rollouts of a row, and 0 for padding. A prompt that several responses share is a separate segment."""
     prefix_ids: Int[Array, "rows seq"] | Any
-    """The second segment, in addition to its own, to which a token may attend: its prompt. If prompt and response are one segment, it equals `segment_ids`."""
+    """The segment of the token's prompt, to which it may attend in addition to its own segment. Equals `segment_ids` if prompt and response are one segment."""
     previous: Int[Array, "rows seq"] | Any
-    """The column whose logits predict the token: the previous column, or for the first token of a response the last column of its prompt."""
+    """The column whose logits predict the token. This is the previous column or, for the first token of a response, the last column of its prompt."""
     positions: Int[Array, "rows seq"] | Any
     """Position of each token in its rollout, starting at 0."""
     mask: Bool[Array, "rows seq"] | Any
@@ -37,13 +37,13 @@ class Microbatch:
     sampler_logprobs: Float[Array, "rows seq"] | Any
     """Log-probabilities recorded during sampling."""
     old_logprobs: Float[Array, "rows seq"] | Any
-    """Log-probabilities in the denominator of the importance ratio. They are zeros until they are computed."""
+    """Log-probabilities in the denominator of the objective's ratio. They are zeros until `Updater.prepare` fills them in."""
     ref_logprobs: Float[Array, "rows seq"] | Any
     """Log-probabilities under the reference policy, or zeros if there is no reference policy."""
 
 
 def blank_microbatch(shape: tuple[int, ...]) -> Microbatch:
-    """Returns a microbatch of zeros as numpy arrays of `shape`, which is [rows, seq] with any leading dimensions."""
+    """Returns a microbatch of zeros as numpy arrays of shape `shape`: [rows, seq], optionally with leading dimensions."""
     integers = ("tokens", "segment_ids", "prefix_ids", "previous", "positions")
     kinds = {"mask": np.bool_, **dict.fromkeys(integers, np.int32)}
     return Microbatch(

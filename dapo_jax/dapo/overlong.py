@@ -1,4 +1,4 @@
-"""Length shaping of the reward: computes a penalty from the number of tokens."""
+"""Length shaping of the reward: a penalty that depends on the number of response tokens."""
 
 import numpy as np
 
@@ -16,7 +16,7 @@ def overlong_penalty(
     stays constant for longer responses.
 
     Args:
-        response_tokens: length of the response in *tokens*, including the end token. A number, or an array of numbers.
+        response_tokens: length of the response in *tokens*, including the end token. Either one number or an array.
         max_response_tokens: L_max, the length from which the full penalty applies.
         buffer_tokens: L_cache, the number of tokens before L_max over which the penalty grows.
         penalty_factor: absolute value of the full penalty.

@@ -1,8 +1,8 @@
-"""Matrix products in a compute dtype, with sums, results and gradients in float32.
+"""Matrix products whose operands have a compute dtype, but whose sums, results and gradients are in float32.
 
 Stored operands (weights, keys, values) are rounded to the compute dtype in every product, so that all programs use the same values.
-Flowing operands (activations, cotangents) are rounded only on accelerators, whose fast products require it. On CPU, they stay in
-float32, which makes the difference between sampler and trainer in bfloat16 five times smaller.
+Flowing operands (activations, cotangents) are rounded only on accelerators, because their fast products require it. On CPU, they
+stay in float32, which makes the numerical difference between sampler and trainer five times smaller in bfloat16.
 """
 
 import re
@@ -19,21 +19,21 @@ from dapo_jax.dapo.quantization import Quantized
 
 
 class WeightSharding(NamedTuple):
-    """The split of a weight over a mesh axis, inside `shard_map`."""
+    """How a weight is sharded over a mesh axis, inside `shard_map`."""
 
     axis: str
-    """The mesh axis over which the weight is split while no product uses it."""
+    """The mesh axis over which the weight is sharded while no product uses it."""
     dim: int
-    """The dimension that is split."""
+    """The dimension that is sharded."""
     parts_first: bool = False
-    """If True, sum gradients in a form that every TPU compiler accepts, although some of them are then summed on every device."""
+    """If True, sum gradients in a form that every TPU compiler accepts, although some gradients are then summed in full on every device."""
 
     def gathered(self, part: Array) -> Array:
-        """Gathers the whole weight from the parts on all devices."""
+        """Gathers the whole weight from the shards on all devices."""
         return lax.all_gather(part, self.axis, axis=self.dim, tiled=True)
 
     def summed(self, whole: Array) -> Array:
-        """Returns this device's part of the sum over all devices along the axis."""
+        """Sums `whole` over all devices along the axis, and returns this device's shard of the sum."""
         if not self.parts_first:
             return lax.psum_scatter(whole, self.axis, scatter_dimension=self.dim, tiled=True)
         shape, count = whole.shape, lax.axis_size(self.axis)
@@ -52,19 +52,19 @@ def product(
 ) -> Float[Array, "..."]:
     """Returns `einsum(spec, stored, flowing)`, multiplied in `dtype`. The result is float32, or float64 if `dtype` is float64.
 
-    Gradients are computed with products of the same kind, and have the dtypes of `stored` and `flowing`. JAX's default gradient
-    would multiply a float32 cotangent by low-precision operands, for which accelerators have no fast product, and
-    would round the gradient of float32 weights.
+    Gradients are computed with the same kind of product, and have the dtypes of `stored` and `flowing`. JAX's default gradient
+    would multiply a float32 cotangent by low-precision operands, for which accelerators have no fast product. It
+    would also round the gradient of float32 weights.
 
     Args:
-        spec: `stored,flowing->out` without "...". Each index must occur in at least two of the three terms.
-        stored: weights, keys or values, which are rounded to `dtype`. Integers are the values of an 8-bit KV cache.
+        spec: einsum subscripts `stored,flowing->out` without ellipses. Each index must occur in at least two of the three terms.
+        stored: weights, keys or values, which are rounded to `dtype`. An integer array contains the values of an 8-bit KV cache.
         flowing: activations, which are rounded to `dtype` except on CPU.
         dtype: the compute dtype.
-        sharding: the split of `stored`, which is gathered for this product and again for its gradient, and freed after each.
+        sharding: how `stored` is sharded. It is gathered for this product and again for the gradient, and the copy is freed after each use.
             None: `stored` is whole, or the compiler decides its placement.
-        in_parts: each device has a part of the sum, and the compiler adds the parts. Except on CPU, the parts are sent and added in `dtype`,
-            as in training (`parallel.training_layout`). For 16-bit dtypes this halves the transferred bytes.
+        in_parts: each device computes a partial sum, and the compiler adds them. Except on CPU, partial sums are transferred and added in `dtype`,
+            as in training (`parallel.training_layout`). For 16-bit dtypes, this halves the transferred bytes.
     """
     if not isinstance(stored, Quantized):
         return _product(spec, stored, flowing, dtype, sharding, in_parts)
@@ -109,7 +109,7 @@ _product.defvjp(_product_forward, _product_backward)
 
 
 def gathered(stored: Num[Array, "..."], dtype: str, sharding: WeightSharding | None) -> Float[Array, "..."]:
-    """Returns the whole weight, rounded to `dtype`. Its parts are also sent between devices in `dtype`."""
+    """Gathers a weight and rounds it to `dtype`. The shards are rounded first, so they are also transferred in `dtype`."""
     weight = rounded(stored, dtype)
     return weight if sharding is None else sharding.gathered(weight.astype(dtype))
 
@@ -117,7 +117,7 @@ def gathered(stored: Num[Array, "..."], dtype: str, sharding: WeightSharding | N
 def rounded(x: Num[Array, "*shape"], dtype: str) -> Float[Array, "*shape"]:
     """Rounds `x` to the precision of `dtype`, and returns it in float32 or wider.
 
-    This always rounds, whereas XLA may remove a cast to `dtype` and back.
+    Unlike a cast to `dtype` and back, which XLA may remove, this always rounds.
     """
     kind, wide = jnp.finfo(dtype), x.astype(_wide(dtype))
     # An array that already has this dtype needs no rounding.
@@ -129,7 +129,7 @@ def _einsum(spec: str, left: Array, right: Array, dtype: str, in_parts: bool = F
     wide = _wide(dtype)
 
     def narrow(left: Array, right: Array) -> Array:
-        # The compiler adds the parts in the dtype of the result. Within each part, sums are in float32.
+        # The compiler adds the devices' partial sums in the dtype of the result. Each device accumulates its partial sum in float32.
         result = np.dtype(dtype) if in_parts else wide
         return jnp.einsum(
             spec, left.astype(dtype), right.astype(dtype), preferred_element_type=result

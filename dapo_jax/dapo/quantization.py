@@ -1,4 +1,4 @@
-"""Arrays in eight bits: int8 values with scales."""
+"""8-bit arrays: int8 values with scale factors."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, Int8
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Quantized:
-    """An 8-bit array, which represents `values * scale`. The scale is constant along summed dimensions, so it can be factored out of a product."""
+    """An 8-bit array that represents `values * scale`. The scale is constant along the dimensions that a product sums over, so it can be factored out."""
 
     values: Int8[Array, "..."] | Any
     scale: Float[Array, "..."] | Any
@@ -25,11 +25,11 @@ class Quantized:
         return len(self.values)
 
     def reshape(self, first: int, rest: int) -> "Quantized":
-        """Merges all dimensions except the first into one summed dimension."""
+        """Merges all dimensions except the first into one. Products sum over the merged dimension, so the scale must be constant along it."""
         return Quantized(self.values.reshape(first, rest), self.scale.reshape(first, 1))
 
     def rows(self, index: Int[Array, " tokens"]) -> Float[Array, "tokens _"]:
-        """Returns dequantized rows of a table that has one scale per row."""
+        """Returns the rows `index` of a table, dequantized. The table must have one scale per row."""
         return Quantized(self.values[index], self.scale[index]).whole
 
     @property
@@ -39,7 +39,7 @@ class Quantized:
 
 
 def quantized(x: Float[Array, "..."], summed: tuple[int, ...]) -> Quantized:
-    """Quantizes `x` to 8 bits. The largest absolute value along the dimensions `summed` is mapped to 127."""
+    """Quantizes `x` to 8 bits. The scale is constant along the dimensions `summed`, and maps their largest absolute value to 127."""
     largest = jnp.abs(x).max(summed, keepdims=True).astype(jnp.float32)
     scale = jnp.where(largest > 0, largest, 1.0) / 127
     return Quantized(jnp.round(x.astype(jnp.float32) / scale).astype(jnp.int8), scale)

@@ -1,6 +1,6 @@
-"""The types of rollouts on the host: prompts, responses, verdicts and groups.
+"""Host-side types: prompts, responses, verdicts, rollouts and groups.
 
-They contain numpy arrays without padding. This module does not import jax, because grading workers use these types too.
+Their arrays are numpy arrays without padding. This module does not import jax, because grading workers use these types too.
 `dapo_jax.dapo.microbatch.Microbatch` is the corresponding type on the device.
 """
 
@@ -17,7 +17,7 @@ FinishReason = Literal["stop", "length"]
 """The reason why sampling ended: an end token ("stop"), or the length limit ("length")."""
 
 Lost = Literal["timeout", "memory", "died", "nonfinite", "raised"]
-"""Why there is no verdict: the grader exceeded its time or memory limit, its process died, its score is not finite, or the environment raised an error."""
+"""Why a response has no verdict: the grader exceeded its time or memory limit, its process died, its score is not finite, or the environment raised."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +31,11 @@ class Prompt:
     answer: str
     """Reference answer for the grader."""
     row: Mapping[str, Any] = field(default_factory=dict)
-    """The data row of the prompt, for reward functions that need more than the answer."""
+    """The dataset row of the prompt, for reward functions that need more than the answer."""
 
 
 class Span(NamedTuple):
-    """A range of a response that was sampled with the same weights. It begins at token `first` and ends before the next span."""
+    """A range of response tokens that were sampled with the same weights. It begins at token `first` and ends where the next span begins."""
 
     first: int
     version: int
@@ -43,14 +43,14 @@ class Span(NamedTuple):
 
 
 class TurnSpan(NamedTuple):
-    """One turn of an episode: the policy sampled the tokens `[first:stop]`. The tokens before and between turns come from the environment."""
+    """One turn of an episode: the policy sampled the response tokens `[first:stop]`. Tokens outside of all turns come from the environment."""
 
     first: int
     stop: int
 
 
 class ContextSpan(NamedTuple):
-    """A new context in an episode: the tokens `[first:stop]` replace the prompt and all earlier tokens."""
+    """A new context in an episode: the response tokens `[first:stop]` replace the prompt and all earlier tokens."""
 
     first: int
     stop: int
@@ -69,7 +69,7 @@ class ResponsePart(NamedTuple):
 
     context: Int[np.ndarray, " context"]
     first: int
-    """Index of the first token after the context."""
+    """Index in the response of the first token after the context."""
     stop: int
 
 
@@ -86,10 +86,10 @@ class DrawnTurn:
 
 @dataclass(kw_only=True)
 class Standing:
-    """The results that an environment has reported so far for an episode, without its tokens."""
+    """The results that the environment has reported so far for one episode. The episode's tokens are stored elsewhere."""
 
     rewards: tuple[float, ...] = ()
-    """The reward of each turn that the environment has answered."""
+    """The reward of each turn to which the environment has replied."""
     correct: bool | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     lost: Lost | Literal[""] = ""
@@ -97,7 +97,7 @@ class Standing:
 
     @classmethod
     def of(cls, kept: Mapping[str, Any]) -> "Standing":
-        """Restores the object from its `dataclasses.asdict`, which may have been stored as JSON."""
+        """Restores a `Standing` from the dict that `dataclasses.asdict` returned, even if the dict was stored as JSON in between."""
         fields: dict[str, Any] = {**kept, "rewards": tuple(kept["rewards"])}
         return cls(**fields)
 
@@ -109,17 +109,17 @@ class Response:
     tokens: Int[np.ndarray, " response"]
     """Sampled tokens, including the end token if there is one. In an episode, also the tokens that the environment supplied."""
     logprobs: Float[np.ndarray, " response"]
-    """Log-probability of each token in nats, at the sampling temperature, under the weights that sampled it; 0 for environment tokens."""
+    """Log-probability of each token in nats, at the sampling temperature and under the weights that sampled the token; 0 for environment tokens."""
     finish_reason: FinishReason
     spans: tuple[Span, ...] = (Span(0, 0),)
-    """The version of the weights for each range of tokens, in ascending order. The first span begins at token 0."""
+    """The version of the weights for each range of tokens, in token order. The first span begins at token 0."""
     turns: tuple[TurnSpan, ...] = ()
     """The turns of an episode, in order. Empty for a response without an environment."""
     contexts: tuple[ContextSpan, ...] = ()
     """The new contexts of an episode, in order. If empty, every token follows the prompt and all earlier tokens."""
 
     def parts(self, prompt: Int[np.ndarray, " prompt"]) -> list[ResponsePart]:
-        """Splits the response into one part per context, and returns the parts that have sampled tokens. Each part is a training example."""
+        """Splits the response into one part per context, and returns the parts that contain sampled tokens. Each part becomes a training example."""
         if not self.contexts:
             return [ResponsePart(prompt, 0, len(self.tokens))]
         begins = [(prompt, 0), *((self.tokens[first:stop], stop) for first, stop in self.contexts)]
@@ -143,7 +143,7 @@ class Response:
 
     @property
     def sampled_tokens(self) -> int:
-        """Number of tokens that the policy sampled. This is the response length in length limits, penalties and metrics."""
+        """Number of tokens that the policy sampled. Length limits, penalties and metrics use this number as the response length."""
         return sum(stop - first for first, stop in self.turns) if self.turns else len(self.tokens)
 
     @property
@@ -171,12 +171,12 @@ class Verdict:
     score: float | None = None
     """A score that replaces the rule-based reward of +1 or -1. If None, the rule-based reward is used."""
     lost: Lost | Literal[""] = ""
-    """The reason why there is no verdict, or empty if there is one. A response without a verdict is treated as wrong."""
+    """The reason why there is no verdict; empty if there is a verdict. A response without a verdict is treated as wrong."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """The reward of each grader before weighting, if there are several. `correct` is then from the first grader, and `score` is the weighted sum. In an
-    episode, the environment's metrics."""
+    """With several graders, the reward from each grader before weighting; `correct` then comes from the first grader, and `score` is the weighted sum.
+    In an episode, the environment's metrics."""
     turn_rewards: tuple[float, ...] = ()
-    """The reward of each turn of an episode. `score` is their sum. A reward from a comparison within the group belongs to the last turn."""
+    """The reward of each turn of an episode. `score` is their sum. A reward that compares the group's responses is added to the last turn."""
 
     def __init__(
         self,
@@ -272,7 +272,7 @@ class Rollout:
 
     @property
     def correct(self) -> bool:
-        """The grader's verdict, before any shaping."""
+        """Whether the grader judged the response correct, before any reward shaping."""
         return self.verdict.correct
 
     @property
@@ -305,7 +305,7 @@ class Group:
 
     @property
     def rewards(self) -> Float[np.ndarray, " group"]:
-        """The shaped reward of each rollout, in float64."""
+        """The reward of each rollout after shaping, in float64."""
         return np.array([rollout.reward for rollout in self.rollouts], dtype=np.float64)
 
     @property

@@ -50,10 +50,10 @@ def row_attention(
     first: Int[Array, ""] | None = None,
     dtype: str = "float32",
 ) -> Float[Array, "heads head_dim batch part"]:
-    """Computes `causal_attention` for a part of each row's queries, which starts at column `first`. If None, for all queries.
+    """Computes `causal_attention` for a part of each row's queries, starting at column `first`, or for all queries if `first` is None.
 
-    Queries are processed in blocks. For all queries, each block uses only the keys up to the end of the block, so nearly half of
-    the scores are never computed.
+    Queries are processed in blocks. If `first` is None, each block uses only the keys up to the end of the block, so nearly half
+    of the scores are never computed.
     """
     (kv_heads, head_dim, _, seq), part = key.shape, query.shape[-1]
     grouped = (query * head_dim**-0.5).reshape(kv_heads, -1, *query.shape[1:])

@@ -135,7 +135,7 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
 
 
 def _present(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Removes keys whose value is null. They mean the same as absent keys."""
+    """Removes keys whose value is null, because null means the same as a missing key."""
     return {key: value for key, value in described.items() if value is not None}
 
 

@@ -20,11 +20,11 @@ class Layout:
     """The layout for a single device, or for arrays that the compiler places. `parallel.training_layout.MeshLayout` places all arrays explicitly."""
 
     def shard(self, program: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple[Array, Array]]:
-        """Makes `program` run on all devices. `program` maps parameters and arrays of shape [rows, seq] to two arrays of shape [rows, seq]."""
+        """Wraps `program` so that it runs on all devices. It maps parameters and arrays of shape [rows, seq] to two arrays of shape [rows, seq]."""
         return program
 
     def weight_sharding(self, axes: tuple[str, ...]) -> WeightSharding | None:
-        """Returns the split of a weight with these logical axes while no product uses it, or None if it is not split."""
+        """Returns how a weight with these logical axes is sharded while no product uses it, or None if it is not sharded."""
         return None
 
     def in_parts(self, axis: str) -> bool:

@@ -236,7 +236,7 @@ class EndOfStep(Observer):
         self._announce_resume()
 
     def _announce_resume(self) -> None:
-        """Sets the message about how to resume, which is printed if a process dies without a message."""
+        """Sets the instructions for resuming, which are printed if a process dies without an error message."""
         begun = f"the save of step {self._saved} in {self._checkpointer.folder} has begun, and --resume uses the last complete checkpoint"
         resume_by(f"Start all processes again: {begun if self._saved else 'there is no checkpoint yet'}")
 

@@ -104,7 +104,7 @@ def _transfer(
 def sharing(
     meshes: Meshes, sampling: SamplingConfig, *, dtype: str, remat: str = "none"
 ) -> Callable[[nnx.State], bool]:
-    """Returns a function of the shapes of a LoRA base. It returns whether the sampler, which computes in `dtype`, can use the trainer's arrays
+    """Returns a function that decides, from the shapes of a LoRA base, whether the sampler can use the trainer's arrays if it computes in `dtype`
     (see `shares_base`).
 
     The sampler cannot share the arrays if adapters are merged or weights are int8. On CPU, it does not share them with rematerialization either. To be

@@ -39,7 +39,7 @@ class Asked:
 
 
 def dated(data: DataConfig, *, like: DataConfig | None = None) -> DataConfig:
-    """Sets the date that chat templates print, if `data` has no date. It is the date in `like`, or today."""
+    """Sets `template_date`, the date that chat templates print, to the date in `like` or today. A date that is already set is kept."""
     day = data.template_date or (like.template_date if like else "") or date.today().isoformat()
     return replace(data, template_date=day)
 

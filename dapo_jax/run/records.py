@@ -49,7 +49,7 @@ class Records:
     """The trackers and the rollout log of a run, as a context manager."""
 
     def __init__(self, config: TrainConfig, run_dir: AnyPath, *, resume_step: int | None) -> None:
-        """Opens the trackers. If `resume_step` is given, lines of later steps are removed from metrics.jsonl.
+        """Opens the trackers. If `resume_step` is given, metrics of later steps are removed from metrics.jsonl.
 
         Raises:
             ConfigError: metrics.jsonl is damaged, or belongs to another run.

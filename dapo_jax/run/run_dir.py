@@ -40,7 +40,7 @@ OF_A_RUN = {
 
 
 def remove_run(run_dir: AnyPath) -> bytes:
-    """Removes the files of a run from `run_dir`, except the lock. Call `check_run_dir` before, which checks that there are no other files."""
+    """Removes the files of a run from `run_dir`, except the lock. Call `check_run_dir` first, to check that the folder contains no other files."""
     for place in entries(run_dir):
         if place.name in OF_A_RUN and place.name != locks.NAME:
             if place.is_dir():
@@ -145,7 +145,7 @@ def check_run_dir(run_dir: AnyPath, config: TrainConfig, *, resume: bool, overwr
         changed = changed_keys(load_config(kept).resolved(), config.resolved())
         bad = {key: pair for key, pair in changed.items() if not key.startswith(FREE_TO_CHANGE)}
         if "" in bad.get("data.template_date", ()):
-            del bad["data.template_date"]  # `dapo-jax doctor` calls this before the date is set
+            del bad["data.template_date"]  # `dapo-jax doctor` calls this without the date of the run
         if bad:
             lines = "; ".join(f"{key} was {old!r}, is {new!r}" for key, (old, new) in bad.items())
             raise ConfigError(

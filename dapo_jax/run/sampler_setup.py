@@ -30,7 +30,7 @@ _LOGITS = 4
 
 
 def prompts_at_once(sampling: SamplingConfig, group_size: int) -> int:
-    """Returns the number of prompts that are sampled together, so that their groups fill the slots."""
+    """Returns how many prompts to sample together so that their groups fill the slots."""
     return max(1, sampling.slots // group_size)
 
 

@@ -1,4 +1,4 @@
-"""Microbatches of an update on the mesh. Microbatches of the same shape are stacked in one array, so that a single program loops over them."""
+"""Transfers the microbatches of an update to the mesh. Microbatches of the same shape are stacked, so that a single program can loop over them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,12 +16,12 @@ from dapo_jax.dapo.microbatch import Microbatch
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Stack:
-    """Microbatches of the same shape, stacked on the mesh."""
+    """Microbatches of the same shape, stacked into arrays on the mesh."""
 
     microbatches: Microbatch
     """Each array has shape [capacity, rows, seq]."""
     count: Int[Array, ""] | Any
-    """Number of microbatches. Entries beyond this number are not read."""
+    """Number of microbatches in the stack. Entries beyond this number are unused."""
 
     def at(self, index: Int[Array, ""]) -> Microbatch:
         """Returns the microbatch at `index`."""
@@ -49,7 +49,7 @@ def on_host(arrays: Any) -> Any:
 
 
 def stack_capacity(microbatches: int) -> int:
-    """Returns the stack capacity for a number of microbatches: the next power of 2, so that few programs are compiled."""
+    """Rounds a number of microbatches up to the capacity of a stack. Capacities are powers of 2, so that few programs are compiled."""
     return 1 << (microbatches - 1).bit_length()
 
 
@@ -62,7 +62,7 @@ class Placing:
         self._capacity: dict[int, int] = {}
 
     def put(self, minibatches: Sequence[Sequence[Microbatch]]) -> list[Minibatch]:
-        """Returns the stacks of each minibatch. All stacks with the same row length have the same capacity."""
+        """Transfers minibatches to the mesh, and returns the stacks of each. All stacks with the same row length have the same capacity."""
         stacks: list[dict[int, list[Microbatch]]] = []
         for minibatch in minibatches:
             stacks.append({})
@@ -81,7 +81,7 @@ class Placing:
         def place(*parts: np.ndarray) -> Array:
             whole = np.zeros((capacity, *parts[0].shape), parts[0].dtype)
             whole[: len(parts)] = parts
-            # Every process has the whole array, and transfers only the shards of its own devices.
+            # Every process has built the whole array, but transfers only the shards of its own devices.
             return jax.make_array_from_callback(whole.shape, self._sharding, lambda index: whole[index])
 
         return Stack(jax.tree.map(place, *microbatches), np.int32(len(microbatches)))

@@ -14,16 +14,16 @@ def make_optimizer(
     weight_decay: float = 0.1,
     max_grad_norm: float = 1.0,
 ) -> optax.GradientTransformation:
-    """Returns global-norm clipping followed by AdamW with learning rate 1. The `Updater` multiplies the result by the learning rate of the step.
+    """Returns global-norm clipping followed by AdamW with learning rate 1. `Updater` multiplies the resulting change by the step's learning rate.
 
-    Weight decay applies to all matrices and vectors, as in PyTorch's AdamW. Equal arguments return the same object, so compiled programs are shared.
+    Weight decay applies to all matrices and vectors, as in PyTorch's AdamW. Calls with equal arguments return the same object, which shares compilations.
     """
     adamw = optax.adamw(1.0, b1=beta1, b2=beta2, eps=epsilon, weight_decay=weight_decay)
     return optax.chain(optax.clip_by_global_norm(max_grad_norm), adamw)
 
 
 def warmed_up(learning_rate: float, *, step: int, warmup_steps: int) -> float:
-    """Returns the learning rate of rollout step `step`, counted from 1. It grows linearly over `warmup_steps` steps and then stays constant.
+    """Returns the learning rate of rollout step `step`, counted from 1. The rate grows linearly over `warmup_steps` steps and then stays constant.
 
     >>> [warmed_up(1.0, step=step, warmup_steps=4) for step in (1, 2, 4, 9)]
     [0.25, 0.5, 1.0, 1.0]

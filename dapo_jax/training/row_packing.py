@@ -1,7 +1,7 @@
 """Packs examples into rows, and rows into microbatches.
 
-A padding token costs as much compute as a real one, so packing minimizes padding. The cost of attention in a row is the number of its attention pairs
-(a token and a token that it attends to). A microbatch takes as long as its slowest row, so its rows should have similar lengths and attention costs.
+A padding token costs as much compute as a real token, so packing minimizes padding. The attention cost of a row is its number of attention pairs, where a
+pair is a token and a token that it attends to. A microbatch takes as long as its slowest row, so its rows should have similar lengths and attention costs.
 """
 
 from bisect import bisect_left, insort
@@ -19,7 +19,7 @@ from dapo_jax.dapo.microbatch import Microbatch, blank_microbatch
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Responses to one prompt that are packed together."""
+    """One or more responses to the same prompt that are packed as a unit, into the same row."""
 
     rollouts: tuple[int, ...]
     """Indices of the responses."""
@@ -57,19 +57,19 @@ def pack(
 ) -> list[Microbatch]:
     """Packs examples into rows of `row_tokens` tokens, and rows into microbatches of a few static shapes. Microbatches with the longest rows come first.
 
-    Responses to a prompt share it if they are in the same row. The prompt is then computed once, and gets the gradients of all these responses.
+    Responses in a row share the tokens of their common prompt. The prompt is then computed once, and receives the gradients of all these responses.
 
     Args:
         examples: all examples of a minibatch.
         weights: weight of each example's tokens, from `example_weights`.
         row_tokens: length of a row.
         rows_per_microbatch: number of rows in a microbatch.
-        shorter_rows: additional row lengths that a microbatch may have, so that the last microbatch is not mostly padding. Each additional length
-            costs the compilation of a program.
+        shorter_rows: additional row lengths that a microbatch may have, so that the last microbatch is not mostly padding. Another program is compiled
+            for each additional length.
         spread: number of device groups that share a microbatch. The first `rows_per_microbatch / spread` rows go to the first group, and so on. All
             groups get about the same attention cost.
-        share_prompts: set to False if the attention implementation cannot attend to a second segment. Each example then has its own prompt.
-        alone: pack one example per row, for attention implementations without segments.
+        share_prompts: set to False if the attention implementation cannot attend to a second segment. Each example then gets its own copy of the prompt.
+        alone: pack one example per row, for attention implementations that do not support segments.
         pad_id: token id of padding.
 
     Raises:
@@ -145,7 +145,7 @@ def share_out(
     spread: int,
     alone: bool = False,
 ) -> list[tuple[int, list[PackedRow]]]:
-    """Returns microbatches of `rows_per_microbatch` rows as (row length, rows), longest rows first. See `pack` for the other arguments.
+    """Distributes pieces over microbatches, and returns (row length, rows) of each microbatch, longest rows first. For the arguments, see `pack`.
 
     With a single length in `lengths`, the last microbatch may be mostly padding. With several lengths, some pieces are packed into microbatches of
     shorter rows if this reduces the number of computed tokens.
@@ -168,7 +168,7 @@ def share_out(
 def even_rows(pieces: Sequence[Piece], *, room: int, multiple: int) -> list[PackedRow]:
     """Packs pieces into as few rows as possible. Each row has at most `room` tokens or a single piece. The number of rows is a multiple of `multiple`.
 
-    The pieces are then distributed evenly over these rows, by searching for the lowest row limit that needs no additional rows.
+    The pieces are then distributed evenly over these rows: a binary search finds the lowest limit on row length that needs no additional rows.
     """
     rows = _fewest(pieces, room)
     count = -(-len(rows) // multiple) * multiple
@@ -184,7 +184,7 @@ def even_rows(pieces: Sequence[Piece], *, room: int, multiple: int) -> list[Pack
 
 
 def side_by_side(rows: Sequence[PackedRow], *, rows_per_microbatch: int, spread: int) -> list[PackedRow]:
-    """Orders rows so that the rows of a microbatch have similar attention costs, and so do its `spread` parts.
+    """Orders rows so that the rows in a microbatch have similar attention costs, and its `spread` parts have similar total costs.
 
     Rows are sorted by attention cost and split into microbatches. Within a microbatch, `spread` rows at a time are assigned to the parts, one row to
     each part. The most expensive of these rows goes to the part with the lowest cost so far.
@@ -204,7 +204,7 @@ def side_by_side(rows: Sequence[PackedRow], *, rows_per_microbatch: int, spread:
 
 
 def filled_tokens(row: PackedRow) -> int:
-    """Returns the number of tokens in a row, where pieces with the same prompt share it."""
+    """Returns the number of tokens in a row. A prompt that several pieces share is counted once."""
     prompts = {piece.prompt: piece.prompt_tokens for piece in row}
     return sum(prompts.values()) + sum(piece.response_tokens for piece in row)
 
@@ -232,7 +232,7 @@ def _length(rows: Sequence[PackedRow], lengths: Sequence[int]) -> int:
 def _least_padding(
     pieces: Sequence[Piece], lengths: Sequence[int], rows_per_microbatch: int
 ) -> list[list[PackedRow]]:
-    """Returns a list of all rows of the longest length, then a list per shorter microbatch. Their sizes are multiples of `rows_per_microbatch`."""
+    """Returns one list with all rows of the longest length, and one list per microbatch of shorter rows. Lists have full multiples of microbatch rows."""
     room = lengths[0]
     even = even_rows(pieces, room=room, multiple=rows_per_microbatch)
     if len(lengths) == 1:
@@ -267,13 +267,13 @@ def _least_padding(
 
 
 def _fewest(pieces: Sequence[Piece], room: int) -> list[PackedRow]:
-    """Tries two packings and returns the better one. Either all responses to a prompt are bundled, or only bundles that almost fill a row are kept."""
+    """Tries two packings and returns the better one. The first bundles all responses to a prompt. The second keeps only bundles that almost fill a row."""
     ways = (_best_fit(_bundled(pieces, room, least=least), room) for least in (0, room - room // 32))
     return min(ways, key=lambda rows: (len(rows), sum(map(filled_tokens, rows))))
 
 
 def _bundled(pieces: Sequence[Piece], room: int, *, least: int) -> list[Piece]:
-    """Joins pieces with the same prompt into bundles that fill a row as well as possible. Bundles of fewer than `least` tokens are not joined."""
+    """Joins pieces with the same prompt into bundles that fill a row as well as possible. A bundle of fewer than `least` tokens stays separate pieces."""
     of_prompt: dict[Hashable, list[Piece]] = {}
     for piece in pieces:
         of_prompt.setdefault(piece.prompt, []).append(piece)
@@ -317,7 +317,7 @@ def _fullest(sizes: Sequence[int], room: int) -> list[int]:
 def _best_fit(pieces: Sequence[Piece], room: int, opened: Sequence[int] = ()) -> list[PackedRow]:
     """Packs pieces with the best-fit-decreasing heuristic: longest pieces first, each into the fullest row with enough free tokens.
 
-    Rows that already contain the prompt of a piece are preferred. Rows of the lengths `opened` are filled first. Rows of `room` tokens are added as needed.
+    Rows that already contain a piece's prompt are preferred. `opened` contains the lengths of the initial rows. Rows of `room` tokens are added if needed.
     """
     rows: list[PackedRow] = [[] for _ in opened]
     left = list(opened)

@@ -25,7 +25,7 @@ class TrainState:
 def state_shardings(
     params: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh, *, offload: bool = False
 ) -> TrainState:
-    """Returns the sharding of each array in the train state. `params` may be shapes. With `offload`, the optimizer moments are in host memory."""
+    """Returns the sharding of each array in the train state. `params` may contain only shapes. With `offload`, optimizer moments are in host memory."""
     moments = shardings(jax.eval_shape(optimizer.init, params), mesh)
     if offload:
         moments = jax.tree.map(lambda place: place.with_memory_kind(OFFLOADED), moments)
@@ -35,7 +35,7 @@ def state_shardings(
 def state_structs(
     params: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh, *, offload: bool = False
 ) -> TrainState:
-    """Returns the shape, dtype and sharding of each array in the train state. `params` may be shapes."""
+    """Returns the shape, dtype and sharding of each array in the train state. `params` may contain only shapes."""
     shapes = TrainState(params, jax.eval_shape(optimizer.init, params))
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -59,7 +59,7 @@ def init_state(
         optimizer: optimizer whose moments are initialized.
         mesh: mesh on which the state is placed.
         offload: keep the moments in host memory.
-        copy: copy the arrays of `params`. If False, the state uses them directly, which saves 4 bytes per parameter, and the first update donates them.
+        copy: copy the arrays of `params`. If False, the state uses `params` itself. This saves 4 bytes per parameter, but the first update donates them.
     """
     placed = state_shardings(params, optimizer, mesh, offload=offload)
     copied = jax.jit(_copied, out_shardings=placed.params)

@@ -14,8 +14,8 @@ from dapo_jax.dapo.rollouts import Group, Rollout
 def rollout_metrics(collected: Collected) -> dict[str, float | int]:
     """Computes the metrics `rollout/*` and `reward/*` of a step in float64.
 
-    Lengths are in tokens, including the end token. If a step samples nothing, because the carried groups are enough, the metrics of sampled responses
-    are omitted.
+    Lengths are in tokens, including the end token. If the groups carried from earlier steps are enough, a step samples nothing, and the metrics of sampled
+    responses are omitted.
     """
     sampled = [rollout for group in collected.sampled for rollout in group.rollouts]
     trained = [rollout for group in collected.groups for rollout in group.rollouts]
@@ -37,7 +37,7 @@ def rollout_metrics(collected: Collected) -> dict[str, float | int]:
 
 
 def _ages(collected: Collected) -> dict[str, float | int]:
-    """Returns the staleness of the trained groups: the age of their oldest and newest tokens in steps, and the fraction of tokens from earlier weights."""
+    """Returns the staleness of the trained groups: the age of their oldest and newest tokens in steps, and the fraction sampled with earlier weights."""
     now, groups = collected.version, collected.groups
     oldest, newest = [now - group.oldest for group in groups], [now - group.newest for group in groups]
     responses = [rollout.response for group in groups for rollout in group.rollouts]

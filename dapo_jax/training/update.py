@@ -94,15 +94,15 @@ class UpdateOptions:
     """Options of an update."""
 
     temperature: float = 1.0
-    """The sampling temperature."""
+    """The sampling temperature, which is also used for the trainer's log-probabilities."""
     logprob_chunk_vocab: int = 2048
     """Number of vocabulary entries for which logits are computed at a time."""
     old_logprobs: str = "trainer"
-    """Source of the old policy's log-probabilities. `trainer` recomputes them with the trained decoder. `sampler` uses those recorded during sampling."""
+    """Source of the old policy's log-probabilities. `trainer` recomputes them with the trained decoder. `sampler` uses the values recorded in sampling."""
     correction: str = "none"
     """Rule for importance weights, one of `dapo_jax.dapo.importance.CORRECTIONS`."""
     importance_range: tuple[float, float] = (0.0, math.inf)
-    """The smallest and the largest weight that is kept. For `truncate`, the largest weight is the cap."""
+    """The smallest and the largest importance weight that is kept. For `truncate`, the largest weight is the cap."""
     kl_coef: float = 0.0
     offload: bool = False
     """Keep the optimizer moments in host memory, and copy them to the device for each update."""
@@ -113,7 +113,7 @@ Sums = tuple[nnx.State, Float[Array, ""]]
 
 
 class Updater:
-    """The jitted programs of an update for a decoder, an optimizer and an objective."""
+    """Runs optimizer updates with jitted programs, for one decoder, optimizer and objective."""
 
     def __init__(
         self,
@@ -132,10 +132,10 @@ class Updater:
         Args:
             graph: structure of the decoder.
             params: trained parameters, or their shapes.
-            optimizer: an optimizer with learning rate 1, for example from `make_optimizer`. Its result is multiplied by the learning rate of the step.
-            mesh: mesh of the update.
+            optimizer: an optimizer with learning rate 1, for example from `make_optimizer`. The change is multiplied by the step's learning rate.
+            mesh: mesh on which the updates run.
             objective: the loss function.
-            options: other options.
+            options: other options. None: the defaults.
             reference: parameters of the reference policy. Required if and only if `kl_coef` is not 0.
             frozen: parameters of the base model, if `params` are adapters.
 
@@ -166,7 +166,7 @@ class Updater:
     def prepare(self, state: TrainState, minibatches: Sequence[Sequence[Microbatch]]) -> list[Minibatch]:
         """Transfers a step's microbatches to the mesh and fills in their old log-probabilities and, if there is a reference policy, its log-probabilities.
 
-        Must be called before the first update of the step, with the weights that sampled. (Carried groups were sampled with earlier weights.)
+        Must be called before the first update of a step, because the old policy is the policy at the start of the step.
         """
         filled = self._placing.put(minibatches)
         if self._options.old_logprobs == "sampler":
@@ -176,7 +176,7 @@ class Updater:
             ]
         else:
             score = partial(self._score, (state.params, self._frozen))
-            # The old policy of the first update is the policy itself.
+            # In the first update, the old policy is the current policy, so `_loss` uses the log-probabilities that it computes anyway.
             filled[1:] = [with_array(m, "old_logprobs", score) for m in filled[1:]]
         if self._reference is not None:
             score = partial(self._score, (self._reference, self._frozen))
@@ -189,19 +189,19 @@ class Updater:
         """Runs one optimizer update on a prepared minibatch. `state` is donated.
 
         Args:
-            state: parameters and moments.
+            state: parameters and optimizer moments.
             minibatch: a minibatch that `prepare` returned.
             learning_rate: learning rate of this step.
             first: True for the first update of a step, in which the old policy is the current policy.
 
         Returns:
             The new state, or the unchanged state if a value was not finite, and metrics for `to_scalars`. The metrics `nonfinite/*` are 1 where a value
-            was not finite. `nonfinite/gradient` has one entry per parameter of `state.params`, the others have one entry per microbatch.
+            was not finite. `nonfinite/gradient` has one entry per array in `state.params`, and the others have one entry per microbatch.
         """
         rate, is_first = np.float32(learning_rate), np.bool_(first)
         if len(minibatch) == 1:
             return self._update(state, self._frozen, *minibatch, rate, is_first)
-        # One program per shape. The temporary arrays of a program are freed before the next program runs.
+        # There is one program per stack shape. The temporary arrays of a program are freed before the next program runs.
         sums, measured = self._nothing(state.params), []
         for same_length in minibatch:
             sums, metrics = self._add((state.params, self._frozen), sums, same_length, is_first)
@@ -210,26 +210,26 @@ class Updater:
         return state, {**self._join(*measured), **applied}
 
     def ratios(self, state: TrainState, minibatch: Minibatch, *, first: bool) -> list[Array]:
-        """Returns the ratio pi / pi_old of each token that `update` would use now. There is one array [capacity, rows, seq] per stack."""
+        """Returns the ratio pi / pi_old that `update` would now compute for each token, as one array [capacity, rows, seq] per stack."""
         if first and self._options.old_logprobs == "trainer":
             return [jnp.ones_like(stack.microbatches.old_logprobs) for stack in minibatch]
         score = partial(self._score, (state.params, self._frozen))
         return [self._ratio(score(stack), stack.microbatches.old_logprobs) for stack in minibatch]
 
     def lower_score(self, params: nnx.State, *, capacity: int, rows: int, row_tokens: int) -> Lowered:
-        """Lowers the program that `prepare` uses to compute log-probabilities. `params` may be shapes with shardings."""
+        """Lowers the program that `prepare` uses to compute log-probabilities. `params` may contain only shapes with shardings."""
         return self._score.lower((params, self._frozen), self.stack_structs(capacity, rows, row_tokens))
 
     def programs(
         self, state: TrainState, *, capacity: int, rows: int, lengths: Sequence[int]
     ) -> dict[str, Callable[[], Lowered]]:
-        """Returns the programs that an update runs, as a dict from the name to a function that lowers the program. `state` may be shapes with shardings.
+        """Returns the programs that an update runs, as a dict from each program's name to a function that lowers it.
 
         The program `update` handles microbatches of a single shape. With several row `lengths`, an update is a sequence of programs: `update_begin`, one
         program per length, and `update_apply`. Of the programs per length, only `update_add_longest` and `update_add_shortest` are returned.
 
         Args:
-            state: parameters and moments.
+            state: parameters and optimizer moments, or only their shapes with shardings.
             capacity: capacity of the stack with the longest rows. The stack with the shortest rows has capacity 1.
             rows: number of rows in a microbatch.
             lengths: row lengths, longest first.
@@ -272,7 +272,7 @@ class Updater:
         return Stack(arrays, count)
 
     def _logprobs(self, weights: Weights, microbatch: Microbatch) -> tuple[Array, Array]:
-        """Returns the log-probability and the entropy [rows, seq] of each token, given the tokens before it. The values in column 0 are meaningless."""
+        """Returns the log-probability of each token given the tokens before it, and the entropy, both [rows, seq]. Column 0 has no meaningful values."""
 
         def program(weights: Weights, m: Microbatch) -> tuple[Array, Array]:
             decoder = self._decoder(weights)
@@ -311,7 +311,7 @@ class Updater:
     def _add_program(
         self, weights: Weights, sums: Sums, stack: Stack, first: Bool[Array, ""]
     ) -> tuple[Sums, dict[str, Metric]]:
-        """Adds the gradients of all microbatches in a stack to `sums`, in one loop that reuses the memory of temporary arrays."""
+        """Adds the gradients and losses of all microbatches in a stack to `sums`, in one loop that reuses the memory of temporary arrays."""
         params, frozen = weights
 
         def loss(params: nnx.State, i: Array) -> tuple[Float[Array, ""], dict[str, Metric]]:
@@ -364,7 +364,7 @@ class Updater:
                 high=high,
             )
             of_tokens = of_tokens * ratios
-        # If the old log-probabilities are the sampler's, they are compared in the first update only, because later updates have newer weights.
+        # If the old log-probabilities are the sampler's, they are compared with the trainer's in the first update only, before the weights change.
         compared, trainers = (mask, old) if by_trainer else (mask & first, current)
         loss, metrics = self._objective(logprobs, old, microbatch.advantages, mask, weights=of_tokens)
         metrics = {
@@ -374,7 +374,7 @@ class Updater:
             **mismatch_metrics(trainers, microbatch.sampler_logprobs, compared),
         }
         if options.kl_coef:
-            # Like the objective, the KL estimate is an expectation over tokens of the policy, so it needs the same importance weights.
+            # Like the objective, the KL estimate is an expectation over tokens sampled by the policy, so it needs the same importance weights.
             penalty, kl_metrics = kl_penalty(logprobs, microbatch.ref_logprobs, mask, weights=of_tokens)
             loss, metrics = loss + options.kl_coef * penalty, {**metrics, **kl_metrics}
         scored = (current, old) if by_trainer else (current,)
@@ -384,8 +384,8 @@ class Updater:
             "nonfinite/trainer_logprobs": _not_finite(mask, *scored),
             "nonfinite/loss": ~jnp.isfinite(loss),
         }
-        # A non-finite value may not appear in the loss, because clipping can hide it, and because the loss does not depend on the sampler's
-        # log-probabilities if the old ones are the trainer's. So the loss is set to NaN, and `_apply_program` skips the update.
+        # A non-finite input need not make the loss non-finite: clipping can hide it, and the loss may not depend on the sampler's log-probabilities.
+        # The loss is therefore set to NaN, so that `_apply_program` skips the update.
         loss = jnp.where(jnp.stack(list(found.values())).any(), jnp.nan, loss)
         return loss, metrics | {name: Max(bad.astype(jnp.float32)) for name, bad in found.items()}
 
@@ -425,10 +425,10 @@ def _ratio(logprobs: Array, old_logprobs: Array) -> Array:
 def mismatch_metrics(
     trainer: Float[Array, "rows seq"], sampler: Float[Array, "rows seq"], mask: Bool[Array, "rows seq"]
 ) -> dict[str, Metric]:
-    """Returns the metrics `sync/*`, which measure the difference between the trainer's and the sampler's log-probabilities in nats where the mask is True.
+    """Returns the metrics `sync/*`: the difference in nats between the trainer's and the sampler's log-probabilities, over the tokens in the mask.
 
-    Before the first update of a step, the trainer has the weights that sampled. The log-probabilities then differ only by rounding, unless trainer and
-    sampler have different weights, kernels or dtypes.
+    Before the first update of a step, the trainer still has the weights that the sampler used. The log-probabilities then differ only by rounding, unless
+    trainer and sampler have different weights, kernels or dtypes.
     """
     delta = jnp.where(mask, trainer - sampler, 0.0)
     return {
