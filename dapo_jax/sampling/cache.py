@@ -115,7 +115,7 @@ def fill(
 
 def fill_page(into: Any, source: Any, page: Scalar, row: Scalar, start: Scalar, *, axis: int) -> Any:
     """Returns `into` [pages, kv_heads, ...] with one page replaced by tokens from row `row` of `source` [rows, kv_heads, ...], starting at index `start`.
-    `axis` is the token axis. Returns None if `into` is None."""
+    `axis` is the token axis. Returns None for `into=None`."""
     if into is None:
         return None
     tokens = into.shape[axis]

@@ -50,8 +50,7 @@ class Pairs:
 
 
 def tile_rows(dtype: str) -> int:
-    """Returns the number of rows that are written together, which is the number of rows in a register of this dtype. The page size must be a multiple of
-    it."""
+    """Returns the number of rows that are written together, which is the number of rows in a register of this dtype. Page sizes are multiples of it."""
     return 32 if dtype in EIGHT_BITS else 16
 
 
@@ -79,8 +78,7 @@ def pages_at_once(kv_heads: int, page_tokens: int, head_dim: int, dtype: str) ->
 
 
 def _parts(kv_heads: int) -> int:
-    """Returns the number of parts into which heads are split. Two parts keep both cores of a two-core chip busy; on other chips, they run one after the
-    other."""
+    """Returns the number of parts into which heads are split. Two parts keep both cores of a two-core chip busy; other chips run them in sequence."""
     return 2 - kv_heads % 2
 
 
