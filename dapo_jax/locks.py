@@ -1,11 +1,11 @@
-"""Allows only one run at a time in a folder: only the holder of the folder's lock writes there. The lock is advisory.
+"""Ensures that only one run at a time writes to a folder, namely the run that holds the folder's lock. The lock is advisory.
 
 In a local folder, the lock is `flock` on the file `.lock`. The operating system releases it when the process ends. If the file was
 removed or renamed, another run could lock a new file. So the holder checks that the file still exists before it writes.
 
 In a bucket, the lock is a lease: an object `.lock` that a thread renews every `RENEW_S` seconds. It expires if it is not renewed for
-`LEASE_S` seconds on the storage's clock. Each write specifies the generation that it replaces. Therefore only one of two runs can take
-over an expired lease, and a holder that was suspended for too long detects that it has lost the lease.
+`LEASE_S` seconds by the storage's clock. Each write to the lease names the object generation that it replaces. So only one of two runs can
+take over an expired lease, and a holder that was suspended for too long detects that it has lost the lease.
 """
 
 import errno
@@ -44,7 +44,7 @@ _WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class LockedError(RuntimeError):
-    """The lock cannot be acquired. The message contains the holder or the reason."""
+    """The lock cannot be acquired. The message names the holder or gives the reason."""
 
 
 class LockLostError(RuntimeError):
@@ -52,13 +52,13 @@ class LockLostError(RuntimeError):
 
 
 Lost = Callable[[int, str], Any]
-"""Ends the run after a lease was lost. Called with an exit status and a message, in the thread that detects the loss."""
+"""Function that ends the run after its lease was lost. Called with an exit status and a message, in the thread that detects the loss."""
 
 
 def take(folder: AnyPath, *, lost: Lost) -> "Lock":
-    """Acquires the lock of `folder`, which is created if necessary. Use the lock as a context manager.
+    """Acquires the lock on `folder`, which is created if necessary. Use the lock as a context manager.
 
-    If another process holds a lease in a bucket, this waits until the lease is renewed or has expired.
+    If another process holds a lease in a bucket, waits until the lease is renewed, and then raises, or until it has expired.
 
     Raises:
         LockedError: another process holds the lock, or the folder is not writable.
@@ -71,14 +71,14 @@ def check_free(folder: Path) -> None:
     """Raises if a run is active in a local folder. Writes nothing.
 
     Raises:
-        LockedError: a run is active. The message contains its process.
+        LockedError: a run is active. The message names its process.
     """
     if is_held(folder):
         raise _taken_by((folder / NAME).read_bytes())
 
 
 def is_held(folder: AnyPath) -> bool | None:
-    """Returns whether a run is active in the folder, or None if unknown, for example in a copy from another machine. Writes nothing."""
+    """Returns whether a run is active in the folder, or None if unknown, for example in a folder copied from another machine."""
     file = folder / NAME
     try:
         if not isinstance(file, Path):
@@ -118,7 +118,7 @@ class Lock(ABC):
 
 class _FileLock(Lock):
     def __init__(self, folder: Path) -> None:
-        self._path = folder.absolute() / NAME  # the current folder may change
+        self._path = folder.absolute() / NAME  # the working directory may change
         self._made, self._file = not os.path.exists(folder), -1
         try:
             while not self._locked():  # the file was removed between opening and locking it
@@ -223,13 +223,13 @@ class _Lease(Lock):
         if self._ended.is_set() or os.getpid() != self._process:
             return
         self._ended.set()
-        with self._turn, suppress(Exception):  # another run may have taken it, and otherwise it expires
+        with self._turn, suppress(Exception):  # if this fails, another run has the lease or it expires
             self._bucket.blob(self._object).delete(if_generation_match=self._generation, timeout=RENEW_S)
 
     def _take(self) -> None:
         probe = self._bucket.blob(f"{self._object}-{secrets.token_hex(4)}")
         probe.upload_from_string(b"")
-        ahead_s = probe.updated.timestamp() - time.monotonic()  # difference to the storage's clock
+        ahead_s = probe.updated.timestamp() - time.monotonic()  # how far the storage's clock is ahead
         probe.delete()
         first = 0
         while True:
@@ -253,7 +253,7 @@ class _Lease(Lock):
             except LockLostError as error:
                 self._lost(1, str(error))
                 return
-            except Exception:  # the storage does not answer; this run keeps the lease until another takes it
+            except Exception:  # the storage does not answer; the lease is kept until another run takes it
                 continue
 
     def _renew(self, *, retry: Any) -> None:
@@ -269,7 +269,7 @@ class _Lease(Lock):
                 )
 
     def _write(self, generation: int, **how: Any) -> bool:
-        """Replaces this generation of the lease, where 0 means no lease. Returns False if another run has written it."""
+        """Writes the lease, replacing `generation` (0 if there is no lease). Returns False if another run has written the lease."""
         began = time.monotonic()
         blob = self._bucket.blob(self._object)
         try:
@@ -286,9 +286,9 @@ class _Lease(Lock):
         return True
 
     def _found(self) -> tuple[int, float, bytes]:
-        """Returns the lease's generation, last renewal on the storage's clock, and contents, which are zero and empty without a lease."""
+        """Returns the lease's generation, renewal time by the storage's clock, and contents. Without a lease, these are 0, 0 and empty."""
         while (blob := self._bucket.get_blob(self._object)) is not None:
-            with suppress(self._errors.NotFound, self._errors.PreconditionFailed):  # it has changed meanwhile
+            with suppress(self._errors.NotFound, self._errors.PreconditionFailed):  # it was changed meanwhile
                 data = blob.download_as_bytes(if_generation_match=blob.generation)
                 return int(blob.generation), blob.updated.timestamp(), data
         return 0, 0.0, b""

@@ -1,13 +1,13 @@
 """Files in a local folder or in a Google Cloud Storage bucket (`gs://bucket/folder`).
 
-Only this module handles the differences between the two. A local path is a `pathlib.Path`. A path in a bucket is an `epath.Path`, which
-has the same methods. Files in buckets are accessed through gcsfs, and Orbax's arrays through TensorStore. In a bucket:
+Only this module handles the differences between folders and buckets. A local path is a `pathlib.Path`. A path in a bucket is an
+`epath.Path`, which has the same methods. Files in buckets are accessed through gcsfs, and Orbax's arrays through TensorStore. In a bucket:
 
 * a file is an object. It is either complete or missing. It can be replaced, but not appended to or renamed;
-* a folder is a common prefix of object names. It exists if it contains an object, and is never created.
+* a folder is a common prefix of object names. It exists while an object has this prefix, and is never created explicitly.
 
-These environment variables redirect the clients: STORAGE_EMULATOR_HOST (gcsfs and google-cloud-storage) and TENSORSTORE_GCS_HTTP_URL
-(TensorStore). With FSSPEC_GCS_TOKEN=anon, gcsfs uses no credentials.
+Environment variables can redirect the storage clients to an emulator: STORAGE_EMULATOR_HOST (gcsfs and google-cloud-storage) and
+TENSORSTORE_GCS_HTTP_URL (TensorStore). With FSSPEC_GCS_TOKEN=anon, gcsfs uses no credentials.
 """
 
 import errno
@@ -39,15 +39,15 @@ _Found = TypeVar("_Found")
 
 # Otherwise epath uses TensorFlow if it is installed, which takes seconds to load and has its own exceptions.
 os.environ.setdefault("EPATH_USE_TF", "false")
-# Otherwise gcsfs asks another service, which has no emulator, for the type of each bucket.
+# Otherwise gcsfs queries the type of each bucket from another service, for which there is no emulator.
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 
 
 def path_of(text: str | PathLike[str]) -> AnyPath:
-    """Converts a text to a path. `~` is expanded to the home folder.
+    """Converts a string to a path. `~` is expanded to the home folder.
 
     Raises:
-        ValueError: the path is in a bucket but gcsfs is not installed, or it is in an unsupported kind of storage.
+        ValueError: the path is in a bucket but gcsfs is not installed, or it is a URL other than `gs://BUCKET/...`.
     """
     name = os.fspath(text)
     if "://" not in name:
@@ -64,9 +64,9 @@ def in_bucket(path: str | PathLike[str]) -> bool:
 
 
 def check_access(folder: AnyPath, *, write: bool) -> None:
-    """Tests the operations that a run needs in a bucket: get its metadata, list `folder`, and if `write`, write and delete an object.
+    """Tests the operations that a run needs: reading the bucket's metadata, listing `folder`, and with `write`, writing and deleting.
 
-    If `write`, a local folder or its nearest existing parent must be writable.
+    A local `folder` is only tested with `write`: the folder or its nearest existing parent must be writable.
 
     Raises:
         ValueError: an operation failed. The message contains the operation and the reason.
@@ -130,7 +130,7 @@ def files_below(folder: AnyPath) -> list[AnyPath]:
 def stored_files(folder: AnyPath) -> dict[str, tuple[int, str]]:
     """Returns the size and md5 of every file in `folder` and its subfolders, sorted by relative path.
 
-    The md5 is the digest that a bucket stores, in the bucket's encoding. It is empty on a disk and for composite objects.
+    The md5 is the digest that the bucket reports, in base64. It is empty for local files and composite objects.
 
     Raises:
         OSError: a folder cannot be listed.
@@ -143,7 +143,7 @@ def stored_files(folder: AnyPath) -> dict[str, tuple[int, str]]:
         return dict(sorted(found.items()))
     for place, _, names in os.walk(folder, onerror=_raise_listing):
         for path in (Path(place, name) for name in names):
-            with suppress(FileNotFoundError):  # it was removed meanwhile, or is a broken link
+            with suppress(FileNotFoundError):  # the file was removed meanwhile, or is a broken link
                 found[path.relative_to(folder).as_posix()] = path.stat().st_size, ""
     return dict(sorted(found.items()))
 
@@ -168,7 +168,7 @@ def file_bytes(path: AnyPath) -> bytes:
 
 
 def files_of(folder: AnyPath, names: Iterable[str]) -> dict[str, bytes]:
-    """Returns the contents of those named files that exist in `folder`. Raises OSError if an existing file cannot be read."""
+    """Returns the contents of the named files, except files missing in `folder`. Raises OSError if an existing file cannot be read."""
     found: dict[str, bytes] = {}
     for name in names:
         with suppress(FileNotFoundError):
@@ -177,7 +177,7 @@ def files_of(folder: AnyPath, names: Iterable[str]) -> dict[str, bytes]:
 
 
 def ranges_bytes(path: AnyPath, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-    """Returns the bytes of each range (start, stop) of a file. From a bucket, only these ranges are fetched, concurrently.
+    """Returns the bytes in each `(start, stop)` range of a file. From a bucket, only these ranges are fetched, concurrently.
 
     Raises:
         OSError: the file does not exist, is too short, or cannot be read.
@@ -200,7 +200,7 @@ def ranges_bytes(path: AnyPath, ranges: Sequence[tuple[int, int]]) -> list[bytes
 
 
 def range_bytes(path: AnyPath, start: int, stop: int) -> bytes:
-    """Returns the bytes of a file from `start` to `stop`. From a bucket, pieces are fetched concurrently. Raises like `ranges_bytes`."""
+    """Returns the bytes of a file from `start` to `stop`, fetched in concurrent pieces from a bucket. Raises like `ranges_bytes`."""
     starts = range(start, stop, _PIECE_BYTES if in_bucket(path) else max(1, stop - start))
     return b"".join(ranges_bytes(path, [(at, min(at + starts.step, stop)) for at in starts]))
 
@@ -241,17 +241,17 @@ def write_whole(path: AnyPath, data: bytes) -> None:
 
 @contextmanager
 def new_file(path: AnyPath) -> Iterator[IO[bytes]]:
-    """Opens a new file for writing. It gets its final name at the end of the `with` block, and is removed after an error.
+    """Opens a new file for writing. It gets its final name when the `with` block ends. If the block raises, the file is removed.
 
     Raises:
         OSError: the file cannot be written, or the name belongs to something other than a file, such as a device.
     """
     if in_bucket(path):
-        # A transaction covers all concurrent writes of a client, so only this module may use this client.
+        # A transaction covers all concurrent writes through a client, so only this module may use this client.
         with _objects().transaction, _objects().open(str(path), "wb") as file:
             yield file
         return
-    place = Path(os.path.realpath(path))  # a link is kept, and its target is replaced
+    place = Path(os.path.realpath(path))  # a symbolic link is kept, and its target is replaced
     if place.exists():
         _check_file(place)
     partial = place.with_name(place.name + ".partial")
@@ -269,7 +269,7 @@ def new_file(path: AnyPath) -> Iterator[IO[bytes]]:
 
 @functools.cache
 def _objects() -> Any:
-    """Returns this module's storage client. Listings are not cached, because TensorStore writes objects, too."""
+    """Returns this module's storage client. Listings are not cached, because TensorStore also writes objects."""
     try:
         importlib.import_module("gcsfs")
         fsspec = importlib.import_module("fsspec")

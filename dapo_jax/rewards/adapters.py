@@ -14,8 +14,8 @@ def trl_reward(function: Callable[..., Any]) -> Callable[[Sequence[Sample]], Any
     """Adapts a TRL reward function, `(prompts, completions, **columns) -> list of numbers`, to grade a whole group.
 
     One call receives all responses to a prompt as lists of equal length, so the function can compare them. `columns` contains the
-    other fields of the row, and `completion_ids` with the token ids of the responses. As in TRL, columns that the function does not
-    name are omitted unless it accepts `**kwargs`. If the row's prompt is a conversation, each response is passed as a conversation
+    row's other fields, and the responses' token ids as `completion_ids`. As in TRL, only columns that are parameters of the function
+    are passed, unless it accepts `**kwargs`. If the row's prompt is a conversation, each response is passed as a conversation
     too: `[{"role": "assistant", "content": ...}]`.
     """
 
@@ -33,7 +33,7 @@ def trl_reward(function: Callable[..., Any]) -> Callable[[Sequence[Sample]], Any
         return {"prompts": [asked] * len(samples), "completions": responses, **named}
 
     def scores(given: Any, samples: Sequence[Sample]) -> list[float]:
-        found = given.tolist() if getattr(given, "ndim", None) == 1 else given  # an array from any library
+        found = given.tolist() if getattr(given, "ndim", None) == 1 else given  # an array of any library
         fits = isinstance(found, list | tuple) and len(found) == len(samples)
         if not fits or any(score is None for score in found):
             raise ValueError(
@@ -77,7 +77,7 @@ ADAPTERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "trl": trl_reward,
     "verl": verl_reward,
 }
-"""Adapter for each prefix, which is the text before the first colon of a reward function's name."""
+"""Adapters by prefix, which is the text before the first colon in a reward function's name."""
 
 
 def _adapted(
@@ -85,7 +85,7 @@ def _adapted(
     arguments: Callable[[_Given], Mapping[str, Any]],
     read: Callable[[Any, _Given], Any],
 ) -> Callable[[_Given], Any]:
-    """Returns a function that calls `function(**arguments(given))` and converts the result with `read`. It is async if `function` is."""
+    """Returns a function that calls `function(**arguments(given))` and converts the result with `read`. Async if `function` is."""
     if is_async(function):
 
         async def awaited(given: _Given) -> Any:
@@ -96,7 +96,7 @@ def _adapted(
 
 
 def named_arguments(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the columns that match a function's parameter names, or all columns if it accepts `**kwargs`."""
+    """Returns the columns that match a function's parameter names, or all columns if the function accepts `**kwargs`."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(columns)

@@ -1,6 +1,6 @@
 """Runs async reward functions, for example functions that call a judge's API. Many calls run concurrently on one event loop.
 
-The loop runs in a thread of this process, in parallel with sampling. A function must `await` while it waits. If it blocks the thread
+The loop runs in a thread of this process, in parallel with sampling. A function must wait with `await`. If it blocks the thread
 instead, it delays all other calls, and the time limit cannot interrupt it.
 """
 
@@ -21,11 +21,11 @@ ENDING_S = 5.0
 """Seconds that `close` waits for functions that keep running after they were cancelled."""
 
 LATE_S = 0.1
-"""If a time limit fires more than this many seconds late, another task blocked the loop, so the waiting call gets more time."""
+"""If a timeout fires more than this many seconds late, another task has blocked the loop, so the call gets more time."""
 
 
 class EventLoop:
-    """An event loop in its own thread, for user code. Each blocking job runs in a separate thread."""
+    """An event loop that runs user code in its own thread. Each blocking job runs in a further thread."""
 
     def __init__(self, message: str) -> None:
         """Starts the thread. If an exception from a task stops the loop, `message` is logged and the loop resumes."""
@@ -35,7 +35,7 @@ class EventLoop:
         self.thread.start()
 
     def submit(self, work: Coroutine[Any, Any, _Value]) -> Future[_Value]:
-        """Schedules work on the loop."""
+        """Schedules a coroutine on the loop and returns a future of its result."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def close(self, wait_s: float) -> None:
@@ -58,14 +58,14 @@ class EventLoop:
 
 
 class AsyncCalls:
-    """One thread with an event loop, shared by all async reward functions of a run. `close` ends it."""
+    """One thread with an event loop, shared by all async reward functions of a run. `close` ends the thread."""
 
     def __init__(self, *, at_once: int, timeout_s: float) -> None:
         """Starts the thread.
 
         Args:
             at_once: maximum number of concurrent calls; further calls wait.
-            timeout_s: time limit of a call in seconds. Waiting for its turn does not count.
+            timeout_s: time limit of a call in seconds, not including the wait for other calls to finish.
         """
         self._timeout_s = timeout_s
         self._places = asyncio.Semaphore(at_once)
@@ -74,7 +74,7 @@ class AsyncCalls:
         self._loop = EventLoop("a task or callback of an async reward function raised")
 
     def submit(self, reward: LoadedReward, samples: Sequence[Sample]) -> Future[list[Verdict]]:
-        """Queues the calls for the responses to one prompt. The future returns their verdicts in the same order.
+        """Queues calls that grade the responses to one prompt. The future returns their verdicts in the same order.
 
         The future raises RewardError if the function raised or did not return a verdict.
         """
@@ -98,7 +98,7 @@ class AsyncCalls:
 
 
 async def ends_in_time(task: "asyncio.Task[Any]", timeout_s: float) -> bool:
-    """Returns whether a task ends within `timeout_s` seconds. If another task blocks the loop meanwhile, the lost time is added once."""
+    """Returns whether a task ends within `timeout_s` seconds. If another task blocks the loop, the limit is extended once by the lost time."""
     loop = asyncio.get_running_loop()
     due = loop.time() + timeout_s
     await asyncio.wait([task], timeout=timeout_s)

@@ -1,8 +1,8 @@
 """The graders `dapo` and `dapo_boxed`, which reproduce the rule of DAPO's released code, including its false negatives.
 
 The rule is from verl's recipe (`verl/utils/reward_score/math_dapo.py`). The text after the last `Answer:` in the last 300 characters
-of a response is normalized and compared with the reference as text. The normalization goes back to the appendix of Lewkowycz et al.
-2022, "Solving Quantitative Reasoning Problems with Language Models" (Minerva). To compare answers by meaning, use the grader `math`.
+of a response is normalized and compared with the normalized reference as a string. The normalization comes from the appendix of Lewkowycz
+et al. 2022, "Solving Quantitative Reasoning Problems with Language Models" (Minerva). To compare answers by meaning, use the grader `math`.
 """
 
 import re
@@ -16,14 +16,14 @@ BOX_CHARACTERS = 100
 """Number of characters at the end of a response that `dapo_boxed` searches for `\\boxed{}`."""
 
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
-"""Matches up to the end of the line. A second `Answer:` on the same line belongs to the first match, as in the released code."""
+"""Matches from `Answer:` to the end of the line, so a second `Answer:` on a line is part of the first match, as in the released code."""
 _BOX = r"\boxed{"
 
 _REWRITTEN = (
     ("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), (r"\ ", ""), (" ", ""), ("mbox", "text"),
     (r",\text{and}", ","), (r"\text{and}", ","), (r"\text{m}", r"\text{}"),
 )  # fmt: skip
-"""Replacements of articles, spaces and conjunctions, applied to the whole text in this order."""
+"""Replacements for articles, spaces, conjunctions and a few LaTeX commands, applied to the whole text in this order."""
 
 _DROPPED = (
     "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", r"\ldots", "sue", "points", "feet", "minutes",
@@ -31,7 +31,7 @@ _DROPPED = (
     r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3", "\\text{\n}", r"\text{}",
     r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots",
 )  # fmt: skip
-"""Units, filler words and spacing, removed next in this order. They are also removed inside longer words, as in the released code."""
+"""Units, filler words and spacing commands, removed next in this order. They are also removed inside longer words, as in the released code."""
 
 _UNWRAPPED = (
     (re.compile(r".*?\$(.*?)\$.*"), r"$\1$"),
@@ -40,7 +40,7 @@ _UNWRAPPED = (
     (re.compile(r"frac([^{])(.)"), r"frac{\1}{\2}"),
     (re.compile(r"sqrt([^{])"), r"sqrt{\1}"),
 )
-"""Rewrites applied last. They keep only the text between dollar signs or inside a wrapper, and add braces to arguments as in \\frac12."""
+"""Rewrites that are applied last. They keep only the text in dollar signs or wrappers such as \\text{}, and add braces, as in \\frac12."""
 
 
 @lru_cache(maxsize=4096)
@@ -61,7 +61,7 @@ def normal_form(answer: str) -> str:
 
 
 def dapo_grader(response: str, answer: str) -> Verdict:
-    """Grades by the rule of March 2025. A response without `Answer:` is wrong."""
+    """Grades by the original rule, released in March 2025. A response without `Answer:` is wrong."""
     stated = _ANSWER.findall(response[-TAIL_CHARACTERS:])
     if not stated:
         return Verdict(correct=False, reason=f"no 'Answer:' in the last {TAIL_CHARACTERS} characters")
@@ -69,7 +69,7 @@ def dapo_grader(response: str, answer: str) -> Verdict:
 
 
 def dapo_boxed_grader(response: str, answer: str) -> Verdict:
-    r"""Grades by the later rule. If a response has no `Answer:`, the content of its last `\boxed{}` is compared."""
+    r"""Grades by a later version of the rule: if a response has no `Answer:`, the content of its last `\boxed{}` is compared."""
     verdict = dapo_grader(response, answer)
     if verdict.extracted is not None:
         return verdict

@@ -32,11 +32,11 @@ RewardFunction = (
 )
 """A user-defined reward function, sync or async. It grades one sample, or a whole group if it is marked with `whole_group`."""
 Rewards = RewardFunction | Sequence[tuple[str | RewardFunction, int | float]]
-"""The `reward` argument of `train`: one function, or pairs (function or grader name, weight) whose weighted rewards are summed."""
+"""The `reward` argument of `train`: one function, or `(function or grader name, weight)` pairs whose weighted rewards are summed."""
 GradeFunction = Callable[[Sequence[Sample]], list[Verdict]]
 """The function that `grade_group` calls with all responses to one prompt. It returns a verdict for each response."""
 Submit = Callable[[Sequence[Sample]], Future[list[Verdict]]]
-"""Submits the responses to one prompt for grading. The future returns their verdicts in the same order."""
+"""A function that submits the responses to one prompt for grading. Its future returns their verdicts in the same order."""
 
 _ABSENT = object()
 
@@ -44,7 +44,7 @@ _OF_THE_RUN = (KeyboardInterrupt, StoppedError)
 """Exceptions raised by Ctrl-C and by signals that stop the run. All other exceptions come from the user's code."""
 
 MAX_SCORE = 1e30
-"""Maximum absolute value of a score, and of a sum of scores. With larger values, squared differences would overflow in training."""
+"""Maximum magnitude of a score, and of a sum of scores. Training squares differences between scores, which would otherwise overflow."""
 
 
 class RewardError(RuntimeError):
@@ -63,11 +63,11 @@ class LoadedReward:
     name: str
     """Name used in messages."""
     on_nonfinite: str = "error"
-    """If a score is NaN, infinite or beyond `MAX_SCORE`, `error` raises, and `lost` marks that response's verdict as lost."""
+    """If a score is NaN, infinite or beyond `MAX_SCORE`, `error` raises RewardError, and `lost` marks the response's verdict as lost."""
 
     @property
     def is_async(self) -> bool:
-        """Whether the function is async. Call `graded` if it is, and `grade` otherwise."""
+        """Whether the function is async. An async function is called with `graded`, any other function with `grade`."""
         return is_async(self.function)
 
     @property
@@ -86,18 +86,18 @@ class LoadedReward:
             try:
                 result = self.function(self._argument(call))
             except (MemoryError, *_OF_THE_RUN):
-                raise  # there may be no memory left for building a message
+                raise  # there may be no memory left to build an error message
             except BaseException as error:
                 raise self._failure(error, call) from error
             found += self._verdicts(result, call)
         return found
 
     async def graded(self, call: Sequence[Sample]) -> list[Verdict]:
-        """Calls an async function once and returns the verdicts on the samples of that call."""
+        """Calls an async function once, with the samples in `call`, and returns the verdicts on them."""
         try:
             result = await self.function(self._argument(call))
         except asyncio.CancelledError:
-            raise  # the event loop handles it
+            raise  # the event loop handles cancellation
         except BaseException as error:  # including KeyboardInterrupt: Ctrl-C only reaches the main thread, so the user's code raised it
             raise self._failure(error, call) from error
         return self._verdicts(result, call)
@@ -117,7 +117,7 @@ class LoadedReward:
         try:
             if not self.is_whole_group:
                 return [self._judged(result, call[0])]
-            # An array from any library is accepted as a list.
+            # Arrays from any library are accepted as lists.
             found = result.tolist() if getattr(result, "ndim", None) == 1 else result
             is_list = isinstance(found, list | tuple)
             if not is_list or len(found) != len(call):
@@ -145,7 +145,7 @@ def joined(
     parts: Sequence[Future[list[Verdict]]],
     join: Callable[[list[list[Verdict]]], list[Verdict]] = lambda found: [*chain(*found)],
 ) -> Future[list[Verdict]]:
-    """Returns a future of `join(results of all parts)`. It is cancelled if any part is, and raises the exception of the first failed part."""
+    """Returns a future of `join` of all parts' results. If any part is cancelled or raises, the future is cancelled or raises too."""
     whole: Future[list[Verdict]] = Future()
     lock, waiting = threading.Lock(), len(parts)
 
@@ -194,7 +194,7 @@ def grade_function(
 def load_reward(
     spec: str | RewardFunction, *, answer_marker: str = "=", on_nonfinite: str = "error"
 ) -> LoadedReward:
-    """Loads a reward function from a name in `GRADERS`, `module:function` or `path/to/file.py:function`. Also accepts a function itself.
+    """Loads the reward function named by a built-in grader, `module:function` or `path/to/file.py:function`, or wraps a given function.
 
     The prefix `trl:` or `verl:` marks a function that was written for that trainer, see `rewards.adapters`.
 
@@ -227,10 +227,10 @@ def load_reward(
 
 
 def as_verdict(result: Any, *, name: str) -> Verdict:
-    """Converts the result of the reward function `name` to a verdict. NumPy scalars and 0-dimensional arrays are treated as Python values.
+    """Converts the result of the reward function `name` to a verdict. NumPy scalars and 0-dimensional arrays are accepted, too.
 
-    A `Verdict` is copied, so the function may modify its own object later. A bool gives a verdict without a score, so the configured
-    rewards for correct and incorrect apply. A number is a score that becomes the reward; it counts as correct if it is above 0.
+    A `Verdict` is copied, so the function may modify its own object later. A bool becomes a verdict without a score, so the
+    configured rewards for correct and incorrect responses apply. A number is a score that becomes the reward. It is correct if it is above 0.
 
     Raises:
         NonFiniteScoreError: the score is NaN, infinite or beyond `MAX_SCORE`. This is a subclass of ValueError.
@@ -296,8 +296,8 @@ def loading(spec: str, place: str, load: Callable[[], Any], remedy: str = "") ->
     """Returns the result of `load()`, which runs user code.
 
     Raises:
-        ValueError: the code raised or called sys.exit. The message contains `spec`, which is the configured value, and `place`, which
-            is the file, module or call that ran. It ends with `remedy`.
+        ValueError: the code raised or called sys.exit. The message names `spec` (the configured value) and `place` (the
+            file, module or call that ran), and ends with `remedy`.
     """
     try:
         return load()

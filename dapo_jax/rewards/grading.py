@@ -1,4 +1,4 @@
-"""Grades groups while sampling continues, and sums several graders. Graders run in this process, in workers or on an event loop."""
+"""Grades groups in parallel with sampling, and sums the rewards of graders. Graders run in this process, in workers or on an event loop."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,14 +34,14 @@ class Grading:
     on_close: Callable[[], None] | None = None
 
     def close(self) -> None:
-        """Ends the workers and the event loop, if there are any."""
+        """Ends the grading workers and the event loop, if there are any."""
         if self.on_close is not None:
             self.on_close()
 
     def groups(self, sampled: Iterable[tuple[Prompt, tuple[Response, ...]]]) -> Iterator[Group]:
         """Yields the graded groups in sampling order.
 
-        The next responses are taken from `sampled` without waiting for verdicts that are still missing.
+        Takes the next responses from `sampled` without waiting for the verdicts on earlier responses.
 
         Raises:
             RewardError: the grader raised or did not return a verdict.
@@ -86,7 +86,7 @@ class Pending:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One of several reward functions whose weighted sum is the reward."""
+    """One of several reward functions. The reward is the weighted sum of their results."""
 
     name: str
     """Name used in metrics and reasons."""
@@ -104,11 +104,11 @@ def weighted_sum(parts: Sequence[Part], shaping: Shaping) -> Submit:
 
 
 def summed(parts: Sequence[Part], verdicts: Sequence[Sequence[Verdict]], shaping: Shaping) -> list[Verdict]:
-    """Combines the verdicts of all parts on the responses to one prompt, and returns one verdict per response.
+    """Combines the verdicts from all parts on the responses to one prompt, and returns one verdict per response.
 
     `correct` and `extracted` come from the first part. `score` is the sum of weight times reward. `reason` is the first part's reason,
     followed by the terms of the sum. `lost` is the first non-empty `lost` of the parts. `parts` contains each part's reward before
-    weighting. `Shaping.rewards` sets the reward of a lost verdict.
+    weighting. `Shaping.rewards` sets the reward for a lost verdict.
 
     Raises:
         RewardError: a sum exceeds `MAX_SCORE`, although no part's score does. The message lists the terms.

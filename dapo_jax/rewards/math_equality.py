@@ -21,7 +21,7 @@ _FLIPPED = {">": "<", "≥": "≤"}
 
 
 def same_meaning(gold: ReadAnswer, found: ReadAnswer) -> bool:
-    """Returns whether two answers mean the same. If only one is a percentage, it counts as its number or as a hundredth of that."""
+    """Returns whether two answers have the same meaning. If only one is a percentage such as 50%, it equals both 50 and 1/2."""
     compare = _Comparison(gold.decimals | found.decimals).equal
     if compare(gold.value, found.value):
         return True
@@ -103,7 +103,7 @@ class _Comparison:
             return False
         difference = gold - found
         if applied := difference.atoms(AppliedUndef):
-            # Terms such as f(x) become symbols, because equal arguments give equal values.
+            # Terms such as f(x) become symbols, because a function has equal values for equal arguments.
             names = {one: sympy.Symbol(f"{one}", real=True) for one in applied}
             return self._same_number(gold.xreplace(names), found.xreplace(names))
         if difference.free_symbols:
@@ -140,7 +140,7 @@ def _at_points(expressions: tuple[Any, ...]) -> list[list[Any]]:
 
 
 def _value_of(relation: Relation, *, interval: bool) -> Any:
-    """Returns the value that a relation states, for example 5 for x = 5, or with `interval` an interval for a < x < b. May return None."""
+    """Returns the value that a relation states, for example 5 for x = 5, or None. With `interval`, a < x < b also states an interval."""
     first, last = relation.sides[0], relation.sides[-1]
     if set(relation.signs) == {"="}:
         if is_name(last) and not is_name(first):
@@ -160,7 +160,7 @@ def _value_of(relation: Relation, *, interval: bool) -> Any:
 
 
 def _oriented(relation: Relation) -> Relation:
-    """Orders the sides of a relation from smaller to larger. Of a chain of equal numbers, only the two ends are kept."""
+    """Rewrites > as <, and ≥ as ≤. If the inner sides of a chain of equations are numbers, as in x = 2 + 3 = 5, keeps only the two ends."""
     sides, signs = relation.sides, relation.signs
     if set(signs) == {"="} and all(
         isinstance(side, sympy.Expr) and not side.free_symbols for side in sides[1:-1]

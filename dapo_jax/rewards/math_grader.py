@@ -22,20 +22,20 @@ _LEFT_TO_DO = re.compile(rf"{_NUMBER}(?:[-+*]{_NUMBER})+")
 def math_grader(response: str, answer: str) -> Verdict:
     r"""Finds the answer stated in the response and compares its meaning with the reference.
 
-    The answer is the text after the last `Answer:`, or a `\boxed{}` that comes later. If there is neither, the answer is the whole
+    The answer is the text after the last `Answer:`, or the content of a later `\boxed{}`. If there is neither, it is the whole
     response if it is a single line of mathematics, or else the text after words such as "the answer is". Other numbers in the text
-    are ignored, because some responses would be correct by accident. If the last `\boxed{` is not closed, or the last `Answer:` has
+    are ignored, because they may match by accident. If the last `\boxed{` is not closed, or the last `Answer:` has
     no text, the response was cut off and has no answer.
 
     Equal text is correct. Otherwise, both answers are parsed as mathematics (`math_reader.py` lists the notations). For example, 6/8
     equals 3/4, 34% equals 34, and \frac12 equals 0.5. If either cannot be parsed as a whole, the answer is wrong. Numbers are compared
     exactly, so 0.333 does not equal 1/3. A decimal with at least six significant digits also equals a number that rounds to it, so
-    0.333333 equals 1/3. An unevaluated sum or product of numbers is wrong: 8 + 2 repeats the question and does not answer 10.
+    0.333333 equals 1/3. An unevaluated sum or product of numbers is wrong, because 8 + 2 may only repeat the question.
 
-    This function has no time limit, so a slow comparison is never mistaken for a wrong answer. With the time limit of a
-    `GradingPool`, the verdict is lost instead.
+    This function has no time limit. If a comparison in a `GradingPool` exceeds the pool's time limit, its verdict is lost, so that
+    slow comparisons can be distinguished from wrong answers.
     """
-    # Imported here because these modules load sympy.
+    # Imported here because these modules import sympy, which loads slowly.
     from dapo_jax.rewards.math_equality import same_meaning
     from dapo_jax.rewards.math_reader import read, text_form
 
@@ -64,7 +64,7 @@ def math_grader(response: str, answer: str) -> Verdict:
 
 
 def unread_by_math(answer: str) -> bool:
-    """Returns whether the reference cannot be parsed as a whole and is therefore compared as text."""
+    """Returns whether the reference cannot be parsed as a whole, so that it is compared as text."""
     from dapo_jax.rewards.math_reader import read
 
     return read(answer) is None
@@ -79,7 +79,7 @@ def _statement(text: str) -> tuple[str | None, str]:
     if found:
         return boxed, r"in the last \boxed{}"
     if answer is not None:
-        # Emphasis such as **Answer: 34** opens before `Answer:` and closes after the value, so the end is stripped.
+        # Emphasis such as **Answer: 34** opens before `Answer:` and closes after the value, so the closing ** is stripped.
         return text[answer:line_end].strip().strip("*").strip() or None, "after the last 'Answer:'"
     whole = text.strip()
     if whole and "\n" not in whole and not _SENTENCE.search(whole):

@@ -1,6 +1,6 @@
 r"""Parses an answer as mathematics, either as a whole or not at all.
 
-The notations below are supported. Anything else makes the answer unreadable, so that a part of it is never taken for the whole:
+The notations below are supported. Anything else makes the answer unreadable, so that part of an answer is never mistaken for the whole:
 
 * numbers as in `numerals.py`, mixed numbers (`2 2/3`, `2\frac23`), repeating decimals (`0.\overline{3}`), thousands separated by
   `,`, `{,}`, `,\!` or thin spaces;
@@ -9,7 +9,7 @@ The notations below are supported. Anything else makes the answer unreadable, so
 * `=`, `\approx` and inequalities; intervals, tuples, sets, unions, lists, matrices.
 
 Wrappers (`$`, `\boxed`, `\left`, the words of a sentence), units (words, `\text{}`, degrees, currencies) and punctuation are ignored.
-A percentage is parsed as its number, and the comparison also accepts a hundredth of it.
+A percentage such as 50% is parsed as 50, and the comparison also accepts 1/2 for it.
 
 Notations that are ambiguous out of context are not supported: number bases (`2516_8`), other overlines, lists with dots, primes,
 powers of powers without braces, and text that can be parsed in two ways (`1/2x`, `3 4`).
@@ -26,9 +26,9 @@ import sympy
 from dapo_jax.rewards.numerals import CHANGING_AFTER, CHANGING_BEFORE, GROUPED, NUMERAL, plain, value
 
 MOST_BITS = 20_000
-"""Maximum size, in bits, of a power of numbers that is evaluated."""
+"""Maximum size of a power of numbers in bits. An answer with a larger power is not parsed."""
 SIGNIFICANT = 6
-"""Minimum number of significant digits with which a decimal also equals numbers that round to it."""
+"""Minimum number of significant digits of a decimal that also equals the numbers that round to it."""
 
 
 class UnreadableError(ValueError):
@@ -54,7 +54,7 @@ class Relation:
 
 @dataclass(frozen=True)
 class ReadAnswer:
-    """The parsed meaning of a text. `decimals` maps each decimal with at least six significant digits to the value of its last place."""
+    """The parsed meaning of a text. `decimals` maps each decimal with at least six significant digits to the place value of its last digit."""
 
     text: str
     value: Any
@@ -77,7 +77,7 @@ _COMMANDS = {
     "div": "/", "lt": "<", "gt": ">", "approx": "≈", "pm": "±", "mp": "∓", "in": "∈", "cup": UNION, "infty": "∞", "pi": "π",
     "degree": "°", "imath": "i", "lbrace": r"\{", "rbrace": r"\}", "varnothing": r"\emptyset",
 }  # fmt: skip
-"""Replacements of LaTeX commands by their name. Other commands are kept."""
+"""Replacements for LaTeX commands, by command name. Other commands are kept."""
 _NATURAL = ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "exp", "asin", "acos", "atan")
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: getattr(sympy, name) for name in _NATURAL},
@@ -98,7 +98,7 @@ _SMALL_UNITS = _each(
     "GBP st nd rd th pts pcs sq cup egg hen bus box car boy way row ton bag dog cat pen man",
     "",
 )
-"""Units and counted things of two or three letters. Other short words are products of variables, unless they are in a sentence."""
+"""Units and nouns of two or three letters, which are ignored. Other short words outside sentences are products of variables."""
 _UNIT_LETTERS = frozenset("mgshLlJNWVACKF")
 """One-letter units in upright type, as in \\text{m}. A letter in italics is a variable."""
 
@@ -128,7 +128,7 @@ _CHANGING = frozenset(CHANGING_BEFORE + CHANGING_AFTER + _BOUNDS)
 
 
 def text_form(text: str) -> str:
-    r"""Returns the text without wrappers, white space and punctuation, so that answers can be compared as text.
+    r"""Removes wrappers, white space and punctuation, so that answers can be compared as text.
 
     >>> text_form(r"$\text{ Blue }.$"), text_form(r"2516_{8}"), text_form(r"\left( 3, 4 \right)")
     ('blue', '2516_8', '(3,4)')
@@ -172,7 +172,7 @@ def read(text: str) -> ReadAnswer | None:
 
 
 def _core(text: str) -> tuple[str, bool]:
-    """Returns the only piece of mathematics in a text, without units, and whether it is a percentage."""
+    """Returns the mathematics in a text without words and units, and whether it is a percentage. There must be exactly one piece."""
     text = _CONJUNCTION.sub("\2", re.sub(r"\\(?:text|mbox|mathrm)\s*\{\s*(and|or)\s*\}", r" \1 ", text))
     text = _UPRIGHT.sub(_upright, text)
     parts = _MARKS.split(text)
@@ -193,7 +193,7 @@ def _core(text: str) -> tuple[str, bool]:
         text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|°", "", text)
     pieces = [piece.strip(' "`,;:?').rstrip(". ") for piece in _UNIT_POWER.split(text)]
     where = [place for place, piece in enumerate(pieces) if re.search(r"[^\s()\[\]{}-]", piece)]
-    # A single letter may be a word, or it may name the value, as in "the value of x is 5".
+    # Skips single letters before the last piece: words, or names as in "the value of x is 5".
     where = [place for place in where if place == where[-1] or not re.fullmatch("[A-Za-z]", pieces[place])]
     if len(where) != 1:
         raise UnreadableError("no mathematics, or several pieces")
@@ -212,7 +212,7 @@ def _word(match: re.Match[str]) -> str:
 
 
 def _upright(match: re.Match[str]) -> str:
-    """Replaces upright text, which is a function name, a letter, or words."""
+    """Replaces upright text, which may be a function name, a letter or words."""
     style, inner = match[1], match[2].strip()
     if inner in _FUNCTIONS:
         return rf"\{inner} "
@@ -228,7 +228,7 @@ def _upright(match: re.Match[str]) -> str:
 
 
 def _letters(match: re.Match[str], prose: bool) -> str:
-    """Replaces letters outside math delimiters, which are a command, a word, or a product of variables."""
+    """Replaces letters outside math delimiters. They may be a command, a word or a product of variables."""
     letters = match[0]
     if letters.startswith("\\"):
         return letters
@@ -300,7 +300,7 @@ class _FormulaParser:
             signs.append({"<=": "≤", ">=": "≥", "∈": "="}.get(sign[0].strip(), sign[0].strip()))
             sides.append(self._union())
         if "≈" in signs:
-            # The first side is the exact value, unless it only names the value.
+            # Keeps the exact sides before the first ≈. If there is only a name such as x before it, keeps the value after it, too.
             exact = signs.index("≈")
             end = exact + 2 if exact == 0 and is_name(sides[0]) else exact + 1
             sides, signs = sides[:end], ["="] * (end - 1)
@@ -505,7 +505,7 @@ class _FormulaParser:
 
 
 def is_name(side: Any) -> bool:
-    """Returns whether a side only names a value, as in `x = 5`, `f(2) = 5`, `a + b = 5` or `x^2 = 5`, but not as in `2x = 5`."""
+    """Returns whether a side only names a value, as in `x = 5`, `f(2) = 5`, `a + b = 5` or `x^2 = 5`, but not in `2x = 5`."""
     if isinstance(side, Several):  # (x, y) = (1, 2)
         return all(isinstance(item, sympy.Symbol) for item in side.items)
     if not isinstance(side, sympy.Expr):

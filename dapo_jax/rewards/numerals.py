@@ -1,4 +1,4 @@
-"""Parses numbers as people write them, exactly and as a whole, for the graders `math` and `gsm8k`."""
+"""Parses numbers in common notations for the graders `math` and `gsm8k`. Values are exact, and a text is parsed as a whole."""
 
 import re
 from decimal import Decimal
@@ -43,7 +43,7 @@ CHANGING_AFTER = (
     "hundreds", "thousand", "thousands", "million", "millions", "billion", "billions", "trillion", "trillions", "squared", "cubed",
     "base", "mod", "modulo", "divided", "multiplied", "factorial",
 )  # fmt: skip
-"""Words before and after a number that change its value."""
+"""Words that change the value of a number if they precede or follow it."""
 
 
 def plain(text: str) -> str:
@@ -56,12 +56,12 @@ def plain(text: str) -> str:
 
 
 def value(numeral: str) -> Fraction:
-    """Returns the exact value of a text that `NUMERAL` or `GROUPED` matches. `int` is not used, because it rejects 5,000 digits."""
+    """Returns the exact value of a text that `NUMERAL` or `GROUPED` matches. `int` is not used, because it rejects more than 4,300 digits."""
     return Fraction(Decimal(numeral.replace(",", "").replace(" ", "")))
 
 
 def number(text: str) -> Fraction | None:
-    """Parses the whole text as a number: an integer, a decimal, 3e8, 1/2, or 2 2/3. Returns None for any other text.
+    """Parses the whole text as a number, such as 12, -1.5, 3e8, 1/2 or 2 2/3. Returns None for any other text.
 
     >>> number("-2 2/3"), number("1,200.50"), number("3-5")
     (Fraction(-8, 3), Fraction(2401, 2), None)

@@ -1,9 +1,9 @@
 """Grades in worker processes. Each call has a time limit and a memory limit, and a worker that dies or hangs is replaced.
 
 A call grades one response, or all responses to a prompt if the grader is marked whole_group. If a call exceeds a limit or kills its
-worker, its verdicts are marked as lost, with the reason, and a new worker handles the next call. If the worker has answered earlier
-calls, one of them may have started a thread or timer that killed it. The current call is then retried once on a new worker. If workers
-keep dying, the grader is at fault and not a single response, so calls raise RewardError.
+worker, its verdicts are marked as lost, with the reason, and a new worker handles the next call. If the worker had answered
+earlier calls, one of those calls may have started a thread or timer that killed it, so the current call is retried once on a new
+worker. If workers keep dying, the cause is the grader and not a single response, so calls raise RewardError.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ DEATHS_BORNE = 2
 """Number of worker deaths that are always tolerated."""
 
 CALLS_A_DEATH = 100
-"""If a grader kills its worker on at least one of this many calls, it is considered broken."""
+"""If a grader kills its worker in at least one out of this many calls, it is considered broken."""
 
 
 class GradingPool:
-    """Worker processes that grade samples; `close` ends them."""
+    """A pool of worker processes that grade samples. `close` ends them."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class GradingPool:
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="grading")
 
     def submit(self, samples: Sequence[Sample]) -> Future[list[Verdict]]:
-        """Queues the calls for the responses to one prompt. The future returns their verdicts in the same order.
+        """Queues calls that grade the responses to one prompt. The future returns their verdicts in the same order.
 
         The future raises RewardError if the grader raised, did not return a verdict or keeps killing its workers, or if a worker
         cannot start. It raises ValueError if the grader cannot be loaded.
@@ -88,7 +88,7 @@ class GradingPool:
         return Worker("dapo_jax.rewards.pool:load_grader", self._setup, memory_mb=self._memory_mb)
 
     def _verdicts(self, call: Sequence[Sample]) -> list[Verdict]:
-        """Returns the verdicts of one call. There are as many threads as workers, so there is always an idle worker for this thread."""
+        """Returns the verdicts from one call. There are as many threads as workers, so there is always an idle worker for this thread."""
         with self._lock:
             self._asked += 1
         worker, is_first_try = self._idle.get(), True
@@ -151,7 +151,7 @@ def _lost(call: Sequence[Sample], lost: Lost, reason: str) -> list[Verdict]:
 
 
 def load_grader(setup: Mapping[str, Any]) -> tuple[dict[str, Any], Serve]:
-    """Loads the grader in a worker. It runs in the worker's main thread, so reward functions may use signals."""
+    """Loads the grader in a worker. The grader runs in the worker's main thread, so reward functions may use signals."""
     grader = setup["grader"]
     grade = grade_function(grader, answer_marker=setup["answer_marker"], on_nonfinite=setup["on_nonfinite"])
 

@@ -1,4 +1,4 @@
-"""The argument of every reward function and its JSON form, and the properties of a function: per response or group, sync or async."""
+"""`Sample`, the argument of reward functions, and its JSON form. Also detects whether a function is async or grades whole groups."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ class Sample:
     response: str
     """Text of the response, without special tokens."""
     tokens: Int[np.ndarray, " response"]
-    """The sampled token ids, including the end token if there is one. Read-only for functions, because training uses the same array."""
+    """The sampled token ids, including the end token if there is one. Read-only in reward functions, because training uses this array."""
     finish_reason: FinishReason
 
     @property
@@ -41,7 +41,7 @@ class Sample:
 def handed_over(call: Sequence[Sample]) -> list[Sample]:
     """Returns copies of one call's samples, so that a function cannot modify the run's data. The samples must have the same prompt.
 
-    Tokens are read-only views, so that long responses are not copied. The row is copied.
+    The row is copied. Tokens become read-only views, so that long responses are not copied.
     """
     prompt = call[0].prompt
     row = {name: copied(value) for name, value in prompt.row.items()}
@@ -50,7 +50,7 @@ def handed_over(call: Sequence[Sample]) -> list[Sample]:
 
 
 def read_only(tokens: np.ndarray) -> np.ndarray:
-    """Returns a read-only view."""
+    """Returns a read-only view of an array."""
     view = np.asarray(tokens).view()
     view.flags.writeable = False
     return view
@@ -70,7 +70,7 @@ def copied(value: Any) -> Any:
 def whole_group(function: _Function) -> _Function:
     """Marks a reward function that grades all responses to one prompt in one call.
 
-    The function is called with a list of `Sample` and must return a list with a bool, number or `Verdict` for each, in the same order.
+    The function is called with a list of `Sample` and must return a bool, number or `Verdict` for each sample, as a list.
     """
     setattr(function, _MARK, True)
     return function
@@ -100,7 +100,7 @@ def _called(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def call_of(samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """Returns the samples of one call as JSON. NumPy values become Python values, and tuples become lists.
+    """Returns the samples of one call as JSON-serializable dicts. NumPy values become Python values, and tuples become lists.
 
     Raises:
         TypeError: a prompt's row contains a value that JSON cannot represent.
@@ -121,7 +121,7 @@ def call_of(samples: Sequence[Sample]) -> list[dict[str, Any]]:
 
 
 def sample_of(part: Mapping[str, Any]) -> Sample:
-    """Returns the sample for one entry of `call_of`, or for a saved rollout, which has the same field names."""
+    """Returns the sample from an entry of `call_of`, or from a saved rollout, which has the same fields."""
     prompt = Prompt(
         ordinal=part["ordinal"],
         tokens=np.array(part["prompt_token_ids"], np.int32),
@@ -141,7 +141,7 @@ def plain_row(row: Mapping[str, Any], *, instead: str) -> dict[str, Any]:
     """Returns a data row with NumPy values converted to Python values, and tuples to lists.
 
     Raises:
-        TypeError: a field contains a value that JSON cannot represent. The message suggests removing it from the row, or `instead`.
+        TypeError: a field contains a value that JSON cannot represent. The message suggests removing the value, or `instead`.
     """
     found = {}
     for name, value in row.items():

@@ -42,16 +42,16 @@ class Shaping:
     """Reward of a correct verdict without a score."""
     incorrect: float = -1.0
     overlong: bool = False
-    """Whether to add the overlong penalty. The fields below are only used if it is added."""
+    """Whether to add the overlong penalty. If not, the fields below have no effect."""
     max_response_tokens: int = 0
-    """Length in tokens, including the end token, from which the full penalty applies."""
+    """Response length in tokens, including the end token, from which the full penalty applies."""
     buffer_tokens: int = 0
-    """Number of tokens before that length over which the penalty grows linearly."""
+    """Number of tokens before `max_response_tokens` over which the penalty grows linearly."""
     penalty_factor: float = 1.0
     """Magnitude of the full penalty."""
 
     def penalty(self, response_tokens: int) -> float:
-        """Returns the overlong penalty (DAPO Eq. 13) of a response, or 0 if it is disabled.
+        """Returns the overlong penalty (DAPO Eq. 13) of a response, or 0 if the penalty is disabled.
 
         Raises:
             ValueError: the lengths are inconsistent.
@@ -62,10 +62,10 @@ class Shaping:
         return float(overlong_penalty(response_tokens, **limits, penalty_factor=self.penalty_factor))
 
     def rewards(self, verdicts: Sequence[Verdict], *, weight: float = 1.0) -> list[float]:
-        """Returns one grader's rewards for the responses to a prompt: the verdict's score, or `correct` or `incorrect` without a score.
+        """Returns one grader's rewards for the responses to a prompt: each verdict's score, or `correct` or `incorrect` if it has no score.
 
-        A response must not gain by hanging its grader. So a lost verdict gets the worst of this grader's rewards in the group,
-        `correct` and `incorrect`.
+        A response must not profit from making its grader hang. So the reward for a lost verdict is the worst of `correct`,
+        `incorrect` and this grader's other rewards in the group.
 
         Args:
             verdicts: one grader's verdicts on all responses to a prompt.
@@ -99,7 +99,7 @@ def shaped_group(
     """Returns the group of a prompt's graded responses, with the overlong penalty added to their rewards.
 
     Shaping does not change the verdict, so a correct answer stays correct at any length. With `overlong` and otherwise the defaults,
-    a wrong answer at the length limit has the reward -1 - 1 = -2. If other verdicts have scores, a lost verdict's score is its reward.
+    a wrong answer at the length limit has the reward -1 - 1 = -2. In a group with scores, a lost verdict's reward becomes its score.
     """
     scored = any(verdict.score is not None for verdict in verdicts)
     rewards, rollouts = shaping.rewards(verdicts), []
