@@ -19,7 +19,7 @@ import numpy as np
 from dapo_jax.storage import AnyPath, entries, file_bytes, in_bucket, path_of, size_of, write_whole
 
 LINES_PER_OBJECT = 32
-"""Maximum number of lines per object in a bucket. A line has about 2 kB, so a step uploads 32 kB on average, and 10,000 steps need 313 objects."""
+"""Maximum number of lines per object in a bucket. A line has about 2 kB, so a step uploads 32 kB on average."""
 
 SCHEMA_VERSION = 1
 """Schema version stored in rollout logs, evaluation logs and post-mortems, for other programs."""

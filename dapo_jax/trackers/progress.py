@@ -86,7 +86,7 @@ class Progress:
         self._phase = (name, done, total)
 
     def starting(self, what: str) -> None:
-        """Shows a preparation before the first step, which may take a minute: as a phase in the live view, otherwise as a line."""
+        """Shows a preparation before the first step, as a phase in the live view or as a line. It may take a minute."""
         self.phase(what)
         if not _can_redraw(self._console):
             self.message(f"{what} ...")

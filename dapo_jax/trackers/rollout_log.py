@@ -201,7 +201,7 @@ def _row(
 ) -> dict[str, Any]:
     """Returns one rollout's log line as a dict, in which long lists come last.
 
-    `in_loss` is null if the rollout was not trained on. Only episodes have `turns` (a list of [first token, end) pairs), `turn_rewards` and `contexts`.
+    `in_loss` is null if the rollout was not trained on. Only episodes have `turns` as [first token, end), `turn_rewards` and `contexts`.
     """
     found, response, turns = ratios.get(key := (group.prompt.ordinal, index)), rollout.response, {}
     if response.turns:
