@@ -11,37 +11,37 @@ from dapo_jax.doctor.subject import Subject
 State = Literal["ok", "warning", "failed", "skipped"]
 
 _MOST = 700
-"""Maximum number of characters shown from an error message, because compiler errors may fill pages."""
+"""Error messages are truncated to this many characters, because compiler errors can fill pages."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a check as text for the user."""
+    """The result of a check, as text for the user."""
 
     message: str
     state: State = "ok"
     remedy: str = ""
-    """The suggested action; empty if `message` already names it, as in a `ConfigError`."""
+    """The suggested fix. Empty if none is needed, or if `message` contains it, as the message of a `ConfigError` does."""
     details: tuple[str, ...] = ()
-    """Lines that are printed below the table."""
+    """Further lines, which are printed below the table of results."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One check of the doctor."""
+    """One check that `dapo-jax doctor` runs."""
 
     name: str
     look: Callable[[Subject], Found]
     """Runs the check. An exception is reported as a failure."""
     needs: tuple[str, ...] = ()
-    """Names of earlier checks. If one of them failed or was skipped, this check is skipped."""
+    """Names of earlier checks that this check depends on. If any of them failed or was skipped, this check is skipped."""
     remedy: str = ""
-    """The remedy that is shown for an exception other than ConfigError."""
+    """The suggested fix if the check raises an exception other than ConfigError."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A check's result and the time it took."""
+    """A check's result, and how long the check took."""
 
     name: str
     found: Found
@@ -51,9 +51,9 @@ class Finding:
 def examine(
     checks: Sequence[Check], subject: Subject, *, before: Callable[[Check], object] = lambda check: None
 ) -> list[Finding]:
-    """Runs all checks in order. If a check fails, only the checks that need it are skipped.
+    """Runs the checks in order. If a check fails, only the checks that depend on it are skipped.
 
-    `before` is called with each check before the check runs.
+    `before` is called with each check just before the check runs.
     """
     findings: dict[str, Finding] = {}
     for check in checks:
@@ -77,7 +77,7 @@ def examine(
 
 
 def shortened(text: str, most: int = _MOST) -> str:
-    """Returns the text as one line of at most `most` characters.
+    """Joins the text into one line and truncates it to `most` characters.
 
     >>> shortened("a  b\\nc"), shortened("abcdef", 5)
     ('a b c', 'ab...')

@@ -1,4 +1,4 @@
-"""Defines the list of checks, the overall verdict, and the output."""
+"""Lists the checks of `dapo-jax doctor`, runs them, and prints the results with an overall verdict."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -19,7 +19,7 @@ from dapo_jax.doctor.tiny_step import TinyStep
 from dapo_jax.terminal import visible
 
 OWN_MODEL = {"cpu": 10**9, "gpu": 10**10, "tpu": 10**10}
-"""Platform -> maximum number of parameters for which the tiny step uses the run's own model without `full`."""
+"""Platform -> number of parameters. If the run's model has more, the tiny step uses a tiny model instead, unless `full` is set."""
 
 _DRIVER = "set JAX_PLATFORMS=cpu, or repair the driver that the message names"
 _GRADER = "fix the reward function, or set another reward.grader"
@@ -52,10 +52,10 @@ def examination(
     right: str = "",
     before: Callable[[Check], object] = lambda check: None,
 ) -> list[Finding]:
-    """Runs all checks, which takes about a minute. Without `config`, only the machine is checked, with a tiny model.
+    """Runs all checks, which takes about a minute. Without `config`, checks only the machine, with a tiny model.
 
     If `quick` is set, the tiny step is skipped. `full` and `right` are described in `Subject`. `before` is called with each check
-    before the check runs.
+    just before the check runs.
     """
     subject, checks = Subject(right=right, full=full, rows=SUMS), MACHINE
     if config is not None:
@@ -65,7 +65,7 @@ def examination(
 
 
 def _of_step(step: TinyStep) -> list[Check]:
-    """Returns the checks that use the tiny step."""
+    """Returns the checks that run the tiny training step or use its results."""
 
     def weights(subject: Subject) -> Found:
         platform, count = jax.default_backend(), subject.described[0].parameters
@@ -127,7 +127,7 @@ def show(findings: Sequence[Finding], console: Console, *, configured: bool) -> 
 
 
 def as_data(findings: Sequence[Finding], *, configured: bool) -> dict[str, Any]:
-    """Returns the content of `--json`."""
+    """Returns the data that `--json` prints."""
     good, sentence = verdict(findings, configured=configured)
     return {
         "schema_version": 2,
@@ -140,5 +140,5 @@ def as_data(findings: Sequence[Finding], *, configured: bool) -> dict[str, Any]:
 
 
 def _shown(text: str) -> str:
-    """Returns the text without tokens and passwords, and with control characters escaped."""
+    """Removes access tokens and passwords from the text, and escapes control characters."""
     return visible(without_secrets(text))

@@ -1,4 +1,4 @@
-"""Checks the machine: installed packages, devices, memory, disks."""
+"""Checks the machine: installed packages, devices, host memory, compilation cache."""
 
 import os
 import platform
@@ -30,17 +30,17 @@ PACKAGES = (
         "wandb",
     ),
 )
-"""The packages that training needs, followed by the optional packages of the extras."""
+"""The packages that training needs, followed by optional packages that the extras install."""
 
 _PLUGINS = {"jax-cuda12-plugin": "cuda", "jax-cuda13-plugin": "cuda", "libtpu": "tpu"}
-"""Distribution -> the JAX platform that it adds."""
+"""Python distribution -> the JAX platform that it provides."""
 
 _NVIDIA = Path("/proc/driver/nvidia/version")
-"""Exists if an NVIDIA driver is loaded."""
+"""This file exists if an NVIDIA driver is loaded."""
 
 
 def versions() -> Found:
-    """Lists the versions of Python and of the packages, and the missing packages."""
+    """Lists the versions of Python and of the installed packages, and the names of missing packages."""
     found, missing = [f"Python {platform.python_version()}"], list[str]()
     for package in PACKAGES:
         try:
@@ -67,7 +67,7 @@ def devices() -> Found:
 
 
 def _unused_accelerator() -> tuple[str, str] | None:
-    """Returns the evidence of an accelerator that JAX does not use, and the remedy, or None."""
+    """Returns a sign that JAX leaves an accelerator unused, with the suggested fix, or None if there is no such sign."""
     names = {distribution.metadata["Name"].lower() for distribution in distributions()}
     plugins = [name for name in _PLUGINS if name in names]
     asked = os.environ.get("JAX_PLATFORMS", "")
@@ -95,7 +95,7 @@ def host_memory() -> Found:
 
 
 def host_bytes() -> tuple[int, int]:
-    """Returns the host's total and available memory, limited to the container's memory (Linux, cgroup 2)."""
+    """Returns the host's total and available memory in bytes, capped at the container's memory limit (Linux, cgroup v2)."""
     total = available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():

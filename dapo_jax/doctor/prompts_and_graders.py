@@ -1,4 +1,4 @@
-"""Checks prompts, shown as the model receives them, and graders, with answers that are known to be correct."""
+"""Checks the prompts, which are shown as the model receives them, and the grader, which must accept the reference answers."""
 
 import time
 from collections.abc import Sequence
@@ -21,17 +21,17 @@ FORMS = (
     "#### {answer}",
     "<answer>{answer}</answer>",
 )
-"""The formats in which a correct answer is tried; `{marker}` is `reward.answer_marker`."""
+"""The formats in which each reference answer is graded; `{marker}` stands for `reward.answer_marker`."""
 
 GRADED = 8
-"""Number of prompts whose answers are graded. It is small because a grader may call a paid service."""
+"""Number of prompts whose reference answers are graded. It is small because a grader may call a paid service."""
 
 SHOWN, LAST = 2, 8
-"""Number of prompts that are shown, and of last tokens shown for each of them."""
+"""Number of prompts shown, and number of last tokens shown for each prompt."""
 
 
 def training_data(subject: Subject) -> Found:
-    """Checks that there are prompts to train on, and shows some as the model receives them."""
+    """Checks that there are prompts to train on, and shows a few as the model receives them."""
     source, notes = subject.training
     details = tuple(line for prompt in subject.prompts(SHOWN) for line in _shown(prompt, subject.tokenizer))
     message = "; ".join([f"{source.rows_per_epoch:,} prompts to train on", *notes])
@@ -42,7 +42,7 @@ def training_data(subject: Subject) -> Found:
 
 
 def _shown(prompt: Prompt, tokenizer: Tokenizer) -> list[str]:
-    """Shows a prompt and its last tokens, where chat template errors become visible."""
+    """Formats a prompt and its last tokens, in which errors in a chat template are easy to see."""
     tokens = prompt.tokens
     places = range(max(0, len(tokens) - LAST), len(tokens))
     pieces = " ".join(repr(tokenizer.decode(tokens[at : at + 1])) for at in places)
@@ -75,7 +75,7 @@ def grader(subject: Subject) -> Found:
             verdicts.append(submit(samples).result())
             if lost := next((verdict for verdict in verdicts[-1] if verdict.lost), None):
                 remedy = f"fix the grader, or raise reward.timeout_s (now {config.reward.timeout_s:g})"
-                # Stops here because each further prompt may take as long.
+                # Every further prompt could take as long, so the check stops here.
                 return Found(f"a response got no verdict: {lost.reason}", "failed", remedy)
         seconds = time.monotonic() - began
     finally:
@@ -88,7 +88,7 @@ def grader(subject: Subject) -> Found:
 
 
 def _samples(subject: Subject, prompt: Prompt) -> list[Sample]:
-    """Returns the correct answer in all formats that the tokenizer can encode, followed by an empty response."""
+    """Returns responses with the reference answer, in all formats that the tokenizer can encode, followed by an empty response."""
     marker, source = subject.config.reward.answer_marker, subject.config.model.source
     forms = (subject.right,) if subject.right else FORMS
     written = [form.replace("{marker}", marker).replace("{answer}", prompt.answer) for form in forms]
@@ -108,7 +108,7 @@ def _samples(subject: Subject, prompt: Prompt) -> list[Sample]:
 def _judged(
     asked: Sequence[Sequence[Sample]], verdicts: Sequence[Sequence[Verdict]], took: str, *, own_form: bool
 ) -> Found:
-    """Checks a grader whose verdicts are correct or wrong."""
+    """Checks the verdicts of a grader that judges responses as correct or wrong."""
     by_score = ""
     if any(one.score is not None for each in verdicts for one in each):
         by_score = "; a score above 0 counts as correct: if the score is the reward, set dynamic_sampling.metric=score"
@@ -136,7 +136,7 @@ def _judged(
 
 
 def _scored(verdicts: Sequence[Sequence[Verdict]], took: str) -> Found:
-    """Checks a grader that returns scores. There may be no correct answer, but an empty response must not have the best score."""
+    """Checks the scores from a grader. A task may have no correct answer, but an empty response must not get the best score."""
     scores = [[one.score for one in each if one.score is not None] for each in verdicts]
     if any(len(known) < len(each) for known, each in zip(scores, verdicts, strict=True)):
         return Found(

@@ -1,4 +1,4 @@
-"""Checks the configured resources: mesh, model, memory, folders, metrics services."""
+"""Checks the configured resources: mesh, model, memory, disk space, run folder, metrics services."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +21,11 @@ from dapo_jax.trackers import check_trackers
 from dapo_jax.trackers.wandb import wandb_mode, wandb_project
 
 CROWDED = 0.8
-"""Fraction of the memory above which a warning is issued, because activations are not counted."""
+"""Fraction of memory above which the memory check warns, because it does not count activations."""
 
 
 def mesh(subject: Subject) -> Found:
-    """Checks that the devices fit the configured meshes of trainer and sampler."""
+    """Checks that the configured trainer and sampler meshes fit the devices."""
     parallel = subject.config.parallel
     train = mesh_of(parallel, rows_per_microbatch=subject.config.batch.rows_per_microbatch)
     trainer, sampler = (
@@ -36,7 +36,7 @@ def mesh(subject: Subject) -> Found:
 
 
 def model(subject: Subject) -> Found:
-    """Checks that the model exists."""
+    """Checks that the model exists, without loading its weights."""
     decoder, tokenizer, folder, size = subject.described
     weights = "random weights" if folder is None else f"{gib(size)} of weights"
     source, vocabulary = subject.config.model.source, tokenizer.vocab_size
@@ -44,14 +44,14 @@ def model(subject: Subject) -> Found:
 
 
 def memory(subject: Subject) -> Found:
-    """Compares a device's memory with the arrays that are resident at the same time, without activations."""
+    """Checks that the arrays resident at the same time, without activations, fit in a device's memory."""
     planned = subject.planned
     there, pages, updates = planned.resident, planned.pages, planned.work.updates
     cache = there.decode_state
     if pages.runs_out and not subject.config.sampling.cache_tokens:
-        # The KV cache uses the remaining memory, but it needs room for at least one sequence in each pool.
+        # The KV cache is sized to the memory that is left, but it must hold at least one sequence per pool.
         cache = cache * pages.table_pages // pages.pool_pages
-    # The gradient is float32, like the parameters.
+    # The gradient is as large as the parameters, because both are float32.
     there = replace(there, decode_state=cache, gradient=there.state - there.moments)
     phases = [found[1] for name in ("generate", "update_apply") if (found := together(name, there, updates=updates))]  # fmt: skip
     parts = max(phases, key=lambda each: sum(each.values()))
@@ -72,10 +72,10 @@ def memory(subject: Subject) -> Found:
 
 
 def disk(subject: Subject) -> Found:
-    """Compares free disk space with the bytes that a run writes."""
+    """Checks that the disks have room for the files that a run writes."""
     try:
         parameters = replace(subject.described[0], lora=lora_of(subject.config.lora)).trained_parameters
-    except ConfigError:  # reported by the check `model`
+    except ConfigError:  # the check `model` reports this error
         parameters = 0
     return Found(*room_for(written_by(subject.config, parameters)))
 

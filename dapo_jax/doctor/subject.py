@@ -24,12 +24,12 @@ STAND_IN = TrainConfig(
     model=ModelConfig(source="preset:tiny", tokenizer="char:0123456789+="),
     data=DataConfig(source="rows", prompt_template="{prompt}="),
 )
-"""A tiny model on sums, for checks without the run's own model."""
+"""A run that trains a tiny model on sums, for checks that cannot use the user's own configuration or model."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The configuration to examine. Model and data are loaded when a check first needs them."""
+    """The configuration to examine. The model's description and the data are loaded when a check first needs them."""
 
     config: TrainConfig = STAND_IN
     rows: GivenRows | None = None
@@ -41,7 +41,7 @@ class Subject:
 
     @cached_property
     def described(self) -> tuple[DecoderConfig, Tokenizer, AnyPath | None, int]:
-        """The model's shapes, tokenizer, folder and weight size in bytes. No weights are downloaded or loaded."""
+        """The model's shapes, tokenizer and folder, and the size of its weights in bytes. No weights are downloaded or loaded."""
         model, size = self.config.model, 0
         try:
             if model.source.startswith("hf:"):
@@ -62,9 +62,9 @@ class Subject:
 
     @cached_property
     def planned(self) -> Plan:
-        """The plan of the run on the present devices, from shapes alone."""
+        """The run's plan for this machine's devices, computed from shapes without compiling."""
         model, folder = self.config.model, self.described[2]
-        if folder is not None:  # the plan of a preset or repository is for the published model
+        if folder is not None:  # `plan` takes a repository's shapes from a preset, but the folder has the actual shapes
             model = replace(model, source=str(folder), revision="")
         return plan(replace(self.config, model=model), assumed=Assumptions(informative=1.0))
 

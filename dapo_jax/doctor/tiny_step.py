@@ -1,7 +1,7 @@
 """Runs one small training step, then grades its responses, runs an evaluation, and saves and restores a checkpoint.
 
-The step uses the objects and the loop of a run (`dapo_jax.run.build.Run`, `run_steps`) with smaller sizes. Half of the responses count as
-correct whatever their text, so that every group is informative. A separate check tests the configured grader on them.
+The step uses the same objects and loop as a run (`dapo_jax.run.build.Run`, `run_steps`), with smaller sizes. In each group, half of the
+responses are graded as correct whatever their text, so that every group is informative. Another check tests the configured grader.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ _NUMBERS = (
 
 
 class TinyStep(ExitStack, Observer):
-    """One step and its checks. Each check needs the previous checks. Leaving the context manager removes the step's files."""
+    """A small training step and the checks that use its results. Leaving the context manager removes the step's files."""
 
     def weights(self, subject: Subject) -> Found:
         """Loads the model onto the run's mesh, as a run does. Weights with NaN or infinity raise an error."""
@@ -64,7 +64,7 @@ class TinyStep(ExitStack, Observer):
         return Found(f"{gib(size)} loaded, all values are finite")
 
     def step(self) -> Found:
-        """Runs a step: transfers the weights, samples responses, and makes two updates."""
+        """Runs a step, which transfers the weights to the sampler, samples responses, and applies two updates."""
         run = self._run
         self._phase, self._updates = "sampling", list[Mapping[str, Metric]]()
         try:
@@ -104,7 +104,7 @@ class TinyStep(ExitStack, Observer):
         self._metrics = result.metrics
 
     def agree(self) -> Found:
-        """Compares the log-probabilities of sampler and trainer in the first update, where tokens and weights are the same."""
+        """Compares the sampler's and the trainer's log-probabilities in the first update, in which both have the same weights."""
         first, dtype = to_scalars(self._updates[:1]), self.config.model.compute_dtype
         kl, largest = first["sync/sampler_trainer_kl"], first["sync/logprob_diff_max"]
         return agreement(kl=kl, largest=largest, compute_dtype=dtype, platform=jax.default_backend())
@@ -180,7 +180,7 @@ class TinyStep(ExitStack, Observer):
         )
 
     def evaluate(self) -> Found:
-        """Evaluates on the prompts of the step. The verdicts are made up, so their scores are not shown."""
+        """Evaluates on the step's prompts. The verdicts do not depend on the responses, so accuracies are not shown."""
         began, found = time.monotonic(), self._run.sampling.evaluate(self._state.params, 0)
         groups = [group for each in found.values() for group in each]
         seconds = time.monotonic() - began
@@ -195,7 +195,7 @@ class TinyStep(ExitStack, Observer):
         before, began = _digests(self._state), time.monotonic()
         self._checkpointer.save(1, self._state, {"cursor": 0, IDENTITY: self._run.identity}, {})
         self._checkpointer.wait()
-        del self._state  # memory may suffice for only one state
+        del self._state  # memory may have room for only one train state
         self._state = self._started(resume=True)
         seconds = time.monotonic() - began
         changed = [name for name, digest in _digests(self._state).items() if digest != before[name]]
@@ -205,17 +205,17 @@ class TinyStep(ExitStack, Observer):
         return Found(f"{gib(size)} saved, restored and equal bit for bit, {seconds:.1f} s")
 
     def _started(self, *, resume: bool) -> TrainState:
-        # If the only checkpoint is damaged there is no earlier one to restore, so this raises.
+        # There is no earlier checkpoint to fall back to, so a damaged checkpoint raises an error.
         return self._run.start(self._checkpointer, resume=resume, say=lambda _: None).state
 
 
 def agreement(*, kl: float, largest: float, compute_dtype: str, platform: str) -> Found:
-    """Checks that the sampler's and the trainer's log-probabilities of the same tokens come from the same policy.
+    """Checks that sampler and trainer assign the same log-probabilities to the same tokens, except for rounding errors.
 
-    `kl` is KL(sampler || trainer), a mean over sampled tokens, and `largest` is the largest difference for one token, both in nats. The
-    limits are well above rounding errors, and far below the effect of different weights, positions or temperatures. The two programs
-    add the same numbers in different orders. In float32 the relative rounding error is 6e-8. For logits of about 20 and a few dozen
-    layers, this adds up to 1e-5 nats and a KL of 1e-10 (half the mean square). In bfloat16 the error is 4e-3: SmolLM2-135M showed 0.011
+    `kl` is KL(sampler || trainer), averaged over the sampled tokens, and `largest` is the largest difference for one token, in nats. The
+    limits are well above rounding errors, and far below the effect of different weights, positions or temperatures. Rounding errors
+    differ because the two programs add numbers in different orders. In float32, the relative error of 6e-8 grows to about 1e-5 nats, a
+    KL of 1e-10, for logits of about 20 and a few dozen layers. In bfloat16, the relative error is 4e-3, and SmolLM2-135M showed 0.011
     nats and a KL of 1.7e-4 (docs/metrics.md). Accelerators also round the operands of float32 products to bfloat16 or TF32.
     """
     most_kl, most, why = 1e-3, 0.5, f"rounding of float32 operands on a {platform}"
@@ -236,12 +236,12 @@ def agreement(*, kl: float, largest: float, compute_dtype: str, platform: str) -
 
 @whole_group
 def half_are_right(samples: Sequence[Sample]) -> list[bool]:
-    """Grades every other response of a group as correct, which makes the group informative."""
+    """Grades every second response in a group as correct, so that the group is informative."""
     return [place % 2 == 0 for place in range(len(samples))]
 
 
 def reduced(config: TrainConfig, prompts: Sequence[Prompt]) -> TrainConfig:
-    """Returns the configuration reduced to a step of `prompts`, with short responses, few slots and few rows."""
+    """Returns a copy of the configuration for a step on `prompts`, with short responses, few slots and few rows."""
     mesh = mesh_of(config.parallel)
     rows, slots = batch_shards(mesh.shape), batch_shards(meshes_of(config.parallel, mesh).sampler.shape)
     slots *= BLOCK_SLOTS if config.sampling.batch_invariant else 1
@@ -279,7 +279,7 @@ def _bytes(tree: PyTree) -> int:
 
 
 def _digests(state: PyTree) -> dict[str, str]:
-    """Returns a digest of each array's bytes."""
+    """Maps the path of each array in the state to a digest of the array's bytes."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): hashlib.blake2b(np.asarray(leaf).tobytes()).hexdigest()
         for path, leaf in jax.tree_util.tree_leaves_with_path(state)

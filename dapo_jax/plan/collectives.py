@@ -1,7 +1,7 @@
-"""Counts the collectives of a compiled program by kind, and the bytes that each device receives.
+"""Counts the collectives in a compiled program by kind, and the bytes that each device receives in them.
 
-The program's HLO text is parsed. It contains the body of a loop only once, so the collectives of a body are multiplied by its trip count.
-If a trip count depends on the data, for example the number of microbatches or decode steps, the caller supplies it.
+The counts come from the program's HLO text. The text contains a loop body only once, so the collectives in a body are multiplied by the
+loop's trip count. The caller supplies trip counts that depend on the data, such as the number of microbatches or decode steps.
 """
 
 import math
@@ -40,7 +40,7 @@ class Instruction:
     type: str
     opcode: str
     rest: str
-    """Operands and attributes."""
+    """Operands and attributes, as text."""
 
     @property
     def kind(self) -> str:
@@ -60,10 +60,10 @@ Computations: TypeAlias = dict[str, dict[str, Instruction]]
 def collectives(text: str, *, trips: Sequence[int] = ()) -> list[Traffic]:
     """Returns the collectives of a program, one entry per kind.
 
-    Received bytes assume a ring algorithm. In a group of n devices, an all-gather or all-to-all receives (n - 1)/n of the result, a
-    reduce-scatter (n - 1)/n of the operand, and an all-reduce 2 (n - 1)/n of the array.
+    Received bytes assume a ring algorithm. In a group of n devices, each device receives (n - 1)/n of the result of an all-gather or
+    all-to-all, (n - 1)/n of the operand of a reduce-scatter, and 2 (n - 1)/n of the array in an all-reduce.
 
-    `text` is `compiled.as_text()`. `trips` are the trip counts that the text does not contain, outermost loop first; 1 if not given.
+    `text` is `compiled.as_text()`. `trips` lists the trip counts that the text does not contain, outermost loop first; the default is 1.
     """
     head = text.partition("\n")[0]
     devices = math.prod(map(int, re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", head)))
@@ -85,7 +85,7 @@ def array_bytes(text: str) -> int:
 
 
 def _received(made: Instruction, where: str, devices: int) -> tuple[str, int]:
-    """Returns the kind of a collective and the bytes that each device receives; an empty kind and 0 if nothing is exchanged."""
+    """Returns the kind of a collective and the bytes that each device receives in it, or an empty text and 0 if nothing is exchanged."""
     kind = made.kind
     if not kind or (group := _group(made.rest, devices)) == 1:
         return "", 0
@@ -96,20 +96,20 @@ def _received(made: Instruction, where: str, devices: int) -> tuple[str, int]:
         size = size * group // (group + 1)
     if kind == "reduce-scatter":
         return kind, size * (group - 1)
-    # TPU programs express a reduce-scatter as an all-reduce in a fusion with this name; each device keeps its part.
+    # In TPU programs, a reduce-scatter is an all-reduce in a fusion with this name, and each device keeps only its part.
     if kind == "all-reduce" and where.startswith("all-reduce-scatter"):
         return "reduce-scatter", size * (group - 1) // group
     return kind, (2 if kind == "all-reduce" else 1) * size * (group - 1) // group
 
 
 def _group(rest: str, devices: int) -> int:
-    """Returns the number of devices in each replica group, in any HLO notation. Without replica groups, all devices form one group."""
+    """Returns the number of devices per replica group, from any HLO notation. Without replica groups, all devices form one group."""
     if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", rest):
         return len(listed[1].split(","))
     if shaped := re.search(r"replica_groups=\[(\d+),(\d+)\]<=", rest):
         return int(shaped[2])
     if meshed := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", rest):
-        # 'x' is a mesh axis. 'x':(2)4 is a sub-axis of size 4; the sub-axes before it have 2 parts.
+        # 'x' is a mesh axis. 'x':(2)4 is its sub-axis of size 4, after sub-axes with a total size of 2.
         sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", meshed[1])}
         axes = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", meshed[2])
         return math.prod(int(part) if part else sizes[name] for name, part in axes)
@@ -140,7 +140,7 @@ def _walk(
             yield from _walk(computations, body, times * count, trips if known is not None else trips[1:])
             continue
         yield made, name, times
-        # The update and done instructions of an asynchronous call name its computation again, so they are skipped.
+        # The update and done instructions of an asynchronous call name the called computation again, so they are skipped.
         if made.opcode not in ("async-update", "async-done") and not made.kind:
             branches = re.split(r",\s*", ", ".join(_BRANCHES.findall(made.rest)))
             for called in (*_CALLED.findall(made.rest), *(branch.lstrip("%") for branch in branches)):
@@ -148,9 +148,9 @@ def _walk(
 
 
 def _loop(computations: Computations, where: str, loop: Instruction) -> tuple[str, int | None]:
-    """Returns the name of a loop's body and its trip count, or None as the count if the text does not contain it.
+    """Returns the name of a loop's body and the loop's trip count; the count is None if the text does not contain it.
 
-    In TPU programs the count follows from the loop condition, which compares a counter with a constant. The counter increases by 1 per
+    In TPU programs, the trip count follows from the loop condition, which compares a counter with a constant. The counter increases by 1 per
     trip, and starts at 0 or at a constant in the loop's operand.
     """
     named = dict(re.findall(r"\b(condition|body)=%?([\w.\-]+)", loop.rest))

@@ -1,4 +1,4 @@
-"""Compiles one program and collects its memory and collectives, or the compiler's message if it does not fit."""
+"""Compiles one program and records its memory and collectives, or the compiler's message if the program does not fit in memory."""
 
 import math
 import re
@@ -21,7 +21,7 @@ class ProgramMemory:
     arguments: int
     outputs: int
     aliased: int
-    """Outputs that reuse the memory of donated arguments."""
+    """Bytes of outputs that reuse the memory of donated arguments."""
     temporaries: int
     code: int
 
@@ -48,14 +48,14 @@ class Program:
     name: str
     compile_s: float
     memory: ProgramMemory | None
-    """None if the compiler rejected the program because it exceeds a device's memory even alone."""
+    """None if the compiler rejected the program, because the program alone exceeds a device's memory."""
     traffic: list[Traffic] = field(default_factory=list)
     refusal: str = ""
     """The compiler's message if it rejected the program. It may list the program's largest arrays."""
 
 
 def compile_program(name: str, lower: Callable[[], Any], *, trips: Sequence[int]) -> Program:
-    """Compiles the lowered program that `lower` returns, and collects its memory and collectives. For `trips` see `collectives`."""
+    """Compiles the lowered program that `lower` returns, and records its memory and collectives. See `collectives` for `trips`."""
     began = time.monotonic()
     try:
         compiled = lower().compile()
@@ -79,6 +79,6 @@ def compile_program(name: str, lower: Callable[[], Any], *, trips: Sequence[int]
 
 
 def needed_bytes(message: str) -> int | None:
-    """Returns the bytes that a rejected program needs, parsed from the compiler's message, or None if it contains no number."""
+    """Returns the bytes that a rejected program needs, parsed from the compiler's message, or None if the message has no number."""
     found = re.search(r"(?:\(|Used )([\d.]+)([KMGT]?)(?:\) exceeds| of)", message)
     return math.ceil(float(found[1]) * _UNITS[found[2]]) if found else None

@@ -36,7 +36,7 @@ class Resident:
     state: int
     """Trained parameters and optimizer moments."""
     moments: int = 0
-    """The optimizer moments in `state`, which `optimizer.offload` would keep in host memory; 0 if they are there already."""
+    """The optimizer moments in `state`, which `optimizer.offload` would move to host memory; 0 if they are already offloaded."""
     reference: int = 0
     """The reference policy's parameters; 0 unless `loss.kl_coef` is set."""
     base: int = 0
@@ -48,21 +48,21 @@ class Resident:
     weights: int = 0
     """The sampler's weights, without the frozen base weights."""
     rotations: int = 0
-    """Cosines and sines of the rotary embedding for all positions. Once created by the sampler, they stay in memory."""
+    """Cosines and sines of the rotary embedding for all positions, which the sampler creates once and keeps in memory."""
     minibatch: int = 0
     """The input arrays of one update."""
     shorter: int = 0
     """The part of `minibatch` with rows shorter than the maximum row length."""
     gradient: int = 0
-    """The accumulated gradient, which stays in memory if an update is split into programs by row length; 0 if it is one program."""
+    """The accumulated gradient, kept between the programs of an update with several row lengths; 0 if an update is one program."""
     prefix: int = 0
     """KV cache and logits of the prompts prefilled in one call."""
     buffers: int = 0
-    """KV cache and activations of a sequence that is being prefilled in chunks; 0 if every sequence fits a prefill row."""
+    """KV cache and activations of a sequence that is being prefilled in chunks; 0 if every sequence fits in a prefill row."""
     reread: int = 0
-    """KV cache and logits of the same sequence after its prefill, before it is copied to its slot."""
+    """KV cache and logits of a sequence that was prefilled in chunks, before they are copied to its slot."""
     waiting: int = 0
-    """A second prefilled sequence that waits for a slot; 0 unless rollouts are in flight or prompts may exceed a prefill row."""
+    """The same for a second sequence, which waits for a slot; 0 unless rollouts are in flight or prompts may exceed a prefill row."""
     decode_state: int = 0
     """The KV cache and the logits of all slots."""
     paused: int = 0
@@ -74,21 +74,21 @@ class CacheFit:
     """The largest KV cache that fits a sampler's devices."""
 
     tokens: int
-    """Tokens in all pages on all devices of a sampler; a possible value of `sampling.cache_tokens`."""
+    """Number of tokens in all pages, on all devices of one sampler; can be set as `sampling.cache_tokens`."""
     slots: int
-    """Number of slots needed to decode `in_flight` responses; a possible value of `sampling.slots`."""
+    """Number of slots needed to decode `in_flight` responses; can be set as `sampling.slots`."""
     in_flight: float
-    """Number of responses decoded in parallel, at the assumed mean context."""
+    """Number of responses decoded in parallel, if each has the assumed mean number of cached tokens."""
 
 
 def as_compiled(there: Resident, programs: Mapping[str, ProgramMemory]) -> Resident:
-    """Replaces the sizes computed from shapes with the argument sizes of the compiled programs.
+    """Replaces sizes that were computed from shapes with the argument sizes of the compiled programs.
 
-    TPUs pad arrays to tiles of 8 x 128, which can double the size of a KV cache if `head_dim` is 64.
+    Compiled sizes may be larger, because TPUs pad arrays to tiles of 8 x 128. For example, `head_dim=64` can double the KV cache.
     """
     generate, update, add = (programs.get(name) for name in ("generate", "update", "update_add_longest"))
     if generate is not None:
-        # `generate` donates the decode state. Its other arguments are the weights and the rotations.
+        # `generate` donates the decode state. Its other arguments are the weights and the rotary embedding.
         frozen = there.base if there.shares_base else there.sampler_base
         weights = generate.kept - there.rotations - frozen
         there = replace(there, decode_state=generate.aliased, weights=weights)
@@ -105,9 +105,9 @@ def as_compiled(there: Resident, programs: Mapping[str, ProgramMemory]) -> Resid
 
 
 def together(program: str, there: Resident, *, updates: int) -> tuple[str, dict[str, int]] | None:
-    """Returns the phase in which a program runs, and the bytes of the arrays that are resident then, without the program's own.
+    """Returns the phase in which a program runs, and the bytes of the arrays that are resident during it, without temporary arrays.
 
-    Returns None for a small program that never determines the peak. Between steps only the sampler's frozen weights stay in memory.
+    Returns None for a small program that never determines the peak. Between steps, the sampler keeps only its frozen weights.
     During sampling, the prompts of two prefill calls may be in memory, because responses of the first call still wait for slots when
     the second call begins. The minibatches of all updates are on the device from before the first update until after the last.
     """
@@ -154,7 +154,7 @@ def together(program: str, there: Resident, *, updates: int) -> tuple[str, dict[
 
 
 def phases(programs: Mapping[str, ProgramMemory], there: Resident, *, updates: int) -> list[Phase]:
-    """Returns the phase of each compiled program (see `together`). Each phase includes the code of all programs."""
+    """Returns the phase of each compiled program (see `together`). Each phase also counts the code of all programs."""
     code = sum(memory.code for memory in programs.values())
     return [
         Phase(
@@ -185,8 +185,8 @@ def cache_fit(
     """Returns the largest KV cache with which every compiled phase stays within `limit` bytes per device.
 
     Returns None if no phase has a KV cache, or if not even one sequence would fit. If more responses fit than there are configured
-    slots, each additional slot also needs memory for its logits. A cached token takes `token_bytes` on each device of the group
-    that shares its heads. Slots are sharded over `spread` such groups.
+    slots, each additional slot also needs memory for its logits. The heads of a cached token are sharded over a group of
+    devices, on each of which the token takes `token_bytes`. Slots are sharded over `spread` such groups.
     """
     sampling = [phase.total for phase in found if "decode state" in phase.parts]
     if not sampling:

@@ -1,4 +1,4 @@
-"""The devices that a configuration needs, whether they are present or not, and the sizes of its meshes."""
+"""Determines the devices that a configuration needs, whether or not they are present, and the sizes of its meshes."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,11 +10,11 @@ from dapo_jax.config import ParallelConfig
 from dapo_jax.parallel.mesh import AXES, BATCH_AXES, Absent, AnyDevice
 
 HOST_DEVICES = 4
-"""Devices per host that are assumed for absent devices, as on a TPU VM."""
+"""Assumed number of devices per host if the devices are absent, as on a TPU VM."""
 
 
 def devices_of_run(parallel: ParallelConfig) -> Sequence[AnyDevice]:
-    """Returns the present devices. If `parallel` needs a different number, returns absent devices, 4 per host."""
+    """Returns the present devices, or `Absent` placeholders (4 per host) if `parallel` needs a different number of devices."""
     present, sizes = jax.devices(), [getattr(parallel, axis) for axis in AXES]
     if -1 in sizes or math.prod(sizes) == len(present):
         return present
@@ -24,7 +24,7 @@ def devices_of_run(parallel: ParallelConfig) -> Sequence[AnyDevice]:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshSizes:
-    """The size of each mesh axis."""
+    """The axis sizes of the trainer mesh and of one sampler mesh, and the number of samplers."""
 
     train: Mapping[str, int]
     sampler: Mapping[str, int]
@@ -32,7 +32,7 @@ class MeshSizes:
 
     @property
     def devices(self) -> int:
-        """Number of devices of the whole run."""
+        """Number of devices in the whole run."""
         return math.prod(self.train.values())
 
     @property
@@ -42,5 +42,5 @@ class MeshSizes:
 
 
 def batch_shards(sizes: Mapping[str, int]) -> int:
-    """Returns the number of devices over which rows or slots are sharded."""
+    """Returns the number of shards into which a mesh with these axis sizes splits rows or slots."""
     return math.prod(sizes[axis] for axis in BATCH_AXES)

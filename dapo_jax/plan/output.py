@@ -23,7 +23,7 @@ _COLUMNS = ("arguments", "outputs", "aliased", "temporaries", "code", "needed")
 
 
 def as_data(plan: Plan) -> dict[str, Any]:
-    """Returns the content of `--json`. Units are bytes, seconds and operations; memory and work are per device."""
+    """Returns the data that `--json` prints. Units are bytes, seconds and operations; memory and work are per device."""
     derived = ("limit", "failures", "in_flight", "checkpoint_bytes", "chip_hours")
     return {
         "schema_version": SCHEMA_VERSION,
@@ -58,12 +58,12 @@ def _data(value: Any, *derived: str) -> dict[str, Any]:
 
 
 def swept_as_data(found: Sequence[tuple[str, Plan | str]]) -> list[dict[str, Any]]:
-    """Returns the content of `--json` for a sweep, best mesh first: each has its plan, or the reason why it cannot be used."""
+    """Returns the data that `--json` prints for a sweep, best mesh first. Each mesh has its plan, or the reason why it cannot be used."""
     return [{"mesh": name, **({"reason": one} if isinstance(one, str) else as_data(one))} for name, one in found]  # fmt: skip
 
 
 def show(plan: Plan, console: Console) -> None:
-    """Prints a plan."""
+    """Prints the tables of a plan."""
     console.print(_heading(plan))
     _rows(console, "Sizes, on each device unless noted", ("quantity", "value"), _sizes(plan))
     if plan.slice is None:
@@ -113,7 +113,7 @@ def show(plan: Plan, console: Console) -> None:
 
 
 def show_failures(plan: Plan, tried: Sequence[Tried], console: Console) -> None:
-    """Prints the programs that do not fit, their arrays with changes that would free memory, and the changes tried by compiling."""
+    """Prints each program that does not fit, changes that would shrink its arrays, and the results of changes tried by compiling."""
     limit = size(plan.limit or 0)
     for program in plan.programs:
         if program.name not in plan.failures:
@@ -145,7 +145,7 @@ def show_failures(plan: Plan, tried: Sequence[Tried], console: Console) -> None:
 
 
 def show_sweep(plans: Sequence[tuple[str, Plan | str]], console: Console) -> None:
-    """Prints the meshes of a sweep, best first."""
+    """Prints one row for each mesh in a sweep, best mesh first."""
     rows = [
         (name, "-", "-", found) if isinstance(found, str)
         else (name, f"{found.step_s:,.0f}", size(max(phase.total for phase in found.phases)), "fits")

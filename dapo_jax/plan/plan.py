@@ -35,7 +35,7 @@ class Plan:
     pages: PageSizes
     """The sizes of a sampler's KV cache."""
     token_bytes: int
-    """Bytes of one cached token on each of the devices that share its heads."""
+    """Bytes that one cached token takes on each device over which its heads are sharded."""
     slice: Slice | None = None
     programs: list[Program] = field(default_factory=list)
     phases: list[Phase] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Plan:
 
     @property
     def cache_fit(self) -> CacheFit | None:
-        """The largest KV cache that fits; None without a slice, if no compiled phase has a cache, or if no sequence would fit."""
+        """The largest KV cache that fits; None without a slice, without compiled phases that have a cache, or if no sequence fits."""
         if self.limit is None:
             return None
         return cache_fit(
@@ -89,7 +89,7 @@ class Plan:
 
     @property
     def chip_hours(self) -> float | None:
-        """Minimum chip-hours of all steps according to the roofline, without evaluations; None without a slice."""
+        """Minimum chip-hours for all steps according to the roofline, without evaluations; None without a slice."""
         return None if self.slice is None else self.config.steps * self.step_s * self.slice.chips / 3600
 
     @property
@@ -107,12 +107,12 @@ def plan(
     only: Sequence[str] | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Plan:
-    """Plans `config`, with its programs compiled for a slice, or from shapes alone.
+    """Plans a run of `config`, from programs compiled for a slice or from shapes alone.
 
     Args:
         config: the run's configuration.
-        slice: the TPU slice to compile for. None: shapes alone, with 4 devices per host if `parallel` needs absent devices.
-        assumed: lengths and shares that the configuration leaves open.
+        slice: the TPU slice to compile for. None: use shapes alone, and assume 4 devices per host if devices are absent.
+        assumed: quantities that the configuration does not determine, such as the mean response length.
         only: the programs to compile; `update` also selects `update_begin` and other names with this prefix. None: all.
         say: called with a message before each program is compiled.
 
@@ -134,7 +134,7 @@ def plan(
         there = programs.resident  # builds trainer and sampler from shapes
     except ConfigError:
         raise
-    except ValueError as error:  # an invalid size was set in the configuration
+    except ValueError as error:  # the configuration contains an invalid size
         raise ConfigError(str(error)) from error
     if config.optimizer.offload:
         there = replace(there, state=there.state - there.moments, moments=0)

@@ -1,4 +1,4 @@
-"""Lowers the programs of a run from shapes. A run uses the same programs for training, scoring, weight transfer and sampling."""
+"""Lowers a run's programs from shapes. They are the programs with which a run trains, scores, transfers weights and samples."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -47,13 +47,13 @@ class Programs:
     devices: Sequence[AnyDevice]
     """The run's devices. If they are absent, programs cannot be lowered."""
     host: list[jax.Device] | None = None
-    """One host's devices as a separate slice, because the compiler rejects some hosts of a larger slice. None: use `devices`."""
+    """The devices of a one-host slice for the sampler, because the compiler rejects some hosts of a larger slice. None: `devices`."""
     memory: int | None = None
     """Bytes of a device's memory; None if unknown, as for a CPU."""
 
     @cached_property
     def meshes(self) -> Meshes:
-        """The meshes of trainer and sampler.
+        """The meshes of the trainer and the sampler.
 
         Raises:
             ConfigError: the mesh axes do not fit the devices, or the rows of a microbatch do not fit the mesh.
@@ -68,7 +68,7 @@ class Programs:
 
     @cached_property
     def sizes(self) -> MeshSizes:
-        """The sizes of the meshes."""
+        """The axis sizes of the meshes."""
         made = self.meshes
         return MeshSizes(train=dict(made.train.shape), sampler=dict(made.sampler.shape), samplers=made.count)
 
@@ -104,19 +104,19 @@ class Programs:
 
     @property
     def prefills_chunks(self) -> bool:
-        """Whether a prompt, or a response that is re-prefilled after preemption or new weights, may exceed a prefill row."""
+        """Whether a prompt, or a response that is re-prefilled after preemption or a weight update, may exceed a prefill row."""
         again = self.pages.runs_out or self.config.rollout.in_flight > 0
         longest, width = self.config.data.max_prompt_tokens, self._prefilled.width
         return self._capacity > width and (again or longest > width)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one cached token on each of the devices that share its heads."""
+        """Bytes that one cached token takes on each device over which its heads are sharded."""
         return self._engine.token_bytes
 
     @cached_property
     def resident(self) -> Resident:
-        """The arrays on each device between programs, from their shapes."""
+        """Bytes per device of the arrays that stay in memory between programs, computed from shapes."""
         sizes, state, decoder = self.sizes, self.state, self._policy.decoder
         params = bytes_on_device(state.params, sizes.train)
         moments = bytes_on_device(state.opt_state, sizes.train)
@@ -126,7 +126,7 @@ class Programs:
         reread = chunks and chunks * self.token_bytes + prefill.row_prompts * decoder.vocab_rows * 4
         heads = -(-decoder.kv_heads // sizes.sampler["tensor"])
         base = bytes_on_device(self._transfer.base_shapes, sizes.sampler) if self._adapts else 0
-        # The residual stream and the rotations of one chunk, in float32.
+        # The residual stream and the rotary embedding of one chunk, in float32.
         flowing = 4 * (decoder.embed_dim + decoder.head_dim) * width
         cached = 2 * decoder.layers * heads * decoder.head_dim * item(self._dtype)
         return Resident(
@@ -146,7 +146,7 @@ class Programs:
             reread=reread,
             waiting=reread if self._in_flight or prefill.longest > width else 0,
             decode_state=bytes_on_device(self._engine.state_structs, sizes.sampler),
-            # Not sharded: each device has the logits of all paused responses, rounded up to multiples of `slots`.
+            # Each device has the logits of all paused responses, whose number is rounded up to a multiple of `slots`.
             paused=4 * decoder.vocab_rows * slots * max(0, -(-self._in_flight // slots) - 1),
         )
 
@@ -179,7 +179,7 @@ class Programs:
 
     @property
     def _stack_bytes(self) -> list[int]:
-        """Bytes per device of an update's microbatches: `work.room` with the longest rows, and one for each shorter row length."""
+        """Bytes per device of an update's microbatches, by row length: `work.room` of the longest rows, and one of each shorter length."""
         rows, (longest, *shorter) = self.config.batch.rows_per_microbatch, self._row_lengths
         make = self._updater.stack_structs
         stacks = [make(self.work.room, rows, longest), *(make(1, rows, tokens) for tokens in shorter)]
@@ -192,7 +192,7 @@ class Programs:
 
     @property
     def _adapts(self) -> bool:
-        """Whether only adapters are transferred to the sampler, which keeps frozen base weights."""
+        """Whether only adapters are transferred to the sampler, which then keeps its own frozen base weights."""
         return self.decoder.lora is not None and not self.config.sampling.merge_lora
 
     @cached_property
@@ -214,7 +214,7 @@ class Programs:
         if self._decoder.lora is not None:
             train, apart = self.meshes.train, self._shares_base
             frozen = frozen_structs(self._decoder, train, dtype=self._dtype, apart=apart)
-        # The type requires a tokenizer, but it is not used.
+        # `Policy` requires a tokenizer, but planning does not use it.
         return Policy(decoder=self._decoder, params=trained, frozen=frozen, tokenizer=ByteTokenizer())
 
     @cached_property
@@ -237,7 +237,7 @@ class Programs:
     @cached_property
     def _engine(self) -> DecoderEngine:
         sampling, train = self.config.sampling, self.sizes.train
-        # If the configuration does not set the size of the cache, it follows from the free memory, as in a run.
+        # If the configuration does not set the cache size, it is computed from the free memory, as in a run.
         reference = bytes_on_device(self.state.params, train) if self.config.loss.kl_coef else 0
         base = 0 if self._shares_base else bytes_on_device(self._policy.frozen, train)
         weights = bytes_on_device(self.weights, self.sizes.sampler)

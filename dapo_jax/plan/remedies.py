@@ -1,4 +1,4 @@
-"""Finds configurations that fit: lists keys that would free memory, tests changes by compiling, and sweeps over meshes."""
+"""Finds configurations that fit: lists changes that would free memory, tests changes by compiling, and compares meshes."""
 
 import math
 import time
@@ -32,9 +32,9 @@ class Way:
     change: str
     """The change as text: keys with their new values."""
     frees: int | None = None
-    """Bytes freed on each device; None if only compiling shows it."""
+    """Bytes freed on each device; None if they are only known after compiling."""
     tries: Changes = field(default_factory=dict)
-    """The values that `suggestions` may try. They need no larger slice and do not change the training method."""
+    """The change, if `suggestions` may try it. It must not need a larger slice or change the training method."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,16 +48,16 @@ class ResidentPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """Changes, and whether the programs that did not fit would fit with them."""
+    """Configuration changes, and whether they make all programs fit that did not fit before."""
 
     overrides: tuple[str, ...]
     fits: bool
 
 
 def held_in(made: Plan, program: str) -> list[ResidentPart]:
-    """Returns the arrays on a device while `program` runs: first the resident arrays, largest first, then the program's own.
+    """Returns the arrays on a device while `program` runs: the resident arrays, largest first, followed by the program's own arrays.
 
-    If the compiler rejected the program, the last entry is the total that the program needs.
+    If the compiler rejected the program, the last entry is the total memory that the program needs.
     """
     phase = next((phase for phase in made.phases if phase.program == program), None)
     found = together(program, made.resident, updates=made.work.updates)
@@ -78,7 +78,7 @@ def held_in(made: Plan, program: str) -> list[ResidentPart]:
 
 
 def _ways(made: Plan, part: str, held: int, over: int) -> Iterator[Way]:
-    """Yields changes that reduce a part of `held` bytes, for a program that exceeds the limit by `over` bytes."""
+    """Yields changes that shrink `part`, which takes `held` bytes, for a program that exceeds the memory limit by `over` bytes."""
     config, sizes = made.config, made.sizes
     match part:
         case "train state" | "gradient" | "frozen weights":
@@ -116,7 +116,7 @@ def _way(tries: Changes, note: str = "", *, frees: int | None = None) -> Way:
 
 
 def _more_devices(made: Plan, held: int) -> Way:
-    """Shards over twice as many devices: across the replicas of `parallel.data` if there are any, else on a larger slice."""
+    """Returns a change that shards arrays over twice as many devices: over `parallel.data` replicas, or else on a larger slice."""
     train, rows = made.sizes.train, made.config.batch.rows_per_microbatch
     if train["data"] % 2 == 0:
         tries = {"parallel.fsdp": 2 * train["fsdp"], "parallel.data": train["data"] // 2}
@@ -142,7 +142,7 @@ def _smaller_cache(made: Plan, held: int, over: int) -> Iterator[Way]:
         frees = held * (config.slots - half) // config.slots
         yield _way({"sampling.slots": half}, f" (of {config.slots})", frees=frees)
     if not config.cache_dtype:
-        # Each number takes one byte, and each head needs a scale of 4 bytes.
+        # In int8, each number takes one byte, and each head of a token has a scale of 4 bytes.
         head_dim = made.decoder.head_dim
         share = 1 - (head_dim + 4) / (item(made.config.model.compute_dtype) * head_dim)
         frees = int(tokens // spread * made.token_bytes * share)
@@ -186,7 +186,7 @@ def _fewer_activations(made: Plan) -> Iterator[Way]:
 def suggestions(
     made: Plan, *, assumed: Assumptions, seconds: float, say: Say = lambda text: None
 ) -> list[Tried]:
-    """Applies a change to the largest array, recompiles the programs that did not fit, and repeats this until they fit or time is up.
+    """Shrinks the largest array, recompiles the programs that did not fit, and repeats this until they fit or `seconds` have passed.
 
     Returns all changes that were compiled, in order. The last attempt may end after `seconds`, because compilation is not interrupted.
     """
@@ -218,11 +218,11 @@ def sweep(
     only: Sequence[str] | None = None,
     say: Say = lambda text: None,
 ) -> list[tuple[str, Plan | str]]:
-    """Plans every split of the slice into fsdp and tensor axes. Meshes that fit come first, fastest first; others have the reason.
+    """Plans every split of the slice into fsdp and tensor axes. Fastest meshes come first; meshes that do not fit have the reason.
 
     A microbatch has one row per device of the batch axes, or a multiple of this if `batch.rows_per_microbatch` is larger.
     """
-    decoder_of(config.model)  # before libtpu is loaded, so that an unsupported model is reported first
+    decoder_of(config.model)  # reports an unsupported model before libtpu is loaded
     planned = partial(plan, slice=slice, assumed=assumed, only=only, say=say)
     found: list[tuple[str, Plan | str]] = []
     devices, context, data = len(devices_of(slice)), config.parallel.context, max(config.parallel.data, 1)

@@ -29,7 +29,7 @@ class Work:
     flops: int | float
     """Operations of all executions, including recomputation and padding."""
     useful_flops: int | float
-    """Operations of the model's matrix products on real tokens, without recomputation; used for model FLOPs utilisation."""
+    """Operations of the model's matrix products, without padding and recomputation; used for model FLOPs utilisation."""
     hbm_bytes: int | float
     """Minimum bytes that the phase reads from and writes to device memory."""
     ici_bytes: int | float
@@ -65,13 +65,13 @@ def work_of(
     pages: PageSizes,
     programs: Sequence[Program] = (),
 ) -> list[Work]:
-    """Returns the work of each phase of a step. `pages` has the sizes of a sampler's KV cache; compiled `programs` supply the traffic."""
+    """Returns the work of each phase of a step. `pages` has a sampler's KV cache sizes; compiled `programs` supply received bytes."""
     traffic = {one.name: float(sum(kind.received_bytes for kind in one.traffic)) for one in programs}
 
     def received(name: str, per_layer: str = "") -> float:
         return traffic.get(name, 0.0) + decoder.layers * traffic.get(per_layer, 0.0)
 
-    # The programs that prefill most of the prompts.
+    # Most prompts are prefilled by the programs with this prefix.
     prefill = "prefill_rows" if prefill_shape_of(config).rows > 1 else "prefill_row"
     prefilled = received(f"{prefill}_embed", prefill) + received(f"{prefill}_head")
     sampled = sampled_decoder(decoder, config.sampling)
@@ -98,7 +98,7 @@ def in_flight(config: TrainConfig, work: Workload, pages: PageSizes, samplers: i
     """Returns the number of responses that a sampler decodes in parallel.
 
     This is the minimum of its slots, its share of `rollout.in_flight`, and the number of responses that fit its pages. A response
-    is assumed to need the mean context plus half a page. Pages that are shared within a group are counted for each response.
+    is assumed to need the mean context plus half a page. Pages that are shared within a group are counted once per response.
     """
     most = [float(config.sampling.slots)]
     if pages.runs_out:  # otherwise every slot has room for the longest response
@@ -110,7 +110,7 @@ def in_flight(config: TrainConfig, work: Workload, pages: PageSizes, samplers: i
 
 
 def decode_steps(work: Workload, samplers: int, parallel: float) -> float:
-    """Returns a sampler's decode steps for `parallel` responses at a time; waves need at least one per token of the longest response."""
+    """Returns a sampler's decode steps, for `parallel` responses at a time. Waves take at least one per token of the longest response."""
     tokens = work.responses * work.response_mean / samplers
     return max(tokens / parallel, work.longest if work.waves else 0.0)
 
@@ -125,10 +125,10 @@ def matrix_parameters(decoder: DecoderConfig) -> int:
 def forward_flops(
     decoder: DecoderConfig, *, tokens: int | float = 0, pairs: int | float = 0, logits: int | float = 0
 ) -> int | float:
-    """Returns the operations of a forward pass. A product of [m, k] and [k, n] has 2 m k n.
+    """Returns the operations of a forward pass. A matrix product of [m, k] and [k, n] takes 2 m k n operations.
 
     `tokens` is the number of tokens that pass through the layers, and `logits` the number of tokens for which logits are computed.
-    `pairs` is the number of query-key pairs; in every head, each costs a product with a key and a product with a value.
+    `pairs` is the number of query-key pairs. Each pair takes one product with a key and one with a value in every head.
     """
     attention = 4 * decoder.layers * decoder.heads * decoder.head_dim
     unembedding = _unembedding_parameters(decoder)
@@ -136,19 +136,19 @@ def forward_flops(
 
 
 def cache_bytes_per_token(config: TrainConfig, decoder: DecoderConfig) -> int:
-    """Returns the bytes of one token's keys and values in all layers. An int8 cache also has scales."""
+    """Returns the size in bytes of one token's keys and values across all layers, with the scales of an int8 cache."""
     plain = decoder.head_dim * item(config.model.compute_dtype)
     each = decoder.head_dim + 4 if config.sampling.cache_dtype else plain
     return 2 * decoder.layers * decoder.kv_heads * each
 
 
 def item(dtype: str) -> int:
-    """Returns the bytes per number in a compute dtype."""
+    """Returns the size in bytes of one number of a compute dtype."""
     return 2 if dtype == "bfloat16" else 4
 
 
 def decode_weight_parameters(decoder: DecoderConfig) -> int:
-    """Returns the number of weights that a decode step reads: matrices and unembedding, but not the one embedding row per token."""
+    """Returns the number of weights that a decode step reads: matrices and unembedding, without the single embedding row per token."""
     return matrix_parameters(decoder) + _unembedding_parameters(decoder)
 
 
@@ -157,13 +157,13 @@ def _unembedding_parameters(decoder: DecoderConfig) -> int:
 
 
 def _sampler_bytes(parameters: int | float, config: TrainConfig, sizes: MeshSizes) -> float:
-    """Returns the bytes of the sampler's weights on each device, without the small scales of int8 weights."""
+    """Returns the size in bytes, on each device, of `parameters` sampler weights, without the small scales of int8 weights."""
     each = 1 if config.sampling.weight_dtype else item(config.model.compute_dtype)
     return parameters * each / sizes.sampler["tensor"]
 
 
 def _transfer(config: TrainConfig, decoder: DecoderConfig, sizes: MeshSizes, received: float) -> Work:
-    """Counts reading the float32 trained parameters, and base weights to merge them with, and writing the sampler's weights."""
+    """Counts reads of the float32 trained parameters (and of the base weights to merge), and writes of the sampler's weights."""
     merged = item(config.model.compute_dtype) * decoder.parameters if config.sampling.merge_lora else 0
     reads = (4 * decoder.trained_parameters + merged) / (sizes.train["fsdp"] * sizes.train["tensor"])
     writes = _sampler_bytes(decoder.parameters if merged else decoder.trained_parameters, config, sizes)
@@ -173,7 +173,7 @@ def _transfer(config: TrainConfig, decoder: DecoderConfig, sizes: MeshSizes, rec
 def _prefill(
     config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes: MeshSizes, received: float
 ) -> Work:
-    """Counts the prefill of each prompt, and re-prefills: of responses in flight once per step, and of episodes between turns."""
+    """Counts the prefill of each prompt, one re-prefill per step of each response in flight, and re-prefills of episodes between turns."""
     shape, devices = prefill_shape_of(config), sizes.sampler_devices
     read = [
         (length, sequences / sizes.samplers)
@@ -199,7 +199,7 @@ def _prefill(
 
 
 def _calls(shape: PrefillShape, length: float) -> float:
-    """Returns prefill calls per sequence: a fraction if sequences share a call, or one per chunk if the sequence exceeds a row."""
+    """Returns the number of prefill calls per sequence: a fraction if sequences share a call, or one per chunk if a row is too short."""
     if length > shape.width:
         return float(math.ceil(length / shape.width))
     return 1 / (shape.rows * max(1.0, min(float(shape.row_prompts), shape.width // length)))
@@ -208,7 +208,7 @@ def _calls(shape: PrefillShape, length: float) -> float:
 def _decode(
     config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes: MeshSizes, pages: PageSizes, received: float
 ) -> Work:  # fmt: skip
-    """Counts decode steps. Each step reads the weights once for all responses of a device, and the cached tokens of each response."""
+    """Counts the decode steps. Each step reads the weights once for all responses on a device, and the cached tokens of each response."""
     steps = decode_steps(work, sizes.samplers, in_flight(config, work, pages, sizes.samplers))
     calls = steps / config.sampling.steps_per_call
     tokens = work.responses * work.response_mean / sizes.samplers
@@ -231,28 +231,28 @@ def _decode(
 def _trained(
     config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes: MeshSizes, *, score: float, update: float
 ) -> list[Work]:  # fmt: skip
-    """Returns the work of scoring log-probabilities, if any, and of the updates; `score` and `update` are bytes received per execution.
+    """Returns the work of scoring, if any, and of the updates. `score` and `update` are the bytes received per execution of each program.
 
-    The trainer's old log-probabilities are scored for all updates except the first, and a reference policy's for all updates.
+    Scoring computes the trainer's old log-probabilities for all updates except the first, and the reference policy's for all updates.
     """
     devices, count = sizes.devices, work.trained * work.sequence
     scored = work.updates - 1 if config.loss.old_logprobs == "trainer" else 0
     scored += work.updates if config.loss.kl_coef else 0
     own = forward_flops(decoder, tokens=count, pairs=work.trained * work.attended, logits=count)
-    # Padding included. Attention is causal over the whole row.
+    # These numbers include padding. Attention is causal over the whole row.
     tokens = float(work.microbatches * work.microbatch_tokens)
     pairs = tokens * (config.row_tokens + 1) / 2
     one = forward_flops(decoder, tokens=tokens, pairs=pairs, logits=tokens)
-    # The backward pass has two products for each forward product; full rematerialisation repeats the forward pass.
+    # The backward pass has two matrix products for each product in the forward pass; full rematerialisation repeats the forward pass.
     passes = 4 if config.model.remat == "full" else 3
-    # Each pass over a microbatch reads the weights in the compute dtype, split over the tensor axis alone.
+    # Each pass over a microbatch reads the weights in the compute dtype, sharded over the tensor axis only.
     used = decoder.parameters - (0 if decoder.tied_embeddings else _unembedding_parameters(decoder))
     used += 0 if decoder.lora is None else decoder.trained_parameters
     weights = item(config.model.compute_dtype) * used / sizes.train["tensor"]
     held = decoder.trained_parameters / (sizes.train["fsdp"] * sizes.train["tensor"])
     # Each microbatch reads, adds to and writes float32 gradients; AdamW reads 4 arrays and writes 3.
     optimizer = work.microbatches * 3 * 4 * held + 7 * 4 * held
-    # The gradients of frozen matrices below adapters are not computed.
+    # The gradients of frozen base matrices are not computed.
     frozen = 0 if decoder.lora is None else matrix_parameters(decoder.base) + _unembedding_parameters(decoder)
     updates = Work(
         phase="update",

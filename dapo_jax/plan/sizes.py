@@ -19,7 +19,7 @@ _REPOSITORIES = {
 
 
 def decoder_of(model: ModelConfig) -> DecoderConfig:
-    """Returns the shapes of `model.source`. `vocab_size` is the number of rows of the model's embedding.
+    """Returns the shapes of `model.source`. `vocab_size` is the number of rows in the model's embedding.
 
     Hub models are looked up among the presets, and nothing is downloaded. An unknown preset, folder or repository raises ConfigError.
     """
@@ -27,7 +27,7 @@ def decoder_of(model: ModelConfig) -> DecoderConfig:
     try:
         if kind == "hf":
             return _of_repository(name)
-        # A run gives a preset the vocabulary of its tokenizer, but the plan is for the published model.
+        # A run of a preset uses its tokenizer's vocabulary size, but the plan uses the published model's.
         if kind == "preset":
             return preset(name)
         return read_base(

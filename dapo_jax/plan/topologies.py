@@ -1,7 +1,7 @@
-"""TPU slices by name, their chips, and their devices as libtpu describes them. Programs can be compiled for these on any machine.
+"""TPU slices by name, their chips, and their devices as libtpu describes them. Programs can be compiled for these devices on any machine.
 
 The roofline's peak rates are from Google's pages (https://cloud.google.com/tpu/docs/v4, .../v5e, .../v5p, .../v6e, .../tpu7x). The
-pages give the interconnect bandwidth of both directions together; here it is the bandwidth of one direction. `hbm_gib` is the memory
+pages add up the interconnect bandwidth of both directions, but this module uses one direction. `hbm_gib` is the memory
 that libtpu 0.0.42 allows a program, as its error messages show: "exceeds available HBM (15.75G)".
 """
 
@@ -25,7 +25,7 @@ class Chip:
     name: str
     """The name in libtpu's topologies."""
     aliases: tuple[str, ...]
-    """The text before the number in a slice's name, such as v5litepod in v5litepod-16."""
+    """Prefixes of Google Cloud's slice names, such as v5litepod in v5litepod-16."""
     counts_cores: bool
     """True if the number in a slice's name counts cores, two per chip, rather than chips."""
     axes: int
@@ -34,7 +34,7 @@ class Chip:
     device_flops: float
     """Peak rate of bfloat16 matrix products, in operations per second."""
     device_hbm_bytes_s: float
-    """Bytes per second between one device and its memory."""
+    """Memory bandwidth of one device, in bytes per second."""
     device_ici_bytes_s: float
     """Bytes per second that one device can receive over all of its links together."""
 
@@ -70,7 +70,7 @@ _SHAPES = {
     2: "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16",
     3: "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8 8x8x16 8x16x16 16x16x16",
 }
-"""The slice shapes that Google's pages list, smallest first. A name with a size, such as v5p-256, has one of these shapes."""
+"""Number of axes -> the slice shapes on Google's pages, smallest first. A slice named by its size, such as v5p-256, has such a shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ class Slice:
 
     @property
     def one_host(self) -> "Slice":
-        """A slice with only the chips of one host."""
+        """A slice of the same chips with a single host."""
         return Slice(chip=self.chip, shape=self.host[: self.chip.axes])
 
     @property
@@ -153,7 +153,7 @@ def devices_of(made: Slice) -> list[jax.Device]:
 
 
 def describe_only() -> None:
-    """Restricts this process to the CPU and to compiling for TPUs. It must be called before JAX looks for devices."""
+    """Restricts this process to the CPU and to compiling for TPUs. It must be called before JAX initializes its devices."""
     os.environ.update(WITHOUT_TPU)
     os.environ["JAX_PLATFORMS"] = "cpu"
     jax.config.update("jax_platforms", "cpu")

@@ -1,4 +1,4 @@
-"""The work of one step: prompts, responses, tokens and microbatches, under stated assumptions."""
+"""Computes the work of one step in prompts, responses, tokens and microbatches, under stated assumptions."""
 
 import math
 from dataclasses import dataclass
@@ -60,14 +60,14 @@ class Workload:
     def context(self) -> float:
         """Mean number of cached tokens that a decoded token attends to.
 
-        The tokens of a response of length L attend to prompt + 0, 1, ..., L - 1 tokens. Their mean is prompt + E[L(L-1)/2] / E[L].
+        The tokens of a response of length L attend to prompt + 0, 1, ..., L - 1 tokens. The mean is prompt + E[L(L-1)/2] / E[L].
         """
         mean, square = self.response_mean, self.response_mean**2 + self.response_std**2
         return self.prompt_mean + (square - mean) / (2 * mean)
 
     @property
     def between(self) -> float:
-        """Mean length of an episode between two turns, with its prompt, in tokens, if all turns have the same length."""
+        """Mean number of tokens in an episode between two turns, with its prompt, if all turns are equally long."""
         return self.prompt_mean + self.response_mean / 2
 
     @property

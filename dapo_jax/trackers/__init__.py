@@ -1,4 +1,4 @@
-"""Metrics trackers: JSON lines always, TensorBoard and Weights & Biases on request.
+"""Metrics trackers: JSON lines are always written, TensorBoard and Weights & Biases are optional.
 
 A tracker receives one dict of numbers per step. The package of an optional tracker is imported when the tracker is created.
 """
@@ -26,7 +26,7 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None:
-        """Writes buffered metrics and closes files; may be called twice."""
+        """Writes buffered metrics and closes files. It may be called more than once."""
         ...
 
 
@@ -37,7 +37,7 @@ class MultiTracker:
         self.trackers = tuple(trackers)
 
     def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
-        """Logs to each tracker. An error ends the call, so the tracker that must not miss a step should be the first."""
+        """Logs to each tracker in order. If a tracker raises an error, the later trackers do not log the step."""
         for tracker in self.trackers:
             tracker.log(step, metrics)
 

@@ -2,9 +2,9 @@
 
 Each line is a strictly valid JSON object. JSON has no nan or infinity, so metrics.jsonl contains null instead.
 
-Objects in a bucket cannot be appended to, so the lines of metrics.jsonl are stored there in objects metrics/000001.jsonl and so on. An
+Objects in a bucket cannot be appended to, so a run in a bucket stores these lines in several objects, such as metrics/000001.jsonl. An
 object is named after its first step and contains up to `LINES_PER_OBJECT` lines. Every step rewrites the last object with one more line.
-`read_metrics` supports both forms.
+`read_metrics` reads both the file and the objects.
 """
 
 import json
@@ -19,10 +19,10 @@ import numpy as np
 from dapo_jax.storage import AnyPath, entries, file_bytes, in_bucket, path_of, size_of, write_whole
 
 LINES_PER_OBJECT = 32
-"""Lines per object in a bucket. A line has about 2 kB, so a step uploads 32 kB on average, and 10,000 steps need 313 objects."""
+"""Maximum number of lines per object in a bucket. A line has about 2 kB, so a step uploads 32 kB on average."""
 
 SCHEMA_VERSION = 1
-"""Version of the rollout logs, evaluation logs and post-mortems, for other programs that read them."""
+"""Schema version stored in rollout logs, evaluation logs and post-mortems, for other programs."""
 
 
 def write_lines(path: AnyPath, rows: Iterable[Mapping[str, Any]], *, what: str) -> None:
@@ -69,19 +69,19 @@ def read_lines(path: AnyPath, *, what: str, needs: str) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Converts NumPy values and bytes of a data row. Values of other types are converted to text."""
+    """Converts a value that JSON cannot represent: NumPy values to numbers or lists, bytes and all other types to text."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     return value.decode("utf-8", errors="replace") if isinstance(value, bytes) else str(value)
 
 
 class JsonlTracker:
-    """Writes the metrics of each step as a line of metrics.jsonl. The line is written, or stored in the bucket, when `log` returns.
+    """Writes each step's metrics as one line of metrics.jsonl. When `log` returns, the line is in the file or the bucket.
 
     Args:
         path: the file; its folder is created. In a bucket, the lines are stored in a folder next to it.
-        resume_step: the step of the checkpoint from which a run resumes; -1 removes all lines. Lines of later steps and an incomplete last
-            line are removed, because the run repeats those steps. None: a new run, for which no lines may exist.
+        resume_step: the step of the checkpoint from which a run resumes. Lines of later steps and an incomplete last line are removed,
+            because the run repeats those steps; -1 removes all lines. None: a new run, which must not have any lines yet.
 
     Raises:
         FileExistsError: a new run would append to another run's metrics.
@@ -99,8 +99,8 @@ class JsonlTracker:
                 )
         self._last_step = None if resume_step is None else _cut_after(self.path, resume_step)
         self._name, self._lines = "", list[bytes]()
-        """The name of the last object in a bucket, and its lines."""
-        # Unbuffered, so that closing the file after a full disk does not try to write the line again.
+        """The name of the last object written to the bucket, and its lines."""
+        # Unbuffered: if the disk was full, closing a buffered file would try to write the failed line again.
         self._file: Any = None if in_bucket(self.path) else open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by `close`
 
     def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
@@ -141,7 +141,7 @@ class JsonlTracker:
 def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
     """Returns every line of a metrics file, in step order; null is returned as None.
 
-    An incomplete last line is ignored, because a run may have been killed, or may be writing it.
+    An incomplete last line is ignored, because the run may still be writing it, or may have been killed.
 
     Args:
         path: RUN/metrics.jsonl, even if the lines are stored as objects in RUN/metrics.
@@ -160,14 +160,14 @@ def _folder_of(path: AnyPath) -> AnyPath:
 
 
 def _files_of(path: AnyPath) -> list[AnyPath]:
-    """Returns the existing file and objects. A run that was copied between a bucket and a disk may have both."""
+    """Returns the metrics file and the objects, as far as they exist. A run that was copied between a bucket and a disk may have both."""
     folder = _folder_of(path)
     objects = [file for file in entries(folder) if file.suffix == path.suffix] if folder.is_dir() else []
     return [path, *objects] if path.exists() else objects
 
 
 def _parsed(path: AnyPath, content: bytes) -> list[tuple[dict[str, Any], bytes]]:
-    """Returns the parsed object and the text of each complete line of a file."""
+    """Returns the parsed object and the text of each line of a file, except an incomplete last line."""
     found: list[tuple[dict[str, Any], bytes]] = []
     lines = content.splitlines()
     for number, line in enumerate(lines, start=1):

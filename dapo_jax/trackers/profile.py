@@ -20,12 +20,12 @@ class Profile(AbstractContextManager["Profile"]):
     def begin(self, step: int) -> None:
         """Starts the trace if `step` is one of the selected steps."""
         if step in self._steps:
-            # The profiler only writes local files, and the folder may be in a bucket.
+            # The profiler can only write local files, but the folder may be in a bucket.
             self._local = TemporaryDirectory(prefix="dapo_jax_profile_", ignore_cleanup_errors=True)
             jax.profiler.start_trace(self._local.name)
 
     def end(self, step: int) -> None:
-        """Ends the trace and copies its files. It must be called after the last program of `step` has ended."""
+        """Ends the trace and copies its files to the folder. It must be called after the last program of `step` has ended."""
         if self._local is None:
             return
         local, self._local = self._local, None

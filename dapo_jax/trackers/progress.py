@@ -25,15 +25,15 @@ _COUNTED = re.compile(r"[^/]+@(\d+)")
 
 _RECENT_STEPS = 20
 _QUIET_S = 15.0
-"""Seconds without output after which plain output reports the progress of sampling."""
+"""Plain output reports the progress of sampling if it has printed nothing for this many seconds."""
 _TITLES = {"acc": "accuracy", "len": "tokens", "tok/s": "sampled tok/s"}
-"""Metrics with a longer name in the live view than in a line."""
+"""Metrics that have a longer name in the live view than in a printed line."""
 
 
 class Progress:
-    """Shows the progress of a run. The live view needs the context manager; calls outside it print plain lines.
+    """Shows the progress of a run. The live view appears only inside the context manager; outside it, calls print plain lines.
 
-    Missing and nan metrics are shown as "-". No signal handler is installed, and an exception or an interrupt restores the terminal.
+    Missing and nan metrics are shown as "-". No signal handler is installed. The terminal is restored after an exception or an interrupt.
 
     Args:
         total_steps: the last step of the run.
@@ -60,7 +60,7 @@ class Progress:
         self._phase: tuple[str, int | None, int | None] = ("starting", None, None)
         self._phase_start = self._printed = clock()
         self._wave = ""
-        # Times when steps ended. The time between them includes evaluations and checkpoints, but not the compilation before the first.
+        # Times at which steps ended. Their differences include evaluations and checkpoints, but not the compilation in the first step.
         self._step_ends: deque[float] = deque(maxlen=_RECENT_STEPS + 1)
         self._listener: Callable[[str, int | None, int | None], None] = lambda name, done, total: None
         self._live = Live(get_renderable=self._view, console=self._console, refresh_per_second=4)
@@ -75,7 +75,7 @@ class Progress:
             self._live.stop()
 
     def listen(self, listener: Callable[[str, int | None, int | None], None]) -> None:
-        """Sets the function that is called for every phase."""
+        """Sets a function that every call to `phase` calls with the same arguments."""
         self._listener = listener
 
     def phase(self, name: str, done: int | None = None, total: int | None = None) -> None:
@@ -86,13 +86,13 @@ class Progress:
         self._phase = (name, done, total)
 
     def starting(self, what: str) -> None:
-        """Shows the preparation before the first step, which may take a minute: as a phase in a live view, otherwise as a line."""
+        """Shows a preparation before the first step, as a phase in the live view or as a line. It may take a minute."""
         self.phase(what)
         if not _can_redraw(self._console):
             self.message(f"{what} ...")
 
     def begin(self, step: int) -> None:
-        """Sets the last finished step, after which a resumed run continues."""
+        """Sets the number of the last finished step, which a resumed run loads from its checkpoint."""
         self._step = step
 
     def wave(self, words: str) -> None:
@@ -110,9 +110,9 @@ class Progress:
             self.message(self.line())
 
     def evaluation(self, name: str, metrics: Mapping[str, float | int], step: int) -> None:
-        """Shows the results on the dataset `name`: the metrics over all k samples, such as `eval/NAME/avg@8`, and the mean reward.
+        """Shows the evaluation results on the dataset `name`: the metrics over all k samples, such as `eval/NAME/avg@8`, and the mean reward.
 
-        pass@j for j < k is only written to the files.
+        pass@j for j < k is not shown, but is in metrics.jsonl.
         """
         found = {key.removeprefix(f"eval/{name}/"): value for key, value in metrics.items()}
         samples = {key: int(match[1]) for key in found if self._counts and (match := _COUNTED.fullmatch(key))}
@@ -126,7 +126,7 @@ class Progress:
             spread = "" if error is None else f" ± {_formatted(error, form)}"
             shown.append(f"{key} {_formatted(found[key], form)}{spread}")
         result = "  ".join(shown) or "-"
-        # A new dict, because the drawing thread may be iterating over the old one.
+        # A new dict, because the live view's thread may be iterating over the old dict.
         self._evaluations = self._evaluations | {name: f"{result}  (step {step})"}
         if not self._live.is_started:
             self.message(f"eval  {name}  {self._evaluations[name]}")

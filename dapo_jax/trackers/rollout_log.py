@@ -1,9 +1,9 @@
-"""Writes and reads the readable logs of a run: rollouts, evaluated problems, and post-mortems of skipped updates.
+"""Writes and reads a run's logs: rollouts, evaluated problems, and post-mortems of skipped updates.
 
 A post-mortem is a folder:
 
-report.json         the values that were not finite, and their positions; written last, so a folder without it is incomplete
-arrays.safetensors  the update's microbatches as they were on the device; for example, 0/tokens has [microbatches, rows, tokens] of stack 0
+report.json         the values that were not finite, and their positions; written last, so a folder without this file is incomplete
+arrays.safetensors  the update's microbatches as they were on the device; for example, 0/tokens has stack 0's [microbatches, rows, tokens]
 step_*.jsonl        the update's responses, in the format of RUN/rollouts
 config.yaml         the run's configuration
 """
@@ -91,7 +91,7 @@ def write_problems(
         folder: usually RUN_DIR/evaluations/step_000010; created if needed.
         problems: one `dapo_jax.evaluation.problem_record` per problem, in this order.
         name: the dataset's name.
-        step: number of steps for which the policy was trained; 0 before training, or outside a run.
+        step: number of training steps before the evaluation; 0 before training, or outside a run.
 
     Raises:
         OSError: the file cannot be written; the message names the file.
@@ -132,7 +132,7 @@ def write_post_mortem(
     """Writes a post-mortem, replacing an existing one.
 
     `report` has JSON-serializable values and must contain `step`. `stacks` has one dict of arrays per row length. `groups` are the groups
-    of the update, and `config` is YAML.
+    that the update trained on, and `config` is the run's configuration as YAML.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_rollouts(folder, report["step"], groups)
@@ -169,8 +169,8 @@ def read_post_mortem(folder: str | PathLike[str]) -> PostMortem:
 
 
 def format_rollouts(groups: Sequence[Group], limit: int, *, metric: str = "correct") -> str:
-    """Formats up to `limit` rollouts as text: each group's question and answer, followed by its responses with their verdicts, or with
-    their scores if `metric` is `score`. Control characters are escaped for printing.
+    """Formats up to `limit` rollouts as text. After each group's question and answer come its responses with their verdicts, or with
+    their scores if `metric` is `score`. Control characters are escaped.
     """
     parts: list[str] = []
     shown = 0
@@ -199,9 +199,9 @@ def _row(
     rollout: Rollout,
     ratios: Mapping[tuple[int, int], Float[np.ndarray, " response"] | None],
 ) -> dict[str, Any]:
-    """Returns the log line of one rollout as a dict, with long lists last.
+    """Returns one rollout's log line as a dict, in which long lists come last.
 
-    `in_loss` is null if the rollout was not trained on. Only episodes have `turns` as [first token, end), their rewards, and `contexts`.
+    `in_loss` is null if the rollout was not trained on. Only episodes have `turns` as [first token, end), `turn_rewards` and `contexts`.
     """
     found, response, turns = ratios.get(key := (group.prompt.ordinal, index)), rollout.response, {}
     if response.turns:

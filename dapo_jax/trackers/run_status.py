@@ -1,6 +1,6 @@
-"""Writes and reads RUN/status.json: the state of a run, and the time and reason of its end.
+"""Writes and reads RUN/status.json, which records a run's state, and when and why the run ended.
 
-If a run is killed, its file keeps the state `running`. `locks.is_held` then shows whether the run is still active.
+If a run is killed, the state in its file remains `running`, so only `locks.is_held` shows whether the run is still active.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from dapo_jax.storage import AnyPath, file_bytes, write_whole
 FILE = "status.json"
 
 _LONGEST_REASON = 500
-"""Maximum number of characters that are kept of an error message."""
+"""Maximum number of characters of an error message that are stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +34,9 @@ class RunStatus:
 
 @contextlib.contextmanager
 def status_kept(run_dir: AnyPath, *, check: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Writes `running` on entry, and `stopped` or `failed` after an error. After its last file, the caller writes `finished` itself.
+    """Writes the state `running` on entry, and `stopped` or `failed` after an error. After its last file, the caller writes `finished`.
 
-    `check` raises LockLostError if another run has taken over the folder. The status of the other run is then kept.
+    `check` raises LockLostError if another run has taken over the folder. In this case, the other run's status is not overwritten.
     """
     write_status(run_dir, "running")
     try:
@@ -44,7 +44,7 @@ def status_kept(run_dir: AnyPath, *, check: Callable[[], None] = lambda: None) -
     except BaseException as error:
         stopped = isinstance(error, StoppedError | KeyboardInterrupt)
         reason = f"{type(error).__name__}: {error}".removeprefix("StoppedError: ").removesuffix(": ")
-        # The error matters more than a full disk or a lost lock while its status is written.
+        # If the status cannot be written (full disk, lost lock), the run's own error is still raised.
         with contextlib.suppress(OSError, LockLostError):
             check()
             write_status(run_dir, "stopped" if stopped else "failed", reason)

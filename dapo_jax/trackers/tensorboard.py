@@ -12,9 +12,9 @@ from dapo_jax.trackers.json_lines import writing
 
 
 class TensorBoardTracker:
-    """Writes one event file to a folder. A step has been written when `log` returns.
+    """Writes metrics to a TensorBoard event file. When `log` returns, the step has been written.
 
-    tensorboardX's `SummaryWriter` is not used, because its queue blocks forever once a full disk has ended its thread.
+    tensorboardX's `SummaryWriter` is not used, because its queue blocks forever after a full disk has ended its writer thread.
 
     Args:
         folder: the TensorBoard log directory; created if needed.

@@ -14,7 +14,7 @@ from dapo_jax.storage import in_bucket, path_of
 class WandbTracker:
     """One Weights & Biases run, new or continued.
 
-    Charts use a metric `step` instead of wandb's own counter. The counter cannot go back, but a resumed run repeats steps.
+    The horizontal axis of charts is a metric `step`, because wandb's own step counter cannot go back when a resumed run repeats steps.
 
     Args:
         run_dir: wandb stores its files in RUN_DIR/wandb, and the folder's name becomes the run's name. For a run in a bucket,
