@@ -156,7 +156,9 @@ class _Parser(argparse.ArgumentParser):
     """An argument parser that suggests the most similar valid choice if a choice is invalid."""
 
     def error(self, message: str) -> NoReturn:
-        message = message.replace(", key=value", "")  # argparse would list it as a missing argument, although it is optional
+        message = message.replace(
+            ", key=value", ""
+        )  # argparse would list it as a missing argument, although it is optional
         if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
             near = nearest(found[1], re.findall(r"[\w-]+", found[2]))
             message += f"; did you mean {near[0]!r}?" if near else ""

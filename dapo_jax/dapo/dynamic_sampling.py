@@ -89,9 +89,9 @@ class Collected:
     version: int = 0
     """Version of the weights when the step began."""
     rounds: int = 0
-    """With rollouts in flight, the number of sampling rounds in this step. If the step samples in waves, 0."""
+    """Number of sampling rounds in this step with rollouts in flight; 0 in waves."""
     drawn_tokens: int | None = None
-    """With rollouts in flight, the number of tokens sampled in this step. If None, the tokens in `sampled` are counted instead."""
+    """Number of tokens sampled in this step with rollouts in flight. None: the tokens in `sampled` are counted instead."""
 
     def logged(self, count: int) -> Sequence[Group]:
         """Returns the groups whose rollouts are logged: the first `count` sampled groups or, with rollouts in flight, the first `count` trained groups.

@@ -21,7 +21,7 @@ FORMS = (
     "#### {answer}",
     "<answer>{answer}</answer>",
 )
-"""The formats in which each reference answer is graded; `{marker}` stands for `reward.answer_marker`."""
+"""The formats in which each reference answer is graded; `{marker}` is replaced by `reward.answer_marker`."""
 
 GRADED = 8
 """Number of prompts whose reference answers are graded. It is small because a grader may call a paid service."""

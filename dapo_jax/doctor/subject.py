@@ -64,7 +64,9 @@ class Subject:
     def planned(self) -> Plan:
         """The run's plan for this machine's devices, computed from shapes without compiling."""
         model, folder = self.config.model, self.described[2]
-        if folder is not None:  # `plan` takes a repository's shapes from a preset, but the folder has the actual shapes
+        if (
+            folder is not None
+        ):  # `plan` takes a repository's shapes from a preset, but the folder has the actual shapes
             model = replace(model, source=str(folder), revision="")
         return plan(replace(self.config, model=model), assumed=Assumptions(informative=1.0))
 

@@ -50,7 +50,7 @@ def row_attention(
     first: Int[Array, ""] | None = None,
     dtype: str = "float32",
 ) -> Float[Array, "heads head_dim batch part"]:
-    """Computes `causal_attention` for a part of each row's queries, starting at column `first`, or for all queries if `first` is None.
+    """Computes `causal_attention` for a part of each row's queries, starting at column `first` (None: for all queries).
 
     Queries are processed in blocks. If `first` is None, each block uses only the keys up to the end of the block, so nearly half
     of the scores are never computed.

@@ -15,7 +15,7 @@ _BLOCKS = (1024, 512, 256, 128)
 """Block sizes of splash attention in tokens. The largest size that divides the row is used. All of them fit in the memory of a TPU core."""
 
 SPLASH_TOKENS = _BLOCKS[-1]
-"""With splash attention, the number of tokens in a row must be a multiple of this number."""
+"""The number of tokens in a row must be a multiple of this number with splash attention."""
 
 
 def splash_kernel(heads: int, seq: int, *, parts: int = 1, interpret: bool = False) -> Any:

@@ -180,7 +180,9 @@ class _Processes:
     def _all(self, subject: str) -> dict[int, str]:
         try:
             found = self._client.key_value_dir_get(f"dapo_jax/{subject}/")
-        except Exception:  # this is the only process, or the service has ended and JAX will abort this process
+        except (
+            Exception
+        ):  # this is the only process, or the service has ended and JAX will abort this process
             return {}
         return {int(key.rpartition("/")[2]): value for key, value in found}
 

@@ -186,7 +186,7 @@ def cache_fit(
 
     Returns None if no phase has a KV cache, or if not even one sequence would fit. If more responses fit than there are configured
     slots, each additional slot also needs memory for its logits. The heads of a cached token are sharded over a group of
-    devices, on each of which the token takes `token_bytes`. Slots are sharded over `spread` such groups.
+    devices, and it takes `token_bytes` on each of them. Slots are sharded over `spread` such groups.
     """
     sampling = [phase.total for phase in found if "decode state" in phase.parts]
     if not sampling:

@@ -39,5 +39,5 @@ class Guards:
         return text.translate(self._guards)
 
     def restored(self, text: str) -> str:
-        """Returns the text in which each guard has been replaced by the character that it stands for."""
+        """Returns the text in which each guard has been replaced by the character that it represents."""
         return text.translate(self._firsts)

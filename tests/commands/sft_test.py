@@ -140,5 +140,5 @@ def test_a_folder_in_which_another_process_is_at_work_is_refused(config, tmp_pat
         pytest.raises(ConfigError, match=r"run_dir=.*: a run is at work there"),
     ):
         run(config)
-    with pytest.raises(ConfigError, match="no model 'nothing'"):
+    with pytest.raises(ConfigError, match="no shipped model 'nothing'"):
         run(config)

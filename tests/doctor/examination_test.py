@@ -117,7 +117,7 @@ def test_the_runs_folder_stays_empty_and_temporary_files_are_removed(healthy, se
         ({"reward__grader": "{graders}:right"}, "grader", "an empty response"),
         ({"reward__grader": "{graders}:hangs", "reward__timeout_s": "0.05"}, "grader", "0.05 s"),
         ({"model__source": "{cut}"}, "model", "{cut}/model.safetensors"),
-        ({"parallel__fsdp": "3"}, "mesh", "3 devices, 8 are there"),
+        ({"parallel__fsdp": "3"}, "mesh", "3 devices, but there are 8"),
     ],
 )
 def test_a_fault_fails_its_own_check(changes, check, named, examined, graders, settings, tmp_path):

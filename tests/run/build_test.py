@@ -250,7 +250,7 @@ def test_a_resumed_run_does_not_need_its_initial_weights(begun, run_micro, finis
 
 def test_a_resumed_run_with_a_kl_penalty_needs_its_initial_weights(begun, run_micro):
     """They are the reference."""
-    with pytest.raises(ConfigError, match=r"cannot read .*model\.safetensors: there is no such file"):
+    with pytest.raises(ConfigError, match=r"cannot read .*model\.safetensors"):
         run_micro(replace(begun(kl_coef=0.1), steps=4), resume=True)
 
 

@@ -112,7 +112,7 @@ def test_a_step_whose_weights_were_changed_is_not_promised(micro, run_micro, mon
     monkeypatch.setattr(Updater, "update", fails)
     with pytest.raises(RuntimeError, match="out of memory") as caught:
         run_micro(config)
-    assert "(step 1 cannot be saved" in caught.value.__notes__[0]
+    assert "(step 1 can no longer be saved" in caught.value.__notes__[0]
     assert not saved(config)
 
 

@@ -119,9 +119,9 @@ def test_a_model_folder_whose_files_were_changed_is_refused(model, micro, run_mi
         run_micro(configs[1], resume=True)
     described = json.loads((begun / "config.json").read_text())
     (begun / "config.json").write_text(json.dumps({**described, "rope_theta": 1e6}))
-    with pytest.raises(ConfigError, match=r"the model's config\.json is not the one"):
+    with pytest.raises(ConfigError, match=r"the model's config\.json has changed"):
         run_micro(configs[0], resume=True)
-    with pytest.raises(ConfigError, match=r"the model's config\.json is not the one"):
+    with pytest.raises(ConfigError, match=r"the model's config\.json has changed"):
         find_policy(configs[0].run_dir)
 
 

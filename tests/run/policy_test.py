@@ -120,7 +120,7 @@ def removed(bucket, name):
 @pytest.mark.parametrize(
     ("source", "change", "message"),
     [
-        ("gs://none/model", None, r"the bucket 'none'"),
+        ("gs://none/model", None, r"bucket 'none'"),
         ("s3://bucket/model", None, r"neither a local path nor in a bucket"),
         ("gs://bucket/models/char", "config.json", r"gs://.*/config\.json: No such file"),
         ("gs://bucket/models/char", "tokenizer.json", r"a tokenizer from gs://.*: No such file"),

@@ -147,7 +147,7 @@ def test_a_relative_run_dir_stays_where_it_was_when_a_grader_changes_the_working
     [
         ("tensorboard", "tensorboardX", r"log\.tensorboard=true .*tensorboardX"),
         ("wandb", "wandb", r"log\.wandb=true .*the package wandb"),
-        ("wandb", "key", r"log\.wandb=true.*no API key .*wandb login"),
+        ("wandb", "key", r"log\.wandb=true.*API key.*wandb login"),
     ],
 )
 def test_a_run_whose_tracker_cannot_be_opened_does_not_make_its_folder(

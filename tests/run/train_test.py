@@ -180,7 +180,7 @@ def test_a_run_is_neither_written_over_nor_resumed_under_another_configuration(f
         ({"reward__grader": "exat"}, "did you mean 'exact'"),
         ({"sampling__slots": 12}, r"slots=12 .* parallel.fsdp = 8, .* 16"),
         ({"batch__row_tokens": 0, "sampling__max_response_tokens": 500}, "504 positions, .* has 128"),
-        ({"parallel__data": 3}, "multiple of 3 devices, 8 are there"),
+        ({"parallel__data": 3}, "multiple of 3 devices, but there are 8"),
     ],
 )
 def test_keys_that_do_not_fit_are_refused_before_anything_is_written(
@@ -233,7 +233,7 @@ def test_a_second_train_of_one_folder_is_refused(micro, run_micro):
 def test_after_an_error_the_folder_is_free_again(micro, run_micro):
     """As in a notebook: the model cannot be loaded, then a step fails, then all is well."""
     config = micro(steps=1)
-    with pytest.raises(ConfigError, match="no model 'nothing'"):
+    with pytest.raises(ConfigError, match="no shipped model 'nothing'"):
         run_micro(replace(config, model=replace(config.model, source="shipped:nothing")))
 
     def fails(step, metrics):
