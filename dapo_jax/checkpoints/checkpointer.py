@@ -1,4 +1,4 @@
-"""Saves and restores checkpoints. Saves are asynchronous and atomic; restores are verified and work with any mesh.
+"""Saves and restores checkpoints. Saves are asynchronous and atomic; restores are verified and work on any mesh.
 
 A checkpoint is saved at a step boundary and contains `state` (a pytree of JAX arrays), `progress` (a small JSON dict) and `carry` (host
 arrays whose shapes vary from step to step). The state is stored as a flat dict of path -> array, so that the files do not depend on
@@ -55,7 +55,7 @@ SCHEMA_VERSION = 1
 """Version of the layout above and of the `meta` item. Must be increased for changes that older versions of dapo_jax cannot read."""
 
 Check = Callable[[str, Mapping[str, Any]], None]
-"""Receives a checkpoint's name for messages and its progress. Raises DamagedError, or ConfigError if it belongs to another run."""
+"""Checks a checkpoint by its name (for messages) and progress. Raises DamagedError, or ConfigError if it belongs to another run."""
 
 _Read = TypeVar("_Read")
 
@@ -77,7 +77,7 @@ class Restored:
 class Checkpointer:
     """Saves and restores the checkpoints of one run. Every process of the run must make the same calls.
 
-    Nothing is written before the first `save`. So the folder of another run, even of an active one, can be opened to restore from it.
+    Nothing is written before the first `save`. So another run's folder can be opened to restore from it, even while that run is active.
     Leaving the context manager waits for the save in progress.
 
     Args:
@@ -130,7 +130,7 @@ class Checkpointer:
             state: a pytree of JAX arrays. Empty arrays are not allowed.
             progress: values that JSON can represent. Numbers must be finite.
             carry: host arrays of any shape and of any dtype except object. May be empty.
-            score: a finite number that measures how good the state is.
+            score: a finite number that rates the state; higher is better.
 
         Raises:
             ValueError: this step or a later step exists, or a value cannot be stored.
@@ -183,7 +183,7 @@ class Checkpointer:
             raise self._failure(self._saving, error) from error
 
     def failure(self) -> str:
-        """Returns the error message of the last save once if it failed. Empty if it succeeded or is in progress. Does not wait."""
+        """Returns the error message of a failed last save, only once. Empty if the save succeeded or is in progress. Does not wait."""
         if not self._manager.is_saving_in_progress():
             try:
                 self.wait()
@@ -211,7 +211,7 @@ class Checkpointer:
         """Restores a checkpoint with the target's structure, shardings and dtypes.
 
         File names, sizes and the metadata are checked first, so that another run's checkpoint or different shapes are detected quickly.
-        Then the sha256 of every file is checked. The files are divided among the processes.
+        Then the sha256 of every file is checked, with the files divided among the processes.
 
         Args:
             target_state: a pytree of JAX arrays or `jax.ShapeDtypeStruct`s. A tree of structs costs no memory. Leaves without a
@@ -244,7 +244,7 @@ class Checkpointer:
             check(f"checkpoint {folder}", meta["progress"])
             check_shapes(f"checkpoint {folder}", meta["state"], target, rows)
             check_digests(folder, files, share=(jax.process_index(), jax.process_count()))
-        # `strict=False` lets Orbax cut tables or pad them with zeros, within the limits of `check_shapes`.
+        # `strict=False` lets Orbax truncate embeddings or pad them with zeros, within the limits of `check_shapes`.
         items = {"state": ocp.args.StandardRestore(target, strict=False)}
         if carry_bytes := sum(entry["bytes"] for entry in meta["carry"].values()):
             items["carry"] = ocp.args.StandardRestore({"bytes": np.empty(carry_bytes, np.uint8)})
@@ -269,7 +269,7 @@ class Checkpointer:
         """Returns the result of `restore` for the last intact checkpoint, or None if there are no checkpoints.
 
         Args:
-            restore: reads the checkpoint of a step, with `Checkpointer.restore`.
+            restore: restores the checkpoint of a given step with `Checkpointer.restore`.
             say: called with a message for each damaged checkpoint.
             aside: whether to rename damaged checkpoints to STEP.damaged, so that the run can save these steps again.
 
@@ -397,7 +397,7 @@ class Keeping(PreservationPolicy):
 def quiet_orbax() -> None:
     """Hides Orbax's log from the terminal: remarks about its defaults, and tracebacks of errors that it also raises.
 
-    After a failed save, its remaining writes also fail. The messages about these from asyncio and TensorStore are hidden, too.
+    After a failed save, its remaining writes also fail. Messages from asyncio and TensorStore about these writes are hidden, too.
     """
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(_not_from_orbax)

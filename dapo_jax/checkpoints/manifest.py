@@ -1,6 +1,6 @@
 """The files of a checkpoint, their manifest with each file's name, size and sha256, and the errors about damaged checkpoints.
 
-Orbax's format has no checksums over chunks, so it restores flipped bits without an error. Therefore every step has a manifest, which is
+Orbax's format has no checksums over chunks, so Orbax restores flipped bits without an error. Therefore every step has a manifest, which is
 compared with the files before anything is restored.
 
 Each process hashes the files that it has written, and the first process writes all digests into the manifest. In each item of a step,
@@ -62,7 +62,7 @@ class DamagedError(CheckpointError):
 def unreadable(folder: epath.Path, error: Exception) -> CheckpointError:
     """Returns the error to raise if a checkpoint cannot be read.
 
-    This is a DamagedError, after which a resume uses the previous checkpoint, unless memory, permissions or the disk caused the failure.
+    If memory, permissions or the disk caused the failure, it is a CheckpointError. For a DamagedError, a resume uses an earlier checkpoint.
     """
     where = f"checkpoint {folder} cannot be read: {str(error) or type(error).__name__}"
     number = getattr(error, "errno", None)
@@ -169,7 +169,7 @@ def write_manifest(folder: epath.Path, known: Mapping[str, SealedFile]) -> None:
 
 
 def digested(folder: epath.Path, names: Set[str] | None = None) -> dict[str, SealedFile]:
-    """Hashes the named files in `folder`, or all files if None, and returns their entries by path."""
+    """Hashes the named files in `folder`, or all files if `names` is None, and returns their manifest entries by path."""
     # Listed before reading. If an object is replaced meanwhile, its md5 then differs, so that a restore reads the object.
     there = stored_files(folder)
     digests = _digests(folder, there.keys() if names is None else names)
@@ -253,7 +253,7 @@ class Sealing:
         self._barrier = ocp.multihost.get_barrier_sync_fn()
 
     def begin(self, step: int) -> None:
-        """Must be called before orbax begins to save the step."""
+        """Must be called before Orbax begins to save the step."""
         self._step = step
 
     def options(self) -> ocp.AsyncOptions:
@@ -295,7 +295,7 @@ def pack_arrays(
 ) -> tuple[UInt8[np.ndarray, " bytes"], dict[str, dict[str, Any]]]:
     """Copies arrays into one byte array, and returns it with its layout, which can be stored as JSON.
 
-    Otherwise JAX would narrow float64 and int64, and a restore would need the shapes beforehand. The layout contains them.
+    If arrays were saved directly, JAX would narrow float64 and int64, and a restore would need to know the shapes beforehand.
 
     Raises:
         ValueError: an array contains Python objects or has named fields.
@@ -329,7 +329,7 @@ def unpack_arrays(
 
 
 def flattened(tree: PyTree) -> dict[str, jax.Array | jax.ShapeDtypeStruct]:
-    """Returns the leaves by readable path, such as `params.layers.q_proj`, in the tree's order.
+    """Returns the tree's leaves by a readable path, such as `params.layers.q_proj`, in the tree's order.
 
     Raises:
         ValueError: a leaf cannot be stored, or two leaves have the same path.
@@ -358,7 +358,7 @@ def check_shapes(
     target: Mapping[str, jax.ShapeDtypeStruct],
     rows: int | None,
 ) -> None:
-    """Compares the shapes of a checkpoint's arrays with the shapes to restore.
+    """Checks that a checkpoint's arrays have the shapes of the target's arrays.
 
     Args:
         where: the checkpoint's name for messages.

@@ -14,7 +14,7 @@ from dapo_jax.hints import nearest
 from dapo_jax.rewards.functions import load_function, loading
 
 HIGHER, LOWER = ">", "<"
-"""The environment's answers to a guess: the number is higher, or it is lower."""
+"""The environment's answers to a wrong guess: the number to guess is higher, or it is lower."""
 
 HIGHEST = 99
 """The largest possible number. Guesses have at most two digits."""
@@ -24,7 +24,7 @@ class GuessTheNumber:
     """The number to guess is the row's `answer`, from 0 to 99. A turn is a guess such as `31`, ended by an end token or a stop string."""
 
     def episode(self, row: Mapping[str, Any], seed: int) -> "GuessEpisode":
-        """Returns the episode of a response.
+        """Creates the episode for a response.
 
         Raises:
             ValueError: the answer is not a number from 0 to 99.
@@ -35,13 +35,13 @@ class GuessTheNumber:
 
 
 class GuessEpisode:
-    """The search for one number."""
+    """An episode in which the policy searches for one number."""
 
     def __init__(self, number: int) -> None:
         self._number = number
 
     async def step(self, turn: Turn) -> Step:
-        """Returns reward 1 for the correct number. A turn that is not a number also ends the episode."""
+        """Ends the episode with reward 1 for the correct number, or with reward 0 if the turn is not a number."""
         found = re.fullmatch(r"[0-9]{1,2}", turn.text)
         if found is None or turn.finish_reason == "length":
             return Step(done=True, correct=False, metrics={"guesses": turn.number + 1.0, "malformed": 1.0})
@@ -52,7 +52,7 @@ class GuessEpisode:
 
 
 ENVIRONMENTS = {"guess": GuessTheNumber}
-"""Environments of this package by name."""
+"""The environments in this package, by name."""
 
 
 def load_environment(source: str) -> Environment:

@@ -1,4 +1,4 @@
-"""Calls an environment's code, which is not trusted: applies time limits and checks the results."""
+"""Calls the code of environments. It is untrusted, so calls have a time limit and their results are checked."""
 
 import asyncio
 import inspect
@@ -21,7 +21,7 @@ _OTHERS = [
     Path(__file__).parents[1],
     *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),
 ]
-"""Folders of this package, the standard library and installed packages, whose files are not the user's code."""
+"""Folders of this package, the standard library and installed packages, which do not contain the user's code."""
 
 
 _STEP_FIELDS: tuple[tuple[str, Any, str], ...] = (
@@ -30,13 +30,13 @@ _STEP_FIELDS: tuple[tuple[str, Any, str], ...] = (
     ("done", bool | np.bool_, "True or False"),
     ("correct", bool | np.bool_ | None, "True, False or None"),
 )
-"""Names and types of a step's fields, with the type in words for messages. `Rendering` checks the field `append`."""
+"""Names and types of a step's fields, with the type in words for error messages. `Rendering` checks the field `append`."""
 
 TOO_LATE = "no answer from the environment within {:g} s"
 
 
 class LostError(Exception):
-    """The episode is lost. The message is the reason."""
+    """The episode is lost. The message contains the reason."""
 
     def __init__(self, reason: str, lost: Lost = "raised") -> None:
         super().__init__(reason)
@@ -63,7 +63,7 @@ async def called(call: Callable[..., Any], *arguments: Any, timeout_s: float) ->
 
 
 async def outcome(call: Callable[..., Any], *arguments: Any) -> tuple[Any, BaseException | None]:
-    """Calls a sync or async function, and returns its result and None, or None and the exception that it raised."""
+    """Calls a sync or async function. Returns `(result, None)`, or `(None, exception)` if it raised an exception."""
     try:
         # A sync function may block, so it runs in a thread.
         is_async = inspect.iscoroutinefunction(call)
@@ -74,7 +74,7 @@ async def outcome(call: Callable[..., Any], *arguments: Any) -> tuple[Any, BaseE
 
 
 def place_of(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """Returns the file and line of the innermost frame of the user's code, in parentheses, or an empty string without such a frame.
+    """Returns the file and line of the innermost frame of the user's code, in parentheses, or an empty string if there is none.
 
     Frames of this package, the standard library and installed packages are skipped. `frames` must start with the outermost frame.
     """
@@ -84,7 +84,7 @@ def place_of(frames: Iterable[tuple[FrameType, int]]) -> str:
 
 
 def lost_by(error: BaseException) -> LostError:
-    """Converts an exception to a LostError. Any exception is possible, because the fields of a result may raise when they are read."""
+    """Converts an exception to a LostError. Any exception is possible, because a result's fields may be properties that raise."""
     if isinstance(error, LostError):
         return error
     if isinstance(error, asyncio.CancelledError):
@@ -106,7 +106,7 @@ def checked_episode(made: Any) -> Any:
 
 
 def checked_step(step: Any) -> Step:
-    """Returns a copy of a step with checked fields, without `append` and `context`, which `Rendering` checks.
+    """Checks the fields of a step and returns a copy without `append` and `context`, which `Rendering` checks.
 
     Raises:
         LostError: a field has a wrong type or value.
@@ -129,7 +129,7 @@ def checked_scores(given: Any, *, count: int) -> list[float]:
     """Returns the rewards from `group_rewards` as a list of `count` numbers, one for each episode.
 
     Raises:
-        LostError: the number of rewards differs, or one of them is not a valid reward.
+        LostError: the number of rewards is not `count`, or a reward is not a valid number.
     """
     if not isinstance(given, Sequence | np.ndarray):
         raise LostError(f"group_rewards returned {given!r:.200}, needs a reward for each episode")

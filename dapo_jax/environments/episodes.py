@@ -1,6 +1,6 @@
-"""Runs the episodes of a run concurrently on one event loop, with limits and rewards for each episode.
+"""Runs episodes concurrently on one event loop, enforces their limits and determines their rewards.
 
-The loop runs in a thread, in parallel with sampling. Only an episode that hangs, raises or returns invalid values itself is lost.
+The loop runs in a thread, in parallel with sampling. If an episode hangs, raises or returns invalid values, only this episode is lost.
 """
 
 import asyncio
@@ -37,13 +37,13 @@ from dapo_jax.rewards.sample import Sample, copied, read_only
 _Value = TypeVar("_Value")
 
 HELD_S = 10.0
-"""Seconds for which an environment may block the event loop before a warning. Each further warning follows after twice the time."""
+"""Seconds for which an environment may block the event loop before a warning. The time doubles after each warning."""
 
 _PROMPTS, _EPISODES = 4, 32
 """Minimum numbers of prompts and episodes before a run is ended because all episodes were lost."""
 
 _CLOSINGS = 4096
-"""Number of the most recent groups for which `close` waits until their episodes are closed."""
+"""`close` waits until the episodes in this many most recent groups are closed."""
 
 _NO_ROOM = (
     "the episode begins{begins}, which leaves no room for a turn: an episode has at most sampling.max_response_tokens tokens after the prompt (or "
@@ -64,7 +64,7 @@ class _Open:
     score: float | None = None
     """The episode's reward from `group_rewards`, if the environment has this method."""
     begins: str = ""
-    """The number of tokens in the episode's beginning, in words for a message. Empty if unknown in this process."""
+    """Text for an error message with the number of tokens before the first turn. Empty if unknown in this process."""
 
     def lose(self, error: LostError) -> None:
         """Ends the episode without a reward."""
@@ -94,12 +94,12 @@ class Episodes:
         Args:
             environment: creates the episodes.
             rendering: tokenizes the values that episodes append.
-            text_of: returns the text of a turn, up to its stop string.
+            text_of: decodes a turn's tokens to text, up to the stop string.
             seed: the run's seed. An episode's seed depends on it and on the prompt's ordinal.
             max_turns: maximum number of turns per episode.
             turn_tokens: maximum number of tokens per turn. If 0, only the episode's limit applies.
-            episode_tokens: maximum number of tokens per episode. If 0, the limit of a response applies.
-            timeout_s: time limit of one call in seconds, not counting the wait for its turn.
+            episode_tokens: maximum number of tokens per episode. If 0, the limit on a response applies.
+            timeout_s: time limit of one call in seconds, not including the wait for other calls to finish.
             calls: maximum number of concurrent calls; further calls wait.
             name: the environment's name in messages.
             on_close: called after the thread has ended.
@@ -122,7 +122,7 @@ class Episodes:
         self.close()
 
     def start(self, prompt: Prompt, index: int) -> Future[Continuation | None]:
-        """Begins an episode. The future returns the tokens to put before the first turn, or None if the episode was lost."""
+        """Begins an episode. The future returns the tokens to insert before the first turn, or None if the episode was lost."""
         opened = self._open[prompt.ordinal, index] = _Open(prompt)
 
         async def begin() -> Continuation:
@@ -133,7 +133,7 @@ class Episodes:
         return self._submit(opened, begin)
 
     def reopen(self, prompt: Prompt, index: int, turns: Sequence[DrawnTurn], standing: Standing) -> None:
-        """Opens an episode from an earlier process in which the environment has answered `turns`. They are replayed before the next turn."""
+        """Opens an episode from an earlier process, whose environment has answered `turns`. These are replayed before the next turn."""
         opened = self._open[prompt.ordinal, index] = _Open(prompt, replace(standing))
         opened.unheard = [self._turn(turn, number) for number, turn in enumerate(turns)]
 
@@ -143,17 +143,17 @@ class Episodes:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Within this context, all episodes are new even if their ordinals are in use, for example during an evaluation."""
+        """Keeps episodes in this context, for example for an evaluation, separate from other episodes of prompts with the same ordinals."""
         opened, self._open = self._open, {}
         try:
             yield
         finally:
-            if self._open:  # it was interrupted
+            if self._open:  # the block was interrupted
                 self._soon(self._closed([*self._open.values()]))
             self._open = opened
 
     def step(self, prompt: Prompt, index: int, turn: DrawnTurn) -> Future[Continuation | None]:
-        """Sends a turn to the episode. The future returns the tokens to put before the next turn, or None if the episode is over or lost."""
+        """Sends a turn to the episode. The future returns the tokens to insert before the next turn, or None if the episode has ended."""
         opened = self._open[prompt.ordinal, index]
         standing = opened.standing
         given = self._turn(turn, len(standing.rewards))
@@ -172,9 +172,9 @@ class Episodes:
         return self._submit(opened, answer)
 
     def verdicts(self, samples: Sequence[Sample]) -> Future[list[Verdict]]:
-        """Returns the verdicts on the episodes of one prompt, in the order of their indices. This is a `rewards.functions.Submit`.
+        """Returns the verdicts on the episodes of one prompt, in the order of their indices. Has the type `rewards.functions.Submit`.
 
-        The future raises RewardError if every episode so far was lost, because then the environment is at fault.
+        The future raises RewardError if every episode of the run so far was lost, because the environment must be at fault.
         """
         found: Future[list[Verdict]] = Future()
         opened = [self._open.pop((sample.prompt.ordinal, index)) for index, sample in enumerate(samples)]
@@ -201,7 +201,7 @@ class Episodes:
         return found
 
     def _soon(self, closing: Coroutine[Any, Any, None]) -> Future[None]:
-        """Schedules work on the event loop that ends by closing episodes. `close` waits for this work."""
+        """Schedules a coroutine that closes episodes at its end. `close` waits for this coroutine."""
         self._closings.append(self._loop.submit(closing))
         return self._closings[-1]
 
@@ -233,7 +233,7 @@ class Episodes:
                 one.lose(lost_by(error))
 
     def close(self) -> None:
-        """Closes the episodes, waiting only a short time, and ends the thread. Calls in progress are abandoned."""
+        """Closes the open episodes and ends the thread. Waits only a few seconds; calls that are still in progress are abandoned."""
         if not self._loop.closing.is_set():
             self._soon(self._closed([*self._open.values()]))
             wait(self._closings, timeout=ENDING_S / 2)
@@ -270,7 +270,7 @@ class Episodes:
             del opened.unheard[0]
 
     async def _closed(self, opened: Sequence[_Open]) -> None:
-        """Calls the method `close` of each episode that has one. Errors in it are ignored."""
+        """Calls the `close` method of each episode that has one. Errors are ignored."""
 
         async def close(one: _Open) -> None:
             with suppress(Exception):
@@ -286,7 +286,7 @@ class Episodes:
         return Continuation(self._rendering.ids(follows, after=after))
 
     def _watch(self) -> None:
-        """Warns if an environment blocks the event loop. Time is counted in wakeups of this thread, because a process may be suspended."""
+        """Warns if an environment blocks the event loop. Counts wakeups of this thread, so that time while suspended does not count."""
         answered, held, due = threading.Event(), 0.0, HELD_S
         answered.set()
         while not self._loop.closing.wait(HELD_S / 10):
@@ -311,7 +311,7 @@ class Episodes:
                 )
 
     async def _guarded(self, opened: _Open, work: Callable[[], Coroutine[Any, Any, _Value]]) -> _Value | None:
-        """Returns the result of `work`, or None if the episode was lost before or becomes lost in it."""
+        """Returns the result of `work`, or None if the episode was lost before or is lost during `work`."""
         if opened.standing.lost:
             return None
         try:

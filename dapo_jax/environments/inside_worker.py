@@ -1,4 +1,4 @@
-"""Code inside an environment worker: many episodes share one event loop, and each sync call runs in a thread."""
+"""Runs episodes inside an environment worker: all episodes share one event loop, and each sync call runs in a thread."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from dapo_jax.workers.inside import Answer, Serve
 
 
 def load(setup: Mapping[str, Any]) -> tuple[dict[str, Any], Serve]:
-    """Loads the environment; `dapo_jax.workers.inside` describes the interface.
+    """Loads the environment in the worker. See `dapo_jax.workers.inside` for the interface.
 
     Raises:
         ValueError: the environment cannot be loaded.
@@ -28,18 +28,18 @@ def load(setup: Mapping[str, Any]) -> tuple[dict[str, Any], Serve]:
 
 
 class _Serving:
-    """The event loop and the episodes on it."""
+    """A worker's event loop, and the episodes that run on it."""
 
     def __init__(self, environment: Environment, timeout_s: float) -> None:
         self._environment: Any = environment
         self._called = partial(called, timeout_s=timeout_s)
         self._episodes: dict[int, Any] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        """Calls in progress."""
+        """Tasks of the calls in progress."""
         self._loop = new_loop()
 
     def serve(self, calls: Iterable[dict[str, Any]], answer: Answer) -> None:
-        """Answers calls until there are no more, then ends the process."""
+        """Answers calls until `calls` is exhausted, then ends the process."""
 
         def read() -> None:
             try:

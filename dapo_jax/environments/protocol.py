@@ -23,7 +23,7 @@ special token is tokenized as plain text."""
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One turn of the policy, which an episode receives."""
+    """One turn of the policy, as an episode receives it."""
 
     tokens: Int[np.ndarray, " turn"]
     """The sampled token ids, including the end token if there is one."""
@@ -41,11 +41,11 @@ class Turn:
 class Context:
     """A new context that replaces everything before it, for example an agent's summary, or earlier turns as a chat template rewrites them.
 
-    The turns that follow are trained on with this context, in a separate row.
+    In training, the turns that follow form a separate row, which begins with this context.
     """
 
     contents: Appended
-    """A text, messages or token ids. Messages are rendered with the generation prompt of the assistant's next answer."""
+    """A text, messages or token ids. Messages are rendered with a generation prompt for the assistant's next answer."""
     tools: Sequence[Mapping[str, Any]] = ()
     """JSON schemas of the tools, which are passed to the chat template."""
 
@@ -63,19 +63,19 @@ class Step:
     context: Context | None = None
     """A new context for the next turn, used instead of `append`."""
     correct: bool | None = None
-    """Whether the episode is correct so far. None keeps the previous value. If it is never set, a reward above 0 counts as correct."""
+    """Whether the episode is correct so far. None keeps the previous value. If no step sets it, a reward above 0 counts as correct."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers that are logged as `reward/parts/NAME`. A later turn's number replaces the number of an earlier turn."""
+    """Numbers that are logged as `reward/parts/NAME`. A number from a later turn replaces one with the same name."""
 
 
 @runtime_checkable
 class Episode(Protocol):
-    """The conversation of one response with its environment."""
+    """The conversation between the policy and its environment in one response."""
 
     async def step(self, turn: Turn) -> Step:
         """Returns the answer to a turn. A method without `async def` runs in a separate thread.
 
-        If it raises or takes longer than `environment.timeout_s`, only this episode is lost.
+        If the method raises or takes longer than `environment.timeout_s`, only this episode is lost.
         """
         ...
 
@@ -85,9 +85,9 @@ class Environment(Protocol):
     """Creates episodes. `environment.source` names a class or function that is called without arguments and returns an environment."""
 
     def episode(self, row: Mapping[str, Any], seed: int) -> Episode | Awaitable[Episode]:
-        """Returns an episode for a data row. `seed` is identical for all responses of a group, so they get the same task.
+        """Creates an episode for a data row. `seed` is identical for all responses of a group, so they get the same task.
 
         An episode may also have a method `async start() -> Appended | Context`. It returns a value to append to the prompt, or a context
-        that replaces the prompt. If there is a method `close()`, it is called after the episode has its reward, even if it was lost.
+        that replaces the prompt. If there is a method `close()`, it is called after the episode's reward is set, even if the episode was lost.
         """
         ...

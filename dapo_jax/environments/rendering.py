@@ -1,8 +1,8 @@
-"""Converts appended values to token ids. Sampled tokens are never rendered or tokenized again.
+"""Converts the values that episodes append to token ids. Sampled tokens are never rendered or tokenized again.
 
 For messages, only the text that the chat template renders after an assistant's answer is used. So a template that rewrites earlier
-turns, for example by removing their thinking as Qwen3's does, does not change their tokens. Only text that the template itself writes
-can become special tokens. Text in messages never does, at any depth.
+turns, for example by removing their thinking as Qwen3's does, does not change the tokens of these turns. Only text that the
+template itself writes can become special tokens. Text inside messages never does, even in nested fields.
 """
 
 import re
@@ -37,7 +37,7 @@ class Rendering:
     """The current date for templates that print it."""
 
     def ids(self, appended: object, *, after: Int[np.ndarray, " turn"] | None) -> Int[np.ndarray, " new"]:
-        """Returns the token ids of an appended value (`protocol.Appended`). It follows the turn `after`, or if None, the prompt.
+        """Returns the token ids of an appended value (`protocol.Appended`). The value follows the turn `after`, or the prompt if None.
 
         Raises:
             LostError: the value cannot be appended, has ids outside the vocabulary, or needs a chat template that the model lacks.
@@ -80,7 +80,7 @@ class Rendering:
             raise LostError(f"a text was appended that cannot be tokenized: {error}") from error
 
     def context_ids(self, context: Context) -> Int[np.ndarray, " context"]:
-        """Returns the token ids of a new context. A text is encoded like a prompt, and messages with the generation prompt at the end.
+        """Returns the token ids of a new context. A text is encoded like a prompt. Messages end with the generation prompt.
 
         Raises:
             LostError: the value cannot be used as a context, or is empty.
@@ -123,13 +123,13 @@ class Rendering:
                 f"chat template {template.name} leaves out the assistant's answer, so nothing can be appended to it"
             )
         if after is None:
-            # A prompt ends with the generation prompt of an answer.
+            # The prompt already ends with the generation prompt for an answer.
             raise LostError(
                 "messages cannot follow a prompt, which ends with the beginning of an answer: return a Context, append a text or token ids, or "
                 "add the messages to the row's prompt"
             )
         ids = guard.ids(new)
-        # The turn may contain its end token already.
+        # The turn may already contain the end token that the template adds.
         ended = len(after) > 0 and len(ids) > 0 and int(after[-1]) in self.tokenizer.stop_ids
         return ids[1:] if ended and int(ids[0]) == int(after[-1]) else ids
 

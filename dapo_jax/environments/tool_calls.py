@@ -38,7 +38,7 @@ class BrokenCall:
 
 
 def tool_calls(text: str) -> list[ToolCall | BrokenCall]:
-    """Returns the calls in a turn's text in order, or an empty list if the turn is an answer. Calls before `</think>` are ignored.
+    """Returns the calls in a turn's text in order, or an empty list if the turn is a final answer. Calls before `</think>` are ignored.
 
     >>> tool_calls('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     [ToolCall(name='add', arguments={'a': 1})]
@@ -71,7 +71,7 @@ def _tagged(text: str) -> list[ToolCall | BrokenCall]:
     place = text.find(_BEGIN)
     while place >= 0 and len(found) <= MOST_CALLS:
         begin = place + len(_BEGIN)
-        # The arguments may contain these tags as text, so the end is searched after the JSON value.
+        # The arguments may contain these tags as text, so the end tag is searched after the JSON value.
         end = text.find(_END, _after_json(text, begin))
         found.append(BrokenCall(f"it has no {_END}") if end < 0 else _read(text[begin:end], "arguments"))
         place = text.find(_BEGIN, begin if end < 0 else end + len(_END))
@@ -81,7 +81,7 @@ def _tagged(text: str) -> list[ToolCall | BrokenCall]:
 def _bare(text: str) -> list[ToolCall | BrokenCall]:
     meant = text.startswith(_TAG)
     text = text.removeprefix(_TAG).strip()
-    # Any other JSON object is an answer.
+    # Any other JSON object is a final answer.
     if not meant and not (text.startswith("{") and '"name"' in text and '"parameters"' in text):
         return []
     found: list[ToolCall | BrokenCall] = []

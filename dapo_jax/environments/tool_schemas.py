@@ -1,6 +1,6 @@
-"""Creates the JSON schema of a Python function for a chat template, and validates calls against it.
+"""Creates JSON schemas of Python functions for chat templates, and validates calls against the schemas.
 
-The schema has the format of tools in the OpenAI API and transformers. Types come from annotations, and descriptions from the docstring.
+The schemas have the format that the OpenAI API and transformers use for tools. Types come from annotations, and descriptions from the docstring.
 """
 
 import inspect
@@ -107,7 +107,7 @@ def _misfit(value: Any, schema: Mapping[str, Any], where: str) -> str:
 
 
 def _schema(hint: Any, where: str) -> dict[str, Any]:
-    """Returns the schema of an annotation in the format of transformers."""
+    """Returns the schema of an annotation in the format that transformers uses."""
     if hint is Any:
         return {}
     if hint in _TYPES:

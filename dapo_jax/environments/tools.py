@@ -42,7 +42,7 @@ class Tools:
         Args:
             functions: the tools. A function without `async def` runs in a separate thread.
             most_characters: maximum length of a call's result.
-            timeout_s: time limit of a call in seconds. All calls of a turn share `environment.timeout_s`; beyond it the episode is lost.
+            timeout_s: time limit of a call in seconds. If all calls of a turn take over `environment.timeout_s`, the episode is lost.
 
         Raises:
             ValueError: a function cannot be a tool, or two functions have the same name.
@@ -139,14 +139,14 @@ class ToolEpisode:
 
 
 class ToolEnvironment:
-    """An environment whose episodes let the policy call functions, and grade its final answer."""
+    """An environment in which the policy can call functions and its final answer is graded."""
 
     def __init__(self, functions: Sequence[Callable[..., Any]], grade: Grade, **limits: Any) -> None:
         """Creates the functions' schemas. See `Tools` for the possible `limits` and the exceptions."""
         self._tools, self._grade = Tools(functions, **limits), grade
 
     def episode(self, row: Mapping[str, Any], seed: int) -> ToolEpisode:
-        """Returns the episode of a response."""
+        """Creates the episode for a response."""
         return ToolEpisode(self._tools, row, self._grade)
 
 

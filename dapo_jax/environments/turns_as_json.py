@@ -1,6 +1,6 @@
 """Converts turns and steps to JSON and back, for messages to and from environment workers.
 
-Appended values are transferred unchecked, so that `Rendering` reports the same errors in them with and without workers.
+Appended values are sent unchecked, so that `Rendering` reports the same errors in them with and without workers.
 """
 
 from collections.abc import Mapping
@@ -13,13 +13,13 @@ from dapo_jax.environments.protocol import Context, Step, Turn
 from dapo_jax.rewards.sample import plain, read_only
 
 MOST_BYTES = 1 << 24
-"""Maximum length of an answer. The longest text that can be appended always fits, even if all its characters are escaped."""
+"""Maximum size of a worker's answer in bytes. The longest text that can be appended always fits, even if all its characters are escaped."""
 
 _FIELDS = ("reward", "done", "correct", "metrics")
 
 
 def turn_as_json(turn: Turn) -> dict[str, Any]:
-    """Returns a turn as JSON."""
+    """Returns a turn as a JSON-serializable dict."""
     return {**vars(turn), "tokens": turn.tokens.tolist(), "logprobs": turn.logprobs.tolist()}
 
 
@@ -31,10 +31,10 @@ def turn_of(found: Mapping[str, Any]) -> Turn:
 
 
 def step_as_json(step: Any) -> dict[str, Any]:
-    """Returns a step as JSON, without the appended value if the episode is over.
+    """Returns a step as a JSON-serializable dict, without the appended value if the episode is over.
 
     Raises:
-        LostError: this is not a valid step, or it appends a value that JSON cannot represent.
+        LostError: `step` is not a valid step, or it appends a value that JSON cannot represent.
     """
     checked = checked_step(step)
     follows = {} if checked.done else appended_as_json(step.append if step.context is None else step.context)
@@ -50,7 +50,7 @@ def step_of(found: Mapping[str, Any]) -> Step:
 
 
 def appended_as_json(given: Any) -> dict[str, Any]:
-    """Returns the beginning of an episode, or the value appended after a turn, as JSON.
+    """Returns the beginning of an episode, or the value appended after a turn, as a JSON-serializable dict.
 
     Raises:
         LostError: JSON cannot represent the value.

@@ -1,4 +1,4 @@
-"""Runs an environment in worker processes. If it blocks, exhausts memory or ends its process, only the episode at fault is lost.
+"""Runs an environment in worker processes. If an episode blocks, exhausts memory or ends its process, only this episode is lost.
 
 A worker runs many episodes concurrently, and the episodes of a prompt share a worker. A call that exceeds the time limit is abandoned
 inside the worker (`dapo_jax.environments.inside_worker`). A worker that blocks or dies is replaced. The new worker recreates an episode
@@ -21,14 +21,14 @@ from dapo_jax.rewards.sample import plain_row
 from dapo_jax.workers import EndedError, Worker
 
 BLOCKED_S = 2.0
-"""Seconds after the time limit of a call. If the worker has not answered by then, it is considered blocked."""
+"""A worker that has not answered this many seconds after a call's time limit is considered blocked."""
 
 
 class WorkerEnvironment:
     """The environment that `environment.source` names, with its episodes in worker processes. A worker starts when it is first needed."""
 
     def __init__(self, source: str, *, workers: int, timeout_s: float, memory_mb: int) -> None:
-        """Loads the environment in one worker to check that this works, and ends that worker.
+        """Checks that the environment can be loaded, using a temporary worker.
 
         Args:
             source: see `load_environment`.
@@ -57,7 +57,7 @@ class WorkerEnvironment:
         self._numbers = itertools.count()
 
     async def episode(self, row: Mapping[str, Any], seed: int) -> "WorkerEpisode":
-        """Returns an episode. It runs in the same worker as other episodes of its prompt, or else in the worker with the fewest prompts.
+        """Creates an episode in the worker that runs the prompt's other episodes, or else in the worker with the fewest prompts.
 
         Raises:
             TypeError: the row contains a value that JSON cannot represent.
@@ -102,7 +102,7 @@ class WorkerEpisode:
         """Number of calls that `_worker` has answered."""
 
     async def start(self) -> Any:
-        """Returns the beginning of the episode, before the first turn."""
+        """Returns the text, messages or context with which the episode begins."""
         self._calls.append({"do": "start"})
         return appended_of(await self.seat.answer(self.replay))
 
@@ -146,7 +146,7 @@ class _Seat:
         self._alone = asyncio.Lock()
 
     async def answer(self, use: Callable[[Worker], Awaitable[Any]]) -> Any:
-        """Returns the result of `use(worker)`. If the worker ends meanwhile, retries on a new worker while no other call is in progress.
+        """Returns the result of `use(worker)`. If the worker ends during the call, retries alone on a new worker.
 
         Raises:
             LostError: the environment raised or took too long, or the second worker also ended.

@@ -1,4 +1,4 @@
-"""Ends a run that makes no progress, with a report of what every thread and process is doing.
+"""Ends a run that makes no progress, and reports the activity of every thread and process.
 
 All parts of a run report progress (`Watch.note`), for example after a prompt, a sampling round, a group or an update. A thread compares the
 time since the last report with the limit. A process that waits for other processes has not stalled if one of them makes progress.
@@ -22,7 +22,7 @@ FRAMES = 8
 
 _POLL_S = 1.0
 _BACK_UP_S = 60.0
-"""Seconds beyond the limit after which a process in which no thread can run is ended."""
+"""If no Python thread can run, the process is ended this many seconds after the limit."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ STOPPED = 75
 """Exit status of a stopped run that can be resumed (EX_TEMPFAIL in sysexits.h). Launch scripts resume such a run."""
 
 GRACE_S = 25.0
-"""Seconds that a run may take to stop. Kubernetes and Cloud TPU kill 30 s after their signal."""
+"""Seconds that a run may take to stop. Kubernetes and Cloud TPU kill a process 30 s after their signal."""
 
 REPEATED_S = 0.5
 """Seconds within which a repeated signal is ignored instead of counted as a second request."""
@@ -55,7 +55,7 @@ def first_reason(reasons: Mapping[int, str], process: int) -> str:
 
 
 class Stop:
-    """A request to stop a run, and whether the run may currently be interrupted."""
+    """Stores whether a stop was requested, and whether the run may be interrupted now."""
 
     def __init__(self, wake: Callable[[], None] | None = None) -> None:
         """`wake` makes the main thread call `note`. Other threads call it."""
@@ -91,7 +91,7 @@ class Stop:
             raise StoppedError(self.reason)
 
     def note(self, reason: str) -> None:
-        """Calls `ask`, and then `check` unless the run is in `held`. For a signal handler in the main thread."""
+        """Calls `ask`, and then `check` unless the run is inside `held`. For a signal handler in the main thread."""
         self.ask(reason)
         if not self._held:
             self.check()

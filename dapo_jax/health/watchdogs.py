@@ -1,4 +1,4 @@
-"""Warnings about runs that continue without learning. They are pure functions of the metrics of the steps.
+"""Warnings about runs that continue without learning. They are pure functions of the step metrics.
 
 Several conditions may hold at the same time, because one can cause another. For example, a policy without entropy leads to flat groups, and
 flat groups lead to a constant reward. In this case only the first warning in the order of `NAMES` is raised.
@@ -85,7 +85,7 @@ def warnings(seen: Seen, *, metric: str) -> dict[str, str]:
     * `length_collapse`: responses are shorter than `MIN_LENGTH_FRAC` of their first length.
     * `entropy_collapse`: the entropy is below `MIN_ENTROPY` and below a tenth of its first value, and accuracy is below 0.9.
     * `truncation`: more than `MAX_TRUNCATED_FRAC` of the responses are truncated, and 0.25 more than at first.
-    * `flat_groups`: over half of `WINDOW`, less than `MIN_MIXED_FRAC` of the groups had both correct and wrong responses (if `metric` is
+    * `flat_groups`: over the last `WINDOW // 2` steps, less than `MIN_MIXED_FRAC` of the groups had both correct and wrong responses (if `metric` is
       score, different scores).
     * `reward_stuck`: after `WINDOW` steps at the full learning rate, the mean reward of the second half does not exceed the mean reward of
       the run's first steps by twice the noise, and accuracy is below 0.9.

@@ -1,4 +1,4 @@
-"""OpenEnv environments, which are servers: `openenv:URL`, or `openenv:PLACE:function` for a client that a function creates.
+"""OpenEnv environments, which run on servers: `openenv:URL`, or `openenv:PLACE:function` with a function that creates a client.
 
 In OpenEnv 0.10, a client has a WebSocket session with `reset` and `step`, and actions and observations are objects. If the only required
 field of the server's action schema is a string, the turn's text becomes that field. Otherwise the turn must be the action as JSON. Each
@@ -19,7 +19,7 @@ from dapo_jax.text.plain_json import read_numbers
 
 
 class OpenEnvironment:
-    """Creates a session for each response."""
+    """Creates a client session for each response."""
 
     def __init__(self, place: str) -> None:
         """Stores the URL, or loads the function.
@@ -37,27 +37,27 @@ class OpenEnvironment:
         self._client: Callable[[], Any] = make
 
     async def episode(self, row: Mapping[str, Any], seed: int) -> "OpenEpisode":
-        """Returns the episode of a response. The first call fetches the server's action schema."""
+        """Creates the episode for a response. The first call fetches the server's action schema."""
         if self._field is None:
             self._field = await _text_field(self._url)
         return OpenEpisode(self._client(), self._field, row, seed)
 
 
 class OpenEpisode:
-    """Adapts a session to the interface of an episode."""
+    """Adapts a client session to the `Episode` interface."""
 
     def __init__(self, client: Any, field: str, row: Mapping[str, Any], seed: int) -> None:
         self._client, self._field, self._row, self._seed = client, field, row, seed
         self._errors = 0
 
     async def start(self) -> Context:
-        """Returns the row's conversation, with the first observation added."""
+        """Returns the row's conversation, with the first observation added to the last message."""
         await self._client.connect()
         first = await self._client.reset(seed=self._seed)
         return Context(conversation(self._row, f"\n\n{_text_of(first.observation)}"))
 
     async def step(self, turn: Turn) -> Step:
-        """Returns the answer to a turn. An invalid action is returned to the policy as an error and counted as `action_errors`."""
+        """Returns the answer to a turn. For an invalid action, the policy receives an error message, and `action_errors` is incremented."""
         try:
             action = {self._field: turn.text} if self._field else read_numbers(turn.text)
             if not isinstance(action, dict):
@@ -78,7 +78,7 @@ class OpenEpisode:
 
 
 async def _text_field(url: str) -> str:
-    """Returns the name of an action's only required field if it is a string. Otherwise returns an empty string."""
+    """Returns the name of the only required field of an action if its type is string, or else an empty string."""
     async with importlib.import_module("httpx").AsyncClient() as http:
         action = (await http.get(f"{url.rstrip('/')}/schema")).raise_for_status().json()["action"]
     required = action.get("required", [])

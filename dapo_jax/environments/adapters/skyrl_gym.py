@@ -1,7 +1,7 @@
 """SkyRL-Gym environments: `skyrl_gym:ID` for a registered environment, or `skyrl_gym:PLACE:Class` for your own.
 
 In SkyRL-Gym 0.4.0, the class is instantiated with `env_config` and with the row's fields as `extras`. `init(messages)` returns the first
-messages. `step(text)` returns observations, which are messages, the turn's reward, and whether the episode is over. `get_metrics()` and
+messages. `step(text)` returns observations (as messages), the turn's reward, and whether the episode is over. `get_metrics()` and
 `close()` are called at the end.
 """
 
@@ -17,10 +17,10 @@ from dapo_jax.rewards.functions import load_function
 
 
 class SkyRLEnvironment:
-    """Creates an instance for each response."""
+    """Creates an instance of the class for each response."""
 
     def __init__(self, name: str) -> None:
-        """Finds the environment with an id, or loads `PLACE:Class`.
+        """Looks up a registered environment by its id, or loads `PLACE:Class`.
 
         Raises:
             ValueError: the package is missing, no environment has this id, or the class cannot be loaded.
@@ -28,7 +28,7 @@ class SkyRLEnvironment:
         self._make: Callable[..., Any] = load_function(name) if ":" in name else _registered(name)
 
     def episode(self, row: Mapping[str, Any], seed: int) -> "SkyRLEpisode":
-        """Returns the episode of a response. If the row has no `reward_spec`, its `answer` is the ground truth."""
+        """Creates the episode for a response. If the row has no `reward_spec`, its `answer` is the ground truth."""
         spec = {"method": "rule", "ground_truth": row.get("answer")}
         extras = {"reward_spec": spec, **{name: value for name, value in row.items() if name != "prompt"}}
         omegaconf = importlib.import_module("omegaconf")  # a dependency of skyrl-gym
@@ -37,7 +37,7 @@ class SkyRLEnvironment:
 
 
 class SkyRLEpisode:
-    """Adapts an instance to the interface of an episode. Its methods may block, so they run in threads."""
+    """Adapts an instance to the `Episode` interface. The instance's methods may block, so they run in threads."""
 
     def __init__(self, instance: Any, row: Mapping[str, Any]) -> None:
         self._instance, self._row = instance, row
@@ -52,7 +52,7 @@ class SkyRLEpisode:
         """Returns the answer to a turn.
 
         Raises:
-            ValueError: there is no observation, or the environment rewrites the turn.
+            ValueError: the environment rewrites the turn, or returns no observation although the episode continues.
         """
         given = await asyncio.to_thread(self._instance.step, turn.text)
         if given.get("postprocessed_action") not in (None, turn.text):

@@ -1,8 +1,8 @@
 """Tinker-cookbook environments: `tinker:PLACE:Builder` names a function or class that creates an `EnvGroupBuilder` from a row.
 
-In tinker-cookbook 0.6.1, actions are token ids and observations have `to_ints()`. So nothing is rendered here, and neither tinker nor
-torch is imported. If an observation begins with the context and the turn, the rest is appended; otherwise it is a new context. The
-environment's stop conditions are ignored: a turn ends at the model's end tokens or at `sampling.stop`.
+In tinker-cookbook 0.6.1, actions are token ids, and `to_ints()` returns the token ids of an observation. So no chat template is used, and
+neither tinker nor torch is imported. If an observation begins with the previous context and the turn, only the rest is appended.
+Otherwise, it becomes a new context. The environment's stop conditions are ignored: a turn ends at an end token or at `sampling.stop`.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from dapo_jax.rewards.functions import load_function
 
 
 class TinkerEnvironment:
-    """Creates the environments for a prompt's responses with the prompt's builder."""
+    """Creates a builder for each prompt. The builder creates the environments for the prompt's responses."""
 
     def __init__(self, place: str) -> None:
         """Loads `PLACE:Builder`.
@@ -28,7 +28,7 @@ class TinkerEnvironment:
         self._groups: WeakValueDictionary[int, _BuilderEpisodes] = WeakValueDictionary()
 
     async def episode(self, row: Mapping[str, Any], seed: int) -> "TinkerEpisode":
-        """Returns the episode of a response. Responses of a prompt have the same seed and share a builder."""
+        """Creates the episode for a response. Responses to a prompt have the same seed and share a builder."""
         group = self._groups.get(seed)
         if group is None:
             group = self._groups[seed] = _BuilderEpisodes(self._make(row))
@@ -38,7 +38,7 @@ class TinkerEnvironment:
             return TinkerEpisode(group.free.pop(0), group)
 
     async def group_rewards(self, episodes: Sequence["TinkerEpisode"]) -> list[float]:
-        """Returns the rewards of the episodes: the sum of an episode's turn rewards plus the builder's group reward."""
+        """Returns each episode's reward: the sum of its turn rewards plus its group reward from the builder."""
         played = [SimpleNamespace(transitions=each.turns, final_ob=each.last) for each in episodes]
         envs = [each.env for each in episodes]
         given = await episodes[0].group.builder.compute_group_rewards(played, envs) if episodes else []
@@ -49,7 +49,7 @@ class TinkerEnvironment:
 
 
 class _BuilderEpisodes:
-    """A prompt's builder, with the environments that it has created and that are not used yet."""
+    """A prompt's builder, and the environments that it has created but no episode uses yet."""
 
     def __init__(self, builder: Any) -> None:
         self.builder, self.making, self.held = builder, asyncio.Lock(), 0
@@ -57,7 +57,7 @@ class _BuilderEpisodes:
 
 
 class TinkerEpisode:
-    """Adapts an `Env` to the interface of an episode."""
+    """Adapts an `Env` to the `Episode` interface."""
 
     def __init__(self, env: Any, group: _BuilderEpisodes) -> None:
         self.env, self.group, self.last = env, group, None
@@ -65,7 +65,7 @@ class TinkerEpisode:
         self._context: list[int] = []
 
     async def start(self) -> Context:
-        """Returns the first observation, which replaces the row's prompt. Raises ValueError if the environment returns none."""
+        """Returns the first observation, which replaces the row's prompt. Raises ValueError if there is no observation."""
         given = await self.env.initial_observation()
         if not isinstance(given, tuple):
             raise ValueError(f"the environment returned no first observation: {given!r:.300}")
@@ -73,7 +73,7 @@ class TinkerEpisode:
         return Context(self._context)
 
     async def step(self, turn: Turn) -> Step:
-        """Returns the answer to a turn. The metric `correct`, if present, sets whether the episode is correct."""
+        """Returns the answer to a turn. The metric `correct`, if present, decides whether the episode is correct."""
         tokens = turn.tokens.tolist()
         given = await self.env.step(tokens, extra={"stop_reason": turn.finish_reason})
         action = SimpleNamespace(tokens=tokens, maybe_logprobs=turn.logprobs.tolist())
@@ -93,7 +93,7 @@ class TinkerEpisode:
         )
 
     async def close(self) -> None:
-        """Calls the builder's `cleanup` when the last episode is closed."""
+        """Calls the builder's `cleanup` after closing the prompt's last episode."""
         self.group.held -= 1
         if self.group.held == 0 and hasattr(self.group.builder, "cleanup"):
             await self.group.builder.cleanup()

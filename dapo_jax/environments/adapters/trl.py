@@ -2,7 +2,7 @@
 
 In TRL 1.16, the class is instantiated without arguments. `reset(**row)` returns None, or a text to add to the last message. The method
 `get_reward()` returns a reward, and all other public methods are tools. A reward function receives the instances as `environments`. The
-reward is the sum of both.
+episode's reward is the sum of the two.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from dapo_jax.rewards.functions import load_function
 
 
 class TrlEnvironment:
-    """Creates an instance for each response."""
+    """Creates an instance of the class for each response."""
 
     def __init__(self, place: str) -> None:
         """Loads `PLACE:Class` or `PLACE:Class+function`.
@@ -35,11 +35,11 @@ class TrlEnvironment:
             raise ValueError(f"trl:{place}: there is no reward: {remedy}")
 
     def episode(self, row: Mapping[str, Any], seed: int) -> "TrlEpisode":
-        """Returns the episode of a response."""
+        """Creates the episode for a response."""
         return TrlEpisode(self._class(), row)
 
     async def group_rewards(self, episodes: Sequence["TrlEpisode"]) -> list[float]:
-        """Returns the rewards of the episodes: the instance's own reward plus the function's reward. Truncated episodes are included."""
+        """Returns each episode's reward: the sum of the results of `get_reward` and of the function. Truncated episodes are included."""
         owners = [getattr(each.instance, "get_reward", None) for each in episodes]
         totals = [0.0 if own is None else float(await _result(own())) for own in owners]
         if self._function is None or not episodes:
@@ -57,7 +57,7 @@ class TrlEnvironment:
 
 
 class TrlEpisode(ToolEpisode):
-    """An episode whose tools are the methods of an instance."""
+    """An episode whose tools are the public methods of an instance."""
 
     def __init__(self, instance: Any, row: Mapping[str, Any]) -> None:
         methods = [name for name, _ in inspect.getmembers(type(instance), inspect.isfunction)]
@@ -69,7 +69,7 @@ class TrlEpisode(ToolEpisode):
         self.tokens: list[int] = []
 
     async def start(self) -> Context:
-        """Returns the row's conversation, with the text from `reset` added."""
+        """Returns the row's conversation, with the text from `reset` added to the last message."""
         observed = await _result(self.instance.reset(**self.row))
         if not (observed is None or isinstance(observed, str)):
             raise ValueError(f"reset returned {observed!r:.200}; it must return a text or None")
@@ -77,7 +77,7 @@ class TrlEpisode(ToolEpisode):
         return Context(self.asked, tools=self.tools.schemas)
 
     async def step(self, turn: Turn) -> Step:
-        """Returns the results of the turn's calls, or ends the episode. `group_rewards` returns the reward later."""
+        """Returns the results of the turn's tool calls. Without calls, ends the episode, whose reward later comes from `group_rewards`."""
         calls = [vars(call) for call in tool_calls(turn.text) if isinstance(call, ToolCall)]
         named = {"tool_calls": [{"type": "function", "function": call} for call in calls]} if calls else {}
         self.answers.append({"role": "assistant", "content": turn.text, **named})
