@@ -150,7 +150,7 @@ def _walk(
 def _loop(computations: Computations, where: str, loop: Instruction) -> tuple[str, int | None]:
     """Returns the name of a loop's body and the loop's trip count; a count that the text does not contain is returned as None.
 
-    In TPU programs, the trip count follows from the loop condition, which compares a counter with a constant. The counter increases by 1 per
+    In TPU programs, the count follows from the loop condition, which compares a counter with a constant. The counter increases by 1 per
     trip, and starts at 0 or at a constant in the loop's operand.
     """
     named = dict(re.findall(r"\b(condition|body)=%?([\w.\-]+)", loop.rest))

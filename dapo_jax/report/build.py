@@ -24,7 +24,7 @@ from dapo_jax.report.tables import AXES, Column, Table, comparable, configuratio
 from dapo_jax.storage import AnyPath, path_of, write_whole
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#b58900", "#56b4e9", "#882255", "#555555")
-"""The page's colours, from the palettes of Okabe and Ito and of Tol, which colour-blind readers can distinguish."""
+"""The colours of runs, as on the page. They are from palettes (Okabe and Ito, Tol) that colour-blind readers can distinguish."""
 MAX_RUNS = len(COLOURS)
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (7, 2, 1.5, 2)))
 _SHARE_COLOURS = ("#009e73", "#56b4e9", "#d55e00")
@@ -82,7 +82,7 @@ def report(*runs: str | PathLike[str], rollout_steps: int | None = None) -> Repo
 
     Args:
         runs: folders of finished or active runs, local or in a bucket.
-        rollout_steps: maximum number of logged steps and of evaluations whose texts are included, evenly spaced; None: all.
+        rollout_steps: maximum number of logged steps, and of evaluations, whose texts are included. They are evenly spaced. None: all.
 
     Raises:
         ConfigError: a run does not exist, has no metrics yet or is damaged, or there are too many runs.
@@ -117,7 +117,7 @@ def check_count(runs: int) -> None:
 def page_data(
     found: Sequence[tuple[RunFiles, Laid, Laid]],
 ) -> tuple[dict[str, Any], Sequence[Table], Sequence[Panel]]:
-    """Returns the data that the page loads at the start, its tables, and its panels. `found` has (run, rollouts, evaluations)."""
+    """Returns the page's initial data, its tables and its panels. `found` has one (run, rollouts, evaluations) tuple per run."""
     tables = comparable([table_of(run) for run, _, _ in found])
     panels, zero = panels_of(tables)
     described = [
@@ -140,7 +140,7 @@ def page_data(
         "version": dapo_jax.__version__,
         "axes": AXES,
         "panels": [asdict(panel) for panel in panels],
-        "zero": zero,  # titles of panels that are omitted because their values are 0
+        "zero": zero,  # titles of panels that are omitted because all their values are 0
         "runs": described,
         "configuration": configurations([run for run, _, _ in found]),
     }
@@ -155,7 +155,7 @@ def title_of(names: Sequence[str]) -> str:
 def _figures(
     panels: Sequence[Panel], names: Sequence[str], tables: Sequence[Table]
 ) -> Iterator[tuple[str, bytes]]:
-    """Yields (name, PNG) for the sheet `overview` with all panels, then for each panel. Needs matplotlib."""
+    """Yields (name, PNG) pairs: the sheet `overview` with all panels except `OTHER`, then each panel. Needs matplotlib."""
     try:
         made = importlib.import_module("matplotlib.figure").Figure
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Functions that the layouts of rollouts and evaluations share: compressed chunks, checked reading, and short forms of prompts."""
+"""Functions shared by the layouts of rollouts and evaluations: compression, reading with clear errors, and short forms of prompts."""
 
 import gzip
 import hashlib
@@ -15,9 +15,9 @@ from dapo_jax.config import ConfigError
 from dapo_jax.storage import AnyPath
 
 _HEAD = 96
-"""Maximum number of characters of a prompt in a list."""
+"""Maximum number of characters shown of a prompt in a list."""
 _FRAME = 16
-"""If all prompts in a list begin or end with the same text of at least this many characters, this text is omitted."""
+"""Text that all prompts in a list begin or end with is omitted if it has at least this many characters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Laid:
     """The rollouts of one run, or its evaluations, in the form that the page loads."""
 
     about: Mapping[str, Any]
-    """A description as JSON values."""
+    """A description of the contents, as JSON values."""
     index: bytes
     """Compressed numbers that the page loads at the start."""
     chunks: Sequence[bytes]
@@ -52,12 +52,12 @@ def read_checked(file: AnyPath, read: Callable[[AnyPath], list[dict[str, Any]]])
 
 
 def question_key(prompt: str, answer: str) -> str:
-    """Returns sixteen characters that identify a prompt with its answer; pages compare these instead of whole texts.
+    """Returns a key of 16 characters for a prompt and its answer. The page compares these keys instead of whole texts.
 
     >>> question_key("1+1=", "2") == question_key("1+1=", "2"), question_key("1+1=", "2") == question_key("1+1=2", "")
     (True, False)
     """
-    # A text may contain half a surrogate pair. The length shows where the prompt ends and the answer begins.
+    # The length separates prompt and answer. Either of them may contain half a surrogate pair.
     text = f"{len(prompt)} {prompt}{answer}".encode("utf-8", errors="surrogatepass")
     return hashlib.blake2b(text, digest_size=8).hexdigest()
 
@@ -66,13 +66,13 @@ def spaced(files: Sequence[AnyPath], count: int | None) -> Iterator[AnyPath]:
     """Returns at most `count` of the files, evenly spaced, including the first and the last; None: all."""
     if count is None or count >= len(files):
         return iter(files)
-    # Counts from the end, so that a single file is the last.
+    # Starts from the end, so that the last file is returned if `count` is 1.
     places = np.linspace(len(files) - 1, 0, count).round().astype(int)[::-1]
     return (files[place] for place in places)
 
 
 def heads(prompts: Sequence[str]) -> list[str]:
-    """Returns one distinctive line for each prompt, without the beginning and end that all prompts share.
+    """Returns one short line for each prompt, without the beginning and the end that all prompts have in common.
 
     >>> heads(["Solve this task, please: 1+1", "Solve this task, please: 2+3"])
     ['1+1', '2+3']
@@ -88,8 +88,8 @@ def heads(prompts: Sequence[str]) -> list[str]:
 
 
 def _common(texts: Sequence[str]) -> str:
-    """Returns the common beginning of all texts."""
-    low, high = min(texts), max(texts)  # all other texts are between these two
+    """Returns the longest common prefix of the texts."""
+    low, high = min(texts), max(texts)  # all other texts sort between these two
     same = takewhile(lambda pair: pair[0] == pair[1], zip(low, high, strict=False))
     return low[: sum(1 for _ in same)]
 

@@ -1,4 +1,4 @@
-"""Lays out a run's evaluations for the browser: the number of correct responses per problem and evaluation, and chunks of text.
+"""Lays out a run's evaluations for the browser: an index of correct responses per problem and evaluation, and chunks of text.
 
 A chunk contains either the prompts and answers of problems, or the results of one evaluation on all problems of a dataset.
 """
@@ -34,17 +34,17 @@ class _Dataset:
     keys: list[str] = field(default_factory=list)
     prompts: list[str] = field(default_factory=list)
     places: dict[tuple[str, int], int] = field(default_factory=dict)
-    """(question, number of earlier occurrences in the evaluation) -> the problem's index."""
+    """(question key, number of earlier occurrences in the same evaluation) -> the problem's index."""
     texts: list[tuple[int, int]] = field(default_factory=list)
-    """(chunk, count): the chunk that contains the texts of the next `count` problems."""
+    """(chunk, count) pairs: each chunk contains the texts of the next `count` problems."""
     evaluations: list[tuple[int, int, dict[int, tuple[int, int, float]]]] = field(default_factory=list)
-    """(step, chunk, results), where results maps a problem's index to (correct, samples, mean reward or NaN)."""
+    """One (step, chunk, results) per evaluation. Results map a problem's index to (correct, samples, mean reward or NaN)."""
 
 
 def lay_out_evaluations(
     files: Sequence[AnyPath], *, steps: int | None = None, by_score: bool = False
 ) -> Laid:
-    """Loads a run's evaluations from `files` of problems in step order. At most `steps` evaluations are loaded (see `spaced`).
+    """Loads a run's evaluations from its evaluation files, which are in step order. At most `steps` evaluations are loaded (see `spaced`).
 
     If `by_score` is set, rewards and scores are included. A damaged file raises ConfigError.
     """
@@ -57,7 +57,7 @@ def lay_out_evaluations(
 
 
 class Evaluations:
-    """Lays out the evaluations of one run, which are added one after the other."""
+    """Lays out the evaluations of one run for the page. `add` is called for one file after the other."""
 
     def __init__(self, *, by_score: bool = False) -> None:
         self._by_score = by_score
@@ -93,7 +93,7 @@ class Evaluations:
         dataset.evaluations.append((problems[0]["step"], chunk, numbers))
 
     def laid(self, *, logged: int) -> Laid:
-        """Returns the layout so far; `logged` is the number of the run's files. Chunks that were returned once never change."""
+        """Returns the layout of all added files; `logged` is the run's number of files. Later calls return the same chunks and new ones."""
         about = [
             {
                 "name": name,
@@ -108,7 +108,7 @@ class Evaluations:
         return Laid(about=whole, index=self._index(), chunks=tuple(self._chunks))
 
     def _index(self) -> bytes:
-        """Returns each dataset's numbers of correct responses and of samples, as two-byte arrays [evaluations, problems].
+        """Returns the numbers of correct responses and of samples for each dataset, as two-byte arrays [evaluations, problems].
 
         `ABSENT` marks problems that an evaluation did not include. If `by_score` is set, a four-byte array of mean rewards follows,
         with NaN for unknown values.

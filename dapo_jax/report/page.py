@@ -1,6 +1,6 @@
 """Combines the data and the files in `assets` into one HTML page.
 
-Prompts and responses are untrusted, so they never become markup: they are JSON or base64 in script elements that are not executed, and
+Prompts and responses are untrusted, so they never become markup. They are JSON or base64 in script elements that are not executed, and
 the page's own script puts them into text nodes. The content security policy allows only the page's own script and style, by their
 hashes. It allows no connections, except that a page served with `--watch` may connect to its own server.
 """
@@ -21,7 +21,7 @@ SCRIPTS = (
     "base.js", "scales.js", "chart.js", "store.js", "heat.js", "curves.js", "filters.js", "list.js", "tokens.js", "strip.js",
     "detail.js", "browser.js", "problems.js", "configuration.js", "main.js",
 )  # fmt: skip
-"""The scripts in order. They are concatenated into one function."""
+"""The page's scripts, in the order in which they are concatenated into one function."""
 WATCHING = "watch.js"
 """The only script that makes requests. A page that is written to a file does not contain it."""
 
@@ -29,9 +29,9 @@ WATCHING = "watch.js"
 def page_of(
     title: str, data: Mapping[str, Any], packed: Mapping[str, bytes], *, watching: bool = False
 ) -> str:
-    """Returns the page as text. Its scripts load `data` at the start; all numbers must be finite. `packed` is from `packed_of`.
+    """Returns the page as HTML. Its scripts load `data` at the start; all numbers in it must be finite. `packed` is from `packed_of`.
 
-    If `watching` is set, the page requests new data, and parts that are not in `packed`, from its server.
+    If `watching` is set, the page requests new data, and chunks that are not in `packed`, from its server.
     """
     style = "\n".join(_asset(name) for name in STYLES)
     scripts = (*SCRIPTS[:-1], WATCHING, SCRIPTS[-1]) if watching else SCRIPTS
@@ -52,7 +52,7 @@ def page_of(
 
 
 def inert(value: Any) -> str:
-    """Returns JSON that can be put into a script element, because it cannot end the element or begin a comment.
+    """Returns the value as JSON for a script element. It contains no characters that could end the element or begin a comment.
 
     >>> inert("</script><!-- & \\u2028")
     '"\\\\u003c/script\\\\u003e\\\\u003c!-- \\\\u0026 \\\\u2028"'
@@ -62,7 +62,7 @@ def inert(value: Any) -> str:
 
 
 def packed_of(runs: Sequence[tuple[Laid, Laid]]) -> dict[str, bytes]:
-    """Returns the compressed rollouts and evaluations of all runs, under the names that the scripts use."""
+    """Returns the compressed rollouts and evaluations of all runs, by the element ids that the page's scripts use."""
     parts: dict[str, bytes] = {}
     for number, (rollouts, evaluations) in enumerate(runs):
         parts |= {f"index-{number}": rollouts.index, f"eval-index-{number}": evaluations.index}

@@ -8,27 +8,27 @@ from typing import Any
 from dapo_jax.report.tables import EQUAL, REST, Table
 
 OTHER = "Other metrics"
-"""The section of metrics without a panel."""
+"""The section for metrics that no panel in `PANELS` shows."""
 
 _PARTS = re.compile(r"eval/.+_stderr|eval/.+/problems|time/(?:step|eval)_s")
-"""Metrics without a panel of their own, because they are part of another panel or never change."""
+"""Metrics that get no panel in `OTHER`, because another panel includes them or because they never change."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One line, or one layer of a stack."""
+    """One line in a panel, or one layer in a stacked panel."""
 
     key: str
     """The metric's name; in `PANELS`, a regular expression that matches it."""
     label: str
-    """The name in the legend; in `PANELS`, it may refer to groups of the expression, for example `\\1`."""
+    """The name in the legend; in `PANELS`, it may refer to groups in `key`, for example `\\1`."""
     band: str = ""
     """The metric with the standard error, plotted as a band; empty for a series without a band."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """Curves that share their axes."""
+    """One chart, whose series share their axes."""
 
     section: str
     title: str
@@ -37,11 +37,11 @@ class Panel:
     series: tuple[Series, ...]
     stacked: bool = False
     log: bool = False
-    """Draw a logarithmic axis."""
+    """Use a logarithmic vertical axis."""
     note: str = ""
     """A note that is shown with the panel."""
     hidden: tuple[str, ...] = ()
-    """Keys of series that are shown only on demand."""
+    """Keys of series that the page shows only if the reader selects them."""
     quiet: bool = False
     """Omit series whose values are all 0, and the panel if no series is left."""
     exact: bool = False
@@ -160,9 +160,9 @@ _KNOWN = tuple(series for panel in (*PANELS, _BY_SCORE) for series in panel.seri
 
 
 def panels_for(by_score: Collection[bool]) -> Sequence[Panel]:
-    """Returns the panels for some runs. `by_score` has one value per run: whether scores rather than verdicts judge its groups.
+    """Returns the panels for a set of runs. `by_score` has one value per run: whether its groups are judged by scores, not verdicts.
 
-    If scores are used in any run, reward panels come first. If they are used in all runs, panels of correct and wrong are omitted.
+    If any run is judged by scores, reward panels come first. If all runs are, the panels that depend on verdicts are omitted.
     """
     if not any(by_score):
         return PANELS
@@ -170,12 +170,12 @@ def panels_for(by_score: Collection[bool]) -> Sequence[Panel]:
     rest = [panel for panel in PANELS if panel not in (*_ACCURACIES, *rewards)]
     if not all(by_score):
         return (*rewards, *_ACCURACIES, *rest)
-    rest.remove(_SCORES_DIFFER)  # `_BY_SCORE` contains it
+    rest.remove(_SCORES_DIFFER)  # `_BY_SCORE` shows the same metric
     return (*rewards, *(_BY_SCORE if panel is _BY_VERDICT else panel for panel in rest))
 
 
 def panels_of(tables: Sequence[Table]) -> tuple[list[Panel], list[str]]:
-    """Returns the panels for which these runs have metrics, with patterns resolved to names, and the titles of omitted all-0 panels."""
+    """Returns the panels for which the runs have metrics, with patterns resolved to names, and titles of panels omitted as all 0."""
     names = list(dict.fromkeys(name for table in tables for name in table.columns))
     found, zero = [], []
     for panel in panels_for([table.by_score for table in tables]):
@@ -213,7 +213,7 @@ def _matching(patterns: Sequence[Series], names: Sequence[str]) -> Iterator[Seri
 
 
 def _held_out(panel: Panel, series: tuple[Series, ...], tables: Sequence[Table]) -> Panel:
-    """Omits the dataset's name if there is only one. Hides pass@2, pass@4, ... except for the largest k that all evaluations have."""
+    """Omits the dataset name if there is only one dataset. Of pass@2, pass@4, ..., shows only the largest k that all evaluations have."""
     if len({_dataset(each) for each in series}) == 1:
         only = f" {_dataset(series[0])}"
         series = tuple(replace(each, label=each.label.removesuffix(only)) for each in series)

@@ -32,7 +32,7 @@ from dapo_jax.text.tokenizers import Tokenizer, load_tokenizer, named_tokenizer
 from dapo_jax.trackers.rollout_log import read_rollouts
 
 CHUNK_BYTES = 512 * 1024
-"""Approximate number of characters per chunk. A browser opens a chunk of this size in a few milliseconds."""
+"""Approximate number of characters per chunk before compression. A browser opens a chunk of this size in a few milliseconds."""
 
 CORRECT, TRUNCATED, FLIPPED, TRAINED, LEFT_OUT = 1, 2, 4, 8, 16
 """Bits of the column `flags`. A flipped response is correct, although fewer than half of the responses to its question were correct at
@@ -40,9 +40,9 @@ the previous logged step with this question. A response is left out if overlong 
 
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""The text to which an incomplete character is decoded."""
+"""Tokenizers decode an incomplete UTF-8 character to this text."""
 _LONGEST = 4
-"""Maximum number of bytes of a character, and therefore of its tokens."""
+"""Maximum number of bytes in a UTF-8 character, and therefore of tokens that form one character."""
 
 TYPES = {
     "flags": "u1", "clipped": "u4", "reward": "f4", "advantage": "f4", "penalty": "f4", "tokens": "u4",
@@ -51,9 +51,9 @@ TYPES = {
 }  # fmt: skip
 """Type of each column of the index. Entries are in step order, and unknown floats are NaN.
 
-`tokens` and `clipped` are the numbers of sampled and clipped tokens. `group_first` is the index of a group's first rollout, and
-`group_question` an index into `heads`, which groups with the same prompt and answer share. `group_before` is the last group with the
-same question at an earlier logged step, or -1. `group_place` is the index of a group in its chunk.
+`tokens` and `clipped` are the numbers of sampled and clipped tokens. `group_first` is the index of a group's first rollout.
+`group_question` is an index into `heads`; it is the same for groups with the same prompt and answer. `group_before` is the index of the
+last group with the same question at an earlier logged step, or -1. `group_place` is the index of a group in its chunk.
 """
 
 
@@ -66,7 +66,7 @@ def lay_out(run: RunFiles, *, steps: int | None = None) -> Laid:
 
 
 class Rollouts:
-    """Lays out the rollouts of one run, which are added step by step."""
+    """Lays out the rollouts of one run for the page. `add` is called for one step after the other."""
 
     def __init__(self, run: RunFiles) -> None:
         self._loss = None if run.config is None else run.config.loss
@@ -76,7 +76,7 @@ class Rollouts:
         self._columns: dict[str, list[Any]] = {name: [] for name in TYPES}
         self._questions: dict[tuple[str, str], int] = {}
         self._latest: dict[int, tuple[int, float]] = {}
-        """Question -> its last group in earlier steps, and the accuracy of this group."""
+        """Question index -> the index of its last group at an earlier step, and the accuracy of this group."""
         self._open: list[dict[str, Any]] = []
         self._characters = 0
         self._chunks: list[bytes] = []
@@ -111,7 +111,7 @@ class Rollouts:
             self._open.append(
                 {"prompt": group[0]["prompt"], "answer": group[0]["answer"], "responses": responses}
             )
-            # The numbers of each token take about 20 characters.
+            # The numbers stored for each token take about 20 characters.
             self._characters += sum(
                 len(row["response"]) + 20 * len(row["response_token_ids"]) for row in group
             )
@@ -122,7 +122,7 @@ class Rollouts:
             self._close()
 
     def laid(self, *, logged: int) -> Laid:
-        """Returns the layout so far; `logged` is the run's number of logged steps. Chunks that were returned once never change."""
+        """Returns the layout of all added steps; `logged` is the run's number of them. Later calls return the same chunks and new ones."""
         self._close()
         # Four-byte columns come first, so that all columns are aligned.
         order = sorted(TYPES, key=lambda name: -int(TYPES[name][1]))
@@ -153,8 +153,8 @@ class Rollouts:
     def _response(self, row: Mapping[str, Any], *, flipped: bool) -> dict[str, Any]:
         """Adds the numbers of a response to the index, and returns its entry for a chunk.
 
-        `lengths` are the lengths of the tokens' texts in UTF-16 units, and `ages` has (first token, age in steps) for each span. An
-        episode also has `turns` as (first token, end, reward), `contexts`, and `size`, the number of tokens with the environment's.
+        In the entry, `lengths` has the UTF-16 length of each token's text, and `ages` a (first token, age in steps) pair for each span. An
+        episode also has `turns` as (first token, end, reward), `contexts`, and `size`, its number of tokens with the environment's.
         """
         in_loss, turns, advantage, ratios = map(row.get, ("in_loss", "turns", "advantage", "ratios"))
         states = None
@@ -217,7 +217,7 @@ def clip_states(ratios: Iterable[float | None], advantage: float, loss: LossConf
 
     `^`: clipped from above, because the ratio exceeds 1 + clip_ratio_high and the advantage is positive. `v`: clipped from below,
     because the ratio is under 1 - clip_ratio_low and the advantage is negative. `d`: the advantage is negative and the ratio exceeds
-    the dual clip. These tokens have no gradient. `.`: not clipped. `-`: the ratio is unknown.
+    the dual clip. Tokens in these three states have no gradient. `.`: not clipped. `-`: the ratio is unknown.
 
     >>> clip_states([1.3, 1.2, None], 1.0, LossConfig()), clip_states([1.3, 0.7], -1.0, LossConfig())
     ('^.-', '.v')
@@ -247,7 +247,7 @@ def _units(text: str) -> int:
 
 
 def tokenizer_of(run: RunFiles) -> Tokenizer | None:
-    """Returns the run's tokenizer, from RUN/model of a finished run or from its initial model, or None if neither exists.
+    """Returns the tokenizer from RUN/model if the run has finished, otherwise from its initial model, or None if neither exists.
 
     Nothing is downloaded: Hub models are only looked up in the local cache.
     """
@@ -269,7 +269,7 @@ def tokenizer_of(run: RunFiles) -> Tokenizer | None:
         else:
             folder = path_of(model.source)
         return load_tokenizer(folder)
-    except Exception:  # missing, damaged, or no Hub client installed: only token boundaries are lost
+    except Exception:  # missing, damaged, or no Hub client installed: the page only lacks token boundaries
         return None
 
 
@@ -283,9 +283,9 @@ class Pieces:
         self._decode, self._decoded = decoded, lru_cache(1 << 18)(decoded)
 
     def of(self, ids: Sequence[int], text: str) -> tuple[str, list[str]] | None:
-        """Returns the text of all ids and the part of each id, or None if the text does not begin with `text` or cannot be split.
+        """Returns the decoded text of all ids and the part of each id, or None if it does not begin with `text` or cannot be split.
 
-        An end token has an empty part. If several tokens form one character, the last token has it, and the other parts are empty.
+        An end token has an empty part. If several tokens form one character, it is the part of the last token; the others have empty parts.
 
         >>> from dapo_jax.text.tokenizers import ByteTokenizer
         >>> Pieces(ByteTokenizer()).of([67, 197, 171, 1], "Aé")

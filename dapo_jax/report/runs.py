@@ -1,6 +1,6 @@
 """Loads the files of runs: configuration, metrics, lists of rollout and evaluation files, and the status.
 
-A run may still be active. Only complete lines of metrics.jsonl are read, and rollout files are written atomically.
+A run may still be active, so only complete lines of metrics.jsonl are read. All other files are written atomically.
 """
 
 import re
@@ -28,7 +28,7 @@ class RunFiles:
     """The files of one run at the time of loading."""
 
     name: str
-    """The shortest end of its path that is unique in the report."""
+    """The shortest suffix of the run's path that is unique in the report."""
     place: AnyPath
     config: TrainConfig | None
     """None if config.yaml is missing, for example because only the metrics were copied."""
@@ -58,7 +58,7 @@ def read_runs(places: Sequence[str | PathLike[str]]) -> list[RunFiles]:
 
 
 def named(places: Sequence[str | PathLike[str]]) -> dict[str, AnyPath]:
-    """Maps the shortest unique end of each run folder's path to the folder. A missing folder raises ConfigError."""
+    """Maps a name to each run folder: the shortest suffix of its path that is unique. A missing folder raises ConfigError."""
     if not places:
         raise ConfigError("a report needs at least one run; name a run folder")
     found = [_place(given) for given in places]
@@ -94,7 +94,7 @@ def read_run(place: AnyPath, name: str, *, early: bool = False) -> RunFiles:
         name=name,
         place=place,
         config=config,
-        # A run that was copied from a bucket and continued locally may have a step in both places.
+        # A run that was copied from a bucket and resumed locally may have a step in both metrics/ and metrics.jsonl.
         rows=list({row["step"]: row for row in rows}.values()),
         logged=_of_steps(place / "rollouts", _LOGGED),
         evaluations=_of_steps(place / "evaluations", _EVALUATED),
@@ -140,7 +140,7 @@ def _config(file: AnyPath) -> TrainConfig:
 
 
 def _status_of(place: AnyPath, config: TrainConfig | None, rows: Sequence[Mapping[str, Any]]) -> RunStatus:
-    """Returns the status from the run's file. If the file's state is `running`, the run's lock decides.
+    """Returns the status in the run's status file. If its state is `running`, the run's lock shows whether the run is active.
 
     A run that was copied without its status file counts as finished if its model and its last step exist.
     """

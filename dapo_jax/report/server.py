@@ -1,7 +1,7 @@
 """Serves a report to a browser on this machine and keeps it up to date, for `dapo-jax report RUN --watch`.
 
-Files are read when the page requests data, at most once a second, and each file of rollouts or evaluations only once. Only programs on
-this machine can connect. The host name of each request is checked, so a foreign page cannot read the data through DNS rebinding.
+Runs are read when the page requests data, at most once a second, and each file of rollouts or evaluations only once. Only programs on
+this machine can connect. The host name in each request is checked, so that no other website can read the data through DNS rebinding.
 """
 
 import base64
@@ -28,13 +28,13 @@ from dapo_jax.storage import AnyPath
 HOST = "127.0.0.1"
 
 LOOK_S = 1.0
-"""Minimum number of seconds between checks of the files, and about the maximum for reading new files in one check."""
+"""Minimum number of seconds between two checks for new files, and approximate time limit for reading them in one check."""
 
 _PACKED = re.compile(r"/packed/(chunk|eval)-(\d{1,3})-(\d{1,9})")
 
 
 class _Followed:
-    """One watched run and its layouts so far."""
+    """One watched run, and the layouts of its rollouts and evaluations so far."""
 
     def __init__(self, place: AnyPath, name: str) -> None:
         self.run = read_run(place, name, early=True)
@@ -57,7 +57,7 @@ class _Followed:
         return rollouts or evaluations or self.run != before
 
     def _read(self, files: Sequence[AnyPath], read: Callable[[AnyPath], None], until: float) -> bool:
-        """Reads new files until `until`, but at least one file, so that slow storage also makes progress."""
+        """Reads new files until time `until`, but at least one file, so that the page also makes progress with slow storage."""
         found = False
         for file in files:
             if file in self._done:
@@ -70,7 +70,7 @@ class _Followed:
         return found
 
     def _step(self, file: AnyPath) -> None:
-        # `Rollouts` looks for the run's tokenizer, which may not exist before the first rollouts.
+        # Created late, because `Rollouts` loads the run's tokenizer, which may not exist before the first rollouts.
         self._laying = self._laying or Rollouts(self.run)
         self._laying.add(file)
 
@@ -87,7 +87,7 @@ class Watched:
         self._version, self._looked, self._error = 1, -LOOK_S, ""
 
     def state(self) -> bytes:
-        """Returns {version, error} as JSON. If the version changes, there is new `data`."""
+        """Returns {version, error} as JSON. The version increases when `data` or the error changes."""
         with self._lock:
             self._look()
             return json.dumps({"version": self._version, "error": self._error}).encode()
@@ -161,7 +161,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers the four kinds of requests below and serves no files."""
+    """Answers requests for the page, its state, its data and its chunks, but serves no files."""
 
     server_version, sys_version = "dapo_jax", ""
     timeout = 60
@@ -173,7 +173,7 @@ class _Handler(BaseHTTPRequestHandler):
         assert isinstance(server, _Server)
         watched = server.watched
         if self.headers.get("Host") not in server.hosts:
-            # DNS rebinding: a foreign page must not read the data.
+            # Prevents DNS rebinding, by which another website could read the data.
             self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"use 127.0.0.1 or localhost\n")
         elif self.path == "/":
             self._answer(HTTPStatus.OK, "text/html; charset=utf-8", watched.page())
@@ -217,7 +217,7 @@ def watch(
     Args:
         runs: run folders, local or in a bucket. The server waits until all runs have begun.
         port: the port on 127.0.0.1; 0: any free port.
-        say: called with a line that has the address of the page, and with a line at the end.
+        say: called with a line that contains the page's address, and with a line when serving ends.
 
     Raises:
         ConfigError: a path cannot be a run, a run is damaged, there are too many runs, or the port is not available.

@@ -20,12 +20,12 @@ AXES = {
     "sampled_tokens": "sampled tokens",
     "clock_s": "time in steps and evaluations",
 }
-"""Titles of the horizontal axes, whose values are counted from the beginning of the run to the end of a step."""
+"""Titles of the horizontal axes. Their values are totals from the beginning of the run to the end of a step."""
 
 _AVERAGE = re.compile(r"(eval/.+/)avg@(\d+)((?:_stderr)?)")
 
 REST = "time/rest_s"
-"""The time of a step other than sampling and updates, mostly evaluation."""
+"""Time per step outside sampling and updates, mostly evaluation."""
 
 EQUAL = "rollout/scores_equal_frac"
 """The share of groups whose scores are all equal, for runs with `by_score`."""
@@ -36,7 +36,7 @@ class Table:
     """The metrics of a run. A column has one value per line of metrics.jsonl, None if the line lacks the metric."""
 
     axes: Mapping[str, Column]
-    """The axes of `AXES` that the run has, at least `step`."""
+    """The axes in `AXES` for which the run has values, at least `step`."""
     columns: Mapping[str, Column]
     """The columns of all metrics that have at least one number."""
     by_score: bool = False
@@ -62,7 +62,7 @@ def table_of(run: RunFiles) -> Table:
 
 
 def comparable(tables: Sequence[Table]) -> Sequence[Table]:
-    """Renames avg@4, avg@8, ... to avg@k if evaluations of a dataset differ in k, because all have the same expectation."""
+    """Renames avg@4, avg@8, ... to avg@k if evaluations of a dataset differ in k, because the expected value is the same for every k."""
     of_dataset: dict[str, set[str]] = {}
     for match in (match for table in tables for name in table.columns if (match := _AVERAGE.fullmatch(name))):
         of_dataset.setdefault(match[1], set()).add(match[2])
@@ -109,7 +109,7 @@ def configurations(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
 
 
 def _shown(value: Any) -> str:
-    """Returns a value on one line, as in a configuration file."""
+    """Formats a value on one line, as in a configuration file."""
     return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False, default=str)
 
 

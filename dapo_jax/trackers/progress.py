@@ -110,7 +110,7 @@ class Progress:
             self.message(self.line())
 
     def evaluation(self, name: str, metrics: Mapping[str, float | int], step: int) -> None:
-        """Shows the evaluation results on the dataset `name`: the metrics over all k samples, such as `eval/NAME/avg@8`, and the mean reward.
+        """Shows the evaluation results on dataset `name`: the metrics over all k samples, such as `eval/NAME/avg@8`, and the mean reward.
 
         pass@j for j < k is not shown, but is in metrics.jsonl.
         """
