@@ -52,7 +52,7 @@ def row_attention(
 ) -> Float[Array, "heads head_dim batch part"]:
     """Computes `causal_attention` for a part of each row's queries, starting at column `first` (None: for all queries).
 
-    Queries are processed in blocks. If `first` is None, each block uses only the keys up to the end of the block, so nearly half
+    Queries are processed in blocks. Without `first`, each block uses only the keys up to the end of the block, so nearly half
     of the scores are never computed.
     """
     (kv_heads, head_dim, _, seq), part = key.shape, query.shape[-1]
