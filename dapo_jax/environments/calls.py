@@ -74,7 +74,7 @@ async def outcome(call: Callable[..., Any], *arguments: Any) -> tuple[Any, BaseE
 
 
 def place_of(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """Returns the file and line of the innermost frame of the user's code, in parentheses, or an empty string if there is none.
+    """Returns the file and line of the innermost frame of the user's code, in parentheses, or an empty string without such a frame.
 
     Frames of this package, the standard library and installed packages are skipped. `frames` must start with the outermost frame.
     """
