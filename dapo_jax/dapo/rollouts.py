@@ -60,7 +60,7 @@ class Continuation(NamedTuple):
     """The tokens that an environment supplies before a turn."""
 
     tokens: Int[np.ndarray, " new"]
-    anew: bool = False
+    new_context: bool = False
     """If True, the tokens are a new context, which replaces all earlier tokens. If False, they are appended."""
 
 

@@ -64,9 +64,7 @@ class Subject:
     def planned(self) -> Plan:
         """The run's plan for this machine's devices, computed from shapes without compiling."""
         model, folder = self.config.model, self.described[2]
-        if (
-            folder is not None
-        ):  # `plan` takes a repository's shapes from a preset, but the folder has the actual shapes
+        if folder is not None:  # for a repository, `plan` would take the shapes of a preset
             model = replace(model, source=str(folder), revision="")
         return plan(replace(self.config, model=model), assumed=Assumptions(informative=1.0))
 

@@ -163,7 +163,7 @@ class TinyStep(ExitStack, Observer):
                         continue
                     after = episodes.step(group.prompt, index, turn).result()
                     answer = "the end" if after is None else f"{decode(after.tokens)!r:.200}"
-                    context = (group.prompt.text if not before.anew else "") + decode(before.tokens)
+                    context = (group.prompt.text if not before.new_context else "") + decode(before.tokens)
                     shown = f"the turn {decode(turn.tokens)!r:.200} after {context!r:.200} with {answer}"
                     example = example or shown
                 samples = samples_of(group.prompt, responses, tokenizer=policy.tokenizer)

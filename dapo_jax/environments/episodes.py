@@ -282,7 +282,7 @@ class Episodes:
     def _continuation(self, follows: Any, *, after: Int[np.ndarray, " turn"] | None) -> Continuation:
         """Returns the tokens of an appended value or of a new context. Raises LostError if it cannot be rendered."""
         if isinstance(follows, Context):
-            return Continuation(self._rendering.context_ids(follows), anew=True)
+            return Continuation(self._rendering.context_ids(follows), new_context=True)
         return Continuation(self._rendering.ids(follows, after=after))
 
     def _watch(self) -> None:

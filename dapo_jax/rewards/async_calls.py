@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from dapo_jax.dapo.rollouts import Verdict
-from dapo_jax.rewards.functions import LoadedReward, joined
+from dapo_jax.rewards.functions import LoadedReward, RewardError, joined
 from dapo_jax.rewards.sample import Sample
 
 _Value = TypeVar("_Value")
@@ -88,6 +88,11 @@ class AsyncCalls:
         async with self._places:
             task = asyncio.ensure_future(reward.graded(call))
             if await ends_in_time(task, self._timeout_s):
+                if task.cancelled() and not self._loop.closing.is_set():
+                    raise RewardError(
+                        f"reward function {reward.name}: its own code cancelled a call; catch CancelledError inside the function, and cancel only "
+                        "tasks that it created"
+                    )
                 return task.result()
             self._given_up.add(task)
             task.add_done_callback(self._given_up.discard)

@@ -199,7 +199,7 @@ class Exchange:
 
 def _as_json(answer: Answered) -> list[Any]:
     before, standing = answer
-    return [None if before is None else [before.tokens.tolist(), before.anew], asdict(standing)]
+    return [None if before is None else [before.tokens.tolist(), before.new_context], asdict(standing)]
 
 
 def _answered(before: list[Any] | None, standing: dict[str, Any]) -> Answered:

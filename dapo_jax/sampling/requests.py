@@ -68,7 +68,7 @@ class EpisodeLimits:
         if before is None:
             cut = request.drawn >= self.episode_tokens and request.reasons[-1:] == ("length",)
             return "length" if cut else "stop"
-        context = len(before.tokens) + (0 if before.anew else request.length)
+        context = len(before.tokens) + (0 if before.new_context else request.length)
         if len(before.tokens) < self.episode_tokens - request.drawn and context < self.capacity:
             return None if len(request.turns) < self.max_turns else "length"
         return "length" if request.turns else "stop"
@@ -139,14 +139,14 @@ class Request:
         return len(self.turns)
 
     @property
-    def anew(self) -> int | None:
+    def context_start(self) -> int | None:
         """Index of the token with which the current context begins, or None if the context begins with the prompt."""
         return self.contexts[-1].first if self.contexts else None
 
     @property
     def ahead(self) -> int:
         """Offset from a token's index in the response to its index in the context."""
-        return len(self.prompt.tokens) if self.anew is None else -self.anew
+        return len(self.prompt.tokens) if self.context_start is None else -self.context_start
 
     @property
     def length(self) -> int:
@@ -170,8 +170,8 @@ class Request:
     @property
     def sequence(self) -> Int[np.ndarray, " length"]:
         """Its context: the prompt and the response so far, or the current context if an environment replaced them."""
-        if self.anew is not None:
-            return self.tokens[self.anew : self.drawn]
+        if self.context_start is not None:
+            return self.tokens[self.context_start : self.drawn]
         if not self.drawn:
             return self.prompt.tokens
         return np.concatenate([self.prompt.tokens, self.tokens[: self.drawn]])
@@ -214,12 +214,12 @@ class Request:
         if self.finish_reason is not None:
             return
         assert before is not None
-        if before.anew:
+        if before.new_context:
             self.contexts = (*self.contexts, ContextSpan(self.drawn, self.drawn + len(before.tokens)))
         last = self.drawn - 1
         self.append(before.tokens, np.zeros(len(before.tokens), np.float32))
         # The last sampled token is in the pages only if other responses were still running, so it is always fed.
-        self.fed = self.tokens[last : self.drawn].copy() if self.turns and not before.anew else NOTHING
+        self.fed = self.tokens[last : self.drawn].copy() if self.turns and not before.new_context else NOTHING
         self.begun = self.drawn
         self.limit = self.target = limits.turn_end(self)
         self.prefix = None

@@ -122,5 +122,5 @@ def _begin_alike(one: Request, other: Request) -> bool:
     if one.prompt.ordinal != other.prompt.ordinal or one.turn or other.turn:
         return False
     # Before the first sampled token, a response contains only tokens from its environment.
-    same = one.drawn == one.begun == other.drawn == other.begun and one.anew == other.anew
+    same = one.drawn == one.begun == other.drawn == other.begun and one.context_start == other.context_start
     return same and bool((one.tokens[: one.drawn] == other.tokens[: one.drawn]).all())

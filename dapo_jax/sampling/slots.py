@@ -184,7 +184,7 @@ class Slots:
             self._rows[pool][-1],
             tokens,
             read=request.length,
-            prompt=prompt.ordinal if request.anew is None else None,
+            prompt=prompt.ordinal if request.context_start is None else None,
             prompt_tokens=len(prompt.tokens),
             spare=self._spare()[pool],
         )

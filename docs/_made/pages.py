@@ -31,7 +31,7 @@ def pages() -> list[Path]:
 
 
 def made(text: str) -> str:
-    """The page with every part made anew.
+    """The page with every generated part renewed.
 
     Raises:
         KeyError: a mark names no maker.

@@ -109,7 +109,7 @@ def test_answers_are_the_same_as_without_workers():
             found += [play(episodes, asked, 0, "a", "b", "echo"), play(episodes, asked, 1, "c")]
             found.append(play(episodes, asked, 0, "context abc"))
             context = episodes.start(beginning, 0).result(60)
-            found += [context.tokens.tolist(), context.anew]
+            found += [context.tokens.tolist(), context.new_context]
             assert episodes.step(asked, 0, turn("done")).result(60) is None
             found += [verdicts(episodes, asked, 2), verdicts(episodes, beginning, 1)]
             answers.append(found)

@@ -131,6 +131,15 @@ def test_a_whole_group_is_judged_in_one_call_which_is_lost_as_one():
     assert calls == [3, 2]
 
 
+def test_a_function_that_cancels_its_own_call_is_an_error_with_its_name():
+    async def cancels(sample):
+        asyncio.current_task().cancel()
+        await asyncio.sleep(60)
+
+    with pytest.raises(RuntimeError, match=r"cancels: its own code cancelled"):
+        graded(cancels, "a")
+
+
 def test_closing_cancels_all_calls_and_ends_the_thread():
     begun, ended = threading.Event(), []
 

@@ -42,7 +42,7 @@ def trained(setting):
 
 
 def assert_the_same_bits(found, expected):
-    """Two run folders have equal metrics (but for times), rollouts and weights."""
+    """Two run folders have equal metrics (except times), rollouts and weights."""
     lines, wanted = (learnt(read_metrics(run / "metrics.jsonl")) for run in (found, expected))
     assert lines == wanted
     assert len(lines) == 5, "the evaluation before training and four steps"

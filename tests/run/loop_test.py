@@ -133,7 +133,7 @@ def test_one_step_flows_from_prompts_to_metrics():
 
 
 def test_weights_positions_and_carried_groups_move_from_step_to_step():
-    """Waves 0-2, 3-5, 6-8, 9-11, of which the even ordinals are mixed. Step 1 trains 0, 2. Step 2 has only 4 in its first wave and
+    """Waves 0-2, 3-5, 6-8, 9-11. The groups with even ordinals are mixed. Step 1 trains 0, 2. Step 2 has only 4 in its first wave and
     6, 8 in the next: it trains 4, 6 and carries 8. Step 3 needs one more: 10. Weights are fixed within a step."""
     script = Script()
     script.run(steps=3)
@@ -178,7 +178,7 @@ def test_a_step_without_minibatches_has_no_update_and_no_metric_of_one():
 
 
 def test_hooks_are_called_in_order():
-    """Groups 2, 1, 0, of which 2 and 0 are mixed; then two updates."""
+    """Groups 2, 1, 0. Groups 2 and 0 are mixed. Then two updates."""
     script = Script()
     script.run(steps=1)
     assert script.hooks == [

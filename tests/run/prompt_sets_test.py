@@ -22,7 +22,7 @@ TOKENIZER = ByteTokenizer()
 
 @pytest.fixture
 def sums(tmp_path):
-    """Two files: 20 sums, and 10 sums of which the last is long."""
+    """Two files: one with 20 sums, and one with 10 sums, the last of them long."""
     files = {"sums": [f"{a}+1" for a in range(20)], "more": [f"{a}+2" for a in range(9)] + ["9" * 50]}
     for name, texts in files.items():
         rows = [json.dumps({"prompt": text, "answer": "1"}) for text in texts]

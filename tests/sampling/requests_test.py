@@ -19,8 +19,8 @@ def appended(made, *tokens):
     return made
 
 
-def before(count, *, anew=False):
-    return Continuation(np.full(count, 9, np.int32), anew)
+def before(count, *, new_context=False):
+    return Continuation(np.full(count, 9, np.int32), new_context)
 
 
 @pytest.mark.parametrize(
@@ -38,8 +38,8 @@ def before(count, *, anew=False):
         (before(8), ["stop"], 12, 16, "length"),
         (before(4), ["stop"], 5, 19, None),  # a context of 19 + 4 = 23 of 24
         (before(5), ["stop"], 5, 19, "length"),
-        (before(5, anew=True), ["stop"], 5, 19, None),  # in place of those 19
-        (before(24, anew=True), ["stop"], 0, 19, "length"),
+        (before(5, new_context=True), ["stop"], 5, 19, None),  # in place of those 19
+        (before(24, new_context=True), ["stop"], 0, 19, "length"),
         (before(20), [], 0, 1, "stop"),  # no room for a first turn: the episode is over at once
         (before(3), [], 0, 21, "stop"),
     ],
@@ -73,13 +73,13 @@ def test_the_present_context_is_the_last_one_that_began():
     made = request()
     for token, context in ((5, 2), (6, 3)):
         appended(made, token).end_turn("stop")
-        made.take_answer(before(context, anew=True), LIMITS)
+        made.take_answer(before(context, new_context=True), LIMITS)
     appended(made, 7)
     assert made.tokens[: made.drawn].tolist() == [5, 9, 9, 6, 9, 9, 9, 7]
     assert made.contexts == (ContextSpan(1, 3), ContextSpan(4, 7))
     assert made.turns == ((0, 1), (3, 4))
     assert made.sequence.tolist() == [9, 9, 9, 7]
-    assert (made.length, made.turn, made.begun, made.anew) == (4, 2, 7, 4)
+    assert (made.length, made.turn, made.begun, made.context_start) == (4, 2, 7, 4)
 
 
 def test_spans_begin_where_the_version_changes_and_only_with_a_token():

@@ -64,9 +64,9 @@ def two_more(ordinal, index, turns):
 def anew(ordinal, index, turns):
     """Two tokens after each turn except the second, after which a new context of three begins. The third response begins with a new context, too."""
     if len(turns) == 2:
-        return Continuation(np.array([2 + ordinal, 9, 2 + index], np.int32), anew=True)
+        return Continuation(np.array([2 + ordinal, 9, 2 + index], np.int32), new_context=True)
     if not turns and index == 2:
-        return Continuation(np.array([4, 4 + ordinal], np.int32), anew=True)
+        return Continuation(np.array([4, 4 + ordinal], np.int32), new_context=True)
     return two_more(ordinal, index, turns)
 
 
@@ -264,7 +264,7 @@ def test_random_environments_get_every_script(seed):
         if turns and own.random() < 0.2:
             return None
         if own.random() < 0.3:
-            return Continuation(np.full(own.integers(1, min(9, limit)), 8, np.int32), anew=True)
+            return Continuation(np.full(own.integers(1, min(9, limit)), 8, np.int32), new_context=True)
         return [7] * int(own.integers(0, 4))
 
     holders = slots * int(rng.integers(1, 4))

@@ -72,7 +72,7 @@ function startRollouts(root, data, { stores, openProblem }) {
       const count = entries.reduce((sum, entry) => sum + entry.count, 0);
       const place = done < total ? `, ${Math.round((100 * done) / total)}% searched` : "";
       status.textContent = `${counted(count, "response")} in ${counted(entries.length, "group")} with “${state.words}”${place}`;
-      // Until the end only when there is something to see: the list is built anew.
+      // Until the end only when there is something to see: the list is rebuilt.
       if (done === total || entries.length > shown) show(entries, stay, done === total);
       shown = entries.length;
     }, () => mine !== asked);

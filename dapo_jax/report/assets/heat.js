@@ -52,7 +52,7 @@ class Heat {
     listenTo(this);
   }
 
-  /** Takes the numbers from the store anew. */
+  /** Takes the numbers from the store again. */
   read() {
     this.columns = byStep(this.store, this.column);
     const all = this.columns.flatMap(({ values }) => values.map(([value]) => value));

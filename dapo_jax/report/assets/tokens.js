@@ -71,7 +71,7 @@ function turnAt(response, token) {
   return response.turns ? response.turns.findIndex(([first, stop]) => first <= token && token < stop) : null;
 }
 
-/** The number of the context of an episode, of those that begin anew, that a token stands in; -1 if in none. */
+/** Index of the new context of an episode that contains a token, or -1. */
 function contextAt(response, token) {
   return response.contexts?.findIndex(([first, stop]) => first <= token && token < stop) ?? -1;
 }

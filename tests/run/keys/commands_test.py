@@ -1,4 +1,4 @@
-"""`sft` and `evaluate` use each key of their configurations, except those of a shared section that only training needs."""
+"""`sft` and `evaluate` use each key of their configurations, except the keys of shared sections that only training uses."""
 
 import pytest
 from rich.console import Console

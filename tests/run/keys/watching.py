@@ -11,7 +11,7 @@ import pytest
 from dapo_jax.config.section import field_types, leaf_types
 
 SEEN = object()
-"""Stands for any result that differs from those of the other values."""
+"""Matches any result that differs from the results of the other values."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
