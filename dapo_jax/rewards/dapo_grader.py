@@ -61,7 +61,7 @@ def normal_form(answer: str) -> str:
 
 
 def dapo_grader(response: str, answer: str) -> Verdict:
-    """Grades by the original rule, released in March 2025. A response without `Answer:` is wrong."""
+    """Grades by the rule of the paper's released code. A response without `Answer:` is wrong."""
     stated = _ANSWER.findall(response[-TAIL_CHARACTERS:])
     if not stated:
         return Verdict(correct=False, reason=f"no 'Answer:' in the last {TAIL_CHARACTERS} characters")
