@@ -249,6 +249,14 @@ class Request:
         )
 
 
+def by_context(requests: Sequence[Request]) -> list[list[Request]]:
+    """Groups the requests of each prompt that have the same context, so that one prefill serves them."""
+    groups: dict[tuple[int, bytes], list[Request]] = {}
+    for request in requests:
+        groups.setdefault((request.prompt.ordinal, request.sequence.tobytes()), []).append(request)
+    return list(groups.values())
+
+
 class Reading:
     """Prefills sequences, one engine call at a time. A sequence is a prompt, shared by its responses, or the context of a response that continues."""
 

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int, Num
 from dapo_jax.models.attention import MASKED
 from dapo_jax.sampling.cache import (
     EIGHT_BITS,
+    CacheStep,
     Live,
     NewHeads,
     PerSlot,
@@ -56,12 +57,9 @@ def tile_rows(dtype: str) -> int:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class TpuStep:
-    """Per-slot data of one decoding step, shared by all layers."""
+class TpuStep(CacheStep):
+    """A decoding step in the kernel's format."""
 
-    tables: Tables | Any
-    lengths: PerSlot | Any
-    live: Live | Any
     count: Int[Array, "1"] | Any
     """Number of kernel steps: one for each block of pages that a live slot has begun, and at least one."""
     slot_of: Int[Array, " most"] | Any
@@ -115,7 +113,7 @@ def reading(tables: Tables, lengths: PerSlot, live: Live, *, page_tokens: int, a
     lengths, at_once = jnp.where(live, lengths, 0), min(at_once, most)
     blocks = jnp.where(live, lengths // (at_once * page_tokens) + 1, 0)
     count, slot_of, starts = _walk(blocks, slots * pl.cdiv(most, at_once))
-    return TpuStep(tables, lengths, live, count, slot_of, starts)
+    return TpuStep(tables, lengths, live, (), count, slot_of, starts)
 
 
 def _walk(blocks: PerSlot, most: int) -> tuple[Int[Array, "1"], Int[Array, " most"], PerSlot]:

@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 from typing import Protocol, runtime_checkable
 
 from dapo_jax.dapo.rollouts import Continuation, DrawnTurn, FinishReason, Prompt
-from dapo_jax.sampling.requests import EpisodeLimits, Request
+from dapo_jax.sampling.requests import EpisodeLimits, Request, by_context
 
 _LOOK_S = 1.0
 """Interval in seconds at which a sampler calls `on_look` while it waits for environments."""
@@ -86,11 +86,8 @@ class TurnTaking:
 
     def continuing(self) -> list[list[Request]]:
         """Returns the episodes to prefill, in lists that share a context."""
-        alike: dict[tuple[int, bytes], list[Request]] = {}
-        for request in self._continuing:
-            alike.setdefault((request.prompt.ordinal, request.sequence.tobytes()), []).append(request)
-        self._continuing = []
-        return list(alike.values())
+        continuing, self._continuing = self._continuing, []
+        return by_context(continuing)
 
     def ended(self) -> list[Request]:
         """Returns the episodes that are over."""
