@@ -150,7 +150,8 @@ class Collector:
         started = self.clock.start()
         assert self.prompt_at is not None
         for one in started:
-            request = Request(self.prompt_at(one.ordinal), one.index, 0, version=self.clock.version)
+            prompt = self.prompt_of(one.ordinal) if one.index else self.prompt_at(one.ordinal)
+            request = Request(prompt, one.index, 0, version=self.clock.version)
             if self.limits is not None:
                 request.due = self._now + self.answer_rounds
             self.responses[one] = request
@@ -203,6 +204,10 @@ class Collector:
     def _now(self) -> int:
         """Number of rounds that have been sampled."""
         return self.clock.rounds + self._taken
+
+    def prompt_of(self, ordinal: int) -> Prompt:
+        """Returns the prompt of a group in flight."""
+        return self.responses[ResponseId(ordinal, 0)].prompt
 
     def responses_to(self, ordinal: int) -> tuple[Response, ...]:
         """Returns the responses of a complete group."""

@@ -73,8 +73,6 @@ class GroupSampling:
         )
         self._pending: dict[int, Pending] = {}
         """Groups in flight whose verdicts this process waits for, by ordinal."""
-        self._asked: dict[int, Prompt] = {}
-        """Prompts of groups in flight that have no verdict, by ordinal."""
         self._turns: TurnsInFlight | None = None
         if episodes is not None and self._in_rounds:
             self._turns = TurnsInFlight(episodes, self._exchange, watch)
@@ -101,8 +99,8 @@ class GroupSampling:
         return Collector.after(
             position,
             self._sizes,
-            prompt_at=self._prompt_in_flight,
-            limits=self._sampler.limits(self._episodes) if self._episodes is not None else None,
+            prompt_at=self._prompt_at,
+            limits=self._sampler.limits(self._episodes),
             max_groups=config.prompts_per_wave * dynamic.max_waves if dynamic.enabled else None,
             metric=dynamic.metric,
             enabled=dynamic.enabled,
@@ -199,7 +197,7 @@ class GroupSampling:
                     sampler = self._sampler.rounds(
                         weights,
                         decoding=decoding(temperature=self._config.sampling.temperature),
-                        episodes=self._episodes,
+                        limits=collector.limits,
                     )
                 places.give(collector.start())
                 self._converse(collector)
@@ -212,7 +210,6 @@ class GroupSampling:
                 groups = self._verdicts(due, collector)
                 for group in groups:
                     collector.end_group(group)
-                    self._asked.pop(group.prompt.ordinal, None)
                 yield from groups
         finally:
             if sampler is not None:
@@ -241,7 +238,7 @@ class GroupSampling:
         """Passes a complete group to the graders, if this process grades it."""
         if self._exchange.grades_group(ordinal) and ordinal not in self._pending:
             with self._exchange.working():
-                prompt, responses = self._prompt_in_flight(ordinal), collector.responses_to(ordinal)
+                prompt, responses = collector.prompt_of(ordinal), collector.responses_to(ordinal)
                 self._pending[ordinal] = self._grading.begin(prompt, responses)
 
     def _verdicts(self, due: Sequence[int], collector: Collector) -> list[Group]:
@@ -251,13 +248,11 @@ class GroupSampling:
         groups: list[Group] = []
         with self._exchange.working():
             groups = [self._pending.pop(ordinal).graded() for ordinal in due if ordinal in self._pending]
-        return self._exchange.verdicts(groups, self._prompt_in_flight, collector.responses_to)
+        return self._exchange.verdicts(groups, collector.prompt_of, collector.responses_to)
 
-    def _prompt_in_flight(self, ordinal: int) -> Prompt:
-        if ordinal not in self._asked:
-            self._watch.note("reading prompts")
-            self._asked[ordinal] = self._prompts[ordinal]
-        return self._asked[ordinal]
+    def _prompt_at(self, ordinal: int) -> Prompt:
+        self._watch.note("reading prompts")
+        return self._prompts[ordinal]
 
 
 def dealt(tokens: Sequence[int], samplers: int) -> Int[np.ndarray, " going"]:

@@ -95,15 +95,17 @@ class ResponseSampler:
             environments=environments,
         )
 
-    def limits(self, episodes: Environments) -> EpisodeLimits:
-        """Returns the limits of episodes in this sampler."""
+    def limits(self, episodes: Environments | None) -> EpisodeLimits | None:
+        """Returns the limits of episodes in this sampler, or None if responses have no environment."""
+        if episodes is None:
+            return None
         capacity = self._engine.capacity
         return limits_of(episodes, max_response_tokens=self.max_response_tokens, capacity=capacity)
 
     def rounds(
-        self, weights: PyTree, *, decoding: Decoding, episodes: Environments | None = None
+        self, weights: PyTree, *, decoding: Decoding, limits: EpisodeLimits | None = None
     ) -> RoundSampler:
-        """Returns a training sampler that samples responses in flight with these weights. With `episodes`, responses are episodes."""
+        """Returns a training sampler that samples responses in flight with these weights. With `limits`, responses are episodes."""
         return RoundSampler(
             self._engine,
             weights,
@@ -112,7 +114,7 @@ class ResponseSampler:
             max_response_tokens=self.max_response_tokens,
             stop=self._stop,
             on_look=self._on_look,
-            limits=None if episodes is None else self.limits(episodes),
+            limits=limits,
         )
 
     def evaluate(
