@@ -4,7 +4,7 @@ and is identical in every process."""
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from dapo_jax.dapo.dynamic_sampling import Collected, ShortfallError, Tally, is_informative, nothing_to_learn
 from dapo_jax.dapo.rollouts import Continuation, Group, Prompt, Response, Standing
@@ -35,17 +35,6 @@ class Position:
     """Informative groups that are ready for training."""
     in_flight: InFlight | None = None
     """None if the run samples in waves, or if nothing has started."""
-
-
-class RoundEnd(NamedTuple):
-    """The outcome of a round."""
-
-    ended: list[ResponseId]
-    """The responses that ended."""
-    whole: list[int]
-    """Ordinals of the groups whose last response ended. These can now be graded."""
-    due: list[int]
-    """Ordinals of the groups whose verdicts are due. Pass these groups to `Collector.end_group`."""
 
 
 @dataclass(kw_only=True)
@@ -194,11 +183,12 @@ class Collector:
         if request.finish_reason is not None:
             self._ended.append(one)
 
-    def end_round(self) -> RoundEnd:
-        """Ends a round, after `take`."""
+    def end_round(self) -> tuple[list[ResponseId], list[int], list[int]]:
+        """Ends a round, after `take`. Returns the responses that ended, and the ordinals of two kinds of groups: those that are now complete and can be graded,
+        and those whose verdicts are due."""
         ended, self._ended, self._taken = self._ended, [], False
         due = self.clock.end_round(ended)
-        return RoundEnd(ended, self.clock.whole(one.ordinal for one in ended), due)
+        return ended, self.clock.whole(one.ordinal for one in ended), due
 
     @property
     def _now(self) -> int:

@@ -27,9 +27,9 @@ from dapo_jax.rollout.collector import Collector, Position
 from dapo_jax.rollout.exchange import Answered, Exchange
 from dapo_jax.rollout.response_sampler import TRAINING, ResponseSampler
 from dapo_jax.rollout.scheduler import ClockSizes, ResponseId
+from dapo_jax.sampling.continuous_batching import Answer
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.rounds import Drawn, RoundSampler
-from dapo_jax.sampling.turns import Answer
 from dapo_jax.trackers.rollout_log import LOGGED_GROUPS
 
 _LOOK_S = 1.0

@@ -12,13 +12,12 @@ from jaxtyping import PRNGKeyArray, PyTree
 from dapo_jax.config import EvalConfig
 from dapo_jax.dapo.rollouts import Group, Prompt, Response
 from dapo_jax.parallel.weights import AdapterTransfer, MergingTransfer, WeightTransfer
-from dapo_jax.sampling.continuous_batching import Sampler
+from dapo_jax.sampling.continuous_batching import Environments, Sampler, limits_of
 from dapo_jax.sampling.decode_loop import StopRule
 from dapo_jax.sampling.decoding import Decoding, decoding
 from dapo_jax.sampling.interface import Engine
 from dapo_jax.sampling.requests import EpisodeLimits
 from dapo_jax.sampling.rounds import RoundSampler
-from dapo_jax.sampling.turns import Environments, limits_of
 
 TRAINING, EVALUATION = 0, 1
 """Domains of random keys, so that evaluation and training use different random numbers."""
