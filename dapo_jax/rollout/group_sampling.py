@@ -10,8 +10,7 @@ from concurrent.futures import wait
 from contextlib import nullcontext
 from itertools import chain, islice
 
-import numpy as np
-from jaxtyping import Int, PyTree
+from jaxtyping import PyTree
 
 from dapo_jax.config import TrainConfig
 from dapo_jax.dapo.rollouts import Group, Prompt
@@ -255,31 +254,22 @@ class GroupSampling:
         return self._prompts[ordinal]
 
 
-def dealt(tokens: Sequence[int], samplers: int) -> Int[np.ndarray, " going"]:
-    """Distributes responses in flight over samplers, given the number of tokens in each response. Returns the sampler of each response.
-
-    The longest responses are dealt out first, back and forth, so that all samplers hold and prefill about the same number of tokens. If responses were assigned by ordinal,
-    the first sampler would get all the old, long responses. They would not fit in its pages, and the other samplers would wait for it at the end of each round. If
-    responses do not divide evenly, the first samplers get one more.
-    """
-    order = np.argsort(-np.asarray(tokens, np.int64), kind="stable")
-    turn, at = np.divmod(np.arange(len(order)), samplers)
-    back = (turn % 2 == 1) & (turn < len(order) // samplers)
-    found = np.empty(len(order), np.int64)
-    found[order] = np.where(back, samplers - 1 - at, at)
-    return found
-
-
 class Places:
     """Assigns each response in flight to a sampler. The assignment does not affect any result."""
 
     def __init__(self, in_flight: int, samplers: int, going: Mapping[ResponseId, int]) -> None:
-        """Distributes the responses that continue from the last step, which must all be re-prefilled. `going` maps each response to its number of tokens; see `dealt`."""
+        """Distributes the responses that continue from the last step, which must all be re-prefilled. `going` maps each response to its number of tokens.
+
+        The longest responses are dealt out first, back and forth, so that all samplers hold and prefill about the same number of tokens. If responses were assigned by
+        ordinal, the first sampler would get all the old, long responses. They would not fit in its pages, and the other samplers would wait for it at the end of each
+        round. If responses do not divide evenly, the first samplers get one more.
+        """
         self._most = [in_flight // samplers + (sampler < in_flight % samplers) for sampler in range(samplers)]
         self._at: list[set[ResponseId]] = [set() for _ in range(samplers)]
-        ids = sorted(going)
-        for one, sampler in zip(ids, dealt([going[one] for one in ids], samplers).tolist(), strict=True):
-            self._at[sampler].add(one)
+        for place, one in enumerate(sorted(going, key=lambda one: (-going[one], one))):
+            turn, at = divmod(place, samplers)
+            back = turn % 2 == 1 and turn < len(going) // samplers
+            self._at[samplers - 1 - at if back else at].add(one)
 
     def give(self, started: Sequence[ResponseId]) -> None:
         """Assigns new responses, in order, to samplers with free places."""

@@ -101,8 +101,8 @@ class Sampler:
 
         def more() -> list[list[Request]]:
             if taking is not None:
-                taking.resume(loop.resume)
-                if (going := taking.continuing()) or taking.starting or loop.waiting:
+                going = taking.continuing(loop.resume)
+                if going or taking.starting or loop.waiting:
                     return going
             prompts = draw(self._prefill_prompts)
             check_prompts(prompts, capacity=capacity, max_response_tokens=max_response_tokens)
@@ -117,8 +117,7 @@ class Sampler:
             if taking is None:
                 return asked
             taking.start(list(chain.from_iterable(asked)))
-            taking.resume(loop.resume)
-            return taking.continuing()
+            return taking.continuing(loop.resume)
 
         park = taking is not None and self._engine.feed_tokens > 0
         loop = DecodeLoop(
@@ -130,16 +129,13 @@ class Sampler:
                 if taking is not None:
                     taking.resume(loop.resume)
                 ended = loop.step()
-                over = [request for request, _ in ended or ()]
                 for request, reason in ended or ():
                     request.finish_reason = reason
                     if taking is not None:
                         taking.end_turn(request, reason)
-                if taking is not None:
-                    over = taking.ended()
-                    for request in over:
-                        loop.slots.forget(request)
+                over = [request for request, _ in ended or ()] if taking is None else taking.ended()
                 for request in over:
+                    loop.slots.forget(request)
                     group = groups[request.prompt.ordinal]
                     group[request.index] = request.response(version)
                     if len(group) == samples_per_prompt:
@@ -154,8 +150,7 @@ class Sampler:
 
 
 class TurnTaking:
-    """Multi-turn episodes in a sampler that runs every response to its end: a finished turn is passed to its environment, and the environment's answer is
-    prefilled or fed before the next turn.
+    """Passes finished turns to their environments, in a sampler that runs every response to its end. The answer is prefilled or fed before the next turn.
 
     While its environment works, an episode has no slot, and it keeps its pages only until other responses need them. No token is tokenized twice.
     """
@@ -193,8 +188,9 @@ class TurnTaking:
         self._take()
         self._continuing = [request for request in self._continuing if not resumed(request)]
 
-    def continuing(self) -> list[list[Request]]:
-        """Returns the episodes to prefill, in lists that share a context."""
+    def continuing(self, resumed: Callable[[Request], bool]) -> list[list[Request]]:
+        """Calls `resume`, and returns the episodes to prefill, in lists that share a context."""
+        self.resume(resumed)
         continuing, self._continuing = self._continuing, []
         return by_context(continuing)
 

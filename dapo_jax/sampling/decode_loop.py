@@ -99,11 +99,8 @@ class DecodeLoop:
         if interrupted:
             min_live = live + 1  # The call ends after one token.
         self._on_look()
-        # Use the loop's decoding options, or each slot's options if requests have their own.
-        options, decoding = (
-            [None if owner is None else owner.options for owner in slots.owners],
-            self._decoding,
-        )
+        options = [None if owner is None else owner.options for owner in slots.owners]
+        decoding = self._decoding
         if any(options):
             decoding = decoding_of_slots([None if each is None else each.decoding for each in options])
         self._state, result = self._engine.generate(

@@ -48,13 +48,11 @@ def kernel() -> Any:
 
 
 def empty(pages: int, kv_heads: int, page_tokens: int, head_dim: int, dtype: str) -> LayerCache:
-    """Returns the cache of one layer, filled with zeros."""
     made = plain.empty(pages, kv_heads, page_tokens, head_dim, dtype)
     return replace(made, keys=made.values)
 
 
 def of_rows(keys: RowHeads, values: RowHeads, rows: int, dtype: str) -> LayerCache:
-    """Converts keys and values of prefilled rows, concatenated along the token axis, to the cache layout."""
     made = plain.of_rows(jnp.nan_to_num(keys), jnp.nan_to_num(values), rows, dtype)
     return replace(made, keys=made.keys.swapaxes(2, 3))
 

@@ -47,7 +47,6 @@ class PagedStep(CacheStep):
 
 
 def reading(tables: Tables, lengths: PerSlot, live: Live, *, page_tokens: int) -> PagedStep:
-    """Returns the data of a decoding step, including the order in which all layers read pages."""
     slots, most = tables.shape
     counts = jnp.where(live, lengths + 1, 0)
     order = jnp.argsort(-counts).astype(jnp.int32)

@@ -82,9 +82,9 @@ class Prefill:
     def programs(
         self, params: SamplerWeights, *, again: bool
     ) -> tuple[dict[str, Callable[[], Lowered]], dict[str, Prefix]]:
-        """Returns functions that lower the programs in use, by name, and the prefix of each call shape in use, as shape structs with shardings.
+        """Returns functions that lower the programs in use, and the prefix of each call shape in use, as shape structs with shardings.
 
-        `params` may be shape structs. With `again`, these include programs to re-prefill preempted responses, which may be longer than any prompt.
+        `params` may be shape structs. With `again`, this includes the programs to re-prefill preempted responses, which may be longer than any prompt.
         """
         made: dict[str, Callable[[], Lowered]] = {}
         prefixes, layer, ends = dict[str, Prefix](), params["layers"][0], params["ends"]

@@ -48,7 +48,6 @@ class RoundSampler:
         samples at most one turn of each."""
         self._engine, self._limit, self._limits = engine, max_response_tokens, limits
         self._unread: list[Request] = []
-        self._paused: set[Request] = set()
         self._between: set[Request] = set()
         """Episodes between two turns. They keep their pages until other responses need them."""
         park = limits is not None and engine.feed_tokens > 0
@@ -60,7 +59,7 @@ class RoundSampler:
         """Samples one round. The new tokens are appended to the requests and returned in the same order.
 
         Args:
-            requests: all responses in flight, including new ones, except episodes whose environment is working.
+            requests: all responses in flight, including new ones and every paused one, except episodes whose environment is working.
             tokens: maximum number of tokens to sample for each response.
 
         Raises:
@@ -68,7 +67,6 @@ class RoundSampler:
         """
         prompts, capacity = [request.prompt for request in requests], self._engine.capacity
         check_prompts(prompts, capacity=capacity, max_response_tokens=self._limit)
-        assert self._paused.issubset(requests), "a paused response has to continue, or its slot stays taken"
         for over in [request for request in self._between if request.finish_reason is not None]:
             self._loop.slots.forget(over)
             self._between.remove(over)
@@ -80,11 +78,9 @@ class RoundSampler:
         ended: dict[Request, FinishReason] = {}
         while (found := self._loop.step()) is not None:
             ended.update(found)
-        self._paused = set(requests).difference(ended)
         self._between.difference_update(requests)
         if self._limits is not None:
             self._between.update(ended)
-        assert all(request.paused for request in self._paused), "a response has not reached its target"
         new = [(request, slice(first, request.drawn)) for request, first in zip(requests, begin, strict=True)]
         return [
             Drawn(tokens=of.tokens[at].copy(), logprobs=of.logprobs[at].copy(), finish_reason=ended.get(of))

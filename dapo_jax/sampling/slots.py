@@ -149,7 +149,6 @@ class Slots:
         return owner
 
     def pausing(self) -> Iterator[tuple[int, Request]]:
-        """Yields each slot with a paused response, and the response."""
         for slot, owner in enumerate(self.owners):
             if owner is not None and owner.paused:
                 yield slot, owner

@@ -81,13 +81,11 @@ def _parts(kv_heads: int) -> int:
 
 
 def empty(pages: int, kv_heads: int, page_tokens: int, head_dim: int, dtype: str) -> Pairs:
-    """Returns the cache of one layer, filled with zeros."""
     scales = jnp.zeros((pages, kv_heads, 2, page_tokens), jnp.float32) if dtype in EIGHT_BITS else None
     return Pairs(jnp.zeros((pages, kv_heads, page_tokens, 2 * head_dim), dtype), scales)
 
 
 def of_rows(keys: RowHeads, values: RowHeads, rows: int, dtype: str) -> Pairs:
-    """Converts keys and values of prefilled rows, concatenated along the token axis, to the cache layout."""
     pairs, scales = _paired(keys, values, dtype)
     return Pairs(of_row(pairs, rows).swapaxes(2, 3), of_row(scales, rows))
 
@@ -100,7 +98,6 @@ def _paired(key: Array, value: Array, dtype: str) -> tuple[Array, Array | None]:
 
 
 def fill(cache: Pairs, read: Pairs, page: Scalar, row: Scalar, start: Scalar) -> Pairs:
-    """Implements `cache.fill`: copies tokens from row `row` of `read`, starting at index `start`, into a page."""
     return Pairs(
         fill_page(cache.pairs, read.pairs, page, row, start, axis=2),
         fill_page(cache.scales, read.scales, page, row, start, axis=3),
