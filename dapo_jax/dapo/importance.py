@@ -27,8 +27,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from dapo_jax.dapo.losses import MAX_LOG_RATIO, check_choice
+from dapo_jax.dapo.losses import MAX_LOG_RATIO
 from dapo_jax.dapo.metrics import Max, Metric, token_mean
+from dapo_jax.hints import nearest
 
 CORRECTIONS = ("none", "truncate", "mask", "mask_responses")
 
@@ -63,7 +64,9 @@ def importance_weights(
     Raises:
         ValueError: `correction` is "none" or unknown.
     """
-    check_choice("correction", correction, CORRECTIONS[1:])
+    if correction not in CORRECTIONS[1:]:
+        near = nearest(correction, CORRECTIONS[1:], least=0.0)[0]
+        raise ValueError(f"correction={correction!r} has no weights. Did you mean {near!r}?")
     difference = jnp.where(mask, lax.stop_gradient(logprobs - sampler_logprobs), 0.0)
     if correction == "mask_responses":
         difference = response_mean(difference, mask, segment_ids)

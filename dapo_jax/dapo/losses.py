@@ -152,7 +152,7 @@ def kl_penalty(
     Raises:
         ValueError: the estimator is unknown, shapes do not match, or the mask is not bool.
     """
-    check_choice("estimator", estimator, ("k1", "k3"))
+    _check_choice("estimator", estimator, ("k1", "k3"))
     tokens = _MaskedTokens(logprobs, mask, ref_logprobs=ref_logprobs, weights=weights)
     difference = tokens.constant(ref_logprobs) - tokens.clean(logprobs)
     log_ratio = jnp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -210,7 +210,7 @@ def token_weights(
     References:
         Shao et al., "DeepSeekMath", 2024 (GRPO). Liu et al., "Understanding R1-Zero-Like Training", 2025 (Dr. GRPO).
     """
-    check_choice("aggregation", aggregation, AGGREGATIONS)
+    _check_choice("aggregation", aggregation, AGGREGATIONS)
     _check_mask(mask)
     xp: Any = np if isinstance(mask, np.ndarray) else jnp
     dtype = np.float64 if xp is np else jnp.result_type(float)
@@ -295,8 +295,7 @@ def _check_mask(mask: Array | np.ndarray) -> None:
         raise ValueError(f"mask must be bool of shape [batch, seq], got {mask.dtype} of shape {mask.shape}")
 
 
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raises a ValueError if `value` is not one of `choices`."""
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         near = nearest(value, choices, least=0.0)[0]
         raise ValueError(f"{name}={value!r} is unknown. Did you mean {near!r}?")
