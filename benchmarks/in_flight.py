@@ -191,7 +191,7 @@ def in_flight(task: Task, engine: LimitedEngine) -> Way:
             ids = list(collector.clock.in_flight())
             drawn = sampler.draw([collector.responses[one] for one in ids], arguments.round_tokens)
             collector.take(dict(zip(ids, drawn, strict=True)), ids)
-            due = collector.end_round().due
+            _, _, due = collector.end_round()
             for ordinal in due:
                 collector.end_group(task.group(ordinal, collector.responses_to(ordinal)))
         found = collector.finish()

@@ -61,12 +61,12 @@ def group_arrays(groups: Sequence[Group], *, whole: Sequence[bool] | None = None
 
 
 def groups_of(arrays: Mapping[str, np.ndarray], prompt_at: PromptAt) -> list[Group]:
-    """Rebuilds the groups that `group_arrays` flattened. The tokens of brief groups are zeros that take no memory.
+    """Rebuilds the groups that `group_arrays` flattened; other arrays are ignored. The tokens of brief groups are zeros that take no memory.
 
     Raises:
         ValueError: the records are damaged.
     """
-    if not arrays:
+    if "records" not in arrays:
         return []
     take = _Parts(arrays)
     return [
@@ -92,14 +92,14 @@ def flight_arrays(in_flight: InFlight | None) -> Arrays:
 
 
 def flight_of(arrays: Mapping[str, np.ndarray], prompt_at: PromptAt) -> InFlight | None:
-    """Rebuilds the responses in flight that `flight_arrays` flattened. Returns None for an empty dict.
+    """Rebuilds the responses in flight that `flight_arrays` flattened; other arrays are ignored. Returns None if nothing was in flight.
 
     Raises:
         ValueError: the records are damaged.
     """
+    arrays = {name.removeprefix(_FLIGHT): arrays[name] for name in arrays if name.startswith(_FLIGHT)}
     if not arrays:
         return None
-    arrays = {name.removeprefix(_FLIGHT): array for name, array in arrays.items()}
     records, take = json.loads(arrays["records"].tobytes()), _Parts(arrays)
     clock, responses = VirtualClock.restored(records["clock"]), {}
     for one, record in zip(clock.started(), records["responses"], strict=True):
@@ -108,12 +108,6 @@ def flight_of(arrays: Mapping[str, np.ndarray], prompt_at: PromptAt) -> InFlight
         drawn, part = kept[0], _part(kept, take)
         responses[one] = Request(prompt_at(one.ordinal), one.index, 0, drawn=drawn, **own, **part)
     return InFlight(clock=clock, responses=responses)
-
-
-def split_flight(arrays: Mapping[str, np.ndarray]) -> tuple[Arrays, Arrays]:
-    """Splits the arrays of a checkpoint into the results of `group_arrays` and of `flight_arrays`."""
-    flight = {name: array for name, array in arrays.items() if name.startswith(_FLIGHT)}
-    return {name: array for name, array in arrays.items() if name not in flight}, flight
 
 
 def drawn_arrays(drawn: Sequence[Drawn]) -> Arrays:

@@ -4,7 +4,7 @@ and is identical in every process."""
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from dapo_jax.dapo.dynamic_sampling import Collected, ShortfallError, Tally, is_informative, nothing_to_learn
 from dapo_jax.dapo.rollouts import Continuation, Group, Prompt, Response, Standing
@@ -35,17 +35,6 @@ class Position:
     """Informative groups that are ready for training."""
     in_flight: InFlight | None = None
     """None if the run samples in waves, or if nothing has started."""
-
-
-class RoundEnd(NamedTuple):
-    """The outcome of a round."""
-
-    ended: list[ResponseId]
-    """The responses that ended."""
-    whole: list[int]
-    """Ordinals of the groups whose last response ended. These can now be graded."""
-    due: list[int]
-    """Ordinals of the groups whose verdicts are due. Pass these groups to `Collector.end_group`."""
 
 
 @dataclass(kw_only=True)
@@ -150,7 +139,8 @@ class Collector:
         started = self.clock.start()
         assert self.prompt_at is not None
         for one in started:
-            request = Request(self.prompt_at(one.ordinal), one.index, 0, version=self.clock.version)
+            prompt = self.prompt_of(one.ordinal) if one.index else self.prompt_at(one.ordinal)
+            request = Request(prompt, one.index, 0, version=self.clock.version)
             if self.limits is not None:
                 request.due = self._now + self.answer_rounds
             self.responses[one] = request
@@ -193,16 +183,21 @@ class Collector:
         if request.finish_reason is not None:
             self._ended.append(one)
 
-    def end_round(self) -> RoundEnd:
-        """Ends a round, after `take`."""
+    def end_round(self) -> tuple[list[ResponseId], list[int], list[int]]:
+        """Ends a round, after `take`. Returns the responses that ended, and the ordinals of two kinds of groups: those that are now complete and can be graded,
+        and those whose verdicts are due."""
         ended, self._ended, self._taken = self._ended, [], False
         due = self.clock.end_round(ended)
-        return RoundEnd(ended, self.clock.whole(one.ordinal for one in ended), due)
+        return ended, self.clock.whole(one.ordinal for one in ended), due
 
     @property
     def _now(self) -> int:
         """Number of rounds that have been sampled."""
         return self.clock.rounds + self._taken
+
+    def prompt_of(self, ordinal: int) -> Prompt:
+        """Returns the prompt of a group in flight."""
+        return self.responses[ResponseId(ordinal, 0)].prompt
 
     def responses_to(self, ordinal: int) -> tuple[Response, ...]:
         """Returns the responses of a complete group."""

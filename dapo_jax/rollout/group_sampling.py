@@ -10,8 +10,7 @@ from concurrent.futures import wait
 from contextlib import nullcontext
 from itertools import chain, islice
 
-import numpy as np
-from jaxtyping import Int, PyTree
+from jaxtyping import PyTree
 
 from dapo_jax.config import TrainConfig
 from dapo_jax.dapo.rollouts import Group, Prompt
@@ -27,9 +26,9 @@ from dapo_jax.rollout.collector import Collector, Position
 from dapo_jax.rollout.exchange import Answered, Exchange
 from dapo_jax.rollout.response_sampler import TRAINING, ResponseSampler
 from dapo_jax.rollout.scheduler import ClockSizes, ResponseId
+from dapo_jax.sampling.continuous_batching import Answer
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.rounds import Drawn, RoundSampler
-from dapo_jax.sampling.turns import Answer
 from dapo_jax.trackers.rollout_log import LOGGED_GROUPS
 
 _LOOK_S = 1.0
@@ -73,8 +72,6 @@ class GroupSampling:
         )
         self._pending: dict[int, Pending] = {}
         """Groups in flight whose verdicts this process waits for, by ordinal."""
-        self._asked: dict[int, Prompt] = {}
-        """Prompts of groups in flight that have no verdict, by ordinal."""
         self._turns: TurnsInFlight | None = None
         if episodes is not None and self._in_rounds:
             self._turns = TurnsInFlight(episodes, self._exchange, watch)
@@ -101,8 +98,8 @@ class GroupSampling:
         return Collector.after(
             position,
             self._sizes,
-            prompt_at=self._prompt_in_flight,
-            limits=self._sampler.limits(self._episodes) if self._episodes is not None else None,
+            prompt_at=self._prompt_at,
+            limits=self._sampler.limits(self._episodes),
             max_groups=config.prompts_per_wave * dynamic.max_waves if dynamic.enabled else None,
             metric=dynamic.metric,
             enabled=dynamic.enabled,
@@ -199,7 +196,7 @@ class GroupSampling:
                     sampler = self._sampler.rounds(
                         weights,
                         decoding=decoding(temperature=self._config.sampling.temperature),
-                        episodes=self._episodes,
+                        limits=collector.limits,
                     )
                 places.give(collector.start())
                 self._converse(collector)
@@ -212,7 +209,6 @@ class GroupSampling:
                 groups = self._verdicts(due, collector)
                 for group in groups:
                     collector.end_group(group)
-                    self._asked.pop(group.prompt.ordinal, None)
                 yield from groups
         finally:
             if sampler is not None:
@@ -241,7 +237,7 @@ class GroupSampling:
         """Passes a complete group to the graders, if this process grades it."""
         if self._exchange.grades_group(ordinal) and ordinal not in self._pending:
             with self._exchange.working():
-                prompt, responses = self._prompt_in_flight(ordinal), collector.responses_to(ordinal)
+                prompt, responses = collector.prompt_of(ordinal), collector.responses_to(ordinal)
                 self._pending[ordinal] = self._grading.begin(prompt, responses)
 
     def _verdicts(self, due: Sequence[int], collector: Collector) -> list[Group]:
@@ -251,40 +247,29 @@ class GroupSampling:
         groups: list[Group] = []
         with self._exchange.working():
             groups = [self._pending.pop(ordinal).graded() for ordinal in due if ordinal in self._pending]
-        return self._exchange.verdicts(groups, self._prompt_in_flight, collector.responses_to)
+        return self._exchange.verdicts(groups, collector.prompt_of, collector.responses_to)
 
-    def _prompt_in_flight(self, ordinal: int) -> Prompt:
-        if ordinal not in self._asked:
-            self._watch.note("reading prompts")
-            self._asked[ordinal] = self._prompts[ordinal]
-        return self._asked[ordinal]
-
-
-def dealt(tokens: Sequence[int], samplers: int) -> Int[np.ndarray, " going"]:
-    """Distributes responses in flight over samplers, given the number of tokens in each response. Returns the sampler of each response.
-
-    The longest responses are dealt out first, back and forth, so that all samplers hold and prefill about the same number of tokens. If responses were assigned by ordinal,
-    the first sampler would get all the old, long responses. They would not fit in its pages, and the other samplers would wait for it at the end of each round. If
-    responses do not divide evenly, the first samplers get one more.
-    """
-    order = np.argsort(-np.asarray(tokens, np.int64), kind="stable")
-    turn, at = np.divmod(np.arange(len(order)), samplers)
-    back = (turn % 2 == 1) & (turn < len(order) // samplers)
-    found = np.empty(len(order), np.int64)
-    found[order] = np.where(back, samplers - 1 - at, at)
-    return found
+    def _prompt_at(self, ordinal: int) -> Prompt:
+        self._watch.note("reading prompts")
+        return self._prompts[ordinal]
 
 
 class Places:
     """Assigns each response in flight to a sampler. The assignment does not affect any result."""
 
     def __init__(self, in_flight: int, samplers: int, going: Mapping[ResponseId, int]) -> None:
-        """Distributes the responses that continue from the last step, which must all be re-prefilled. `going` maps each response to its number of tokens; see `dealt`."""
+        """Distributes the responses that continue from the last step, which must all be re-prefilled. `going` maps each response to its number of tokens.
+
+        The longest responses are dealt out first, back and forth, so that all samplers hold and prefill about the same number of tokens. If responses were assigned by
+        ordinal, the first sampler would get all the old, long responses. They would not fit in its pages, and the other samplers would wait for it at the end of each
+        round. If responses do not divide evenly, the first samplers get one more.
+        """
         self._most = [in_flight // samplers + (sampler < in_flight % samplers) for sampler in range(samplers)]
         self._at: list[set[ResponseId]] = [set() for _ in range(samplers)]
-        ids = sorted(going)
-        for one, sampler in zip(ids, dealt([going[one] for one in ids], samplers).tolist(), strict=True):
-            self._at[sampler].add(one)
+        for place, one in enumerate(sorted(going, key=lambda one: (-going[one], one))):
+            turn, at = divmod(place, samplers)
+            back = turn % 2 == 1 and turn < len(going) // samplers
+            self._at[samplers - 1 - at if back else at].add(one)
 
     def give(self, started: Sequence[ResponseId]) -> None:
         """Assigns new responses, in order, to samplers with free places."""

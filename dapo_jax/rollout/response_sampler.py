@@ -12,13 +12,12 @@ from jaxtyping import PRNGKeyArray, PyTree
 from dapo_jax.config import EvalConfig
 from dapo_jax.dapo.rollouts import Group, Prompt, Response
 from dapo_jax.parallel.weights import AdapterTransfer, MergingTransfer, WeightTransfer
-from dapo_jax.sampling.continuous_batching import Sampler
+from dapo_jax.sampling.continuous_batching import Environments, Sampler, limits_of
 from dapo_jax.sampling.decode_loop import StopRule
 from dapo_jax.sampling.decoding import Decoding, decoding
 from dapo_jax.sampling.interface import Engine
 from dapo_jax.sampling.requests import EpisodeLimits
 from dapo_jax.sampling.rounds import RoundSampler
-from dapo_jax.sampling.turns import Environments, limits_of
 
 TRAINING, EVALUATION = 0, 1
 """Domains of random keys, so that evaluation and training use different random numbers."""
@@ -95,15 +94,17 @@ class ResponseSampler:
             environments=environments,
         )
 
-    def limits(self, episodes: Environments) -> EpisodeLimits:
-        """Returns the limits of episodes in this sampler."""
+    def limits(self, episodes: Environments | None) -> EpisodeLimits | None:
+        """Returns the limits of episodes in this sampler, or None if responses have no environment."""
+        if episodes is None:
+            return None
         capacity = self._engine.capacity
         return limits_of(episodes, max_response_tokens=self.max_response_tokens, capacity=capacity)
 
     def rounds(
-        self, weights: PyTree, *, decoding: Decoding, episodes: Environments | None = None
+        self, weights: PyTree, *, decoding: Decoding, limits: EpisodeLimits | None = None
     ) -> RoundSampler:
-        """Returns a training sampler that samples responses in flight with these weights. With `episodes`, responses are episodes."""
+        """Returns a training sampler that samples responses in flight with these weights. With `limits`, responses are episodes."""
         return RoundSampler(
             self._engine,
             weights,
@@ -112,7 +113,7 @@ class ResponseSampler:
             max_response_tokens=self.max_response_tokens,
             stop=self._stop,
             on_look=self._on_look,
-            limits=None if episodes is None else self.limits(episodes),
+            limits=limits,
         )
 
     def evaluate(

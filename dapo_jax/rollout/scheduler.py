@@ -27,7 +27,7 @@ class ClockSizes:
     """The parameters of the clock. They depend on the configuration, not on the machines."""
 
     in_flight: int
-    """Number of responses in flight throughout the run, or in a wave."""
+    """Number of responses in flight throughout the run, or in a wave: a multiple of `samples_per_prompt`."""
     samples_per_prompt: int
     """Number of responses in a group (G)."""
     needed: int
@@ -39,13 +39,6 @@ class ClockSizes:
     So groups older than 2 S + 1 steps are never trained on. 0: no bound."""
     waves: bool = False
     """If True, whole waves of `in_flight` responses start, each as soon as it is certain to be needed, and a step ends when nothing is in flight."""
-
-    def __post_init__(self) -> None:
-        if self.in_flight < self.samples_per_prompt or self.in_flight % self.samples_per_prompt:
-            raise ValueError(
-                f"in_flight={self.in_flight} must be a multiple of {self.samples_per_prompt}, because the responses of a group start together; "
-                f"for example {-(-max(self.in_flight, 1) // self.samples_per_prompt) * self.samples_per_prompt}"
-            )
 
 
 @dataclass

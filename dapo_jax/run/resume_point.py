@@ -18,7 +18,7 @@ from dapo_jax.config.schema import FREE_TO_CHANGE
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.models.folder import CONFIG
 from dapo_jax.parallel.together import broadcast_from_first
-from dapo_jax.rollout.checkpoint_arrays import flight_of, groups_of, split_flight
+from dapo_jax.rollout.checkpoint_arrays import flight_of, groups_of
 from dapo_jax.rollout.collector import Position
 from dapo_jax.storage import AnyPath, entries, files_of, ranges_bytes, size_of
 from dapo_jax.text.huggingface import TOKENIZER_FILES
@@ -69,9 +69,8 @@ def resume_point(found: Restored, where: str, *, prompt_at: Callable[[int], Prom
     if IDENTITY not in found.progress:
         raise ConfigError(f"{where} was not saved by `dapo-jax train` and cannot be resumed: move it away")
     cursor, unfinished = found.progress["cursor"], found.progress.get(UNFINISHED)
-    carry, flight = split_flight(found.carry)
     try:
-        groups, in_flight = groups_of(carry, prompt_at), flight_of(flight, prompt_at)
+        groups, in_flight = groups_of(found.carry, prompt_at), flight_of(found.carry, prompt_at)
     except ValueError as error:
         raise DamagedError(f"{where} is damaged: in its groups or responses in flight, {error}") from error
     return ResumePoint(

@@ -7,6 +7,7 @@ last axis.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -54,11 +55,15 @@ class LayerCache:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class DenseStep:
-    """Per-slot data of one decoding step, shared by all layers."""
+class CacheStep:
+    """Data of one decoding step, shared by all layers. `paged_cache` and `tpu_cache` add the order in which pages are read."""
 
+    tables: Tables | Any
     lengths: PerSlot | Any
+    """Number of tokens in the cache, without the new token."""
     live: Live | Any
+    page: PerSlot | Any
+    """The result of `page_of_new`; () in a cache that does not need it."""
 
 
 EIGHT_BITS = {"int8": 127.0, "float8_e4m3fn": 448.0}
@@ -126,11 +131,6 @@ def fill_page(into: Any, source: Any, page: Scalar, row: Scalar, start: Scalar, 
     return lax.dynamic_update_slice_in_dim(into, taken, page, axis=0)
 
 
-def reading(tables: Tables, lengths: PerSlot, live: Live) -> DenseStep:
-    """Returns the data of a decoding step that all layers share. `tables` is unused, because each slot is its own page here."""
-    return DenseStep(lengths, live)
-
-
 def page_of_new(tables: Tables, lengths: PerSlot, live: Live, *, page_tokens: int) -> PerSlot:
     """Returns the page that receives each slot's new token, or an out-of-range page number if the slot is not live."""
     page = jnp.take_along_axis(tables, lengths[:, None] // page_tokens, axis=1, mode="clip")[:, 0]
@@ -153,25 +153,20 @@ def append_to_pages(
     return LayerCache(keys, values, put(cache.key_scales, key_scale), put(cache.value_scales, value_scale))
 
 
-def append(cache: LayerCache, key: NewHeads, value: NewHeads, lengths: PerSlot) -> LayerCache:
-    """Appends one token per slot, after the slot's `lengths` tokens."""
+def extend(
+    cache: LayerCache, now: CacheStep, query: Queries, key: NewHeads, value: NewHeads
+) -> tuple[Queries, LayerCache]:
+    """Appends one token to each slot. Each slot's query attends to all of its tokens, including the new token, or to nothing if it is not live."""
 
-    def write(into: Array, new: Array, axis: int) -> Array:
+    def append(into: Array, new: Array, axis: int) -> Array:
         def one_slot(into: Array, new: Array, at: Array) -> Array:
             return lax.dynamic_update_slice_in_dim(into, jnp.expand_dims(new, axis), at, axis)
 
-        return jax.vmap(one_slot, in_axes=(0, -1, 0))(into, new.astype(into.dtype), lengths)
+        return jax.vmap(one_slot, in_axes=(0, -1, 0))(into, new.astype(into.dtype), now.lengths)
 
-    return LayerCache(write(cache.keys, key, 2), write(cache.values, value, 1))
-
-
-def extend(
-    cache: LayerCache, now: DenseStep, query: Queries, key: NewHeads, value: NewHeads
-) -> tuple[Queries, LayerCache]:
-    """Appends one token to each slot. Each slot's query attends to all of its tokens, including the new token, or to nothing if it is not live."""
-    grown = append(cache, key, value, now.lengths)
+    grown = LayerCache(append(cache.keys, key, 2), append(cache.values, value, 1))
     counts = (now.lengths + 1) * now.live.astype(jnp.int32)
     return cached_attention(query, grown.keys, grown.values, counts), grown
 
 
-DENSE = Cache(empty=empty, of_rows=of_rows, fill=fill, reading=reading, extend=extend)
+DENSE = Cache(empty=empty, of_rows=of_rows, fill=fill, reading=partial(CacheStep, page=()), extend=extend)

@@ -1,19 +1,56 @@
-"""Continuous batching: samples groups of complete responses, with one prefill for all responses to a prompt."""
+"""Continuous batching: samples groups of complete responses or multi-turn episodes, with one prefill for all responses to a prompt."""
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from itertools import chain
+from queue import Empty, SimpleQueue
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import PRNGKeyArray, PyTree
 
-from dapo_jax.dapo.rollouts import Prompt, Response
+from dapo_jax.dapo.rollouts import Continuation, DrawnTurn, FinishReason, Prompt, Response
 from dapo_jax.sampling.decode_loop import DecodeLoop, StopRule
 from dapo_jax.sampling.decoding import Decoding
 from dapo_jax.sampling.interface import Engine
-from dapo_jax.sampling.requests import Request
-from dapo_jax.sampling.turns import Environments, TurnTaking, limits_of
+from dapo_jax.sampling.requests import EpisodeLimits, Request, by_context
 
 Draw = Callable[[int], Sequence[Prompt]]
 """Function that returns up to n prompts. After an empty result, it is called again while responses are still being sampled; then sampling ends."""
+
+_LOOK_S = 1.0
+"""Interval in seconds at which a sampler calls `on_look` while it waits for environments."""
+
+Answer = Future[Continuation | None]
+"""The environment's tokens before the next turn, or None if the episode is over or was lost."""
+
+
+@runtime_checkable
+class Environments(Protocol):
+    """The sampler's interface to the environments of a run."""
+
+    max_turns: int
+    turn_tokens: int
+    """Maximum number of tokens in a turn; 0: as many as the episode may have."""
+    episode_tokens: int
+    """Maximum number of tokens in an episode; 0: as many as a response may have."""
+
+    def start(self, prompt: Prompt, index: int) -> Answer:
+        """Begins an episode. The answer, which may be empty, comes before the first turn: after the prompt or in place of it."""
+        ...
+
+    def step(self, prompt: Prompt, index: int, turn: DrawnTurn) -> Answer:
+        """Passes a finished turn to its environment."""
+        ...
+
+
+def limits_of(environments: Environments, *, max_response_tokens: int, capacity: int) -> EpisodeLimits:
+    """Returns the limits of episodes whose contexts have at most `capacity` tokens."""
+    return EpisodeLimits(
+        max_turns=environments.max_turns,
+        turn_tokens=environments.turn_tokens,
+        episode_tokens=environments.episode_tokens or max_response_tokens,
+        capacity=capacity,
+    )
 
 
 class Sampler:
@@ -64,8 +101,8 @@ class Sampler:
 
         def more() -> list[list[Request]]:
             if taking is not None:
-                taking.resume(loop.resume)
-                if (going := taking.continuing()) or taking.starting or loop.waiting:
+                going = taking.continuing(loop.resume)
+                if going or taking.starting or loop.waiting:
                     return going
             prompts = draw(self._prefill_prompts)
             check_prompts(prompts, capacity=capacity, max_response_tokens=max_response_tokens)
@@ -80,8 +117,7 @@ class Sampler:
             if taking is None:
                 return asked
             taking.start(list(chain.from_iterable(asked)))
-            taking.resume(loop.resume)
-            return taking.continuing()
+            return taking.continuing(loop.resume)
 
         park = taking is not None and self._engine.feed_tokens > 0
         loop = DecodeLoop(
@@ -93,16 +129,13 @@ class Sampler:
                 if taking is not None:
                     taking.resume(loop.resume)
                 ended = loop.step()
-                over = [request for request, _ in ended or ()]
                 for request, reason in ended or ():
                     request.finish_reason = reason
                     if taking is not None:
                         taking.end_turn(request, reason)
-                if taking is not None:
-                    over = taking.ended()
-                    for request in over:
-                        loop.slots.forget(request)
+                over = [request for request, _ in ended or ()] if taking is None else taking.ended()
                 for request in over:
+                    loop.slots.forget(request)
                     group = groups[request.prompt.ordinal]
                     group[request.index] = request.response(version)
                     if len(group) == samples_per_prompt:
@@ -114,6 +147,80 @@ class Sampler:
                     taking.wait()
         finally:
             loop.close()
+
+
+class TurnTaking:
+    """Passes finished turns to their environments, in a sampler that runs every response to its end. The answer is prefilled or fed before the next turn.
+
+    While its environment works, an episode has no slot, and it keeps its pages only until other responses need them. No token is tokenized twice.
+    """
+
+    def __init__(
+        self, environments: Environments, limits: EpisodeLimits, on_look: Callable[[], None]
+    ) -> None:
+        """`on_look` is called every second while all episodes wait."""
+        self._environments, self._limits, self._on_look = environments, limits, on_look
+        self._arrived: SimpleQueue[tuple[Request, Answer]] = SimpleQueue()
+        self._ended: list[Request] = []
+        self._continuing: list[Request] = []
+        self._pending = 0
+        self.starting = 0
+        """Number of episodes whose environment has not returned its first answer."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether any episode without a slot is not over yet."""
+        return self._pending > 0 or bool(self._continuing)
+
+    def start(self, requests: Sequence[Request]) -> None:
+        """Begins an episode for each request."""
+        self.starting += len(requests)
+        for request in requests:
+            self._await(request, self._environments.start(request.prompt, request.index))
+
+    def end_turn(self, request: Request, reason: FinishReason) -> None:
+        """Ends the current turn with the finish reason `reason` and passes it to its environment."""
+        turn = request.end_turn(reason)
+        self._await(request, self._environments.step(request.prompt, request.index, turn))
+
+    def resume(self, resumed: Callable[[Request], bool]) -> None:
+        """Calls `resumed` for each episode that continues. If it returns False, the episode must be prefilled; see `continuing`."""
+        self._take()
+        self._continuing = [request for request in self._continuing if not resumed(request)]
+
+    def continuing(self, resumed: Callable[[Request], bool]) -> list[list[Request]]:
+        """Calls `resume`, and returns the episodes to prefill, in lists that share a context."""
+        self.resume(resumed)
+        continuing, self._continuing = self._continuing, []
+        return by_context(continuing)
+
+    def ended(self) -> list[Request]:
+        """Returns the episodes that are over."""
+        self._take()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def wait(self) -> None:
+        """Waits until an environment has answered."""
+        while self._pending and not (self._continuing or self._ended):
+            try:
+                self._took(*self._arrived.get(timeout=_LOOK_S))
+            except Empty:
+                self._on_look()
+
+    def _await(self, request: Request, answer: Answer) -> None:
+        self._pending += 1
+        answer.add_done_callback(lambda done: self._arrived.put((request, done)))
+
+    def _take(self) -> None:
+        while not self._arrived.empty():
+            self._took(*self._arrived.get())
+
+    def _took(self, request: Request, answer: Answer) -> None:
+        self._pending -= 1
+        self.starting -= not request.turns
+        request.take_answer(answer.result(), self._limits)
+        (self._continuing if request.finish_reason is None else self._ended).append(request)
 
 
 def check_prompts(prompts: Sequence[Prompt], *, capacity: int, max_response_tokens: int) -> None:

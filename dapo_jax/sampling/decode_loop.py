@@ -9,6 +9,7 @@ token does not depend on timing.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,8 +18,9 @@ from jaxtyping import PRNGKeyArray, PyTree
 from dapo_jax.dapo.rollouts import FinishReason
 from dapo_jax.sampling.decoding import Decoding, decoding_of_slots
 from dapo_jax.sampling.interface import Engine, Insertion, ResultTokens
+from dapo_jax.sampling.pages import Fill
 from dapo_jax.sampling.requests import NOTHING, Reading, Request, StopRule
-from dapo_jax.sampling.slots import Slots, Started
+from dapo_jax.sampling.slots import Slots
 
 PARKED: PyTree = object()
 """Placeholder for the prefix of a response whose pages already contain its context, except for tokens that will be fed."""
@@ -44,10 +46,10 @@ class DecodeLoop:
         *,
         key: PRNGKeyArray,
         decoding: Decoding,
-        stop: StopRule | None,
-        refill_frac: float,
-        on_look: Callable[[], None],
         more: Callable[[], Unread],
+        stop: StopRule | None = None,
+        refill_frac: float = 0.125,
+        on_look: Callable[[], None] = lambda: None,
         prefill_first: bool = True,
         park: bool = False,
     ) -> None:
@@ -97,11 +99,8 @@ class DecodeLoop:
         if interrupted:
             min_live = live + 1  # The call ends after one token.
         self._on_look()
-        # Use the loop's decoding options, or each slot's options if requests have their own.
-        options, decoding = (
-            [None if owner is None else owner.options for owner in slots.owners],
-            self._decoding,
-        )
+        options = [None if owner is None else owner.options for owner in slots.owners]
+        decoding = self._decoding
         if any(options):
             decoding = decoding_of_slots([None if each is None else each.decoding for each in options])
         self._state, result = self._engine.generate(
@@ -185,22 +184,22 @@ class DecodeLoop:
 
     def _start(self) -> None:
         """Starts prefilled responses from the head of the queue while there are free slots and pages, with one `insert` call per prefix and key."""
-        batches: dict[tuple[int, int], tuple[PyTree, PRNGKeyArray | None, list[Started]]] = {}
-        while self.waiting and (prefix := self.waiting[0].prefix) is not None:
-            if (one := self.slots.take(self.waiting[0], self.waiting)) is None:
+        batches: dict[tuple[int, int], tuple[PyTree, Any, list[tuple[Request, int, list[Fill]]]]] = {}
+        while self.waiting and (prefix := (request := self.waiting[0]).prefix) is not None:
+            if (taken := self.slots.take(request, self.waiting)) is None:
                 break
-            key = None if one.request.options is None else one.request.options.key
-            batches.setdefault((id(prefix), id(key)), (prefix, key, []))[2].append(one)
+            key = None if request.options is None else request.options.key
+            batches.setdefault((id(prefix), id(key)), (prefix, key, []))[2].append((request, *taken))
             self.waiting.popleft()
         self._release()
         for prefix, key, batch in batches.values():
-            requests = [each.request for each in batch]
+            requests = [request for request, _, _ in batch]
             if prefix is PARKED:
                 prefix = self._engine.parked([request.length - len(request.fed) for request in requests])
                 for place, request in enumerate(requests):
                     request.place = place
             insertion = Insertion(
-                slots=np.array([each.slot for each in batch], np.int32),
+                slots=np.array([slot for _, slot, _ in batch], np.int32),
                 prompts=np.array([request.place for request in requests], np.int32),
                 ordinals=np.array(
                     [request.prompt.ordinal if key is None else 0 for request in requests], np.int32
@@ -209,7 +208,7 @@ class DecodeLoop:
                 limits=np.array([request.limit - request.begun for request in requests], np.int32),
                 drawn=np.array([request.drawn - request.begun for request in requests], np.int32),
                 turns=np.array([request.turn for request in requests], np.int32),
-                fills=[(each.request.place, fill) for each in batch for fill in each.fills],
+                fills=[(request.place, fill) for request, _, fills in batch for fill in fills],
                 fed=[request.fed for request in requests],
             )
             used = self._key if key is None else key

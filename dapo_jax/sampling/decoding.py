@@ -209,8 +209,7 @@ def draw(
     tempered softmax before top-k and top-p, or from the untempered softmax if decoding is greedy.
 
     Inverse transform sampling turns two uniform random numbers into a token: one selects a block of the vocabulary, the other an entry of the block. A single
-    number would have to be rescaled within its block, where its rounding error is as large as the mass of thousands of unlikely tokens. (Gumbel noise needs a
-    random number for every vocabulary entry. With 49,152 entries, that took longer than the forward pass of a 135M-parameter model.)
+    number would have to be rescaled within its block, where its rounding error is as large as the mass of thousands of unlikely tokens.
     """
     given = jnp.broadcast_to(decoding.temperature, logits.shape[:1])
     greedy = given == 0.0

@@ -164,12 +164,11 @@ class DecoderEngine:
         )
         # The shardings are fixed, because `insert` and `generate` would be recompiled for a state with other shardings.
         shapes, whole = jax.eval_shape(self._init_program), self._whole
+        self._struct = partial(jax.ShapeDtypeStruct, sharding=whole)
         layers = jax.tree.map(lambda _: self._halves, shapes.layers)
         state = replace(jax.tree.map(lambda _: self._rows, shapes), layers=layers, logits=self._shares)
-        self.state_structs = jax.tree.map(
-            lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), shapes, state
-        )
         self._init = jax.jit(self._init_program, out_shardings=state)
+        self.state_structs = self._init.eval_shape()
         self._fill = jax.jit(self._fill_program, donate_argnums=1, out_shardings=state.layers)
         self._insert = jax.jit(self._insert_program, donate_argnums=1, out_shardings=state)
         self._paused = jax.jit(self._paused_program, out_shardings=(whole, whole))
@@ -249,15 +248,15 @@ class DecoderEngine:
         number, column, fills, rows, tables = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
         key, state = jax.eval_shape(lambda: jax.random.key(0)), self.state_structs
         rope = (self._struct((self._config.head_dim // 2, self.capacity), jnp.float32),) * 2
-        made: dict[str, Callable[[], Lowered]] = {
+        programs, prefixes = self._read.programs(params, again=again)
+        made = {
             "init": self._init.lower,
             "generate": partial(self._generate.lower, params, state, rope, decoding, number, tables, column),
             "release": partial(self._release.lower, state, column, number),
-            **self._read.programs(params, again=again),
+            **programs,
         }
-        prefixes = self._read.prefixes(params, again=again)
-        logits, lengths = (self._struct(leaf.shape, leaf.dtype) for leaf in (state.logits, state.lengths))
         if self._takes_turns:
+            logits, lengths = self._paused.eval_shape(state.logits, state.lengths)
             prefixes["paused"] = Prefix(layers=(), logits=logits, rows=column, starts=column, lengths=lengths)
             made["paused"] = partial(self._paused.lower, state.logits, state.lengths)
         if self.feed_tokens:
@@ -273,9 +272,6 @@ class DecoderEngine:
                 self._insert.lower, prefix, state, pages, (rows, *feeding), number, key
             )
         return made
-
-    def _struct(self, shape: tuple[int, ...], kind: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, kind, sharding=self._whole)
 
     @cached_property
     def _rope(self) -> RopeTables:

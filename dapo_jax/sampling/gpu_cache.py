@@ -5,16 +5,16 @@ go unnoticed, because the logits of the same token are also NaN.
 """
 
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from dapo_jax.sampling import cache as plain
 from dapo_jax.sampling.cache import (
+    CacheStep,
     LayerCache,
     Live,
     NewHeads,
@@ -36,19 +36,6 @@ _PART_TOKENS = 2048
 """Maximum number of tokens per part of a sequence. Parts are read in parallel, so that a few long sequences still use the whole device."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class GpuStep:
-    """Per-slot data of one decoding step, shared by all layers."""
-
-    tables: Tables | Any
-    lengths: PerSlot | Any
-    """Number of tokens in the cache; 0 if the slot is not live."""
-    live: Live | Any
-    page: PerSlot | Any
-    """Page of each slot's new token, or an out-of-range page number if the slot is not live."""
-
-
 def kernel() -> Any:
     """Returns JAX's paged-attention kernel, or None if this JAX version does not include it. JAX has announced its removal."""
     try:
@@ -61,13 +48,11 @@ def kernel() -> Any:
 
 
 def empty(pages: int, kv_heads: int, page_tokens: int, head_dim: int, dtype: str) -> LayerCache:
-    """Returns the cache of one layer, filled with zeros."""
     made = plain.empty(pages, kv_heads, page_tokens, head_dim, dtype)
     return replace(made, keys=made.values)
 
 
 def of_rows(keys: RowHeads, values: RowHeads, rows: int, dtype: str) -> LayerCache:
-    """Converts keys and values of prefilled rows, concatenated along the token axis, to the cache layout."""
     made = plain.of_rows(jnp.nan_to_num(keys), jnp.nan_to_num(values), rows, dtype)
     return replace(made, keys=made.keys.swapaxes(2, 3))
 
@@ -75,15 +60,15 @@ def of_rows(keys: RowHeads, values: RowHeads, rows: int, dtype: str) -> LayerCac
 fill = partial(plain.fill, keys_axis=2)
 
 
-def reading(tables: Tables, lengths: PerSlot, live: Live, *, page_tokens: int) -> GpuStep:
-    """Returns the data of a decoding step in the kernel's format."""
+def reading(tables: Tables, lengths: PerSlot, live: Live, *, page_tokens: int) -> CacheStep:
+    """Returns the data of a decoding step. `lengths` is 0 for a slot that is not live."""
     page = page_of_new(tables, lengths, live, page_tokens=page_tokens)
-    return GpuStep(tables, jnp.where(live, lengths, 0), live, page)
+    return CacheStep(tables, jnp.where(live, lengths, 0), live, page)
 
 
 def extend(
     cache: LayerCache,
-    now: GpuStep,
+    now: CacheStep,
     query: Queries,
     key: NewHeads,
     value: NewHeads,

@@ -16,6 +16,7 @@ from jaxtyping import Array, Int
 from dapo_jax.dapo.precision import product
 from dapo_jax.models.attention import MASKED
 from dapo_jax.sampling.cache import (
+    CacheStep,
     LayerCache,
     Live,
     NewHeads,
@@ -33,25 +34,19 @@ _AT_ONCE = 16
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class PagedStep:
-    """Data of one decoding step: the lengths of the slots, and the order in which pages are read."""
+class PagedStep(CacheStep):
+    """A decoding step with the order in which pages are read. `tables` is in the slot order of `order`, padded to a multiple of the number of slots read
+    together."""
 
-    lengths: PerSlot | Any
-    live: Live | Any
-    tables: Int[Array, "padded table_pages"] | Any
-    """The page tables, in the slot order of `order`, padded to a multiple of the number of slots read together."""
     order: Int[Array, " padded"] | Any
     """Slot numbers, from the most to the fewest tokens, followed by padding."""
     counts: Int[Array, " padded"] | Any
     """Number of tokens in each slot, in the order of `order`, including the new token; 0 if the slot is not live."""
     ends: Int[Array, " table_pages"] | Any
     """Number of loop iterations after which the first, second, ... pages of all slots have been read."""
-    page: PerSlot | Any
-    """Page of each slot's new token, or an out-of-range page number if the slot is not live."""
 
 
 def reading(tables: Tables, lengths: PerSlot, live: Live, *, page_tokens: int) -> PagedStep:
-    """Returns the data of a decoding step, including the order in which all layers read pages."""
     slots, most = tables.shape
     counts = jnp.where(live, lengths + 1, 0)
     order = jnp.argsort(-counts).astype(jnp.int32)

@@ -60,7 +60,6 @@ class Prefill:
         whole, row, buffer = (
             NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), (None, "tensor"), ("tensor",))
         )
-        self._whole, self._buffer, self._row = whole, buffer, row
         self._embed = jax.jit(self._embed_program, out_shardings=whole)
         self._layer = jax.jit(self._layer_program, donate_argnums=1, out_shardings=(whole, row))
         pair = buffer, buffer
@@ -80,67 +79,40 @@ class Prefill:
             for prefix in self._parts(params, prompt) if len(prompt) > self.shape.width else ():
                 yield [] if prefix is None else [(index, prefix, 0)]
 
-    def programs(self, params: SamplerWeights, *, again: bool) -> dict[str, Callable[[], Lowered]]:
-        """Maps the name of each program in use to a function that lowers the program. `params` may be shape structs with shardings.
+    def programs(
+        self, params: SamplerWeights, *, again: bool
+    ) -> tuple[dict[str, Callable[[], Lowered]], dict[str, Prefix]]:
+        """Returns functions that lower the programs in use, and the prefix of each call shape in use, as shape structs with shardings.
 
-        With `again`, these include programs to re-prefill preempted responses, which may be longer than any prompt.
+        `params` may be shape structs. With `again`, this includes the programs to re-prefill preempted responses, which may be longer than any prompt.
         """
         made: dict[str, Callable[[], Lowered]] = {}
-        layer, ends, width = params["layers"][0], params["ends"], self.shape.width
-        for name, rows, _ in self._used(again):
-            count = width if name == "part" else rows * width
-            x = self._struct((self._config.embed_dim, count), self._flowing(ends))
-            rope = (self._struct((self._config.head_dim // 2, count), jnp.float32),) * 2
+        prefixes, layer, ends = dict[str, Prefix](), params["layers"][0], params["ends"]
+        row_prompts, width = self.shape.row_prompts, self.shape.width
+        used = {"row": 1, "rows": self.shape.rows} if self.shape.rows > 1 else {"row": 1}
+        if (self._room if again else self.shape.longest) > width:
+            used["part"] = 1
+        for name, rows in used.items():
+            shapes = (rows * width,), (rows, width), (rows * row_prompts,)
+            # Host arrays have no sharding.
+            tokens, segments, last = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
+            x, rope = self._embed.eval_shape(ends, tokens), self._angles.eval_shape(tokens, self._config)
             if name == "part":
-                buffer, _ = jax.eval_shape(self._empty_program)
-                pair = (jax.ShapeDtypeStruct(buffer.shape, buffer.dtype, sharding=self._buffer),) * 2
-                start = jax.ShapeDtypeStruct((), jnp.int32)
+                pair, start = self._empty.eval_shape(), jax.ShapeDtypeStruct((), jnp.int32)
                 made["prefill_part"] = partial(self._part.lower, layer, x, pair, rope, start)
                 made["prefill_kept"] = partial(self._kept.lower, pair)
                 made["prefill_empty"] = self._empty.lower
-                continue
-            tokens, segments, last = (
-                jax.ShapeDtypeStruct(shape, jnp.int32)  # host arrays have no sharding
-                for shape in ((count,), (rows, width), (rows * self.shape.row_prompts,))
-            )
-            made[f"prefill_{name}_embed"] = partial(self._embed.lower, ends, tokens)
-            made[f"prefill_{name}"] = partial(self._layer.lower, layer, x, rope, segments)
-            made[f"prefill_{name}_head"] = partial(self._head.lower, ends, x, last)
-        return made
-
-    def prefixes(self, params: SamplerWeights, *, again: bool) -> dict[str, Prefix]:
-        """Maps the name of each call shape in use to the prefix that it computes, as shape structs with shardings. For `again`, see `programs`."""
-        ends, made = params["ends"], {}
-        for name, rows, width in self._used(again):
-            x = jax.ShapeDtypeStruct((self._config.embed_dim, rows * width), self._flowing(ends))
-            heads = self._struct((self._config.kv_heads, self._config.head_dim, rows * width), jnp.float32)
-            kept = jax.eval_shape(
-                lambda part, rows=rows: self._cache.of_rows(part, part, rows, self._cache_dtype), heads
-            )
-            kept = jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._row), kept
-            )
-            count = jax.ShapeDtypeStruct((rows * self.shape.row_prompts,), jnp.int32)
-            logits = jax.eval_shape(self._head_program, ends, x, count)
-            made[name] = Prefix(
-                layers=(kept,) * len(params["layers"]), logits=self._struct(logits.shape, logits.dtype),
-                rows=count, starts=count, lengths=count,
+                kept = self._kept.eval_shape(pair)
+            else:
+                made[f"prefill_{name}_embed"] = partial(self._embed.lower, ends, tokens)
+                made[f"prefill_{name}"] = partial(self._layer.lower, layer, x, rope, segments)
+                made[f"prefill_{name}_head"] = partial(self._head.lower, ends, x, last)
+                _, kept = self._layer.eval_shape(layer, x, rope, segments)
+            prefixes[name] = Prefix(
+                layers=(kept,) * len(params["layers"]), logits=self._head.eval_shape(ends, x, last),
+                rows=last, starts=last, lengths=last,
             )  # fmt: skip
-        return made
-
-    def _used(self, again: bool) -> list[tuple[str, int, int]]:
-        """Returns (name, rows, width) of each call shape in use."""
-        several = [("rows", self.shape.rows, self.shape.width)] if self.shape.rows > 1 else []
-        longest = self._room if again else self.shape.longest
-        parts = [("part", 1, self._room)] if longest > self.shape.width else []
-        return [("row", 1, self.shape.width), *several, *parts]
-
-    def _flowing(self, ends: Any) -> Any:
-        """Returns the dtype of the residual stream."""
-        return jax.eval_shape(self._embed_program, ends, jax.ShapeDtypeStruct((1,), jnp.int32)).dtype
-
-    def _struct(self, shape: tuple[int, ...], kind: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, kind, sharding=self._whole)
+        return made, prefixes
 
     def _rows(self, params: SamplerWeights, packed: PackedPrompts) -> Prefix:
         rope = self._angles(packed.positions.reshape(-1), self._config)

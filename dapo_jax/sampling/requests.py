@@ -23,9 +23,6 @@ from dapo_jax.sampling.interface import Engine
 NOTHING = np.zeros(0, np.int32)
 """No tokens."""
 
-_NO_LOGPROBS = np.zeros(0, np.float32)
-_NO_STANDING = Standing()
-
 _FIRST_TOKENS = 256
 """Initial size of a response's token buffer."""
 
@@ -108,13 +105,13 @@ class Request:
     """Contexts from the environment, which each replaced the prompt and all earlier tokens."""
     due: int | None = None
     """For an episode in flight, the round after which the environment's answer is taken. None while a turn is being sampled, or once the episode is over."""
-    standing: Standing = field(default_factory=lambda: _NO_STANDING)
+    standing: Standing = field(default_factory=Standing)
     """The environment's rewards and metrics so far, for an episode in flight."""
     finish_reason: FinishReason | None = None
     """None until the response, or the whole episode, has ended."""
     tokens: Int[np.ndarray, " room"] = field(default_factory=lambda: NOTHING)
     """A buffer, whose first `drawn` entries are the response."""
-    logprobs: Float[np.ndarray, " room"] = field(default_factory=lambda: _NO_LOGPROBS)
+    logprobs: Float[np.ndarray, " room"] = field(default_factory=lambda: np.zeros(0, np.float32))
     prefix: PyTree = None
     """The prefix to insert. None before the context is prefilled and after the prefix is inserted."""
     place: int = 0
@@ -247,6 +244,14 @@ class Request:
             row=None,
             fed=NOTHING,
         )
+
+
+def by_context(requests: Sequence[Request]) -> list[list[Request]]:
+    """Groups the requests of each prompt that have the same context, so that one prefill serves them."""
+    groups: dict[tuple[int, bytes], list[Request]] = {}
+    for request in requests:
+        groups.setdefault((request.prompt.ordinal, request.sequence.tobytes()), []).append(request)
+    return list(groups.values())
 
 
 class Reading:

@@ -15,7 +15,7 @@ from dapo_jax.sampling.continuous_batching import check_prompts
 from dapo_jax.sampling.decode_loop import DecodeLoop, StopRule
 from dapo_jax.sampling.decoding import Decoding
 from dapo_jax.sampling.interface import Engine
-from dapo_jax.sampling.requests import EpisodeLimits, Request
+from dapo_jax.sampling.requests import EpisodeLimits, Request, by_context
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,27 +41,25 @@ class RoundSampler:
         decoding: Decoding,
         max_response_tokens: int,
         stop: StopRule | None = None,
-        refill_frac: float = 0.125,
         on_look: Callable[[], None] = lambda: None,
         limits: EpisodeLimits | None = None,
     ) -> None:
         """For the parameters, see `Sampler`. Prompts and tokens sampled by earlier weights are prefilled. With `limits`, responses are episodes, and a round
         samples at most one turn of each."""
         self._engine, self._limit, self._limits = engine, max_response_tokens, limits
-        self._unread: list[list[Request]] = []
-        self._paused: set[Request] = set()
+        self._unread: list[Request] = []
         self._between: set[Request] = set()
         """Episodes between two turns. They keep their pages until other responses need them."""
         park = limits is not None and engine.feed_tokens > 0
         self._loop = DecodeLoop(
-            engine, params, key=key, decoding=decoding, stop=stop, refill_frac=refill_frac, on_look=on_look, more=self._more, park=park
-        )  # fmt: skip
+            engine, params, key=key, decoding=decoding, more=self._more, stop=stop, on_look=on_look, park=park
+        )
 
     def draw(self, requests: Sequence[Request], tokens: int) -> list[Drawn]:
         """Samples one round. The new tokens are appended to the requests and returned in the same order.
 
         Args:
-            requests: all responses in flight, including new ones, except episodes whose environment is working.
+            requests: all responses in flight, including new ones and every paused one, except episodes whose environment is working.
             tokens: maximum number of tokens to sample for each response.
 
         Raises:
@@ -69,7 +67,6 @@ class RoundSampler:
         """
         prompts, capacity = [request.prompt for request in requests], self._engine.capacity
         check_prompts(prompts, capacity=capacity, max_response_tokens=self._limit)
-        assert self._paused.issubset(requests), "a paused response has to continue, or its slot stays taken"
         for over in [request for request in self._between if request.finish_reason is not None]:
             self._loop.slots.forget(over)
             self._between.remove(over)
@@ -81,11 +78,9 @@ class RoundSampler:
         ended: dict[Request, FinishReason] = {}
         while (found := self._loop.step()) is not None:
             ended.update(found)
-        self._paused = set(requests).difference(ended)
         self._between.difference_update(requests)
         if self._limits is not None:
             self._between.update(ended)
-        assert all(request.paused for request in self._paused), "a response has not reached its target"
         new = [(request, slice(first, request.drawn)) for request, first in zip(requests, begin, strict=True)]
         return [
             Drawn(tokens=of.tokens[at].copy(), logprobs=of.logprobs[at].copy(), finish_reason=ended.get(of))
@@ -107,20 +102,9 @@ class RoundSampler:
                 self._loop.waiting.append(request)
                 slots.aside.remove(request)
             elif not self._loop.resume(request):
-                if self._unread and _begin_alike(self._unread[-1][0], request):
-                    self._unread[-1].append(request)
-                else:
-                    self._unread.append([request])
+                self._unread.append(request)
 
     def _more(self) -> list[list[Request]]:
         # All requests are returned at once, because the loop starts prefilled requests before it prefills more, and stops while no request can start.
         unread, self._unread = self._unread, []
-        return unread
-
-
-def _begin_alike(one: Request, other: Request) -> bool:
-    if one.prompt.ordinal != other.prompt.ordinal or one.turn or other.turn:
-        return False
-    # Before the first sampled token, a response contains only tokens from its environment.
-    same = one.drawn == one.begun == other.drawn == other.begun and one.context_start == other.context_start
-    return same and bool((one.tokens[: one.drawn] == other.tokens[: one.drawn]).all())
+        return by_context(unread)

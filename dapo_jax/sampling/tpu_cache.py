@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int, Num
 from dapo_jax.models.attention import MASKED
 from dapo_jax.sampling.cache import (
     EIGHT_BITS,
+    CacheStep,
     Live,
     NewHeads,
     PerSlot,
@@ -56,12 +57,9 @@ def tile_rows(dtype: str) -> int:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class TpuStep:
-    """Per-slot data of one decoding step, shared by all layers."""
+class TpuStep(CacheStep):
+    """A decoding step in the kernel's format."""
 
-    tables: Tables | Any
-    lengths: PerSlot | Any
-    live: Live | Any
     count: Int[Array, "1"] | Any
     """Number of kernel steps: one for each block of pages that a live slot has begun, and at least one."""
     slot_of: Int[Array, " most"] | Any
@@ -83,13 +81,11 @@ def _parts(kv_heads: int) -> int:
 
 
 def empty(pages: int, kv_heads: int, page_tokens: int, head_dim: int, dtype: str) -> Pairs:
-    """Returns the cache of one layer, filled with zeros."""
     scales = jnp.zeros((pages, kv_heads, 2, page_tokens), jnp.float32) if dtype in EIGHT_BITS else None
     return Pairs(jnp.zeros((pages, kv_heads, page_tokens, 2 * head_dim), dtype), scales)
 
 
 def of_rows(keys: RowHeads, values: RowHeads, rows: int, dtype: str) -> Pairs:
-    """Converts keys and values of prefilled rows, concatenated along the token axis, to the cache layout."""
     pairs, scales = _paired(keys, values, dtype)
     return Pairs(of_row(pairs, rows).swapaxes(2, 3), of_row(scales, rows))
 
@@ -102,7 +98,6 @@ def _paired(key: Array, value: Array, dtype: str) -> tuple[Array, Array | None]:
 
 
 def fill(cache: Pairs, read: Pairs, page: Scalar, row: Scalar, start: Scalar) -> Pairs:
-    """Implements `cache.fill`: copies tokens from row `row` of `read`, starting at index `start`, into a page."""
     return Pairs(
         fill_page(cache.pairs, read.pairs, page, row, start, axis=2),
         fill_page(cache.scales, read.scales, page, row, start, axis=3),
@@ -115,7 +110,7 @@ def reading(tables: Tables, lengths: PerSlot, live: Live, *, page_tokens: int, a
     lengths, at_once = jnp.where(live, lengths, 0), min(at_once, most)
     blocks = jnp.where(live, lengths // (at_once * page_tokens) + 1, 0)
     count, slot_of, starts = _walk(blocks, slots * pl.cdiv(most, at_once))
-    return TpuStep(tables, lengths, live, count, slot_of, starts)
+    return TpuStep(tables, lengths, live, (), count, slot_of, starts)
 
 
 def _walk(blocks: PerSlot, most: int) -> tuple[Int[Array, "1"], Int[Array, " most"], PerSlot]:

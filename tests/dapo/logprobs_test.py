@@ -174,10 +174,9 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary():
 
     assert temporary_bytes(plain, 2048) - temporary_bytes(plain, 1024) > 0.9 * more_logits
     short, long = temporary_bytes(in_chunks, 1024), temporary_bytes(in_chunks, 2048)
-    assert long - short < 5 * 1024 * 128 * 4  # a few arrays of one chunk's logits, no more
-    assert (
-        long < 5 * 2048 * 128 * 4 + 2 * 151_936 * 8 * 4
-    )  # and no more than a copy of the output matrix, and its gradient
+    assert long - short < 5 * 1024 * 128 * 4  # a few arrays of one chunk's logits
+    # With a copy of the output matrix, and its gradient.
+    assert long < 5 * 2048 * 128 * 4 + 2 * 151_936 * 8 * 4
 
 
 @pytest.mark.parametrize("sharded", ["tokens", "vocabulary"])

@@ -287,20 +287,11 @@ def test_microbatches_add_up_to_the_minibatch(aggregation):
 @pytest.mark.parametrize(
     ("aggregation", "expected"),
     [
-        (
-            "token_mean",
-            [[1 / 7, 1 / 7, 1 / 7], [1 / 7, 0, 0], [1 / 7, 1 / 7, 1 / 7], [0, 0, 0]],
-        ),  # 3 + 1 + 3 tokens
+        ("token_mean", [[1 / 7] * 3, [1 / 7, 0, 0], [1 / 7] * 3, [0] * 3]),  # 3 + 1 + 3 tokens
         # Two prompts with 3 + 1 and 3 tokens: 1 / 2 / 4 and 1 / 2 / 3. The fourth response is empty, and so is its prompt.
-        ("prompt_mean", [[1 / 8, 1 / 8, 1 / 8], [1 / 8, 0, 0], [1 / 6, 1 / 6, 1 / 6], [0, 0, 0]]),
-        (
-            "sequence_mean",
-            [[1 / 9, 1 / 9, 1 / 9], [1 / 3, 0, 0], [1 / 9, 1 / 9, 1 / 9], [0, 0, 0]],
-        ),  # 3 responses
-        (
-            "token_sum_norm",
-            [[1 / 30] * 3, [1 / 30, 0, 0], [1 / 30] * 3, [0, 0, 0]],
-        ),  # 3 responses * limit of 10
+        ("prompt_mean", [[1 / 8] * 3, [1 / 8, 0, 0], [1 / 6] * 3, [0] * 3]),
+        ("sequence_mean", [[1 / 9] * 3, [1 / 3, 0, 0], [1 / 9] * 3, [0] * 3]),  # 3 responses
+        ("token_sum_norm", [[1 / 30] * 3, [1 / 30, 0, 0], [1 / 30] * 3, [0] * 3]),  # 3 responses of up to 10
     ],
 )
 def test_each_aggregation_by_hand(aggregation, expected):

@@ -18,7 +18,6 @@ PAPER = {"max_response_tokens": 20480, "buffer_tokens": 4096}
         (16500, -116 / 4096),
         (18432, -0.5),  # half-way through the buffer
         (20480, -1.0),  # the limit
-        (20481, -1.0),  # no further beyond it
         (10**9, -1.0),
     ],
 )

@@ -89,10 +89,10 @@ def greedy(model, tokens):
     return row[len(tokens) :], gap
 
 
-def make(name):
-    family, settings = CASES[name]
+def first_clear(name, model_of):
+    """Returns the first model of `model_of(seed)` whose greedy tokens are clear, and the results expected of it."""
     for seed in range(1000):
-        model = random_model(family, settings, seed)
+        model = model_of(seed)
         tokens = np.random.default_rng(seed).integers(2, VOCAB, PROMPT)
         response, gap = greedy(model, tokens.tolist())
         # No 0 or 1, which pad and end a text; and no short cycle, which a wrong model could fall into as well.
@@ -101,12 +101,17 @@ def make(name):
     assert gap >= MIN_GAP, f"{name}: the best and the second token are {gap} apart in every model tried"
     with torch.no_grad():
         logits = model(torch.from_numpy(tokens)[None]).logits[0].numpy()
+    print(f"{name}: seed {seed}, logits up to {abs(logits).max():.1f}, smallest gap {gap:.3f}")
+    tokens, response = tokens.astype(np.int32), np.array(response, np.int32)
+    return model, {"tokens": tokens, "greedy": response, "logits": logits}
+
+
+def make(name):
+    model, expected = first_clear(name, lambda seed: random_model(*CASES[name], seed))
     folder = HERE / name
     model.bfloat16().save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
-    expected = {"tokens": tokens.astype(np.int32), "greedy": np.array(response, np.int32), "logits": logits}
     save_file(expected, folder / "expected.safetensors")
-    print(f"{name}: seed {seed}, logits up to {abs(logits).max():.1f}, smallest gap {gap:.3f}")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ from dapo_jax.rollout.checkpoint_arrays import (
     flight_of,
     group_arrays,
     groups_of,
-    split_flight,
 )
 from dapo_jax.rollout.collector import InFlight
 from dapo_jax.rollout.exchange import _answered, _as_json
@@ -167,9 +166,9 @@ def in_flight():
 
 def test_responses_in_flight_survive_as_arrays():
     given = in_flight()
-    groups, flight = split_flight({"records": np.zeros(1), **flight_arrays(given)})
-    assert groups == {"records": np.zeros(1)}
-    found = flight_of(flight, prompt_at)
+    arrays = flight_arrays(given)
+    assert groups_of(arrays, prompt_at) == []
+    found = flight_of({"records": np.zeros(1), **arrays}, prompt_at)
     assert found.clock == given.clock
     assert found.responses.keys() == given.responses.keys()
     # The driver of the rounds sets the numbers of the next round.

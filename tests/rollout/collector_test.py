@@ -174,7 +174,7 @@ def test_an_episode_that_is_over_before_its_first_turn_samples_nothing():
         found.answer(one, None if one == first else Continuation(np.array([9], np.int32)), Standing())
     assert [found.draws(one) for one in (first, *others)] == [False, True, True, True]
     found.take({one: drawn(5) for one in others}, ())
-    assert found.end_round().ended == [first]
+    assert found.end_round()[0] == [first]
 
 
 def test_an_episode_without_a_token_is_as_old_as_its_group():
@@ -185,7 +185,7 @@ def test_an_episode_without_a_token_is_as_old_as_its_group():
     for one in found.answers_due():
         found.answer(one, None, Standing(lost="raised"))
     found.take({}, ())
-    assert found.end_round().whole == [0, 1]
+    assert found.end_round()[1] == [0, 1]
     assert len(started) == 4
     assert graded(0, found.responses_to(0)).oldest == 5
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.health.stopping import Stop, StoppedError
-from dapo_jax.rollout.group_sampling import Places, dealt
+from dapo_jax.rollout.group_sampling import Places
 from dapo_jax.rollout.scheduler import ResponseId
 from dapo_jax.trackers.rollout_log import read_rollouts
 from tests.rollout.processes_test import assert_the_same
@@ -181,7 +181,8 @@ def test_no_sampler_is_dealt_more_than_its_places(samplers):
     """Whatever is left in flight: the samplers that have one place more are the first."""
     for in_flight in range(1, 23):
         for going in range(in_flight + 1):
-            counts = np.bincount(dealt(list(range(going)), samplers), minlength=samplers)
+            places = Places(in_flight, samplers, {ResponseId(length, 0): length for length in range(going)})
+            counts = np.array([len(places.of(sampler)) for sampler in range(samplers)])
             most = [in_flight // samplers + (at < in_flight % samplers) for at in range(samplers)]
             assert (counts <= most).all()
             assert counts.max() - counts.min() <= 1

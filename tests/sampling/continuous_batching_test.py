@@ -318,23 +318,16 @@ def test_responses_end_in_the_end_token_or_at_the_limit():
             assert response.tokens[-1] != EOS
 
 
-@functools.cache
-def stopping_anywhere(token=8):
-    """(responses of 16 slots with a stop function, what the function saw): it stops at the second `token`."""
+@pytest.mark.parametrize(("slots", "steps"), [(4, 8), (16, 8), (4, 1)])
+def test_a_stop_function_cuts_a_response_wherever_a_call_ends(slots, steps):
+    """The response without it, up to its second 8, in whatever portions the tokens came."""
     seen = []
 
     def stop(tokens, start):
         seen.append((len(tokens), start))
-        places = np.flatnonzero(tokens == token)
+        places = np.flatnonzero(tokens == 8)
         return int(places[1]) + 1 if len(places) > 1 else None
 
-    return stop, seen
-
-
-@pytest.mark.parametrize(("slots", "steps"), [(4, 8), (16, 8), (4, 1)])
-def test_a_stop_function_cuts_a_response_wherever_a_call_ends(slots, steps):
-    """The response without it, up to its second 8, in whatever portions the tokens came."""
-    stop, seen = stopping_anywhere()
     found = sample(engine_of(slots, steps), prompts(0, 1, 2, 3, 4), stop=stop)
     cuts = 0
     for ordinal, responses in baseline().items():

@@ -28,12 +28,10 @@ def before(count, *, new_context=False):
     [
         (before(2), ["stop"], 5, 9, None),
         (None, ["stop"], 5, 9, "stop"),  # the environment ends it
-        (None, ["length"], 5, 9, "stop"),  # the limit of the turn cut it, and the environment ended it
         (None, ["stop", "length"], 20, 24, "length"),  # the limit of the episode cut off its last turn
         (None, ["length", "stop"], 20, 24, "stop"),  # the last turn ended with the last token
         (None, [], 0, 4, "stop"),  # lost at its beginning
         (before(2), ["stop"] * 3, 12, 16, "length"),  # three turns are the most
-        (before(2), ["stop"], 20, 24, "length"),  # no room for another turn
         (before(7), ["stop"], 12, 16, None),  # 7 of the 8 tokens that are left
         (before(8), ["stop"], 12, 16, "length"),
         (before(4), ["stop"], 5, 19, None),  # a context of 19 + 4 = 23 of 24
@@ -41,7 +39,6 @@ def before(count, *, new_context=False):
         (before(5, new_context=True), ["stop"], 5, 19, None),  # in place of those 19
         (before(24, new_context=True), ["stop"], 0, 19, "length"),
         (before(20), [], 0, 1, "stop"),  # no room for a first turn: the episode is over at once
-        (before(3), [], 0, 21, "stop"),
     ],
 )
 def test_when_an_episode_is_over(answer, reasons, drawn, length, expected):
