@@ -168,7 +168,7 @@ def write_manifest(folder: epath.Path, known: Mapping[str, SealedFile]) -> None:
 
 
 def digested(folder: epath.Path, names: Set[str] | None = None) -> dict[str, SealedFile]:
-    """Hashes the named files in `folder`, or all files if `names` is None, and returns their manifest entries by path."""
+    """Hashes the named files in `folder`, or all files without `names`, and returns their manifest entries by path."""
     # Listed before reading. If an object is replaced meanwhile, its md5 then differs from the entry, so a restore checks its sha256.
     there = stored_files(folder)
     digests = _digests(folder, there.keys() if names is None else names)

@@ -79,7 +79,7 @@ def grading(
 
 
 def submit_of(config: RewardConfig, *, reward: Rewards | None = None) -> tuple[Submit, Close | None]:
-    """Returns a function that submits a group to the graders, and a function that stops their workers and event loop, or None if there are none.
+    """Returns a function that submits a group to the graders, and a function that stops their workers and event loop, if there are any.
 
     `reward` replaces the graders in the configuration.
 

@@ -83,7 +83,7 @@ class Policy:
 
     @property
     def unshared(self) -> nnx.State:
-        """The frozen weights of which the sampler needs a copy. Empty if it shares the trainer's arrays."""
+        """The frozen weights that the sampler must copy. Empty if it shares the trainer's arrays."""
         return nnx.State({}) if self.frozen and is_apart(self.frozen) else self.frozen
 
     def graph(self, *, compute_dtype: str, remat: str, layout: Layout = WHOLE) -> nnx.GraphDef[Any]:
@@ -280,7 +280,7 @@ def find_policy(
 ) -> Policy:
     """Loads the policy of a model, or from the latest checkpoint of a run. `source` is a `model.source`, or the folder of the run.
 
-    The weights are placed on `mesh`. If it is None, a model is placed on the default device, and a run is sharded over all devices.
+    The weights are placed on `mesh`. If None, a model is placed on the default device, and a run is sharded over all devices.
     For `shares`, see `load_policy`.
     """
     if (run := run_at(source)) is None:
@@ -385,7 +385,7 @@ def mesh_of(
     rows_per_microbatch: int | None = None,
     devices: Sequence[AnyDevice] | None = None,
 ) -> jax.sharding.Mesh:
-    """Returns the mesh that `axes` describes, over `devices` or, if it is None, over all devices.
+    """Returns the mesh that `axes` describes, over `devices`. If None, over all devices.
 
     Raises:
         ConfigError: the axes do not match the number of devices, or the rows of a microbatch cannot be distributed evenly over the mesh.

@@ -53,8 +53,8 @@ def claim_run_dir(
         lost: see `dapo_jax.locks.Lost`.
 
     Returns:
-        The folder, the configuration (with the date on which the run began, and with `prompts_per_wave` resolved), and the lock, which is None
-            except in the first process.
+        The folder, the configuration (with the date on which the run began, and with `prompts_per_wave` resolved), and the lock. Only the
+            first process has a lock.
 
     Raises:
         ConfigError: a check failed. Raised in every process.
