@@ -14,11 +14,9 @@ import pytest
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.cli import main
 from dapo_jax.config import ConfigError, EvaluateConfig, SftConfig, TrainConfig, load_config, to_yaml
-from dapo_jax.run.policy import Policy
-from dapo_jax.testing import tiny_decoder_config, tiny_params
-from dapo_jax.text.tokenizers import CharTokenizer
 from dapo_jax.trackers import progress, read_metrics
 from dapo_jax.trackers.rollout_log import read_rollouts
+from tests.run.conftest import save_micro_model
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
@@ -63,14 +61,8 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A model folder: one layer, 16 wide, the quickstart's alphabet."""
-    tokenizer = CharTokenizer("0123456789+=:,?")
-    decoder = tiny_decoder_config(
-        vocab_size=tokenizer.vocab_size, embed_dim=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp_dim=16,
-        max_positions=128,
-    )  # fmt: skip
     folder = tmp_path_factory.mktemp("model")
-    Policy(decoder=decoder, params=tiny_params(decoder), tokenizer=tokenizer).save(folder)
+    save_micro_model(folder)
     return str(folder)
 
 
@@ -122,11 +114,7 @@ def one_message(capsys, command):
     ("arguments", "message"),
     [
         (["loss.clip_ratio_hgih=0.3"], "loss.clip_ratio_high"),
-        (["steps=many"], "steps: found 'many', needs"),
         (["batch.prompts_per_step=65"], "65 = 4 x 16 + 1"),
-        (["model.source=shipped:quikstart"], "no shipped model 'quikstart'; available: quickstart"),
-        (["data.source=arithmetik"], "did you mean 'arithmetic'"),
-        (["reward.grader=exat"], "did you mean 'exact'?"),
         (["data.eval_split=dev"], "has no split 'dev'"),
         (["sampling.slots=60"], "sampling.slots=60 must be a multiple"),
     ],
@@ -144,7 +132,6 @@ def test_a_configuration_error_is_one_message_and_status_2(arguments, message, m
     [
         (["train", QUICKSTART, "run_dir={}/deep/run"], "run_dir="),
         (["sft", str(ROOT / "configs" / "quickstart_sft.yaml"), "run_dir={}/run"], "run_dir="),
-        (["convert", "shipped:quickstart", "{}"], "target="),
         (["convert", "shipped:quickstart", "{}/deep/out"], "target="),
         (["eval", "shipped:quickstart", "--keep", "{}/kept"], "keep="),
     ],
@@ -206,20 +193,12 @@ def test_the_remedies_of_data_are_its_options(verb, tmp_path, capsys):
     [
         (["train", QUICKSTART, "--steps", "5"], "a key is given without dashes: steps=5"),
         (["train", "--run-dir", "x", QUICKSTART], "run_dir=x"),
-        (["train", QUICKSTART, "--loss.clip-ratio-high", "0.3"], "loss.clip_ratio_high=0.3"),
         (["train", QUICKSTART, "--learning-rate", "1e-6"], "optimizer.learning_rate=1e-6"),
         (["train", QUICKSTART, "--nonsense"], "KEY=VALUE"),
         (["tain", QUICKSTART], "did you mean 'train'?"),
-        (["data", "shwo", "arithmetic"], "did you mean 'show'?"),
         ([], "required: COMMAND"),
-        (["data"], "required: VERB"),
-        (
-            ["eval", "x", "--kk", "2"],
-            "unrecognized arguments: --kk 2; a key is given without dashes: KEY=VALUE",
-        ),
         (["eval", "x", "--k", "2", "word"], "unrecognized arguments: word"),
         (["sample", "x", "--prompt", "1", "seed=1"], "unrecognized arguments: seed=1"),
-        (["data", "show", "gsm8k", "--on-bad-row", "ignore"], "invalid choice: 'ignore'"),
         (["sample", "x", "--prompt", "1", "--chat-template-kwargs", "[1]"], "'[1]' is not a JSON object"),
     ],
     ids=lambda value: " ".join(map(str, value[-2:])) if isinstance(value, list) else "",
@@ -233,9 +212,7 @@ def test_an_unknown_argument_is_answered_with_a_remedy(arguments, hint, capsys):
     assert hint in output.splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    ("command", "missing"), [("train", "config"), ("sft", "config"), ("config", "config"), ("eval", "model")]
-)
+@pytest.mark.parametrize(("command", "missing"), [("train", "config"), ("eval", "model")])
 def test_only_required_arguments_are_reported_as_missing(command, missing, capsys):
     with pytest.raises(SystemExit):
         main([command])
@@ -277,19 +254,15 @@ def test_control_characters_in_data_are_escaped(tmp_path, capsys, model):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["eval", "shipped:quikstart"], "available: quickstart"),
+        (["eval", "shipped:quikstart"], "no shipped model 'quikstart'; available: quickstart"),
         (["eval", "no/such/folder"], "no/such/folder is neither a run nor a model: there is no such folder"),
-        (["eval", "shipped:quickstart", "--data", "arithmetik"], "did you mean 'arithmetic'"),
         (["eval", "shipped:quickstart", "--top-p", "1.5"], "eval.top_p: found 1.5"),
         (["eval", "shipped:quickstart", "eval.top_q=1"], "or `eval.top_p`"),
-        (["eval", "shipped:quickstart", "--data", "gsm8k"], "name it in data.path"),
         (["eval", "shipped:quickstart", "--path", "nowhere.jsonl"], "there is no file or folder nowhere.jsonl"),
-        (["data", "prepare", "gsm8k"], "name it in --from"),
-        (["data", "show", "nosuch"], "one_digit_arithmetic, and reasoning_gym:TASK for questions"),
+        (["data", "show", "nosuch"], "one_digit_arithmetic"),
         (["data", "show", "arithmetic", "--model", "no/such/folder"], "cannot read a tokenizer from"),
         (["sample", "shipped:quickstart", "--prompt", "1+x"], "character 'x'"),
         (["sample", "shipped:quickstart", "--prompt", "1", "--system-prompt", "S"], "data.chat=true (--chat)"),
-        (["sample", "shipped:quickstart", "--prompt", "1", "--chat-template-kwargs", '{"a": 1}'], "--chat"),
         (["sample", "shipped:quickstart", "--prompt", "1", "--stop", ""], "sampling.stop: found ['']"),
         (["sft", QUICKSTART], "quickstart.yaml"),
     ],

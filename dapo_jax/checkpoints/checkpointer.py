@@ -52,7 +52,7 @@ from dapo_jax.storage import file_bytes, in_bucket, path_of
 from dapo_jax.text.plain_json import read_object
 
 SCHEMA_VERSION = 1
-"""Version of the layout above and of the `meta` item. Must be increased for changes that older versions of dapo_jax cannot read."""
+"""Version of the layout above and of the `meta` item. Increase it for changes that older versions of dapo_jax cannot read."""
 
 Check = Callable[[str, Mapping[str, Any]], None]
 """Checks a checkpoint by its name (for messages) and progress. Raises DamagedError, or ConfigError if it belongs to another run."""
@@ -60,7 +60,7 @@ Check = Callable[[str, Mapping[str, Any]], None]
 _Read = TypeVar("_Read")
 
 _AGREED = (DamagedError, CheckpointError, ConfigError, ValueError)
-"""Errors about a checkpoint that are raised in all processes if they occur in one. Subclasses come first."""
+"""Errors that are raised in all processes if they occur in one process. Subclasses come first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class Restored:
 class Checkpointer:
     """Saves and restores the checkpoints of one run. Every process of the run must make the same calls.
 
-    Nothing is written before the first `save`. So another run's folder can be opened to restore from it, even while that run is active.
+    Nothing is written before the first `save`, so a checkpointer can also read the folder of a run that another process is training.
     Leaving the context manager waits for the save in progress.
 
     Args:
@@ -97,7 +97,6 @@ class Checkpointer:
         quiet_orbax()
         path = epath.Path(path_of(folder))
         self.folder = path if in_bucket(path) else path.resolve()  # resolve() does not know gs:// paths
-        self._saving: int | None = None
         self._sealing = Sealing(self.folder)
         self._cleaned = False
         self._scores: dict[int, float] | None = None
@@ -107,7 +106,9 @@ class Checkpointer:
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=Keeping(keep, self._best if keep_best else lambda: None),
                 create=False,
-                async_options=self._sealing.options(),
+                async_options=ocp.AsyncOptions(
+                    barrier_sync_fn=self._sealing.meet, post_finalization_callback=self._sealing.seal
+                ),
             ),
         )
 
@@ -122,8 +123,7 @@ class Checkpointer:
     ) -> None:
         """Starts saving `step`. The files are written in the background.
 
-        The caller may donate or overwrite `state` and `carry` as soon as this returns, because they have been copied. On CPU, a
-        reference is kept instead, so that a donation copies the buffers.
+        The caller may donate or overwrite `state` and `carry` as soon as this returns.
 
         Args:
             step: the last finished step. Must be larger than every saved step.
@@ -156,6 +156,7 @@ class Checkpointer:
         items = {"state": ocp.args.StandardSave(arrays), "meta": ocp.args.JsonSave(meta)}
         if packed.size:
             items["carry"] = ocp.args.StandardSave({"bytes": packed})
+        self._sealing.step = step
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not self._cleaned and jax.process_index() == 0:
@@ -164,12 +165,10 @@ class Checkpointer:
             self._manager.reload()  # steps may have been added or set aside since Orbax listed them
             if score is not None:
                 self._known_scores()[step] = score
-            self._saving = step
-            self._sealing.begin(step)
             # Without `force`, Orbax silently skips a step that it considers unnecessary.
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
         except Exception as error:
-            raise self._failure(step, error) from error
+            raise self._failure(error) from error
 
     def wait(self) -> None:
         """Waits until the save in progress is complete.
@@ -180,7 +179,7 @@ class Checkpointer:
         try:
             self._manager.wait_until_finished()
         except Exception as error:
-            raise self._failure(self._saving, error) from error
+            raise self._failure(error) from error
 
     def failure(self) -> str:
         """Returns the error message of a failed last save, only once. Empty if the save succeeded or is in progress. Does not wait."""
@@ -192,7 +191,7 @@ class Checkpointer:
         return ""
 
     def steps(self) -> list[int]:
-        """Returns the completely written steps in order, whether or not they are damaged. Does not wait."""
+        """Returns the completely written steps in order, including damaged steps. Does not wait for the save in progress."""
         return sorted(int(path.name) for path in step_folders(self.folder))
 
     def latest_step(self) -> int | None:
@@ -210,22 +209,22 @@ class Checkpointer:
     ) -> Restored:
         """Restores a checkpoint with the target's structure, shardings and dtypes.
 
-        File names, sizes and the metadata are checked first, so that another run's checkpoint or different shapes are detected quickly.
-        Then the sha256 of every file is checked, with the files divided among the processes.
+        File names, sizes and the metadata are checked first, so another run's checkpoint or different shapes are detected quickly. Then the
+        processes check the sha256 of all files; each process checks a share of them.
 
         Args:
             target_state: a pytree of JAX arrays or `jax.ShapeDtypeStruct`s. A tree of structs costs no memory. Leaves without a
                 sharding are restored to the default device. Leaves are cast if the target has a different dtype.
             step: the step to restore. If None, the latest step is restored.
-            rows: number of vocabulary entries in the embedding and unembedding. The number of padding rows after them may differ
-                between checkpoint and target. If None, all rows must agree.
+            rows: number of vocabulary entries. Checkpoint and target may have different numbers of padding rows after them. If None, all
+                rows must agree.
             check: called with the checkpoint's progress.
 
         Raises:
             FileNotFoundError: there is no such checkpoint.
             ValueError: the target's parameters or shapes differ from the checkpoint's. No arrays have been read.
             DamagedError: a file has changed since it was written. Raised in every process.
-            CheckpointError: another version wrote the checkpoint, or memory, permissions or the disk prevented reading it.
+            CheckpointError: another version of dapo_jax wrote the checkpoint, or memory, permissions or the disk prevented reading it.
         """
         self.wait()
         steps = self.steps()
@@ -254,7 +253,7 @@ class Checkpointer:
             except Exception as error:
                 raise unreadable(folder, error) from error
         packed = np.asarray(found["carry"]["bytes"]) if carry_bytes else np.empty(0, np.uint8)
-        # Orbax returns the leaves of a flat dict in sorted order.
+        # Orbax returns the leaves of a flat dict in sorted order, so they are picked in the target's order.
         leaves = [found["state"][path] for path in target]
         return Restored(
             step=step,
@@ -352,7 +351,7 @@ class Checkpointer:
         scored = [(score, step) for step, score in self._known_scores().items() if step in steps]
         return max(scored)[::-1] if scored else None
 
-    def _failure(self, step: int | None, error: Exception) -> CheckpointError:
+    def _failure(self, error: Exception) -> CheckpointError:
         """Removes the files of a failed save, and returns the error to raise."""
         if self.folder.exists():
             if jax.process_index() == 0:
@@ -362,12 +361,12 @@ class Checkpointer:
             self._manager.reload()  # Orbax has already removed the oldest step from its list, but not from the disk
         full = os.strerror(errno.ENOSPC)
         why = f"the disk is full ({full})" if full in str(error) else str(error)
-        return CheckpointError(f"saving checkpoint step {step} in {self.folder} failed: {why}")
+        return CheckpointError(f"saving checkpoint step {self._sealing.step} in {self.folder} failed: {why}")
 
 
 @contextmanager
 def _agreed_errors() -> Iterator[None]:
-    """If a process raises an error about a checkpoint, raises the error of the first such process in all processes."""
+    """If the block raises one of `_AGREED` in any process, raises the error of the first such process in all processes."""
     mine = None
     try:
         yield
@@ -381,7 +380,7 @@ def _agreed_errors() -> Iterator[None]:
 
 
 class Keeping(PreservationPolicy):
-    """Keeps the last `count` checkpoints and the best one."""
+    """Keeps the last `count` checkpoints and the best checkpoint."""
 
     def __init__(self, count: int, best: Callable[[], tuple[int, float] | None]) -> None:
         self._count, self._best = count, best
@@ -395,10 +394,7 @@ class Keeping(PreservationPolicy):
 
 @functools.cache
 def quiet_orbax() -> None:
-    """Hides Orbax's log from the terminal: remarks about its defaults, and tracebacks of errors that it also raises.
-
-    After a failed save, its remaining writes also fail. Messages from asyncio and TensorStore about these writes are hidden, too.
-    """
+    """Hides log messages of Orbax, which repeat the errors that it raises, and messages of asyncio and TensorStore about the writes of a failed save."""
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(_not_from_orbax)
     shown = sys.unraisablehook

@@ -1,13 +1,12 @@
 """The files of a checkpoint, their manifest with each file's name, size and sha256, and the errors about damaged checkpoints.
 
-Orbax's format has no checksums over chunks, so Orbax restores flipped bits without an error. Therefore every step has a manifest, which is
-compared with the files before anything is restored.
+Orbax does not check array data, so it restores flipped bits without an error. Therefore every step has a manifest, which is compared
+with the files before anything is restored.
 
-Each process hashes the files that it has written, and the first process writes all digests into the manifest. In each item of a step,
-every process has its own folder for the data, such as `ocdbt.process_3`. Then the first process merges the indices of these folders and
-adds descriptions of a few kilobytes. It only reads these small files for the manifest, so the time until the step gets its final name
-does not grow with the state. Digests are exchanged through the key-value store of JAX's coordination service. Collectives cannot be
-used, because a save runs in threads in parallel with training, whose collectives must keep their order.
+Each process writes the data of an item (state or carry) to its own folder, such as `ocdbt.process_3`, and hashes these files. The first
+process hashes only the remaining small files, and writes all digests into the manifest. Digests are exchanged through the key-value store
+of JAX's coordination service. Collectives cannot be used, because a save runs in parallel with training, whose collectives must keep
+their order.
 """
 
 import errno
@@ -60,9 +59,9 @@ class DamagedError(CheckpointError):
 
 
 def unreadable(folder: epath.Path, error: Exception) -> CheckpointError:
-    """Returns the error to raise if a checkpoint cannot be read.
+    """Returns the error to raise if a checkpoint cannot be read: a DamagedError, after which a resume tries the checkpoint before it.
 
-    If memory, permissions or the disk caused the failure, it is a CheckpointError. For a DamagedError, a resume uses an earlier checkpoint.
+    If memory, permissions or the disk caused the failure, the checkpoint may be intact, so the error is a CheckpointError, which ends the resume.
     """
     where = f"checkpoint {folder} cannot be read: {str(error) or type(error).__name__}"
     number = getattr(error, "errno", None)
@@ -93,7 +92,7 @@ def step_folders(folder: epath.Path) -> list[epath.Path]:
 
 
 def _is_step(path: epath.Path) -> bool:
-    """Returns whether `path` has the final name of a step and, in a bucket, contains the completion marker."""
+    """Returns whether `path` is a complete step: it has its final name and, in a bucket, contains the completion marker."""
     if not (path.name.isdecimal() and path.name == str(int(path.name))):
         return False
     return (path / _COMMITTED).exists() if in_bucket(path) else path.is_dir()
@@ -126,7 +125,7 @@ def remove_unfinished(folder: epath.Path) -> None:
 
 
 def being_written(path: epath.Path) -> epath.Path:
-    """Returns the current path of a step or of an item in it. On a disk, it has a temporary name until it is complete."""
+    """Returns the current path of a step, or of an item in a step. On a disk, it has a temporary name until it is complete."""
     unfinished = path.with_name(path.name + _UNFINISHED)
     return unfinished if unfinished.exists() else path
 
@@ -170,7 +169,7 @@ def write_manifest(folder: epath.Path, known: Mapping[str, SealedFile]) -> None:
 
 def digested(folder: epath.Path, names: Set[str] | None = None) -> dict[str, SealedFile]:
     """Hashes the named files in `folder`, or all files without `names`, and returns their manifest entries by path."""
-    # Listed before reading. If an object is replaced meanwhile, its md5 then differs, so that a restore reads the object.
+    # Listed before reading. If an object is replaced meanwhile, its md5 then differs from the entry, so a restore checks its sha256.
     there = stored_files(folder)
     digests = _digests(folder, there.keys() if names is None else names)
     return {name: SealedFile(there[name][0], digest, there[name][1]) for name, digest in digests.items()}
@@ -208,7 +207,7 @@ def sealed_files(folder: epath.Path) -> dict[str, SealedFile]:
 def check_digests(
     folder: epath.Path, files: Mapping[str, SealedFile], *, share: tuple[int, int] = (0, 1)
 ) -> None:
-    """Compares the contents of files with their sha256. A file is not read if the bucket still reports the recorded md5.
+    """Compares the contents of files with their recorded sha256. A file is not read if the bucket still reports its recorded md5.
 
     Args:
         folder: a complete checkpoint.
@@ -246,21 +245,14 @@ def _digests(folder: epath.Path, names: Collection[str]) -> dict[str, str]:
 
 
 class Sealing:
-    """Writes the manifests of the steps in one folder, one step at a time."""
+    """Writes the manifests of the steps in one folder. `step` must be set before Orbax begins to save a step."""
 
     def __init__(self, folder: epath.Path) -> None:
-        self._folder, self._step = folder, -1
+        self._folder, self.step = folder, -1
         self._barrier = ocp.multihost.get_barrier_sync_fn()
 
-    def begin(self, step: int) -> None:
-        """Must be called before Orbax begins to save the step."""
-        self._step = step
-
-    def options(self) -> ocp.AsyncOptions:
-        """Returns options with which Orbax calls `_meet` for its barriers and, in the first process, `_seal` after the last write."""
-        return ocp.AsyncOptions(barrier_sync_fn=self._meet, post_finalization_callback=self._seal)
-
-    def _meet(self, *, key: str, timeout_ms: int) -> None:
+    def meet(self, *, key: str, timeout_ms: int) -> None:
+        """Orbax calls this method for its barriers. After writing its files, each process publishes their digests."""
         if _ALL_WRITTEN in key and jax.process_count() > 1:
             own = json.dumps({name: vars(file) for name, file in self._own().items()})
             store = coordination_service().client
@@ -269,25 +261,26 @@ class Sealing:
 
     def _own(self) -> dict[str, SealedFile]:
         """Returns the entries of the files in this process's folders, by their path in the step."""
-        step, found = being_written(self._folder / str(self._step)), {}
+        step, found = being_written(self._folder / str(self.step)), {}
         for item in ("state", "carry"):
             name = f"ocdbt.process_{jax.process_index()}"
             if (place := being_written(step / item) / name).exists():
                 found |= {f"{item}/{name}/{path}": file for path, file in digested(place).items()}
         return found
 
-    def _seal(self) -> None:
+    def seal(self) -> None:
+        """Orbax calls this method in the first process after the last write. Writes the manifest."""
         known: dict[str, SealedFile] = {}
         if jax.process_count() > 1:
             store = coordination_service().client
             for _, text in store.key_value_dir_get(self._place):
                 known |= {name: SealedFile(**file) for name, file in json.loads(text).items()}
             store.key_value_delete(self._place)
-        write_manifest(being_written(self._folder / str(self._step)), known)
+        write_manifest(being_written(self._folder / str(self.step)), known)
 
     @property
     def _place(self) -> str:
-        return f"dapo_jax/digests/{self._folder}/{self._step}/"
+        return f"dapo_jax/digests/{self._folder}/{self.step}/"
 
 
 def pack_arrays(
@@ -295,7 +288,7 @@ def pack_arrays(
 ) -> tuple[UInt8[np.ndarray, " bytes"], dict[str, dict[str, Any]]]:
     """Copies arrays into one byte array, and returns it with its layout, which can be stored as JSON.
 
-    If arrays were saved directly, JAX would narrow float64 and int64, and a restore would need to know the shapes beforehand.
+    If the arrays were saved separately, JAX would narrow float64 and int64, and a restore would need to know their shapes.
 
     Raises:
         ValueError: an array contains Python objects or has named fields.
@@ -364,7 +357,7 @@ def check_shapes(
         where: the checkpoint's name for messages.
         saved: shape and dtype by path, from the checkpoint's metadata.
         target: the arrays to restore, by the same paths.
-        rows: minimum number of rows in the embedding and unembedding. Further rows may be missing on either side. If None, all must agree.
+        rows: number of vocabulary entries. Checkpoint and target may have different numbers of padding rows after them. If None, all rows must agree.
 
     Raises:
         ValueError: the arrays belong to different models.

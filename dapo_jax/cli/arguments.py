@@ -92,9 +92,9 @@ def write_json(where: str, content: Any) -> None:
 
 
 def printable(message: str) -> str:
-    """Removes secrets and control characters from a message. The middle of a very long message is left out.
+    """Removes secrets and control characters from a message, and the middle of a very long message.
 
-    The beginning and the end are kept, because they contain the place of the error and the remedy.
+    The beginning usually names the place of the error, and the end the remedy.
     """
     message = visible(without_secrets(message))
     if len(message) <= LONGEST_MESSAGE:

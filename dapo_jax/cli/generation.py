@@ -41,33 +41,7 @@ SHORT = {
 
 def add_to(commands: Commands) -> None:
     """Adds the commands."""
-    _add_eval(command(commands, "eval", evaluate))
-    _add_sample(command(commands, "sample", sample))
-    _add_serve(command(commands, "serve", serve))
-
-
-def evaluate(arguments: argparse.Namespace) -> int:
-    """Measure avg@k, pass@k, cons@k and the reward on held-out prompts."""
-    from dapo_jax.commands import evaluate
-    from dapo_jax.evaluation import lost_verdicts, table
-
-    given = {name: value for name, value in vars(arguments).items() if value is not None}
-    overrides = [f"{key}={given[name]}" for name, key in SHORT.items() if name in given]
-    named = {"data": "source", "path": "path", "split": "split"}
-    if dataset := {key: given[name] for name, key in named.items() if name in given}:
-        overrides.append(f"eval.datasets=[{json.dumps({'source': 'jsonl', **dataset})}]")
-    overrides += ["data.chat=true"] * arguments.chat
-    found = evaluate(
-        arguments.model, arguments.config, overrides=[*overrides, *arguments.overrides], keep=arguments.keep
-    )
-    print(table(found.scores, metric=found.metric), end="")
-    for name, groups in found.groups.items():
-        if lost := lost_verdicts(groups):
-            print(f"{name}: {printable(lost)}")
-    return 0
-
-
-def _add_eval(made: argparse.ArgumentParser) -> None:
+    made = command(commands, "eval", evaluate)
     made.add_argument("model", help=MODEL)
     add_overrides(made)
     option(made, "--config", "configuration file (default: the run folder's own)", "FILE")
@@ -78,23 +52,7 @@ def _add_eval(made: argparse.ArgumentParser) -> None:
         option(made, f"--{name.replace('_', '-')}", f"sets {key}", "X")
     option(made, "--chat", "sets data.chat=true")
     option(made, "--keep", "write all rollouts and the score of each problem to this folder", "FOLDER")
-
-
-def sample(arguments: argparse.Namespace) -> int:
-    """Sample responses to prompts."""
-    from dapo_jax.commands import sample
-
-    named = signature(sample).parameters
-    how = {name: value for name, value in vars(arguments).items() if name in named}
-    groups = sample(arguments.model, arguments.prompt, samples_per_prompt=arguments.n, **how)
-    for group in groups:
-        print(visible(group.prompt.text))
-        for rollout in group.rollouts:
-            print(f"    {visible(rollout.text)}{' ...' if rollout.truncated else ''}")
-    return 0
-
-
-def _add_sample(made: argparse.ArgumentParser) -> None:
+    made = command(commands, "sample", sample)
     made.add_argument("model", help=MODEL)
     option(made, "--prompt", "prompt text; may be given several times", action="append", required=True)
     option(made, "-n", "number of responses per prompt", default=1)
@@ -105,37 +63,7 @@ def _add_sample(made: argparse.ArgumentParser) -> None:
     add_conversation(made)
     option(made, "--stop", "string that ends a response; repeatable", "TEXT", action="append", default=[])
     option(made, "--stop-token-ids", "token ids that end a response", "ID", type=int, nargs="+", default=[])
-
-
-def _add_cuts(made: argparse.ArgumentParser) -> None:
-    option(made, "--top-p", "nucleus sampling; 1: off", default=1.0)
-    option(made, "--top-k", "number of most likely tokens to sample from; 0: off", default=0)
-
-
-def serve(arguments: argparse.Namespace) -> int:
-    """Serve a model over gRPC with JetStream (extra jetstream), or with --http over an API like vLLM's and OpenAI's (extra http)."""
-    from dapo_jax.serving.serve import HttpOptions, ServeOptions, serve, serve_http
-
-    # A process manager sends SIGTERM, which should have the same effect as Ctrl-C.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    mine, other = (HttpOptions, ServeOptions) if arguments.http else (ServeOptions, HttpOptions)
-    known, others = ({field.name for field in fields(kind)} for kind in (mine, other))
-    given = {name: value for name, value in vars(arguments).items() if value is not None}
-    for name in sorted(given.keys() & (others - known)):
-        if given[name]:
-            remedy = "leave it out" if arguments.http else "add --http"
-            raise ConfigError(f"--{name.replace('_', '-')} is an option of the other server: {remedy}")
-    options = {name: value for name, value in given.items() if name in known}
-    say = partial(print, flush=True)
-    if arguments.http:
-        key = os.environ.get(API_KEY, "").strip()
-        serve_http(arguments.model, HttpOptions(**options), api_key=key, say=say)
-    else:
-        serve(arguments.model, ServeOptions(**options), say=say)
-    return 0
-
-
-def _add_serve(made: argparse.ArgumentParser) -> None:
+    made = command(commands, "serve", serve)
     made.add_argument("model", help=MODEL)
     text = "serve HTTP instead of gRPC: token ids at /inference/v1/generate, messages at /v1/chat/completions"
     option(made, "--http", text)
@@ -165,3 +93,66 @@ def _add_serve(made: argparse.ArgumentParser) -> None:
     text = "dtype of activations and matrix products"
     option(made, "--compute-dtype", text, choices=("float32", "bfloat16"), default="float32")
     option(made, "--compilation-cache", "for compiled programs", "FOLDER", default="~/.cache/dapo_jax/xla")
+
+
+def evaluate(arguments: argparse.Namespace) -> int:
+    """Measure avg@k, pass@k, cons@k and the reward on held-out prompts."""
+    from dapo_jax.commands import evaluate
+    from dapo_jax.evaluation import lost_verdicts, table
+
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    overrides = [f"{key}={given[name]}" for name, key in SHORT.items() if name in given]
+    named = {"data": "source", "path": "path", "split": "split"}
+    if dataset := {key: given[name] for name, key in named.items() if name in given}:
+        overrides.append(f"eval.datasets=[{json.dumps({'source': 'jsonl', **dataset})}]")
+    overrides += ["data.chat=true"] * arguments.chat
+    found = evaluate(
+        arguments.model, arguments.config, overrides=[*overrides, *arguments.overrides], keep=arguments.keep
+    )
+    print(table(found.scores, metric=found.metric), end="")
+    for name, groups in found.groups.items():
+        if lost := lost_verdicts(groups):
+            print(f"{name}: {printable(lost)}")
+    return 0
+
+
+def sample(arguments: argparse.Namespace) -> int:
+    """Sample responses to prompts."""
+    from dapo_jax.commands import sample
+
+    named = signature(sample).parameters
+    how = {name: value for name, value in vars(arguments).items() if name in named}
+    groups = sample(arguments.model, arguments.prompt, samples_per_prompt=arguments.n, **how)
+    for group in groups:
+        print(visible(group.prompt.text))
+        for rollout in group.rollouts:
+            print(f"    {visible(rollout.text)}{' ...' if rollout.truncated else ''}")
+    return 0
+
+
+def _add_cuts(made: argparse.ArgumentParser) -> None:
+    option(made, "--top-p", "nucleus sampling; 1: off", default=1.0)
+    option(made, "--top-k", "number of most likely tokens to sample from; 0: off", default=0)
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    """Serve a model over gRPC with JetStream (extra jetstream), or with --http over an API like vLLM's and OpenAI's (extra http)."""
+    from dapo_jax.serving.serve import HttpOptions, ServeOptions, serve, serve_http
+
+    # A process manager sends SIGTERM, which should have the same effect as Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    mine, other = (HttpOptions, ServeOptions) if arguments.http else (ServeOptions, HttpOptions)
+    known, others = ({field.name for field in fields(kind)} for kind in (mine, other))
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    for name in sorted(given.keys() & (others - known)):
+        if given[name]:
+            remedy = "leave it out" if arguments.http else "add --http"
+            raise ConfigError(f"--{name.replace('_', '-')} is an option of the other server: {remedy}")
+    options = {name: value for name, value in given.items() if name in known}
+    say = partial(print, flush=True)
+    if arguments.http:
+        key = os.environ.get(API_KEY, "").strip()
+        serve_http(arguments.model, HttpOptions(**options), api_key=key, say=say)
+    else:
+        serve(arguments.model, ServeOptions(**options), say=say)
+    return 0

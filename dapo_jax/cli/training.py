@@ -47,9 +47,9 @@ def train(arguments: argparse.Namespace) -> int:
 
 
 def _held_out(lines: Sequence[Mapping[str, float | int]], *, metric: str) -> Iterator[str]:
-    """Yields a line for each score in the last evaluation, which also shows the score in the first evaluation.
+    """Yields a line for each score in the last evaluation. It also shows the score in the first evaluation, if it is there.
 
-    If a run was resumed with other evaluation datasets, the first evaluation lacks some scores.
+    A run that was resumed with other evaluation settings lacks it.
     """
     from dapo_jax.evaluation import score_text
 

@@ -18,11 +18,9 @@ from dapo_jax.models.tensors import Tensor, TensorFile, checked, tensor_shapes
 from dapo_jax.run.policy import find_policy, folder_of, run_at
 from dapo_jax.run.run_dir import place_of
 from dapo_jax.storage import AnyPath, entries, files_of, in_bucket, write_whole
+from dapo_jax.text.huggingface import TOKENIZER_FILES
 
-_TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
-)  # fmt: skip
+_COPIED = (*TOKENIZER_FILES, "added_tokens.json", "vocab.json", "merges.txt", "chat_template.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +42,13 @@ class Converted:
 def convert(source: str, target: str, *, dtype: str = "float32", merge: bool = False) -> Converted:
     """Converts the model `source` and its tokenizer to a Hugging Face folder, which transformers and this library can load.
 
-    A run that trained adapters is converted to an adapter folder, which PEFT can load too. GGUF files and folders of any size
-    are converted one tensor at a time.
+    A run that trained adapters becomes an adapter folder, which PEFT can load too. GGUF files and folders are converted tensor by tensor.
 
     Args:
-        source: a local .gguf file, a Hugging Face folder, a run folder (its latest checkpoint), an adapter folder, preset:NAME or shipped:NAME.
+        source: a local .gguf file, a model folder, a run folder (its latest checkpoint), an adapter folder, preset:NAME or shipped:NAME.
         target: a folder that does not exist or is empty.
         dtype: dtype of the written tensors, float32 or bfloat16.
-        merge: merge the adapters of a run or of an adapter folder into their base, and write a complete model.
+        merge: merge the adapters of a run or an adapter folder into the base model, and write a complete model.
 
     Raises:
         ConfigError: there is no such model, it is damaged or not supported, or `target` is not empty or cannot be written.
@@ -124,7 +121,7 @@ def _from_folder(source: AnyPath, folder: AnyPath, dtype: str) -> tuple[DecoderC
     config = read_config(source)
     tensors = _tensors(config, SafetensorsFolder(source))
     folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files_of(source, _TOKENIZER_FILES).items():
+    for name, content in files_of(source, _COPIED).items():
         write_whole(folder / name, content)
     described = read_json(source / CONFIG) | {"torch_dtype": dtype, "dtype": dtype}
     return config, write_model(folder, described, tensors, dtype=dtype)

@@ -21,7 +21,7 @@ _QUANTILES = {"min": 0.0, "median": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
 
 
 def prepare(data: DataConfig) -> str:
-    """Prepares the dataset if needed, and returns a report on each split: the number of rows, the rows left out, and the references that graders cannot parse.
+    """Prepares the dataset if needed. Returns a report with the number of rows, the rows left out, and the references that graders cannot parse.
 
     Raises:
         ConfigError: the dataset cannot be loaded. The message names the file and line of an invalid row.
@@ -36,7 +36,7 @@ def prepare(data: DataConfig) -> str:
 
 
 def _unread_references(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns a line for each grader that cannot completely parse all references, with the first references that it cannot parse."""
+    """Returns a line for each grader that cannot parse all references completely. It quotes the first of them."""
     lines = []
     for grader, unread_by in UNREAD_BY.items():
         unread = [row for row in rows if row.get("answer") and unread_by(row["answer"])]
@@ -48,7 +48,7 @@ def _unread_references(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def show(data: DataConfig, *, split: str = "", model: str = "", count: int = 3) -> str:
-    """Returns counts, lengths in tokens, and the first `count` prompts of a split as a model receives them.
+    """Returns the number and lengths of a split's prompts, and the first `count` prompts as a model receives them.
 
     Args:
         data: the dataset and the format of its prompts.

@@ -67,12 +67,11 @@ def evaluate(
 
     Args:
         model: `preset:NAME`, `shipped:NAME`, `hf:ORG/NAME`, a model folder, or a run folder (its latest checkpoint).
-        config: an `EvaluateConfig`, or an evaluation, training or warm-start configuration file. None: the configuration of the run, or for other models, the defaults.
+        config: an `EvaluateConfig`, or an evaluation, training or warm-start configuration file. None: the run's configuration, or the defaults for a model.
         overrides: strings `key=value`, which override configuration keys.
         rows: rows with `prompt` and `answer` to evaluate on, instead of a dataset.
         reward: function that grades one `rewards.Sample`. None: `config.reward.grader`.
-        keep: folder for all rollouts (FOLDER/NAME/step_000000.jsonl) and problems (FOLDER/problems/NAME.jsonl). It is created if
-            needed.
+        keep: folder for all rollouts (FOLDER/NAME/step_000000.jsonl) and problems (FOLDER/problems/NAME.jsonl).
 
     Raises:
         ConfigError: there is no such model, dataset or grader, or a value cannot be used.
@@ -144,7 +143,7 @@ def _configured(
 def _loaded(
     model: str, parallel: ParallelConfig, sampling: SamplingConfig, dtype: str
 ) -> tuple[Policy, Callable[..., ResponseSampler]]:
-    """Loads a policy. Returns it with a function that creates its sampler: `response_sampler` with some arguments already set."""
+    """Loads a policy, and returns it with `response_sampler` for this policy, as a partial function."""
     mesh = mesh_of(parallel)
     meshes = meshes_of(parallel, mesh)
     policy = find_policy(model, mesh=mesh, shares=sharing(meshes, sampling, dtype=dtype))

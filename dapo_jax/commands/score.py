@@ -31,7 +31,7 @@ class Scores:
     """Grader -> one verdict per row. The saved verdicts are included under the name `recorded`."""
 
     def accuracy(self, grader: str) -> float:
-        """Returns the fraction of responses that a grader judges correct. If the grader only returns scores, a score above 0 counts as correct."""
+        """Returns the fraction of responses that a grader judges correct. A score above 0 counts as correct."""
         return float(np.mean([verdict.correct for verdict in self.verdicts[grader]]))
 
     def numbers(self, grader: str) -> list[float]:
@@ -93,7 +93,7 @@ def score(
 
 
 def describe(scores: Scores, *, show: int = 5) -> str:
-    """Formats the graders' mean scores and fractions of correct responses, and the agreement and up to `show` disagreements of each pair of graders."""
+    """Formats the mean score and accuracy of each grader, and the agreement and the first `show` disagreements of each pair of graders."""
     names, count = list(scores.verdicts), len(scores.rows)
     width = max(len(name) for name in names)
     lines = []
@@ -110,7 +110,7 @@ def describe(scores: Scores, *, show: int = 5) -> str:
 
 
 def _shares(scores: Scores, names: Sequence[str], width: int) -> list[str]:
-    """Returns a table with a row for each grader: its fraction of correct responses, and its agreement with every grader."""
+    """Returns a table with each grader's accuracy and its agreement with every grader."""
     columns = ["correct", *names]
     lines = [
         f"{len(scores.rows)} responses; the share that a grader judges correct (a score: above 0), and the share on which two graders agree",
@@ -125,7 +125,7 @@ def _shares(scores: Scores, names: Sequence[str], width: int) -> list[str]:
 
 
 def _differences(scores: Scores, pair: tuple[str, str], differing: list[int], show: int) -> list[str]:
-    """Formats the disagreements between two graders: how often only one grader judges a response correct, and the first `show` of these responses."""
+    """Formats the disagreements between two graders: how often only one of them judges a response correct, and the first `show` such responses."""
     only = [
         f"correct only for {name}: {sum(scores.verdicts[name][place].correct for place in differing)}"
         for name in pair

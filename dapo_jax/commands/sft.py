@@ -17,15 +17,7 @@ from dapo_jax.locks import Lock
 from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.run.end_of_step import evaluates_after
 from dapo_jax.run.grader_setup import grading
-from dapo_jax.run.policy import (
-    Policy,
-    check_trains,
-    load_policy,
-    lora_of,
-    mesh_of,
-    meshes_of,
-    optimizer_of,
-)
+from dapo_jax.run.policy import Policy, check_trains, load_policy, lora_of, mesh_of, meshes_of, optimizer_of
 from dapo_jax.run.programs import sharing
 from dapo_jax.run.prompt_sets import dated, held_out_prompts, training_prompts
 from dapo_jax.run.records import use_compilation_cache
@@ -57,7 +49,7 @@ def sft(config: SftConfig | str | Path, *, progress: Progress | None = None) -> 
 
     Raises:
         ConfigError: the configuration cannot be run, or another process is training in the same folder. Training has not started.
-        LockLostError: this run was suspended for so long that another run has taken over its folder in a bucket.
+        LockLostError: another run has taken over the folder in a bucket, because this run did not renew its lease in time.
     """
     config = config if isinstance(config, SftConfig) else load_config(config, schema=SftConfig)
     use_compilation_cache(config.compilation_cache)

@@ -18,14 +18,7 @@ from dapo_jax.rewards.functions import Rewards
 from dapo_jax.rollout.collector import Position
 from dapo_jax.rollout.group_sampling import GroupSampling
 from dapo_jax.run.grader_setup import check_graders, environment_of, episodes_of, grading
-from dapo_jax.run.policy import (
-    check_trains,
-    load_policy,
-    lora_of,
-    mesh_of,
-    meshes_of,
-    optimizer_of,
-)
+from dapo_jax.run.policy import check_trains, load_policy, lora_of, mesh_of, meshes_of, optimizer_of
 from dapo_jax.run.programs import sharing, updater_of
 from dapo_jax.run.prompt_sets import GivenRows, asked_too_often, held_out_prompts, training_prompts
 from dapo_jax.run.resume_point import (
@@ -63,7 +56,7 @@ class Run:
     ) -> None:
         """Loads the model and the data, and starts the graders. Reports progress through `say`.
 
-        If the run resumes from a checkpoint (`resumes`), the initial weights are loaded only for a KL penalty or as the base of LoRA.
+        `resumes`: `start` will restore a checkpoint, so initial weights that only a new run needs are not loaded.
         """
         self.config, model, data = config, config.model, config.data
         self._mesh = mesh_of(config.parallel, rows_per_microbatch=config.batch.rows_per_microbatch)
@@ -73,18 +66,17 @@ class Run:
         check_graders(config.reward, reward=reward)  # before the model is loaded, which may take long
         environment = environment_of(config.environment, reward=reward)
         say(f"loading {model.source}")
-        self._load = partial(
-            load_policy,
+        # A resumed run needs the initial weights only if a KL penalty compares with the initial policy, or if adapters need their base.
+        has_weights = not resumes or config.loss.kl_coef > 0 or config.lora.rank > 0
+        self.policy = load_policy(
             model,
             lora=lora_of(config.lora),
             seed=config.seed,
             mesh=self._mesh,
             sampler=meshes.sampler,
+            weights=has_weights,
             shares=sharing(meshes, config.sampling, dtype=model.compute_dtype, remat=model.remat),
         )
-        # A resumed run also needs the initial weights if a KL penalty compares with the initial policy, or if adapters need their base.
-        self._has_weights = not resumes or config.loss.kl_coef > 0 or config.lora.rank > 0
-        self.policy = self._load(weights=self._has_weights)
         check_trains(self.policy, config.lora, model.source)
         how = training_pass(model, config.batch, self._mesh, row_tokens=config.row_tokens)
         self._optimizer = optimizer_of(config.optimizer)
@@ -95,10 +87,16 @@ class Run:
             self.notes.append("; ".join(often))
         if slower := without_kernel(meshes.sampler):
             self.notes.append(slower)
-        files = model_files(self.policy.folder, weights=self._has_weights)
+        files = model_files(self.policy.folder, weights=has_weights)
         self.identity = identity_of(config, prompts=asked.identity, model=files)
         """Identity of this run, which is stored in checkpoints (see `identity_of`)."""
         episodes = episodes_of(environment, config, self.policy)
+        # Memory in use on each device during sampling: train state, reference policy, and a LoRA base that is not shared.
+        offload, sizes = config.optimizer.offload, self._mesh.shape
+        state = state_structs(self.policy.params, self._optimizer, self._mesh, offload=offload)
+        resident = bytes_on_device((state, self.policy.unshared), sizes)
+        if config.loss.kl_coef:
+            resident += bytes_on_device(state.params, sizes)
         grader = grading(
             config.reward,
             self.policy,
@@ -118,13 +116,13 @@ class Run:
             group_size=config.batch.group_size,
             in_flight=-(-config.rollout.in_flight // meshes.count),
             has_turns=episodes is not None,
-            resident=self._resident,
+            resident=resident,
             on_look=lambda: watch.note("sampling tokens"),
         )
         self.notes += sampler.notes
-        self.evaluates = prompts is None or eval_rows is not None
         self.held_out = {}
-        if self.evaluates:
+        """The prompts of each evaluation dataset by name. Empty if the run has no evaluation."""
+        if prompts is None or eval_rows is not None:
             self.held_out = held_out_prompts(data, config.eval, self.policy.tokenizer, rows=eval_rows)
         elif config.eval.every_steps:
             self.notes.append("prompts were given without eval_rows, so there is no evaluation")
@@ -141,8 +139,8 @@ class Run:
         )
         self.batches = StepBatches(config, how, pad_id=self.policy.tokenizer.pad_id)
         # The reference policy is the initial policy. With LoRA, it is the base model, so its adapters are zeros.
-        reference = self.policy.params
-        if config.lora.rank and config.loss.kl_coef:
+        reference = self.policy.params if config.loss.kl_coef else None
+        if config.lora.rank and reference is not None:
             reference = jax.tree.map(jnp.zeros_like, reference)
         self.updater = updater_of(
             config,
@@ -151,15 +149,15 @@ class Run:
             self._mesh,
             layout=how.layout,
             objective=objective,
-            reference=reference if config.loss.kl_coef else None,
+            reference=reference,
             frozen=self.policy.frozen,
         )
 
     def start(self, checkpointer: Checkpointer, *, resume: bool, say: Callable[[str], None]) -> ResumePoint:
         """Returns the point from which training starts: the last intact checkpoint if `resume` is True and there is a checkpoint, otherwise step 0.
 
-        Call this method only once, because it replaces the parameters of `policy` with shapes. Damaged checkpoints are renamed, and reported through
-        `say`. With a KL penalty, the initial weights stay in memory as the reference policy.
+        The parameters of `policy` are replaced with shapes. With a KL penalty, the initial weights stay in memory as the reference policy. Damaged
+        checkpoints are renamed, and reported through `say`.
 
         Raises:
             ConfigError: the checkpoint belongs to another run.
@@ -183,22 +181,9 @@ class Run:
             found = checkpointer.restore_last(restore, say=say, aside=True)
             assert found is not None
             return found
-        if not self._has_weights:  # the checkpoint was removed in the meantime
-            initial = self._load(weights=True).params
-            files = model_files(self.policy.folder, weights=True)
-            self.identity = {**self.identity, "model": files}
         copy = bool(self.config.loss.kl_coef) and not self.config.lora.rank
         state = init_state(initial, self._optimizer, self._mesh, offload=offload, copy=copy)
         return ResumePoint(state=state, position=Position())
-
-    @property
-    def _resident(self) -> int:
-        """Bytes in use on each device during sampling, without the sampler's arrays: train state, reference policy, and a LoRA base that is not shared."""
-        config, sizes = self.config, self._mesh.shape
-        offload = config.optimizer.offload
-        state = state_structs(self.policy.params, self._optimizer, self._mesh, offload=offload)
-        held = bytes_on_device((state, self.policy.unshared), sizes)
-        return held + bytes_on_device(state.params, sizes) if config.loss.kl_coef else held
 
     def learning_rate(self, step: int) -> float:
         """Returns the learning rate of a step, with warm-up applied."""

@@ -28,7 +28,7 @@ class Room(NamedTuple):
 
 
 def check_room(config: TrainConfig, parameters: int) -> str:
-    """Returns a warning if the disks have little room for a run with this number of parameters, otherwise an empty string.
+    """Returns a warning if the disks have little room for a run with this number of trained parameters, otherwise an empty string.
 
     Raises:
         ConfigError: the disks have too little room. Raised in every process.
@@ -38,14 +38,13 @@ def check_room(config: TrainConfig, parameters: int) -> str:
         message, state, remedy = room_for(written_by(config, parameters))
         if state == "failed":
             raise ConfigError(f"the disk has too little room for this run: {message}: {remedy}")
-        warns = state == "warning"
-        return f"the disk has little room for this run: {message}: {remedy}".encode() if warns else b""
+        return f"the disk has little room for this run: {message}: {remedy}".encode() if remedy else b""
 
     return by_first(checked).decode()
 
 
 def written_by(config: TrainConfig, parameters: int) -> dict[str, tuple[str, int]]:
-    """Returns a dict from each configuration key that names a folder to the folder, and an estimate of the bytes that a run has yet to write there."""
+    """Returns configuration key -> (folder, estimated number of bytes that the run has yet to write there), for all keys that name a folder."""
     checkpoint, evaluates = config.checkpoint, config.checkpoint.keep_best and config.eval.every_steps
     saved = 1 + (config.steps // checkpoint.every_steps if checkpoint.every_steps else 0)
     saved += config.steps // config.eval.every_steps if evaluates else 0
@@ -59,7 +58,7 @@ def written_by(config: TrainConfig, parameters: int) -> dict[str, tuple[str, int
 
 
 def room_for(places: Mapping[str, tuple[str, int]]) -> Room:
-    """Compares the free space of each disk with the bytes to be written. `places` is the result of `written_by`. Buckets always have enough room."""
+    """Compares the free space of each disk with the bytes to be written. `places` comes from `written_by`. Buckets always have enough room."""
     disks: dict[int, list[str]] = {}
     for key, (folder, _) in places.items():
         if not in_bucket(folder):

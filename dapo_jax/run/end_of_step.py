@@ -25,7 +25,7 @@ from dapo_jax.parallel.together import all_gather_bytes, broadcast_from_first
 from dapo_jax.rollout.checkpoint_arrays import flight_arrays, group_arrays
 from dapo_jax.run.guard import GuardError
 from dapo_jax.run.loop import Observer, StepResult
-from dapo_jax.run.observers import TokenRatios
+from dapo_jax.run.observers import Ratios
 from dapo_jax.run.records import Records
 from dapo_jax.run.resume_point import ResumePoint
 from dapo_jax.storage import AnyPath, path_of
@@ -38,7 +38,7 @@ OnStep = Callable[[int, Mapping[str, float | int]], None]
 
 
 def evaluates_after(config: TrainConfig | SftConfig, step: int) -> bool:
-    """Returns whether the policy is evaluated after this step. Evaluation runs every `eval.every_steps` steps and after the last step."""
+    """Returns whether the policy is evaluated after this step, which is every `eval.every_steps` steps and after the last step."""
     return step == config.steps or due(step, config.eval.every_steps)
 
 
@@ -50,7 +50,8 @@ class EndOfStep(Observer):
         config: TrainConfig,
         run_dir: AnyPath,
         *,
-        ratios: Callable[[], TokenRatios],
+        start: ResumePoint,
+        ratios: Ratios,
         evaluate: Evaluate | None,
         checkpointer: Checkpointer,
         records: Records | None,
@@ -58,34 +59,29 @@ class EndOfStep(Observer):
         stop: Stop,
         on_step: OnStep | None,
         identity: Mapping[str, Any],
-        check: Callable[[], None] = lambda: None,
+        check: Callable[[], None],
     ) -> None:
         """Stores the objects of the run.
 
-        `identity` is stored in checkpoints. `ratios` returns the ratios of the last step. `check` raises an error if the run has lost the lock of its
-        folder and may no longer write. Only the first process, which writes, has `records`.
+        The run begins or resumes at `start`. `identity` is stored in checkpoints. `check` raises an error if the run has lost the lock on its folder, so
+        that it may no longer write. Only the first process writes `records`; the others pass None.
         """
-        self._config, self._run_dir, self._evaluate = config, run_dir, evaluate
-        self._ratios = ratios
+        self._config, self._run_dir, self._evaluate, self._ratios = config, run_dir, evaluate, ratios
         self._checkpointer, self._records, self._shown = checkpointer, records, shown
         self._stop, self._on_step, self._identity, self._check = stop, on_step, identity, check
-        self._now: ResumePoint | None = None
-        self._saved = 0
+        self._now, self._saved = start, start.position.step
 
-    def start(self, now: ResumePoint) -> None:
-        """Must be called before the first step, with the point from which the run starts or resumes. Runs the evaluation at this point if it is missing.
+    def start(self) -> None:
+        """Must be called before the first step. Runs the evaluation before training, or an evaluation that was interrupted before the resume.
 
         Raises:
             StoppedError: the run was asked to stop.
         """
-        self._now, step = now, now.position.step
-        self._saved = step
         self._announce_resume()
-        if now.unfinished is not None:
-            self._finish(dict(now.unfinished))
-        elif step == 0 and self._evaluate is not None:
-            scores, _ = self._evaluated(self._evaluate, now)
-            self._record(0, scores)
+        if self._now.unfinished is not None:
+            self._finish(dict(self._now.unfinished))
+        elif self._saved == 0 and self._evaluate is not None:
+            self._record(0, self._evaluated(self._evaluate)[0])
 
     def after_step(self, result: StepResult) -> None:
         """Shows and writes the metrics of the step. Evaluates and saves a checkpoint if they are due after this step.
@@ -97,7 +93,7 @@ class EndOfStep(Observer):
         step, metrics = result.position.step, {**result.metrics, **memory_metrics()}
         self._shown.step(step, metrics)
         if self._records is not None:
-            self._records.rollouts(step, result.collected, self._ratios())
+            self._records.rollouts(step, result.collected, self._ratios.found)
         self._now = ResumePoint(state=result.state, position=result.position, unfinished=metrics)
         self._finish(metrics)
         if step < self._config.steps:
@@ -105,7 +101,7 @@ class EndOfStep(Observer):
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """A context manager that saves the last finished step if the run stops or fails inside its block.
+        """Returns a context manager that saves the last finished step if the run stops or fails inside the block.
 
         A note on the error names the checkpoint from which `--resume` continues.
 
@@ -116,7 +112,7 @@ class EndOfStep(Observer):
             yield
         except StoppedError as stopped:
             try:
-                if self._now is not None and self._now.position.step > self._saved:
+                if self._now.position.step > self._saved:
                     self._save(None)
                 self._checkpointer.wait()
             except CheckpointError as error:
@@ -133,11 +129,10 @@ class EndOfStep(Observer):
             raise
 
     def _rescue(self, error: Exception) -> str:
-        """Saves the last finished step of a run that failed. Returns the reason if this is impossible, and an empty string if it was done or is not needed.
+        """Saves the last finished step of a run that failed. Returns the reason if this is impossible, or an empty string if the step is saved.
 
         Saving requires all processes, so it is attempted only if all of them failed after the same step with the same type of error.
         """
-        assert self._now is not None
         step = self._now.position.step
         if step <= self._last():
             return ""
@@ -157,8 +152,6 @@ class EndOfStep(Observer):
                 self._save(None)
                 self._checkpointer.wait()
         except Exception as failed:
-            if isinstance(error, CheckpointError) and isinstance(failed, CheckpointError):
-                return f"an attempt to save step {step} after this error failed too"
             return f"step {step} could not be saved: {failed}"
         return ""
 
@@ -176,11 +169,10 @@ class EndOfStep(Observer):
 
     def _finish(self, metrics: dict[str, float | int]) -> None:
         """Runs the evaluation if it is due, writes the metrics of the step, and saves a checkpoint if it is due."""
-        assert self._now is not None
         step, config, score = self._now.position.step, self._config, None
         if self._evaluate is not None and evaluates_after(config, step):
             self._stop_if_asked()
-            scores, score = self._evaluated(self._evaluate, self._now)
+            scores, score = self._evaluated(self._evaluate)
             metrics |= scores
         self._record(step, metrics)
         self._now = replace(self._now, unfinished=None)
@@ -195,15 +187,15 @@ class EndOfStep(Observer):
         if self._records is not None:
             self._records.step(step, metrics)
 
-    def _evaluated(self, evaluate: Evaluate, now: ResumePoint) -> tuple[dict[str, float], float | None]:
+    def _evaluated(self, evaluate: Evaluate) -> tuple[dict[str, float], float | None]:
         """Returns the metrics, and the score that selects the best checkpoint: avg@k on the first dataset, or the mean reward with `metric=score`."""
         self._shown.phase("evaluate")
-        began, step = time.perf_counter(), now.position.step
+        began, step = time.perf_counter(), self._now.position.step
         counts = self._config.dynamic_sampling.metric == "correct"
         headline = f"avg@{self._config.eval.samples_per_prompt}" if counts else "reward"
         scores: dict[str, float] = {}
         score = None
-        graded = evaluate(now.state.params, step)
+        graded = evaluate(self._now.state.params, step)
         self._check()
         for name, groups in graded.items():
             if is_first():
@@ -226,7 +218,6 @@ class EndOfStep(Observer):
         return broadcast_from_first(b"best" if best is None or score > best[1] else b"") != b""
 
     def _save(self, score: float | None) -> None:
-        assert self._now is not None
         self._shown.phase("checkpoint")
         self._check()
         position, progress = self._now.position, self._now.progress(self._identity)
@@ -236,7 +227,7 @@ class EndOfStep(Observer):
         self._announce_resume()
 
     def _announce_resume(self) -> None:
-        """Sets the instructions for resuming, which are printed if a process dies without an error message."""
+        """Sets the message about resuming that is printed if a process dies without an error message."""
         begun = f"the save of step {self._saved} in {self._checkpointer.folder} has begun, and --resume uses the last complete checkpoint"
         resume_by(f"Start all processes again: {begun if self._saved else 'there is no checkpoint yet'}")
 

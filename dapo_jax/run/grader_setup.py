@@ -1,5 +1,4 @@
-"""Builds graders and the environment from a configuration. A grader runs in this process, in workers, or on an event loop. Several graders are combined
-into a weighted sum."""
+"""Builds graders and the environment from a configuration. A grader runs in this process, in workers, or on an event loop."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -30,7 +29,7 @@ from dapo_jax.run.policy import Policy
 from dapo_jax.text.stop_strings import StopStrings
 
 IN_THIS_PROCESS = TEXT_RULES | ROW_GRADERS.keys()
-"""Graders that run in this process, because they need no worker, or because their rows cannot be sent to a worker as JSON."""
+"""Graders that run in this process, because they cannot hang, or because their rows cannot be sent to a worker as JSON."""
 
 ASYNC_CALLS = 64
 """Maximum number of concurrent calls of async reward functions."""
@@ -82,7 +81,7 @@ def grading(
 def submit_of(config: RewardConfig, *, reward: Rewards | None = None) -> tuple[Submit, Close | None]:
     """Returns a function that submits a group to the graders, and a function that stops their workers and event loop, if there are any.
 
-    `reward` replaces the graders in the configuration (`reward.grader` and `reward.graders`).
+    `reward` replaces the graders in the configuration.
 
     Raises:
         ConfigError: a grader cannot be loaded, or its weight is missing. In this case nothing was started.
@@ -164,7 +163,7 @@ def check_graders(config: RewardConfig, *, reward: Rewards | None = None) -> lis
 
 
 def weighted(reward: object) -> list[tuple[str | RewardFunction, float]]:
-    """Checks a list of rewards that was passed from Python. Each entry must be a pair of a function or a grader's name, and a weight.
+    """Checks a list of (function or grader's name, weight) pairs that was passed from Python.
 
     Raises:
         ConfigError: `reward` is not such a list. The message names the index of the invalid entry.
@@ -175,22 +174,19 @@ def weighted(reward: object) -> list[tuple[str | RewardFunction, float]]:
         )
     found = []
     for place, pair in enumerate(reward):
-        key = f"reward[{place}]"
         function, weight = pair if isinstance(pair, list | tuple) and len(pair) == 2 else (None, None)
-        if not isinstance(function, str) and not callable(function):
+        number = float(weight) if isinstance(weight, int | float) else 0.0
+        if not (isinstance(function, str) or callable(function)) or not number or not math.isfinite(number):
             raise ConfigError(
-                f"{key}: found {pair!r:.80}, needs a pair of a function (or a grader's name) and its weight; write (function, 1.0)"
+                f"reward[{place}]: found {pair!r:.80}, needs a pair of a function (or a grader's name) and its weight, a finite number other "
+                "than 0; write (function, 1.0)"
             )
-        if not isinstance(weight, int | float) or not weight or not math.isfinite(weight):
-            raise ConfigError(
-                f"{key}: found the weight {weight!r}, needs a finite number that is not 0; change it, or remove the pair"
-            )
-        found.append((function, float(weight)))
+        found.append((function, number))
     return found
 
 
 def environment_of(config: EnvironmentConfig, *, reward: Rewards | None = None) -> Environment | None:
-    """Loads the environment of a run, or returns None if no environment is configured. Call it only once, before slow work such as loading a model.
+    """Loads the environment of a run, or returns None if no environment is configured. Call it before slow work such as loading a model.
 
     Raises:
         ConfigError: the environment cannot be loaded, or `reward` was given as well.

@@ -1,4 +1,4 @@
-"""The guard of a run detects skipped updates, non-finite weights and a mismatch between sampler and trainer, and runs the watchdogs.
+"""The guard of a run detects skipped updates, non-finite weights and a mismatch between sampler and trainer. It also runs the watchdogs.
 
 It decides at the end of a step, based on numbers that are equal in all processes, so that all processes stop together.
 """
@@ -15,8 +15,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, PyTree
 
+from dapo_jax.checkpoints.manifest import flattened
 from dapo_jax.config import TrainConfig, to_yaml
-from dapo_jax.dapo.dynamic_sampling import Collected, ShortfallError
+from dapo_jax.dapo.dynamic_sampling import ShortfallError
 from dapo_jax.dapo.metrics import Max, Metric
 from dapo_jax.dapo.rollouts import Group
 from dapo_jax.health.watchdogs import Watchdogs
@@ -64,16 +65,11 @@ class Update:
     metrics: Mapping[str, Metric]
 
     def flags(self) -> dict[str, list[int]]:
-        """Returns, for each non-finite quantity, the indices of the affected microbatches (for the gradient, parameters). Empty if the update was applied."""
-        found = jax.device_get(
-            {name: metric for name, metric in self.metrics.items() if name.startswith(_FLAG)}
-        )
-        places = {
-            name.removeprefix(_FLAG): np.flatnonzero(np.asarray(metric.value) > 0).tolist()
-            for name, metric in found.items()
-            if isinstance(metric, Max)
-        }
-        return {name: places[name] for name in WORDS if places.get(name)}
+        """Returns non-finite quantity -> indices of the affected microbatches, or of parameters for the gradient. Empty if the update was applied."""
+        largest = {name: each.value for name, each in self.metrics.items() if isinstance(each, Max)}
+        found = jax.device_get(largest)
+        places = {name: np.flatnonzero(found.get(_FLAG + name, 0.0) > 0).tolist() for name in WORDS}
+        return {name: indices for name, indices in places.items() if indices}
 
     def stacks(self) -> list[dict[str, np.ndarray]]:
         """Copies the microbatches of the update to the host. All processes must call this method."""
@@ -85,13 +81,18 @@ class Update:
     def named(
         self, flags: Mapping[str, Sequence[int]], groups: Sequence[Group], parameters: Sequence[str]
     ) -> dict[str, dict[str, Any]]:
-        """Resolves the indices in `flags` to prompts, to responses and tokens, to (stack, microbatch) pairs, or to parameter names."""
+        """Resolves the indices in `flags` (see `flags()`): to parameter names for the gradient, and to (stack, microbatch) pairs for other quantities.
+
+        For advantages, the affected prompts are added, and for the sampler's log-probabilities, the affected responses and tokens.
+        """
         found: dict[str, dict[str, Any]] = {}
+        capacities = [len(stack.microbatches.tokens) for stack in self.minibatch]
+        microbatches = [[index, place] for index, count in enumerate(capacities) for place in range(count)]
         for name, places in flags.items():
             if name == "gradient":
                 found[name] = {"parameters": [parameters[place] for place in places]}
                 continue
-            found[name] = {"microbatches": [self._stack_and_place(place) for place in places]}
+            found[name] = {"microbatches": [microbatches[place] for place in places]}
             if name == "sampler_logprobs":
                 found[name]["responses"] = strange_responses(groups)
             if name == "advantages":
@@ -100,20 +101,12 @@ class Update:
                 ]
         return found
 
-    def _stack_and_place(self, place: int) -> list[int]:
-        for index, stack in enumerate(self.minibatch):
-            capacity = len(stack.microbatches.tokens)
-            if place < capacity:
-                return [index, place]
-            place -= capacity
-        raise AssertionError("there is a flag for each microbatch")
-
 
 class GuardError(RuntimeError):
-    """Raised if the guard stops a run, because further steps would be useless. The message states the cause."""
+    """The guard stopped the run, because further steps would be useless. The message states the cause."""
 
     def __init__(self, message: str, *, whole: StepResult | None = None) -> None:
-        """`whole` is the finished step, including its metrics, if the run can be resumed from its state."""
+        """`whole` is the finished step, if its state should be saved so that the run can resume from it."""
         super().__init__(message)
         self.whole = whole
 
@@ -162,7 +155,6 @@ class Guard(Observer):
         bad = nonfinite_leaves(result.state.params)
         ruined = f"the weights are not finite after step {step}: {some(bad)}" if bad else ""
         metrics[IN_A_ROW] = self._in_a_row
-        self._warn_lost(result.collected)
         raised, warnings = self._watchdogs.step(metrics)
         metrics |= raised
         for warning in warnings:
@@ -207,7 +199,7 @@ class Guard(Observer):
                 continue
             self._in_a_row += 1
             groups = self._batches.split(result.collected.groups, step)[index]
-            named = update.named(flags, groups, leaf_names(result.state.params))
+            named = update.named(flags, groups, list(flattened(result.state.params)))
             last = f"update {index + 1} of {len(updates)} was skipped: not finite: {in_words(named)}"
             if self._dumped < POST_MORTEMS:
                 last += f"; the batch is in {self._post_mortem(step, index + 1, update, named, groups)}"
@@ -253,20 +245,6 @@ class Guard(Observer):
             self._warn(step, found)
         return ""
 
-    def _warn_lost(self, collected: Collected) -> None:
-        """Reports non-finite rewards, which count as wrong with reward.on_nonfinite=lost."""
-        lost = {
-            group.prompt.ordinal: rollout.verdict.reason
-            for group in collected.sampled
-            for rollout in group.rollouts
-            if rollout.verdict.lost == "nonfinite"
-        }
-        if lost:
-            reason = next(filter(None, lost.values()), "")
-            self._shown.message(
-                f"rewards that are not finite count as wrong: prompt {some(list(lost))}: {reason}"
-            )
-
     def _warn(self, step: int, text: str) -> None:
         self._shown.message(f"step {step}: {text}")
 
@@ -283,7 +261,7 @@ def strange_responses(groups: Sequence[Group]) -> list[dict[str, Any]]:
 
 def in_words(named: Mapping[str, Mapping[str, Any]]) -> str:
     """Describes the result of `Update.named` in one line: each quantity with its first few prompts or parameters."""
-    return ", ".join(WORDS[name] + _where(places) for name, places in named.items()) or "nothing flagged"
+    return ", ".join(WORDS[name] + _where(places) for name, places in named.items())
 
 
 def _where(places: Mapping[str, Any]) -> str:
@@ -303,25 +281,15 @@ def some(names: Sequence[object]) -> str:
     return ", ".join(map(str, names[:_SHOWN])) + more
 
 
-def leaf_names(tree: PyTree) -> list[str]:
-    """Returns the dotted path of each leaf in the order of `jax.tree.leaves`. Checkpoints use the same paths."""
-    names = [
-        jax.tree_util.keystr(keys, simple=True, separator=".")
-        for keys, _ in jax.tree_util.tree_flatten_with_path(tree)[0]
-    ]
-    return [name.removesuffix(".value") for name in names]
-
-
 def nonfinite_leaves(tree: PyTree) -> list[str]:
     """Returns the dotted paths of all leaves with non-finite values. The leaves are arrays on one mesh. All processes must call this function."""
     bad = np.asarray(_program(jax.tree.leaves(tree)[0].sharding.mesh)(tree))
-    return [name for name, one in zip(leaf_names(tree), bad, strict=True) if one]
+    return [name for name, one in zip(flattened(tree), bad, strict=True) if one]
 
 
 @functools.cache
-def _program(mesh: Mesh) -> Any:
-    return jax.jit(_bad, out_shardings=replicated(mesh))
+def _program(mesh: Mesh) -> Callable[[PyTree], Bool[Array, " leaves"]]:
+    def bad(tree: PyTree) -> Bool[Array, " leaves"]:
+        return jnp.stack([~jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)])
 
-
-def _bad(tree: PyTree) -> Bool[Array, " leaves"]:
-    return jnp.stack([~jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)])
+    return jax.jit(bad, out_shardings=replicated(mesh))

@@ -4,8 +4,7 @@
                  ^                                                                         |
                  +------------------------------- weights ---------------------------------+
 
-The objects of a run are passed to the loop (see `dapo_jax.run.build`). The loop does not build them, and does not access the configuration.
-To watch or change a step, pass an `Observer`.
+`dapo_jax.run.build` creates the objects of a run, so the loop needs no configuration. To watch or change a step, pass an `Observer`.
 """
 
 import time
@@ -45,10 +44,10 @@ class Observer:
         """Called when a step begins. `position` is the end of the previous step, and `collector` is empty."""
 
     def on_group(self, group: Group, collector: Collector) -> None:
-        """Called after a group was sampled, graded and added to `collector`. Groups arrive in the order in which they are graded."""
+        """Called after a group was sampled, graded and added to `collector`. Groups arrive in the order of their verdicts."""
 
     def on_shortfall(self, error: ShortfallError) -> None:
-        """Called if sampling ended with too few informative groups. `error` is raised afterwards, unless this hook raises a different error."""
+        """Called if sampling ended with too few informative groups. Afterwards `error` is raised, unless the hook raises another error."""
 
     def after_sampling(self, step: int, collected: Collected) -> None:
         """Called after the groups of the step were chosen. `collected` is complete and the same in every process."""
@@ -72,7 +71,7 @@ class Observer:
         """Called after an update was dispatched. Reading the values of `metrics` blocks until the device has finished."""
 
     def after_step(self, result: StepResult) -> None:
-        """Called at the end of the step, when its metrics are on the host. A hook may add metrics to `result.metrics`, which later observers then see."""
+        """Called at the end of the step, when its metrics are on the host. A hook may add metrics to `result.metrics` for later observers."""
 
 
 def run_steps(
@@ -146,7 +145,7 @@ def run_steps(
 
 
 def _times(collected: Collected, began: float, sampled: float, ended: float) -> dict[str, float]:
-    """Returns the timing metrics of a step. They are exact, because the device has finished when the metrics of the step are on the host."""
+    """Returns the timing metrics of a step. The device has finished its work when they are computed, because the other metrics are on the host."""
     tokens = collected.drawn_tokens
     if tokens is None:
         tokens = sum(rollout.response_tokens for group in collected.sampled for rollout in group.rollouts)

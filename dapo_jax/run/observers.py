@@ -20,28 +20,25 @@ from dapo_jax.training.state import TrainState
 from dapo_jax.training.update import Updater
 
 TokenRatios = Mapping[tuple[int, int], Float[np.ndarray, " response"] | None]
-"""A mapping from (ordinal, response index) to the ratio of each token in a trained rollout, or to None if the rollout is not in the loss."""
+"""(ordinal, response index) -> the ratio of each token in a trained rollout, or None if the rollout is not in the loss."""
 
 
 class Ratios(Observer):
-    """Computes the ratios of logged rollouts with a forward pass over their minibatches. All processes must make the same calls."""
+    """Computes the per-token ratios pi / pi_old of logged rollouts with a forward pass. All processes must make the same calls."""
 
     def __init__(self, config: TrainConfig, *, batches: StepBatches, updater: Updater) -> None:
         self._config, self._batches, self._updater = config, batches, updater
         self._wanted: set[int] = set()
         self._groups: list[list[Group]] = []
-        self._found: dict[tuple[int, int], Float[np.ndarray, " response"] | None] = {}
-
-    def of_step(self) -> TokenRatios:
-        """Returns the ratios of the last step. Empty if the rollouts of this step are not logged."""
-        return self._found
+        self.found: dict[tuple[int, int], Float[np.ndarray, " response"] | None] = {}
+        """The `TokenRatios` of the last step. Empty if the rollouts of this step are not logged."""
 
     def after_sampling(self, step: int, collected: Collected) -> None:
-        """Finds the rollouts to log, and the updates that train on them."""
+        """Finds the trained rollouts that will be logged, and the groups of each update."""
         due = self._config.logs_rollouts(step)
         self._wanted = {group.prompt.ordinal for group in collected.logged(LOGGED_GROUPS)}
         trained = [group for group in collected.groups if due and group.prompt.ordinal in self._wanted]
-        self._found = {(g.prompt.ordinal, index): None for g in trained for index in range(len(g.rollouts))}
+        self.found = {(g.prompt.ordinal, index): None for g in trained for index in range(len(g.rollouts))}
         self._groups = self._batches.split(collected.groups, step) if trained else []
 
     def before_update(self, state: TrainState, minibatch: Minibatch, *, index: int, count: int) -> None:
@@ -59,13 +56,16 @@ class Ratios(Observer):
         }
         for group in wanted:
             for index, rollout in enumerate(group.rollouts):
-                self._found[group.prompt.ordinal, index] = _of_rollout(group, rollout, of_text)
+                self.found[group.prompt.ordinal, index] = _of_rollout(group, rollout, of_text)
 
 
 def _of_rollout(
     group: Group, rollout: Rollout, of_text: Mapping[bytes, np.ndarray]
 ) -> Float[np.ndarray, " response"] | None:
-    """Returns the values of a rollout's tokens, with NaN for tokens that were not sampled. Returns None if the rollout is not in the loss."""
+    """Returns one ratio per token of a response, or NaN for tokens that were not sampled. Returns None if the rollout is not in the loss.
+
+    `of_text` maps the tokens of a context and its response, as bytes, to the ratios of the sampled tokens (see `responses_in`).
+    """
     response, found = rollout.response, None
     for context, first, stop in response.parts(group.prompt.tokens):
         tokens = np.concatenate([context, response.tokens[first:stop]]).astype(np.int32)
@@ -80,7 +80,7 @@ def _of_rollout(
 def responses_in(
     stack: Microbatch, values: Float[np.ndarray, "capacity rows seq"]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields the tokens of prompt and response, and the values of the sampled tokens, for each response in the loss of a stack [capacity, rows, seq]."""
+    """Yields, for each response in the loss, the tokens of its prompt and response, and the values of its sampled tokens."""
     for place in np.ndindex(stack.mask.shape[:2]):
         tokens, mask = np.asarray(stack.tokens[place]), np.asarray(stack.mask[place])
         segments, prefixes = np.asarray(stack.segment_ids[place]), np.asarray(stack.prefix_ids[place])
@@ -91,7 +91,7 @@ def responses_in(
 
 
 _QUOTED = 200
-"""Maximum number of characters of a prompt or a response that a message quotes."""
+"""Maximum number of characters that a message quotes of a prompt or a response."""
 
 
 class StepProgress(Observer):
@@ -143,14 +143,14 @@ class StepProgress(Observer):
         self._shown.phase("update", index, count)
 
     def _without_signal(self) -> str:
-        """Explains why no group so far has a learning signal. Returns an empty string if a group has a signal, or if any response is correct."""
+        """Explains why no group so far has a learning signal. Returns an empty string if any group has a signal or any response is correct."""
         tally = self._now.tally
         if self._by_score:
             if tally.differing:
                 return ""
             return (
-                f"the scores differ in none of the {tally.groups} groups so far, so there is nothing to learn from yet. The reward function "
-                "may return the same score for every response"
+                f"the scores differ in none of the {tally.groups} groups so far, so there is nothing to learn from yet. Does the reward function "
+                "return the same score for every response?"
             )
         if tally.wrong < tally.groups:
             return ""
@@ -161,9 +161,8 @@ class StepProgress(Observer):
             )
         return (
             f"every response in {tally.groups} groups is wrong, so there is nothing to learn from yet. If the response below is correct, the "
-            "grader (reward.grader) does not accept its format, or looks for the answer in another place. If the model does not understand the "
-            "prompt format, change the prompt or the template (dapo-jax data show prints the prompts that a model gets). Otherwise the task is too "
-            "hard for the model: fine-tune it first (dapo-jax sft), or start with easier prompts"
+            "grader (reward.grader) does not accept its format. If the model does not understand the prompt format, change the prompt or the "
+            "template (dapo-jax data show prints it). Otherwise the task is too hard: fine-tune the model (dapo-jax sft), or use easier prompts"
         )
 
 

@@ -59,7 +59,7 @@ from dapo_jax.training.state import state_structs
 _Read = TypeVar("_Read")
 
 _ON_HUB = re.compile(r"([\w.-]+/)?[\w.-]+")
-"""A repository name on the hub. The path of a folder that was moved away may match too."""
+"""The form of a repository name on the hub, which a relative path may have too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +71,11 @@ class Policy:
     """The trained parameters: the adapters with LoRA, otherwise all parameters."""
     tokenizer: Tokenizer
     frozen: nnx.State = field(default_factory=lambda: nnx.State({}))
-    """The base of LoRA adapters. Layers are stacked, or separate if the sampler uses the same arrays (`parallel.weights.shares_base`)."""
+    """The base weights under LoRA adapters. Layers are stacked, or separate arrays if the sampler shares them (`parallel.weights.shares_base`)."""
     base: str = ""
-    """The `model.source` of the LoRA base."""
+    """The `model.source` of the base model."""
     revision: str = ""
-    """The revision of the base that was requested from the hub."""
+    """The revision of the base model that was requested from the hub."""
     step: int = 0
     """The training step of the checkpoint from which the weights were loaded."""
     folder: AnyPath | None = None
@@ -83,19 +83,19 @@ class Policy:
 
     @property
     def unshared(self) -> nnx.State:
-        """The frozen weights that the sampler must copy. Empty if the sampler uses the same arrays."""
+        """The frozen weights that the sampler must copy. Empty if it shares the trainer's arrays."""
         return nnx.State({}) if self.frozen and is_apart(self.frozen) else self.frozen
 
     def graph(self, *, compute_dtype: str, remat: str, layout: Layout = WHOLE) -> nnx.GraphDef[Any]:
-        """Returns the graph definition of the decoder. `nnx.merge` combines it with parameters to a module."""
+        """Returns the decoder's graph definition, which `nnx.merge` combines with parameters into a module."""
         apart = bool(self.frozen) and is_apart(self.frozen)
         return graph_of(self.decoder, compute_dtype=compute_dtype, remat=remat, layout=layout, apart=apart)
 
     def save(self, folder: str | AnyPath, *, dtype: str = "float32", merge: bool = False) -> int:
         """Writes a model folder that `load_policy` and transformers can load. Returns the size of its tensors in bytes.
 
-        With LoRA, this is an adapter folder, which PEFT can load too, or with `merge` a whole model into which the adapters are merged. All
-        processes must call this method, and the first process writes.
+        With LoRA, it is an adapter folder, which PEFT can load too. With `merge`, the adapters are merged into a whole model. All processes must call
+        this method; the first process writes.
         """
         decoder, path = self.decoder, path_of(folder)
         base, adapters = (self.params, None) if decoder.lora is None else (self.frozen, self.params)
@@ -104,7 +104,7 @@ class Policy:
             # All processes must take part in gathering a tensor.
             tensors = adapter_tensors(decoder, adapters) if alone else exported(decoder, base, adapters)
             return sum(tensor.fetch().size for tensor in tensors) * jnp.dtype(dtype).itemsize
-        # The tokenizer is written first, because the folder becomes a valid model once config.json or adapter_config.json is written.
+        # The tokenizer is written first, because the folder counts as a model once it contains config.json or adapter_config.json.
         path.mkdir(parents=True, exist_ok=True)
         save_tokenizer(self.tokenizer, folder)
         if alone:
@@ -129,13 +129,13 @@ def load_policy(
 
     Args:
         model: the source and, for a preset, the tokenizer.
-        lora: adapters to train. The base is then frozen, in `model.compute_dtype`. If the source is an adapter folder, its adapters must match
+        lora: adapters to train on a base that is frozen in `model.compute_dtype`. If the source is an adapter folder, its adapters must match
             `lora`. None: the adapters of the source, if it has any.
         seed: random seed for a preset's initial weights and for new adapters.
         mesh: mesh over which the weights are sharded, as in training. None: the default device.
         sampler: mesh of the sampler. The vocabulary is padded so that it can be split over both meshes.
-        weights: whether to load weights. If False, no weights are initialized, downloaded or read, and `params` contains only shapes.
-        shares: returns whether the sampler can use a base with the given shapes without a copy (`parallel.weights.shares_base`).
+        weights: whether to load or initialize weights. If False, `params` contains only shapes.
+        shares: takes the shapes of a LoRA base, and returns whether the sampler uses it without a copy (`parallel.weights.shares_base`).
 
     Raises:
         ConfigError: the preset, shipped model or folder does not exist, or the adapter does not match `lora`.
@@ -181,7 +181,7 @@ def load_policy(
 
 
 def check_trains(policy: Policy, config: LoraConfig, source: str) -> None:
-    """Checks that a run does not train all weights if its `source` is an adapter folder.
+    """Checks that a run from an adapter folder trains adapters.
 
     Raises:
         ConfigError: the run would train all weights. The message contains the adapter's settings.
@@ -278,17 +278,17 @@ def find_policy(
     mesh: jax.sharding.Mesh | None = None,
     shares: Callable[[nnx.State], bool] = lambda frozen: False,
 ) -> Policy:
-    """Loads the policy of a model (`source` as in `model.source`), or from the latest checkpoint of a run (`source` is its folder).
+    """Loads the policy of a model, or from the latest checkpoint of a run. `source` is a `model.source`, or the folder of the run.
 
-    The weights are placed on `mesh`. If None, the weights of a model are on the default device, and the weights of a run are sharded over all devices.
+    The weights are placed on `mesh`. If None, a model is placed on the default device, and a run is sharded over all devices.
     For `shares`, see `load_policy`.
     """
     if (run := run_at(source)) is None:
         return load_policy(ModelConfig(source=source), mesh=mesh, shares=shares)
     config = load_config(run / "config.yaml")
-    # The mesh of the training run is not used, because this machine may have different devices.
+    # The configured mesh is not used, because this machine may have different devices.
     mesh = mesh_of(ParallelConfig()) if mesh is None else mesh
-    # The checkpoint contains the trained weights. With LoRA, the weights of the base are loaded from the model.
+    # With LoRA, the checkpoint does not contain the base, so its weights are loaded from the model.
     weights, lora = config.lora.rank > 0, lora_of(config.lora)
     policy = load_policy(config.model, lora=lora, seed=config.seed, mesh=mesh, weights=weights, shares=shares)
     target = state_structs(policy.params, optimizer_of(config.optimizer), mesh)
@@ -309,7 +309,7 @@ def find_policy(
 
 
 def check_of_readers(config: TrainConfig, policy: Policy) -> Check:
-    """Returns a check that raises an error for checkpoints from a run with another configuration or model. It does not compare prompts."""
+    """Returns a check for checkpoints that raises an error if the configuration or model was changed. Prompts are not compared."""
     files = model_files(policy.folder, weights=policy.decoder.lora is not None)
     return partial(check_identity, own=identity_of(config, prompts=None, model=files))
 
@@ -325,15 +325,11 @@ def run_at(source: str) -> AnyPath | None:
         return folder
     if source.startswith(("preset:", "shipped:", "hf:")) or folder.is_file():
         return None
-    if not in_bucket(folder) and not folder.exists():
-        raise ConfigError(
-            f"{source} is neither a run nor a model: there is no such folder; use the run_dir of a training run, a model folder, "
-            "preset:NAME, shipped:NAME or hf:ORG/NAME"
-        )
     if not (folder / CONFIG).is_file() and not is_adapter(folder):
+        missing = f"config.yaml with checkpoints, and no {CONFIG}" if folder.exists() else "such folder"
         raise ConfigError(
-            f"{source} is neither a run (it has no config.yaml with checkpoints) nor a model (it has no {CONFIG}): check the name, or wait for "
-            "the run's first checkpoint"
+            f"{source} is neither a run nor a model: there is no {missing}; use the run_dir of a training run with a checkpoint, a model "
+            "folder, preset:NAME, shipped:NAME or hf:ORG/NAME"
         )
     return None
 
@@ -433,8 +429,9 @@ def frozen_structs(decoder: DecoderConfig, mesh: jax.sharding.Mesh, *, dtype: st
 def description_of(
     model: ModelConfig, *, weights: bool = True
 ) -> tuple[DecoderConfig, Tokenizer, AnyPath | None]:
-    """Returns the decoder configuration, the tokenizer and the model folder. Weights are not read, but if `weights` is True, they are downloaded
-    from the hub. A preset has no folder, and its vocabulary size is determined by the tokenizer.
+    """Returns the decoder configuration, the tokenizer and the model folder, without reading weights. `weights`: download them from the hub.
+
+    A preset has no folder, and its tokenizer determines its vocabulary size.
 
     Raises:
         ValueError: the model does not exist, or its configuration or tokenizer cannot be read.

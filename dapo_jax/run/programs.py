@@ -1,7 +1,6 @@
-"""The compiled programs of a run. Runs in the same process share them, so a second run with the same shapes and options traces and compiles nothing.
+"""The compiled programs of a run. Runs in the same process share them, so a second run with the same shapes and options compiles nothing.
 
-For example, a notebook that trains again with another learning rate, seed or dataset starts immediately. The last few programs of each kind are cached.
-They contain no weights. `jax.clear_caches()` frees the device memory that compiled programs use.
+For example, a notebook that trains again with another learning rate, seed or dataset starts immediately. Cached programs contain no weights.
 """
 
 from collections.abc import Callable, Iterable
@@ -39,7 +38,7 @@ from dapo_jax.training.update import Objective, UpdateOptions, Updater
 _KEPT = 4
 
 _AT_ONCE = 8
-"""Maximum number of programs compiled at the same time. The number is limited because compiling a large program takes gigabytes of host memory."""
+"""Maximum number of programs compiled at the same time. Compiling a large program takes gigabytes of host memory."""
 
 
 engine_of = lru_cache(maxsize=_KEPT)(DecoderEngine)
@@ -48,7 +47,7 @@ engine_of = lru_cache(maxsize=_KEPT)(DecoderEngine)
 
 @runtime_checkable
 class Lowering(Protocol):
-    """An engine whose programs can be lowered before the first call."""
+    """A sampling engine whose programs can be compiled before the first call."""
 
     def programs(self, params: SamplerWeights, decoding: Decoding) -> dict[str, Callable[[], Lowered]]:
         """Returns a dict from the name of each sampling program to a function that lowers it. See `DecoderEngine.programs`."""
@@ -56,9 +55,9 @@ class Lowering(Protocol):
 
 
 def compile_sampling(engine: Lowering, weights: SamplerWeights, decodings: Iterable[Decoding]) -> None:
-    """Compiles all sampling programs of `engine`, several at a time. `weights` and `decodings` may be shapes.
+    """Compiles all sampling programs of `engine` in parallel, and waits for all processes. `weights` and `decodings` may be shapes.
 
-    Because all processes compile before sampling, no process has to wait in a collective until another process has compiled.
+    Otherwise a process could time out in a collective while another process is still compiling.
     """
     for each in decodings:
         leaves, structure = jax.tree.flatten((weights, each))
@@ -104,12 +103,10 @@ def _transfer(
 def sharing(
     meshes: Meshes, sampling: SamplingConfig, *, dtype: str, remat: str = "none"
 ) -> Callable[[nnx.State], bool]:
-    """Returns a function that decides, from the shapes of a LoRA base, whether the sampler can use the trainer's arrays if it computes in `dtype`
-    (see `shares_base`).
+    """Returns a function that takes the shapes of a LoRA base, and returns whether a sampler with this `dtype` shares the trainer's arrays (see `shares_base`).
 
-    The sampler cannot share the arrays if adapters are merged or weights are int8. On CPU, it does not share them with rematerialization either. To be
-    shared, layers must be separate arrays outside a loop, and XLA then keeps all activations. This needs more memory than a second copy of the base:
-    for SmolLM2-135M and 1,024 tokens, 2.3 GB instead of 0.7 GB.
+    It does not if adapters are merged into the weights or weights are int8. With rematerialization on CPU, a second copy of the base needs less memory:
+    shared layers are not in a loop, so XLA keeps all activations (SmolLM2-135M with 1,024 tokens: 2.3 GB instead of 0.7 GB).
     """
     in_a_loop = remat != "none" and meshes.train.devices.flat[0].platform == "cpu"
     if sampling.merge_lora or sampling.weight_dtype or in_a_loop:
@@ -150,8 +147,8 @@ def updater_of(
     clips = (loss.clip_ratio_low, loss.clip_ratio_high, loss.dual_clip)
     arguments = (decoder, optimizer, mesh, layout, model.compute_dtype, model.remat, clips, options)
     if objective is None and reference is None and not frozen:
-        return _shared_updater(*arguments)
-    return _new_updater(*arguments, objective=objective, reference=reference, frozen=frozen)
+        return _shared_updater(*arguments, None, None, None)
+    return _new_updater(*arguments, objective, reference, frozen)
 
 
 def _new_updater(
@@ -163,10 +160,9 @@ def _new_updater(
     remat: str,
     clips: tuple[float, float, float | None],
     options: UpdateOptions,
-    *,
-    objective: Objective | None = None,
-    reference: nnx.State | None = None,
-    frozen: nnx.State | None = None,
+    objective: Objective | None,
+    reference: nnx.State | None,
+    frozen: nnx.State | None,
 ) -> Updater:
     low, high, dual = clips
     clipped = partial(dapo_loss, clip_ratio_low=low, clip_ratio_high=high, dual_clip=dual)

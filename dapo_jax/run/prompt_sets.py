@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -26,12 +25,8 @@ GivenRows = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The rows to train on, as input for `PromptSource` and `PairSource`."""
+    """Information about the datasets to train on."""
 
-    rows: GivenRows
-    parts: Sequence[Sequence[int]]
-    """For each dataset, the indices of its rows in `rows`, without rows whose prompts are too long."""
-    weights: Sequence[float]
     notes: Sequence[str]
     """Messages about rows that are left out."""
     identity: Sequence[Mapping[str, Any]]
@@ -39,13 +34,15 @@ class Asked:
 
 
 def dated(data: DataConfig, *, like: DataConfig | None = None) -> DataConfig:
-    """Sets `template_date`, the date that chat templates print, to the date in `like` or today. A date that is already set is kept."""
+    """Sets the date that chat templates print, if it is not set: to the date in `like`, or to today."""
     day = data.template_date or (like.template_date if like else "") or date.today().isoformat()
     return replace(data, template_date=day)
 
 
-def training_rows(data: DataConfig, tokenizer: Tokenizer, *, rows: GivenRows | None = None) -> Asked:
-    """Returns the given rows, or the rows of the configured dataset or mixture, without prompts that are too long.
+def training_prompts(
+    data: DataConfig, tokenizer: Tokenizer, *, seed: int, rows: GivenRows | None = None
+) -> tuple[PromptSource, Asked]:
+    """Returns the prompts to train on, from the given rows or the configured dataset or mixture, without prompts that are too long.
 
     Raises:
         ConfigError: a dataset cannot be read, or all of its prompts are too long.
@@ -79,13 +76,17 @@ def training_rows(data: DataConfig, tokenizer: Tokenizer, *, rows: GivenRows | N
         given.append(loaded)
         whole = hashlib.sha256(b"".join(digests[index] for index in kept)).hexdigest()
         identity.append({"source": source.title, "count": len(kept), "sha256": whole})
-    return Asked(
-        rows=given[0] if len(given) == 1 else Joined(given),
+    source = PromptSource(
+        given[0] if len(given) == 1 else joined(given),
+        tokenizer,
+        seed=seed,
+        max_prompt_tokens=data.max_prompt_tokens,
+        prompt_format=PromptFormat(data),
+        shuffle=data.shuffle,
         parts=parts,
         weights=[source.weight for source in sources],
-        notes=notes,
-        identity=identity,
     )
+    return source, Asked(notes=notes, identity=identity)
 
 
 def asked_too_often(config: TrainConfig, rows: int) -> tuple[str, str] | None:
@@ -99,35 +100,13 @@ def asked_too_often(config: TrainConfig, rows: int) -> tuple[str, str] | None:
     )
 
 
-def training_prompts(
-    data: DataConfig, tokenizer: Tokenizer, *, seed: int, rows: GivenRows | None = None
-) -> tuple[PromptSource, Asked]:
-    """Returns the prompts to train on, and their rows.
-
-    Raises:
-        ConfigError: see `training_rows`.
-    """
-    asked = training_rows(data, tokenizer, rows=rows)
-    source = PromptSource(
-        asked.rows,
-        tokenizer,
-        seed=seed,
-        max_prompt_tokens=data.max_prompt_tokens,
-        prompt_format=PromptFormat(data),
-        shuffle=data.shuffle,
-        parts=asked.parts,
-        weights=asked.weights,
-    )
-    return source, asked
-
-
 def held_out_prompts(
     data: DataConfig, config: EvalConfig, tokenizer: Tokenizer, *, rows: GivenRows | None = None
 ) -> dict[str, list[Prompt]]:
     """Returns the prompts of each evaluation dataset by name. The datasets are the given rows, or `eval.datasets`, or the eval split of `data.source`.
 
     Raises:
-        ConfigError: a dataset cannot be read, or a prompt is too long. Such a prompt is not left out, because this would change the score.
+        ConfigError: a dataset cannot be read, or a prompt is too long. It is not left out, because the score would change.
     """
     found: dict[str, list[Prompt]] = {}
     own = [_own_source(data, data.eval_split)]
@@ -148,7 +127,7 @@ def every_split(data: DataConfig) -> dict[str, LoadedRows]:
     """Returns all splits of the configured dataset by name, and prepares the dataset if necessary.
 
     Raises:
-        ConfigError: the dataset cannot be read. For an invalid row, the message contains the file and the line.
+        ConfigError: the dataset cannot be read. The message names the file and line of an invalid row.
     """
     whole = _own_source(data, "")
     with _named(whole):
@@ -156,26 +135,15 @@ def every_split(data: DataConfig) -> dict[str, LoadedRows]:
         return {split: _load(data, _own_source(data, split), role=split) for split in splits}
 
 
-class Joined(Sequence[Mapping[str, Any]]):
-    """A read-only concatenation of several lists of rows, without a copy."""
+def joined(lists: Sequence[GivenRows]) -> LoadedRows:
+    """Concatenates lists of rows without a copy."""
+    ends = np.cumsum([len(rows) for rows in lists])
 
-    def __init__(self, lists: Sequence[GivenRows]) -> None:
-        self._lists = lists
-        self._ends = np.cumsum([len(rows) for rows in lists])
+    def read(index: int) -> Mapping[str, Any]:
+        which = int(np.searchsorted(ends, index, side="right"))
+        return lists[which][index - int(ends[which])]  # negative, so it counts from the end of the list
 
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        index = index + len(self) if index < 0 else index
-        which = int(np.searchsorted(self._ends, index, side="right"))
-        rows = self._lists[which]
-        return rows[index - int(self._ends[which]) + len(rows)]
-
-    def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        return chain(*self._lists)
+    return LoadedRows(range(int(ends[-1])), read=read)
 
 
 def _evaluation_sources(data: DataConfig, config: EvalConfig) -> list[SourceConfig]:
@@ -210,7 +178,7 @@ def _reading(data: DataConfig, source: SourceConfig) -> dict[str, Any]:
 
 @contextmanager
 def _named(source: SourceConfig, *, given: bool = False) -> Iterator[None]:
-    """A context manager that adds the name of the dataset to errors, or that the rows were given from Python."""
+    """Returns a context manager that converts errors to ConfigErrors which name the dataset, or the rows given from Python."""
     try:
         yield
     except (ValueError, RuntimeError) as error:  # prepared datasets raise RuntimeErrors

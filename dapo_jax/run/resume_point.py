@@ -1,4 +1,4 @@
-"""The point between two steps from which a run can resume, its representation in a checkpoint, and the identity by which a run recognises its checkpoints."""
+"""The state from which a run can resume, its form in a checkpoint, and the identity by which a run recognises its own checkpoints."""
 
 import hashlib
 import json
@@ -25,12 +25,12 @@ from dapo_jax.text.huggingface import TOKENIZER_FILES
 from dapo_jax.training.state import TrainState
 
 UNFINISHED = "unfinished_metrics"
-"""Key in a checkpoint's progress for the metrics (as JSON) of a step whose evaluation was interrupted. They are not yet in metrics.jsonl."""
+"""Key in a checkpoint's progress for the metrics (as JSON) of a step whose evaluation is missing. They are not yet in metrics.jsonl."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
-    """A state from which training can start or resume."""
+    """A state between two steps from which training can start or resume."""
 
     state: TrainState
     position: Position
@@ -38,7 +38,7 @@ class ResumePoint:
     """The metrics of the last step, if its evaluation has not run yet."""
 
     def progress(self, identity: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the progress to store in a checkpoint, including the `identity` of the run. Carried groups are stored separately, as arrays."""
+        """Returns the progress to store in a checkpoint, including the run's `identity`. Groups and responses in flight are stored as arrays instead."""
         progress: dict[str, Any] = {"cursor": self.position.cursor, IDENTITY: dict(identity)}
         if self.unfinished is not None:
             progress[UNFINISHED] = json.dumps(self.unfinished)  # as a string, because JSON has no NaN
@@ -46,7 +46,7 @@ class ResumePoint:
 
 
 def has_checkpoint(folder: AnyPath) -> bool:
-    """Returns whether the folder contains a checkpoint, even a damaged checkpoint. All processes return the answer of the first process.
+    """Returns whether the folder contains a checkpoint, which may be damaged. All processes return the answer of the first process.
 
     Raises:
         CheckpointError: the folder cannot be listed.
@@ -55,7 +55,7 @@ def has_checkpoint(folder: AnyPath) -> bool:
 
 
 def resume_point(found: Restored, where: str, *, prompt_at: Callable[[int], Prompt]) -> ResumePoint:
-    """Returns the point at which a restored checkpoint was written.
+    """Converts a restored checkpoint to a resume point.
 
     Args:
         found: content of the checkpoint.
@@ -64,7 +64,7 @@ def resume_point(found: Restored, where: str, *, prompt_at: Callable[[int], Prom
 
     Raises:
         ConfigError: the checkpoint was not saved by `train`.
-        DamagedError: its groups or responses in flight are inconsistent.
+        DamagedError: its groups or its responses in flight are inconsistent.
     """
     if IDENTITY not in found.progress:
         raise ConfigError(f"{where} was not saved by `dapo-jax train` and cannot be resumed: move it away")
@@ -93,7 +93,7 @@ def identity_of(
     """Returns the identity of a run as JSON-serializable values.
 
     Args:
-        config: configuration of the run. Keys that may change when a run resumes are left out.
+        config: configuration of the run. Keys that may change when a run resumes are ignored.
         prompts: for each training dataset, its name and the number and sha256 of its prompts. If None, prompts are not compared.
         model: digests of the initial model's files, from `model_files`.
     """
@@ -103,10 +103,9 @@ def identity_of(
 
 
 def model_files(folder: AnyPath | None, *, weights: bool) -> dict[str, str]:
-    """Returns a digest of each file in a model folder on which the result of a run depends. Empty for a preset.
+    """Returns the digest of each file in a model folder that affects training. Empty for a preset. `weights`: include weight files.
 
-    The digest of a weight file covers its size and 64 blocks of 4 KiB, spread over the file. This is enough, because training changes every block,
-    and it avoids reading gigabytes a second time.
+    To avoid reading gigabytes again, the digest of a weight file covers only its size and 64 blocks of 4 KiB. Training changes every block.
     """
     if folder is None:
         return {}
@@ -122,7 +121,7 @@ def model_files(folder: AnyPath | None, *, weights: bool) -> dict[str, str]:
 
 
 def with_weights_of(own: Mapping[str, Any], progress: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds the digests of the initial weights, which a resumed run does not load, from a checkpoint's `progress` to the identity `own`."""
+    """Adds the digests of the initial weights, which a resumed run does not load, to the identity `own`. `progress` is from the checkpoint."""
     began = {name: each for name, each in progress[IDENTITY]["model"].items() if name.endswith(_WEIGHTS)}
     return {**own, "model": {**began, **own["model"]}}
 
@@ -133,7 +132,7 @@ def check_identity(where: str, progress: Mapping[str, Any], own: Mapping[str, An
     Args:
         where: name of the checkpoint in error messages.
         progress: progress of the checkpoint.
-        own: identity of this run. If its prompts are missing (None), they are not compared, and neither are files that are missing in `model`.
+        own: identity of this run. Prompts are compared only if they are not None, and only the files in its `model` are compared.
 
     Raises:
         ConfigError: the checkpoint belongs to another run. The message contains the differences and a remedy.

@@ -1,4 +1,4 @@
-"""Access to folders that a configuration or a command names, their locks, and checks of a run's folder before a run begins or is overwritten."""
+"""Access to the folders that a configuration or command names, their locks, and the checks of a run's folder before the run begins."""
 
 import json
 import os
@@ -23,24 +23,14 @@ from dapo_jax.storage import AnyPath, check_access, entries, in_bucket, path_of
 from dapo_jax.trackers import check_trackers
 
 OF_A_RUN = {
-    *(locks.NAME, "config.yaml", "metrics.jsonl", "report.html", "status.json", "wandb_run_id"),
-    *(
-        "checkpoints",
-        "evaluations",
-        "metrics",
-        "model",
-        "post_mortem",
-        "profile",
-        "rollouts",
-        "tensorboard",
-        "wandb",
-    ),
-}
-"""Names of all files and folders that a run writes to its folder, including the page of `dapo-jax report`."""
+    locks.NAME, "config.yaml", "metrics.jsonl", "report.html", "status.json", "wandb_run_id", "checkpoints", "evaluations",
+    "metrics", "model", "post_mortem", "profile", "rollouts", "tensorboard", "wandb",
+}  # fmt: skip
+"""Names of all files and folders in a run's folder, including the page of `dapo-jax report`."""
 
 
 def remove_run(run_dir: AnyPath) -> bytes:
-    """Removes the files of a run from `run_dir`, except the lock. Call `check_run_dir` first, to check that the folder contains no other files."""
+    """Removes the files of a run from `run_dir`, except the lock. Call `check_run_dir` first, which refuses a folder with other files."""
     for place in entries(run_dir):
         if place.name in OF_A_RUN and place.name != locks.NAME:
             if place.is_dir():
@@ -53,7 +43,7 @@ def remove_run(run_dir: AnyPath) -> bytes:
 def claim_run_dir(
     config: TrainConfig, *, resume: bool, overwrite: bool, held: ExitStack, lost: Lost
 ) -> tuple[AnyPath, TrainConfig, Lock | None]:
-    """Locks and checks the run's folder in the first process, which writes to it, and checks that all processes have the same configuration.
+    """Locks and checks the run's folder in the first process, and checks that all processes have the same configuration.
 
     Args:
         config: configuration of the run.
@@ -63,7 +53,7 @@ def claim_run_dir(
         lost: see `dapo_jax.locks.Lost`.
 
     Returns:
-        The folder, the configuration (with the date on which the run began, and with `prompts_per_wave` as a number), and the lock. Only the
+        The folder, the configuration (with the date on which the run began, and with `prompts_per_wave` resolved), and the lock. Only the
             first process has a lock.
 
     Raises:
@@ -103,16 +93,16 @@ def check_run_dir(run_dir: AnyPath, config: TrainConfig, *, resume: bool, overwr
     """Checks that a run may begin or resume in `run_dir`.
 
     Raises:
-        ConfigError: `run_dir` contains a run, but neither `resume` nor `overwrite` is True. With `overwrite`, it contains a file that was not
-            written by a run. With `resume`, the configuration was changed in a way that affects training, or the folder is empty and there
-            is a run with a similar name. Or a file or a broken link has the name of a folder that the run needs.
+        ConfigError: `run_dir` contains a run, but neither `resume` nor `overwrite` is True. With `overwrite`, it contains a file that no run
+            writes. With `resume`, a change of the configuration would affect training, or the folder is empty and there is a run with a
+            similar name. Or a file or a broken link has the name of a folder that the run needs.
     """
     if resume and overwrite:
         raise ConfigError("resume=True continues a run, but overwrite=True removes it; set only one of them")
     if config.log.tensorboard and in_bucket(run_dir):
         raise ConfigError(
-            f"log.tensorboard=true with run_dir={config.run_dir}: TensorBoard appends events to a file, which is not possible in "
-            "a bucket; set log.tensorboard=false (metrics are still written to the run_dir), and log.wandb=true if you need charts"
+            f"log.tensorboard=true with run_dir={config.run_dir}: TensorBoard appends to files, which is not possible in a bucket; set "
+            "log.tensorboard=false, and log.wandb=true if you need charts"
         )
     for name in ("checkpoints", "evaluations", "model", "rollouts"):
         if not (run_dir / name).is_dir() and os.path.lexists(run_dir / name):
@@ -154,14 +144,14 @@ def check_run_dir(run_dir: AnyPath, config: TrainConfig, *, resume: bool, overwr
 
 
 def _similar_run(run_dir: AnyPath) -> AnyPath | None:
-    """Returns a run in the same parent folder with a similar name, if there is one. Numbers in the name, such as a seed, must be the same."""
+    """Returns a run in the same parent folder with a similar name, or None. Numbers in the name, such as a seed, must be the same."""
     runs = {place.name: place for place in entries(run_dir.parent) if (place / "config.yaml").is_file()}
     alike = [name for name in runs if re.findall(r"\d+", name) == re.findall(r"\d+", run_dir.name)]
     return next((runs[name] for name in nearest(run_dir.name, alike, least=0.75)), None)
 
 
 def place_of(value: str | AnyPath, *, key: str, write: bool) -> AnyPath:
-    """Returns the folder that `value` names, and checks access to it. A local path is made absolute, in case a reward function changes the working directory.
+    """Returns the folder that `value` names, and checks access to it. A local path becomes absolute, because a reward function may call os.chdir.
 
     Args:
         value: a local path, or `gs://BUCKET/FOLDER`.
@@ -181,7 +171,7 @@ def place_of(value: str | AnyPath, *, key: str, write: bool) -> AnyPath:
 
 
 def locked(folder: AnyPath, *, value: str, key: str, lost: Lost) -> Lock:
-    """Takes the lock of a folder that `place_of` returned, and creates the folder if necessary. Call it before reading or writing in the folder.
+    """Acquires the lock on a folder from `place_of`, and creates the folder if necessary. Call it before reading or writing files in the folder.
 
     Raises:
         ConfigError: another process has the lock, or the folder is not writable.

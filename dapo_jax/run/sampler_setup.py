@@ -19,14 +19,13 @@ from dapo_jax.sampling.prompt_packing import PrefillShape, prefill_shape
 from dapo_jax.text.stop_strings import StopStrings, stop_ids
 
 _TURNS_AT_ONCE = 16
-"""Minimum number of contexts in one prefill if each turn of an episode is prefilled, because such contexts are numerous and mostly short."""
+"""Minimum number of contexts in one prefill for episodes of several turns, which have many short contexts."""
 
 KNOWN_SHARE = 0.9
-"""Fraction of a device's memory for arrays of known size, like vLLM's `gpu_memory_utilization`. The rest is for temporary arrays of running programs
-and for fragmentation."""
+"""Fraction of a device's memory for arrays of known size, like vLLM's `gpu_memory_utilization`. The rest is for temporary arrays and fragmentation."""
 
 _LOGITS = 4
-"""Number of copies of a slot's logits: one in the decode state, and the others while a token is sampled."""
+"""Number of copies of a slot's logits: one in the decode state, and the others are temporary while a token is sampled."""
 
 
 def prompts_at_once(sampling: SamplingConfig, group_size: int) -> int:
@@ -42,7 +41,7 @@ def prefill_of(
     in_flight: int = 0,
     has_turns: bool = False,
 ) -> PrefillShape:
-    """Returns the shape of one prefill. Its rows must have room for prompts and, with responses in flight or episodes, for whole contexts."""
+    """Returns the shape of one prefill. Its rows have room for the longest prompt or, with responses in flight or episodes, for whole contexts."""
     capacity = max_prompt_tokens + sampling.max_response_tokens
     prompts = prompts_at_once(sampling, group_size)
     return prefill_shape(
@@ -77,7 +76,7 @@ def response_sampler(
         sampling: the `sampling` section of the configuration.
         seed: random seed for sampling.
         max_prompt_tokens: maximum length of a prompt.
-        compute_dtype: dtype of matrix products and, unless `sampling` sets other dtypes, of the weights and the KV cache.
+        compute_dtype: dtype of matrix products. Also the dtype of weights and KV cache, unless `sampling` sets another.
         group_size: number of responses to a prompt.
         in_flight: maximum number of responses in flight in this sampler. If 0, each response is sampled to its end.
         has_turns: whether responses are episodes of several turns.
@@ -158,13 +157,13 @@ def room_for_cache(
     in_flight: int = 0,
     has_turns: bool = False,
 ) -> int | None:
-    """Returns the number of bytes that the KV cache may use on a device. It is 0 or negative if no memory is left.
+    """Returns the number of bytes per device that the KV cache may use. It is 0 or negative if no memory is left.
 
     Returns None if the size of the cache does not depend on memory, because `sampling.cache_tokens` is set, the cache has no pages, or the device
     does not report its memory.
 
-    The arguments are the same as in `response_sampler`, except the following. `mesh` is the sampler's mesh, `shape` the shape of one prefill,
-    `capacity` the maximum length of prompt and response together, and `resident` includes the sampler's weights.
+    See `response_sampler` for the arguments. But `mesh` is the sampler's mesh, `shape` the shape of one prefill, `capacity` the maximum length of
+    prompt and response together, and `resident` includes the sampler's weights.
     """
     dtype = sampling.cache_dtype or compute_dtype
     kind = kind_for(
@@ -179,7 +178,7 @@ def room_for_cache(
     spread = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     each, computed = (token_bytes(decoder, mesh, dtype=of, kind=kind) for of in (dtype, compute_dtype))
     room = int(KNOWN_SHARE * memory) - resident - logits_bytes(decoder, sampling.slots // spread)
-    # For responses outside the slots, every device stores a copy of the logits of their next token.
+    # Every device stores the logits of the next token of all responses that are outside the slots.
     room -= max(0, in_flight - sampling.slots) * decoder.vocab_rows * 4
     # Two prefills are in memory, because responses of one prefill may still wait for slots when the next prefill begins.
     rows = 2 * prefix_bytes(decoder, shape, token_bytes=each)
@@ -206,7 +205,7 @@ def prefix_bytes(decoder: DecoderConfig, shape: PrefillShape, *, token_bytes: in
 
 
 def cache_note(sizes: PageSizes, *, room: int, memory: int) -> str:
-    """Returns a message about the size of the KV cache. `room` is the number of bytes for the cache, and `memory` the memory of a device."""
+    """Returns a message about the size of the KV cache. `room` is the number of bytes per device for the cache, and `memory` a device's memory."""
     tokens, most = (
         sizes.pools * pages * sizes.page_tokens
         for pages in (sizes.pool_pages, sizes.holders // sizes.pools * sizes.table_pages)

@@ -158,8 +158,9 @@ def train(
         end_of_step = EndOfStep(
             config,
             run_dir,
-            ratios=ratios.of_step,
-            evaluate=run.sampling.evaluate if run.evaluates else None,
+            start=start,
+            ratios=ratios,
+            evaluate=run.sampling.evaluate if run.held_out else None,
             checkpointer=checkpointer,
             records=records,
             shown=shown,
@@ -174,7 +175,7 @@ def train(
         shown.starting("compiling (later runs load the programs from the cache)")
         run.sampling.compile()
         with end_of_step.kept():
-            end_of_step.start(start)
+            end_of_step.start()
             state = run_steps(
                 start.state,
                 start.position,

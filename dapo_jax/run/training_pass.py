@@ -19,8 +19,7 @@ from dapo_jax.parallel.training_layout import layout_of
 from dapo_jax.training.row_packing import pack
 
 SHORTEST_ROW = 1024
-"""Minimum length in tokens of shorter rows, which have 1/2, 1/4, 1/8 or 1/16 of the full length. Each length needs its own compiled program, which is
-worthwhile only for long rows."""
+"""Minimum number of tokens in shorter rows, which have 1/2 to 1/16 of the full length. Each length needs its own compiled program."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +46,7 @@ def training_pass(
         model: the `model` section of the configuration.
         batch: the `batch` section of the configuration.
         mesh: mesh of the trainer.
-        row_tokens: minimum number of tokens in a row. If `batch.row_tokens` is not set, it is rounded up to a multiple that mesh and attention can split.
+        row_tokens: number of tokens in a row. If `batch.row_tokens` is not set, it is rounded up to a multiple that mesh and attention can split.
         platform: platform of the devices. None: the platform of the mesh's devices.
 
     Raises:
@@ -119,7 +118,7 @@ class StepBatches:
         split = split_minibatches(
             groups, groups_per_update=config.batch.groups_per_update, seed=(config.seed, step)
         )
-        # Minibatches without tokens in the loss are dropped, because their updates would only apply weight decay. This happens if overlong filtering
+        # Minibatches without tokens in the loss are dropped, because their updates would only apply weight decay. They occur if overlong filtering
         # removes all responses, or if every episode was lost before its first turn.
         return [
             minibatch

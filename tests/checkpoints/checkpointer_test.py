@@ -240,7 +240,6 @@ def test_another_format_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_failed_write_surfaces_with_the_folder_and_leaves_the_last_checkpoint(tmp_path, monkeypatch):
-    """`failure` does not wait, is empty while the save continues, and reports a failure once."""
     slow, found = threading.Event(), ""
 
     def full(folder, known):

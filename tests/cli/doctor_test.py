@@ -59,7 +59,6 @@ def test_without_a_configuration_the_machine_alone_is_examined(capsys):
     ("arguments", "message"),
     [
         (["none.yaml"], "none.yaml"),
-        (["steps=2"], "doctor CONFIG steps=2"),
         (["FILE", "stepz=2"], "did you mean"),
         (["FILE", "--right", "<b>"], "--right: found '<b>', needs {answer}"),
     ],

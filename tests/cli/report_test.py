@@ -61,7 +61,6 @@ def test_a_run_in_a_bucket_has_its_page_there(run, bucket):
         (["RUN", "--rollout-steps", "-2"], "rollout_steps: found -2"),
         (["RUN", "--port", "8000"], "--port 8000 goes with --watch"),
         (["RUN", "--watch", "--out", "page.html"], "--out page.html"),
-        (["RUN", "--watch", "--rollout-steps", "3"], "--rollout-steps 3"),
         (["RUN", "--watch", "--port", "-1"], "port: found -1, needs 0 (any free port) to 65535"),
         (["RUN/config.yaml", "--watch"], "config.yaml is not a run: it is a file"),
         (["s3://x/y", "--watch"], "s3://x/y is neither a local path nor in a bucket"),
@@ -77,7 +76,6 @@ def test_a_usage_error_is_one_message_and_status_2(arguments, message, run, caps
 
 
 def test_a_run_that_is_not_there_yet_is_waited_for_when_it_is_watched(tmp_path, monkeypatch, capsys):
-    """The folder comes first, then the configuration; the server then starts, and is interrupted at once."""
     coming, run, waits = write_run(tmp_path / "coming", steps=2), tmp_path / "run", []
 
     def later(seconds):

@@ -59,7 +59,6 @@ def test_a_gguf_file_becomes_a_folder_that_can_be_sampled(gguf_file, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_folder_becomes_a_folder_of_the_given_dtype(dtype, gguf_file, tmp_path):
-    """Other fields of config.json and all files of the tokenizer are kept."""
     first = convert(str(gguf_file), str(tmp_path / "first")).folder
     described = json.loads((first / "config.json").read_text())
     described |= {"_name_or_path": "a/name", "eos_token_id": [2, 0]}

@@ -63,7 +63,6 @@ def rollouts(tmp_path):
 
 
 def test_graders_are_compared_with_the_record_and_with_each_other(rollouts):
-    """In each group dapo accepts 1 of 4, as recorded, and math 3 of 4; they differ on the second and the third."""
     scores = score(rollouts, ["dapo", "math"])
     assert [scores.accuracy(name) for name in ("recorded", "dapo", "math")] == [0.25, 0.25, 0.75]
     assert scores.agreement("recorded", "dapo") == 1.0

@@ -1,10 +1,7 @@
 """The guard of several processes stops all of them together; the first prints the reason and writes."""
 
-import json
-
 import pytest
 
-from dapo_jax.config import DataConfig, to_yaml
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.rollout_log import read_post_mortem
 from tests import several
@@ -28,32 +25,12 @@ sys.exit(main(sys.argv[1:]))
 )
 
 
-@pytest.fixture
-def written(micro, rows, tmp_path):
-    """The configuration of a run for the command line, for two processes of four devices; each holds half of a microbatch's rows."""
-
-    def write(**changes):
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (tmp_path / "grader.py").write_text(
-            "def even(sample):\n    return int(sample.tokens.sum()) % 2 == 0\n"
-        )
-        data = DataConfig(
-            source="jsonl", path=str(tmp_path / "rows.jsonl"), data_dir=str(tmp_path / "data"), max_prompt_tokens=4,
-            eval_split="train",
-        )  # fmt: skip
-        config = micro(
-            tmp_path / "run", data=data, reward__grader=f"{tmp_path}/grader.py:even", reward__workers=0,
-            sampling__slots=4, checkpoint__every_steps=1, **changes,
-        )  # fmt: skip
-        (tmp_path / "run.yaml").write_text(to_yaml(config))
-        return tmp_path / "run.yaml", tmp_path / "run"
-
-    return write
+EVEN = "def even(sample):\n    return int(sample.tokens.sum()) % 2 == 0\n"
 
 
-def test_all_stop_and_the_first_writes_the_skipped_updates(written):
-    """Two updates per step: the fourth skipped update in a row is in the second step."""
-    config, run = written()
+def test_all_stop_and_the_first_writes_the_skipped_updates(on_disk, tmp_path):
+    """Two updates per step: the fourth skipped update in a row is in the second step. Each process has half of a microbatch's rows."""
+    run, (_, config) = tmp_path / "run", on_disk(tmp_path, EVEN, "even")("run", sampling__slots=4)
     done = several.finish(several.start(NAN_LOSS, "train", config, processes=2, devices=4), within_s=600)
     assert [status for status, _ in done] == [1, 1], done
     message = "dapo-jax train: 4 updates in a row were skipped up to step 2"

@@ -14,10 +14,8 @@ from etils import epath
 from dapo_jax.checkpoints.manifest import check_digests, sealed_files
 from dapo_jax.models.adapter_folder import is_adapter, read_adapter
 from dapo_jax.models.folder import load_model
-from dapo_jax.run.policy import Policy
-from dapo_jax.testing import tiny_decoder_config, tiny_params
-from dapo_jax.text.tokenizers import CharTokenizer
 from dapo_jax.trackers import read_metrics
+from tests.run.conftest import ROWS, learnt, save_micro_model
 from tests.several import ROOT
 
 GRADER = '''
@@ -93,31 +91,24 @@ class Run:
             time.sleep(0.002)
 
 
-def started(*arguments, program=("-m", "dapo_jax.cli"), alone=False):
-    """Starts `dapo-jax` or another Python program with one device; with `alone` in its own session and without output."""
-    environment = {"JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    return subprocess.Popen(
-        [sys.executable, *program, *map(str, arguments)],
-        cwd=ROOT,
-        env=os.environ | environment,
-        stdout=subprocess.DEVNULL if alone else subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=alone,
-        text=True,
-    )
+def started(*arguments, program=("-m", "dapo_jax.cli"), **how):
+    """Starts `dapo-jax` or another Python program with one device. `how` has other arguments of `Popen`."""
+    environment = {
+        "JAX_NUM_CPU_DEVICES": "1",
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "TERM": "xterm",
+    }
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, **how}
+    command = [sys.executable, *program, *map(str, arguments)]
+    return subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, **how)
 
 
 def make_run(folder, *, steps, eval_every=0):
     """Returns a run that has not begun."""
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = CharTokenizer("0123456789+=:,?")
-    decoder = tiny_decoder_config(
-        vocab_size=tokenizer.vocab_size, embed_dim=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp_dim=16,
-        max_positions=128,
-    )  # fmt: skip
-    Policy(decoder=decoder, params=tiny_params(decoder, seed=5), tokenizer=tokenizer).save(folder / "model")
-    rows = [{"prompt": f"{a}+{b}", "answer": str(a + b)} for a in range(3) for b in range(3)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    save_micro_model(folder / "model")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (folder / "grader.py").write_text(GRADER)
     text = CONFIG.format(
         compiled=os.environ["JAX_COMPILATION_CACHE_DIR"], folder=folder, steps=steps, eval_every=eval_every
@@ -142,20 +133,13 @@ def kill_often(start, run_dir, *, kills, rng, longest_s):
 
 def assert_the_same_run(found, expected):
     """Compares weights and all metrics that do not depend on time, bit for bit; all checkpoints must be whole."""
-    assert learnt(found) == learnt(expected)
+    lines, wanted = (learnt(read_metrics(run_dir / "metrics.jsonl")) for run_dir in (found, expected))
+    assert lines == wanted
     for one, other in zip(weights_of(found), weights_of(expected), strict=True):
         np.testing.assert_array_equal(one, other)
     for step in (found / "checkpoints").iterdir():
         assert step.name.isdigit(), f"not removed: {step}"
         check_digests(epath.Path(step), sealed_files(epath.Path(step)))
-
-
-def learnt(run_dir):
-    """Returns the lines of metrics.jsonl without times and memory."""
-    return [
-        {key: value for key, value in line.items() if not key.startswith(("time/", "speed/", "memory/"))}
-        for line in read_metrics(run_dir / "metrics.jsonl")
-    ]
 
 
 def weights_of(run_dir):

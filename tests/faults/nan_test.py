@@ -237,7 +237,6 @@ def test_a_reward_that_is_not_finite_ends_the_run_with_its_name_and_prompt(micro
 
 
 def test_one_grader_of_several_may_lose_verdicts_and_the_run_continues(micro, run_micro, even_sum, shown):
-    """Where the second grader gives NaN, its part counts as wrong: -1, and the first keeps its verdict."""
     config = micro(
         steps=1,
         reward__on_nonfinite="lost",
@@ -264,8 +263,8 @@ def test_one_grader_of_several_may_lose_verdicts_and_the_run_continues(micro, ru
         second = -1.0 if ordinal == 0 and odd else 0.25
         assert score == (-1.0 if odd else 1.0) + 0.5 * second
     assert any(ordinal == 0 and odd for ordinal, odd, _ in parts)
-    assert "rewards that are not finite count as wrong: prompt 0: " in shown.text()
-    assert "nan_for_one_prompt 0.5 x -1 (nonfinite)" in shown.text()
+    assert "a response to prompt 0 got no verdict (" in shown.text()
+    assert "nan_for_one_prompt 0.5 x -1 (nonfinite)) and counts as wrong" in shown.text()
 
 
 OFF = 0.5

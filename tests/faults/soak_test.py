@@ -1,6 +1,7 @@
 """The memory of long runs does not grow, and no process is left."""
 
 import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -78,7 +79,7 @@ def assert_flat(seen, steps):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["micro", "quickstart"])
 def test_memory_is_flat_and_no_process_is_left(name, tmp_path):
-    how = {"alone": True, "program": ("-c", GIVES_BACK)}
+    how = {"stdout": subprocess.DEVNULL, "start_new_session": True, "program": ("-c", GIVES_BACK)}
     saves = "checkpoint.every_steps=20"
     if name == "micro":
         run, steps, every_s = make_run(tmp_path, steps=2000, eval_every=50), 2000, 0.2

@@ -4,16 +4,11 @@ import fcntl
 import os
 import pty
 import subprocess
-import sys
 import termios
 import time
 
 from dapo_jax.health.stopping import STOPPED
 from tests.faults.micro import assert_the_same_run, make_run
-from tests.several import ROOT
-
-ENVIRONMENT = {"JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "TERM": "xterm"}
-
 
 IN_A_TERMINAL = """
 import fcntl, signal, sys, termios
@@ -25,15 +20,10 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def started(run, program=("-m", "dapo_jax.cli"), **how):
-    command = [sys.executable, *program, "train", str(run.config)]
-    return subprocess.Popen(command, cwd=ROOT, env=os.environ | ENVIRONMENT, **how)
-
-
 def test_a_reader_that_leaves_does_not_end_it(tmp_path):
     whole, run = (make_run(tmp_path / name, steps=2, eval_every=2) for name in ("whole", "left"))
     whole.finish()
-    process = started(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = run.start(stderr=subprocess.PIPE)
     process.stdout.close()  # as `head` does once it has its lines
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
@@ -48,7 +38,7 @@ def test_a_terminal_that_is_closed_stops_it(tmp_path):
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, b"\x28\0\x78\0\0\0\0\0")  # 40 lines of 120 columns
     streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
-    process = started(run, program=("-c", IN_A_TERMINAL), start_new_session=True, **streams)
+    process = run.start(program=("-c", IN_A_TERMINAL), start_new_session=True, **streams)
     os.close(theirs)
     try:
         shown = b""

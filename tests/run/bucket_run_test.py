@@ -39,7 +39,6 @@ def preempted(storage_server, config, run_micro, rows):
 
 @pytest.fixture(scope="module")
 def resumed(preempted, storage_server, config, run_micro, rows):
-    """All objects after the resumed run."""
     run_micro(config, eval_rows=rows, resume=True)
     return storage_server.files("gs://runs")
 
@@ -55,7 +54,6 @@ def test_the_first_process_left_a_line_past_its_checkpoint(preempted):
 
 
 def test_resumed_from_the_bucket_it_equals_the_uninterrupted_local_run(resumed, finished):
-    """In every metric but times, and in the weights bit for bit."""
     metrics = read_metrics(f"{RUN}/metrics.jsonl")
     assert [line["step"] for line in metrics] == [0, 1, 2, 3, 4]
     assert learnt(metrics) == learnt(finished.metrics)
@@ -78,7 +76,6 @@ def test_the_same_files_are_written_as_on_a_disk(resumed, finished):
 
 
 def test_commands_read_a_run_in_a_bucket(resumed, config, run_micro, finished, rows, tmp_path):
-    """Weights, scores, rollouts and the model folder equal the local run's."""
     with pytest.raises(ConfigError, match=rf"run_dir={RUN} already holds a run; resume it with --resume"):
         run_micro(config)
     with pytest.raises(ConfigError, match=r"gs://runs/nothing is neither a run"):

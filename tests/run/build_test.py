@@ -49,7 +49,6 @@ def test_every_step_has_its_own_order_and_a_replayed_one_the_same(micro, rows):
 
 
 def test_without_dynamic_sampling_a_step_trains_on_its_two_flat_groups(micro, run_micro):
-    """All responses are correct: with the filter no group is informative."""
     off = micro(dynamic_sampling__enabled=False, steps=1)
     [line] = run_micro(off, reward=lambda sample: True).metrics
     expected = {"rollout/prompts": 2, "rollout/trained_groups": 2, "rollout/all_correct_frac": 1.0,
@@ -126,7 +125,6 @@ def held_bytes():
 
 
 def own_bytes(state, kl_coef):
-    """Bytes of the weights, and of a run's state with its reference."""
     weights, whole = (sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) for tree in (state.params, state))
     return weights, whole + (weights if kl_coef else 0)
 
@@ -236,7 +234,6 @@ def begun(model, micro, run_micro, tmp_path):
 
 
 def test_a_resumed_run_does_not_need_its_initial_weights(begun, run_micro, finished):
-    """Its checkpoints keep their fingerprint."""
     config = begun()
     resumed = run_micro(replace(config, steps=4), resume=True)
     assert_equal_weights(resumed, finished)
@@ -252,12 +249,3 @@ def test_a_resumed_run_with_a_kl_penalty_needs_its_initial_weights(begun, run_mi
     """They are the reference."""
     with pytest.raises(ConfigError, match=r"cannot read .*model\.safetensors"):
         run_micro(replace(begun(kl_coef=0.1), steps=4), resume=True)
-
-
-def test_where_the_checkpoint_that_was_seen_is_gone_a_run_begins_with_its_weights(micro, rows, tmp_path):
-    expected, found = (Run(micro(), prompts=rows, reward=bool, resumes=resumes) for resumes in (False, True))
-    with Checkpointer(tmp_path) as checkpointer:
-        states = [run.start(checkpointer, resume=True, say=print).state for run in (expected, found)]
-    for a, b in zip(*map(jax.tree.leaves, states), strict=True):
-        np.testing.assert_array_equal(a, b)
-    assert found.identity == expected.identity

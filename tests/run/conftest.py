@@ -37,16 +37,20 @@ from dapo_jax.trackers.progress import Progress
 from tests.text.folders import files_of
 
 
-@pytest.fixture(scope="session")
-def model(tmp_path_factory):
-    """A model folder: one layer, 16 wide, the quickstart's alphabet."""
+def save_micro_model(folder):
+    """Writes a model folder: one layer, 16 wide, the quickstart's alphabet."""
     tokenizer = CharTokenizer("0123456789+=:,?")
     decoder = tiny_decoder_config(
         vocab_size=tokenizer.vocab_size, embed_dim=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp_dim=16,
         max_positions=128,
     )  # fmt: skip
-    folder = tmp_path_factory.mktemp("model")
     Policy(decoder=decoder, params=tiny_params(decoder, seed=5), tokenizer=tokenizer).save(folder)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    save_micro_model(folder)
     return str(folder)
 
 

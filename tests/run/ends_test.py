@@ -33,7 +33,6 @@ def last_line(config):
 
 
 def assert_named(caught, config, step):
-    """The note of the error names the checkpoint."""
     [note] = caught.value.__notes__
     assert f"step {step} in {config.run_dir}/checkpoints: --resume" in note
 
@@ -81,7 +80,6 @@ def test_before_the_first_step_no_checkpoint_is_promised(micro, run_micro, rows)
 def test_metrics_that_cannot_be_written_are_in_the_checkpoint(
     finished, micro, run_micro, rows, same_run, monkeypatch
 ):
-    """The line of step 3 cannot be written."""
     config, log = micro(**NEVER_DUE), JsonlTracker.log
 
     def full(self, step, metrics):
@@ -161,7 +159,6 @@ def unwritable(monkeypatch):
 def test_a_failed_save_is_reported_at_once_and_tried_once_more(
     finished, micro, run_micro, rows, same_run, unwritable, monkeypatch
 ):
-    """Not only at the next save, of step 4."""
     config = micro(checkpoint__every_steps=2, checkpoint__keep_best=False)
     unwritable(2)
     with pytest.raises(CheckpointError, match=r"step 2 in .*No space left on device") as caught:
@@ -179,4 +176,4 @@ def test_after_two_failed_saves_the_last_good_checkpoint_is_named(micro, run_mic
         run_micro(config)
     assert saved(config) == ["1"]
     assert_named(caught, config, 1)
-    assert "attempt to save step 2" in caught.value.__notes__[0]
+    assert "step 2 could not be saved: saving" in caught.value.__notes__[0]

@@ -46,7 +46,6 @@ def step_folder(run_dir, step=STEP):
     ("changes", "message"),
     [
         ({"seed": 1}, "seed was 0, is 1"),
-        ({"optimizer__learning_rate": 0.1}, r"optimizer\.learning_rate was 0\.05, is 0\.1"),
         (
             {"reward__correct": 2.0, "loss__kl_coef": 0.1},
             r"reward\.correct was 1\.0, .*loss\.kl_coef was 0\.0",

@@ -28,12 +28,6 @@ def test_a_saved_policy_is_loaded_as_it_was(model, tmp_path):
     assert_equal_weights(again, policy)
 
 
-def test_the_shipped_model_is_there():
-    policy = load_policy(ModelConfig(source="shipped:quickstart"))
-    assert policy.decoder.vocab_size == policy.tokenizer.vocab_size
-    assert policy.tokenizer.decode(policy.tokenizer.encode("47+85=132")) == "47+85=132"
-
-
 @pytest.mark.parametrize(
     ("source", "tokenizer", "message"),
     [
@@ -52,7 +46,6 @@ def test_an_unknown_policy_is_a_configuration_error(source, tokenizer, message):
 
 @pytest.mark.parametrize("source", ["folder", "preset:tiny"])
 def test_weights_go_onto_the_mesh_where_training_has_them(source, model):
-    """The values are the same as on one device."""
     config = ModelConfig(source=model if source == "folder" else source)
     mesh = mesh_of(ParallelConfig(fsdp=4, tensor=2 if source == "preset:tiny" else 1, data=-1))
     policy = load_policy(config, seed=3, mesh=mesh)
@@ -70,7 +63,6 @@ def test_a_mesh_that_does_not_fit_is_a_configuration_error(model):
 
 
 def test_a_run_is_its_latest_checkpoint(finished, monkeypatch):
-    """The model folder that it started from is not read."""
     monkeypatch.setattr("dapo_jax.run.policy.load_model", None)
     assert_equal_weights(find_policy(str(finished.run_dir)), finished)
 
@@ -140,7 +132,6 @@ def test_a_model_that_cannot_be_read_from_a_bucket_is_a_configuration_error(sour
 
 @pytest.mark.parametrize("source", ["preset:tiny", "FOLDER", "gs://bucket/models/char"])
 def test_without_weights_a_policy_has_only_shapes(source, stored, model, tmp_path):
-    """The files of weights are removed first."""
     removed(stored, "model.safetensors")
     shutil.copytree(model, tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()

@@ -7,13 +7,7 @@ from datetime import date
 import pytest
 
 from dapo_jax.config import ConfigError, DataConfig, EvalConfig
-from dapo_jax.run.prompt_sets import (
-    Joined,
-    dated,
-    held_out_prompts,
-    training_prompts,
-    training_rows,
-)
+from dapo_jax.run.prompt_sets import dated, held_out_prompts, joined, training_prompts
 from dapo_jax.text.formatting import PromptFormat
 from dapo_jax.text.tokenizers import ByteTokenizer
 
@@ -97,12 +91,9 @@ def test_a_missing_split_is_reported_with_the_existing_ones(sums):
 
 
 def test_joined_lists_are_one_list():
-    joined = Joined([[{"n": 0}, {"n": 1}], [{"n": 2}], [{"n": 3}, {"n": 4}]])
-    assert [row["n"] for row in joined] == [joined[i]["n"] for i in range(len(joined))] == [0, 1, 2, 3, 4]
-    assert [row["n"] for row in joined[1:4]] == [1, 2, 3]
-    assert (joined[-1]["n"], joined[-5]["n"]) == (4, 0)
-    with pytest.raises(IndexError):
-        joined[5]
+    rows = joined([[{"n": 0}, {"n": 1}], [{"n": 2}], [{"n": 3}, {"n": 4}]])
+    assert [row["n"] for row in rows] == [0, 1, 2, 3, 4]
+    assert (rows[-1]["n"], rows[-5]["n"]) == (4, 0)
 
 
 def test_a_conversation_without_a_chat_template_is_a_configuration_error():
@@ -122,10 +113,13 @@ def test_the_day_is_the_configured_one_or_the_run_s_or_today():
 
 @pytest.mark.parametrize(
     "asked",
-    [training_rows, lambda data, tokenizer, rows: held_out_prompts(data, EvalConfig(), tokenizer, rows=rows)],
+    [
+        lambda data, rows: training_prompts(data, TOKENIZER, seed=0, rows=rows),
+        lambda data, rows: held_out_prompts(data, EvalConfig(), TOKENIZER, rows=rows),
+    ],
     ids=["training", "evaluation"],
 )
 def test_errors_in_rows_from_python_do_not_name_a_dataset(asked):
     with pytest.raises(ConfigError, match=r"rows given from Python: row 1: 'answer' is empty") as refused:
-        asked(DataConfig(), TOKENIZER, rows=[{"prompt": "1", "answer": "1"}, {"prompt": "1", "answer": ""}])
+        asked(DataConfig(), [{"prompt": "1", "answer": "1"}, {"prompt": "1", "answer": ""}])
     assert "data.source" not in str(refused.value)

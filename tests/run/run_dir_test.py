@@ -14,8 +14,6 @@ from dapo_jax.trackers import check_trackers
 
 @pytest.fixture
 def make_run(tmp_path):
-    """Makes a folder as a run leaves it."""
-
     def make(name):
         folder = tmp_path / name
         (folder / "checkpoints" / "3").mkdir(parents=True)
@@ -49,11 +47,10 @@ def test_a_folder_in_a_bucket_is_removed_too(bucket):
     assert [place.name for place in run.iterdir()] == [NAME]
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "data", "config.yaml.bak"])
-def test_a_folder_with_other_things_in_it_is_not_touched(name, make_run):
+def test_a_folder_with_other_things_in_it_is_not_touched(make_run):
     run = make_run("run")
-    (run / name).mkdir()
-    with pytest.raises(ConfigError, match=rf"'{name}'"):
+    (run / "config.yaml.bak").touch()
+    with pytest.raises(ConfigError, match=r"'config\.yaml\.bak'"):
         check(run, overwrite=True)
 
 
@@ -110,16 +107,6 @@ def test_a_link_to_a_disk_that_is_not_mounted_is_no_empty_folder(name, how, tmp_
     check(run, **how)
 
 
-def test_a_run_whose_checkpoints_are_not_mounted_keeps_its_metrics(make_run, micro, run_micro, tmp_path):
-    run = make_run("run")
-    (run / "metrics.jsonl").write_text('{"step": 1}\n')
-    (run / "checkpoints").rename(tmp_path / "away")
-    (run / "checkpoints").symlink_to(tmp_path / "unmounted")
-    with pytest.raises(ConfigError, match=r"checkpoints .*mount"):
-        run_micro(micro(run), resume=True)
-    assert (run / "metrics.jsonl").read_text() == '{"step": 1}\n'
-
-
 def test_a_relative_run_dir_stays_where_it_was_when_a_grader_changes_the_working_folder(
     micro, run_micro, even_sum, tmp_path, monkeypatch
 ):
@@ -153,7 +140,6 @@ def test_a_relative_run_dir_stays_where_it_was_when_a_grader_changes_the_working
 def test_a_run_whose_tracker_cannot_be_opened_does_not_make_its_folder(
     tracker, missing, message, micro, run_micro, tmp_path, monkeypatch
 ):
-    """The folder would count as a run. With a key, or offline, the tracker can be opened."""
     (tmp_path / "wandb.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE"):

@@ -40,8 +40,7 @@ def test_a_mesh_spreads_slots_and_heads():
 
 
 def test_what_is_read_again_has_its_room_unless_all_slots_fit():
-    """Of rows of 16 tokens two prefixes take 2 x (16 x 2,048 + 2,048). A sequence of 64 tokens is kept twice at its end, with logits of 16 prompts,
-    beside one prefix. All 8 slots may come to 8 x 64 tokens, which are 1 MiB."""
+    """A prefill of a row of 16 tokens takes 16 x 2,048 + 2,048 bytes. A sequence of 64 tokens is kept twice at its end. All 8 slots need 1 MiB."""
     narrow, prefix, again = PrefillShape(rows=1, width=16, longest=16), 16 * 2048 + 2048, 64 * 2 * 2048 + 2048
     known = int(KNOWN_SHARE * (1 << 20)) - 4 * 8 * 32 * 4
     assert room(shape=narrow, memory=1 << 20) == known - prefix - again
@@ -86,10 +85,8 @@ def sampler():
 
 
 def test_a_run_says_how_large_a_cache_it_chose(sampler):
-    """A sequence may come to 64 tokens, so 8 slots to 512, of 2,048 bytes each. The model has 592,768 parameters for the trainer and as many for the sampler,
-    4,742,144 bytes; the logits of 8 slots take 4 x 8 x 14 x 4 = 1,792, a prefix 2 rows of 16 tokens, 65,536, with logits of 2 x 16 prompts, 1,792, and a
-    sequence that is read again twice 64 tokens, 262,144, with logits of 16, 896. Of 5,400,000 bytes, nine tenths of the device's, 325,696 are left: 159
-    tokens, 9 pages."""
+    """All slots may need 8 x 64 = 512 tokens of 2,048 bytes. Of nine tenths of 6,000,000 bytes, trainer and sampler use 2 x 592,768 x 4, the logits of
+    8 slots 4 x 8 x 14 x 4, a prefill of 2 x 16 tokens 65,536 + 1,792, and a re-prefilled sequence 2 x 64 x 2,048 + 896: 325,696 are left, for 9 pages."""
     [large] = sampler(1 << 30).notes
     assert large.startswith(
         "the KV cache has room for all 8 responses of up to 64 tokens; 0.90 of a device's 1.00 GiB were available for it"

@@ -63,7 +63,6 @@ def test_conversations_are_sampled_through_the_chat_template(chat_model, compile
 def test_a_conversation_is_trained_on_with_its_template_and_logged_readably(
     chat_model, micro, run_micro, tmp_path
 ):
-    """One step on rows of messages; the rollout log has the prompt as the model read it."""
     from dapo_jax.trackers.rollout_log import read_rollouts
 
     rows = [{"prompt": [{"role": "user", "content": f"{n}+1"}], "answer": str(n + 1)} for n in range(3)]

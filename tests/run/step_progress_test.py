@@ -61,7 +61,6 @@ def sampled(*steps, metric="correct", enabled=True):
 
 
 def test_a_wave_shows_its_prompts_and_its_mixed_and_wrong_groups():
-    """The second wave is opened when the first has one mixed group of the two that are needed."""
     shown, _ = sampled([MIXED, WRONG, RIGHT, WRONG, MIXED, MIXED])
     assert shown.waves == [
         "wave 1  prompts 1/3  mixed 1  all correct 0  all wrong 0",
@@ -75,7 +74,6 @@ def test_a_wave_shows_its_prompts_and_its_mixed_and_wrong_groups():
 
 
 def test_after_one_wave_of_wrong_verdicts_the_run_says_so_once_with_what_to_look_at():
-    """Said when the third of three groups is in, before the second wave has an answer; not again in the next step."""
     shown, told = sampled([WRONG] * 6, [WRONG] * 6)
     assert told == [0, 0, 0] + [1] * 9
     [said] = shown.messages

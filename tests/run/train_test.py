@@ -57,7 +57,6 @@ def test_a_run_keeps_the_size_of_its_waves_and_is_compared_by_it(micro, run_micr
 
 
 def test_the_score_of_each_problem_is_written_at_every_evaluation(finished):
-    """Two prompts; the mean over the file's problems is the metric of that step."""
     files = sorted(path for path in (finished.run_dir / "evaluations").rglob("*") if path.is_file())
     names = [str(path.relative_to(finished.run_dir)) for path in files]
     assert names == [f"evaluations/step_00000{step}/arithmetic.jsonl" for step in (0, 4)]
@@ -203,7 +202,6 @@ def test_an_objective_that_does_not_fit_is_refused_before_anything_is_written(mi
 
 
 def test_a_run_keeps_the_day_on_which_it_began(micro, run_micro):
-    """The file is set back to another day: that of a run that is resumed later."""
     config = micro(steps=0)
     run_micro(config)
     kept = Path(config.run_dir) / "config.yaml"
@@ -219,7 +217,6 @@ def test_a_run_keeps_the_day_on_which_it_began(micro, run_micro):
 
 
 def test_a_second_train_of_one_folder_is_refused(micro, run_micro):
-    """While the first is between two steps. Its files stay, although the second one would resume."""
     config, refused = micro(steps=2), []
 
     def again(step, metrics):
@@ -231,7 +228,6 @@ def test_a_second_train_of_one_folder_is_refused(micro, run_micro):
 
 
 def test_after_an_error_the_folder_is_free_again(micro, run_micro):
-    """As in a notebook: the model cannot be loaded, then a step fails, then all is well."""
     config = micro(steps=1)
     with pytest.raises(ConfigError, match="no shipped model 'nothing'"):
         run_micro(replace(config, model=replace(config.model, source="shipped:nothing")))

@@ -74,7 +74,6 @@ def test_a_model_folder_has_no_padding(tmp_path):
 
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 2), (4, 1)])
 def test_a_checkpoint_moves_to_a_mesh_with_another_padding(before, after, tmp_path):
-    """21 entries in 21, 22 or 24 rows; values and moments are equal."""
     optimizer = make_optimizer()
     configs = [for_mesh(ODD, mesh_of(tensor)) for tensor in (before, after)]
     params = nnx.state(Decoder(configs[0], rngs=nnx.Rngs(0)))
