@@ -4,7 +4,7 @@ The Llama, Qwen2 and Qwen3 models in transformers use a fixed set of keys. Each 
 an error if the decoder does not support its value. Other keys, such as names and versions, are ignored.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from dapo_jax.models.presets import DecoderConfig
@@ -65,14 +65,7 @@ def family_of(config: DecoderConfig) -> str:
     return "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
 
 
-def describe(
-    config: DecoderConfig,
-    *,
-    dtype: str = "float32",
-    eos_ids: Sequence[int] = (),
-    bos_id: int | None = None,
-    pad_id: int | None = None,
-) -> dict[str, Any]:
+def describe(config: DecoderConfig, *, dtype: str = "float32") -> dict[str, Any]:
     """Returns the content of config.json. RoPE settings are included in the formats of both transformers 4 and 5."""
     family = family_of(config)
     described = {theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()}
@@ -92,9 +85,9 @@ def describe(
         "rope_theta": config.rope_theta,
         "rope_scaling": scaling,
         "rope_parameters": {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})},
-        "eos_token_id": eos_ids[0] if len(eos_ids) == 1 else list(eos_ids) or None,
-        "bos_token_id": bos_id,
-        "pad_token_id": pad_id,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
     }
 
 

@@ -149,7 +149,12 @@ def test_transformers_computes_the_same_logits_from_a_folder_of_ours(family, dty
     transformers_and_torch()
     config = LIVE[family]
     save_model(
-        tmp_path, config, tiny_params(config), dtype=dtype, eos_ids=(1,), pad_id=0, max_shard_bytes=20_000
+        tmp_path,
+        config,
+        tiny_params(config),
+        dtype=dtype,
+        token_ids={"eos_token_id": 1},
+        max_shard_bytes=20_000,
     )
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, 20)
     found = logits_of(*load_model(tmp_path), tokens)
