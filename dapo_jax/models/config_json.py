@@ -99,10 +99,8 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
     """
     family = described.get("model_type")
     if family not in FAMILIES:
-        named = ", ".join(map(str, described.get("architectures") or ()))
-        its = f" (architecture {named})" if named else ""
         raise ValueError(
-            f"{where}: model_type {family!r}{its} is not supported (only llama, qwen2 and qwen3). {WHAT_LOADS}"
+            f"{where}: model_type {family!r} is not supported (only llama, qwen2 and qwen3). {WHAT_LOADS}"
         )
     _refuse_what_is_not_covered(described, family, where)
     rope = _rope(described, where)
@@ -113,8 +111,8 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
     for ours, value in fields.items():
         kind = bool if ours == "tied_embeddings" else float if ours == "norm_eps" else int
         if type(value) is not kind or (kind is not bool and value <= 0):
-            noun = {bool: "true or false", float: "a positive number", int: "a positive integer"}[kind]
-            raise ValueError(f"{where}: {_FIELDS[ours]} is {value!r}; it must be {noun}")
+            needed = "true or false" if kind is bool else f"a positive {kind.__name__}"
+            raise ValueError(f"{where}: {_FIELDS[ours]} is {value!r}; it must be {needed}")
     try:
         return DecoderConfig(
             **fields,

@@ -29,9 +29,7 @@ MATRICES = {
 LORA_PARTS = ("lora_a", "lora_b")
 """Suffixes of an adapter's parameters. Their full names are the name of the matrix, an underscore, and the suffix."""
 
-ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
-
-SETS = {"all": ATTENTION + MLP, "attention": ATTENTION, "mlp": MLP}
+SETS = {"all": tuple(MATRICES), "attention": tuple(MATRICES)[:4], "mlp": tuple(MATRICES)[4:]}
 """Short names for several linear layers."""
 
 

@@ -170,16 +170,12 @@ def write_tensors(folder: AnyPath, tensors: Sequence[Tensor], *, dtype: str, max
         if fnmatch(path.name, "model*.safetensors") or path.name == INDEX:
             path.unlink()
     shards = list(_shards(tensors, jnp.dtype(dtype).itemsize, max_shard_bytes))
-    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    if len(shards) == 1:
-        names = [SINGLE]
-    total = sum(
-        write_file(folder / name, shard, dtype=dtype) for name, shard in zip(names, shards, strict=True)
-    )
+    total, weight_map = 0, {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else SINGLE
+        total += write_file(folder / name, shard, dtype=dtype)
+        weight_map |= {tensor.name: name for tensor in shard}
     if len(shards) > 1:
-        weight_map = {
-            tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard
-        }
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return total
 

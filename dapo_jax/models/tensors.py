@@ -6,7 +6,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -107,15 +107,21 @@ def checked(config: DecoderConfig, file: TensorFile) -> None:
     Raises:
         ValueError: a tensor is missing, is unexpected or has the wrong shape. The message names the tensor.
     """
+    wanted, matrix, again = tensor_shapes(config), _END_TENSORS["embedding"], _END_TENSORS["lm_head"]
     # Some publishers store the matrix of tied embeddings twice.
-    twice = ["lm_head.weight"] if config.tied_embeddings and "lm_head.weight" in file.shapes else []
-    _check_names(file, tensor_shapes(config), besides=twice)
-    if twice:
-        _check_the_same(file, "model.embed_tokens.weight", *twice)
+    twice = config.tied_embeddings and again in file.shapes
+    _check_names(file, wanted | ({again: wanted[matrix]} if twice else {}))
+    # The two matrices are compared in parts, because they are the largest of most models.
+    for start in range(0, config.vocab_size if twice else 0, 8192):
+        cut = (slice(start, min(start + 8192, config.vocab_size)), slice(None))
+        if (file.read(matrix, cut).astype(np.float32) != file.read(again, cut).astype(np.float32)).any():
+            raise ValueError(
+                f"{file.where}: {again} differs from the embedding, but tie_word_embeddings is true"
+            )
 
 
-def _check_names(file: TensorFile, wanted: Mapping[str, Shape], besides: Sequence[str] = ()) -> None:
-    """Checks that `file` contains the tensors `wanted`, given as names and shapes, and no others except those named in `besides`."""
+def _check_names(file: TensorFile, wanted: Mapping[str, Shape]) -> None:
+    """Checks that `file` contains the tensors `wanted`, given as names and shapes, and no others."""
     for name, shape in wanted.items():
         if name not in file.shapes:
             raise ValueError(f"{file.where} lacks the tensor {name!r}")
@@ -123,21 +129,8 @@ def _check_names(file: TensorFile, wanted: Mapping[str, Shape], besides: Sequenc
             raise ValueError(f"{file.where}: {name} has shape {found}, but the configuration needs {shape}")
     # Old model files contain the RoPE frequencies, which can be computed from the configuration.
     names = (name for name in file.shapes if not name.endswith("rotary_emb.inv_freq"))
-    if extra := sorted(set(names) - set(wanted) - set(besides)):
+    if extra := sorted(set(names) - set(wanted)):
         raise ValueError(f"{file.where} has the tensors {extra[:3]}, which are not part of this model")
-
-
-def _check_the_same(file: TensorFile, first: str, second: str) -> None:
-    rows = file.shapes[first][0]
-    # Compared in parts, because this is the largest matrix of most models.
-    cuts = [(slice(start, min(start + 8192, rows)), slice(None)) for start in range(0, rows, 8192)]
-    if file.shapes[first] != file.shapes[second] or any(
-        (file.read(first, cut).astype(np.float32) != file.read(second, cut).astype(np.float32)).any()
-        for cut in cuts
-    ):
-        raise ValueError(
-            f"{file.where}: {second} differs from the embedding, but tie_word_embeddings is true"
-        )
 
 
 def place(
@@ -175,12 +168,7 @@ def place(
         jax.tree.map(lambda _: None, like) if shardings is None else nnx.to_pure_dict(shardings(shapes))
     )
 
-    def put(theirs: str, name: str, shape: Shape, sharding: Sharding | None) -> jax.Array:
-        # Wait for each transfer, so that the host's memory does not fill up with tensors in transfer.
-        return jax.block_until_ready(
-            _put(file, theirs, name, shape, sharding, _stored_as(name, dtype), by_rows)
-        )
-
+    put = functools.partial(_put, file, dtype=dtype, by_rows=by_rows)
     for name, leaf in like["ends"].items():
         pure["ends"][name] = put(_END_TENSORS[name], name, leaf.shape, where["ends"][name])
     for layer, leaves in like["blocks"].items() if apart else ():
@@ -329,8 +317,14 @@ def _put(
     by_rows: ByRows | None,
 ) -> jax.Array:
     """Loads one tensor onto the devices, in our shape. A part that several devices need is read only once."""
+    dtype = _stored_as(name, dtype)
     if by_rows is not None and isinstance(sharding, NamedSharding):
-        return by_rows(_rows(file, theirs, dtype), _theirs_shape(name, shape), shape, sharding)
+        columns = [slice(0, size) for size in file.shapes[theirs][1:]]
+
+        def rows(start: int, stop: int) -> np.ndarray:
+            return _padded(file, theirs, (slice(start, stop), *columns), dtype)
+
+        return by_rows(rows, _theirs_shape(name, shape), shape, sharding)
     parts: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
 
     def part(index: Cut | None) -> np.ndarray:
@@ -338,20 +332,13 @@ def _put(
         ranges = tuple(axis.indices(size)[:2] for axis, size in zip(index, shape, strict=True))
         if ranges not in parts:
             cut = _theirs_cut(name, shape, tuple(slice(*ends) for ends in ranges))
-            wanted = [stop - start for start, stop in ranges]
-            if name in _TABLES:
-                there = file.shapes[theirs][0]
-                cut = (slice(min(cut[0].start, there), min(cut[0].stop, there)), *cut[1:])
-            beyond = name in _TABLES and cut[0].start == cut[0].stop  # this device has only padding rows
-            stored = np.zeros((0, wanted[1])) if beyond else _finite(file, theirs, cut)
-            stored = stored.astype(jnp.dtype(dtype), copy=False)
-            missing = wanted[0] - len(stored) if name in _TABLES else 0
-            parts[ranges] = np.pad(stored, ((0, missing), (0, 0))) if missing else stored.reshape(wanted)
+            sizes = [stop - start for start, stop in ranges]
+            parts[ranges] = _padded(file, theirs, cut, dtype).reshape(sizes)
         return parts[ranges]
 
-    if sharding is None:
-        return jnp.asarray(part(None))
-    return jax.make_array_from_callback(shape, sharding, part)
+    made = jax.make_array_from_callback(shape, sharding, part) if sharding else jnp.asarray(part(None))
+    # Wait for each transfer, so that the host's memory does not fill up with tensors in transfer.
+    return jax.block_until_ready(made)
 
 
 def _finite(file: TensorFile, name: str, cut: Cut) -> np.ndarray:
@@ -369,20 +356,13 @@ def _finite(file: TensorFile, name: str, cut: Cut) -> np.ndarray:
     return values
 
 
-def _rows(file: TensorFile, name: str, dtype: str) -> Rows:
-    """Returns a function that reads the rows from start to stop of a tensor. Rows beyond the last row are zeros."""
-    there, *others = file.shapes[name]
-
-    def rows(start: int, stop: int) -> np.ndarray:
-        found = np.zeros((stop - start, *others), jnp.dtype(dtype))
-        first, last = min(start, there), min(stop, there)
-        if first < last:
-            found[: last - first] = _finite(
-                file, name, (slice(first, last), *(slice(0, size) for size in others))
-            )
-        return found
-
-    return rows
+def _padded(file: TensorFile, name: str, cut: Cut, dtype: str) -> np.ndarray:
+    """Reads the part `cut` of a tensor like `_finite`. Rows beyond the tensor's last row are zeros."""
+    found = np.zeros([axis.stop - axis.start for axis in cut], jnp.dtype(dtype))
+    rows = slice(cut[0].start, min(cut[0].stop, file.shapes[name][0]))
+    if rows.start < rows.stop:
+        found[: rows.stop - rows.start] = _finite(file, name, (rows, *cut[1:]))
+    return found
 
 
 def _gathered(value: Array, layer: int | None = None, shape: Shape | None = None) -> np.ndarray:

@@ -150,10 +150,6 @@ def _slice_of(device: AnyDevice) -> int:
 def _flat(slices: Sequence[Sequence[AnyDevice]], sizes: Mapping[str, int]) -> list[AnyDevice]:
     """Returns all devices, slice by slice. If TPU chips report coordinates, the devices in a slice are ordered along the links between chips."""
     count, data = len(slices), sizes["data"]
-    if len({len(each) for each in slices}) > 1:
-        raise ConfigError(
-            f"the slices have {', '.join(str(len(each)) for each in slices)} devices, but all slices must have equally many"
-        )
     if data % count:
         crossing = next(axis for axis in AXES[1:] if sizes[axis] > 1)
         raise ConfigError(

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from dapo_jax.commands.convert import convert
 from dapo_jax.commands.inference import sample
-from dapo_jax.models.decoder import Decoder
+from dapo_jax.models.decoder import graph_of
 from dapo_jax.models.folder import load_model, save_model
 from dapo_jax.models.rope import RopeScaling
 from dapo_jax.parallel.mesh import make_mesh
@@ -40,7 +40,7 @@ PROMPTS = (
 
 @functools.cache
 def program(config):
-    graph = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))[0]
+    graph = graph_of(config)
 
     @jax.jit
     def logits(params, tokens):

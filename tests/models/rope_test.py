@@ -50,10 +50,7 @@ def test_yarn_scales_cosine_and_sine(given, expected):
     [
         ({"factor": 0.5}, "factor of at least 1 .* got 0.5"),
         ({"original_max_positions": 0}, "original_max_positions of at least 1; got 4.0 and 0"),
-        (
-            {"low_freq_factor": 4.0},
-            r"low_freq_factor=4\.0 must be below high_freq_factor=4\.0",
-        ),
+        ({"low_freq_factor": 4.0}, r"low_freq_factor=4\.0 must be below high_freq_factor=4\.0"),
     ],
 )
 def test_impossible_scalings_are_refused(fields, message):

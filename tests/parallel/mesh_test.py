@@ -84,11 +84,8 @@ def test_only_data_reaches_from_slice_to_slice(sizes):
     ],
 )
 def test_a_mesh_that_would_cross_the_network_between_slices_is_refused(sizes, message):
-    devices = slices(2)
     with pytest.raises(ValueError, match=message):
-        make_mesh(**sizes, devices=devices)
-    with pytest.raises(ValueError, match="8, 7 devices"):
-        make_mesh(data=3, fsdp=5, devices=devices[:-1])
+        make_mesh(**sizes, devices=slices(2))
 
 
 def test_a_sampler_has_processes_of_one_slice():

@@ -3,12 +3,14 @@
 The tests count the links themselves, from the coordinates of the chips.
 """
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
 
 from dapo_jax.parallel.mesh import AXES, make_mesh, make_meshes
-from dapo_jax.parallel.torus import linked_order
+from dapo_jax.parallel.torus import along_links
 
 
 def described(topology):
@@ -89,10 +91,13 @@ def test_samplers_of_several_hosts_have_hosts_that_are_linked():
 
 def order(places, shape, processes=None):
     """Returns the order for chips at these places, given process by process."""
-    processes = [0] * len(places) if processes is None else processes
-    found = linked_order(np.array([(*place, 0) for place in places]), np.array(processes), shape)
+    devices = [
+        SimpleNamespace(coords=place, core_on_chip=0, process_index=process)
+        for place, process in zip(places, processes or [0] * len(places), strict=True)
+    ]
+    found = [devices.index(device) for device in along_links(devices, shape)]
     assert sorted(found) == list(range(len(places)))
-    return list(found)
+    return found
 
 
 GRID = [(x, y, 0) for y in range(2) for x in range(4)]

@@ -94,7 +94,7 @@ def gradient(minibatch):
     graph = graph_of(CONFIG, layout=layout_of(mesh, attention="xla"))
     updater = Updater(graph, PARAMS, KEEP_GRADIENT, mesh, options=options)
     state = init_state(PARAMS, KEEP_GRADIENT, mesh)
-    _, [prepared] = (None, updater.prepare(state, [minibatch]))
+    [prepared] = updater.prepare(state, [minibatch])
     state, _ = updater.update(state, prepared, learning_rate=1.0, first=True)
     return in_float64(state.opt_state.trace)
 
@@ -206,17 +206,11 @@ def test_tokens_of_the_environment_matter_only_as_context():
 
 
 def test_only_sampled_tokens_count():
-    """In the mask, in the mean over tokens, and per episode in the mean over sequences."""
     given = groups(3)
     sampled = sum(rollout.response.sampled_tokens for group in given for rollout in group.rollouts)
     assert sampled < sum(len(rollout.response.tokens) for group in given for rollout in group.rollouts)
     assert sum(int(m.mask.sum()) for m in packed(given)) == sampled
-    examples = training_examples(given)
-    assert set(example_weights(examples)) == {1 / sampled}
-    by_sequence = example_weights(examples, aggregation="sequence_mean")
-    lengths = [rollout.response.sampled_tokens for group in given for rollout in group.rollouts]
-    np.testing.assert_allclose(by_sequence, [1 / (len(lengths) * length) for length in lengths], rtol=1e-6)
-    assert sum(float(m.weights.sum()) for m in packed(given)) == pytest.approx(1.0, rel=1e-6)
+    assert set(example_weights(training_examples(given))) == {1 / sampled}
 
 
 def test_an_episode_weighs_the_same_in_however_many_rows_it_is():
