@@ -1,4 +1,4 @@
-"""A folder and a bucket are written and read alike, and the error names what a bucket refuses."""
+"""Folders and buckets are written and read in the same way, and an error names the operation that a bucket refuses."""
 
 import os
 import sys

@@ -1,7 +1,7 @@
 """Converts between a Hugging Face config.json and `DecoderConfig`.
 
-The Llama, Qwen2 and Qwen3 models in transformers use a fixed set of keys. Each of these keys is converted, or raises
-an error if the decoder does not support its value. Other keys, such as names and versions, are ignored.
+The Llama, Qwen2 and Qwen3 models in transformers use a fixed set of keys. Each of these keys is converted. If the
+decoder does not support its value, an error is raised. Other keys, such as names and versions, are ignored.
 """
 
 from collections.abc import Mapping
@@ -102,7 +102,7 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
         raise ValueError(
             f"{where}: model_type {family!r} is not supported (only llama, qwen2 and qwen3). {WHAT_LOADS}"
         )
-    _refuse_what_is_not_covered(described, family, where)
+    _check_supported(described, family, where)
     rope = _rope(described, where)
     described = {**_family_defaults(described, family), **_present(described)}
     if missing := [key for key in _FIELDS.values() if key not in described]:
@@ -137,7 +137,7 @@ def _family_defaults(described: Mapping[str, Any], family: str) -> dict[str, Any
     return _present({"tie_word_embeddings": False, "num_key_value_heads": heads, "head_dim": head_dim})
 
 
-def _refuse_what_is_not_covered(described: Mapping[str, Any], family: str, where: object) -> None:
+def _check_supported(described: Mapping[str, Any], family: str, where: object) -> None:
     for key, covered in _COVERED_VALUES.items():
         value = described.get(key)
         if value is not None and value not in covered:

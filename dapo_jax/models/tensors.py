@@ -24,9 +24,9 @@ from dapo_jax.models.presets import DecoderConfig
 Shape = tuple[int, ...]
 Cut = tuple[slice, ...]
 Rows = Callable[[int, int], np.ndarray]
-"""A function that returns the rows from start to stop of a tensor."""
+"""A function (start, stop) -> these rows of a tensor, with zeros for rows after the last row."""
 ByRows = Callable[[Rows, Shape, Shape, NamedSharding], jax.Array]
-"""A function that creates an array from a tensor, where each process reads only a share of the rows. Its arguments are the rows, the shape of
+"""A function that creates an array from a tensor in a file. Each process reads only some of the tensor's rows. Its arguments are a `Rows` function, the shape of
 the tensor, the shape of the array (which has the same values in the same order) and the array's sharding. All processes must make the same calls."""
 
 _LAYER_TENSORS = {
@@ -86,7 +86,7 @@ def shapes_of(config: DecoderConfig) -> nnx.State:
 
 
 def tensor_names(layers: int) -> list[str]:
-    """Returns the names of all tensors that a decoder with this number of layers may have."""
+    """Returns the names of all tensors that a decoder of any family with this number of layers may have."""
     of_layers = [_layer_name(name, layer) for layer in range(layers) for name in _LAYER_TENSORS]
     return [*_END_TENSORS.values(), *of_layers]
 
@@ -144,8 +144,8 @@ def place(
 ) -> nnx.State:
     """Loads decoder parameters, without adapters, from `file`.
 
-    Each process reads only the parts that its devices need. Some files can be read only in whole rows; with `by_rows`, each process then
-    reads a share of the rows. The host has one tensor at a time, in up to three copies: as stored, in `dtype`, and transposed.
+    Each process reads only the parts that its devices need. From a bucket, only whole rows can be read, so with `by_rows`, each process
+    reads a share of the rows. The host stores one tensor at a time, in two copies: as in the file, and in `dtype`.
 
     Args:
         config: configuration of the decoder.
@@ -188,7 +188,7 @@ def place(
 
 
 def exported(config: DecoderConfig, params: nnx.State, adapters: nnx.State | None = None) -> Iterator[Tensor]:
-    """Yields decoder parameters as tensors. Calling `fetch` of a tensor gathers it on the host.
+    """Yields decoder parameters as tensors. A tensor is copied to the host only when its `fetch` is called.
 
     Args:
         config: sizes of the decoder, and the scale of `adapters`.
@@ -293,7 +293,7 @@ def _filler(sharding: Sharding | None) -> Callable[[Array, Array, np.int32], Arr
 
 @functools.cache
 def _picker(sharding: Sharding | None) -> Callable[[Array, np.int32], Array]:
-    """Returns a program that returns one layer of a stack of layers."""
+    """Returns a program that extracts one layer from a stack of layers."""
     return jax.jit(
         lambda stack, layer: jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False),
         out_shardings=sharding,
@@ -316,7 +316,7 @@ def _put(
     dtype: str,
     by_rows: ByRows | None,
 ) -> jax.Array:
-    """Loads one tensor onto the devices, in our shape. A part that several devices need is read only once."""
+    """Loads the tensor `theirs` as the parameter `name`, whose shape is `shape`. A part that several devices need is read only once."""
     dtype = _stored_as(name, dtype)
     if by_rows is not None and isinstance(sharding, NamedSharding):
         columns = [slice(0, size) for size in file.shapes[theirs][1:]]
@@ -387,7 +387,7 @@ def _theirs_shape(name: str, shape: Shape) -> Shape:
 
 
 def _theirs_cut(name: str, shape: Shape, whole: Cut) -> Cut:
-    """Converts `whole`, a part of our parameter, to the corresponding part of transformers' tensor."""
+    """Converts `whole`, a part of the parameter `name`, to the corresponding part of transformers' tensor."""
     axis = _merged(name)
     if axis is None:
         return whole

@@ -227,7 +227,7 @@ def _length(rows: Sequence[PackedRow], lengths: Sequence[int]) -> int:
 def _least_padding(
     pieces: Sequence[Piece], lengths: Sequence[int], rows_per_microbatch: int
 ) -> list[list[PackedRow]]:
-    """Returns one list with all rows of the longest length, and one list per microbatch of shorter rows. Lists have full multiples of microbatch rows."""
+    """Returns one list with all rows of the longest length, and one list per microbatch of shorter rows. The length of each list is a multiple of `rows_per_microbatch`."""
     room = lengths[0]
     even = even_rows(pieces, room=room, multiple=rows_per_microbatch)
     if len(lengths) == 1:

@@ -102,7 +102,7 @@ def reference_logits(config, params, tokens):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_an_independent_network(family):
-    """Two rows, three segments: each segment's logits are those of its tokens alone."""
+    """Two rows, three segments: each segment has the same logits as its tokens alone."""
     config = FAMILIES[family]
     params = tiny_params(config)
     batch = packed([7, 4], [9])
@@ -135,7 +135,7 @@ def test_rematerialisation_changes_neither_value_nor_gradient(remat):
 
 
 def layer_scan(config, **options):
-    """The program's equations, and the one that goes over the layers."""
+    """Returns the program's equations, and the equation that scans over the layers."""
     graph = graph_of(config, **options)
     shapes = [jax.ShapeDtypeStruct(SHAPE, jnp.int32)] * 3
     program = jax.make_jaxpr(lambda params, *batch: nnx.merge(graph, params)(*batch))(

@@ -40,7 +40,7 @@ def interleaved(weight, heads):
 
 
 def write_gguf(path, config, params, *, pre="smollm", kinds=(), extra=None, tensors=None, types=TYPES):
-    """`kinds` has the stored type by the end of a tensor's name; `extra` is additional or replaced metadata."""
+    """`kinds` maps the end of a tensor's name to its stored type. `extra` adds or replaces metadata, and None removes a key."""
     family, extra = family_of(config), dict(extra or {})
     writer = GGUFWriter(str(path), extra.pop("general.architecture", family))
     metadata = {

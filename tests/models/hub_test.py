@@ -93,10 +93,13 @@ def test_two_processes_of_a_host_fetch_each_file_once(tmp_path):
 
 
 def test_a_cached_model_is_found_offline_and_without_a_request(tmp_path):
+    look = {"call": "look_up", "HF_HUB_OFFLINE": "1"}
     with serve_hub(REPOSITORIES) as (address, requests):
+        assert ask(address, tmp_path, **look).startswith("refused: org/model is not in the cache")
         folder = ask(address, tmp_path)
         before = len(requests)
         assert ask(address, tmp_path, HF_HUB_OFFLINE="1") == folder
+        assert ask(address, tmp_path, **look).endswith(", 6000)")
         assert len(requests) == before
 
 
@@ -137,11 +140,3 @@ def test_a_look_downloads_no_weights_but_returns_their_size(tmp_path):
     with serve_hub(REPOSITORIES) as (address, requests):
         assert ask(address, tmp_path, call="look_up").endswith(", 6000)")
     assert fetched(requests) == [name for name in WANTED if not name.endswith(".safetensors")]
-
-
-def test_an_offline_look_finds_a_cached_model(tmp_path):
-    with serve_hub(REPOSITORIES) as (address, _):
-        look = {"call": "look_up", "HF_HUB_OFFLINE": "1"}
-        assert ask(address, tmp_path, **look).startswith("refused: org/model is not in the cache")
-        ask(address, tmp_path)
-        assert ask(address, tmp_path, **look).endswith(", 6000)")

@@ -148,14 +148,8 @@ def test_transformers_computes_the_same_logits_from_a_folder_of_ours(family, dty
     """In 20 tokens most rotations of the scaled ones are slowed. From bfloat16 both take the rounded weights."""
     transformers_and_torch()
     config = LIVE[family]
-    save_model(
-        tmp_path,
-        config,
-        tiny_params(config),
-        dtype=dtype,
-        token_ids={"eos_token_id": 1},
-        max_shard_bytes=20_000,
-    )
+    ids = {"eos_token_id": 1}
+    save_model(tmp_path, config, tiny_params(config), dtype=dtype, token_ids=ids, max_shard_bytes=20_000)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, 20)
     found = logits_of(*load_model(tmp_path), tokens)
     np.testing.assert_allclose(found, their_logits(tmp_path, tokens), rtol=0, atol=TOLERANCE)
