@@ -10,8 +10,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Int, PRNGKeyArray, PyTree
 
-from dapo_jax.models.decoder import Decoder
 from dapo_jax.models.presets import DecoderConfig
+from dapo_jax.models.tensors import shapes_of
 from dapo_jax.sampling.decoding import Decoding
 from dapo_jax.sampling.interface import Insertion, ResultTokens
 from dapo_jax.sampling.pages import PageSizes, slot_pages
@@ -190,10 +190,9 @@ def tiny_decoder_config(**changes: Any) -> DecoderConfig:
 def tiny_params(config: DecoderConfig, *, seed: int = 0) -> nnx.State:
     """Returns random decoder parameters, in which norms differ from 1 and biases from 0. Nothing is compiled."""
     rng = np.random.default_rng(seed)
-    params = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))[1]
 
     def fill(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
         start = 1.0 if "norm" in jax.tree_util.keystr(path) else 0.0
         return jnp.asarray(start + 0.2 * rng.standard_normal(leaf.shape), leaf.dtype)
 
-    return jax.tree_util.tree_map_with_path(fill, params)
+    return jax.tree_util.tree_map_with_path(fill, shapes_of(config))

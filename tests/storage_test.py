@@ -1,4 +1,4 @@
-"""A folder and a bucket are written and read alike, and the error names what a bucket refuses."""
+"""Folders and buckets are written and read in the same way, and an error names the operation that a bucket refuses."""
 
 import os
 import sys
@@ -71,7 +71,7 @@ def test_a_file_is_written_and_replaced_whole(folder):
 
 # A client sends 5 MiB at once. At multiples of it the last piece may be missing or empty.
 @pytest.mark.parametrize("size", [0, 20 * PIECE, 40 * PIECE + 1])
-def test_a_large_file_comes_back_as_it_was_written(folder, size):
+def test_a_large_file_comes_back_as_it_was_written(folder, size, bucket):
     folder.mkdir(parents=True, exist_ok=True)
     data = os.urandom(size)
     with new_file(folder / "large") as file:
@@ -80,18 +80,8 @@ def test_a_large_file_comes_back_as_it_was_written(folder, size):
         assert "large" not in names(folder)
     assert (folder / "large").read_bytes() == data
     assert names(folder) == ["large"]
-
-
-def test_a_large_file_goes_into_a_bucket_in_pieces(bucket):
-    """12,000,001 bytes are 45 whole pieces of 262,144 and 203,521 bytes: more than one request can be the last."""
-    with new_file(path_of("gs://bucket/large")) as file:
-        file.write(bytes(6_000_000))
-        file.write(bytes(6_000_001))
-    pieces = [
-        query for _, path, query in bucket.requests if path.startswith("/upload") and "upload_id" in query
-    ]
-    assert len(pieces) >= 2
-    assert len(bucket.files()["gs://bucket/large"]) == 12_000_001
+    if in_bucket(folder) and size > 40 * PIECE:
+        assert sum("upload_id" in query for _, _, query in bucket.requests) >= 2
 
 
 @pytest.mark.parametrize("size", [3, 12_000_000])
@@ -192,24 +182,10 @@ def test_objects_of_another_client_are_seen_at_once(bucket):
     folder = path_of("gs://bucket/run")
     write_whole(folder / "a", b"x")
     assert (names(folder), [path.name for path in folder.iterdir()]) == (["a"], ["a"])
-    kvstore("run/").write("b", b"y").result()
+    arrays = tensorstore.KvStore.open({"driver": "gcs", "bucket": "bucket", "path": "run/"}).result()
+    arrays.write("b", b"y").result()
     assert (names(folder), [path.name for path in folder.iterdir()]) == (["a", "b"], ["a", "b"])
     assert (folder / "b").read_bytes() == b"y"
-
-
-def kvstore(path):
-    return tensorstore.KvStore.open({"driver": "gcs", "bucket": "bucket", "path": path}).result()
-
-
-def test_the_stand_in_holds_to_preconditions(bucket):
-    """tensorstore's writers depend on them: a writer that read an older generation must not win."""
-    arrays = kvstore("")
-    first = arrays.write("x", b"1").result()
-    second = arrays.write("x", b"2", if_equal=first.generation).result()
-    late = arrays.write("x", b"3", if_equal=first.generation).result()
-    assert late.generation != second.generation
-    assert arrays.read("x").result().value == b"2"
-    assert bucket.files("gs://bucket") == {"gs://bucket/x": b"2"}
 
 
 def test_access_is_tried_and_leaves_nothing(bucket):

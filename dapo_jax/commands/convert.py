@@ -109,10 +109,7 @@ def _from_gguf(path: Path, folder: AnyPath, dtype: str) -> tuple[DecoderConfig, 
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         write_whole(folder / name, content.encode("utf-8"))
-    ids = special_ids(file.metadata)
-    ends = ids.get("eos", [])
-    eos_ids = ends if isinstance(ends, list) else [ends]
-    described = describe(config, dtype=dtype, eos_ids=eos_ids, bos_id=ids.get("bos"), pad_id=ids.get("pad"))
+    described = describe(config, dtype=dtype) | special_ids(file.metadata)
     return config, write_model(folder, described, tensors, dtype=dtype)
 
 

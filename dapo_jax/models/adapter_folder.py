@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
-from dapo_jax.models.lora import MATRICES, LoraShape, lora_shape
+from dapo_jax.models.lora import LoraShape, lora_shape
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.safetensors_files import SafetensorsFolder, read_json, write_file, write_json
 from dapo_jax.models.tensors import adapter_tensors
@@ -69,17 +69,13 @@ def read_adapter(folder: AnyPath) -> tuple[Adapter, SafetensorsFolder]:
             needs = ", ".join(map(repr, covered))
             raise ValueError(f"{path}: {key}={value!r} is not supported (only {needs})")
     file = SafetensorsFolder(folder, single=ADAPTER_TENSORS)
-    matched = {name: _ADAPTED.fullmatch(name) for name in file.shapes}
-    if odd := sorted(name for name, match in matched.items() if match is None or match[1] not in MATRICES):
-        raise ValueError(
-            f"{file.where} has the tensor {odd[0]!r}; in each layer, adapters are supported for {', '.join(MATRICES)}"
-        )
-    targets = {match[1] for match in matched.values() if match is not None}
+    # Tensors with other names are reported when the weights are loaded.
+    targets = sorted({match[1] for name in file.shapes if (match := _ADAPTED.fullmatch(name))})
     rank, alpha = found.get("r"), found.get("lora_alpha")
     if not isinstance(rank, int) or not isinstance(alpha, int | float):
         raise ValueError(f"{path}: r={rank!r} must be an integer, and lora_alpha={alpha!r} a number")
     try:
-        shape = lora_shape(rank=rank, alpha=float(alpha), targets=sorted(targets))
+        shape = lora_shape(rank=rank, alpha=float(alpha), targets=targets)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     base, revision = (str(found.get(key) or "") for key in ("base_model_name_or_path", "revision"))

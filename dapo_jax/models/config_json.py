@@ -1,10 +1,10 @@
 """Converts between a Hugging Face config.json and `DecoderConfig`.
 
-The Llama, Qwen2 and Qwen3 models in transformers use a fixed set of keys. Each of these keys is converted, or raises
-an error if the decoder does not support its value. Other keys, such as names and versions, are ignored.
+The Llama, Qwen2 and Qwen3 models in transformers use a fixed set of keys. Each of these keys is converted. If the
+decoder does not support its value, an error is raised. Other keys, such as names and versions, are ignored.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from dapo_jax.models.presets import DecoderConfig
@@ -65,14 +65,7 @@ def family_of(config: DecoderConfig) -> str:
     return "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
 
 
-def describe(
-    config: DecoderConfig,
-    *,
-    dtype: str = "float32",
-    eos_ids: Sequence[int] = (),
-    bos_id: int | None = None,
-    pad_id: int | None = None,
-) -> dict[str, Any]:
+def describe(config: DecoderConfig, *, dtype: str = "float32") -> dict[str, Any]:
     """Returns the content of config.json. RoPE settings are included in the formats of both transformers 4 and 5."""
     family = family_of(config)
     described = {theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()}
@@ -92,9 +85,9 @@ def describe(
         "rope_theta": config.rope_theta,
         "rope_scaling": scaling,
         "rope_parameters": {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})},
-        "eos_token_id": eos_ids[0] if len(eos_ids) == 1 else list(eos_ids) or None,
-        "bos_token_id": bos_id,
-        "pad_token_id": pad_id,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
     }
 
 
@@ -106,12 +99,10 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
     """
     family = described.get("model_type")
     if family not in FAMILIES:
-        named = ", ".join(map(str, described.get("architectures") or ()))
-        its = f" (architecture {named})" if named else ""
         raise ValueError(
-            f"{where}: model_type {family!r}{its} is not supported (only llama, qwen2 and qwen3). {WHAT_LOADS}"
+            f"{where}: model_type {family!r} is not supported (only llama, qwen2 and qwen3). {WHAT_LOADS}"
         )
-    _refuse_what_is_not_covered(described, family, where)
+    _check_supported(described, family, where)
     rope = _rope(described, where)
     described = {**_family_defaults(described, family), **_present(described)}
     if missing := [key for key in _FIELDS.values() if key not in described]:
@@ -120,8 +111,8 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
     for ours, value in fields.items():
         kind = bool if ours == "tied_embeddings" else float if ours == "norm_eps" else int
         if type(value) is not kind or (kind is not bool and value <= 0):
-            noun = {bool: "true or false", float: "a positive number", int: "a positive integer"}[kind]
-            raise ValueError(f"{where}: {_FIELDS[ours]} is {value!r}; it must be {noun}")
+            needed = "true or false" if kind is bool else f"a positive {kind.__name__}"
+            raise ValueError(f"{where}: {_FIELDS[ours]} is {value!r}; it must be {needed}")
     try:
         return DecoderConfig(
             **fields,
@@ -146,7 +137,7 @@ def _family_defaults(described: Mapping[str, Any], family: str) -> dict[str, Any
     return _present({"tie_word_embeddings": False, "num_key_value_heads": heads, "head_dim": head_dim})
 
 
-def _refuse_what_is_not_covered(described: Mapping[str, Any], family: str, where: object) -> None:
+def _check_supported(described: Mapping[str, Any], family: str, where: object) -> None:
     for key, covered in _COVERED_VALUES.items():
         value = described.get(key)
         if value is not None and value not in covered:

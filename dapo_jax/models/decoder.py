@@ -150,7 +150,7 @@ class Block(nnx.Module):
     def __call__(
         self, x: Float[Array, "embed part"], rope: RopeTables, attend: Attend
     ) -> tuple[Float[Array, "embed part"], Any]:
-        """Returns the layer's output, and the second value that `attend` returned. `rope` is the result of `rope_tables` for the tokens' positions."""
+        """Returns the layer's output and the second result of `attend`. `rope` is the result of `rope_tables` for the tokens' positions."""
         eps, dtype = self.config.norm_eps, self.compute_dtype
         inner, outer = partial(self.layout.inner, dtype=dtype), partial(self.layout.outer, dtype=dtype)
         normed = inner(rms_norm(x, self.attention_norm[...], eps))
@@ -231,7 +231,7 @@ class EmbeddingAndHead(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """The network in training, which processes whole rows of tokens: `EmbeddingAndHead` and the blocks."""
+    """The network for training. It processes whole rows of tokens with the layers of `EmbeddingAndHead` and the blocks."""
 
     def __init__(
         self,
@@ -251,7 +251,7 @@ class Decoder(nnx.Module):
             compute_dtype: dtype of matrix products.
             remat: `none` stores all activations, `full` recomputes layers in the backward pass, `dots` stores only the results of projections.
             layout: layout of arrays over devices.
-            apart: store the arrays of each layer separately, as a sampler does, so that it can share them. Compile time then grows with depth.
+            apart: store the arrays of each layer separately, so that a sampler can use the same arrays. Compile time then grows with depth.
         """
         self.remat = remat
         how: dict[str, Any] = {"compute_dtype": compute_dtype, "layout": layout}

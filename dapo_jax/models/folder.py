@@ -73,9 +73,6 @@ def save_model(
     adapters: nnx.State | None = None,
     dtype: str = "float32",
     max_shard_bytes: int = 5 * 2**30,
-    eos_ids: Sequence[int] = (),
-    bos_id: int | None = None,
-    pad_id: int | None = None,
     token_ids: Mapping[str, Any] = MappingProxyType({}),
 ) -> int:
     """Writes a model folder that `load_model` and transformers can load, and returns the size of its tensors in bytes.
@@ -87,14 +84,12 @@ def save_model(
         adapters: adapters to merge into their matrices.
         dtype: type in the files: float32, float16 or bfloat16.
         max_shard_bytes: maximum size of a file.
-        eos_ids: end-of-text tokens.
-        bos_id: beginning-of-text token, if there is one.
-        pad_id: padding token, if there is one.
-        token_ids: additional token ids, by their keys in config.json.
+        token_ids: ids of special tokens by their keys in config.json, such as `eos_token_id`.
     """
-    described = describe(config, dtype=dtype, eos_ids=eos_ids, bos_id=bos_id, pad_id=pad_id) | dict(token_ids)
-    tensors = list(exported(config, params, adapters))
-    return write_model(folder, described, tensors, dtype=dtype, max_shard_bytes=max_shard_bytes)
+    described, tensors = describe(config, dtype=dtype), list(exported(config, params, adapters))
+    return write_model(
+        folder, described | dict(token_ids), tensors, dtype=dtype, max_shard_bytes=max_shard_bytes
+    )
 
 
 def write_model(

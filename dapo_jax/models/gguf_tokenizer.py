@@ -35,22 +35,21 @@ def tokenizer_files(metadata: Mapping[str, Any], where: object) -> dict[str, str
     if "tokenizer.chat_template" in metadata:
         config["chat_template"] = metadata["tokenizer.chat_template"]
     begins = tokens[special["bos"]] if config["add_bos_token"] and "bos" in special else None
-    ids = {f"{name}_token_id": value for name, value in special_ids(metadata).items()}
     return {
         "tokenizer.json": _tokenizer(metadata, where, begins),
         "tokenizer_config.json": _json(config),
-        "generation_config.json": _json(ids),
+        "generation_config.json": _json(special_ids(metadata)),
     }
 
 
 def special_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the bos, eos and pad ids as config.json stores them. eos is a list if turns and texts end with different tokens."""
+    """Returns the bos, eos and pad ids by their keys in config.json. eos is a list if turns and texts end with different tokens."""
     bos, eos, turn, pad = (
         metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos", "eot", "padding")
     )
     ends = list(dict.fromkeys(each for each in (eos, turn) if each is not None))
     found = {"bos": bos, "eos": ends[0] if len(ends) == 1 else ends or None, "pad": pad}
-    return {name: value for name, value in found.items() if value is not None}
+    return {f"{name}_token_id": value for name, value in found.items() if value is not None}
 
 
 def _tokenizer(metadata: Mapping[str, Any], where: object, begins: str | None) -> str:

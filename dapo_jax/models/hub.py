@@ -81,8 +81,6 @@ def _explained(name: str, revision: str | None) -> Iterator[None]:
     errors = importlib.import_module("huggingface_hub.errors")
     try:
         yield
-    except errors.HFValidationError as error:
-        raise ValueError(f"{name!r} is not a valid repository name ({error}); write hf:ORG/NAME") from error
     # GatedRepoError is a subclass of RepositoryNotFoundError, so it must come first.
     except errors.GatedRepoError as error:
         raise ValueError(
@@ -96,13 +94,13 @@ def _explained(name: str, revision: str | None) -> Iterator[None]:
         raise ValueError(f"{name} has no revision {revision!r}; use a branch, a tag or a commit") from error
     except errors.LocalEntryNotFoundError as error:
         offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
-        why, remedy = (
-            ("HF_HUB_OFFLINE is set", "unset it")
+        why = (
+            "HF_HUB_OFFLINE is set: unset it"
             if offline
-            else ("the hub cannot be reached", "check the connection")
+            else "the hub cannot be reached: check the connection"
         )
         raise ValueError(
-            f"{why}, and {name}{_at(revision)} is not in the cache (HF_HOME), or is incomplete there; {remedy}, download the model first, "
+            f"{name}{_at(revision)} is not in the cache (HF_HOME), or is incomplete there, and {why}, download the model first, "
             "or use a local folder with a copy of the model"
         ) from error
     except errors.HfHubHTTPError as error:

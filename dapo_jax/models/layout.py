@@ -24,7 +24,7 @@ class Layout:
         return program
 
     def weight_sharding(self, axes: tuple[str, ...]) -> WeightSharding | None:
-        """Returns how a weight with these logical axes is sharded while no product uses it, or None if it is not sharded."""
+        """Returns how a weight with these logical axes is sharded between matrix products, or None if it is not sharded."""
         return None
 
     def in_parts(self, axis: str) -> bool:

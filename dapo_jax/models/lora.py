@@ -29,9 +29,7 @@ MATRICES = {
 LORA_PARTS = ("lora_a", "lora_b")
 """Suffixes of an adapter's parameters. Their full names are the name of the matrix, an underscore, and the suffix."""
 
-ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
-
-SETS = {"all": ATTENTION + MLP, "attention": ATTENTION, "mlp": MLP}
+SETS = {"all": tuple(MATRICES), "attention": tuple(MATRICES)[:4], "mlp": tuple(MATRICES)[4:]}
 """Short names for several linear layers."""
 
 
@@ -120,7 +118,7 @@ def merged(layer: nnx.State, scale: float) -> nnx.State:
     adapters, base = nnx.split_state(layer, nnx.LoRAParam, ...)
     whole: dict[Any, Any] = dict(base)
     pairs: dict[Any, Any] = dict(adapters)
-    for name in {name.rsplit("_lora_", 1)[0] for name in pairs}:
+    for name in sorted({name.rsplit("_lora_", 1)[0] for name in pairs}):  # in the same order in all processes
         a, b = (pairs[f"{name}_{part}"][...] for part in LORA_PARTS)
         change = jnp.einsum("or,ri->oi", b.reshape(-1, b.shape[-1]), a.reshape(len(a), -1))
         weight = whole[name]

@@ -35,15 +35,11 @@ class RopeScaling:
     """Factor by which cosine and sine are multiplied (yarn). None: 0.1 ln(factor) + 1, as in the paper."""
 
     def __post_init__(self) -> None:
-        if self.factor < 1.0 or self.original_max_positions < 1:
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if self.factor < 1.0 or self.original_max_positions < 1 or low >= high:
             raise ValueError(
-                f"RoPE scaling needs factor of at least 1 and original_max_positions of at least 1; got "
-                f"{self.factor} and {self.original_max_positions}"
-            )
-        if not self.low_freq_factor < self.high_freq_factor:
-            raise ValueError(
-                f"RoPE scaling: low_freq_factor={self.low_freq_factor} must be below "
-                f"high_freq_factor={self.high_freq_factor}"
+                f"factor={self.factor} and original_max_positions={self.original_max_positions} of a RoPE scaling must be at least 1, "
+                f"and low_freq_factor={low} must be below high_freq_factor={high}"
             )
 
     @property

@@ -40,12 +40,12 @@ _CODES = {name: code for code, name in STORED.items()}
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file: its type, its shape, and the byte at which it begins."""
+    """A tensor in a file: its type, its shape, and if the file is in a bucket, the byte at which the tensor begins."""
 
     path: AnyPath
     dtype: str
     shape: Shape
-    start: int
+    start: int = 0
 
     def read(self, cut: Cut) -> np.ndarray:
         """Returns the part `cut` of the tensor. Only the needed rows are fetched, but with all their columns.
@@ -77,18 +77,18 @@ def stored_tensors(path: AnyPath) -> dict[str, StoredTensor]:
     for name, entry in listed.items():
         if name == "__metadata__":
             continue
-        _check_stored(path, name, entry["dtype"])
-        first, last = entry["data_offsets"]
-        found[name] = StoredTensor(path, STORED[entry["dtype"]], tuple(entry["shape"]), begin + first)
+        shape, (first, last) = tuple(entry["shape"]), entry["data_offsets"]
+        found[name] = StoredTensor(path, _dtype(path, name, entry["dtype"]), shape, begin + first)
         end = max(end, begin + last)
     if end != size:
         raise ValueError(f"cannot read {path}: it has {size:,} bytes, but its tensors end at byte {end:,}")
     return found
 
 
-def _check_stored(path: AnyPath, name: str, code: str) -> None:
+def _dtype(path: AnyPath, name: str, code: str) -> str:
     if code not in STORED:
         raise ValueError(f"{path}: {name} has type {code}, which is not supported (only {', '.join(STORED)})")
+    return STORED[code]
 
 
 class SafetensorsFolder:
@@ -104,30 +104,24 @@ class SafetensorsFolder:
         listed = None if single != SINGLE or only.exists() else _read_index(folder)
         self.where = str(only if listed is None else folder / INDEX)
         """Path of the single file, or of the index if there are several files."""
-        found: dict[str, Shape] = {}
-        self._files: dict[str, AnyPath] = {}
-        self._ranges: dict[str, StoredTensor] = {}
+        self._tensors: dict[str, StoredTensor] = {}
         for path in [only] if listed is None else [folder / file for file in sorted(set(listed.values()))]:
             try:
-                ranges = stored_tensors(path) if in_bucket(path) else {}
-                shapes = {name: tensor.shape for name, tensor in ranges.items()} or _local_shapes(path)
+                self._tensors |= stored_tensors(path) if in_bucket(path) else _local_tensors(path)
             except (OSError, SafetensorError) as error:
                 raise ValueError(f"cannot read {path}: {error}") from error
-            self._ranges |= ranges
-            found |= shapes
-            self._files |= dict.fromkeys(shapes, path)
-        self.shapes: Mapping[str, Shape] = found
+        self.shapes: Mapping[str, Shape] = {name: tensor.shape for name, tensor in self._tensors.items()}
         """The shape of every tensor."""
         for name, file in (listed or {}).items():
-            if self._files.get(name) != folder / file:
+            if name not in self._tensors or self._tensors[name].path != folder / file:
                 raise ValueError(f"{self.where} has the tensor {name!r} in {file}, which does not contain it")
 
     def read(self, name: str, cut: Cut) -> np.ndarray:
         """Returns the part `cut` of a tensor, in the type that it has in the file."""
-        path = self._files[name]
+        path = self._tensors[name].path
         try:
-            if name in self._ranges:
-                return self._ranges[name].read(cut)
+            if in_bucket(path):
+                return self._tensors[name].read(cut)
             # The file is opened again for each tensor, because pages that were read stay in memory until the file is closed.
             with safe_open(path, framework="numpy") as file:
                 return file.get_slice(name)[cut]
@@ -152,12 +146,13 @@ def _read_index(folder: AnyPath) -> dict[str, str]:
     return listed
 
 
-def _local_shapes(path: AnyPath) -> dict[str, Shape]:
+def _local_tensors(path: AnyPath) -> dict[str, StoredTensor]:
     with safe_open(path, framework="numpy") as file:
         parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        for name, part in parts.items():
-            _check_stored(path, name, part.get_dtype())
-        return {name: tuple(part.get_shape()) for name, part in parts.items()}
+        return {
+            name: StoredTensor(path, _dtype(path, name, part.get_dtype()), tuple(part.get_shape()))
+            for name, part in parts.items()
+        }
 
 
 def write_tensors(folder: AnyPath, tensors: Sequence[Tensor], *, dtype: str, max_shard_bytes: int) -> int:
@@ -170,16 +165,12 @@ def write_tensors(folder: AnyPath, tensors: Sequence[Tensor], *, dtype: str, max
         if fnmatch(path.name, "model*.safetensors") or path.name == INDEX:
             path.unlink()
     shards = list(_shards(tensors, jnp.dtype(dtype).itemsize, max_shard_bytes))
-    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    if len(shards) == 1:
-        names = [SINGLE]
-    total = sum(
-        write_file(folder / name, shard, dtype=dtype) for name, shard in zip(names, shards, strict=True)
-    )
+    total, weight_map = 0, {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else SINGLE
+        total += write_file(folder / name, shard, dtype=dtype)
+        weight_map |= {tensor.name: name for tensor in shard}
     if len(shards) > 1:
-        weight_map = {
-            tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard
-        }
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return total
 

@@ -6,7 +6,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -24,9 +24,9 @@ from dapo_jax.models.presets import DecoderConfig
 Shape = tuple[int, ...]
 Cut = tuple[slice, ...]
 Rows = Callable[[int, int], np.ndarray]
-"""A function that returns the rows from start to stop of a tensor."""
+"""A function (start, stop) -> these rows of a tensor, with zeros for rows after the last row."""
 ByRows = Callable[[Rows, Shape, Shape, NamedSharding], jax.Array]
-"""A function that creates an array from a tensor, where each process reads only a share of the rows. Its arguments are the rows, the shape of
+"""A function that creates an array from a tensor in a file. Each process reads only some of the tensor's rows. Its arguments are a `Rows` function, the shape of
 the tensor, the shape of the array (which has the same values in the same order) and the array's sharding. All processes must make the same calls."""
 
 _LAYER_TENSORS = {
@@ -86,7 +86,7 @@ def shapes_of(config: DecoderConfig) -> nnx.State:
 
 
 def tensor_names(layers: int) -> list[str]:
-    """Returns the names of all tensors that a decoder with this number of layers may have."""
+    """Returns the names of all tensors that a decoder of any family with this number of layers may have."""
     of_layers = [_layer_name(name, layer) for layer in range(layers) for name in _LAYER_TENSORS]
     return [*_END_TENSORS.values(), *of_layers]
 
@@ -107,15 +107,21 @@ def checked(config: DecoderConfig, file: TensorFile) -> None:
     Raises:
         ValueError: a tensor is missing, is unexpected or has the wrong shape. The message names the tensor.
     """
+    wanted, matrix, again = tensor_shapes(config), _END_TENSORS["embedding"], _END_TENSORS["lm_head"]
     # Some publishers store the matrix of tied embeddings twice.
-    twice = ["lm_head.weight"] if config.tied_embeddings and "lm_head.weight" in file.shapes else []
-    _check_names(file, tensor_shapes(config), besides=twice)
-    if twice:
-        _check_the_same(file, "model.embed_tokens.weight", *twice)
+    twice = config.tied_embeddings and again in file.shapes
+    _check_names(file, wanted | ({again: wanted[matrix]} if twice else {}))
+    # The two matrices are compared in parts, because they are the largest of most models.
+    for start in range(0, config.vocab_size if twice else 0, 8192):
+        cut = (slice(start, min(start + 8192, config.vocab_size)), slice(None))
+        if (file.read(matrix, cut).astype(np.float32) != file.read(again, cut).astype(np.float32)).any():
+            raise ValueError(
+                f"{file.where}: {again} differs from the embedding, but tie_word_embeddings is true"
+            )
 
 
-def _check_names(file: TensorFile, wanted: Mapping[str, Shape], besides: Sequence[str] = ()) -> None:
-    """Checks that `file` contains the tensors `wanted`, given as names and shapes, and no others except those named in `besides`."""
+def _check_names(file: TensorFile, wanted: Mapping[str, Shape]) -> None:
+    """Checks that `file` contains the tensors `wanted`, given as names and shapes, and no others."""
     for name, shape in wanted.items():
         if name not in file.shapes:
             raise ValueError(f"{file.where} lacks the tensor {name!r}")
@@ -123,21 +129,8 @@ def _check_names(file: TensorFile, wanted: Mapping[str, Shape], besides: Sequenc
             raise ValueError(f"{file.where}: {name} has shape {found}, but the configuration needs {shape}")
     # Old model files contain the RoPE frequencies, which can be computed from the configuration.
     names = (name for name in file.shapes if not name.endswith("rotary_emb.inv_freq"))
-    if extra := sorted(set(names) - set(wanted) - set(besides)):
+    if extra := sorted(set(names) - set(wanted)):
         raise ValueError(f"{file.where} has the tensors {extra[:3]}, which are not part of this model")
-
-
-def _check_the_same(file: TensorFile, first: str, second: str) -> None:
-    rows = file.shapes[first][0]
-    # Compared in parts, because this is the largest matrix of most models.
-    cuts = [(slice(start, min(start + 8192, rows)), slice(None)) for start in range(0, rows, 8192)]
-    if file.shapes[first] != file.shapes[second] or any(
-        (file.read(first, cut).astype(np.float32) != file.read(second, cut).astype(np.float32)).any()
-        for cut in cuts
-    ):
-        raise ValueError(
-            f"{file.where}: {second} differs from the embedding, but tie_word_embeddings is true"
-        )
 
 
 def place(
@@ -151,8 +144,8 @@ def place(
 ) -> nnx.State:
     """Loads decoder parameters, without adapters, from `file`.
 
-    Each process reads only the parts that its devices need. Some files can be read only in whole rows; with `by_rows`, each process then
-    reads a share of the rows. The host has one tensor at a time, in up to three copies: as stored, in `dtype`, and transposed.
+    Each process reads only the parts that its devices need. From a bucket, only whole rows can be read, so with `by_rows`, each process
+    reads a share of the rows. The host stores one tensor at a time, in two copies: as in the file, and in `dtype`.
 
     Args:
         config: configuration of the decoder.
@@ -175,12 +168,7 @@ def place(
         jax.tree.map(lambda _: None, like) if shardings is None else nnx.to_pure_dict(shardings(shapes))
     )
 
-    def put(theirs: str, name: str, shape: Shape, sharding: Sharding | None) -> jax.Array:
-        # Wait for each transfer, so that the host's memory does not fill up with tensors in transfer.
-        return jax.block_until_ready(
-            _put(file, theirs, name, shape, sharding, _stored_as(name, dtype), by_rows)
-        )
-
+    put = functools.partial(_put, file, dtype=dtype, by_rows=by_rows)
     for name, leaf in like["ends"].items():
         pure["ends"][name] = put(_END_TENSORS[name], name, leaf.shape, where["ends"][name])
     for layer, leaves in like["blocks"].items() if apart else ():
@@ -200,7 +188,7 @@ def place(
 
 
 def exported(config: DecoderConfig, params: nnx.State, adapters: nnx.State | None = None) -> Iterator[Tensor]:
-    """Yields decoder parameters as tensors. Calling `fetch` of a tensor gathers it on the host.
+    """Yields decoder parameters as tensors. A tensor is copied to the host only when its `fetch` is called.
 
     Args:
         config: sizes of the decoder, and the scale of `adapters`.
@@ -305,7 +293,7 @@ def _filler(sharding: Sharding | None) -> Callable[[Array, Array, np.int32], Arr
 
 @functools.cache
 def _picker(sharding: Sharding | None) -> Callable[[Array, np.int32], Array]:
-    """Returns a program that returns one layer of a stack of layers."""
+    """Returns a program that extracts one layer from a stack of layers."""
     return jax.jit(
         lambda stack, layer: jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False),
         out_shardings=sharding,
@@ -328,9 +316,15 @@ def _put(
     dtype: str,
     by_rows: ByRows | None,
 ) -> jax.Array:
-    """Loads one tensor onto the devices, in our shape. A part that several devices need is read only once."""
+    """Loads the tensor `theirs` as the parameter `name`, whose shape is `shape`. A part that several devices need is read only once."""
+    dtype = _stored_as(name, dtype)
     if by_rows is not None and isinstance(sharding, NamedSharding):
-        return by_rows(_rows(file, theirs, dtype), _theirs_shape(name, shape), shape, sharding)
+        columns = [slice(0, size) for size in file.shapes[theirs][1:]]
+
+        def rows(start: int, stop: int) -> np.ndarray:
+            return _padded(file, theirs, (slice(start, stop), *columns), dtype)
+
+        return by_rows(rows, _theirs_shape(name, shape), shape, sharding)
     parts: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
 
     def part(index: Cut | None) -> np.ndarray:
@@ -338,20 +332,13 @@ def _put(
         ranges = tuple(axis.indices(size)[:2] for axis, size in zip(index, shape, strict=True))
         if ranges not in parts:
             cut = _theirs_cut(name, shape, tuple(slice(*ends) for ends in ranges))
-            wanted = [stop - start for start, stop in ranges]
-            if name in _TABLES:
-                there = file.shapes[theirs][0]
-                cut = (slice(min(cut[0].start, there), min(cut[0].stop, there)), *cut[1:])
-            beyond = name in _TABLES and cut[0].start == cut[0].stop  # this device has only padding rows
-            stored = np.zeros((0, wanted[1])) if beyond else _finite(file, theirs, cut)
-            stored = stored.astype(jnp.dtype(dtype), copy=False)
-            missing = wanted[0] - len(stored) if name in _TABLES else 0
-            parts[ranges] = np.pad(stored, ((0, missing), (0, 0))) if missing else stored.reshape(wanted)
+            sizes = [stop - start for start, stop in ranges]
+            parts[ranges] = _padded(file, theirs, cut, dtype).reshape(sizes)
         return parts[ranges]
 
-    if sharding is None:
-        return jnp.asarray(part(None))
-    return jax.make_array_from_callback(shape, sharding, part)
+    made = jax.make_array_from_callback(shape, sharding, part) if sharding else jnp.asarray(part(None))
+    # Wait for each transfer, so that the host's memory does not fill up with tensors in transfer.
+    return jax.block_until_ready(made)
 
 
 def _finite(file: TensorFile, name: str, cut: Cut) -> np.ndarray:
@@ -369,20 +356,13 @@ def _finite(file: TensorFile, name: str, cut: Cut) -> np.ndarray:
     return values
 
 
-def _rows(file: TensorFile, name: str, dtype: str) -> Rows:
-    """Returns a function that reads the rows from start to stop of a tensor. Rows beyond the last row are zeros."""
-    there, *others = file.shapes[name]
-
-    def rows(start: int, stop: int) -> np.ndarray:
-        found = np.zeros((stop - start, *others), jnp.dtype(dtype))
-        first, last = min(start, there), min(stop, there)
-        if first < last:
-            found[: last - first] = _finite(
-                file, name, (slice(first, last), *(slice(0, size) for size in others))
-            )
-        return found
-
-    return rows
+def _padded(file: TensorFile, name: str, cut: Cut, dtype: str) -> np.ndarray:
+    """Reads the part `cut` of a tensor like `_finite`. Rows beyond the tensor's last row are zeros."""
+    found = np.zeros([axis.stop - axis.start for axis in cut], jnp.dtype(dtype))
+    rows = slice(cut[0].start, min(cut[0].stop, file.shapes[name][0]))
+    if rows.start < rows.stop:
+        found[: rows.stop - rows.start] = _finite(file, name, (rows, *cut[1:]))
+    return found
 
 
 def _gathered(value: Array, layer: int | None = None, shape: Shape | None = None) -> np.ndarray:
@@ -407,7 +387,7 @@ def _theirs_shape(name: str, shape: Shape) -> Shape:
 
 
 def _theirs_cut(name: str, shape: Shape, whole: Cut) -> Cut:
-    """Converts `whole`, a part of our parameter, to the corresponding part of transformers' tensor."""
+    """Converts `whole`, a part of the parameter `name`, to the corresponding part of transformers' tensor."""
     axis = _merged(name)
     if axis is None:
         return whole

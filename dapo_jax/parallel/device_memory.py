@@ -8,7 +8,6 @@ import jax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from dapo_jax.config import ConfigError
 from dapo_jax.parallel.mesh import AnyDevice
 from dapo_jax.parallel.sharding import split
 from dapo_jax.parallel.together import all_gather_bytes, meet
@@ -39,9 +38,6 @@ def bytes_on_device(structs: PyTree, sizes: Mapping[str, int]) -> int:
     Args:
         structs: arrays or shapes with a `NamedSharding`.
         sizes: the size of each mesh axis.
-
-    Raises:
-        ConfigError: a dimension is not divisible by the size of its mesh axis.
     """
     leaves = (leaf for leaf in jax.tree.leaves(structs) if leaf.sharding.memory_kind != OFFLOADED)
     return sum(_bytes(leaf, sizes) for leaf in leaves)
@@ -49,13 +45,6 @@ def bytes_on_device(structs: PyTree, sizes: Mapping[str, int]) -> int:
 
 def _bytes(leaf: Any, sizes: Mapping[str, int]) -> int:
     # A PRNG key consists of two 32-bit integers.
-    found = 8 if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
-    for size, axes in zip(leaf.shape, split(leaf.sharding, leaf.ndim), strict=True):
-        parts = math.prod(sizes[axis] for axis in axes)
-        if size % parts:
-            raise ConfigError(
-                f"an array of shape {leaf.shape} has a dimension of {size}, which {' x '.join(axes)} = {parts} does not divide; choose "
-                f"other sizes of parallel.{', parallel.'.join(axes)}, or of the arrays that are sharded over them"
-            )
-        found *= size // parts
-    return found
+    each = 8 if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
+    parts = math.prod(sizes[axis] for axes in split(leaf.sharding, leaf.ndim) for axis in axes)
+    return leaf.size * each // parts

@@ -46,7 +46,7 @@ def make_mesh(
     context: int = 1,
     devices: Sequence[AnyDevice] | None = None,
 ) -> Mesh:
-    """Creates a mesh with the axes `data`, `fsdp`, `tensor` and `context`. One size may be -1: this axis gets all remaining devices.
+    """Creates a mesh with the axes `data`, `fsdp`, `tensor` and `context`. At most one size is -1: this axis gets all remaining devices.
 
     Raises:
         ConfigError: the product of the sizes is not the number of devices, or an axis other than `data` would span slices.
@@ -56,8 +56,6 @@ def make_mesh(
     known = math.prod(size for size in sizes.values() if size != -1)
     wild = [name for name, size in sizes.items() if size == -1]
     arithmetic = " x ".join(f"{name} {size}" for name, size in sizes.items())
-    if len(wild) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
-        raise ConfigError(f"mesh axes must be positive, at most one of them -1; got {arithmetic}")
     if len(devices) % known or (not wild and known != len(devices)):
         raise ConfigError(
             f"mesh axes {arithmetic} need {'a multiple of ' if wild else ''}{known} devices, but there are {len(devices)}; "
@@ -150,10 +148,6 @@ def _slice_of(device: AnyDevice) -> int:
 def _flat(slices: Sequence[Sequence[AnyDevice]], sizes: Mapping[str, int]) -> list[AnyDevice]:
     """Returns all devices, slice by slice. If TPU chips report coordinates, the devices in a slice are ordered along the links between chips."""
     count, data = len(slices), sizes["data"]
-    if len({len(each) for each in slices}) > 1:
-        raise ConfigError(
-            f"the slices have {', '.join(str(len(each)) for each in slices)} devices, but all slices must have equally many"
-        )
     if data % count:
         crossing = next(axis for axis in AXES[1:] if sizes[axis] > 1)
         raise ConfigError(

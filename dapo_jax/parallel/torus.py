@@ -20,32 +20,19 @@ _DIGIT = tuple[int, int, int]
 
 
 def along_links(devices: Sequence[Any], shape: Sequence[int]) -> list[Any]:
-    """Orders the devices of one TPU slice, given process by process, for a mesh of `shape`."""
-    places = np.array([(*device.coords, device.core_on_chip) for device in devices])
-    processes = np.array([device.process_index for device in devices])
-    return [devices[index] for index in linked_order(places, processes, shape)]
+    """Returns the devices of a TPU slice in the order with the fewest links between neighbours along the axes of a mesh.
 
-
-def linked_order(
-    places: Int[np.ndarray, "devices 4"], processes: Int[np.ndarray, " devices"], shape: Sequence[int]
-) -> Int[np.ndarray, " devices"]:
-    """Returns the order of devices with the fewest links between neighbours along the axes of a mesh.
+    The given order is kept if no other order is better, or if the processes' blocks are not boxes of equal shape that fill a box.
 
     Args:
-        places: x, y and z of each device's chip, and the device's core on the chip.
-        processes: the process of each device. Devices must be given process by process.
+        devices: all devices of the slice, process by process.
         shape: the sizes of the mesh axes `data`, `fsdp`, `tensor` and `context`.
-
-    Returns:
-        Device indices, in which the devices of a process are adjacent. This is the given order if no other order is better, or if
-        the processes' blocks are not boxes of equal shape that fill a box.
     """
-    given = np.arange(len(places))
-    grid = _grid_of(places, processes)
-    if grid is None:
-        return given
-    orders = [given, *_orders(*grid, shape)]
-    return min(orders, key=lambda order: _cost(places[order].reshape(*shape, -1)))
+    places = np.array([(*device.coords, device.core_on_chip) for device in devices])
+    grid = _grid_of(places, np.array([device.process_index for device in devices]))
+    orders = [np.arange(len(places)), *(_orders(*grid, shape) if grid else ())]
+    best = min(orders, key=lambda order: _cost(places[order].reshape(*shape, -1)))
+    return [devices[index] for index in best.tolist()]
 
 
 def _cost(places: Int[np.ndarray, "data fsdp tensor context 4"]) -> tuple[float, ...]:
@@ -65,7 +52,7 @@ def _cost(places: Int[np.ndarray, "data fsdp tensor context 4"]) -> tuple[float,
 def _grid_of(
     places: Int[np.ndarray, "devices 4"], processes: Int[np.ndarray, " devices"]
 ) -> tuple[Int[np.ndarray, "x y z core"], tuple[int, ...]] | None:
-    """Returns the device index at each place of the grid, and the size of the block of chips that each process has.
+    """Returns the index of the device at each place (x, y and z of the chip, and the core on it), and the size of the block of chips that each process has.
 
     Returns None if the blocks are not boxes of equal shape that fill a box.
     """

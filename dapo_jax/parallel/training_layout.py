@@ -208,12 +208,7 @@ def _widened(weight: Array, sharding: WeightSharding | None, dtype: str) -> Arra
     return gathered(weight, dtype, sharding).astype(np.promote_types(dtype, np.float32))
 
 
-def _widened_forward(weight: Array, sharding: WeightSharding | None, dtype: str) -> tuple[Array, None]:
-    return _widened(weight, sharding, dtype), None
-
-
-def _widened_backward(sharding: WeightSharding | None, dtype: str, _: None, cotangent: Array) -> tuple[Array]:
-    return (cotangent if sharding is None else sharding.summed(cotangent),)
-
-
-_widened.defvjp(_widened_forward, _widened_backward)
+_widened.defvjp(
+    lambda weight, sharding, dtype: (_widened(weight, sharding, dtype), None),
+    lambda sharding, dtype, _, cotangent: (cotangent if sharding is None else sharding.summed(cotangent),),
+)

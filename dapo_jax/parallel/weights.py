@@ -6,6 +6,7 @@ sampler's arrays, the transfer needs memory for only one layer.
 """
 
 import math
+from copy import copy
 
 import jax
 import numpy as np
@@ -51,6 +52,7 @@ class WeightTransfer:
     def __init__(
         self, params: nnx.State, where: Mesh | Meshes, *, dtype: str, eight_bit: bool = False, merged_by: float | None = None
     ) -> None:  # fmt: skip
+        self._frozen = nnx.State({})
         meshes = both_on(where) if isinstance(where, Mesh) else where
         self._dtype, self._eight_bit, self._merged_by = dtype, eight_bit, merged_by
         # The CPU runtime may hang if many collective programs are queued.
@@ -75,12 +77,18 @@ class WeightTransfer:
 
         Only the first call compiles. The result remains valid after an update that donates `params`.
         """
-        layers = []
+        layers, params = [], put_together(params, self._frozen)
         for index in range(self._count):
             layer = local(self._layer(params["blocks"], np.int32(index)), self._sampler["layer"])
             layers.append(jax.block_until_ready(layer) if self._waits else layer)
         ends = local(self._ends(_ends(params)), self._sampler["ends"])
         return {"layers": tuple(layers), "ends": ends}
+
+    def with_base(self, frozen: nnx.State) -> "WeightTransfer":
+        """Returns a transfer of adapters alone. Every call joins them with the base `frozen`, whose layers are stacked."""
+        joined = copy(self)
+        joined._frozen = frozen
+        return joined
 
     def shared(self, params: nnx.State) -> SamplerWeights:
         """Returns sampler weights that use the same arrays as `params`. The layers in `params` must be separate, with the sampler's shardings (`shares_base`)."""
@@ -89,7 +97,7 @@ class WeightTransfer:
 
     def lower(self, params: nnx.State) -> dict[str, jax.stages.Lowered]:
         """Lowers the two programs of a call for the shapes of `params`: `layer`, which runs for each layer, and `ends`."""
-        placed = jax.tree.map(_shaped, params, self._placed)
+        placed = jax.tree.map(_shaped, put_together(params, self._frozen), self._placed)
         return {
             "layer": self._layer.lower(placed["blocks"], np.int32(0)),
             "ends": self._ends.lower(_ends(placed)),
@@ -144,22 +152,6 @@ class AdapterTransfer:
     def lower(self, params: nnx.State) -> dict[str, jax.stages.Lowered]:
         """Lowers the program that each call runs for each layer, for adapters with the shapes of `params`."""
         return {"layer": self._adapters.lower(params)["layer"]}
-
-
-class MergingTransfer:
-    """Converts adapters to sampler weights without adapters. Every call merges the adapters into the base in float32, and transfers the merged weights."""
-
-    def __init__(self, whole: WeightTransfer, frozen: nnx.State) -> None:
-        """`whole` transfers base and adapters, and merges them. `frozen` is the base, with stacked layers."""
-        self._whole, self._frozen, self.shapes = whole, frozen, whole.shapes
-
-    def __call__(self, params: nnx.State) -> SamplerWeights:
-        """Merges the adapters in `params` into the base and transfers the result, as a collective call."""
-        return self._whole(put_together(params, self._frozen))
-
-    def lower(self, params: nnx.State) -> dict[str, jax.stages.Lowered]:
-        """Lowers the two programs of a call. See `WeightTransfer.lower`."""
-        return self._whole.lower(put_together(params, self._frozen))
 
 
 def shares_base(frozen: nnx.State, meshes: Meshes, *, dtype: str) -> bool:

@@ -11,7 +11,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 from dapo_jax.config import EvalConfig
 from dapo_jax.dapo.rollouts import Group, Prompt, Response
-from dapo_jax.parallel.weights import AdapterTransfer, MergingTransfer, WeightTransfer
+from dapo_jax.parallel.weights import AdapterTransfer, WeightTransfer
 from dapo_jax.sampling.continuous_batching import Environments, Sampler, limits_of
 from dapo_jax.sampling.decode_loop import StopRule
 from dapo_jax.sampling.decoding import Decoding, decoding
@@ -33,7 +33,7 @@ class ResponseSampler:
     def __init__(
         self,
         engine: Engine,
-        transfer: WeightTransfer | AdapterTransfer | MergingTransfer,
+        transfer: WeightTransfer | AdapterTransfer,
         *,
         seed: int,
         max_response_tokens: int,

@@ -110,9 +110,10 @@ class Policy:
         if alone:
             name = self.base.removeprefix("hf:")
             return save_adapter(path, decoder, adapters, base=name, revision=self.revision, dtype=dtype)
-        ids = {"eos_ids": self.tokenizer.stop_ids, "pad_id": self.tokenizer.pad_id}
-        named = token_ids(self.tokenizer)
-        return save_model(folder, decoder, base, adapters=adapters, dtype=dtype, token_ids=named, **ids)
+        ends = list(self.tokenizer.stop_ids)
+        ids = {"eos_token_id": ends if len(ends) > 1 else ends[0], "pad_token_id": self.tokenizer.pad_id}
+        ids |= token_ids(self.tokenizer)
+        return save_model(folder, decoder, base, adapters=adapters, dtype=dtype, token_ids=ids)
 
 
 def load_policy(

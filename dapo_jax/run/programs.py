@@ -25,7 +25,6 @@ from dapo_jax.parallel.mesh import Meshes
 from dapo_jax.parallel.together import meet
 from dapo_jax.parallel.weights import (
     AdapterTransfer,
-    MergingTransfer,
     SamplerWeights,
     WeightTransfer,
     shares_base,
@@ -74,17 +73,17 @@ def _compiled(engine: Lowering, structure: Any, leaves: tuple[Any, ...]) -> None
             pass  # raises the compiler's errors
 
 
-Transfer = WeightTransfer | AdapterTransfer | MergingTransfer
+Transfer = WeightTransfer | AdapterTransfer
 """A function from trained parameters to sampler weights."""
 
 
 def transfer_of(policy: Policy, meshes: Meshes, sampling: SamplingConfig, *, dtype: str) -> Transfer:
-    """Returns the transfer of weights from trainer to sampler: a `WeightTransfer`, or with LoRA an `AdapterTransfer` or a `MergingTransfer`."""
+    """Returns the transfer of weights from trainer to sampler: an `AdapterTransfer` if adapters stay separate, otherwise a `WeightTransfer`."""
     decoder, how = policy.decoder, {"dtype": dtype, "eight_bit": sampling.weight_dtype == "int8"}
     if decoder.lora is None:
         return _transfer(decoder, meshes, "all", **how)
     if sampling.merge_lora:
-        return MergingTransfer(_transfer(decoder, meshes, "merged", **how), policy.frozen)
+        return _transfer(decoder, meshes, "merged", **how).with_base(policy.frozen)
     adapters, base = (_transfer(decoder, meshes, part, **how) for part in ("adapters", "base"))
     return AdapterTransfer(adapters, base, policy.frozen)
 

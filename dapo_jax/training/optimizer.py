@@ -25,7 +25,7 @@ def make_optimizer(
 def warmed_up(learning_rate: float, *, step: int, warmup_steps: int) -> float:
     """Returns the learning rate of rollout step `step`, counted from 1. The rate grows linearly over `warmup_steps` steps and then stays constant.
 
-    >>> [warmed_up(1.0, step=step, warmup_steps=4) for step in (1, 2, 4, 9)]
-    [0.25, 0.5, 1.0, 1.0]
+    >>> [warmed_up(1.0, step=step, warmup_steps=4) for step in (1, 2, 4, 9)], warmed_up(1.0, step=1, warmup_steps=0)
+    ([0.25, 0.5, 1.0, 1.0], 1.0)
     """
     return learning_rate * min(1.0, step / warmup_steps) if warmup_steps else learning_rate

@@ -63,7 +63,7 @@ def pack(
         examples: all examples of a minibatch.
         weights: weight of each example's tokens, from `example_weights`.
         row_tokens: length of a row.
-        rows_per_microbatch: number of rows in a microbatch.
+        rows_per_microbatch: number of rows in a microbatch, a multiple of `spread`.
         shorter_rows: additional row lengths that a microbatch may have, so that the last microbatch is not mostly padding. Another program is compiled
             for each additional length.
         spread: number of device groups that share a microbatch. The first `rows_per_microbatch / spread` rows go to the first group, and so on. All
@@ -73,13 +73,8 @@ def pack(
         pad_id: token id of padding.
 
     Raises:
-        ValueError: an example is longer than a row, or `spread` does not divide `rows_per_microbatch`.
+        ValueError: an example is longer than a row.
     """
-    if rows_per_microbatch % spread:
-        raise ValueError(
-            f"rows_per_microbatch={rows_per_microbatch} must be a multiple of the {spread} device groups that share a "
-            f"microbatch, for example {-(-rows_per_microbatch // spread) * spread}"
-        )
     for index, one in enumerate(examples):
         if one.tokens > row_tokens:
             raise ValueError(
@@ -232,7 +227,7 @@ def _length(rows: Sequence[PackedRow], lengths: Sequence[int]) -> int:
 def _least_padding(
     pieces: Sequence[Piece], lengths: Sequence[int], rows_per_microbatch: int
 ) -> list[list[PackedRow]]:
-    """Returns one list with all rows of the longest length, and one list per microbatch of shorter rows. Lists have full multiples of microbatch rows."""
+    """Returns one list with all rows of the longest length, and one list per microbatch of shorter rows. The length of each list is a multiple of `rows_per_microbatch`."""
     room = lengths[0]
     even = even_rows(pieces, room=room, multiple=rows_per_microbatch)
     if len(lengths) == 1:

@@ -202,7 +202,8 @@ def test_a_tokenizer_is_there_whole_or_not_at_all(full_disk, tmp_path):
 def test_a_policy_keeps_the_tokens_that_its_folder_names(where, tmp_path):
     """A run's `model` is written like this: transformers needs its `bos_token_id` to generate without a prompt."""
     begin = "<|im_start|>"
-    tokenizer = HuggingFaceTokenizer(files_of(bos_token=begin if where == "tokenizer_config.json" else None))
+    bos, ends = (begin, [2, 0]) if where == "tokenizer_config.json" else (None, 2)
+    tokenizer = HuggingFaceTokenizer(files_of(generation={"eos_token_id": ends}, bos_token=bos))
     decoder = tiny_decoder_config(vocab_size=tokenizer.vocab_size, layers=1)
     source = tmp_path / "source"
     Policy(decoder=decoder, params=tiny_params(decoder), tokenizer=tokenizer).save(source)
@@ -217,5 +218,5 @@ def test_a_policy_keeps_the_tokens_that_its_folder_names(where, tmp_path):
     described = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert {key: described.get(key) for key in named} == named
     assert {"image_token_id", "sep_token_id"}.isdisjoint(described)
-    assert (described["eos_token_id"], described["pad_token_id"]) == (tokenizer.eos_id, tokenizer.pad_id)
+    assert (described["eos_token_id"], described["pad_token_id"]) == (ends, tokenizer.pad_id)
     assert load_tokenizer(tmp_path / "saved").files.keys() >= tokenizer.files.keys()

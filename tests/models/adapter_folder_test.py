@@ -130,41 +130,24 @@ def edit(folder, **changes):
         ("init_lora_weights", "pissa"),
         ("peft_type", "LOHA"),
         ("use_something_new", True),
+        ("r", 2.5),
+        ("r", 0),
     ],
 )
 def test_settings_that_are_not_covered_are_refused_by_key(key, value, adapter):
     edit(adapter, **{key: value})
-    with pytest.raises(ValueError, match=rf"adapter_config\.json: {key}="):
-        read_adapter(adapter)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "words"),
-    [
-        ("r", 0, "rank 0"),
-        ("r", 2.5, "r=2.5"),
-        ("r", ..., "r=None"),
-        ("lora_alpha", float("inf"), "alpha inf"),
-    ],
-)
-def test_wrong_ranks_and_alphas_are_refused(key, value, words, adapter):
-    edit(adapter, **{key: value})
-    with pytest.raises(ValueError, match=rf"adapter_config\.json: .*{words}"):
-        read_adapter(adapter)
-
-
-def test_tensors_of_other_matrices_are_refused_by_name(adapter):
-    tensors = load_file(adapter / "adapter_model.safetensors")
-    name = "base_model.model.lm_head.lora_A.weight"
-    save_file({**tensors, name: np.zeros((2, 32), np.float32)}, adapter / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match=rf"{name}.* q_proj"):
+    with pytest.raises(ValueError, match=rf"adapter_config\.json: ({key}=|rank 0)"):
         read_adapter(adapter)
 
 
 def test_an_adapter_of_another_base_is_refused_by_name(adapter):
-    """A base with other widths, and bases with more and fewer layers."""
+    """A base with other widths, bases with more and fewer layers, and an adapter of the unembedding."""
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    tensors["base_model.model.lm_head.lora_A.weight"] = np.zeros((2, 32), np.float32)
+    save_file(tensors, adapter / "adapter_model.safetensors")
     found, file = read_adapter(adapter)
     for changes, words in [
+        ({"embed_dim": 32}, r"has the tensors \['base_model\.model\.lm_head\.lora_A"),
         ({"embed_dim": 16}, r"k_proj\.lora_A\.weight .*\(2, 32\), .*\(2, 16\)"),
         ({"embed_dim": 32, "layers": 3}, r"lacks .*layers\.2\.self_attn\.k_proj\.lora_A\.weight"),
         ({"embed_dim": 32, "layers": 1}, r"has the tensors .*layers\.1\."),
@@ -185,10 +168,6 @@ def test_an_interrupted_export_is_not_an_adapter(adapter, monkeypatch):
     assert not (adapter / "adapter_config.json").exists()
 
 
-def test_targets_have_the_names_of_the_configuration():
-    assert (*SETS, *MATRICES) == LORA_TARGETS
-
-
 @pytest.mark.parametrize(
     ("targets", "expected"),
     [
@@ -198,6 +177,7 @@ def test_targets_have_the_names_of_the_configuration():
     ],
 )
 def test_targets_name_matrices(targets, expected):
+    assert (*SETS, *MATRICES) == LORA_TARGETS
     shape = lora_shape(rank=2, alpha=3.0, targets=targets)
     assert shape.targets == expected
     assert shape.scale == 1.5

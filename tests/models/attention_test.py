@@ -77,7 +77,7 @@ def test_causal_attention_sees_its_own_segment_up_to_itself(block, monkeypatch):
 
 
 def test_causal_attention_sees_the_prompt_that_its_segment_follows():
-    """A prompt of 3 tokens, responses of 2 and 4 after it: each row of scores is that of prompt and response alone."""
+    """A prompt of 3 tokens, responses of 2 and 4 after it: each response attends as if it alone followed the prompt."""
     query, key, value = random_inputs(3, batch=1)
     found = causal(query, key, value, np.array([[1, 1, 1, 2, 2, 3, 3, 3, 3]], np.int32),
                    prefix_ids=jnp.ones((1, 9), jnp.int32))  # fmt: skip
@@ -109,7 +109,7 @@ def test_blocks_of_queries_change_no_gradient(monkeypatch):
 
 
 def test_causal_attention_takes_its_softmax_in_float32_whatever_the_inputs():
-    """Inputs with 8 bits of mantissa: the error is at most that of rounding the weights, 2^-9, not of a sum."""
+    """Inputs with 8 bits of mantissa: the error is at most 2^-9, from rounding the weights; the sum adds none."""
     rounded = [jnp.asarray(part, jnp.bfloat16).astype(jnp.float32) for part in random_inputs(1, seq=9)]
     segment_ids = np.ones((2, 9), np.int32)
     found = causal(*rounded, segment_ids, dtype="bfloat16")

@@ -113,13 +113,6 @@ def test_two_notations_that_contradict_each_other_are_refused():
         understand(described, "config.json")
 
 
-@pytest.mark.parametrize(("ids", "written"), [((), None), ((7,), 7), ((7, 9), [7, 9])])
-def test_end_tokens_are_written_as_transformers_has_them(ids, written):
-    described = describe(QWEN2, dtype="bfloat16", eos_ids=ids, bos_id=5, pad_id=0)
-    assert [described[f"{name}_token_id"] for name in ("eos", "bos", "pad")] == [written, 5, 0]
-    assert described["torch_dtype"] == described["dtype"] == "bfloat16"
-
-
 def test_a_decoder_of_no_family_cannot_be_written():
     with pytest.raises(ValueError, match=r"qkv_bias .*qk_norm"):
         describe(replace(QWEN2, qk_norm=True))

@@ -102,7 +102,7 @@ def reference_logits(config, params, tokens):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_an_independent_network(family):
-    """Two rows, three segments: each segment's logits are those of its tokens alone."""
+    """Two rows, three segments: each segment has the same logits as its tokens alone."""
     config = FAMILIES[family]
     params = tiny_params(config)
     batch = packed([7, 4], [9])
@@ -135,7 +135,7 @@ def test_rematerialisation_changes_neither_value_nor_gradient(remat):
 
 
 def layer_scan(config, **options):
-    """The program's equations, and the one that goes over the layers."""
+    """Returns the program's equations, and the equation that scans over the layers."""
     graph = graph_of(config, **options)
     shapes = [jax.ShapeDtypeStruct(SHAPE, jnp.int32)] * 3
     program = jax.make_jaxpr(lambda params, *batch: nnx.merge(graph, params)(*batch))(
@@ -155,12 +155,11 @@ def test_the_program_does_not_grow_with_depth():
 
 def test_every_block_parameter_is_stacked_and_names_its_axes():
     shapes = shapes_of(tiny_decoder_config(layers=7, qkv_bias=True, qk_norm=True, tied_embeddings=False))
-    variables = jax.tree.leaves(shapes, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-    assert len(variables) == 17
-    for variable in jax.tree.leaves(shapes["blocks"], is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)):
+    assert (len(shapes["blocks"]), len(shapes["ends"])) == (14, 3)
+    for variable in shapes["blocks"].values():
         assert variable.shape[0] == 7
         assert len(variable.get_metadata()["axes"]) == len(variable.shape) - 1
-    for variable in jax.tree.leaves(shapes["ends"], is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)):
+    for variable in shapes["ends"].values():
         assert len(variable.get_metadata()["axes"]) == len(variable.shape)
 
 

@@ -40,9 +40,9 @@ def interleaved(weight, heads):
 
 
 def write_gguf(path, config, params, *, pre="smollm", kinds=(), extra=None, tensors=None, types=TYPES):
-    """`kinds` has the stored type by the end of a tensor's name; `extra` is additional or replaced metadata."""
-    family = family_of(config)
-    writer = GGUFWriter(str(path), family)
+    """`kinds` maps the end of a tensor's name to its stored type. `extra` adds or replaces metadata, and None removes a key."""
+    family, extra = family_of(config), dict(extra or {})
+    writer = GGUFWriter(str(path), extra.pop("general.architecture", family))
     metadata = {
         f"{family}.block_count": config.layers,
         f"{family}.context_length": config.max_positions,
@@ -60,7 +60,7 @@ def write_gguf(path, config, params, *, pre="smollm", kinds=(), extra=None, tens
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.padding_token_id": 0,
         "tokenizer.chat_template": TEMPLATE,
-        **(extra or {}),
+        **extra,
     }
     for key, value in metadata.items():
         if isinstance(value, bool):

@@ -41,7 +41,7 @@ def exactly(query, key, value, segment_ids):
 
 
 def assert_attends(found, parts, segment_ids, dtype, where=slice(None)):
-    """In bfloat16 a weight is rounded by at most 2^-8 of it, and so is what comes out; in float32 sums differ by their order."""
+    """In bfloat16, weights and results are rounded by up to 2^-8 of their value. In float32, only the order of sums differs."""
     exact, summed = (part[..., where] for part in exactly(*parts, segment_ids))
     slack = (2**-8 if dtype == "bfloat16" else 0) * (summed + np.abs(exact)) + 1e-5
     assert (np.abs(np.asarray(found)[..., where] - exact) <= slack).all()
@@ -57,7 +57,7 @@ def test_splash_attention_sees_its_own_segment_up_to_itself(interpret):
 
 @pytest.mark.parametrize("interpret", [INTERPRETED, ON_TPU])
 def test_gradients_through_splash_attention_are_those_of_plain_attention(interpret):
-    """Weights, their cotangents, what comes out and its cotangent are rounded, by 2^-8 each: 2^-6 of a gradient's norm."""
+    """Weights, results and their cotangents are rounded by 2^-8 each, which is 2^-6 of a gradient's norm in total."""
     parts, segment_ids = inputs("bfloat16"), jnp.asarray(packed())
     kernel = splash_kernel(HEADS, SEQ, interpret=interpret)
     along = inputs("bfloat16", seed=1)[0]
@@ -78,7 +78,7 @@ def test_gradients_through_splash_attention_are_those_of_plain_attention(interpr
 
 @pytest.mark.gpu
 def test_cudnn_attention_sees_all_before_it():
-    """Rows of one rollout and padding, whose outputs do not matter."""
+    """Each row has one rollout and padding. The outputs of padding do not matter."""
     parts = inputs("bfloat16")
     segment_ids = np.broadcast_to(np.where(np.arange(SEQ) < 200, 1, 0), (ROWS, SEQ)).astype(np.int32)
     found = jax.jit(lambda *parts: cudnn_attention(*parts, dtype="bfloat16"))(*parts)

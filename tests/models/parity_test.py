@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from dapo_jax.commands.convert import convert
 from dapo_jax.commands.inference import sample
-from dapo_jax.models.decoder import Decoder
+from dapo_jax.models.decoder import graph_of
 from dapo_jax.models.folder import load_model, save_model
 from dapo_jax.models.rope import RopeScaling
 from dapo_jax.parallel.mesh import make_mesh
@@ -40,7 +40,7 @@ PROMPTS = (
 
 @functools.cache
 def program(config):
-    graph = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))[0]
+    graph = graph_of(config)
 
     @jax.jit
     def logits(params, tokens):
@@ -148,9 +148,8 @@ def test_transformers_computes_the_same_logits_from_a_folder_of_ours(family, dty
     """In 20 tokens most rotations of the scaled ones are slowed. From bfloat16 both take the rounded weights."""
     transformers_and_torch()
     config = LIVE[family]
-    save_model(
-        tmp_path, config, tiny_params(config), dtype=dtype, eos_ids=(1,), pad_id=0, max_shard_bytes=20_000
-    )
+    ids = {"eos_token_id": 1}
+    save_model(tmp_path, config, tiny_params(config), dtype=dtype, token_ids=ids, max_shard_bytes=20_000)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, 20)
     found = logits_of(*load_model(tmp_path), tokens)
     np.testing.assert_allclose(found, their_logits(tmp_path, tokens), rtol=0, atol=TOLERANCE)

@@ -27,8 +27,6 @@ def test_one_axis_takes_the_remaining_devices(sizes, shape):
     [
         ({"fsdp": 2, "tensor": 2}, "data 1 x fsdp 2 x tensor 2 x context 1 .* 4 devices, .* 8;"),
         ({"tensor": 3}, "fsdp -1 x tensor 3 x context 1 .* 3 devices, .* 8;"),
-        ({"data": -1, "fsdp": -1}, "data -1 x fsdp -1 x tensor 1"),
-        ({"tensor": 0}, "data 1 x fsdp -1 x tensor 0"),
     ],
 )  # fmt: skip
 def test_sizes_that_do_not_fit_are_refused_with_the_product(sizes, message):
@@ -84,11 +82,8 @@ def test_only_data_reaches_from_slice_to_slice(sizes):
     ],
 )
 def test_a_mesh_that_would_cross_the_network_between_slices_is_refused(sizes, message):
-    devices = slices(2)
     with pytest.raises(ValueError, match=message):
-        make_mesh(**sizes, devices=devices)
-    with pytest.raises(ValueError, match="8, 7 devices"):
-        make_mesh(data=3, fsdp=5, devices=devices[:-1])
+        make_mesh(**sizes, devices=slices(2))
 
 
 def test_a_sampler_has_processes_of_one_slice():

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from dapo_jax.models.decoder import Decoder
+from dapo_jax.models.decoder import graph_of
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.sharding import SAMPLER_RULES, by_row, shardings
@@ -68,8 +68,7 @@ def test_a_dimension_that_does_not_divide_is_refused_with_the_arithmetic(changes
 
 
 def test_a_sharded_decoder_has_the_logits_of_a_whole_one(mesh):
-    graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(EVERYTHING, rngs=nnx.Rngs(0))))
-    params = tiny_params(EVERYTHING)
+    graph, params = graph_of(EVERYTHING), tiny_params(EVERYTHING)
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 20, (4, 12)).astype(np.int32)
     positions = np.tile(np.concatenate([np.arange(7), np.arange(5)]).astype(np.int32), (4, 1))

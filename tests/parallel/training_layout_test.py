@@ -159,8 +159,8 @@ def test_moments_may_be_in_host_memory(expected_of_adamw):
 @pytest.mark.slow  # the kernel is interpreted
 @pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2, "context": 2}, {"fsdp": 2, "context": 4}], ids=str)
 def test_splash_attention_over_split_rows_is_the_plain_one(axes):
-    """Each device has its own part of the queries, and of the kernel's tables. Both compute in float32; what differs is the
-    order of sums over up to 512 tokens, for gradients of up to 4 heads."""
+    """Each device has its own part of the queries, and of the kernel's tables. Both compute in float32, so only the order
+    of sums differs, over up to 512 tokens and for gradients over up to 4 heads."""
     rng, mesh = np.random.default_rng(0), make_mesh(**axes)
     rows, seq, dim = 2, 512, 32
     query, key, value = (rng.normal(size=(heads, dim, rows * seq)).astype(np.float32) for heads in (4, 2, 2))

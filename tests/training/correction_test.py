@@ -38,18 +38,18 @@ CASES = {
 """Correction and bounds. `bypass` uses the sampler's log-probabilities as the old ones, without weights."""
 
 
-def moved(seed, by):
+def moved(params, seed, by):
     """Returns perturbed parameters."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(
-        lambda leaf: leaf + jnp.asarray(by * rng.standard_normal(leaf.shape), leaf.dtype), PARAMS
+        lambda leaf: leaf + jnp.asarray(by * rng.standard_normal(leaf.shape), leaf.dtype), params
     )
 
 
 PARAMS = tiny_params(CONFIG)
-OLDER = [moved(seed, by) for seed, by in ((1, 0.02), (2, 0.015), (3, 0.01))]
+OLDER = [moved(PARAMS, seed, by) for seed, by in ((1, 0.02), (2, 0.015), (3, 0.01))]
 """Three versions of the weights; each sampled a part of every response."""
-LATER, REFERENCE = moved(4, 0.03), moved(5, 0.03)
+LATER, REFERENCE = moved(PARAMS, 4, 0.03), moved(PARAMS, 5, 0.03)
 """The weights before a later update of the step, and the reference policy."""
 
 

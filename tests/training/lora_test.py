@@ -20,26 +20,19 @@ from dapo_jax.training.optimizer import make_optimizer
 from dapo_jax.training.row_packing import pack
 from dapo_jax.training.state import init_state
 from dapo_jax.training.update import UpdateOptions, Updater
-from tests.training.correction_test import KEEP_GRADIENT, in_float64, logprobs_of
+from tests.training.correction_test import (
+    HIGH,
+    KEEP_GRADIENT,
+    LOW,
+    in_float64,
+    logprobs_of,
+    moved,
+    one_device,
+)
 
 BASE = tiny_decoder_config(layers=1, embed_dim=16, mlp_dim=24, heads=4, kv_heads=2)
 """One layer, so that float32 rounding is below half of the tolerance."""
 CONFIG = replace(BASE, lora=lora_shape(rank=3, alpha=6.0, targets=["all"]))
-LOW, HIGH = 0.2, 0.28
-
-
-def one_device():
-    return make_mesh(devices=jax.devices()[:1])
-
-
-def moved(params, seed, by):
-    """Returns perturbed parameters."""
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda leaf: leaf + jnp.asarray(by * rng.standard_normal(leaf.shape), leaf.dtype), params
-    )
-
-
 ADAPTERS, FROZEN = parted(moved(tiny_params(CONFIG), 1, 0.1))
 """B is not zero, so that A has a gradient."""
 

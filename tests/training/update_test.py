@@ -14,16 +14,16 @@ from flax import nnx
 from dapo_jax.dapo.batching import Example
 from dapo_jax.dapo.losses import dapo_loss, supervised_loss
 from dapo_jax.dapo.metrics import Max, Mean, to_scalars
-from dapo_jax.models.decoder import Decoder
+from dapo_jax.models.decoder import graph_of
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.testing import tiny_decoder_config, tiny_params
-from dapo_jax.training.optimizer import make_optimizer, warmed_up
+from dapo_jax.training.optimizer import make_optimizer
 from dapo_jax.training.row_packing import pack
 from dapo_jax.training.state import init_state
 from dapo_jax.training.update import UpdateOptions, Updater, check_objective
 
 CONFIG = tiny_decoder_config(layers=1, embed_dim=16, mlp_dim=16, heads=2, kv_heads=2)
-GRAPH = nnx.split(nnx.eval_shape(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0))))[0]
+GRAPH = graph_of(CONFIG)
 KEEP_GRADIENT = optax.trace(decay=0.0)
 """An optimizer whose state is the last gradient, without rounding."""
 SEQ = 16
@@ -396,13 +396,6 @@ def test_three_updates_are_adamw_with_decay_and_clipping_as_written_down(sampler
     expected = numpy_adamw(on_host(PARAMS), gradients, rates, clip=0.05)
     for found, leaf in zip(on_host(state.params), expected, strict=True):
         np.testing.assert_allclose(found, leaf, rtol=2e-6, atol=2e-6)
-
-
-def test_the_learning_rate_warms_up_over_steps_and_stays():
-    """Step k of the warm-up, counted from 1, has the factor k / warmup_steps."""
-    rates = [warmed_up(2e-6, step=k, warmup_steps=20) for k in (1, 5, 20, 21, 1000)]
-    assert rates == pytest.approx([1e-7, 5e-7, 2e-6, 2e-6, 2e-6])
-    assert warmed_up(2e-6, step=1, warmup_steps=0) == 2e-6
 
 
 def test_the_callers_parameters_survive_the_first_update():
