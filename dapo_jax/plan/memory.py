@@ -1,7 +1,7 @@
 """Computes memory per device: the arrays that are resident while each program runs, and the largest KV cache that fits."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from dapo_jax.config import TrainConfig
 from dapo_jax.models.presets import DecoderConfig
@@ -20,7 +20,7 @@ class Phase:
 
     name: str
     program: str
-    parts: dict[str, int] = field(default_factory=dict)
+    parts: dict[str, int]
     """Kind of array -> bytes."""
 
     @property
@@ -104,12 +104,12 @@ def as_compiled(there: Resident, programs: Mapping[str, ProgramMemory]) -> Resid
     return there
 
 
-def together(program: str, there: Resident, *, updates: int) -> tuple[str, dict[str, int]] | None:
+def together(program: str, there: Resident, *, updates: int) -> tuple[str, dict[str, int]]:
     """Returns the phase in which a program runs, and the bytes of the arrays that are resident during it, without temporary arrays.
 
-    Returns None for a small program that never determines the peak. Between steps, the sampler keeps only its frozen weights.
-    During sampling, the prompts of two prefill calls may be in memory, because responses of the first call still wait for slots when
-    the second call begins. The minibatches of all updates are on the device from before the first update until after the last.
+    Both are empty for a small program that never determines the peak. Between steps, the sampler keeps only its frozen weights.
+    During sampling, the prompts of two prefill calls may be in memory, because responses to prompts from the first call may still
+    wait for slots when the second call begins. The minibatches of all updates are in memory from the first update to the last.
     """
     between = {
         "train state": there.state,
@@ -124,51 +124,45 @@ def together(program: str, there: Resident, *, updates: int) -> tuple[str, dict[
     cache = {**sampler, "decode state": there.decode_state, "paused responses": there.paused}
     prompts = {**cache, "prefilled prompts": 2 * there.prefix}
     chunk = {**cache, "prefilled prompts": there.prefix}
-    chunks = {**chunk, "sequence prefilled in chunks": there.buffers}
-    ended = {"sequence that waits for its slot": there.reread}
-    # While other responses decode, a long sequence may be in prefill, or may just have been prefilled.
-    longer = chunks if there.waiting or there.buffers > there.reread else {**chunk, **ended}
-    longer |= {"sequence that waits for its slot": there.waiting} if there.waiting else {}
+    # A sequence that was prefilled in chunks may wait for its slot while the next one is in prefill.
+    waits = "sequence that waits for its slot"
+    chunks = {**chunk, "sequence prefilled in chunks": there.buffers, waits: there.waiting}
+    ended = {**chunk, waits: there.reread}
+    several = "update with several row lengths"
     known: dict[str, tuple[str, dict[str, int]]] = {
-        "transfer": ("transfer: its last layer", sampler),
+        "transfer": ("transfer: layers", sampler),
         "transfer_ends": ("transfer: embeddings", sampler),
-        "prefill_part": ("sampling: a chunk of a long sequence", chunks),
-        "prefill_kept": ("sampling: the end of a long sequence", {**chunks, **ended}),
-        "fill_part": ("sampling: a response resumes", {**chunk, **ended}),
-        "insert_part": ("sampling: a response resumes", {**chunk, **ended}),
-        "paused": ("sampling: responses pause", {**prompts, "paused responses": 0}),
-        "generate": ("sampling: decode", max(prompts, longer, key=lambda parts: sum(parts.values()))),
+        "prefill": ("sampling: prefill", prompts),
+        "prefill_part": ("sampling: chunked prefill", chunks),
+        "prefill_kept": ("sampling: end of a chunked prefill", {**chunks, **ended}),
+        "prefill_empty": ("", {}),
+        "fill": ("sampling: fill slots", prompts),
+        "insert": ("sampling: fill slots", prompts),
+        "fill_part": ("sampling: fill slots after a chunked prefill", ended),
+        "insert_part": ("sampling: fill slots after a chunked prefill", ended),
+        "paused": ("sampling: pause responses", {**prompts, "paused responses": 0}),
+        "generate": ("sampling: decode", max(prompts, ended, chunks, key=lambda parts: sum(parts.values()))),
         "score": ("log-probabilities", updating),
-        "score_shortest": ("log-probabilities, shortest rows", updating),
+        "score_shortest": ("log-probabilities: shortest rows", updating),
         "update": ("update", updating),
-        "update_begin": ("update of several row lengths: begins", updating),
-        "update_add_longest": ("update of several row lengths: longest rows", accumulating),
-        "update_add_shortest": ("update of several row lengths: shortest rows", accumulating),
-        "update_apply": ("update of several row lengths: change", accumulating),
+        "update_begin": (f"{several}: start", updating),
+        "update_add_longest": (f"{several}: longest rows", accumulating),
+        "update_add_shortest": (f"{several}: shortest rows", accumulating),
+        "update_apply": (f"{several}: optimizer step", accumulating),
     }
-    if program in known:
-        return known[program]
-    if program.startswith("prefill") and program != "prefill_empty":
-        return "sampling: prefill", prompts
-    return ("sampling: a response starts", prompts) if program.startswith(("fill", "insert")) else None
+    return known.get(program) or known.get(program.partition("_")[0], ("", {}))
 
 
 def phases(programs: Mapping[str, ProgramMemory], there: Resident, *, updates: int) -> list[Phase]:
     """Returns the phase of each compiled program (see `together`). Each phase also counts the code of all programs."""
-    code = sum(memory.code for memory in programs.values())
-    return [
-        Phase(
-            name=found[0],
-            program=program,
-            parts={
-                **{part: size for part, size in found[1].items() if size},
-                "programs": code,
-                f"added by {program}": memory.added,
-            },
-        )
-        for program, memory in programs.items()
-        if (found := together(program, there, updates=updates)) is not None
-    ]
+    found, code = list[Phase](), sum(memory.code for memory in programs.values())
+    for program, memory in programs.items():
+        name, resident = together(program, there, updates=updates)
+        if name:
+            parts = {part: size for part, size in resident.items() if size}
+            parts |= {"programs": code, f"added by {program}": memory.added}
+            found.append(Phase(name=name, program=program, parts=parts))
+    return found
 
 
 def cache_fit(

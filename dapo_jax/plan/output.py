@@ -13,7 +13,7 @@ from dapo_jax.plan.plan import Plan
 from dapo_jax.plan.remedies import Tried, held_in
 from dapo_jax.plan.roofline import cache_bytes_per_token
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 """Version of the JSON output. It increases when a field is removed or its meaning changes."""
 
 _LINES = 40

@@ -60,8 +60,7 @@ def held_in(made: Plan, program: str) -> list[ResidentPart]:
     If the compiler rejected the program, the last entry is the total memory that the program needs.
     """
     phase = next((phase for phase in made.phases if phase.program == program), None)
-    found = together(program, made.resident, updates=made.work.updates)
-    resident = {} if found is None else found[1]
+    _, resident = together(program, made.resident, updates=made.work.updates)
     if phase is not None:
         added = {part: size for part, size in phase.parts.items() if part not in resident}
         total = phase.total

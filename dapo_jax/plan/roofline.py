@@ -263,7 +263,7 @@ def _trained(
         ici_bytes=work.updates * update,
     )
     scores = Work(
-        phase="score",
+        phase="log-probabilities",
         runs=scored,
         flops=scored * one / devices,
         useful_flops=scored / work.updates * own / devices,

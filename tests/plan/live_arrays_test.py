@@ -100,8 +100,8 @@ def observed(folder, *changes):
 
 
 def parts(made, program):
-    found = together(program, made.resident, updates=made.work.updates)
-    return {name: size for name, size in found[1].items() if size}
+    _, resident = together(program, made.resident, updates=made.work.updates)
+    return {name: size for name, size in resident.items() if size}
 
 
 def check_updates(made, found, *frozen):

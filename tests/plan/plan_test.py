@@ -71,7 +71,7 @@ def test_the_command_writes_tables_or_json(capsys):
     # Weights and two moments in float32.
     assert data["checkpoint_bytes"] == 12 * data["model"]["parameters"]
     assert data["work"]["response_mean"] == 20480
-    assert data["schema_version"] == 6
+    assert data["schema_version"] == 7
     assert [data[key] for key in ("fits", "roofline", "chip_hours")] == [None] * 3
 
 

@@ -47,7 +47,7 @@ def test_sampling_programs_and_cache_equal_those_of_a_run(in_flight, pages):
     ours = {name for name in planned.lowered() if not name.startswith(("update", "score", "transfer"))}
     run = engine.programs(planned.weights, jax.eval_shape(partial(decoding, temperature=1.0)))
     assert ours == run.keys()
-    assert planned.pages == engine.page_sizes
+    assert planned.engine.page_sizes == engine.page_sizes
     assert planned._prefilled == engine._read.shape
     assert ("insert_paused" in ours) == (in_flight > 16)
     assert ("prefill_part" in ours) == bool(in_flight or pages)

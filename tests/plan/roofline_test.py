@@ -197,7 +197,7 @@ def test_training_by_hand():
     forward = 256 * (5760 + 2448 + 512)
     assert phases["update"].flops == 2 * 4 * forward / 8
     assert phases["update"].useful_flops == 2 * 3 * forward / 8
-    assert (phases["score"].flops, phases["score"].runs) == (forward / 8, 1)
+    assert (phases["log-probabilities"].flops, phases["log-probabilities"].runs) == (forward / 8, 1)
     # Each of 4 passes over a microbatch reads 3192 x 2 / 2 bytes. A device holds 3192 / 8 = 399 parameters: their gradients are accessed 3
     # times per microbatch, and parameters, gradients and moments 7 times at the end.
     assert phases["update"].hbm_bytes == 2 * (4 * 4 * 3192 + 4 * 12 * 399 + 28 * 399)
@@ -228,8 +228,8 @@ def test_options_change_the_work():
     _, phases = works()
     plain = without(model=replace(CONFIG.model, remat="none"))
     assert plain["update"].flops == 3 / 4 * phases["update"].flops
-    assert "score" not in without(loss=LossConfig(old_logprobs="sampler"))
-    assert without(loss=LossConfig(kl_coef=0.1))["score"].runs == 3
+    assert "log-probabilities" not in without(loss=LossConfig(old_logprobs="sampler"))
+    assert without(loss=LossConfig(kl_coef=0.1))["log-probabilities"].runs == 3
     float32 = without(model=replace(CONFIG.model, compute_dtype="float32"))
     assert float32["decode"].hbm_bytes == 2 * phases["decode"].hbm_bytes
 
@@ -245,6 +245,6 @@ def test_traffic_counts_as_often_as_a_program_runs():
     _, phases = works(programs=[compiled(name, received) for name, received in bytes_of.items()])
     assert phases["decode"].ici_bytes == pytest.approx(76_800)
     assert phases["update"].ici_bytes == 400
-    assert phases["score"].ici_bytes == 0
+    assert phases["log-probabilities"].ici_bytes == 0
     # The transfer has a program for each of 3 layers, and one for the ends.
     assert phases["transfer"].ici_bytes == 400
