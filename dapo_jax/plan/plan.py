@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import jax
+
 from dapo_jax.config import ConfigError, TrainConfig
 from dapo_jax.config.loading import replaced
 from dapo_jax.models.presets import DecoderConfig
@@ -123,7 +125,7 @@ def plan(
     work = workload_of(config, assumed or Assumptions())
     if slice is None:
         devices, host = devices_of_run(config.parallel), None
-        memory = device_bytes(devices[0])
+        memory = device_bytes(jax.devices()[0])  # absent devices are of the same kind
     else:
         devices, host = devices_of(slice), devices_of(slice.one_host) if slice.hosts > 1 else None
         memory = slice.chip.device_hbm_bytes
@@ -132,8 +134,6 @@ def plan(
     programs, compiled = Programs(placed, decoder, work, devices, host, memory), list[Program]()
     try:
         there = programs.resident  # builds trainer and sampler from shapes
-    except ConfigError:
-        raise
     except ValueError as error:  # the configuration contains an invalid size
         raise ConfigError(str(error)) from error
     if config.optimizer.offload:

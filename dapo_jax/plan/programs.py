@@ -20,9 +20,10 @@ from dapo_jax.plan.memory import Resident
 from dapo_jax.plan.mesh_sizes import MeshSizes
 from dapo_jax.plan.roofline import item, prefill_shape_of
 from dapo_jax.plan.workload import Workload
+from dapo_jax.rollout.response_sampler import ResponseSampler
 from dapo_jax.run.policy import Policy, frozen_structs, mesh_of, meshes_of, optimizer_of
-from dapo_jax.run.programs import sampled_decoder, sharing, transfer_of, updater_of
-from dapo_jax.run.sampler_setup import prefix_bytes, room_for_cache
+from dapo_jax.run.programs import sharing, updater_of
+from dapo_jax.run.sampler_setup import prefix_bytes, response_sampler
 from dapo_jax.run.training_pass import TrainingPass, for_mesh, training_pass
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
@@ -208,40 +209,29 @@ class Programs:
 
     @cached_property
     def engine(self) -> DecoderEngine:
-        """The engine of one sampler, with its page sizes and the size of a cached token."""
-        sampling, train = self.config.sampling, self.sizes.train
-        # If the configuration does not set the cache size, it is computed from the free memory, as in a run.
-        reference = bytes_on_device(self.state.params, train) if self.config.loss.kl_coef else 0
-        base = 0 if self._shares_base else bytes_on_device(self._policy.frozen, train)
-        weights = bytes_on_device(self.weights, self.sizes.sampler)
-        cache_bytes = room_for_cache(
-            self._decoder,
-            self.meshes.sampler,
-            sampling,
-            self._prefilled,
-            capacity=self._capacity,
-            compute_dtype=self._dtype,
-            in_flight=self._in_flight,
-            has_turns=bool(self.config.environment.source),
-            resident=bytes_on_device(self.state, train) + reference + base + weights,
-            memory=self.memory,
-        )
-        return DecoderEngine(
-            sampled_decoder(self._decoder, sampling),
-            slots=sampling.slots,
-            capacity=self._capacity,
-            steps_per_call=sampling.steps_per_call,
-            stop_ids=(self.decoder.vocab_size - 1,),
-            mesh=self.meshes.sampler,
-            compute_dtype=self._dtype,
-            page_tokens=sampling.page_tokens,
-            cache_tokens=sampling.cache_tokens,
-            cache_dtype=sampling.cache_dtype,
-            cache_bytes=cache_bytes,
-            in_flight=self._in_flight,
-            prefill=self._prefilled,
-        )
+        """The engine of one sampler, as a run builds it."""
+        engine = self._sampler.engine
+        assert isinstance(engine, DecoderEngine)
+        return engine
 
     @cached_property
+    def _sampler(self) -> ResponseSampler:
+        config, train = self.config, self.sizes.train
+        reference = bytes_on_device(self.state.params, train) if config.loss.kl_coef else 0
+        return response_sampler(
+            self._policy,
+            self.meshes,
+            replace(config.sampling, stop=[], stop_token_ids=[]),
+            seed=config.seed,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            compute_dtype=self._dtype,
+            group_size=config.batch.group_size,
+            in_flight=self._in_flight,
+            has_turns=bool(config.environment.source),
+            resident=bytes_on_device((self.state, self._policy.unshared), train) + reference,
+            memory=self.memory,
+        )
+
+    @property
     def _transfer(self) -> Any:
-        return transfer_of(self._policy, self.meshes, self.config.sampling, dtype=self._dtype)
+        return self._sampler.transfer
