@@ -36,7 +36,7 @@ class Check:
     look: Callable[[Subject], Found]
     """Runs the check. An exception is reported as a failure."""
     needs: tuple[str, ...] = ()
-    """Names of earlier checks that this check depends on. If any of them failed or was skipped, this check is skipped."""
+    """Names of earlier checks. If any of them failed or was skipped, this check is skipped."""
     remedy: str = ""
     """The suggested fix if the check raises an exception other than ConfigError."""
 
@@ -44,16 +44,16 @@ class Check:
 def examine(
     checks: Sequence[Check], subject: Subject, *, before: Callable[[Check], object] = lambda check: None
 ) -> dict[str, Found]:
-    """Runs the checks in order, and returns the result of each by name. If a check fails, only the checks that depend on it are skipped.
+    """Runs the checks in order, and returns their results by name. If a check fails, only the checks that depend on it are skipped.
 
     `before` is called with each check just before the check runs.
     """
     results: dict[str, Found] = {}
     for check in checks:
         began = time.monotonic()
-        needed = {name: results[name] for name in check.needs if name in results}
-        if lacking := [name for name, one in needed.items() if one.state in ("failed", "skipped")]:
-            name, one = lacking[0], needed[lacking[0]]
+        needed = [(name, results[name]) for name in check.needs if name in results]
+        if lacking := [each for each in needed if each[1].state in ("failed", "skipped")]:
+            name, one = lacking[0]
             found = Found(f"because '{name}' failed" if one.state == "failed" else one.message, "skipped")
         else:
             before(check)

@@ -52,7 +52,7 @@ def examination(
     right: str = "",
     before: Callable[[Check], object] = lambda check: None,
 ) -> dict[str, Found]:
-    """Runs all checks, which takes about a minute, and returns the result of each by name. Without `config`, only the machine is checked, with a tiny model.
+    """Runs all checks in about a minute, and returns their results by name. Without `config`, checks only the machine, with a tiny model.
 
     If `quick` is set, the tiny step is skipped. `full` and `right` are described in `Subject`. `before` is called with each check
     just before the check runs.

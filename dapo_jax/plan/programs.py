@@ -1,4 +1,4 @@
-"""Lowers a run's programs from shapes. They are the programs with which a run trains, scores, transfers weights and samples."""
+"""Lowers from shapes the programs with which a run trains, scores, transfers weights and samples."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,9 +17,8 @@ from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.parallel.mesh import AnyDevice, Meshes
 from dapo_jax.plan.memory import Resident
-from dapo_jax.plan.mesh_sizes import MeshSizes
 from dapo_jax.plan.roofline import item, prefill_shape_of
-from dapo_jax.plan.workload import Workload
+from dapo_jax.plan.workload import MeshSizes, Workload
 from dapo_jax.rollout.response_sampler import ResponseSampler
 from dapo_jax.run.policy import Policy, frozen_structs, mesh_of, meshes_of, optimizer_of
 from dapo_jax.run.programs import sharing, updater_of
@@ -27,7 +26,6 @@ from dapo_jax.run.sampler_setup import prefix_bytes, response_sampler
 from dapo_jax.run.training_pass import TrainingPass, for_mesh, training_pass
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
-from dapo_jax.sampling.prompt_packing import PrefillShape
 from dapo_jax.text.tokenizers import ByteTokenizer
 from dapo_jax.training.state import TrainState, state_structs
 
@@ -44,9 +42,9 @@ class Programs:
     devices: Sequence[AnyDevice]
     """The run's devices. If they are absent, programs cannot be lowered."""
     host: list[jax.Device] | None = None
-    """The devices of a one-host slice for the sampler, because the compiler rejects some hosts of a larger slice. None: `devices`."""
+    """The devices of a one-host slice for the sampler, because the compiler rejects some hosts of a larger slice."""
     memory: int | None = None
-    """Bytes of a device's memory; None if unknown, as for a CPU."""
+    """Bytes of a device's memory; None for a CPU, or to ask the devices."""
 
     @cached_property
     def meshes(self) -> Meshes:
@@ -75,15 +73,10 @@ class Programs:
         optimizer, offload = optimizer_of(self.config.optimizer), self.config.optimizer.offload
         return state_structs(self._policy.params, optimizer, self.meshes.train, offload=offload)
 
-    @cached_property
-    def weights(self) -> Any:
-        """The sampler's weights as shapes with shardings."""
-        return self._transfer.shapes
-
     def lowered(self) -> dict[str, Lower]:
         """Maps the name of each program to a function that lowers it."""
         decoded = jax.eval_shape(partial(decoding, temperature=self.config.sampling.temperature))
-        made: dict[str, Lower] = self.engine.programs(self.weights, decoded)
+        made: dict[str, Lower] = self.engine.programs(self._transfer.shapes, decoded)
         rows, lengths, params = self.config.batch.rows_per_microbatch, self._row_lengths, self.state.params
         made["transfer"] = lambda: self._transfer.lower(params)["layer"]
         if not self._adapts:
@@ -109,11 +102,11 @@ class Programs:
             bytes_on_device(self._updater.stack_structs(count, rows, tokens), sizes.train)
             for count, tokens in stacks
         )
-        prefill, width, slots = self._prefilled, self._prefilled.width, self.config.sampling.slots
-        each, pages = self.engine.token_bytes, self.engine.page_sizes
+        engine, prefill, slots = self.engine, prefill_shape_of(self.config), self.config.sampling.slots
+        each, capacity, width = engine.token_bytes, engine.capacity, prefill.width
         # If the pages run out, a response of any length may be re-prefilled.
-        prefilled = self._capacity if pages.runs_out else prefill.longest
-        chunks = -(-self._capacity // width) * width if prefilled > width else 0
+        prefilled = capacity if engine.page_sizes.runs_out else prefill.longest
+        chunks = -(-capacity // width) * width if prefilled > width else 0
         reread = chunks and chunks * each + prefill.row_prompts * decoder.vocab_rows * 4
         heads = -(-decoder.kv_heads // sizes.sampler["tensor"])
         base = bytes_on_device(self._transfer.base_shapes, sizes.sampler) if self._adapts else 0
@@ -127,8 +120,8 @@ class Programs:
             base=bytes_on_device(self._policy.frozen, sizes.train),
             shares_base=self._shares_base,
             sampler_base=0 if self._shares_base else base,
-            weights=bytes_on_device(self.weights, sizes.sampler) - base,
-            rotations=2 * 4 * (decoder.head_dim // 2) * self._capacity,
+            weights=bytes_on_device(self._transfer.shapes, sizes.sampler) - base,
+            rotations=2 * 4 * (decoder.head_dim // 2) * capacity,
             minibatch=first + sum(others),
             shorter=sum(others),
             gradient=bytes_on_device(self._updater.sums_structs(state), sizes.train) if others else 0,
@@ -136,23 +129,15 @@ class Programs:
             buffers=chunks and cached * chunks + flowing,
             reread=reread,
             waiting=reread if prefill.longest > width else 0,
-            decode_state=bytes_on_device(self.engine.state_structs, sizes.sampler),
+            decode_state=bytes_on_device(engine.state_structs, sizes.sampler),
             # Each device has the logits of all paused responses, whose number is rounded up to a multiple of `slots`.
             paused=4 * decoder.vocab_rows * slots * max(0, -(-self._in_flight // slots) - 1),
         )
 
     @property
-    def _prefilled(self) -> PrefillShape:
-        return prefill_shape_of(self.config)
-
-    @property
     def _in_flight(self) -> int:
         """Maximum number of responses in flight per sampler; 0 if sampling runs in waves."""
         return -(-self.config.rollout.in_flight // self.sizes.samplers)
-
-    @property
-    def _capacity(self) -> int:
-        return self.config.data.max_prompt_tokens + self.config.sampling.max_response_tokens
 
     @property
     def _dtype(self) -> str:

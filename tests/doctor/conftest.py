@@ -1,4 +1,4 @@
-"""A micro model, a file of sums, and a configuration of both, which these tests examine."""
+"""A micro model, a file of sums, and a configuration that uses both."""
 
 import json
 import os

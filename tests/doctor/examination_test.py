@@ -145,7 +145,7 @@ def test_one_nan_in_the_weights(examined, tmp_path):
 
 
 def test_waves_that_are_larger_than_the_data_are_a_warning(examined):
-    """Of nine rows, waves of three times four prompts do not fit; without dynamic sampling a step samples four prompts."""
+    """There are nine rows, but a wave has three times four prompts. Without dynamic sampling, a step samples four."""
     found = examined(quick=True, batch__prompts_per_step=4)["training data"]
     assert found.state == "warning"
     assert "1.33 times" in found.message
@@ -209,7 +209,7 @@ def test_a_grader_with_its_own_form_needs_the_option_right(examined, graders):
 
 
 def test_a_full_disk(examined, monkeypatch):
-    """The micro model has less than 10,000 parameters: the least that a disk should have is needed, a sixteenth of a GiB."""
+    """The micro model needs only the minimum that a disk should have."""
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**30, 2**30, 0))
     found = only_fails(examined(quick=True), "disk")
@@ -305,7 +305,7 @@ def test_without_a_model_its_dependents_are_skipped_and_the_verdict_names_it(exa
 
 
 def test_control_characters_are_escaped_and_tokens_and_passwords_are_not_printed(monkeypatch):
-    """Prompts, responses and quoted errors are untrusted text: ESC would colour the screen, the other character reverses the line."""
+    """Prompts and responses are untrusted: ESC would colour the screen, and the other character reverses the line."""
     monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
     evil, out = "\x1b[31m\u202e hf_0123456789 at https://me:word@host", io.StringIO()
     found = Found(evil, remedy=evil, details=(f"prompt 0: {evil}",))

@@ -118,7 +118,7 @@ def test_arrays_during_updates_and_between_steps_are_counted(counted):
 
 
 def check_while_sampling(made, found):
-    """The plan counts the recorded maximum. Whether a whole row of prompts is there at the same time depends on the sampled tokens, and so on the machine."""
+    """The plan counts the recorded maximum. Whether a whole row of prompts is there then depends on the sampled tokens."""
     resident = parts(made, "generate")
     total = sum(resident.values())
     assert total - resident["prefilled prompts"] - SMALLS <= max(found["sampling"]) <= total + SMALLS
