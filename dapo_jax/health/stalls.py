@@ -70,7 +70,7 @@ class Watch:
         self._now = _Doing(self._now.count + 1, what, for_others, time.monotonic())
 
     def phase(self, name: str, done: int | None, total: int | None) -> None:
-        """Reports that `done` of `total` units of a phase are complete. Both are None for a phase without units."""
+        """Reports that `done` of `total` units of a phase are complete; None for a phase without units."""
         self.note(name if done is None else f"{name}, {done} of {total} done")
 
     def __enter__(self) -> "Watch":
