@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from dapo_jax.config import ConfigError
@@ -24,6 +24,8 @@ class Found:
     """The suggested fix. Empty if none is needed, or if `message` contains it, as the message of a `ConfigError` does."""
     details: tuple[str, ...] = ()
     """Further lines, which are printed below the table of results."""
+    seconds: float = field(default=0.0, compare=False)
+    """How long the check took."""
 
 
 @dataclass(frozen=True)
@@ -34,34 +36,25 @@ class Check:
     look: Callable[[Subject], Found]
     """Runs the check. An exception is reported as a failure."""
     needs: tuple[str, ...] = ()
-    """Names of earlier checks that this check depends on. If any of them failed or was skipped, this check is skipped."""
+    """Names of earlier checks. If any of them failed or was skipped, this check is skipped."""
     remedy: str = ""
     """The suggested fix if the check raises an exception other than ConfigError."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A check's result, and how long the check took."""
-
-    name: str
-    found: Found
-    seconds: float
-
-
 def examine(
     checks: Sequence[Check], subject: Subject, *, before: Callable[[Check], object] = lambda check: None
-) -> list[Finding]:
-    """Runs the checks in order. If a check fails, only the checks that depend on it are skipped.
+) -> dict[str, Found]:
+    """Runs the checks in order, and returns their results by name. If a check fails, only the checks that depend on it are skipped.
 
     `before` is called with each check just before the check runs.
     """
-    findings: dict[str, Finding] = {}
+    results: dict[str, Found] = {}
     for check in checks:
         began = time.monotonic()
-        needed = [findings[name] for name in check.needs if name in findings]
-        if failed := next((one for one in needed if one.found.state in ("failed", "skipped")), None):
-            because = f"because '{failed.name}' failed"
-            found = Found(because if failed.found.state == "failed" else failed.found.message, "skipped")
+        needed = [(name, results[name]) for name in check.needs if name in results]
+        if lacking := [each for each in needed if each[1].state in ("failed", "skipped")]:
+            name, one = lacking[0]
+            found = Found(f"because '{name}' failed" if one.state == "failed" else one.message, "skipped")
         else:
             before(check)
             try:
@@ -72,8 +65,8 @@ def examine(
                 notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
                 message = shortened(f"{type(error).__name__}: {error}") + notes
                 found = Found(message, "failed", check.remedy)
-        findings[check.name] = Finding(check.name, found, time.monotonic() - began)
-    return list(findings.values())
+        results[check.name] = replace(found, seconds=time.monotonic() - began)
+    return results
 
 
 def shortened(text: str, most: int = _MOST) -> str:

@@ -1,6 +1,6 @@
 """Lists the checks of `dapo-jax doctor`, runs them, and prints the results with an overall verdict."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -13,7 +13,7 @@ from dapo_jax.config import TrainConfig
 from dapo_jax.config.keys import without_secrets
 from dapo_jax.doctor import machine, resources
 from dapo_jax.doctor import prompts_and_graders as prompts
-from dapo_jax.doctor.check import Check, Finding, Found, examine
+from dapo_jax.doctor.check import Check, Found, examine
 from dapo_jax.doctor.subject import STAND_IN, SUMS, Subject
 from dapo_jax.doctor.tiny_step import TinyStep
 from dapo_jax.terminal import visible
@@ -51,8 +51,8 @@ def examination(
     quick: bool = False,
     right: str = "",
     before: Callable[[Check], object] = lambda check: None,
-) -> list[Finding]:
-    """Runs all checks, which takes about a minute. Without `config`, checks only the machine, with a tiny model.
+) -> dict[str, Found]:
+    """Runs all checks in about a minute, and returns their results by name. Without `config`, checks only the machine, with a tiny model.
 
     If `quick` is set, the tiny step is skipped. `full` and `right` are described in `Subject`. `before` is called with each check
     just before the check runs.
@@ -87,15 +87,15 @@ def _of_step(step: TinyStep) -> list[Check]:
     ]
 
 
-def verdict(findings: Sequence[Finding], *, configured: bool) -> tuple[bool, str]:
+def verdict(results: Mapping[str, Found], *, configured: bool) -> tuple[bool, str]:
     """Returns whether training can start, and a one-sentence summary."""
     what = "This configuration" if configured else "This machine"
-    failed = [finding.name for finding in findings if finding.found.state == "failed"]
+    failed = [name for name, found in results.items() if found.state == "failed"]
     if failed:
         return False, f"{what} cannot train here: see {_listed(failed)}."
-    unsure = [finding.name for finding in findings if finding.found.state != "ok"]
+    unsure = [name for name, found in results.items() if found.state != "ok"]
     but = f", but see {_listed(unsure)}" if unsure else ""
-    if "weights" not in [finding.name for finding in findings]:
+    if "weights" not in results:
         return True, f"{what} passed all checks{but}; no training step was tried."
     return True, f"{what} can train here{but}."
 
@@ -107,34 +107,35 @@ def _listed(names: Sequence[str]) -> str:
 _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}
 
 
-def show(findings: Sequence[Finding], console: Console, *, configured: bool) -> None:
+def show(results: Mapping[str, Found], console: Console, *, configured: bool) -> None:
     """Prints the results, the remedies and the verdict. Control characters in prompts and responses are escaped."""
     table = Table(show_edge=False, pad_edge=False)
     table.add_column("check", no_wrap=True)
     table.add_column("state", no_wrap=True)
     table.add_column("result", overflow="fold")
-    for finding in findings:
-        text = Text(_shown(finding.found.message))
-        if finding.found.remedy:
-            text.append(f"\n-> {_shown(finding.found.remedy)}", style="bold")
-        table.add_row(finding.name, Text(finding.found.state, style=_STYLES[finding.found.state]), text)
+    for name, found in results.items():
+        text = Text(_shown(found.message))
+        if found.remedy:
+            text.append(f"\n-> {_shown(found.remedy)}", style="bold")
+        table.add_row(name, Text(found.state, style=_STYLES[found.state]), text)
     console.print(table)
-    details = [_shown(line) for finding in findings for line in finding.found.details]
+    details = [_shown(line) for found in results.values() for line in found.details]
     for line in (*([""] if details else []), *details, ""):
         console.print(line, markup=False, highlight=False)
-    good, sentence = verdict(findings, configured=configured)
+    good, sentence = verdict(results, configured=configured)
     console.print(Text(sentence, style="bold green" if good else "bold red"))
 
 
-def as_data(findings: Sequence[Finding], *, configured: bool) -> dict[str, Any]:
+def as_data(results: Mapping[str, Found], *, configured: bool) -> dict[str, Any]:
     """Returns the data that `--json` prints."""
-    good, sentence = verdict(findings, configured=configured)
+    good, sentence = verdict(results, configured=configured)
     return {
         "schema_version": 2,
         "can_train": good,
         "verdict": sentence,
         "checks": [
-            {"name": one.name, **asdict(one.found), "seconds": round(one.seconds, 3)} for one in findings
+            {"name": name, **asdict(found), "seconds": round(found.seconds, 3)}
+            for name, found in results.items()
         ],
     }
 

@@ -40,7 +40,7 @@ _NVIDIA = Path("/proc/driver/nvidia/version")
 
 
 def versions() -> Found:
-    """Lists the versions of Python and of the installed packages, and the names of missing packages."""
+    """Lists the versions of Python and of installed packages, and the missing packages."""
     found, missing = [f"Python {platform.python_version()}"], list[str]()
     for package in PACKAGES:
         try:
@@ -67,7 +67,7 @@ def devices() -> Found:
 
 
 def _unused_accelerator() -> tuple[str, str] | None:
-    """Returns a sign that JAX leaves an accelerator unused, with the suggested fix, or None if there is no such sign."""
+    """Returns a sign that JAX leaves an accelerator unused, with the suggested fix, or None."""
     names = {distribution.metadata["Name"].lower() for distribution in distributions()}
     plugins = [name for name in _PLUGINS if name in names]
     asked = os.environ.get("JAX_PLATFORMS", "")

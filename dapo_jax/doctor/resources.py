@@ -53,7 +53,7 @@ def memory(subject: Subject) -> Found:
         cache = cache * pages.table_pages // pages.pool_pages
     # The gradient is as large as the parameters, because both are float32.
     there = replace(there, decode_state=cache, gradient=there.state - there.moments)
-    phases = [found[1] for name in ("generate", "update_apply") if (found := together(name, there, updates=updates))]  # fmt: skip
+    phases = (together(program, there, updates=updates)[1] for program in ("generate", "update_apply"))
     parts = max(phases, key=lambda each: sum(each.values()))
     needed, available = sum(parts.values()), device_bytes(jax.devices()[0])
     if available is None:

@@ -1,7 +1,7 @@
 """Runs one small training step, then grades its responses, runs an evaluation, and saves and restores a checkpoint.
 
 The step uses the same objects and loop as a run (`dapo_jax.run.build.Run`, `run_steps`), with smaller sizes. In each group, half of the
-responses are graded as correct whatever their text, so that every group is informative. Another check tests the configured grader.
+responses are graded as correct whatever their text, so every group is informative. Another check tests the configured grader.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from dapo_jax.dapo.metrics import Metric, to_scalars
 from dapo_jax.dapo.rollouts import DrawnTurn, Group, Prompt, Rollout, Verdict
 from dapo_jax.doctor.check import Found
 from dapo_jax.doctor.subject import Subject
-from dapo_jax.plan.mesh_sizes import batch_shards
+from dapo_jax.plan.workload import batch_shards
 from dapo_jax.rewards import whole_group
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.rewards.shaping import samples_of
@@ -104,7 +104,7 @@ class TinyStep(ExitStack, Observer):
         self._metrics = result.metrics
 
     def agree(self) -> Found:
-        """Compares the sampler's and the trainer's log-probabilities in the first update, in which both have the same weights."""
+        """Compares the sampler's and the trainer's log-probabilities in the first update, when both have the same weights."""
         first, dtype = to_scalars(self._updates[:1]), self.config.model.compute_dtype
         kl, largest = first["sync/sampler_trainer_kl"], first["sync/logprob_diff_max"]
         return agreement(kl=kl, largest=largest, compute_dtype=dtype, platform=jax.default_backend())
@@ -213,10 +213,9 @@ def agreement(*, kl: float, largest: float, compute_dtype: str, platform: str) -
     """Checks that sampler and trainer assign the same log-probabilities to the same tokens, except for rounding errors.
 
     `kl` is KL(sampler || trainer), averaged over the sampled tokens, and `largest` is the largest difference for one token, in nats. The
-    limits are well above rounding errors, and far below the effect of different weights, positions or temperatures. Rounding errors
-    differ because the two programs add numbers in different orders. In float32, the relative error of 6e-8 grows to about 1e-5 nats, a
-    KL of 1e-10, for logits of about 20 and a few dozen layers. In bfloat16, the relative error is 4e-3, and SmolLM2-135M showed 0.011
-    nats and a KL of 1.7e-4 (docs/metrics.md). Accelerators also round the operands of float32 products to bfloat16 or TF32.
+    limits are well above rounding errors, and far below the effect of different weights, positions or temperatures. For logits of about
+    20 and a few dozen layers, float32's relative error of 6e-8 grows to about 1e-5 nats, a KL of 1e-10. In bfloat16, it is 4e-3, and
+    SmolLM2-135M showed 0.011 nats and a KL of 1.7e-4 (docs/metrics.md). Accelerators also round the operands of float32 products.
     """
     most_kl, most, why = 1e-3, 0.5, f"rounding of float32 operands on a {platform}"
     if compute_dtype == "bfloat16":

@@ -1,7 +1,7 @@
 """Ends a run that makes no progress, and reports the activity of every thread and process.
 
-All parts of a run report progress (`Watch.note`), for example after a prompt, a sampling round, a group or an update. A thread compares the
-time since the last report with the limit. A process that waits for other processes has not stalled if one of them makes progress.
+A run reports its progress with `Watch.note`, for example after a prompt, a sampling round, a group or an update. A thread ends the run
+if the last report is too old. A process that waits for other processes has stalled only if they make no progress either.
 """
 
 import faulthandler
@@ -27,7 +27,7 @@ _BACK_UP_S = 60.0
 
 @dataclass(frozen=True)
 class _Doing:
-    """The activity of a process, and the time at which this process learned of it."""
+    """The activity of a process. `count` is the number of its reports, and `since` the time at which this process learned of the last one."""
 
     count: int
     what: str
@@ -57,7 +57,7 @@ class Watch:
             timeout_s: seconds without progress after which the run is ended. 0: never.
             end: ends the run. It is called with an exit status and the reason.
             broadcast: sends this process's activity to the other processes.
-            received: returns the last broadcast of every other process.
+            received: returns the last broadcast of every other process, by process index.
         """
         self._timeout_s, self._end, self._broadcast, self._received = timeout_s, end, broadcast, received
         self._now = _Doing(0, "starting", False, time.monotonic())
@@ -66,11 +66,11 @@ class Watch:
         self._thread = threading.Thread(target=self._watch, name="stalls", daemon=True)
 
     def note(self, what: str, *, for_others: bool = False) -> None:
-        """Reports progress and the next activity. With `for_others`, this activity waits for other processes."""
+        """Reports progress, and names the next activity, such as "reading prompts". With `for_others`, it is a wait for other processes."""
         self._now = _Doing(self._now.count + 1, what, for_others, time.monotonic())
 
     def phase(self, name: str, done: int | None, total: int | None) -> None:
-        """Reports progress within a phase. The arguments are the same as for a progress display."""
+        """Reports that `done` of `total` units of a phase are complete; None for a phase without units."""
         self.note(name if done is None else f"{name}, {done} of {total} done")
 
     def __enter__(self) -> "Watch":
@@ -98,7 +98,11 @@ class Watch:
                     _write(self._report(now))
                     if self._others:
                         time.sleep(3 * poll)  # gives the other processes time to report before they end too
-                    self._end(1, self._message(now))
+                    self._end(
+                        1,
+                        f"stalled: no progress for {now.idle_s:.0f} s while {now.what}. A report of all threads is above; if the run "
+                        f"only needs more time, raise stall_timeout_s (now {self._timeout_s:g}; 0: no limit)",
+                    )
                     return
                 if not reported and any(other.stalled for other in self._others.values()):
                     reported = True
@@ -107,25 +111,19 @@ class Watch:
             faulthandler.cancel_dump_traceback_later()
 
     def _back_up(self) -> None:
-        """Lets faulthandler end the process if a call never releases the GIL, because then this thread cannot run either."""
+        """Postpones the time at which faulthandler ends the process, which it does even if a call never releases the GIL."""
         if sys.__stderr__ is not None:
             with suppress(ValueError, OSError):  # a stream without a file
                 limit = self._timeout_s + _BACK_UP_S
                 faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__)
 
     def _receive(self) -> None:
-        """Updates the activities of other processes. Times are from this process's clock, because the clocks of hosts differ."""
+        """Updates the activities of other processes. All times are from this process's clock, because host clocks differ."""
         for index, text in self._received().items():
             count, what, for_others, stalled = json.loads(text)
             known = self._others.get(index)
             since = known.since if known is not None and known.count == count else time.monotonic()
             self._others[index] = _Doing(count, what, for_others, since, stalled)
-
-    def _message(self, now: _Doing) -> str:
-        return (
-            f"stalled: no progress for {now.idle_s:.0f} s while {now.what}. A report of all threads is above; if the run only needs "
-            f"more time, raise stall_timeout_s (now {self._timeout_s:g}; 0: no limit)"
-        )
 
     def _report(self, now: _Doing) -> str:
         """Returns the activities of all processes, and the innermost calls of each thread in this process."""
@@ -142,7 +140,7 @@ class Watch:
 
 
 def interrupt(_: int, why: str) -> None:
-    """Ends a run inside another program, such as a notebook. Prints the reason, and raises KeyboardInterrupt in the main thread."""
+    """Ends a run inside another program, such as a notebook: prints the reason and raises KeyboardInterrupt in the main thread."""
     _write(f"{why}\n")
     # Sends a real signal, because `_thread.interrupt_main` does not wake a thread that sleeps or waits.
     main = threading.main_thread().ident

@@ -1,8 +1,8 @@
 """Stops a run on request: interrupts some phases, completes others, and saves a checkpoint.
 
-In phases that may be interrupted (start, sampling, grading and evaluation), a signal immediately raises `StoppedError` in the main
-thread. Within `Stop.held`, while weights change and files are written, the signal is deferred. The library itself installs no signal
-handler, because a notebook has its own. The command line installs one with `stopped_by_signals`.
+During start, sampling, grading and evaluation, a signal immediately raises `StoppedError` in the main thread. Within `Stop.held`,
+while weights change or files are written, the signal is deferred. Only the command line installs signal handlers, with
+`stopped_by_signals`, because a notebook has its own.
 """
 
 import _thread
@@ -24,12 +24,12 @@ GRACE_S = 25.0
 """Seconds that a run may take to stop. Kubernetes and Cloud TPU kill a process 30 s after their signal."""
 
 REPEATED_S = 0.5
-"""Seconds within which a repeated signal is ignored instead of counted as a second request."""
+"""A signal that is repeated within this many seconds does not count as a second request."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 HANGUP = signal.SIGHUP
-"""The signal that is sent when a terminal closes. The system and the shell may both send it, so it never counts as a second signal."""
+"""Sent when a terminal closes. The system and the shell may both send it, so it never counts as a second request."""
 
 _WAKE = signal.SIGUSR1
 """The signal that other threads send to wake the main thread."""
@@ -38,14 +38,14 @@ _Item = TypeVar("_Item")
 
 
 class StoppedError(BaseException):
-    """The run was stopped. Like KeyboardInterrupt, this is not an Exception, so that `except Exception` does not catch it."""
+    """The run was stopped. Like KeyboardInterrupt, this is not an Exception, so `except Exception` does not catch it."""
 
 
 def first_reason(reasons: Mapping[int, str], process: int) -> str:
-    """Returns the reason why a run with several processes stops, as `process` reports it, or an empty string if the run does not stop.
+    """Returns why a run with several processes stops, as `process` reports it, or an empty string if it does not stop.
 
     Args:
-        reasons: process -> its `Stop.reason`, which may name the process where the stop was requested.
+        reasons: process -> its `Stop.reason`, which may already name the process where the stop was requested.
         process: the process that reports.
     """
     for index, reason in sorted(reasons.items()):
@@ -58,7 +58,7 @@ class Stop:
     """Stores whether a stop was requested, and whether the run may be interrupted now."""
 
     def __init__(self, wake: Callable[[], None] | None = None) -> None:
-        """`wake` makes the main thread call `note`. Other threads call it."""
+        """`wake` is called in other threads, and makes the main thread call `note`."""
         self.reason = ""
         """Source of the request, for example SIGTERM; empty if there is no request."""
         self.failed = ""
@@ -79,7 +79,7 @@ class Stop:
                 self._wake()
 
     def fail(self, why: str) -> None:
-        """Interrupts the main thread from another thread because another process failed. In this case no checkpoint can be saved."""
+        """Interrupts the main thread, from another thread, because another process failed. No checkpoint can be saved then."""
         self.failed = why
         (self._wake or _thread.interrupt_main)()
 
@@ -129,11 +129,10 @@ class Stop:
 
 @contextlib.contextmanager
 def stopped_by_signals(end: Callable[[int, str], None]) -> Iterator[Stop]:
-    """Stops the run on SIGTERM, SIGINT or SIGHUP within this block. The process is ended by a second SIGTERM or SIGINT, or when the grace
-    period is over.
+    """Stops the run on SIGTERM, SIGINT or SIGHUP. A second SIGTERM or SIGINT, or the end of the grace period, ends the process.
 
     A thread ends the process, because no signal handler runs while the main thread is in compiled code. SIGHUP is ignored if it was ignored
-    at the start (nohup). It is also ignored after a stop, so that a repeated SIGHUP does not change the exit status during shutdown.
+    at the start (nohup), and after a stop, so that a repeated SIGHUP does not change the exit status during shutdown.
 
     Args:
         end: ends the process. It is called with an exit status and the reason, and must not return.
@@ -168,7 +167,7 @@ def stopped_by_signals(end: Callable[[int, str], None]) -> Iterator[Stop]:
 
 
 def _listen(stop: Stop, seen: socket.socket, end: Callable[[int, str], None]) -> None:
-    """Receives signal numbers until the other end of the socket is closed."""
+    """Handles the signal numbers from the socket until its other end is closed."""
     limit: float | None = None
     signals, first, came = 0, 0, 0.0
     while True:

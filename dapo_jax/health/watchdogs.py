@@ -1,7 +1,7 @@
 """Warnings about runs that continue without learning. They are pure functions of the step metrics.
 
-Several conditions may hold at the same time, because one can cause another. For example, a policy without entropy leads to flat groups, and
-flat groups lead to a constant reward. In this case only the first warning in the order of `NAMES` is raised.
+Several conditions may hold at once, because one can cause another. For example, a policy without entropy leads to flat groups, and these
+lead to a constant reward. Then only the first warning in the order of `NAMES` is raised.
 """
 
 import math
@@ -49,7 +49,7 @@ Seen = Mapping[str, Sequence[float]]
 
 
 class Watchdogs:
-    """Raises warnings step by step. They depend only on metrics, so a resumed run with the metrics of earlier steps raises the same warnings."""
+    """Raises warnings step by step. They depend only on metrics, so a resumed run that loads its earlier metrics raises the same warnings."""
 
     def __init__(self, *, metric: str = "correct", history: Iterable[StepMetrics] = ()) -> None:
         """`metric` is `dynamic_sampling.metric`; `history` has the metrics of earlier steps."""
@@ -64,7 +64,7 @@ class Watchdogs:
         """Adds the metrics of a finished step.
 
         Returns:
-            The metric `watchdog/NAME` for each warning, which is 1 while the warning is raised; and the texts of newly raised warnings.
+            The metric `watchdog/NAME` of each warning, which is 1 while the warning is raised, and the texts of newly raised warnings.
         """
         self._see(metrics)
         holds = warnings(self._seen, metric=self._metric)
@@ -85,13 +85,13 @@ def warnings(seen: Seen, *, metric: str) -> dict[str, str]:
     * `length_collapse`: responses are shorter than `MIN_LENGTH_FRAC` of their first length.
     * `entropy_collapse`: the entropy is below `MIN_ENTROPY` and below a tenth of its first value, and accuracy is below 0.9.
     * `truncation`: more than `MAX_TRUNCATED_FRAC` of the responses are truncated, and 0.25 more than at first.
-    * `flat_groups`: over the last `WINDOW // 2` steps, less than `MIN_MIXED_FRAC` of the groups had both correct and wrong responses (if `metric` is
-      score, different scores).
-    * `reward_stuck`: after `WINDOW` steps at the full learning rate, the mean reward of the second half does not exceed the mean reward of
-      the run's first steps by twice the noise, and accuracy is below 0.9.
+    * `flat_groups`: over the last `WINDOW // 2` steps, less than `MIN_MIXED_FRAC` of the groups had both correct and wrong responses
+      (different scores, if `metric` is score).
+    * `reward_stuck`: after `WINDOW` steps at the full learning rate, the mean reward of the last `WINDOW // 2` steps exceeds the mean of
+      the run's first steps by at most twice its standard error, and accuracy is below 0.9.
 
-    A first value is the mean over the first three steps, and a current value is the mean over the last three. If `metric` is score,
-    accuracy is ignored, because a score may have no maximum.
+    The first three compare means over the last three steps with means over the first three. If `metric` is score, accuracy is
+    ignored, because a score may have no maximum.
     """
     accuracy = seen["rollout/accuracy"][-RECENT:]
     done = metric == "correct" and bool(accuracy) and _mean(accuracy) >= NEARLY_ALL_RIGHT
@@ -184,7 +184,7 @@ def _reward_stuck(seen: Seen) -> str:
 
 
 def _error(spread: Sequence[float], prompts: Sequence[float]) -> float:
-    """Returns an upper bound on the standard error of the mean reward, which assumes that responses to the same prompt have equal rewards."""
+    """Returns an upper bound on the standard error of the mean reward, assuming that all responses to a prompt have the same reward."""
     return math.sqrt(_mean([one * one for one in spread]) / max(sum(prompts), 1.0))
 
 

@@ -1,11 +1,12 @@
 """Counts the collectives in a compiled program by kind, and the bytes that each device receives in them.
 
-The counts come from the program's HLO text. The text contains a loop body only once, so the collectives in a body are multiplied by the
+The counts come from the program's HLO text. It contains a loop body only once, so the body's collectives are multiplied by the
 loop's trip count. The caller supplies trip counts that depend on the data, such as the number of microbatches or decode steps.
 """
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -29,7 +30,7 @@ class Traffic:
     kind: str
     count: int
     received_bytes: int
-    """Total bytes that each device receives in these collectives."""
+    """Total bytes that each device receives."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,15 @@ def collectives(text: str, *, trips: Sequence[int] = ()) -> list[Traffic]:
     """
     head = text.partition("\n")[0]
     devices = math.prod(map(int, re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", head)))
-    found: dict[str, list[int]] = {}
+    counts, total = Counter[str](), Counter[str]()
     for made, where, times in _walk(*_parsed(text), 1, trips):
         kind, received = _received(made, where, devices)
         if received:
-            total = found.setdefault(kind, [0, 0])
-            total[0], total[1] = total[0] + times, total[1] + times * received
-    return [Traffic(kind=kind, count=found[kind][0], received_bytes=found[kind][1]) for kind in KINDS if kind in found]  # fmt: skip
+            counts[kind] += times
+            total[kind] += times * received
+    return [
+        Traffic(kind=kind, count=counts[kind], received_bytes=total[kind]) for kind in KINDS if kind in counts
+    ]
 
 
 def array_bytes(text: str) -> int:
@@ -85,7 +88,7 @@ def array_bytes(text: str) -> int:
 
 
 def _received(made: Instruction, where: str, devices: int) -> tuple[str, int]:
-    """Returns the kind of a collective and the bytes that each device receives in it, or an empty text and 0 if nothing is exchanged."""
+    """Returns the kind of a collective and the bytes that each device receives in it, or "" and 0 if nothing is exchanged."""
     kind = made.kind
     if not kind or (group := _group(made.rest, devices)) == 1:
         return "", 0
@@ -103,7 +106,7 @@ def _received(made: Instruction, where: str, devices: int) -> tuple[str, int]:
 
 
 def _group(rest: str, devices: int) -> int:
-    """Returns the number of devices per replica group, from any HLO notation. Without replica groups, all devices form one group."""
+    """Returns the number of devices per replica group, from any HLO notation. Without groups, all devices form one."""
     if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", rest):
         return len(listed[1].split(","))
     if shaped := re.search(r"replica_groups=\[(\d+),(\d+)\]<=", rest):

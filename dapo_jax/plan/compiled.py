@@ -1,4 +1,4 @@
-"""Compiles one program and records its memory and collectives, or the compiler's message if the program does not fit in memory."""
+"""Compiles one program and records its memory and collectives, or the compiler's message if the program does not fit."""
 
 import math
 import re
@@ -55,7 +55,7 @@ class Program:
 
 
 def compile_program(name: str, lower: Callable[[], Any], *, trips: Sequence[int]) -> Program:
-    """Compiles the lowered program that `lower` returns, and records its memory and collectives. See `collectives` for `trips`."""
+    """Compiles the program that `lower` returns, and records its memory and collectives. See `collectives` for `trips`."""
     began = time.monotonic()
     try:
         compiled = lower().compile()
@@ -79,6 +79,6 @@ def compile_program(name: str, lower: Callable[[], Any], *, trips: Sequence[int]
 
 
 def needed_bytes(message: str) -> int | None:
-    """Returns the bytes that a rejected program needs, parsed from the compiler's message, or None if the message has no number."""
+    """Returns the bytes that a rejected program needs according to the compiler's message, or None if it has no number."""
     found = re.search(r"(?:\(|Used )([\d.]+)([KMGT]?)(?:\) exceeds| of)", message)
     return math.ceil(float(found[1]) * _UNITS[found[2]]) if found else None

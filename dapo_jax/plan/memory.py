@@ -1,14 +1,9 @@
-"""Computes memory per device: the arrays that are resident while each program runs, and the largest KV cache that fits."""
+"""Computes memory per device: the arrays that are resident while each program runs."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-from dapo_jax.config import TrainConfig
-from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.plan.compiled import ProgramMemory
-from dapo_jax.plan.workload import Workload
-from dapo_jax.run.sampler_setup import logits_bytes
-from dapo_jax.sampling.pages import PageSizes
 
 MARGIN = 0.05
 """Fraction of a device's memory that a plan leaves free for fragmentation and for buffers outside the programs."""
@@ -20,7 +15,7 @@ class Phase:
 
     name: str
     program: str
-    parts: dict[str, int] = field(default_factory=dict)
+    parts: dict[str, int]
     """Kind of array -> bytes."""
 
     @property
@@ -36,37 +31,37 @@ class Resident:
     state: int
     """Trained parameters and optimizer moments."""
     moments: int = 0
-    """The optimizer moments in `state`, which `optimizer.offload` would move to host memory; 0 if they are already offloaded."""
+    """The optimizer moments in `state`, which `optimizer.offload` would move to host memory; 0 if they are there."""
     reference: int = 0
     """The reference policy's parameters; 0 unless `loss.kl_coef` is set."""
     base: int = 0
     """The trainer's frozen base weights, if adapters are trained."""
     shares_base: bool = False
-    """Whether trainer and sampler share the arrays of the frozen base weights."""
+    """Whether trainer and sampler share the frozen base weights."""
     sampler_base: int = 0
     """The sampler's own copy of the frozen base weights; 0 if it has none."""
     weights: int = 0
     """The sampler's weights, without the frozen base weights."""
     rotations: int = 0
-    """Cosines and sines of the rotary embedding for all positions, which the sampler creates once and keeps in memory."""
+    """The sampler's cosines and sines of the rotary embedding, for all positions."""
     minibatch: int = 0
     """The input arrays of one update."""
     shorter: int = 0
-    """The part of `minibatch` with rows shorter than the maximum row length."""
+    """The part of `minibatch` in rows shorter than the longest."""
     gradient: int = 0
-    """The accumulated gradient, kept between the programs of an update with several row lengths; 0 if an update is one program."""
+    """The gradient, kept between the programs of an update with several row lengths; 0 if an update is one program."""
     prefix: int = 0
     """KV cache and logits of the prompts prefilled in one call."""
     buffers: int = 0
-    """KV cache and activations of a sequence that is being prefilled in chunks; 0 if every sequence fits in a prefill row."""
+    """KV cache and activations of a sequence during chunked prefill; 0 if every sequence fits in a prefill row."""
     reread: int = 0
-    """KV cache and logits of a sequence that was prefilled in chunks, before they are copied to its slot."""
+    """KV cache and logits of a sequence after chunked prefill, before they are copied to its slot."""
     waiting: int = 0
     """The same for a second sequence, which waits for a slot; 0 unless rollouts are in flight or prompts may exceed a prefill row."""
     decode_state: int = 0
     """The KV cache and the logits of all slots."""
     paused: int = 0
-    """Logits of paused responses; 0 unless more responses are in flight than the sampler has slots."""
+    """Logits of paused responses; 0 unless more responses are in flight than there are slots."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +69,9 @@ class CacheFit:
     """The largest KV cache that fits a sampler's devices."""
 
     tokens: int
-    """Number of tokens in all pages, on all devices of one sampler; can be set as `sampling.cache_tokens`."""
+    """Number of tokens on all devices of one sampler; a value for `sampling.cache_tokens`."""
     slots: int
-    """Number of slots needed to decode `in_flight` responses; can be set as `sampling.slots`."""
+    """Number of slots for `in_flight` responses; a value for `sampling.slots`."""
     in_flight: float
     """Number of responses decoded in parallel, if each has the assumed mean number of cached tokens."""
 
@@ -104,12 +99,12 @@ def as_compiled(there: Resident, programs: Mapping[str, ProgramMemory]) -> Resid
     return there
 
 
-def together(program: str, there: Resident, *, updates: int) -> tuple[str, dict[str, int]] | None:
+def together(program: str, there: Resident, *, updates: int) -> tuple[str, dict[str, int]]:
     """Returns the phase in which a program runs, and the bytes of the arrays that are resident during it, without temporary arrays.
 
-    Returns None for a small program that never determines the peak. Between steps, the sampler keeps only its frozen weights.
-    During sampling, the prompts of two prefill calls may be in memory, because responses of the first call still wait for slots when
-    the second call begins. The minibatches of all updates are on the device from before the first update until after the last.
+    Both are empty for a small program that never determines the peak. Between steps, the sampler keeps only its frozen weights.
+    During sampling, the prompts of two prefill calls may be in memory, because responses to prompts from the first call may still
+    wait for slots when the second call begins. The minibatches of all updates are in memory from the first update to the last.
     """
     between = {
         "train state": there.state,
@@ -124,85 +119,42 @@ def together(program: str, there: Resident, *, updates: int) -> tuple[str, dict[
     cache = {**sampler, "decode state": there.decode_state, "paused responses": there.paused}
     prompts = {**cache, "prefilled prompts": 2 * there.prefix}
     chunk = {**cache, "prefilled prompts": there.prefix}
-    chunks = {**chunk, "sequence prefilled in chunks": there.buffers}
-    ended = {"sequence that waits for its slot": there.reread}
-    # While other responses decode, a long sequence may be in prefill, or may just have been prefilled.
-    longer = chunks if there.waiting or there.buffers > there.reread else {**chunk, **ended}
-    longer |= {"sequence that waits for its slot": there.waiting} if there.waiting else {}
+    # A sequence that was prefilled in chunks may wait for its slot while the next one is in prefill.
+    waits = "sequence that waits for its slot"
+    chunks = {**chunk, "sequence prefilled in chunks": there.buffers, waits: there.waiting}
+    ended = {**chunk, waits: there.reread}
+    several = "update with several row lengths"
     known: dict[str, tuple[str, dict[str, int]]] = {
-        "transfer": ("transfer: its last layer", sampler),
+        "transfer": ("transfer: layers", sampler),
         "transfer_ends": ("transfer: embeddings", sampler),
-        "prefill_part": ("sampling: a chunk of a long sequence", chunks),
-        "prefill_kept": ("sampling: the end of a long sequence", {**chunks, **ended}),
-        "fill_part": ("sampling: a response resumes", {**chunk, **ended}),
-        "insert_part": ("sampling: a response resumes", {**chunk, **ended}),
-        "paused": ("sampling: responses pause", {**prompts, "paused responses": 0}),
-        "generate": ("sampling: decode", max(prompts, longer, key=lambda parts: sum(parts.values()))),
+        "prefill": ("sampling: prefill", prompts),
+        "prefill_part": ("sampling: chunked prefill", chunks),
+        "prefill_kept": ("sampling: end of a chunked prefill", {**chunks, **ended}),
+        "prefill_empty": ("", {}),
+        "fill": ("sampling: fill slots", prompts),
+        "insert": ("sampling: fill slots", prompts),
+        "fill_part": ("sampling: fill slots after a chunked prefill", ended),
+        "insert_part": ("sampling: fill slots after a chunked prefill", ended),
+        "paused": ("sampling: pause responses", {**prompts, "paused responses": 0}),
+        "generate": ("sampling: decode", max(prompts, ended, chunks, key=lambda parts: sum(parts.values()))),
         "score": ("log-probabilities", updating),
-        "score_shortest": ("log-probabilities, shortest rows", updating),
+        "score_shortest": ("log-probabilities: shortest rows", updating),
         "update": ("update", updating),
-        "update_begin": ("update of several row lengths: begins", updating),
-        "update_add_longest": ("update of several row lengths: longest rows", accumulating),
-        "update_add_shortest": ("update of several row lengths: shortest rows", accumulating),
-        "update_apply": ("update of several row lengths: change", accumulating),
+        "update_begin": (f"{several}: start", updating),
+        "update_add_longest": (f"{several}: longest rows", accumulating),
+        "update_add_shortest": (f"{several}: shortest rows", accumulating),
+        "update_apply": (f"{several}: optimizer step", accumulating),
     }
-    if program in known:
-        return known[program]
-    if program.startswith("prefill") and program != "prefill_empty":
-        return "sampling: prefill", prompts
-    return ("sampling: a response starts", prompts) if program.startswith(("fill", "insert")) else None
+    return known.get(program) or known.get(program.partition("_")[0], ("", {}))
 
 
 def phases(programs: Mapping[str, ProgramMemory], there: Resident, *, updates: int) -> list[Phase]:
     """Returns the phase of each compiled program (see `together`). Each phase also counts the code of all programs."""
-    code = sum(memory.code for memory in programs.values())
-    return [
-        Phase(
-            name=found[0],
-            program=program,
-            parts={
-                **{part: size for part, size in found[1].items() if size},
-                "programs": code,
-                f"added by {program}": memory.added,
-            },
-        )
-        for program, memory in programs.items()
-        if (found := together(program, there, updates=updates)) is not None
-    ]
-
-
-def cache_fit(
-    config: TrainConfig,
-    decoder: DecoderConfig,
-    work: Workload,
-    pages: PageSizes,
-    found: Sequence[Phase],
-    *,
-    limit: int,
-    token_bytes: int,
-    spread: int,
-) -> CacheFit | None:
-    """Returns the largest KV cache with which every compiled phase stays within `limit` bytes per device.
-
-    Returns None if no phase has a KV cache, or if not even one sequence would fit. If more responses fit than there are configured
-    slots, each additional slot also needs memory for its logits. The heads of a cached token are sharded over a group of
-    devices, and it takes `token_bytes` on each of them. Slots are sharded over `spread` such groups.
-    """
-    sampling = [phase.total for phase in found if "decode state" in phase.parts]
-    if not sampling:
-        return None
-    left = limit - max(sampling) + pages.tokens // spread * token_bytes
-    held, logits = work.context + pages.page_tokens / 2, logits_bytes(decoder, 1)
-    slots = config.sampling.slots // spread
-    tokens, responses = left / token_bytes, left / token_bytes / held
-    if responses > slots:
-        responses = (left + slots * logits) / (held * token_bytes + logits)
-        tokens = responses * held
-    whole = int(tokens) // pages.page_tokens * pages.page_tokens
-    if whole < pages.table_pages * pages.page_tokens:
-        return None
-    return CacheFit(
-        tokens=whole * spread,
-        slots=max(config.sampling.slots, int(responses) * spread),
-        in_flight=responses * spread,
-    )
+    found, code = list[Phase](), sum(memory.code for memory in programs.values())
+    for program, memory in programs.items():
+        name, resident = together(program, there, updates=updates)
+        if name:
+            parts = {part: size for part, size in resident.items() if size}
+            parts |= {"programs": code, f"added by {program}": memory.added}
+            found.append(Phase(name=name, program=program, parts=parts))
+    return found

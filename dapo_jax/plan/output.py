@@ -13,7 +13,7 @@ from dapo_jax.plan.plan import Plan
 from dapo_jax.plan.remedies import Tried, held_in
 from dapo_jax.plan.roofline import cache_bytes_per_token
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 """Version of the JSON output. It increases when a field is removed or its meaning changes."""
 
 _LINES = 40
@@ -58,7 +58,7 @@ def _data(value: Any, *derived: str) -> dict[str, Any]:
 
 
 def swept_as_data(found: Sequence[tuple[str, Plan | str]]) -> list[dict[str, Any]]:
-    """Returns the data that `--json` prints for a sweep, best mesh first. Each mesh has its plan, or the reason why it cannot be used."""
+    """Returns the data that `--json` prints for a sweep, best mesh first: for each mesh its plan, or why it cannot be used."""
     return [{"mesh": name, **({"reason": one} if isinstance(one, str) else as_data(one))} for name, one in found]  # fmt: skip
 
 
@@ -113,7 +113,7 @@ def show(plan: Plan, console: Console) -> None:
 
 
 def show_failures(plan: Plan, tried: Sequence[Tried], console: Console) -> None:
-    """Prints each program that does not fit, changes that would shrink its arrays, and the results of changes tried by compiling."""
+    """Prints each program that does not fit, changes that would shrink its arrays, and the changes tried by compiling."""
     limit = size(plan.limit or 0)
     for program in plan.programs:
         if program.name not in plan.failures:
@@ -155,7 +155,7 @@ def show_sweep(plans: Sequence[tuple[str, Plan | str]], console: Console) -> Non
 
 
 def size(count: int | float) -> str:
-    """Formats bytes in the largest unit in which the number is at least 1.
+    """Formats bytes in the largest unit that gives at least 1.
 
     >>> size(3 * 2**29), size(2048), size(7)
     ('1.50 GiB', '2.0 KiB', '7 B')
@@ -173,16 +173,12 @@ def _heading(plan: Plan) -> str:
     adapters = f", and {decoder.trained_parameters:,} trained in adapters" if decoder.lora else ""
     where = "the configured devices"
     if slice is not None:
-        where = f"{slice.name}: {slice.chips} chips on {slice.hosts} hosts"
-    lines = [
+        where = f"{slice.name}: {slice.chips} chips ({plan.sizes.devices} devices) on {slice.hosts} hosts"
+    lines = (
         f"{plan.config.model.source}: {decoder.parameters:,} parameters{adapters}",
         f"{where}; mesh {mesh}; {plan.sizes.samplers} samplers, each {sampler or '1 device'}",
         *(f"assumed: {note}" for note in plan.work.notes),
-    ]
-    if slice is not None and slice.chip.name == "v4":
-        lines.append(
-            "libtpu describes the two cores of a v4 chip as two devices; on a v4 host they are one device"
-        )
+    )
     return "\n".join(lines)
 
 

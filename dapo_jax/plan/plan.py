@@ -1,24 +1,30 @@
 """Plans a run: its memory, traffic and minimum time, from shapes or from its programs compiled for a slice."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from dapo_jax.config import ConfigError, TrainConfig
+import jax
+
+from dapo_jax.config import ConfigError, ParallelConfig, TrainConfig
 from dapo_jax.config.loading import replaced
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.device_memory import device_bytes
-from dapo_jax.parallel.mesh import Absent
+from dapo_jax.parallel.mesh import AXES, Absent, AnyDevice
 from dapo_jax.plan.compiled import Program, compile_program
-from dapo_jax.plan.memory import MARGIN, CacheFit, Phase, Resident, as_compiled, cache_fit, phases
-from dapo_jax.plan.mesh_sizes import MeshSizes, batch_shards, devices_of_run
+from dapo_jax.plan.memory import MARGIN, CacheFit, Phase, Resident, as_compiled, phases
 from dapo_jax.plan.programs import Programs
 from dapo_jax.plan.roofline import Bound, Work, bound, in_flight, work_of
 from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.plan.topologies import Slice, devices_of
-from dapo_jax.plan.workload import Assumptions, Workload, workload_of
+from dapo_jax.plan.workload import Assumptions, MeshSizes, Workload, batch_shards, workload_of
 from dapo_jax.run.disk_space import STATE_BYTES
 from dapo_jax.run.policy import lora_of
+from dapo_jax.run.sampler_setup import logits_bytes
 from dapo_jax.sampling.pages import PageSizes
+
+HOST_DEVICES = 4
+"""Assumed number of devices per host if the devices are absent, as on a TPU VM."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +41,7 @@ class Plan:
     pages: PageSizes
     """The sizes of a sampler's KV cache."""
     token_bytes: int
-    """Bytes that one cached token takes on each device over which its heads are sharded."""
+    """Bytes of one cached token on each device over which its heads are sharded."""
     slice: Slice | None = None
     programs: list[Program] = field(default_factory=list)
     phases: list[Phase] = field(default_factory=list)
@@ -52,7 +58,7 @@ class Plan:
 
     @property
     def failures(self) -> list[str]:
-        """The names of the programs that do not fit, either alone or together with the resident arrays."""
+        """The names of the programs that do not fit, alone or together with the resident arrays."""
         limit = self.limit
         alone = [program.name for program in self.programs if program.memory is None]
         return alone + [phase.program for phase in self.phases if limit is not None and phase.total > limit]
@@ -69,13 +75,28 @@ class Plan:
 
     @property
     def cache_fit(self) -> CacheFit | None:
-        """The largest KV cache that fits; None without a slice, without compiled phases that have a cache, or if no sequence fits."""
-        if self.limit is None:
+        """The largest KV cache with which every compiled phase stays within `limit`.
+
+        None without compiled phases that have a KV cache, or if not even one sequence would fit. If more responses fit than there
+        are configured slots, each additional slot also needs memory for its logits.
+        """
+        sampling = [phase.total for phase in self.phases if "decode state" in phase.parts]
+        if not sampling or self.limit is None:
             return None
-        return cache_fit(
-            self.config, self.decoder, self.work, self.pages, self.phases,
-            limit=self.limit, token_bytes=self.token_bytes, spread=batch_shards(self.sizes.sampler),
-        )  # fmt: skip
+        # The heads of a cached token are sharded over a group of devices. Slots are sharded over `spread` such groups.
+        pages, each, spread = self.pages, self.token_bytes, batch_shards(self.sizes.sampler)
+        left = self.limit - max(sampling) + pages.tokens // spread * each
+        held, logits = self.work.context + pages.page_tokens / 2, logits_bytes(self.decoder, 1)
+        slots = self.config.sampling.slots // spread
+        tokens, responses = left / each, left / each / held
+        if responses > slots:
+            responses = (left + slots * logits) / (held * each + logits)
+            tokens = responses * held
+        whole = int(tokens) // pages.page_tokens * pages.page_tokens
+        if whole < pages.table_pages * pages.page_tokens:
+            return None
+        slots = max(slots, int(responses))
+        return CacheFit(tokens=whole * spread, slots=slots * spread, in_flight=responses * spread)
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -89,12 +110,12 @@ class Plan:
 
     @property
     def chip_hours(self) -> float | None:
-        """Minimum chip-hours for all steps according to the roofline, without evaluations; None without a slice."""
+        """Minimum chip-hours for all steps, without evaluations; None without a slice."""
         return None if self.slice is None else self.config.steps * self.step_s * self.slice.chips / 3600
 
     @property
     def mfu_bound(self) -> float:
-        """Maximum model FLOPs utilisation: useful operations of a step, divided by the chip's peak operations in the minimum time."""
+        """Maximum model FLOPs utilisation: useful operations of a step, divided by the peak operations in its minimum time."""
         useful = sum(bound.work.useful_flops for bound in self.bounds)
         return useful / (self.step_s * self.slice.chip.device_flops) if self.slice and self.step_s else 0.0
 
@@ -111,7 +132,7 @@ def plan(
 
     Args:
         config: the run's configuration.
-        slice: the TPU slice to compile for. None: use shapes alone, and assume 4 devices per host if devices are absent.
+        slice: the slice to compile for. None: use shapes alone.
         assumed: quantities that the configuration does not determine, such as the mean response length.
         only: the programs to compile; `update` also selects `update_begin` and other names with this prefix. None: all.
         say: called with a message before each program is compiled.
@@ -122,8 +143,8 @@ def plan(
     decoder = replace(decoder_of(config.model), lora=lora_of(config.lora))
     work = workload_of(config, assumed or Assumptions())
     if slice is None:
-        devices, host = devices_of_run(config.parallel), None
-        memory = device_bytes(devices[0])
+        devices, host = _devices_of_run(config.parallel), None
+        memory = device_bytes(jax.devices()[0])  # absent devices are of the same kind
     else:
         devices, host = devices_of(slice), devices_of(slice.one_host) if slice.hosts > 1 else None
         memory = slice.chip.device_hbm_bytes
@@ -132,8 +153,6 @@ def plan(
     programs, compiled = Programs(placed, decoder, work, devices, host, memory), list[Program]()
     try:
         there = programs.resident  # builds trainer and sampler from shapes
-    except ConfigError:
-        raise
     except ValueError as error:  # the configuration contains an invalid size
         raise ConfigError(str(error)) from error
     if config.optimizer.offload:
@@ -150,13 +169,22 @@ def plan(
         work=work,
         resident=resident,
         sizes=programs.sizes,
-        works=work_of(config, decoder, work, programs.sizes, programs.pages, compiled),
-        pages=programs.pages,
-        token_bytes=programs.token_bytes,
+        works=work_of(config, decoder, work, programs.sizes, programs.engine.page_sizes, compiled),
+        pages=programs.engine.page_sizes,
+        token_bytes=programs.engine.token_bytes,
         slice=slice,
         programs=compiled,
         phases=phases(memories, resident, updates=work.updates),
     )
+
+
+def _devices_of_run(parallel: ParallelConfig) -> Sequence[AnyDevice]:
+    """Returns the present devices, or `Absent` placeholders if `parallel` needs a different number of devices."""
+    present, sizes = jax.devices(), [getattr(parallel, axis) for axis in AXES]
+    if -1 in sizes or math.prod(sizes) == len(present):
+        return present
+    platform, kind = present[0].platform, present[0].device_kind
+    return [Absent(at, at // HOST_DEVICES, platform, kind) for at in range(math.prod(sizes))]
 
 
 def _trips(name: str, config: TrainConfig, work: Workload) -> tuple[int, ...]:

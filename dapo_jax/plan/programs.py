@@ -1,4 +1,4 @@
-"""Lowers a run's programs from shapes. They are the programs with which a run trains, scores, transfers weights and samples."""
+"""Lowers from shapes the programs with which a run trains, scores, transfers weights and samples."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,24 +17,19 @@ from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.parallel.mesh import AnyDevice, Meshes
 from dapo_jax.plan.memory import Resident
-from dapo_jax.plan.mesh_sizes import MeshSizes, batch_shards
 from dapo_jax.plan.roofline import item, prefill_shape_of
-from dapo_jax.plan.workload import Workload
+from dapo_jax.plan.workload import MeshSizes, Workload
+from dapo_jax.rollout.response_sampler import ResponseSampler
 from dapo_jax.run.policy import Policy, frozen_structs, mesh_of, meshes_of, optimizer_of
-from dapo_jax.run.programs import sampled_decoder, sharing, transfer_of, updater_of
-from dapo_jax.run.sampler_setup import prefix_bytes, room_for_cache
+from dapo_jax.run.programs import sharing, updater_of
+from dapo_jax.run.sampler_setup import prefix_bytes, response_sampler
 from dapo_jax.run.training_pass import TrainingPass, for_mesh, training_pass
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
-from dapo_jax.sampling.pages import PageSizes
-from dapo_jax.sampling.prompt_packing import PrefillShape
 from dapo_jax.text.tokenizers import ByteTokenizer
 from dapo_jax.training.state import TrainState, state_structs
 
 Lower = Callable[[], Lowered]
-
-_CHUNKED = ("prefill_part", "prefill_kept", "prefill_empty", "fill_part", "insert_part")
-"""The programs that prefill a sequence in chunks."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +42,9 @@ class Programs:
     devices: Sequence[AnyDevice]
     """The run's devices. If they are absent, programs cannot be lowered."""
     host: list[jax.Device] | None = None
-    """The devices of a one-host slice for the sampler, because the compiler rejects some hosts of a larger slice. None: `devices`."""
+    """The devices of a one-host slice for the sampler, because the compiler rejects some hosts of a larger slice."""
     memory: int | None = None
-    """Bytes of a device's memory; None if unknown, as for a CPU."""
+    """Bytes of a device's memory; None for a CPU, or to ask the devices."""
 
     @cached_property
     def meshes(self) -> Meshes:
@@ -78,19 +73,11 @@ class Programs:
         optimizer, offload = optimizer_of(self.config.optimizer), self.config.optimizer.offload
         return state_structs(self._policy.params, optimizer, self.meshes.train, offload=offload)
 
-    @cached_property
-    def weights(self) -> Any:
-        """The sampler's weights as shapes with shardings."""
-        return self._transfer.shapes
-
     def lowered(self) -> dict[str, Lower]:
         """Maps the name of each program to a function that lowers it."""
         decoded = jax.eval_shape(partial(decoding, temperature=self.config.sampling.temperature))
-        sampling = self._engine.programs(self.weights, decoded)
+        made: dict[str, Lower] = self.engine.programs(self._transfer.shapes, decoded)
         rows, lengths, params = self.config.batch.rows_per_microbatch, self._row_lengths, self.state.params
-        made: dict[str, Lower] = {
-            name: lower for name, lower in sampling.items() if self.prefills_chunks or name not in _CHUNKED
-        }
         made["transfer"] = lambda: self._transfer.lower(params)["layer"]
         if not self._adapts:
             made["transfer_ends"] = lambda: self._transfer.lower(params)["ends"]
@@ -102,28 +89,25 @@ class Programs:
                 made["score_shortest"] = partial(score, capacity=1, row_tokens=lengths[-1])
         return made
 
-    @property
-    def prefills_chunks(self) -> bool:
-        """Whether a prompt, or a response that is re-prefilled after preemption or a weight update, may exceed a prefill row."""
-        again = self.pages.runs_out or self.config.rollout.in_flight > 0
-        longest, width = self.config.data.max_prompt_tokens, self._prefilled.width
-        return self._capacity > width and (again or longest > width)
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes that one cached token takes on each device over which its heads are sharded."""
-        return self._engine.token_bytes
-
     @cached_property
     def resident(self) -> Resident:
         """Bytes per device of the arrays that stay in memory between programs, computed from shapes."""
         sizes, state, decoder = self.sizes, self.state, self._policy.decoder
         params = bytes_on_device(state.params, sizes.train)
         moments = bytes_on_device(state.opt_state, sizes.train)
-        longest, *others = self._stack_bytes
-        prefill, width, slots = self._prefilled, self._prefilled.width, self.config.sampling.slots
-        chunks = -(-self._capacity // width) * width if self.prefills_chunks else 0
-        reread = chunks and chunks * self.token_bytes + prefill.row_prompts * decoder.vocab_rows * 4
+        rows, (longest, *shorter) = self.config.batch.rows_per_microbatch, self._row_lengths
+        # An update has stacks of microbatches: `work.room` of the longest rows, and one of each shorter length.
+        stacks = [(self.work.room, longest), *((1, tokens) for tokens in shorter)]
+        first, *others = (
+            bytes_on_device(self._updater.stack_structs(count, rows, tokens), sizes.train)
+            for count, tokens in stacks
+        )
+        engine, prefill, slots = self.engine, prefill_shape_of(self.config), self.config.sampling.slots
+        each, capacity, width = engine.token_bytes, engine.capacity, prefill.width
+        # If the pages run out, a response of any length may be re-prefilled.
+        prefilled = capacity if engine.page_sizes.runs_out else prefill.longest
+        chunks = -(-capacity // width) * width if prefilled > width else 0
+        reread = chunks and chunks * each + prefill.row_prompts * decoder.vocab_rows * 4
         heads = -(-decoder.kv_heads // sizes.sampler["tensor"])
         base = bytes_on_device(self._transfer.base_shapes, sizes.sampler) if self._adapts else 0
         # The residual stream and the rotary embedding of one chunk, in float32.
@@ -136,37 +120,24 @@ class Programs:
             base=bytes_on_device(self._policy.frozen, sizes.train),
             shares_base=self._shares_base,
             sampler_base=0 if self._shares_base else base,
-            weights=bytes_on_device(self.weights, sizes.sampler) - base,
-            rotations=2 * 4 * (decoder.head_dim // 2) * self._capacity,
-            minibatch=longest + sum(others),
+            weights=bytes_on_device(self._transfer.shapes, sizes.sampler) - base,
+            rotations=2 * 4 * (decoder.head_dim // 2) * capacity,
+            minibatch=first + sum(others),
             shorter=sum(others),
             gradient=bytes_on_device(self._updater.sums_structs(state), sizes.train) if others else 0,
-            prefix=prefix_bytes(decoder, prefill, token_bytes=self.token_bytes),
+            prefix=prefix_bytes(decoder, prefill, token_bytes=each),
             buffers=chunks and cached * chunks + flowing,
             reread=reread,
-            waiting=reread if self._in_flight or prefill.longest > width else 0,
-            decode_state=bytes_on_device(self._engine.state_structs, sizes.sampler),
+            waiting=reread if prefill.longest > width else 0,
+            decode_state=bytes_on_device(engine.state_structs, sizes.sampler),
             # Each device has the logits of all paused responses, whose number is rounded up to a multiple of `slots`.
             paused=4 * decoder.vocab_rows * slots * max(0, -(-self._in_flight // slots) - 1),
         )
 
     @property
-    def pages(self) -> PageSizes:
-        """The sizes of a sampler's KV cache."""
-        return self._engine.page_sizes
-
-    @property
-    def _prefilled(self) -> PrefillShape:
-        return prefill_shape_of(self.config)
-
-    @property
     def _in_flight(self) -> int:
         """Maximum number of responses in flight per sampler; 0 if sampling runs in waves."""
         return -(-self.config.rollout.in_flight // self.sizes.samplers)
-
-    @property
-    def _capacity(self) -> int:
-        return self.config.data.max_prompt_tokens + self.config.sampling.max_response_tokens
 
     @property
     def _dtype(self) -> str:
@@ -176,19 +147,6 @@ class Programs:
     def _row_lengths(self) -> tuple[int, ...]:
         """The row lengths that an update may use, longest first."""
         return (self._pass.row_tokens, *self._pass.packing["shorter_rows"])
-
-    @property
-    def _stack_bytes(self) -> list[int]:
-        """Bytes per device of an update's microbatches, by row length: `work.room` of the longest rows, and one of each shorter length."""
-        rows, (longest, *shorter) = self.config.batch.rows_per_microbatch, self._row_lengths
-        make = self._updater.stack_structs
-        stacks = [make(self.work.room, rows, longest), *(make(1, rows, tokens) for tokens in shorter)]
-        # Rows are sharded over the batch axes, tokens over `context`.
-        over = batch_shards(self.sizes.train) * self.sizes.train["context"]
-        return [
-            -(-sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(stack)) // over)
-            for stack in stacks
-        ]
 
     @property
     def _adapts(self) -> bool:
@@ -235,40 +193,30 @@ class Programs:
         return training_pass(config.model, config.batch, self.meshes.train, row_tokens=config.row_tokens)
 
     @cached_property
-    def _engine(self) -> DecoderEngine:
-        sampling, train = self.config.sampling, self.sizes.train
-        # If the configuration does not set the cache size, it is computed from the free memory, as in a run.
-        reference = bytes_on_device(self.state.params, train) if self.config.loss.kl_coef else 0
-        base = 0 if self._shares_base else bytes_on_device(self._policy.frozen, train)
-        weights = bytes_on_device(self.weights, self.sizes.sampler)
-        cache_bytes = room_for_cache(
-            self._decoder,
-            self.meshes.sampler,
-            sampling,
-            self._prefilled,
-            capacity=self._capacity,
-            compute_dtype=self._dtype,
-            in_flight=self._in_flight,
-            has_turns=bool(self.config.environment.source),
-            resident=bytes_on_device(self.state, train) + reference + base + weights,
-            memory=self.memory,
-        )
-        return DecoderEngine(
-            sampled_decoder(self._decoder, sampling),
-            slots=sampling.slots,
-            capacity=self._capacity,
-            steps_per_call=sampling.steps_per_call,
-            stop_ids=(self.decoder.vocab_size - 1,),
-            mesh=self.meshes.sampler,
-            compute_dtype=self._dtype,
-            page_tokens=sampling.page_tokens,
-            cache_tokens=sampling.cache_tokens,
-            cache_dtype=sampling.cache_dtype,
-            cache_bytes=cache_bytes,
-            in_flight=self._in_flight,
-            prefill=self._prefilled,
-        )
+    def engine(self) -> DecoderEngine:
+        """The engine of one sampler, as a run builds it."""
+        engine = self._sampler.engine
+        assert isinstance(engine, DecoderEngine)
+        return engine
 
     @cached_property
+    def _sampler(self) -> ResponseSampler:
+        config, train = self.config, self.sizes.train
+        reference = bytes_on_device(self.state.params, train) if config.loss.kl_coef else 0
+        return response_sampler(
+            self._policy,
+            self.meshes,
+            replace(config.sampling, stop=[], stop_token_ids=[]),
+            seed=config.seed,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            compute_dtype=self._dtype,
+            group_size=config.batch.group_size,
+            in_flight=self._in_flight,
+            has_turns=bool(config.environment.source),
+            resident=bytes_on_device((self.state, self._policy.unshared), train) + reference,
+            memory=self.memory,
+        )
+
+    @property
     def _transfer(self) -> Any:
-        return transfer_of(self._policy, self.meshes, self.config.sampling, dtype=self._dtype)
+        return self._sampler.transfer

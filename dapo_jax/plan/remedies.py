@@ -1,4 +1,4 @@
-"""Finds configurations that fit: lists changes that would free memory, tests changes by compiling, and compares meshes."""
+"""Finds configurations that fit: lists changes that free memory, tests them by compiling, and compares meshes."""
 
 import math
 import time
@@ -25,7 +25,7 @@ Changes = dict[str, Any]
 """Configuration key -> its new value."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Way:
     """A configuration change that reduces memory use."""
 
@@ -48,20 +48,19 @@ class ResidentPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """Configuration changes, and whether they make all programs fit that did not fit before."""
+    """Configuration changes, and whether all programs fit with them."""
 
     overrides: tuple[str, ...]
     fits: bool
 
 
 def held_in(made: Plan, program: str) -> list[ResidentPart]:
-    """Returns the arrays on a device while `program` runs: the resident arrays, largest first, followed by the program's own arrays.
+    """Returns the arrays on a device while `program` runs: the resident arrays, largest first, then the program's own arrays.
 
     If the compiler rejected the program, the last entry is the total memory that the program needs.
     """
     phase = next((phase for phase in made.phases if phase.program == program), None)
-    found = together(program, made.resident, updates=made.work.updates)
-    resident = {} if found is None else found[1]
+    _, resident = together(program, made.resident, updates=made.work.updates)
     if phase is not None:
         added = {part: size for part, size in phase.parts.items() if part not in resident}
         total = phase.total
@@ -78,7 +77,7 @@ def held_in(made: Plan, program: str) -> list[ResidentPart]:
 
 
 def _ways(made: Plan, part: str, held: int, over: int) -> Iterator[Way]:
-    """Yields changes that shrink `part`, which takes `held` bytes, for a program that exceeds the memory limit by `over` bytes."""
+    """Yields changes that shrink `part`, which takes `held` bytes, for a program that exceeds the limit by `over` bytes."""
     config, sizes = made.config, made.sizes
     match part:
         case "train state" | "gradient" | "frozen weights":
@@ -87,7 +86,7 @@ def _ways(made: Plan, part: str, held: int, over: int) -> Iterator[Way]:
                 yield _way({"optimizer.offload": True}, note, frees=made.resident.moments)
             yield _more_devices(made, held)
         case "reference policy":
-            yield Way(change="loss.kl_coef=0", frees=held)
+            yield Way("loss.kl_coef=0", held)
         case "decode state":
             yield from _smaller_cache(made, held, over)
         case "sampler weights" | "sampler's frozen weights":
@@ -96,27 +95,27 @@ def _ways(made: Plan, part: str, held: int, over: int) -> Iterator[Way]:
             slots, group = config.sampling.slots * sizes.samplers, config.batch.group_size
             if slots >= group:
                 change = f"rollout.in_flight={slots // group * group} (of {config.rollout.in_flight})"
-                yield Way(change=change, frees=held)
+                yield Way(change, held)
         case "prefilled prompts":
             if (half := config.sampling.prefill_tokens // 2) >= config.data.max_prompt_tokens:
                 yield _way({"sampling.prefill_tokens": half}, frees=held // 2)
         case "minibatches":
             if made.work.updates > 1:
                 change = f"batch.prompts_per_step={config.batch.prompts_per_step // 2} (half as many updates per step)"
-                yield Way(change=change, frees=held // 2)
+                yield Way(change, held // 2)
         case "sequence prefilled in chunks" | "sequence that waits for its slot":
             limit = config.sampling.max_response_tokens
-            yield Way(change=f"a lower sampling.max_response_tokens (now {limit})")
+            yield Way(f"a lower sampling.max_response_tokens (now {limit})")
         case _ if part.startswith(("added by update", "all of update", "added by score", "all of score")):
             yield from _fewer_activations(made)
 
 
 def _way(tries: Changes, note: str = "", *, frees: int | None = None) -> Way:
-    return Way(change=" ".join(_overrides(tries)) + note, frees=frees, tries=tries)
+    return Way(" ".join(_overrides(tries)) + note, frees=frees, tries=tries)
 
 
 def _more_devices(made: Plan, held: int) -> Way:
-    """Returns a change that shards arrays over twice as many devices: over `parallel.data` replicas, or else on a larger slice."""
+    """Returns a change that shards arrays over twice as many devices: over replicas, or else on a larger slice."""
     train, rows = made.sizes.train, made.config.batch.rows_per_microbatch
     if train["data"] % 2 == 0:
         tries = {"parallel.fsdp": 2 * train["fsdp"], "parallel.data": train["data"] // 2}
@@ -124,7 +123,7 @@ def _more_devices(made: Plan, held: int) -> Way:
     over = 2 * train["fsdp"] * train["data"]
     filled = f" batch.rows_per_microbatch={-(-rows // over) * over}" if rows % over else ""
     change = f"parallel.fsdp={2 * train['fsdp']}{filled} on a slice with twice as many chips"
-    return Way(change=change, frees=held // 2)
+    return Way(change, held // 2)
 
 
 def _smaller_cache(made: Plan, held: int, over: int) -> Iterator[Way]:
@@ -146,7 +145,7 @@ def _smaller_cache(made: Plan, held: int, over: int) -> Iterator[Way]:
         head_dim = made.decoder.head_dim
         share = 1 - (head_dim + 4) / (item(made.config.model.compute_dtype) * head_dim)
         frees = int(tokens // spread * made.token_bytes * share)
-        yield Way(change=f"sampling.cache_dtype=int8{_correction(made.config)}", frees=frees)
+        yield Way(f"sampling.cache_dtype=int8{_correction(made.config)}", frees)
 
 
 def _smaller_weights(made: Plan, held: int) -> Iterator[Way]:
@@ -157,11 +156,11 @@ def _smaller_weights(made: Plan, held: int) -> Iterator[Way]:
         yield _way({"parallel.sampler_tensor": wider[-1]}, f" (now {tensor})", frees=frees)
     if not made.config.sampling.weight_dtype:
         change = f"sampling.weight_dtype=int8{_correction(made.config)}"
-        yield Way(change=change, frees=held - held // item(made.config.model.compute_dtype))
+        yield Way(change, held - held // item(made.config.model.compute_dtype))
     if not wider and made.sizes.samplers > 1 and heads % (2 * tensor) == 0:
         hosts = 2 * made.config.parallel.sampler_hosts
         change = f"parallel.sampler_hosts={hosts} parallel.sampler_tensor={2 * tensor} (one sampler on {hosts} hosts)"
-        yield Way(change=change, frees=held // 2)
+        yield Way(change, held // 2)
 
 
 def _correction(config: TrainConfig) -> str:
@@ -175,7 +174,7 @@ def _fewer_activations(made: Plan) -> Iterator[Way]:
     if model.remat != "full":
         yield _way({"model.remat": "full"}, " (recomputes activations)")
     if model.compute_dtype != "bfloat16":
-        yield Way(change="model.compute_dtype=bfloat16")
+        yield Way("model.compute_dtype=bfloat16")
     if rows > least:
         yield _way({"batch.rows_per_microbatch": least}, f" (now {rows})")
     elif model.remat == "full" and tensor < 8 and fsdp % 2 == 0:
@@ -188,7 +187,7 @@ def suggestions(
 ) -> list[Tried]:
     """Shrinks the largest array, recompiles the programs that did not fit, and repeats this until they fit or `seconds` have passed.
 
-    Returns all changes that were compiled, in order. The last attempt may end after `seconds`, because compilation is not interrupted.
+    Returns all compiled changes in order. The last attempt may end after `seconds`, because compilation is not interrupted.
     """
     assert made.slice is not None, "without a slice nothing was compiled, so nothing fails"
     began, tried, changes, current = time.monotonic(), list[Tried](), Changes(), made

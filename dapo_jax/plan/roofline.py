@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from dapo_jax.config import TrainConfig
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.plan.compiled import Program
-from dapo_jax.plan.mesh_sizes import MeshSizes, batch_shards
 from dapo_jax.plan.topologies import Chip
-from dapo_jax.plan.workload import Workload
+from dapo_jax.plan.workload import MeshSizes, Workload, batch_shards
 from dapo_jax.run.programs import sampled_decoder
 from dapo_jax.run.sampler_setup import prefill_of
 from dapo_jax.sampling.pages import PageSizes
@@ -65,7 +64,7 @@ def work_of(
     pages: PageSizes,
     programs: Sequence[Program] = (),
 ) -> list[Work]:
-    """Returns the work of each phase of a step. `pages` has a sampler's KV cache sizes; compiled `programs` supply received bytes."""
+    """Returns the work of each phase of a step. The compiled `programs` supply the received bytes."""
     traffic = {one.name: float(sum(kind.received_bytes for kind in one.traffic)) for one in programs}
 
     def received(name: str, per_layer: str = "") -> float:
@@ -110,7 +109,7 @@ def in_flight(config: TrainConfig, work: Workload, pages: PageSizes, samplers: i
 
 
 def decode_steps(work: Workload, samplers: int, parallel: float) -> float:
-    """Returns a sampler's decode steps, for `parallel` responses at a time. Waves take at least one per token of the longest response."""
+    """Returns a sampler's decode steps for `parallel` responses at a time. A wave takes at least one per token of its longest response."""
     tokens = work.responses * work.response_mean / samplers
     return max(tokens / parallel, work.longest if work.waves else 0.0)
 
@@ -148,7 +147,7 @@ def item(dtype: str) -> int:
 
 
 def decode_weight_parameters(decoder: DecoderConfig) -> int:
-    """Returns the number of weights that a decode step reads: matrices and unembedding, without the single embedding row per token."""
+    """Returns the number of weights that a decode step reads: matrices and unembedding, without one embedding row per token."""
     return matrix_parameters(decoder) + _unembedding_parameters(decoder)
 
 
@@ -173,7 +172,7 @@ def _transfer(config: TrainConfig, decoder: DecoderConfig, sizes: MeshSizes, rec
 def _prefill(
     config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes: MeshSizes, received: float
 ) -> Work:
-    """Counts the prefill of each prompt, one re-prefill per step of each response in flight, and re-prefills of episodes between turns."""
+    """Counts the prefill of each prompt, one re-prefill per step of each response in flight, and re-prefills between turns."""
     shape, devices = prefill_shape_of(config), sizes.sampler_devices
     read = [
         (length, sequences / sizes.samplers)
@@ -199,7 +198,7 @@ def _prefill(
 
 
 def _calls(shape: PrefillShape, length: float) -> float:
-    """Returns the number of prefill calls per sequence: a fraction if sequences share a call, or one per chunk if a row is too short."""
+    """Returns the prefill calls per sequence: a fraction if sequences share a call, or one per chunk if a row is too short."""
     if length > shape.width:
         return float(math.ceil(length / shape.width))
     return 1 / (shape.rows * max(1.0, min(float(shape.row_prompts), shape.width // length)))
@@ -208,7 +207,7 @@ def _calls(shape: PrefillShape, length: float) -> float:
 def _decode(
     config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes: MeshSizes, pages: PageSizes, received: float
 ) -> Work:  # fmt: skip
-    """Counts the decode steps. Each step reads the weights once for all responses on a device, and the cached tokens of each response."""
+    """Counts the decode steps. Each reads the weights once, and the cached tokens of every response on the device."""
     steps = decode_steps(work, sizes.samplers, in_flight(config, work, pages, sizes.samplers))
     calls = steps / config.sampling.steps_per_call
     tokens = work.responses * work.response_mean / sizes.samplers
@@ -231,9 +230,9 @@ def _decode(
 def _trained(
     config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes: MeshSizes, *, score: float, update: float
 ) -> list[Work]:  # fmt: skip
-    """Returns the work of scoring, if any, and of the updates. `score` and `update` are the bytes received per execution of each program.
+    """Returns the work of scoring, if any, and of the updates. `score` and `update` are the bytes received per run of each program.
 
-    Scoring computes the trainer's old log-probabilities for all updates except the first, and the reference policy's for all updates.
+    Scoring computes the trainer's old log-probabilities for all updates except the first, and the reference policy's for all.
     """
     devices, count = sizes.devices, work.trained * work.sequence
     scored = work.updates - 1 if config.loss.old_logprobs == "trainer" else 0
@@ -243,7 +242,7 @@ def _trained(
     tokens = float(work.microbatches * work.microbatch_tokens)
     pairs = tokens * (config.row_tokens + 1) / 2
     one = forward_flops(decoder, tokens=tokens, pairs=pairs, logits=tokens)
-    # The backward pass has two matrix products for each product in the forward pass; full rematerialisation repeats the forward pass.
+    # The backward pass has two matrix products for each one in the forward pass. Full rematerialisation repeats the forward pass.
     passes = 4 if config.model.remat == "full" else 3
     # Each pass over a microbatch reads the weights in the compute dtype, sharded over the tensor axis only.
     used = decoder.parameters - (0 if decoder.tied_embeddings else _unembedding_parameters(decoder))
@@ -263,7 +262,7 @@ def _trained(
         ici_bytes=work.updates * update,
     )
     scores = Work(
-        phase="score",
+        phase="log-probabilities",
         runs=scored,
         flops=scored * one / devices,
         useful_flops=scored / work.updates * own / devices,

@@ -1,4 +1,4 @@
-"""Finds the shapes of the configured model without loading weights or a tokenizer, and without network access."""
+"""Finds the shapes of the configured model without its weights, its tokenizer or network access."""
 
 from dapo_jax.config import ConfigError, ModelConfig
 from dapo_jax.hints import nearest
@@ -21,12 +21,18 @@ _REPOSITORIES = {
 def decoder_of(model: ModelConfig) -> DecoderConfig:
     """Returns the shapes of `model.source`. `vocab_size` is the number of rows in the model's embedding.
 
-    Hub models are looked up among the presets, and nothing is downloaded. An unknown preset, folder or repository raises ConfigError.
+    Hub models are looked up among the presets. An unknown preset, folder or repository raises ConfigError.
     """
     kind, _, name = model.source.partition(":")
     try:
         if kind == "hf":
-            return _of_repository(name)
+            if known := _REPOSITORIES.get(name.lower()):
+                return PRESETS[known]
+            raise ValueError(
+                f"the shapes of {name} are unknown, and planning downloads nothing; the nearest known model is "
+                f"{nearest(name, _REPOSITORIES, least=0.0)[0]}. If the model belongs to a supported family ({', '.join(FAMILIES)}), "
+                f"set model.source to a folder with its config.json; {WHAT_LOADS}"
+            )
         # A run of a preset uses its tokenizer's vocabulary size, but the plan uses the published model's.
         if kind == "preset":
             return preset(name)
@@ -36,13 +42,3 @@ def decoder_of(model: ModelConfig) -> DecoderConfig:
         )
     except ValueError as error:
         raise ConfigError(f"model.source={model.source!r}: {error}") from error
-
-
-def _of_repository(name: str) -> DecoderConfig:
-    if known := _REPOSITORIES.get(name.lower()):
-        return PRESETS[known]
-    raise ValueError(
-        f"the shapes of {name} are unknown, and planning downloads nothing; the nearest known model is "
-        f"{nearest(name, _REPOSITORIES, least=0.0)[0]}. If the model belongs to a supported family ({', '.join(FAMILIES)}), "
-        f"set model.source to a folder with its config.json; {WHAT_LOADS}"
-    )

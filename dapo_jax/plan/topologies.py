@@ -1,4 +1,4 @@
-"""TPU slices by name, their chips, and their devices as libtpu describes them. Programs can be compiled for these devices on any machine.
+"""TPU slices by name, their chips, and their devices as libtpu describes them, for which any machine can compile programs.
 
 The roofline's peak rates are from Google's pages (https://cloud.google.com/tpu/docs/v4, .../v5e, .../v5p, .../v6e, .../tpu7x). The
 pages add up the interconnect bandwidth of both directions, but this module uses one direction. `hbm_gib` is the memory
@@ -36,7 +36,7 @@ class Chip:
     device_hbm_bytes_s: float
     """Memory bandwidth of one device, in bytes per second."""
     device_ici_bytes_s: float
-    """Bytes per second that one device can receive over all of its links together."""
+    """Bytes per second that one device can receive over all its links together."""
 
     @property
     def device_hbm_bytes(self) -> int:
@@ -70,7 +70,7 @@ _SHAPES = {
     2: "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16",
     3: "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8 8x8x16 8x16x16 16x16x16",
 }
-"""Number of axes -> the slice shapes on Google's pages, smallest first. A slice named by its size, such as v5p-256, has such a shape."""
+"""Number of axes -> the slice shapes on Google's pages, smallest first. A name with a size, such as v5p-256, has such a shape."""
 
 
 @dataclass(frozen=True, kw_only=True)

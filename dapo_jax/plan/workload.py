@@ -1,10 +1,36 @@
 """Computes the work of one step in prompts, responses, tokens and microbatches, under stated assumptions."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dapo_jax.config import ConfigError, TrainConfig
+from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.training.minibatch import stack_capacity
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshSizes:
+    """The axis sizes of the trainer mesh and of one sampler mesh, and the number of samplers."""
+
+    train: Mapping[str, int]
+    sampler: Mapping[str, int]
+    samplers: int
+
+    @property
+    def devices(self) -> int:
+        """Number of devices in the whole run."""
+        return math.prod(self.train.values())
+
+    @property
+    def sampler_devices(self) -> int:
+        """Number of devices of one sampler."""
+        return math.prod(self.sampler.values())
+
+
+def batch_shards(sizes: Mapping[str, int]) -> int:
+    """Returns the number of shards into which a mesh with these axis sizes splits rows or slots."""
+    return math.prod(sizes[axis] for axis in BATCH_AXES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +55,13 @@ class Workload:
     prompts: int
     """Number of sampled prompts in all waves."""
     waves: int
-    """Number of waves; 0 with rollouts in flight (`rollout.in_flight`)."""
+    """Number of waves; 0 with rollouts in flight."""
     responses: int
     """Number of sampled responses."""
     response_mean: float
     response_std: float
     longest: float
-    """Assumed length of the longest response in tokens: two standard deviations above the mean, but at most the limit."""
+    """Assumed length of the longest response: two standard deviations above the mean, but at most the limit."""
     prompt_mean: float
     trained: int
     """Number of responses in the training batch."""
@@ -164,11 +190,8 @@ def _sampled(config: TrainConfig, informative: int | float, notes: list[str]) ->
         notes.append(f"{few} are trained on; the cost of updates is computed for all groups")
     elif flight or dynamic.surplus == "carry":
         prompts = math.ceil(needed / informative)
-        how = (
-            f"with {flight} responses in flight"
-            if flight
-            else f"in waves of up to {wave}; surplus groups are carried over"
-        )
+        how = f"in waves of up to {wave}; surplus groups are carried over"
+        how = f"with {flight} responses in flight" if flight else how
         notes.append(f"{share}: {prompts} prompts per step {how}")
         return prompts, 0 if flight else waves
     notes.append(f"{share}: {waves} waves of {wave} prompts per step")

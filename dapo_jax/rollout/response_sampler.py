@@ -56,7 +56,7 @@ class ResponseSampler:
             notes: messages that a run shows when it starts.
             on_look: called before every engine call that samples tokens.
         """
-        self._engine, self.transfer, self._compile_for = engine, transfer, compile_for
+        self.engine, self.transfer, self._compile_for = engine, transfer, compile_for
         self.max_response_tokens, self.prompts_at_once = max_response_tokens, prompts_at_once
         self.notes, self._on_look, self._stop = notes, on_look, stop
         self._sampler = Sampler(engine, prefill_prompts=prompts_at_once, on_look=on_look)
@@ -98,7 +98,7 @@ class ResponseSampler:
         """Returns the limits of episodes in this sampler, or None if responses have no environment."""
         if episodes is None:
             return None
-        capacity = self._engine.capacity
+        capacity = self.engine.capacity
         return limits_of(episodes, max_response_tokens=self.max_response_tokens, capacity=capacity)
 
     def rounds(
@@ -106,7 +106,7 @@ class ResponseSampler:
     ) -> RoundSampler:
         """Returns a training sampler that samples responses in flight with these weights. With `limits`, responses are episodes."""
         return RoundSampler(
-            self._engine,
+            self.engine,
             weights,
             key=jax.random.fold_in(self._key, TRAINING),
             decoding=decoding,

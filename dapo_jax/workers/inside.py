@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def _private_pipes() -> tuple[int, int]:
-    """Returns new descriptors for calls and answers, and redirects the standard streams, so that printed text does not mix with answers."""
+    """Returns new descriptors for calls and answers, and redirects the standard streams, so printed text does not mix with answers."""
     # Ctrl-C interrupts every process in a terminal, but only the main process decides when workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -77,18 +77,18 @@ def _private_pipes() -> tuple[int, int]:
 
 def _end_with(parent: int) -> None:
     """Makes this process end when `parent` ends, even while the user's code is running."""
+
+    def wait() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     else:
-        threading.Thread(target=_end_when_gone, args=(parent,), daemon=True).start()
+        threading.Thread(target=wait, daemon=True).start()
     if os.getppid() != parent:  # the parent ended before the code above ran
         os._exit(1)
-
-
-def _end_when_gone(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
 
 
 def _limit_memory(memory_mb: int) -> None:

@@ -2,8 +2,8 @@
 
 Calls and answers are JSON objects, one per line, on two pipes. `dapo_jax.workers.inside` runs at the other end.
 
-The process pools from `concurrent.futures`, loky and Pebble are not suitable. The first two cannot kill a single worker. Pebble pickles its
-calls, runs the user's main program again in each worker, and does not limit memory.
+Existing process pools are not suitable. `concurrent.futures` and loky cannot kill a single worker. Pebble pickles its calls, runs the
+user's main program again in each worker, and does not limit memory.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from typing import Any, Literal
 
 START_S = 120.0
-"""Maximum number of seconds for loading the user's code. It is long, because a busy machine imports a large package slowly."""
+"""Maximum seconds for loading the user's code. A busy machine imports a large package slowly."""
 
 MOST_BYTES = 1 << 25
 """Maximum size of an answer in bytes. A longer line means that some other code has written to the pipe."""
@@ -39,7 +39,7 @@ class EndedError(Exception):
 
 
 class Worker:
-    """A handle for one worker process. One thread starts the process and receives its answers, and another thread sends calls to it."""
+    """A handle for one worker process. One thread starts it and receives its answers, and another sends calls to it."""
 
     def __init__(self, load: str, setup: Mapping[str, Any], *, memory_mb: int) -> None:
         """Starts the process without waiting for it.
@@ -50,7 +50,7 @@ class Worker:
             memory_mb: megabytes that the process may allocate after loading.
         """
         self.ready: Future[dict[str, Any]] = _running_future()
-        """The first answer, sent once the user's code is loaded. The future raises ValueError if loading fails, or EndedError if the process ends."""
+        """The first answer, sent once the user's code is loaded. Raises ValueError if loading fails, or EndedError if the process ends."""
         self.ended: EndedError | None = None
         """Why the process ended, or None while it runs."""
         self.answered = 0
@@ -130,19 +130,23 @@ class Worker:
         line = b""
         try:
             while (line := process.stdout.readline(MOST_BYTES)).endswith(b"\n"):
-                self._take(json.loads(line))
+                answer = json.loads(line)
+                with self._lock:
+                    future = self._asked.pop(answer["id"], None)
+                if future is self.ready and "failed" in answer:
+                    future.set_exception(ValueError(answer["failed"]))
+                elif future is not None:
+                    self.answered += future is not self.ready
+                    future.set_result(answer)
         except (ValueError, TypeError, KeyError, RecursionError):
             return f"it sent {line[:200]!r}, which is not an answer"
-        return f"it sent {MOST_BYTES:,} bytes without a line end" if line else _ending(process)
-
-    def _take(self, answer: dict[str, Any]) -> None:
-        with self._lock:
-            future = self._asked.pop(answer["id"], None)
-        if future is self.ready and "failed" in answer:
-            future.set_exception(ValueError(answer["failed"]))
-        elif future is not None:
-            self.answered += future is not self.ready
-            future.set_result(answer)
+        if line:
+            return f"it sent {MOST_BYTES:,} bytes without a line end"
+        try:
+            code = process.wait(_ENDING_S)
+        except subprocess.TimeoutExpired:
+            return "it closed its pipe and kept running"
+        return signal.Signals(-code).name if code < 0 else f"exit status {code}"
 
     def _send(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None
@@ -160,8 +164,8 @@ def _running_future() -> Future[Any]:
 
 
 def _started(arguments: Mapping[str, Any]) -> subprocess.Popen[bytes]:
-    # The worker searches for modules in the same folders as this process. While it loads its own modules, the standard library comes first and the
-    # current folder is left out (-P). Otherwise a user's token.py would replace the standard module, and the worker would fail.
+    # The worker searches for modules in the same folders as this process. But while it loads its own modules, the standard library comes first, and
+    # the current folder is left out (-P). Otherwise a user's token.py would replace the standard module.
     path = [place for place in sys.path if isinstance(place, str)]
     library = [sysconfig.get_path("stdlib"), sysconfig.get_config_var("DESTSHARED")]
     variables = {
@@ -183,12 +187,3 @@ def _started(arguments: Mapping[str, Any]) -> subprocess.Popen[bytes]:
 def _kill(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-
-
-def _ending(process: subprocess.Popen[bytes]) -> str:
-    """Describes how a process ended after its pipe was closed."""
-    try:
-        code = process.wait(_ENDING_S)
-    except subprocess.TimeoutExpired:
-        return "it closed its pipe and kept running"
-    return signal.Signals(-code).name if code < 0 else f"exit status {code}"

@@ -1,4 +1,4 @@
-"""The comparison of ways to train on old tokens: its configurations differ in what they say alone, and its page has what its metrics make."""
+"""The comparison of ways to train on old tokens: its configurations, and the page made from its metrics."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The study's rows are the paper's ladder, its measures and tests are right, and its files are read as they were written."""
+"""The ablation study: its rows are the paper's ladder, and its measures and significance tests are correct."""
 
 import itertools
 import json
@@ -59,16 +59,19 @@ def test_each_row_changes_the_row_before_in_its_own_technique_alone():
     ]
 
 
-def test_the_probe_without_an_upper_clip_differs_only_in_that_clip():
-    probe, row = (
-        dict(item.split("=") for item in overrides(name)) for name in ("no_upper_clip", "overlong_filtering")
-    )
-    assert probe == row | {"loss.clip_ratio_high": "1000"}
+@pytest.mark.parametrize(
+    ("probe", "row", "changes"),
+    [
+        ("no_upper_clip", "overlong_filtering", {"loss.clip_ratio_high": "1000"}),
+        ("in_flight", NAMES[-1], {"rollout.in_flight": "128", "rollout.round_tokens": "8"}),
+    ],
+)
+def test_a_row_outside_the_ladder_differs_from_a_rung_in_one_technique(probe, row, changes):
+    found, rung = (dict(item.split("=") for item in overrides(name)) for name in (probe, row))
+    assert found == rung | changes
 
 
-def test_the_row_in_flight_is_the_last_row_with_rollouts_in_flight():
-    row, last = (dict(item.split("=") for item in overrides(name)) for name in ("in_flight", NAMES[-1]))
-    assert row == last | {"rollout.in_flight": "128", "rollout.round_tokens": "8"}
+def test_rollouts_in_flight_are_compared_with_the_last_two_rows():
     assert {(claim.row, claim.before) for claim in IN_FLIGHT} == {
         ("in_flight", "token_level"), ("in_flight", "dynamic_sampling"),
     }  # fmt: skip

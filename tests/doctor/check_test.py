@@ -18,28 +18,23 @@ def fails(error):
     return look
 
 
-def outcomes(*checks):
-    return {finding.name: finding.found for finding in examine(checks, Subject())}
-
-
 def test_checks_that_need_a_failed_check_are_skipped_and_others_are_made():
     looked = []
-    found = outcomes(
+    checks = [
         Check("a", fails(RuntimeError("no disk"))),
         Check("b", lambda _: looked.append("b") or Found("fine"), needs=("a",)),
         Check("c", lambda _: looked.append("c") or Found("fine"), needs=("b",)),
         Check("d", lambda _: looked.append("d") or Found("fine")),
-    )
+    ]
+    found = examine(checks, Subject())
     assert found["b"] == found["c"] == Found("because 'a' failed", "skipped")
     assert looked == ["d"]
 
 
 def test_a_warning_skips_nothing():
-    found = outcomes(
-        Check("a", lambda _: Found("close", "warning")),
-        Check("b", lambda _: Found("fine"), needs=("a", "a check that is not in the list")),
-    )
-    assert found["b"].state == "ok"
+    warns = Check("a", lambda _: Found("close", "warning"))
+    passes = Check("b", lambda _: Found("fine"), needs=("a", "a check that is not in the list"))
+    assert examine([warns, passes], Subject())["b"].state == "ok"
 
 
 @pytest.mark.parametrize(
@@ -52,7 +47,7 @@ def test_a_warning_skips_nothing():
     ids=["an error", "with its own remedy", "a long one"],
 )
 def test_an_error_is_a_failure_in_one_line_with_a_remedy(error, found):
-    assert outcomes(Check("a", fails(error), remedy="buy one")) == {"a": found}
+    assert examine([Check("a", fails(error), remedy="buy one")], Subject()) == {"a": found}
 
 
 FLYING = ["rollout.in_flight=128", "rollout.round_tokens=16", "dynamic_sampling.surplus=discard", "parallel.data=1", "parallel.fsdp=8"]  # fmt: skip

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from dapo_jax.config import to_yaml
 from dapo_jax.doctor import examination as module
-from dapo_jax.doctor.check import Finding, Found
+from dapo_jax.doctor.check import Found
 from dapo_jax.doctor.examination import show, verdict
 from dapo_jax.locks import take
 from dapo_jax.parallel.weights import WeightTransfer
@@ -79,14 +79,10 @@ def only_fails(found, name):
     return found[name]
 
 
-def judged(found):
-    return verdict([Finding(name, one, 0.0) for name, one in found.items()], configured=True)
-
-
 def test_a_healthy_configuration_passes_every_check(healthy):
     assert {name for name, one in healthy.items() if one.state != "ok"} <= UNSURE
     assert {"mesh", "model", "memory", "training data", "grader", "run_dir", *STEP} <= healthy.keys()
-    assert judged(healthy)[0]
+    assert verdict(healthy, configured=True)[0]
 
 
 def test_prompts_are_shown_as_the_model_reads_them(healthy):
@@ -149,7 +145,7 @@ def test_one_nan_in_the_weights(examined, tmp_path):
 
 
 def test_waves_that_are_larger_than_the_data_are_a_warning(examined):
-    """Of nine rows, waves of three times four prompts do not fit; without dynamic sampling a step samples four prompts."""
+    """There are nine rows, but a wave has three times four prompts. Without dynamic sampling, a step samples four."""
     found = examined(quick=True, batch__prompts_per_step=4)["training data"]
     assert found.state == "warning"
     assert "1.33 times" in found.message
@@ -209,11 +205,11 @@ def test_a_grader_with_its_own_form_needs_the_option_right(examined, graders):
     assert "--right" in found.remedy
     found = examined(quick=True, reward__grader=grader, right="::{answer}::")
     assert found["grader"].state == "ok"
-    assert judged(found)[0]
+    assert verdict(found, configured=True)[0]
 
 
 def test_a_full_disk(examined, monkeypatch):
-    """The micro model has less than 10,000 parameters: the least that a disk should have is needed, a sixteenth of a GiB."""
+    """The micro model needs only the minimum that a disk should have."""
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**30, 2**30, 0))
     found = only_fails(examined(quick=True), "disk")
@@ -293,7 +289,7 @@ def test_another_model_makes_the_step_if_the_own_one_is_too_large(examined, monk
     found = examined()
     assert not failed(found)
     assert re.search("preset:tiny.* over 100 for a cpu", found["weights"].message)
-    good, sentence = judged(found)
+    good, sentence = verdict(found, configured=True)
     assert good
     assert "weights" in sentence
     assert examined(full=True)["weights"].state == "ok"
@@ -305,14 +301,14 @@ def test_without_a_model_its_dependents_are_skipped_and_the_verdict_names_it(exa
     assert skipped == {"memory", "training data", "evaluation data", "grader", "weights", *STEP}
     assert {found[name].message for name in skipped} == {"because 'model' failed"}
     assert {found[name].state for name in ("mesh", "run_dir", "metrics", "disk")} == {"ok"}
-    assert judged(found) == (False, "This configuration cannot train here: see model.")
+    assert verdict(found, configured=True) == (False, "This configuration cannot train here: see model.")
 
 
 def test_control_characters_are_escaped_and_tokens_and_passwords_are_not_printed(monkeypatch):
-    """Prompts, responses and quoted errors are untrusted text: ESC would colour the screen, the other character reverses the line."""
+    """Prompts and responses are untrusted: ESC would colour the screen, and the other character reverses the line."""
     monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
     evil, out = "\x1b[31m\u202e hf_0123456789 at https://me:word@host", io.StringIO()
-    finding = Finding("prompts", Found(evil, remedy=evil, details=(f"prompt 0: {evil}",)), 0.0)
-    show([finding], Console(file=out, width=200), configured=True)
+    found = Found(evil, remedy=evil, details=(f"prompt 0: {evil}",))
+    show({"prompts": found}, Console(file=out, width=200), configured=True)
     assert not {"\x1b", "\u202e"} & set(out.getvalue())
     assert out.getvalue().count("\\x1b[31m\\u202e $HF_TOKEN at https://me:...@host") == 3

@@ -52,9 +52,8 @@ def test_a_run_that_learns_raises_nothing():
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_the_recorded_healthy_runs_raise_nothing(name):
-    """Metrics of `dapo-jax train configs/quickstart.yaml` (60 steps, rounded to five decimals) and of a result in docs/.
-
-    The quickstart's entropy ends at a sixth of its start, the real model's at a hundredth, with a high accuracy."""
+    """The quickstart (60 steps, rounded to five decimals) and a result in docs/. The entropy of the quickstart ends at a sixth of its start;
+    the real model's ends at a hundredth, with a high accuracy."""
     steps = [line for line in read_metrics(RECORDED[name]) if line["step"]]
     assert len(steps) >= 20
     assert raised(steps) == []

@@ -71,9 +71,8 @@ def test_every_program_of_a_step_compiles_and_fits(compiled):
 
 def test_the_arguments_have_the_sizes_of_the_shapes(file, compiled):
     """Except rotations, scalars, and padding to tiles of 8 x 128; these shapes nearly are multiples of a tile."""
-    config = load_config(file)
-    work = compiled.work
-    programs = Programs(config, compiled.decoder, work, devices_of(parse("v5e:2x2")))
+    devices, memory = devices_of(compiled.slice), compiled.slice.chip.device_hbm_bytes
+    programs = Programs(load_config(file), compiled.decoder, compiled.work, devices, memory=memory)
     needed = {program.name: program.memory for program in compiled.programs}
     there = programs.resident
     pairs = [
@@ -96,8 +95,9 @@ LONG = [
 def test_rows_of_several_lengths_and_chunked_prefill_have_their_programs(folder, file):
     """Rows of 2048 tokens, and of 1024; 8 slots of 2048 tokens in pages of half as many."""
     config = load_config(file, [f"model.source={folder}", *LONG])
-    work = workload_of(config, Assumptions())
-    names = Programs(config, decoder_of(config.model), work, devices_of(parse("v5e:2x2"))).lowered()
+    work, made = workload_of(config, Assumptions()), parse("v5e:2x2")
+    memory = made.chip.device_hbm_bytes
+    names = Programs(config, decoder_of(config.model), work, devices_of(made), memory=memory).lowered()
     assert [name for name in names if name.startswith(("update", "score"))] == [
         "update", "update_begin", "update_add_longest", "update_add_shortest", "update_apply", "score", "score_shortest",
     ]  # fmt: skip
@@ -147,7 +147,7 @@ def test_moments_in_the_hosts_memory_are_not_on_the_device(file, compiled):
 
 
 def test_the_reported_cache_fits_and_leaves_little(file, folder):
-    """An eighth of the most that 1024 slots may need is 4 GiB on each device; the reported cache leaves less than a hundredth of the memory."""
+    """An eighth of the tokens of 1024 slots takes 4 GiB on each device; the reported cache leaves under a hundredth of the memory."""
     slots, capacity = 1024, 65_536
     options = [
         f"model.source={folder}", f"sampling.slots={slots}", "sampling.max_response_tokens=65408", "sampling.page_tokens=1024"
@@ -187,17 +187,6 @@ def test_arrays_that_do_not_fit_are_named_and_a_remedy_is_compiled(file, folder,
     assert 0.85 < int(tokens) / (2048 * 16_384) < 0.95
 
 
-# Slow: compiles every program of a second slice, which takes a minute.
-@pytest.mark.slow
-def test_each_host_of_a_slice_has_its_own_sampler(file):
-    """v5p:2x2x2 has two hosts of 4 chips; the trainer's mesh is over all 8, the sampler's over one host."""
-    config = load_config(file, ["parallel.fsdp=4"])
-    found = plan(config, slice=parse("v5p:2x2x2"))
-    assert found.sizes.samplers == 2
-    assert found.sizes.sampler_devices == 4
-    assert found.fits
-
-
 # Slow: compiles every program for three meshes.
 @pytest.mark.slow
 def test_the_command_compiles_and_sweeps(file, capsys):
@@ -215,7 +204,6 @@ def test_the_command_compiles_and_sweeps(file, capsys):
         ("gsm8k_qwen3_0.6b", "v5litepod-8", (300, 200)),
         ("dapo_qwen2.5_7b", "v6e-64", (2000, 1500)),
         ("dapo_qwen2.5_32b", "v5p-256", (5000, 4000)),
-        ("dapo_qwen2.5_32b_early", "v5p-256", (5000, 4000)),
     ],
 )
 def test_the_recipes_fit_their_slices(name, slice, responses):
@@ -224,7 +212,7 @@ def test_the_recipes_fit_their_slices(name, slice, responses):
     assumed = Assumptions(response_tokens=mean, response_tokens_std=std)
     found = plan(load_config(f"configs/{name}.yaml"), slice=parse(slice), assumed=assumed)
     assert found.fits
-    if name.startswith("dapo_qwen2.5_32b"):
+    if name == "dapo_qwen2.5_32b":
         # The gradient of a tied embedding, or of a bias that is sharded too finely, is all-reduced.
         traffic = next(program.traffic for program in found.programs if program.name == "update")
         trained = {kind.kind: kind for kind in traffic}

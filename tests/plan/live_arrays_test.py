@@ -100,8 +100,8 @@ def observed(folder, *changes):
 
 
 def parts(made, program):
-    found = together(program, made.resident, updates=made.work.updates)
-    return {name: size for name, size in found[1].items() if size}
+    _, resident = together(program, made.resident, updates=made.work.updates)
+    return {name: size for name, size in resident.items() if size}
 
 
 def check_updates(made, found, *frozen):
@@ -118,7 +118,7 @@ def test_arrays_during_updates_and_between_steps_are_counted(counted):
 
 
 def check_while_sampling(made, found):
-    """The plan counts the recorded maximum. Whether a whole row of prompts is there at the same time depends on the sampled tokens, and so on the machine."""
+    """The plan counts the recorded maximum. Whether a whole row of prompts is there then depends on the sampled tokens."""
     resident = parts(made, "generate")
     total = sum(resident.values())
     assert total - resident["prefilled prompts"] - SMALLS <= max(found["sampling"]) <= total + SMALLS

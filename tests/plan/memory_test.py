@@ -7,22 +7,14 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dapo_jax.config import (
-    DataConfig,
-    ModelConfig,
-    OverlongConfig,
-    RewardConfig,
-    SamplingConfig,
-    TrainConfig,
-)
-from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.plan.compiled import ProgramMemory
-from dapo_jax.plan.memory import Phase, Resident, as_compiled, cache_fit, phases
+from dapo_jax.plan.memory import Phase, Resident, as_compiled, phases
+from dapo_jax.plan.plan import Plan
+from dapo_jax.plan.topologies import CHIPS, Slice
 from dapo_jax.plan.workload import Assumptions, workload_of
 from dapo_jax.sampling.pages import PageSizes
-
-SIZES = {"data": 1, "fsdp": 4, "tensor": 2, "context": 1}
+from tests.plan.roofline_test import CONFIG, SIZES, SMALL
 
 
 def struct(shape, *spec, dtype=jnp.float32):
@@ -39,7 +31,7 @@ def test_bytes_of_sharded_arrays():
         struct((8,), ("data", "fsdp"), dtype=jnp.bfloat16),
         struct((8,), "fsdp", dtype=keys.dtype),
     ]
-    assert bytes_on_device(tree, SIZES) == 48 + 20 + 4 + 16
+    assert bytes_on_device(tree, SIZES.train) == 48 + 20 + 4 + 16
 
 
 def held(**changes):
@@ -108,29 +100,19 @@ def test_compiled_programs_replace_sizes_from_shapes():
     assert as_compiled(held(), {"insert_row": memory(arguments=9), "insert_rows": insert}) == held(prefix=8)
 
 
-def test_a_reference_policy_is_always_there():
-    there = held(reference=30, minibatch=0, prefix=0, decode_state=0)
-    found = totals({name: memory() for name in ("transfer", "generate", "update")}, there)
-    assert list(found.values()) == [140, 140, 130]
-
-
-SMALL = DecoderConfig(vocab_size=32, embed_dim=8, layers=3, heads=4, kv_heads=2, head_dim=6, mlp_dim=16)
-CONFIG = TrainConfig(
-    run_dir="out",
-    model=ModelConfig(compute_dtype="bfloat16"),
-    data=DataConfig(max_prompt_tokens=6),
-    sampling=SamplingConfig(max_response_tokens=10, slots=64),
-    reward=RewardConfig(overlong=OverlongConfig(buffer_tokens=2)),
-)
 PAGES = PageSizes(holders=64, capacity=16, page_tokens=4, pools=2, pool_pages=30)
 
 
 def fit(limit, slots=64, part="decode state"):
     """A phase of 2500 bytes; a token has 10, and each of 2 devices 30 pages of 4."""
     config = replace(CONFIG, sampling=replace(CONFIG.sampling, slots=slots))
-    phase = Phase(name="decode", program="generate", parts={part: 2500})
-    work = workload_of(config, Assumptions(informative=0.5))
-    return cache_fit(config, SMALL, work, PAGES, [phase], limit=limit, token_bytes=10, spread=2)
+    chip = replace(CHIPS["v5e"], hbm_gib=-(-limit * 20 // 19) / 2**30)  # a twentieth stays free
+    made = Plan(
+        config=config, decoder=SMALL, work=workload_of(config, Assumptions()), resident=held(), sizes=SIZES, works=[], pages=PAGES,
+        token_bytes=10, slice=Slice(chip=chip, shape=(2, 2)), phases=[Phase(name="decode", program="generate", parts={part: 2500})],
+    )  # fmt: skip
+    assert made.limit == limit
+    return made.cache_fit
 
 
 @pytest.mark.parametrize(("limit", "tokens"), [(3000, 168), (2500, 120), (2000, 68)])

@@ -51,9 +51,7 @@ def test_shorter_responses_are_packed_but_room_stays_for_the_longest():
     ("config", "informative", "prompts", "waves"),
     [
         (CONFIG, 0.25, 32, 2),  # a quarter of 16 is 4 of the 8 that are needed
-        (CONFIG, 0.375, 32, 2),
         (dynamic(on_shortfall="train_fewer"), 0.125, 48, 3),  # 6 of 8 groups
-        (dynamic(on_shortfall="train_fewer"), 0.25, 32, 2),
         (dynamic(surplus="carry"), 0.375, 22, 2),  # 8 of 3/8 are 21.3, in waves of at most 16
         (replace(CONFIG, rollout=RolloutConfig(in_flight=32, round_tokens=8)), 0.375, 22, 0),
         (replace(CONFIG, dynamic_sampling=DynamicSamplingConfig()), 1 / 3, 24, 1),  # a wave is three times the step
