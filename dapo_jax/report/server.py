@@ -38,20 +38,18 @@ class _Followed:
 
     def __init__(self, place: AnyPath, name: str) -> None:
         self.run = read_run(place, name, early=True)
-        self._laying: Rollouts | None = None
-        self._evaluations = Evaluations(by_score=self.run.by_score)
+        self._rollouts, self._evaluations = Rollouts(self.run), Evaluations(by_score=self.run.by_score)
         self._done: set[AnyPath] = set()
-        self.rollouts, self.evaluations = Rollouts(self.run).laid(logged=0), self._evaluations.laid(logged=0)
+        self.rollouts, self.evaluations = self._rollouts.laid(logged=0), self._evaluations.laid(logged=0)
 
     def look(self, until: float) -> bool:
         """Loads new metrics, rollouts and evaluations until about `until`, and returns whether anything was new."""
         before = self.run
         self.run = read_run(before.place, before.name, early=True)
-        rollouts = self._read(self.run.logged, self._step, until)
+        rollouts = self._read(self.run.logged, self._rollouts.add, until)
         evaluations = self._read(self.run.evaluations, self._evaluations.add, until)
         if rollouts or self.run.logged != before.logged:
-            laying = self._laying or Rollouts(self.run)
-            self.rollouts = laying.laid(logged=len(self.run.logged))
+            self.rollouts = self._rollouts.laid(logged=len(self.run.logged))
         if evaluations or self.run.evaluations != before.evaluations:
             self.evaluations = self._evaluations.laid(logged=len(self.run.evaluations))
         return rollouts or evaluations or self.run != before
@@ -68,11 +66,6 @@ class _Followed:
             self._done.add(file)
             found = True
         return found
-
-    def _step(self, file: AnyPath) -> None:
-        # Created late, because `Rollouts` loads the run's tokenizer, which may not exist before the first rollouts.
-        self._laying = self._laying or Rollouts(self.run)
-        self._laying.add(file)
 
 
 class Watched:

@@ -177,7 +177,7 @@ def test_later_damage_is_reported_and_the_page_stays(run):
         with (run / "metrics.jsonl").open("a") as file:
             file.write('nonsense\n{"step": 9}\n')
         state = json_of(server, "/state")
-        assert "metrics.jsonl, line 5 is damaged" in state["error"]
+        assert "metrics.jsonl, line 5 is not a line of metrics" in state["error"]
         assert json_of(server, "/state")["version"] == state["version"]
         assert json_of(server, "/data")["runs"][0]["columns"] == before["runs"][0]["columns"]
         (run / "mended").write_text(whole)
