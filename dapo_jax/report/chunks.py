@@ -3,7 +3,6 @@
 import gzip
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -89,8 +88,3 @@ def _frame(texts: Sequence[str]) -> int:
     low, high = min(texts, default=""), max(texts, default="")  # all other texts sort between these two
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(low, high, strict=False)))
     return low[:same].rfind(" ") + 1 if low != high and same >= _FRAME else 0
-
-
-def as_float(value: float | None) -> float:
-    """Returns the number, or NaN for None."""
-    return math.nan if value is None else float(value)

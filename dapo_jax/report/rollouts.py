@@ -18,7 +18,6 @@ import numpy as np
 from dapo_jax.config import LossConfig
 from dapo_jax.report.chunks import (
     Laid,
-    as_float,
     compressed,
     compressed_json,
     heads,
@@ -170,9 +169,9 @@ class Rollouts:
         )
         self._add(
             flags=flags,
-            reward=as_float(row["reward"]),
-            advantage=as_float(advantage),
-            penalty=as_float(row["overlong_penalty"]),
+            reward=row["reward"],
+            advantage=advantage,
+            penalty=row["overlong_penalty"],
             tokens=sum(stop - first for first, stop in turns or [(0, len(row["response_token_ids"]))]),
             clipped=sum(map(states.count, "^vd")),
         )

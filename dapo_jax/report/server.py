@@ -166,7 +166,6 @@ class _Handler(BaseHTTPRequestHandler):
         assert isinstance(server, _Server)
         watched = server.watched
         if self.headers.get("Host") not in server.hosts:
-            # Prevents DNS rebinding, by which another website could read the data.
             self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"use 127.0.0.1 or localhost\n")
         elif self.path == "/":
             self._answer(HTTPStatus.OK, "text/html; charset=utf-8", watched.page())

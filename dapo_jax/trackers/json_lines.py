@@ -85,11 +85,10 @@ class JsonlTracker:
     def __init__(self, path: str | PathLike[str], resume_step: int | None = None) -> None:
         self.path = path_of(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        for file in _files_of(self.path) if resume_step is None else []:
-            if size := size_of(file):
-                raise FileExistsError(
-                    f"{file} already holds {size} bytes of metrics: resume that run, or choose another run_dir"
-                )
+        if resume_step is None and (found := [file for file in _files_of(self.path) if size_of(file)]):
+            raise FileExistsError(
+                f"{found[0]} already holds metrics: resume that run, or choose another run_dir"
+            )
         self._last_step = None if resume_step is None else _cut_after(self.path, resume_step)
         self._name, self._lines = "", list[bytes]()
         """The name of the last object written to the bucket, and its lines."""

@@ -70,7 +70,7 @@ def test_names_are_as_short_as_possible(tmp_path):
             r"metrics.jsonl, line 2 is not a line of metrics",
         ),
         ("metrics.jsonl", "", r"has no metrics yet"),
-        ("config.yaml", to_yaml(SftConfig(run_dir="x")), r"dapo-jax sft"),
+        ("config.yaml", to_yaml(SftConfig(run_dir="x")), r"only for runs of dapo-jax train"),
         ("config.yaml", "run_dir: x\nloss: {clip_ratio_hgih: 0.3}\n", r"loss.clip_ratio_hgih"),
     ],
 )
