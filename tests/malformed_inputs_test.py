@@ -30,7 +30,7 @@ def said(tmp_path, monkeypatch, capsys):
 MESSAGES = {
     "no such file": (None, [], "no file or folder data.jsonl (looked from "),
     "an empty file": (b"", [], "data.jsonl: no rows"),
-    "a program's binary": (b"\x7fELF\x02\xff", [], "data.jsonl, line 1: byte 6 of the line is not UTF-8"),
+    "a program's binary": (b"\x7fELF\x02\xff", [], "data.jsonl, line 1: not JSON: 'utf-8' codec can't decode"),
     "no question": (b'{"prompt": [{"role": "system", "content": "2"}], "answer": "2"}', [], "no message has the role 'user'"),
     "an unknown template": (GOOD, ["--prompt-template", "dappo"], "or the name of a template: dapo"),
     "a template that reaches out": (GOOD, ["--chat"], "data.jsonl, line 1: chat template"),

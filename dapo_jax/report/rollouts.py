@@ -136,7 +136,6 @@ class Rollouts:
             "keys": [question_key(*question) for question in self._questions],
             "steps": self._steps,
             "logged": logged,
-            "chunks": len(self._chunks),
             "pieces": bool(self._steps and self._pieces),
             "clip": loss
             and {"low": loss.clip_ratio_low, "high": loss.clip_ratio_high, "dual": loss.dual_clip},

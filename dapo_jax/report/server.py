@@ -199,17 +199,12 @@ class _Handler(BaseHTTPRequestHandler):
         """Logs nothing, because an open page sends a request every two seconds."""
 
 
-def watch(
-    *runs: str | PathLike[str],
-    port: int = 0,
-    say: Callable[[str], None] = lambda text: print(text, flush=True),
-) -> None:
-    """Serves a report of active runs and keeps it up to date until it is interrupted (Ctrl-C).
+def watch(*runs: str | PathLike[str], port: int = 0) -> None:
+    """Serves a report of active runs and keeps it up to date until it is interrupted (Ctrl-C). Prints the page's address.
 
     Args:
         runs: run folders, local or in a bucket. The server waits until all runs have begun.
         port: the port on 127.0.0.1; 0: any free port.
-        say: called with a line that contains the page's address, and with a line when serving ends.
 
     Raises:
         ConfigError: a path cannot be a run, a run is damaged, there are too many runs, or the port is not available.
@@ -225,10 +220,8 @@ def watch(
             time.sleep(LOOK_S)
         watched = Watched(runs)
         with _Server(port, watched) as server:
-            say(
-                f"watching {', '.join(watched.names)}: http://{HOST}:{server.server_port}/ (accessible from this machine only; "
-                "press Ctrl-C to stop)"
-            )
+            address = f"http://{HOST}:{server.server_port}/ (accessible from this machine only; press Ctrl-C to stop)"
+            print(f"watching {', '.join(watched.names)}: {address}", flush=True)
             server.serve_forever(poll_interval=0.2)
     except KeyboardInterrupt:
-        say("\nno longer watching")
+        print("\nno longer watching", flush=True)

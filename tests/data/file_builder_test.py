@@ -105,7 +105,7 @@ BAD = [
     ({"answer": "1"}, "line 2: no field 'prompt'; the row's fields are ['answer']"),
     ({"prompt": [{"role": "user"}], "answer": "1"}, "line 2: message 0: 'content' must be a string"),
     ({"prompt": "\ud800", "answer": "1"}, "line 2: a text contains a lone surrogate"),
-    (b'{"prompt": "\xff", "answer": "1"}', "line 2: byte 13 of the line is not UTF-8"),
+    (b'{"prompt": "\xff", "answer": "1"}', "line 2: not JSON: 'utf-8' codec can't decode byte 0xff"),
     (b'{"prompt": ', "line 2: not JSON"),
 ]
 

@@ -154,7 +154,7 @@ def test_tokens_are_shaded_by_probability_and_clip(shown, page):
 
 
 def episode(*parts):
-    """The line of an episode with the parts (`turn`, text, reward), which ends with an end token, (`environment`, text) and (`context`, text)."""
+    """The log line of an episode. Parts are (`turn`, text, reward), (`environment`, text) or (`context`, text); turns end with an end token."""
     ids, found = [], {"turns": [], "turn_rewards": [], "contexts": []}
     for kind, text, *reward in parts:
         new = TOKENIZER.encode(text).tolist() + [TOKENIZER.eos_id] * (kind == "turn")
@@ -286,7 +286,7 @@ def test_configurations_differ_from_each_other_and_from_the_defaults(shown):
 
 @pytest.fixture
 def wide(shown):
-    """Sets the width of the window; it is as before when the test is over."""
+    """Sets the width of the window, and restores it after the test."""
 
     def set_width(width):
         size = {"width": width, "height": 768, "deviceScaleFactor": 1, "mobile": False}
@@ -318,7 +318,7 @@ def test_nothing_is_wider_than_the_window(width, shown, wide, tmp_path):
 
 
 def scored(step, ordinal, index, *, rng):
-    """Two scores, one half higher than the other, and a tenth more at each step; nothing is ever right."""
+    """Scores alternate between two values and rise by 0.1 per step; no response is correct."""
     reward = -2.0 + 0.5 * (index % 2) + 0.1 * step
     return rollout_line(
         step, ordinal, index, rng=rng, correct=False, extracted=None, score=reward, reward=reward, advantage=1.0 if index % 2 else -1.0
@@ -327,7 +327,6 @@ def scored(step, ordinal, index, *, rng):
 
 @pytest.fixture
 def judged(tmp_path):
-    """A run that is judged by scores, with a prompt that was asked twice."""
     run = write_run(
         tmp_path / "judged", steps=4, line=scored, dynamic_sampling=DynamicSamplingConfig(metric="score")
     )

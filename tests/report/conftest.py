@@ -12,7 +12,7 @@ from tests.report.made import HOSTILE, problem_line, rollout_line, write_evaluat
 
 
 def line(step, ordinal, index, *, rng):
-    """Half of the responses are right; one has the word walrus."""
+    """Half of the responses are correct; one contains the word walrus."""
     text = f"the walrus said {HOSTILE}" if (step, index) == (7, 1) else None
     row = rollout_line(
         step, ordinal, index, rng=rng, response=text and text.replace("\u2028", " "), correct=index % 2 == 0

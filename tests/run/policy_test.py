@@ -39,7 +39,7 @@ def test_the_shipped_model_is_there():
     [
         ("preset:tyni", "byte", "'tiny'"),
         ("preset:tiny", "words", "char:ALPHABET"),
-        ("preset:tiny", "char:", "alphabet is empty"),
+        ("preset:tiny", "char:", "alphabet '' is empty"),
         ("shipped:../assets", "byte", "quickstart"),
         ("no/such/folder", "byte", "cannot read a model from"),
     ],

@@ -126,7 +126,7 @@ def test_texts_from_outside_cannot_hold_guards(text, message):
     "text", ["", "the end", "<|im_start|>user\n\n\nthe end<|im_end|>\n", "a<b <|im_end|>", "日本 héllo"]
 )
 def test_without_special_tokens_guarding_does_not_change_the_ids(text):
-    """Tokens span the border between what is guarded and what is not."""
+    """Tokens may span the border between guarded and plain text."""
     tokenizer = HuggingFaceTokenizer(files_of())
     for cut in range(len(text) + 1):
         if "<|im" in text[cut:]:

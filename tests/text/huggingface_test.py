@@ -56,7 +56,7 @@ def test_decoding_omits_special_tokens_and_padding_of_the_vocabulary():
 @pytest.mark.parametrize("tokenizer", [byte_level_json, byte_fallback_json])
 @given(text=st.text(), cut=st.integers(0, 20))
 def test_the_bytes_of_tokens_add_up_to_the_text(tokenizer, text, cut):
-    """Half a character is not text, but has bytes. The oracle is UTF-8; Llama 2's normalizer adds a space first."""
+    """A token may be part of a character. The expected bytes are UTF-8; Llama 2's normalizer adds a space first."""
     read, space = _decoding(tokenizer), b" " * (tokenizer is byte_fallback_json)
     written = "".join(part for part in _without_specials(text)).replace("\N{LOWER ONE EIGHTH BLOCK}", " ")
     for special in ("<unk>", "<s>", "</s>"):

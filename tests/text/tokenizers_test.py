@@ -84,7 +84,7 @@ def test_saved_tokenizer_comes_back_equal(tokenizer, tmp_path):
         ('{"model": {}}', "cannot be loaded by the library tokenizers"),
         ("[1]", "contains a list"),
         ("{", "not a JSON file"),
-        ('{"type": "dapo_jax.char"}', "'alphabet' must be a string; got None"),
+        ('{"type": "dapo_jax.char"}', "alphabet '' is empty"),
     ],
 )
 def test_file_that_is_no_tokenizer_is_refused(content, message, tmp_path):

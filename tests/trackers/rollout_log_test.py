@@ -165,7 +165,6 @@ def test_the_text_view_shows_question_answer_and_verdicts():
 
 
 def test_the_text_view_of_scores_has_no_verdicts():
-    """A reward function that gives only numbers has no verdicts and no extracted answers."""
     scored = [
         replace(one, verdict=Verdict(correct=score > 0, score=score), reward=score)
         for one, score in zip(group().rollouts, (-0.25, 0.0015), strict=True)
@@ -178,7 +177,7 @@ def test_the_text_view_of_scores_has_no_verdicts():
 
 
 def test_every_problem_is_one_complete_line(tmp_path):
-    """One of two right: avg 1/2, pass@2 1; the only vote is right."""
+    """One of two responses is correct: avg@2 is 1/2, pass@2 is 1, and the only vote is correct."""
     problems = [problem_record(group(row={"source_row": "own.jsonl, line 3"})), problem_record(group(8))]
     path = write_problems(tmp_path / "step_000010", problems, name="arithmetic", step=10)
     assert path == tmp_path / "step_000010" / "arithmetic.jsonl"

@@ -10,7 +10,7 @@ const CHECKS = [
 const SHADINGS = [
   ["probability", "Probability"],
   ["clip", "Clip"],
-  ["age", "Age", "how many steps before this one the weights were that drew a token"],
+  ["age", "Age", "steps between the weights that sampled a token and this step"],
   ["none", "None"],
 ];
 const FLIPPED = "Flipped to right: a correct response to a question that was asked at an earlier logged step, where at the last such step fewer than half of its responses were correct.";

@@ -107,7 +107,7 @@ class GroupView {
       if (clip.dual !== null) parts.push(sample("dual", `A < 0, ratio > ${clip.dual}`));
       parts.push(sample("free", "not clipped"), sample("unknown", "not recorded"));
     } else if (shading === "age") {
-      parts.push("Drawn by the weights of: ", sample("a0", "this step"), sample("a1", "1 step before"), sample("a2", "2"), sample("a3", "3 or 4"), sample("a4", "5 to 8"), sample("a5", "more"));
+      parts.push("Sampled by the weights of: ", sample("a0", "this step"), sample("a1", "1 step before"), sample("a2", "2"), sample("a3", "3 or 4"), sample("a4", "5 to 8"), sample("a5", "more"));
       if (!responses.some(isOlder)) parts.push(" All tokens of this group are this step's.");
     }
     if (!pieces && shading !== "none") parts.push(" The run's tokenizer was not found: texts are divided evenly among their tokens.");

@@ -54,7 +54,7 @@ function clipOf(response, piece) {
   return [..."^vd"].find((state) => states.includes(state)) ?? states[0];
 }
 
-/** How many steps before this one the weights were that drew a token. */
+/** Steps between the weights that sampled a token and this step. */
 function ageAt(response, token) {
   return response.ages.findLast(([first]) => first <= token)[1];
 }
@@ -62,7 +62,7 @@ function ageAt(response, token) {
 /** Of several tokens that make up one character the last one counts: it has the text. */
 const ageOf = (response, piece) => ageAt(response, piece.to - 1);
 
-/** True if earlier weights than this step's drew some of a response. */
+/** True if earlier weights sampled a part of a response. */
 const isOlder = (response) => response.ages[0][1] > 0;
 
 /** Which turn of an episode a token is of; -1 if the environment appended it, null where there are no turns. */
@@ -237,12 +237,12 @@ function describe(response, piece, step) {
   return lines;
 }
 
-/** The step that drew something with the weights that it began with. */
+/** The step whose first weights sampled a token. */
 function ofStep(step, age) {
   return age ? `step ${step - age}, ${counted(age, "step")} before` : "this step";
 }
 
-/** Whose weights drew a response, where these are not this step's alone. */
+/** The steps whose weights sampled a response, or null if only this step has. */
 function drawnBy(response, step) {
   if (!isOlder(response)) return null;
   const [[, oldest], newest] = [response.ages[0], response.ages.at(-1)[1]];

@@ -6,7 +6,7 @@ from dapo_jax.data.builders.one_digit_arithmetic import questions, split_questio
 
 
 def test_there_are_100_sums_55_differences_and_100_products():
-    """10 x 10 ordered pairs; of a difference only those with left >= right: 10 + 9 + ... + 1 = 55."""
+    """10 x 10 ordered pairs; differences need left >= right: 10 + 9 + ... + 1 = 55."""
     assert Counter(question["operation"] for question in questions()) == {"+": 100, "-": 55, "*": 100}
     assert len({question["prompt"] for question in questions()}) == 255
 
