@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -67,12 +66,12 @@ class FileBuilder(OwnBuilder, skip_registration=True):
             with file.open("rb") as content:
                 hashlib.file_digest(content, lambda: digest)
         name = f"{re.sub(r'[^A-Za-z0-9_-]', '_', path.stem)[:40]}_{digest.hexdigest()}"
-        super().__init__(config=_config(name), data_dir=data_dir, file_format=file_format)
+        super().__init__(config=name, data_dir=data_dir, file_format=file_format)
 
     @classmethod
     def get_builder_config(cls, name: str, version: Any = None) -> tfds.core.BuilderConfig:
         """Returns a configuration with this name. By default, TFDS accepts only names from a fixed list."""
-        return _config(name)
+        return tfds.core.BuilderConfig(name=name)
 
     def example(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Returns `prompt`, `answer` and any other fields to add to a row, given the row's fields in the file.
@@ -136,21 +135,6 @@ def field_of(fields: Mapping[str, Any], name: str) -> Any:
             raise ValueError(f"no field {name!r}; the row's fields are {sorted(map(str, fields))}")
         value = value[part]
     return value
-
-
-def text_of(fields: Mapping[str, Any], name: str) -> str:
-    """Returns a text field. If the field is missing, blank or not text, raises ValueError."""
-    value = field_of(fields, name)
-    if not isinstance(value, str):
-        raise ValueError(f"{name!r} must be text; got {value!r:.60} ({type(value).__name__})")
-    if not value.strip():
-        raise ValueError(f"{name!r} is empty")
-    return value
-
-
-@cache
-def _config(name: str) -> tfds.core.BuilderConfig:
-    return tfds.core.BuilderConfig(name=name)
 
 
 def _json(row: Mapping[str, Any]) -> str:

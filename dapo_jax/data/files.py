@@ -71,9 +71,7 @@ def _line_rows(path: Path) -> Iterator[FileRow]:
 def _fields(line: bytes) -> Mapping[str, Any] | Exception:
     try:
         value = json.loads(line.rstrip(b"\r\n").decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        return ValueError(f"byte {error.start + 1} of the line is not UTF-8: {error.reason}")
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # a UnicodeDecodeError is a ValueError too
         return ValueError(f"not JSON: {error}")
     return value if isinstance(value, dict) else ValueError(f"not a JSON object: a {type(value).__name__}")
 

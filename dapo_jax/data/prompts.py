@@ -7,7 +7,8 @@ A checkpoint stores this integer. With H hosts, host h uses the ordinals h, h + 
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,7 +55,7 @@ class PromptSource:
         """
         parts = parts or [range(len(rows))]
         self._order = row_order(parts, weights=weights, seed=seed, shuffle=shuffle)
-        self._prompt = _maker(rows, tokenizer, prompt_format, max_prompt_tokens)
+        self._prompt = partial(_prompt, rows, tokenizer, prompt_format, max_prompt_tokens)
         self.rows_per_epoch = sum(len(part) for part in parts)
         """Number of rows in use. With one dataset, ordinal o is in epoch o // rows_per_epoch."""
 
@@ -151,29 +152,26 @@ def held_out(
     Raises:
         ValueError: a prompt is too long.
     """
-    prompt = _maker(rows, tokenizer, prompt_format, max_prompt_tokens)
+    prompt = partial(_prompt, rows, tokenizer, prompt_format, max_prompt_tokens)
     return [prompt(index, index) for index in range(limit or len(rows))]
 
 
-def _maker(
+def _prompt(
     rows: Sequence[Mapping[str, Any]],
     tokenizer: Tokenizer,
     prompt_format: PromptFormat,
     max_prompt_tokens: int,
-) -> Callable[[int, int], Prompt]:
-    """Returns a function that creates the prompt for an ordinal and a row index."""
-
-    def prompt(ordinal: int, index: int) -> Prompt:
-        row = rows[index]
-        text, tokens = _encoded(row, tokenizer, index, prompt_format)
-        if not 0 < len(tokens) <= max_prompt_tokens:
-            raise ValueError(
-                f"{place_of(row, index)}: the prompt has {len(tokens)} tokens; needs 1 to data.max_prompt_tokens={max_prompt_tokens}: "
-                f"raise data.max_prompt_tokens or remove the row. The prompt begins with {text[:60]!r}"
-            )
-        return Prompt(ordinal=ordinal, tokens=tokens, text=text, answer=row["answer"], row=row)
-
-    return prompt
+    ordinal: int,
+    index: int,
+) -> Prompt:
+    row = rows[index]
+    text, tokens = _encoded(row, tokenizer, index, prompt_format)
+    if not 0 < len(tokens) <= max_prompt_tokens:
+        raise ValueError(
+            f"{place_of(row, index)}: the prompt has {len(tokens)} tokens; needs 1 to data.max_prompt_tokens={max_prompt_tokens}: "
+            f"raise data.max_prompt_tokens or remove the row. The prompt begins with {text[:60]!r}"
+        )
+    return Prompt(ordinal=ordinal, tokens=tokens, text=text, answer=row["answer"], row=row)
 
 
 def _encoded(

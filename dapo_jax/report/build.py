@@ -126,7 +126,6 @@ def page_data(
             "place": str(run.place),
             "status": asdict(run.status),
             "steps": None if run.config is None else run.config.steps,
-            "model": None if run.config is None else run.config.model.source,
             "by_score": run.by_score,
             "axes": table.axes,
             "columns": table.columns,
@@ -162,17 +161,17 @@ def _figures(
         raise ConfigError(
             f"PNGs need matplotlib, which is not installed ({error}): {how_to_install('report')}"
         ) from error
-    drawn = [panel for panel in panels if panel.section != OTHER]
-    columns = 3
-    lines = math.ceil(len(drawn) / columns)
-    sheet = made(figsize=(columns * _WIDTH, lines * _HEIGHT), layout="constrained")
-    for place, panel in enumerate(drawn, 1):
-        _draw(sheet.add_subplot(lines, columns, place), panel, names, tables)
-    yield "overview", _png(sheet)
-    for panel in panels:
-        figure = made(figsize=(1.4 * _WIDTH, 1.4 * _HEIGHT), layout="constrained")
-        _draw(figure.add_subplot(), panel, names, tables)
-        yield _slug(panel.title), _png(figure)
+    sheets = [("overview", [panel for panel in panels if panel.section != OTHER], 3, 1.0)]
+    sheets += [
+        (re.sub(r"[^a-z0-9@]+", "_", each.title.lower()).strip("_"), [each], 1, 1.4) for each in panels
+    ]
+    for name, shown, columns, size in sheets:
+        lines, file = math.ceil(len(shown) / columns), io.BytesIO()
+        figure = made(figsize=(columns * size * _WIDTH, lines * size * _HEIGHT), layout="constrained")
+        for place, panel in enumerate(shown, 1):
+            _draw(figure.add_subplot(lines, columns, place), panel, names, tables)
+        figure.savefig(file, format="png", dpi=130)
+        yield name, file.getvalue()
 
 
 def _draw(axis: Any, panel: Panel, names: Sequence[str], tables: Sequence[Table]) -> None:
@@ -235,13 +234,3 @@ def _stack(axis: Any, table: Table, layers: Sequence[tuple[str, str]]) -> None:
 def _points(steps: Column, values: Column) -> list[tuple[float | int, float | int]]:
     pairs = zip(steps, values, strict=False)
     return [(step, value) for step, value in pairs if step is not None and value is not None]
-
-
-def _png(figure: Any) -> bytes:
-    file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=130)
-    return file.getvalue()
-
-
-def _slug(title: str) -> str:
-    return re.sub(r"[^a-z0-9@]+", "_", title.lower()).strip("_")

@@ -3,7 +3,6 @@
 import gzip
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -77,23 +76,15 @@ def heads(prompts: Sequence[str]) -> list[str]:
     >>> heads(["Solve this task, please: 1+1", "Solve this task, please: 2+3"])
     ['1+1', '2+3']
     """
-    several = len(set(prompts)) > 1
-    before = _common(prompts) if several else ""
-    before = before[: before.rfind(" ") + 1] if len(before) >= _FRAME else ""
-    rest = [prompt[len(before) :] for prompt in prompts]
-    after = _common([text[::-1] for text in rest]) if several else ""
-    after = after[: after.rfind(" ") + 1] if len(after) >= _FRAME else ""
-    lines = [" ".join(text[: len(text) - len(after)][: 4 * _HEAD].split()) for text in rest]
+    before = _frame(prompts)
+    rest = [prompt[before:] for prompt in prompts]
+    after = _frame([text[::-1] for text in rest])
+    lines = [" ".join(text[: len(text) - after][: 4 * _HEAD].split()) for text in rest]
     return [line if len(line) <= _HEAD else line[: _HEAD - 1] + "…" for line in lines]
 
 
-def _common(texts: Sequence[str]) -> str:
-    """Returns the longest common prefix of the texts."""
-    low, high = min(texts), max(texts)  # all other texts sort between these two
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(low, high, strict=False))
-    return low[: sum(1 for _ in same)]
-
-
-def as_float(value: float | None) -> float:
-    """Returns the number, or NaN for None."""
-    return math.nan if value is None else float(value)
+def _frame(texts: Sequence[str]) -> int:
+    """Returns the length of the words with which all texts begin, or 0 if it is less than `_FRAME` or if all texts are the same."""
+    low, high = min(texts, default=""), max(texts, default="")  # all other texts sort between these two
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(low, high, strict=False)))
+    return low[:same].rfind(" ") + 1 if low != high and same >= _FRAME else 0

@@ -12,7 +12,6 @@ import numpy as np
 
 from dapo_jax.report.chunks import (
     Laid,
-    as_float,
     compressed,
     compressed_json,
     heads,
@@ -37,8 +36,8 @@ class _Dataset:
     """(question key, number of earlier occurrences in the same evaluation) -> the problem's index."""
     texts: list[tuple[int, int]] = field(default_factory=list)
     """(chunk, count) pairs: each chunk contains the texts of the next `count` problems."""
-    evaluations: list[tuple[int, int, dict[int, tuple[int, int, float]]]] = field(default_factory=list)
-    """One (step, chunk, results) per evaluation. Results map a problem's index to (correct, samples, mean reward or NaN)."""
+    evaluations: list[tuple[int, int, dict[int, tuple[int, int, float | None]]]] = field(default_factory=list)
+    """One (step, chunk, results) per evaluation. Results map a problem's index to (correct, samples, mean reward)."""
 
 
 def lay_out_evaluations(
@@ -87,7 +86,7 @@ class Evaluations:
         placed = dict(zip(places, problems, strict=True))
         chunk = self._chunk({place: self._record(problem) for place, problem in placed.items()})
         numbers = {
-            place: (problem["correct"], problem["samples"], as_float(problem.get("reward")))
+            place: (problem["correct"], problem["samples"], problem.get("reward"))
             for place, problem in placed.items()
         }
         dataset.evaluations.append((problems[0]["step"], chunk, numbers))
@@ -117,7 +116,7 @@ class Evaluations:
         for dataset in self._datasets.values():
             numbers = np.full((3, len(dataset.evaluations), len(dataset.keys)), np.nan)
             for line, (_, _, found) in enumerate(dataset.evaluations):
-                numbers[:, line, list(found)] = np.array(list(found.values())).T
+                numbers[:, line, list(found)] = np.array(list(found.values()), np.float64).T
             counts = np.where(np.isnan(numbers[:2]), ABSENT, numbers[:2]).astype("<u2")
             arrays.append(counts.tobytes())
             if self._by_score:

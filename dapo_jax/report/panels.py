@@ -177,12 +177,11 @@ def panels_for(by_score: Collection[bool]) -> Sequence[Panel]:
 def panels_of(tables: Sequence[Table]) -> tuple[list[Panel], list[str]]:
     """Returns the panels for which the runs have metrics, with patterns resolved to names, and titles of panels omitted as all 0."""
     names = list(dict.fromkeys(name for table in tables for name in table.columns))
+    active = {name for name in names if any(any(table.columns.get(name, ())) for table in tables)}
     found, zero = [], []
     for panel in panels_for([table.by_score for table in tables]):
         series = tuple(_matching(panel.series, names))
-        there = series
-        if panel.quiet:
-            there = tuple(each for each in series if any(_any(table, each.key) for table in tables))
+        there = tuple(each for each in series if each.key in active or not panel.quiet)
         if there:
             found.append(
                 _held_out(panel, there, tables) if panel is _HELD_OUT else replace(panel, series=there)
@@ -192,16 +191,11 @@ def panels_of(tables: Sequence[Table]) -> tuple[list[Panel], list[str]]:
     known = {series.key for series in _matching(_KNOWN, names)}
     left = [name for name in names if name not in known and not _PARTS.fullmatch(name)]
     for name in sorted(left):
-        if any(_any(table, name) for table in tables):
+        if name in active:
             found.append(_panel(OTHER, name, "", {name: "value"}))
         else:
             zero.append(name)
     return found, zero
-
-
-def _any(table: Table, key: str) -> bool:
-    """Returns whether a metric has a value other than 0."""
-    return any(table.columns.get(key, ()))
 
 
 def _matching(patterns: Sequence[Series], names: Sequence[str]) -> Iterator[Series]:

@@ -7,7 +7,7 @@ import importlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib import resources
 from itertools import groupby
 from pathlib import Path
@@ -18,7 +18,6 @@ import numpy as np
 from dapo_jax.config import LossConfig
 from dapo_jax.report.chunks import (
     Laid,
-    as_float,
     compressed,
     compressed_json,
     heads,
@@ -69,10 +68,8 @@ class Rollouts:
     """Lays out the rollouts of one run for the page. `add` is called for one step after the other."""
 
     def __init__(self, run: RunFiles) -> None:
+        self._run, self._by_score = run, run.by_score
         self._loss = None if run.config is None else run.config.loss
-        self._by_score = run.by_score
-        tokenizer = tokenizer_of(run) if run.logged else None
-        self._pieces = None if tokenizer is None else Pieces(tokenizer)
         self._columns: dict[str, list[Any]] = {name: [] for name in TYPES}
         self._questions: dict[tuple[str, str], int] = {}
         self._latest: dict[int, tuple[int, float]] = {}
@@ -81,7 +78,12 @@ class Rollouts:
         self._characters = 0
         self._chunks: list[bytes] = []
         self._steps: list[int] = []
-        self._seen = dict.fromkeys(("advantage", "ratios", "in_loss", "pieces", "spans"), False)
+
+    @cached_property
+    def _pieces(self) -> "Pieces | None":
+        # Loaded late, because an active run may have no tokenizer before its first rollouts.
+        tokenizer = tokenizer_of(self._run)
+        return None if tokenizer is None else Pieces(tokenizer)
 
     def add(self, file: AnyPath) -> None:
         """Adds the groups of one step. A damaged file raises ConfigError."""
@@ -134,8 +136,7 @@ class Rollouts:
             "keys": [question_key(*question) for question in self._questions],
             "steps": self._steps,
             "logged": logged,
-            "chunks": len(self._chunks),
-            "recorded": self._seen,
+            "pieces": bool(self._steps and self._pieces),
             "clip": loss
             and {"low": loss.clip_ratio_low, "high": loss.clip_ratio_high, "dual": loss.dual_clip},
         }
@@ -156,58 +157,51 @@ class Rollouts:
         In the entry, `lengths` has the UTF-16 length of each token's text, and `ages` a (first token, age in steps) pair for each span. An
         episode also has `turns` as (first token, end, reward), `contexts`, and `size`, its number of tokens with the environment's.
         """
-        in_loss, turns, advantage, ratios = map(row.get, ("in_loss", "turns", "advantage", "ratios"))
-        states = None
-        if self._loss is not None and advantage is not None and ratios is not None:
-            states = clip_states(ratios, advantage, self._loss)
+        turns, in_loss, advantage, ratios = row.get("turns"), row["in_loss"], row["advantage"], row["ratios"]
+        states = "" if self._loss is None or ratios is None else clip_states(ratios, advantage, self._loss)
         flags = (
             CORRECT * row["correct"]
-            | TRUNCATED * (row.get("finish_reason") == "length")
+            | TRUNCATED * (row["finish_reason"] == "length")
             | FLIPPED * (row["correct"] and flipped)
-            | TRAINED * (in_loss is not None or ratios is not None)
+            | TRAINED * (in_loss is not None)
             | LEFT_OUT * (in_loss is False)
         )
         self._add(
             flags=flags,
-            reward=as_float(row.get("reward")),
-            advantage=as_float(advantage),
-            penalty=as_float(row.get("overlong_penalty")),
+            reward=row["reward"],
+            advantage=advantage,
+            penalty=row["overlong_penalty"],
             tokens=sum(stop - first for first, stop in turns or [(0, len(row["response_token_ids"]))]),
-            clipped=0 if states is None else sum(map(states.count, "^vd")),
+            clipped=sum(map(states.count, "^vd")),
         )
-        for key in ("advantage", "ratios", "in_loss", "spans"):
-            self._seen[key] = self._seen[key] or row.get(key) not in (None, [])
-        text, found = row["response"], {}
+        text = row["response"]
+        found: dict[str, Any] = {"nats": _scaled(row["logprobs"], -1000)}
         if self._pieces is not None and (pieces := self._pieces.of(row["response_token_ids"], text)):
             whole, parts = pieces
             found["lengths"] = [_units(part) for part in parts]
-            self._seen["pieces"] = True
             if whole != text:  # a stop string was cut off
                 found["graded"], text = _units(text), whole
-        if row.get("logprobs") is not None:
-            found["nats"] = _scaled(row["logprobs"], -1000)
-        if states is not None:
+        if states:
             found["clips"] = states
         if ratios is not None:
             found["ratios"] = _scaled(ratios, 10_000)
         if turns:
-            rewards = row.get("turn_rewards") or [None] * len(turns)
+            rewards = row["turn_rewards"] or [None] * len(turns)
             found["turns"] = [[*turn, reward] for turn, reward in zip(turns, rewards, strict=True)]
             found["size"] = len(row["response_token_ids"])
             if row.get("contexts"):
                 found["contexts"] = row["contexts"]
-            if "nats" in found:  # the environment's tokens have no log-probabilities
-                sampled = {place for turn in turns for place in range(*turn)}
-                found["nats"] = [nats if at in sampled else None for at, nats in enumerate(found["nats"])]
-        if spans := row.get("spans"):
-            found["ages"] = [[first, row["step"] - 1 - version] for first, version in spans]
+            # The environment's tokens have no log-probabilities.
+            sampled = {place for turn in turns for place in range(*turn)}
+            found["nats"] = [nats if at in sampled else None for at, nats in enumerate(found["nats"])]
         return {
             "text": text,
-            "extracted": row.get("extracted"),
-            "reason": row.get("reason") or "",
-            "index": row.get("index"),
-            "finish": row.get("finish_reason"),
-            **({"score": row.get("score")} if self._by_score else {}),
+            "extracted": row["extracted"],
+            "reason": row["reason"],
+            "index": row["index"],
+            "finish": row["finish_reason"],
+            "ages": [[first, row["step"] - 1 - version] for first, version in row["spans"]],
+            **({"score": row["score"]} if self._by_score else {}),
             **found,
         }
 

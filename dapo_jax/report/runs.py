@@ -12,7 +12,7 @@ from typing import Any
 
 from etils import epath
 
-from dapo_jax.config import ConfigError, SftConfig, TrainConfig, load_config
+from dapo_jax.config import ConfigError, TrainConfig, load_config
 from dapo_jax.locks import is_held
 from dapo_jax.storage import AnyPath, check_access, entries, files_below, in_bucket, path_of
 from dapo_jax.trackers import read_metrics
@@ -130,13 +130,7 @@ def _config(file: AnyPath) -> TrainConfig:
     try:
         return load_config(file)
     except ConfigError as error:
-        try:
-            load_config(file, schema=SftConfig)
-        except ConfigError:
-            raise error from None
-        raise ConfigError(
-            f"{file.parent} is a run of dapo-jax sft, which has no rollouts; reports are for runs of dapo-jax train"
-        ) from None
+        raise ConfigError(f"{error}; reports are only for runs of dapo-jax train") from error
 
 
 def _status_of(place: AnyPath, config: TrainConfig | None, rows: Sequence[Mapping[str, Any]]) -> RunStatus:

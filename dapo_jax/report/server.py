@@ -38,20 +38,18 @@ class _Followed:
 
     def __init__(self, place: AnyPath, name: str) -> None:
         self.run = read_run(place, name, early=True)
-        self._laying: Rollouts | None = None
-        self._evaluations = Evaluations(by_score=self.run.by_score)
+        self._rollouts, self._evaluations = Rollouts(self.run), Evaluations(by_score=self.run.by_score)
         self._done: set[AnyPath] = set()
-        self.rollouts, self.evaluations = Rollouts(self.run).laid(logged=0), self._evaluations.laid(logged=0)
+        self.rollouts, self.evaluations = self._rollouts.laid(logged=0), self._evaluations.laid(logged=0)
 
     def look(self, until: float) -> bool:
         """Loads new metrics, rollouts and evaluations until about `until`, and returns whether anything was new."""
         before = self.run
         self.run = read_run(before.place, before.name, early=True)
-        rollouts = self._read(self.run.logged, self._step, until)
+        rollouts = self._read(self.run.logged, self._rollouts.add, until)
         evaluations = self._read(self.run.evaluations, self._evaluations.add, until)
         if rollouts or self.run.logged != before.logged:
-            laying = self._laying or Rollouts(self.run)
-            self.rollouts = laying.laid(logged=len(self.run.logged))
+            self.rollouts = self._rollouts.laid(logged=len(self.run.logged))
         if evaluations or self.run.evaluations != before.evaluations:
             self.evaluations = self._evaluations.laid(logged=len(self.run.evaluations))
         return rollouts or evaluations or self.run != before
@@ -68,11 +66,6 @@ class _Followed:
             self._done.add(file)
             found = True
         return found
-
-    def _step(self, file: AnyPath) -> None:
-        # Created late, because `Rollouts` loads the run's tokenizer, which may not exist before the first rollouts.
-        self._laying = self._laying or Rollouts(self.run)
-        self._laying.add(file)
 
 
 class Watched:
@@ -173,7 +166,6 @@ class _Handler(BaseHTTPRequestHandler):
         assert isinstance(server, _Server)
         watched = server.watched
         if self.headers.get("Host") not in server.hosts:
-            # Prevents DNS rebinding, by which another website could read the data.
             self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"use 127.0.0.1 or localhost\n")
         elif self.path == "/":
             self._answer(HTTPStatus.OK, "text/html; charset=utf-8", watched.page())
@@ -207,17 +199,12 @@ class _Handler(BaseHTTPRequestHandler):
         """Logs nothing, because an open page sends a request every two seconds."""
 
 
-def watch(
-    *runs: str | PathLike[str],
-    port: int = 0,
-    say: Callable[[str], None] = lambda text: print(text, flush=True),
-) -> None:
-    """Serves a report of active runs and keeps it up to date until it is interrupted (Ctrl-C).
+def watch(*runs: str | PathLike[str], port: int = 0) -> None:
+    """Serves a report of active runs and keeps it up to date until it is interrupted (Ctrl-C). Prints the page's address.
 
     Args:
         runs: run folders, local or in a bucket. The server waits until all runs have begun.
         port: the port on 127.0.0.1; 0: any free port.
-        say: called with a line that contains the page's address, and with a line when serving ends.
 
     Raises:
         ConfigError: a path cannot be a run, a run is damaged, there are too many runs, or the port is not available.
@@ -233,10 +220,8 @@ def watch(
             time.sleep(LOOK_S)
         watched = Watched(runs)
         with _Server(port, watched) as server:
-            say(
-                f"watching {', '.join(watched.names)}: http://{HOST}:{server.server_port}/ (accessible from this machine only; "
-                "press Ctrl-C to stop)"
-            )
+            address = f"http://{HOST}:{server.server_port}/ (accessible from this machine only; press Ctrl-C to stop)"
+            print(f"watching {', '.join(watched.names)}: {address}", flush=True)
             server.serve_forever(poll_interval=0.2)
     except KeyboardInterrupt:
-        say("\nno longer watching")
+        print("\nno longer watching", flush=True)

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -72,15 +72,14 @@ def comparable(tables: Sequence[Table]) -> Sequence[Table]:
         match = _AVERAGE.fullmatch(name)
         return f"{match[1]}avg@k{match[3]}" if match and match[1] in differing else name
 
-    return [replace(table, columns=_merged(table.columns, renamed)) for table in tables]
-
-
-def _merged(columns: Mapping[str, Column], renamed: Callable[[str], str]) -> dict[str, Column]:
-    """Renames columns, and merges columns with the same new name, which never have values in the same row."""
-    found: dict[str, Column] = {}
-    for name, values in columns.items():
-        before = found.get(renamed(name), [None] * len(values))
-        found[renamed(name)] = [old if new is None else new for old, new in zip(before, values, strict=True)]
+    found = []
+    for table in tables:
+        columns: dict[str, Column] = {}
+        for name, values in table.columns.items():
+            # Columns with the same new name never have values in the same row.
+            before = columns.get(renamed(name), [None] * len(values))
+            columns[renamed(name)] = [a if b is None else b for a, b in zip(before, values, strict=True)]
+        found.append(replace(table, columns=columns))
     return found
 
 

@@ -96,8 +96,7 @@ class Records:
             advantages=np.concatenate(advantages) if advantages else None,
             ratios=ratios,
         )
-        count = sum(len(group.rollouts) for group in groups)
-        text = format_rollouts(groups, limit=count, metric=self._config.dynamic_sampling.metric)
+        text = format_rollouts(groups, metric=self._config.dynamic_sampling.metric)
         write_whole(written.with_suffix(".txt"), text.encode("utf-8", errors="replace"))
 
     def read(self) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from dapo_jax.text.tokenizers import Tokenizer
 MOST_CHARACTERS = 1 << 20
 """Maximum number of characters in a conversation. Longer conversations are refused before they are tokenized."""
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
-"""The format of a role. Roles are checked instead of guarded (see `special_tokens.Guards`), because templates compare and print them."""
+"""The format of a role. Roles are checked instead of guarded (see `Guards`), because templates compare and print them."""
 _ESCAPED_GUARD = re.compile(r"\\udbf[c-f]\\ud[c-f]", re.IGNORECASE)
 """Matches a guard character that ASCII-only JSON contains as an escape sequence."""
 

@@ -24,7 +24,7 @@ from jaxtyping import Int, Int32
 from dapo_jax.storage import files_of, path_of, write_whole
 from dapo_jax.text.chat import ChatTemplate, template_of
 from dapo_jax.text.plain_json import read_object
-from dapo_jax.text.special_tokens import Guards
+from dapo_jax.text.tokenizers import Guards
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "special_tokens_map.json"
@@ -94,7 +94,9 @@ class HuggingFaceTokenizer:
         self._added = {number: token.content for number, token in added.items()}
         self._special_ids = frozenset(number for number, token in added.items() if token.special)
         """The ids that `decode` omits."""
-        self._guards = Guards(self._added.values())
+        guards = Guards(self._added.values())
+        self.guarded, self._restored = guards.guarded, guards.restored
+        """See `Guards`."""
         self.chat_template = self._template(config.get("chat_template"))
         """The folder's chat template, or None. If the folder has several templates, the template named `default` is used."""
 
@@ -129,7 +131,7 @@ class HuggingFaceTokenizer:
         return self._encoded(self._tokenizer, text)
 
     def encode_plain(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """Returns the ids of untrusted text. Special tokens and other added tokens, such as `<tool_call>`, are encoded as characters."""
+        """See `Tokenizer.encode_plain`. Other added tokens, such as `<tool_call>`, are encoded as characters too."""
         return self._encoded(self._plain, text)
 
     def _encoded(self, library: tokenizers.Tokenizer, text: str) -> Int32[np.ndarray, " tokens"]:
@@ -140,23 +142,13 @@ class HuggingFaceTokenizer:
     @cached_property
     def _plain(self) -> tokenizers.Tokenizer:
         """A copy of the tokenizer without the added tokens."""
-        described = {**self._json(_TOKENIZER), "added_tokens": [], "post_processor": None}
+        unused = dict.fromkeys(("post_processor", "truncation", "padding"))
+        described = {**self._json(_TOKENIZER), **unused, "added_tokens": []}
         with self._library("without its added tokens cannot be loaded by"):
-            plain = tokenizers.Tokenizer.from_str(json.dumps(described))
-        plain.no_truncation()
-        plain.no_padding()
-        return plain
-
-    def guarded(self, text: str) -> str:
-        """Returns the text with guards against added tokens (see `special_tokens.Guards`).
-
-        Raises:
-            ValueError: the text contains a lone surrogate or a guard.
-        """
-        return self._guards.guarded(text)
+            return tokenizers.Tokenizer.from_str(json.dumps(described))
 
     def encode_guarded(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """Returns the ids of a text with `guarded` parts. Added tokens that these parts spell out are encoded as ordinary characters."""
+        """See `Tokenizer.encode_guarded`."""
         text.encode("utf-8")
         with self._library("cannot encode this text with"):
             found = self._tokenizer.encode(text, add_special_tokens=False)
@@ -165,10 +157,10 @@ class HuggingFaceTokenizer:
         for number, (begin, end) in zip(found.ids, found.offsets, strict=True):
             # A token is ignored if its text does not occur literally, but results from Unicode normalization.
             if self._added.get(number) == text[begin:end].strip():
-                before = self.encode_plain(self._guards.restored(text[done:begin]))
+                before = self.encode_plain(self._restored(text[done:begin]))
                 parts += [before, np.array([number], dtype=np.int32)]
                 done = end
-        return np.concatenate([*parts, self.encode_plain(self._guards.restored(text[done:]))])
+        return np.concatenate([*parts, self.encode_plain(self._restored(text[done:]))])
 
     def encode_prompt(self, text: str) -> Int32[np.ndarray, " tokens"]:
         """Returns the ids of a plain-text prompt, after the beginning-of-text token if the model has one."""
@@ -184,10 +176,7 @@ class HuggingFaceTokenizer:
             return self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
 
     def token_bytes(self, token: int) -> bytes | None:
-        """Returns the bytes that a token adds to a text, which may be part of a character. A special token adds no bytes.
-
-        Returns None if the id is outside the vocabulary, or if the decoder makes the token's text depend on its neighbours.
-        """
+        """See `dapo_jax.text.tokenizers.token_bytes`."""
         text = self._tokenizer.id_to_token(token) if 0 <= token <= _LARGEST_ID else None
         if text is None:
             return None
@@ -245,10 +234,7 @@ class HuggingFaceTokenizer:
             found.append(own)
         key = f"{name}_token_id"
         for value in (config.get(key) for config in configs):
-            ids = value if isinstance(value, list) else [] if value is None else [value]
-            if not all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
-                raise ValueError(f"{key} must be a number or a list of numbers; got {value!r}")
-            found += ids
+            found += value if isinstance(value, list) else [] if value is None else [value]
         return found
 
     def _template(self, config: Any) -> ChatTemplate | None:

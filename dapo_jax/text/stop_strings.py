@@ -75,14 +75,11 @@ class StopStrings:
 
     def _tail(self, token_ids: Int[np.ndarray, " tokens"], start: int) -> list[int]:
         """Returns the positions of the new tokens with text, and of as many earlier tokens with text as a window needs."""
-        places = [place for place in range(start, len(token_ids)) if self._text_in(int(token_ids[place]))]
-        before: list[int] = []
-        place = start
-        while place > 0 and len(before) < self._window + _ALIGNMENTS:
-            place -= 1
-            if self._text_in(int(token_ids[place])):
-                before.append(place)
-        return before[::-1] + places
+        needed = self._window + _ALIGNMENTS
+        while start > 0 and needed > 0:
+            start -= 1
+            needed -= self._text_in(int(token_ids[start]))
+        return [place for place in range(start, len(token_ids)) if self._text_in(int(token_ids[place]))]
 
     def _completes(self, tail: Int[np.ndarray, " tail"], end: int) -> bool:
         """Returns whether the window that ends at `end` contains a stop string. Tries several starts, because the first may be inside a character."""

@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int, Int32
 
-from dapo_jax.storage import AnyPath, file_bytes, files_of, path_of, write_whole
+from dapo_jax.storage import file_bytes, files_of, path_of, write_whole
 from dapo_jax.text.chat import ChatTemplate, template_of
 from dapo_jax.text.plain_json import read_object
 
@@ -21,6 +21,9 @@ PAD_ID = 0
 EOS_ID = 1
 _SPECIALS = 2
 """Number of special ids: the padding token and the end token. Ordinary tokens follow them."""
+
+FIRST_GUARD = "\U0010f000"
+"""The first of the private-use characters that are reserved for guards. Untrusted text may not contain this character or any later character."""
 
 _FILE_NAME, _TEMPLATE_NAME = "tokenizer.json", "chat_template.jinja"
 
@@ -56,7 +59,7 @@ class Tokenizer(Protocol):
         """Returns the ids of untrusted text. Special tokens that are spelled out in it are encoded as ordinary characters."""
 
     def guarded(self, text: str) -> str:
-        """Returns untrusted text with guards against special tokens, for use in a chat template (see `special_tokens.Guards`)."""
+        """Returns untrusted text with guards against special tokens, for use in a chat template (see `Guards`)."""
 
     def encode_guarded(self, text: str) -> Int32[np.ndarray, " tokens"]:
         """Returns the ids of a text with `guarded` parts. Special tokens that these parts spell out are encoded as ordinary characters."""
@@ -66,6 +69,41 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Int[np.ndarray, " tokens"]) -> str:
         """Returns the text of `ids` without special tokens."""
+
+
+class Guards:
+    """Prevents untrusted text, such as HTTP requests and tool results, from being encoded as special tokens.
+
+    Before a chat template is rendered, each character in the messages with which a special token can begin is replaced by a
+    private-use character, its guard. Any special token in the rendered text was therefore written by the template itself. Special
+    tokens that a message spells out are encoded as ordinary characters.
+
+    >>> guards = Guards(["<|im_end|>", "</s>"])
+    >>> guards.guarded("1 < 2"), guards.restored(guards.guarded("1 < 2"))
+    ('1 \\U0010f001 2', '1 < 2')
+    """
+
+    def __init__(self, special: Iterable[str]) -> None:
+        firsts = sorted({text[0] for text in special if text})
+        self._guards = {ord(first): ord(FIRST_GUARD) + 1 + place for place, first in enumerate(firsts)}
+        self._firsts = {guard: first for first, guard in self._guards.items()}
+
+    def guarded(self, text: str) -> str:
+        """Returns the text with guards in place of the characters with which a special token can begin.
+
+        Raises:
+            ValueError: the text contains a lone surrogate, `FIRST_GUARD`, or a later character.
+        """
+        text.encode("utf-8")  # raises an error with the position of a lone surrogate
+        if (last := max(text, default="")) >= FIRST_GUARD:
+            raise ValueError(
+                f"a text contains the private-use character U+{ord(last):X}; U+{ord(FIRST_GUARD):X} and all later characters are reserved"
+            )
+        return text.translate(self._guards)
+
+    def restored(self, text: str) -> str:
+        """Returns the text in which each guard has been replaced by the character that it represents."""
+        return text.translate(self._firsts)
 
 
 @dataclass(frozen=True)
@@ -131,10 +169,9 @@ class CharTokenizer(_Plain):
     def __post_init__(self) -> None:
         repeated = sorted({char for char in self.alphabet if self.alphabet.count(char) > 1})
         if repeated or not self.alphabet:
+            problem = f"repeats {repeated}" if repeated else "is empty"
             raise ValueError(
-                f"alphabet {self.alphabet!r} repeats {repeated}; give every character of prompts and responses once"
-                if repeated
-                else "the alphabet is empty; give every character of prompts and responses"
+                f"alphabet {self.alphabet!r} {problem}; give every character of prompts and responses once"
             )
 
     @property
@@ -241,7 +278,8 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
         template = files_of(path.parent, (_TEMPLATE_NAME,)).get(_TEMPLATE_NAME)
     except OSError as error:
         raise ValueError(
-            f"cannot read a tokenizer from {path}: {error.strerror or error}; a model folder needs this file{_instead(path.parent)}"
+            f"cannot read a tokenizer from {path}: {error.strerror or error}; a model folder needs this file. If the folder has an older "
+            "format, convert it with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         ) from error
     kind = described.get("type")
     chat_template = None if template is None else template_of(template, str(path.parent / _TEMPLATE_NAME))
@@ -252,10 +290,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
             f"{path} has the tokenizer type {kind!r}; the known types are 'dapo_jax.byte' and 'dapo_jax.char', and a "
             "Hugging Face tokenizer has a 'model' instead"
         )
-    alphabet = described.get("alphabet")
-    if not isinstance(alphabet, str):
-        raise ValueError(f"{path}: 'alphabet' must be a string; got {alphabet!r}")
-    return CharTokenizer(alphabet, chat_template=chat_template)
+    return CharTokenizer(str(described.get("alphabet", "")), chat_template=chat_template)
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -269,17 +304,6 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
             f"the tokenizer has {tokenizer.vocab_size} ids and the model's vocabulary has only {vocab_size} rows: ids from "
             f"{vocab_size} on would have no embedding; use the tokenizer that the model was trained with"
         )
-
-
-def _instead(folder: AnyPath) -> str:
-    """Returns the end of an error message: a remedy if the folder has a tokenizer in an older format, or else an empty text."""
-    older = [name for name in ("tokenizer.model", "spiece.model", "vocab.json") if (folder / name).is_file()]
-    if not older:
-        return ""
-    return (
-        f". It has {older[0]}, which is not supported; convert it with transformers: "
-        "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-    )
 
 
 def _ordinary(ids: Int[np.ndarray, " tokens"], vocab_size: int) -> Iterable[int]:

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -57,15 +58,7 @@ def read_lines(path: AnyPath, *, what: str, needs: str) -> list[dict[str, Any]]:
     Raises:
         ValueError: a line is not a row with the key `needs`; the message contains `what`, the file and the line.
     """
-    rows: list[dict[str, Any]] = []
-    for number, line in enumerate(file_bytes(path).splitlines(), start=1):
-        try:
-            row = json.loads(line)
-            _ = row[needs]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}, line {number} is not {what} ({error!r}): {line[:80]!r}") from error
-        rows.append(row)
-    return rows
+    return [row for row, _ in _parsed(path, file_bytes(path), what=what, needs=needs)]
 
 
 def _plain(value: Any) -> Any:
@@ -92,11 +85,10 @@ class JsonlTracker:
     def __init__(self, path: str | PathLike[str], resume_step: int | None = None) -> None:
         self.path = path_of(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        for file in _files_of(self.path) if resume_step is None else []:
-            if size := size_of(file):
-                raise FileExistsError(
-                    f"{file} already holds {size} bytes of metrics: resume that run, or choose another run_dir"
-                )
+        if resume_step is None and (found := [file for file in _files_of(self.path) if size_of(file)]):
+            raise FileExistsError(
+                f"{found[0]} already holds metrics: resume that run, or choose another run_dir"
+            )
         self._last_step = None if resume_step is None else _cut_after(self.path, resume_step)
         self._name, self._lines = "", list[bytes]()
         """The name of the last object written to the bucket, and its lines."""
@@ -147,11 +139,11 @@ def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
         path: RUN/metrics.jsonl, even if the lines are stored as objects in RUN/metrics.
 
     Raises:
-        ValueError: any other line is not a JSON object with an integer `step`; the message names the file and the line.
+        ValueError: any other line is not a JSON object with a `step`; the message names the file and the line.
         FileNotFoundError: neither the file nor the objects exist.
     """
     path = path_of(path)
-    rows = [row for file in _files_of(path) or [path] for row, _ in _parsed(file, file.read_bytes())]
+    rows = [row for file in _files_of(path) or [path] for row, _ in _metrics_of(file, file.read_bytes())]
     return sorted(rows, key=lambda row: row["step"])
 
 
@@ -166,21 +158,25 @@ def _files_of(path: AnyPath) -> list[AnyPath]:
     return [path, *objects] if path.exists() else objects
 
 
-def _parsed(path: AnyPath, content: bytes) -> list[tuple[dict[str, Any], bytes]]:
-    """Returns the parsed object and the text of each line of a file, except an incomplete last line."""
+def _parsed(
+    path: AnyPath, content: bytes, *, what: str, needs: str, active: bool = False
+) -> list[tuple[dict[str, Any], bytes]]:
+    """Returns the row and the text of each line of a file. If `active` is set, an incomplete last line is ignored."""
     found: list[tuple[dict[str, Any], bytes]] = []
     lines = content.splitlines()
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-            if not (isinstance(row, dict) and isinstance(row.get("step"), int)):
-                raise ValueError('not an object with an integer "step"')
-        except ValueError as error:
-            if number == len(lines):
+            _ = row[needs]
+        except (ValueError, KeyError, TypeError) as error:
+            if active and number == len(lines):
                 break
-            raise ValueError(f"{path}, line {number} is damaged ({error}): {line[:80]!r}") from error
+            raise ValueError(f"{path}, line {number} is not {what} ({error!r}): {line[:80]!r}") from error
         found.append((row, line))
     return found
+
+
+_metrics_of = partial(_parsed, what="a line of metrics", needs="step", active=True)
 
 
 def _number(value: float | int) -> float | int | None:
@@ -195,7 +191,7 @@ def _cut_after(path: AnyPath, step: int) -> int | None:
     steps: list[int] = []
     for file in reversed(_files_of(path)):
         content = file.read_bytes()
-        kept = [(row["step"], line) for row, line in _parsed(file, content) if row["step"] <= step]
+        kept = [(row["step"], line) for row, line in _metrics_of(file, content) if row["step"] <= step]
         whole = b"".join(line + b"\n" for _, line in kept)
         if not kept and file != path:
             file.unlink()

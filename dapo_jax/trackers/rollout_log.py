@@ -54,16 +54,11 @@ def write_rollouts(
         ValueError: the number of advantages differs from the number of rollouts.
         OSError: the file cannot be written; the message names the file.
     """
-    count = sum(len(group.rollouts) for group in groups)
-    if advantages is not None and advantages.size != count:
-        raise ValueError(
-            f"{advantages.size} advantages for {count} rollouts in {len(groups)} groups; one per rollout is needed"
-        )
-    values = iter([None] * count if advantages is None else advantages.reshape(-1).tolist())
+    found = [(group, index, rollout) for group in groups for index, rollout in enumerate(group.rollouts)]
+    values = [None] * len(found) if advantages is None else advantages.reshape(-1).tolist()
     rows = [
-        {**_row(step, group, index, rollout, ratios), "advantage": _rounded(next(values))}
-        for group in groups
-        for index, rollout in enumerate(group.rollouts)
+        {**_row(step, *each, ratios), "advantage": _rounded(value)}
+        for each, value in zip(found, values, strict=True)
     ]
     path = path_of(folder) / f"step_{step:06d}.jsonl"
     write_lines(path, rows, what="rollouts")
@@ -168,27 +163,21 @@ def read_post_mortem(folder: str | PathLike[str]) -> PostMortem:
     )
 
 
-def format_rollouts(groups: Sequence[Group], limit: int, *, metric: str = "correct") -> str:
-    """Formats up to `limit` rollouts as text. After each group's question and answer come its responses with their verdicts, or with
+def format_rollouts(groups: Sequence[Group], *, metric: str = "correct") -> str:
+    """Formats rollouts as text. After each group's question and answer come its responses with their verdicts, or with
     their scores if `metric` is `score`. Control characters are escaped.
     """
     parts: list[str] = []
-    shown = 0
     for group in groups:
-        if shown >= limit:
-            break
         correct = sum(rollout.correct for rollout in group.rollouts)
         found = f"{correct}/{len(group.rollouts)} correct, " if metric == "correct" else ""
         parts.append(f"prompt {group.prompt.ordinal}: {found}mean reward {group.rewards.mean():+.3g}")
         parts.append(_indented(group.prompt.text))
         parts.append(f"  answer: {group.prompt.answer}")
-        for index, rollout in enumerate(group.rollouts[: limit - shown]):
+        for index, rollout in enumerate(group.rollouts):
             parts.append(f"  [{index}] {_summary(rollout, metric)}")
             parts.append(_indented(rollout.text, "      "))
-            shown += 1
         parts.append("")
-    if hidden := sum(len(group.rollouts) for group in groups) - shown:
-        parts.append(f"({hidden} more rollouts)")
     return visible("\n".join(parts).rstrip("\n") + "\n")
 
 

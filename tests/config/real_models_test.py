@@ -25,20 +25,20 @@ def test_every_arithmetic_prompt_and_answer_fits_its_limit():
     config = load_config(ARITHMETIC)
     for questions in split_questions().values():
         for question in questions:
-            asked = config.data.prompt_template.replace("{prompt}", question.text)
+            asked = config.data.prompt_template.replace("{prompt}", question["prompt"])
             assert len(asked) <= config.data.max_prompt_tokens
-            answer_tokens = len(f" {question.answer}\n")
+            answer_tokens = len(f" {question['answer']}\n")
             assert answer_tokens <= config.sampling.max_response_tokens - config.reward.overlong.buffer_tokens
 
 
 def test_arithmetic_examples_are_right_and_of_the_training_split():
     """An example that is held out would show its answer in every prompt."""
     examples = examples_of(load_config(ARITHMETIC).data.prompt_template)
-    train = {question.text: question.answer for question in split_questions()["train"]}
+    train = {question["prompt"]: question["answer"] for question in split_questions()["train"]}
     assert len(examples) == 2
     for example in examples:
         text, answer = example.split(" = ")
-        assert train[text] == int(answer)
+        assert train[text] == answer
 
 
 @pytest.mark.parametrize("path", [ARITHMETIC, LETTERS], ids=lambda path: path.stem)

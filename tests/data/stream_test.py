@@ -49,7 +49,6 @@ def test_the_stream_continues_after_a_prompt_out_of_turn():
 
 
 def test_prompts_are_made_ahead_by_other_threads():
-    """The consumer takes one prompt; soon the next ones are there, made elsewhere."""
     makers = {}
 
     class Watched(CharTokenizer):

@@ -154,7 +154,7 @@ def test_tokens_are_shaded_by_probability_and_clip(shown, page):
 
 
 def episode(*parts):
-    """The line of an episode with the parts (`turn`, text, reward), which ends with an end token, (`environment`, text) and (`context`, text)."""
+    """The log line of an episode. Parts are (`turn`, text, reward), (`environment`, text) or (`context`, text); turns end with an end token."""
     ids, found = [], {"turns": [], "turn_rewards": [], "contexts": []}
     for kind, text, *reward in parts:
         new = TOKENIZER.encode(text).tolist() + [TOKENIZER.eos_id] * (kind == "turn")
@@ -234,12 +234,11 @@ def test_the_middle_of_a_long_context_is_folded_and_every_turn_is_seen(shown, tm
 def test_tokens_are_shaded_by_the_age_of_their_weights(shown, tmp_path):
     """At step 9, whose weights have done 8 steps; the responses have seven characters and an end token."""
     run = write_run(tmp_path / "run", steps=1, every=2)
-    spans = [[[0, 5], [3, 6], [5, 8]], [[0, 8]], [[0, 6]], None]
+    spans = [[[0, 5], [3, 6], [5, 8]], [[0, 8]], [[0, 6]]]
     rows = [
         rollout_line(9, 0, i, rng=random.Random(i), response="abc\nefg", correct=True, spans=each)
         for i, each in enumerate(spans)
     ]
-    del rows[-1]["spans"]
     write_rollouts(run, 9, rows)
     write_rollouts(run, 10, [rollout_line(10, 1, 0, rng=random.Random(0), correct=True)])
     opened(shown.driver, report(run).save(tmp_path / "page.html"))
@@ -250,7 +249,6 @@ def test_tokens_are_shaded_by_the_age_of_their_weights(shown, tmp_path):
         "3 versions of the weights, steps 6 to 9",
         None,
         "the weights of step 7, 2 steps before",
-        None,
     ]
     shown.click('#rollouts [data-value="age"]')
     assert shown.kinds() == ["a3"] * 3 + ["a2"] * 2 + ["a0"] * 3
@@ -258,45 +256,20 @@ def test_tokens_are_shaded_by_the_age_of_their_weights(shown, tmp_path):
         [token.get_attribute("class").split()[1] for token in each.find_elements("css selector", ".token")]
         for each in shown.all("#rollouts .tokens")
     ]
-    assert of_response[1:] == [["a0"] * 8, ["a2"] * 8, ["unknown"] * 8]
+    assert of_response[1:] == [["a0"] * 8, ["a2"] * 8]
     # Where the weights change, a label names their step, so that shades do not depend on colours alone.
     assert shown.texts("#rollouts .since") == ["step 6", "step 7", "step 9", "step 7"]
     styles = {each.value_of_css_property("border-bottom-style") for each in shown.all(".key .token")}
     assert styles == {"none", "dotted", "dashed", "solid", "double"}
-    assert shown.one("#rollouts .key").text.endswith("more\nnot recorded")
     shown.driver.execute_script("arguments[0].focus()", shown.one("#rollouts .tokens"))
     shown.press(Keys.ARROW_RIGHT)
     assert shown.texts(".tip div")[-1] == "sampled by the weights of step 6, 3 steps before"
     shown.press(Keys.END)
     shown.until(lambda: shown.texts(".tip div")[-1] == "sampled by the weights of this step")
-    shown.driver.execute_script("arguments[0].focus()", shown.all("#rollouts .tokens")[3])
-    shown.press(Keys.ARROW_RIGHT)
-    assert not [text for text in shown.texts(".tip div") if "sampled by" in text]
     shown.click("#group-1")
     shown.until(lambda: shown.one(".heading h2").text == "Step 10")
     assert shown.one("#rollouts .key").text.endswith("All tokens of this group are this step's.")
     assert not shown.all(".since")
-
-
-def test_missing_records_of_the_other_run_are_shown(shown):
-    shown.click("#tab-rollouts")
-    shades = '#rollouts [aria-label="Shade tokens by"] button'
-    assert shown.texts(shades) == ["Probability", "Clip", "Age", "None"]
-    shown.choose("Run", "1")
-    shown.until(lambda: shown.status() == "64 responses in 16 groups")
-    assert "Advantages were not recorded" in shown.one(".key").text
-    shown.click('[data-value="clip"]')
-    assert "Ratios were not recorded" in shown.one(".key").text
-    assert not shown.one('[name="clipped"]').is_enabled()
-    shown.until(lambda: shown.texts(shades) == ["Probability", "Clip", "None"])
-    assert "sampled by" not in shown.one("#rollouts .pair").text
-    shown.choose("Run", "0")
-    shown.until(lambda: "Age" in shown.texts(shades))
-    shown.click('#rollouts [data-value="age"]')
-    shown.choose("Run", "1")
-    shown.until(lambda: "Which weights drew a token was not recorded" in shown.one("#rollouts .key").text)
-    assert set(shown.kinds()) == {"unknown"}
-    assert shown.one(f'{shades}[aria-pressed="true"]').text == "Age"
 
 
 def test_configurations_differ_from_each_other_and_from_the_defaults(shown):
@@ -313,7 +286,7 @@ def test_configurations_differ_from_each_other_and_from_the_defaults(shown):
 
 @pytest.fixture
 def wide(shown):
-    """Sets the width of the window; it is as before when the test is over."""
+    """Sets the width of the window, and restores it after the test."""
 
     def set_width(width):
         size = {"width": width, "height": 768, "deviceScaleFactor": 1, "mobile": False}
@@ -345,7 +318,7 @@ def test_nothing_is_wider_than_the_window(width, shown, wide, tmp_path):
 
 
 def scored(step, ordinal, index, *, rng):
-    """Two scores, one half higher than the other, and a tenth more at each step; nothing is ever right."""
+    """Scores alternate between two values and rise by 0.1 per step; no response is correct."""
     reward = -2.0 + 0.5 * (index % 2) + 0.1 * step
     return rollout_line(
         step, ordinal, index, rng=rng, correct=False, extracted=None, score=reward, reward=reward, advantage=1.0 if index % 2 else -1.0
@@ -354,7 +327,6 @@ def scored(step, ordinal, index, *, rng):
 
 @pytest.fixture
 def judged(tmp_path):
-    """A run that is judged by scores, with a prompt that was asked twice."""
     run = write_run(
         tmp_path / "judged", steps=4, line=scored, dynamic_sampling=DynamicSamplingConfig(metric="score")
     )
@@ -425,8 +397,7 @@ def test_a_run_judged_by_scores_has_rewards_and_no_verdicts(shown, judged, tmp_p
 def test_distributions_are_drawn_for_each_run_and_follow_the_cursor(shown):
     titles = ("Response lengths", "Rewards", "Advantages")
     there = [panel.get_attribute("data-title") for panel in shown.all(".distribution")]
-    # The second run has no advantages on file.
-    assert there == [f"{title}, {run}" for title in titles for run in ("first", "second")][:-1]
+    assert there == [f"{title}, {run}" for title in titles for run in ("first", "second")]
     panel, other = (f'[data-title="Response lengths, {run}"]' for run in ("first", "second"))
     assert shown.one(f"{panel} .where").text == "step 14"
     assert shown.one(f"{panel} .told").text.startswith("4 responses: mean 3, median 3")

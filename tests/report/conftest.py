@@ -12,7 +12,7 @@ from tests.report.made import HOSTILE, problem_line, rollout_line, write_evaluat
 
 
 def line(step, ordinal, index, *, rng):
-    """Half of the responses are right; one has the word walrus."""
+    """Half of the responses are correct; one contains the word walrus."""
     text = f"the walrus said {HOSTILE}" if (step, index) == (7, 1) else None
     row = rollout_line(
         step, ordinal, index, rng=rng, response=text and text.replace("\u2028", " "), correct=index % 2 == 0
@@ -29,7 +29,7 @@ def driver(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    """Two runs: the first with flipped responses and hostile texts, the second with another clip and without ratios."""
+    """Two runs: the first with flipped responses and hostile texts, the second with another clip."""
     folder = tmp_path_factory.mktemp("runs")
     first = write_run(folder / "first", steps=12, line=line)
     asked = {"prompt": f"why? {HOSTILE}", "response": "no", "answer": HOSTILE}
@@ -39,14 +39,7 @@ def page(tmp_path_factory):
             for i in range(4)
         ]
         write_rollouts(first, step, rows)
-
-    def old(step, ordinal, index, *, rng):
-        row = line(step, ordinal, index, rng=rng)
-        return {
-            key: value for key, value in row.items() if key not in ("ratios", "advantage", "in_loss", "spans")
-        }
-
-    second = write_run(folder / "second", steps=8, seed=1, line=old, loss=LossConfig(clip_ratio_high=0.2))
+    second = write_run(folder / "second", steps=8, seed=1, line=line, loss=LossConfig(clip_ratio_high=0.2))
     for step, rights in ((0, (0, 5, 8)), (5, (4, 5, 8)), (10, (7, 2, 8))):
         hostile = {"prompt": f"which? {HOSTILE}", "answer": HOSTILE, "response": f"{HOSTILE} a heron"}
         lines = [problem_line(place, right) for place, right in enumerate(rights[:2])]

@@ -14,7 +14,7 @@ from tests.report.made import problem_line, write_evaluation, write_run
 
 
 def opened(laid):
-    """Of each dataset: (its about, [correct, samples] as [2, evaluations, problems])."""
+    """Returns each dataset's description and its numbers (correct, samples) as [2, evaluations, problems]."""
     numbers, found, start = np.frombuffer(gzip.decompress(laid.index), "<u2"), {}, 0
     for about in laid.about["datasets"]:
         shape = (2, len(about["evaluations"]), len(about["keys"]))

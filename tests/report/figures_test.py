@@ -1,15 +1,12 @@
 """The figures as PNGs: one for each panel, and all on one sheet."""
 
 import sys
-from importlib.util import find_spec
 
 import pytest
 
 from dapo_jax.config import ConfigError
 from dapo_jax.report import report
 from tests.report.made import write_metrics
-
-PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.fixture
@@ -21,23 +18,15 @@ def few(tmp_path):
     return write_metrics(tmp_path / "few", *lines)
 
 
-def names(paths):
-    return sorted(path.name for path in paths)
-
-
-@pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib (extra report) is not installed")
 def test_every_panel_is_a_png_and_all_are_on_one_sheet(few, tmp_path):
-    written = report(few).save_figures(tmp_path / "png")
-    assert names(written) == ["groups_sampled.png", "held_out_accuracy.png", "overview.png"]
-    assert all(path.read_bytes().startswith(PNG) for path in written)
-
-
-@pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib (extra report) is not installed")
-def test_a_metric_of_one_run_alone_is_drawn(few, tmp_path):
-    """A metric without a panel has its own PNG and is not on the sheet."""
+    """A metric without a panel, which only one of the runs has, gets its own PNG too."""
+    pytest.importorskip("matplotlib", reason="needs the extra report")
     other = write_metrics(tmp_path / "other", {"step": 1, "mine/own": 1.0})
-    written = report(few, other).save_figures(tmp_path / "png")
-    assert names(written) == ["groups_sampled.png", "held_out_accuracy.png", "mine_own.png", "overview.png"]
+    for runs, more in (([few], []), ([few, other], ["mine_own.png"])):
+        written = report(*runs).save_figures(tmp_path / "png")
+        names = ["groups_sampled.png", "held_out_accuracy.png", *more, "overview.png"]
+        assert sorted(path.name for path in written) == names
+        assert all(path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n") for path in written)
 
 
 def test_a_missing_matplotlib_is_an_error_with_a_remedy(few, tmp_path, monkeypatch):

@@ -39,7 +39,6 @@ def opened(driver, server):
 
 
 def add_step(run, step):
-    """One more step, with rollouts and an evaluation."""
     rng = random.Random(step)
     write_rollouts(run, step, [rollout_line(step, 900 + step, index, rng=rng) for index in range(4)])
     write_evaluation(run, step, [problem_line(place, 6) for place in range(4)])

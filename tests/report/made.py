@@ -14,7 +14,7 @@ HOSTILE = "</script><img src=x onerror=alert(1)> <!-- & \u2028"
 
 
 def metrics_line(step, rng, *, group_size=4, groups=4, **changes):
-    """One step of training; every 5th has an evaluation."""
+    """The metrics of one step. Every fifth step has an evaluation."""
     share = 1 - math.exp(-step / 30)
 
     def noise(size):
@@ -111,7 +111,6 @@ def problem_line(place, right, samples=8, *, kept=1, response="thus \\boxed{2}",
 
 
 def write_evaluation(folder, step, problems, *, name="aime_2024"):
-    """Writes the problems of one evaluation."""
     return write_problems(folder / "evaluations" / f"step_{step:06d}", problems, name=name, step=step)
 
 
@@ -123,6 +122,5 @@ def write_metrics(folder, *lines):
 
 
 def write_rollouts(folder, step, rows):
-    """Writes the rollouts of one step."""
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "rollouts" / f"step_{step:06d}.jsonl").write_text(text)

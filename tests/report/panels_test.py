@@ -77,7 +77,7 @@ def evaluated(k, dataset="x"):
 
 
 def test_runs_that_differ_in_k_are_compared_at_the_largest_common_k():
-    """Of k = 4 and k = 8 pass@2 and pass@4 are in both where the run of 8 has logged them; avg@k is one line for both."""
+    """Both runs have pass@2 and pass@4; avg@4 and avg@8 become one line, avg@k."""
     eight = evaluated(8)
     eight.columns["eval/x/pass@4"] = [0.5]
     [panel], _ = panels_of(comparable([evaluated(4), eight]))
@@ -102,7 +102,7 @@ def test_runs_of_one_k_and_runs_of_different_datasets_keep_their_title():
 
 
 def test_a_run_that_changed_its_k_is_drawn_at_the_largest_common_k():
-    """Of k = 4 there is no pass@8, so pass@4 is the largest that both evaluations have; the mean of avg@k is the same for every k."""
+    """The first evaluation has no pass@8, so pass@4 has the largest k of both."""
     first = {"eval/x/avg@4": 0.5, "eval/x/pass@2": 0.5, "eval/x/pass@4": 0.5}
     later = {"eval/x/avg@8": 0.25, "eval/x/pass@2": 0.5, "eval/x/pass@4": 0.5, "eval/x/pass@8": 0.5}
     changed = table({"step": 0, **first}, {"step": 1}, {"step": 9, **later})

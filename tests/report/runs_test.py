@@ -64,9 +64,9 @@ def test_names_are_as_short_as_possible(tmp_path):
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("metrics.jsonl", '{"step": 0}\n{oops\n{"step": 1}\n', r"metrics.jsonl, line 2 is damaged"),
+        ("metrics.jsonl", '{"step": 0}\n{oops\n{"step": 1}\n', r"metrics.jsonl, line 2 is not"),
         ("metrics.jsonl", "", r"has no metrics yet"),
-        ("config.yaml", to_yaml(SftConfig(run_dir="x")), r"dapo-jax sft"),
+        ("config.yaml", to_yaml(SftConfig(run_dir="x")), r"only for runs of dapo-jax train"),
         ("config.yaml", "run_dir: x\nloss: {clip_ratio_hgih: 0.3}\n", r"loss.clip_ratio_hgih"),
     ],
 )

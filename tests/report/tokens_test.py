@@ -20,7 +20,6 @@ SPACED = HuggingFaceTokenizer(files_of(byte_fallback_json(), eos_token="</s>", p
 )
 @pytest.mark.parametrize("text", ["an END of  it", "héllo 日本語 🙂🙂", "\n\n", " two", "a\u0301"])
 def test_pieces_are_the_text(tokenizer, text):
-    """Whatever the decoder does to single tokens, also to the space that begins a text and to bytes of a character."""
     ids = [*tokenizer.encode(text).tolist(), tokenizer.eos_id]
     whole, parts = Pieces(tokenizer).of(ids, tokenizer.decode(np.array(ids)))
     assert "".join(parts) == whole

@@ -33,7 +33,7 @@ def test_a_saved_policy_is_loaded_as_it_was(model, tmp_path):
     [
         ("preset:tyni", "byte", "'tiny'"),
         ("preset:tiny", "words", "char:ALPHABET"),
-        ("preset:tiny", "char:", "alphabet is empty"),
+        ("preset:tiny", "char:", "alphabet '' is empty"),
         ("shipped:../assets", "byte", "quickstart"),
         ("no/such/folder", "byte", "cannot read a model from"),
     ],

@@ -35,7 +35,7 @@ def byte_level_json():
 
 @cache
 def byte_fallback_json():
-    """As in Llama 2 and Gemma: spaces are written ▁, unknown characters become byte tokens, the first space goes."""
+    """As in Llama 2 and Gemma: spaces become ▁, unknown characters become byte tokens, and the decoder drops the first space."""
     pieces = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"<0x{byte:02X}>": 3 + byte for byte in range(256)}}
     for piece in ("▁", *"abcdefghijklmnopqrstuvwxyzEND.:", "EN", "▁E", "▁EN"):
         pieces[piece] = len(pieces)
@@ -82,7 +82,6 @@ def files_of(tokenizer=None, *, template=CHATML, generation=None, **config):
 
 
 def write(folder, files):
-    """Writes the contents into `folder` and returns it."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         (folder / name).write_bytes(content)

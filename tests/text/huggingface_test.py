@@ -56,7 +56,7 @@ def test_decoding_omits_special_tokens_and_padding_of_the_vocabulary():
 @pytest.mark.parametrize("tokenizer", [byte_level_json, byte_fallback_json])
 @given(text=st.text(), cut=st.integers(0, 20))
 def test_the_bytes_of_tokens_add_up_to_the_text(tokenizer, text, cut):
-    """Half a character is not text, but has bytes. The oracle is UTF-8; Llama 2's normalizer adds a space first."""
+    """A token may be part of a character. The expected bytes are UTF-8; Llama 2's normalizer adds a space first."""
     read, space = _decoding(tokenizer), b" " * (tokenizer is byte_fallback_json)
     written = "".join(part for part in _without_specials(text)).replace("\N{LOWER ONE EIGHTH BLOCK}", " ")
     for special in ("<unk>", "<s>", "</s>"):
@@ -204,7 +204,6 @@ def test_end_tokens_that_only_the_model_s_configuration_named_survive_saving(tmp
     [
         (files_of(eos_token=None), "add eos_token to tokenizer_config.json"),
         (files_of(eos_token="<|eot_id|>"), r"eos_token '<\|eot_id\|>' is not in the vocabulary"),
-        (files_of(generation={"eos_token_id": "2"}), "eos_token_id must be a number or a list .* got '2'"),
         (files_of() | {"tokenizer_config.json": b"[1]"}, "tokenizer_config.json contains a list"),
         (files_of() | {"tokenizer_config.json": b"{"}, "tokenizer_config.json is not a JSON file"),
         (

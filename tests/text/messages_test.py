@@ -111,7 +111,6 @@ def test_a_row_an_environment_and_a_request_make_one_prompt_of_one_list(name, te
 
 
 def test_appended_messages_are_made_canonical():
-    """The text after the last answer, of messages in the canonical form and in another form."""
     tokenizer = HuggingFaceTokenizer(files_of(template=QWEN))
     rendering, end = Rendering(tokenizer=tokenizer), tokenizer.encode("<|im_end|>")
     loose = [{"role": "tool", "content": [{"type": "text", "text": "4"}], "name": None, "tool_calls": None}]

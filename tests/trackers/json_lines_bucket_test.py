@@ -27,7 +27,7 @@ def test_the_lines_equal_a_files(bucket, tmp_path):
 
 
 def test_a_step_is_stored_before_log_returns_by_one_request(bucket):
-    """Neither the number nor the size of requests grows with earlier steps. Reading by a client would add requests."""
+    """Neither the number nor the size of requests grows with earlier steps."""
     tracker = JsonlTracker(PATH)
     for step in range(LINES_PER_OBJECT + 2):
         before = len(bucket.requests)

@@ -88,9 +88,9 @@ def test_cutting_happens_at_once_or_not_at_all(tmp_path, monkeypatch):
 def test_damage_in_the_middle_is_an_error_that_names_the_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
-    with pytest.raises(ValueError, match=f"{path}, line 2 is damaged"):
+    with pytest.raises(ValueError, match=f"{path}, line 2 is not a line of metrics"):
         read_metrics(path)
-    with pytest.raises(ValueError, match="line 2 is damaged"):
+    with pytest.raises(ValueError, match="line 2 is not a line of metrics"):
         JsonlTracker(path, 3)
 
 

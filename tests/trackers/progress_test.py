@@ -125,7 +125,7 @@ def test_a_message_shows_no_token_and_nothing_that_a_terminal_would_obey(monkeyp
 
 
 def test_an_evaluation_shows_what_counts_over_all_samples():
-    """Of pass@2, pass@4 and pass@16 the last: as numbers, not as texts, 16 is the most."""
+    """Of pass@2, pass@4 and pass@16, only the last is shown, because k is compared as a number."""
     console = plain()
     scores = {
         f"eval/a/{key}": 0.5 for key in ("avg@16", "pass@2", "pass@4", "pass@16", "cons@16", "problems")

@@ -34,7 +34,7 @@ def test_a_run_is_continued_under_its_id(tmp_path, wandb_mode):
 
 
 def test_files_of_a_run_in_a_bucket_are_local(tmp_path, wandb_mode, monkeypatch, bucket):
-    """wandb writes them by the operating system, for which gs://bucket would be a folder called `gs:`."""
+    """wandb can only write local files; it would create a folder named `gs:`."""
     wandb_mode("offline")
     monkeypatch.chdir(tmp_path)
     tracker = WandbTracker("gs://bucket/some/run", None, {})

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dapo_jax.data.builders.dapo_math_17k import question_of
-from dapo_jax.data.file_builder import FileBuilder, field_of, text_of
+from dapo_jax.data.file_builder import FileBuilder, field_of
 
 
 class Builder(FileBuilder):
@@ -21,5 +21,7 @@ class Builder(FileBuilder):
         """See `FileBuilder.example`."""
         extra = fields.get("extra_info")
         bare = isinstance(extra, Mapping) and "raw_problem" in extra
-        asked = text_of(fields, "extra_info.raw_problem") if bare else question_of(field_of(fields, "prompt"))
-        return {"prompt": asked, "answer": text_of(fields, "reward_model.ground_truth")}
+        asked = (
+            field_of(fields, "extra_info.raw_problem") if bare else question_of(field_of(fields, "prompt"))
+        )
+        return {"prompt": asked, "answer": field_of(fields, "reward_model.ground_truth")}

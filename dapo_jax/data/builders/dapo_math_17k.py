@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dapo_jax.config.data_schema import TEMPLATES
-from dapo_jax.data.file_builder import FileBuilder, field_of, text_of
+from dapo_jax.data.file_builder import FileBuilder, field_of
 
 
 class Builder(FileBuilder):
@@ -21,7 +21,7 @@ class Builder(FileBuilder):
         """See `FileBuilder.example`."""
         return {
             "prompt": question_of(field_of(fields, "prompt")),
-            "answer": text_of(fields, "reward_model.ground_truth"),
+            "answer": field_of(fields, "reward_model.ground_truth"),
         }
 
 

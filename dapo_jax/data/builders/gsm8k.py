@@ -6,7 +6,7 @@ The answer is the text after `####`. The whole solution is kept as `response`, f
 from collections.abc import Mapping
 from typing import Any
 
-from dapo_jax.data.file_builder import FileBuilder, text_of
+from dapo_jax.data.file_builder import FileBuilder, field_of
 
 MARK = "####"
 
@@ -18,8 +18,8 @@ class Builder(FileBuilder):
 
     def example(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """See `FileBuilder.example`."""
-        worked = text_of(fields, "answer")
+        worked = str(field_of(fields, "answer"))
         _, found, answer = worked.rpartition(MARK)
         if not found or not answer.strip():
             raise ValueError(f"'answer' has no text after {MARK!r}; it ends with {worked[-40:]!r}")
-        return {"prompt": text_of(fields, "question"), "answer": answer.strip(), "response": worked}
+        return {"prompt": field_of(fields, "question"), "answer": answer.strip(), "response": worked}

@@ -6,7 +6,7 @@ Use the grader `math`, because the same answer can be written in many ways.
 from collections.abc import Mapping
 from typing import Any
 
-from dapo_jax.data.file_builder import FileBuilder, text_of
+from dapo_jax.data.file_builder import FileBuilder, field_of
 
 
 class Builder(FileBuilder):
@@ -17,4 +17,4 @@ class Builder(FileBuilder):
 
     def example(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """See `FileBuilder.example`."""
-        return {"prompt": text_of(fields, "problem"), "answer": text_of(fields, "answer")}
+        return {"prompt": field_of(fields, "problem"), "answer": field_of(fields, "answer")}

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import operator
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import tensorflow_datasets as tfds
 
@@ -23,33 +23,25 @@ TEST_QUESTIONS = 100
 """Number of questions in the test split. The other 155 of the 255 questions are the train split."""
 
 
-class Question(NamedTuple):
-    """One operation on two one-digit numbers, such as `7*5`, and its value."""
+def questions() -> list[dict[str, str]]:
+    """Returns all questions as rows, operation by operation.
 
-    text: str
-    operation: str
-    answer: int
-
-
-def questions() -> list[Question]:
-    """Returns all questions, operation by operation.
-
-    >>> len(questions()), questions()[0].text, questions()[-1].text
-    (255, '0+0', '9*9')
+    >>> len(questions()), questions()[-1]
+    (255, {'prompt': '9*9', 'answer': '81', 'operation': '*'})
     """
     return [
-        Question(f"{left}{operation}{right}", operation, OPERATIONS[operation](left, right))
-        for operation, left, right in itertools.product(OPERATIONS, OPERANDS, OPERANDS)
-        if operation != "-" or left >= right
+        {"prompt": f"{left}{sign}{right}", "answer": str(operation(left, right)), "operation": sign}
+        for (sign, operation), left, right in itertools.product(OPERATIONS.items(), OPERANDS, OPERANDS)
+        if sign != "-" or left >= right
     ]
 
 
-def split_questions() -> dict[str, list[Question]]:
+def split_questions() -> dict[str, list[dict[str, str]]]:
     """Returns all questions, shuffled and split into `train` and `test`."""
 
-    def place(question: Question) -> bytes:
+    def place(question: dict[str, str]) -> bytes:
         # Sorting by a hash gives the same order with all library versions.
-        return hashlib.blake2b(f"{SPLIT_SEED} {question.text}".encode(), digest_size=8).digest()
+        return hashlib.blake2b(f"{SPLIT_SEED} {question['prompt']}".encode(), digest_size=8).digest()
 
     shuffled = sorted(questions(), key=place)
     return {"train": shuffled[TEST_QUESTIONS:], "test": shuffled[:TEST_QUESTIONS]}
@@ -66,7 +58,4 @@ class Builder(OwnBuilder):
 
     def splits(self) -> dict[str, list[dict[str, str]]]:
         """See `OwnBuilder.splits`."""
-        return {
-            split: [{"prompt": q.text, "answer": str(q.answer), "operation": q.operation} for q in found]
-            for split, found in split_questions().items()
-        }
+        return split_questions()

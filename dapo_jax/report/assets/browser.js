@@ -4,13 +4,13 @@ const CHECKS = [
   ["truncated", "truncated", "cut off at the length limit"],
   ["flipped", "flipped to right", "correct, and when the question was last asked at an earlier logged step, fewer than half of its responses were"],
   ["clipped", "with clipped tokens", "at least one token was clipped in its update"],
-  ["trained", "trained on", "it was in an update, as far as that was recorded"],
+  ["trained", "trained on", "it was in an update"],
   ["leftOut", "left out of the loss", "by overlong filtering"],
 ];
 const SHADINGS = [
   ["probability", "Probability"],
   ["clip", "Clip"],
-  ["age", "Age", "how many steps before this one the weights were that drew a token"],
+  ["age", "Age", "steps between the weights that sampled a token and this step"],
   ["none", "None"],
 ];
 const FLIPPED = "Flipped to right: a correct response to a question that was asked at an earlier logged step, where at the last such step fewer than half of its responses were correct.";
@@ -120,14 +120,13 @@ function startRollouts(root, data, { stores, openProblem }) {
   }
 
   function fill() {
-    const { recorded, steps, logged } = store.about;
+    const { steps, logged } = store.about;
     const { by_score: byScore } = store.run;
     explained.textContent = byScore ? BARS : FLIPPED;
-    const withAges = state.shading === "age" || [store, beside].some((each) => each?.about.recorded.spans);
     const some = (flag) => store.columns.flags.some((flags) => flags & flag);
     const possible = {
-      truncated: some(FLAG.truncated), flipped: some(FLAG.flipped), clipped: recorded.ratios,
-      trained: recorded.ratios || recorded.in_loss, leftOut: some(FLAG.leftOut), shared: true,
+      truncated: some(FLAG.truncated), flipped: some(FLAG.flipped), clipped: store.columns.clipped.some(Boolean),
+      trained: some(FLAG.trained), leftOut: some(FLAG.leftOut), shared: true,
     };
     let timer = null;
     const words = el("input", {
@@ -145,7 +144,7 @@ function startRollouts(root, data, { stores, openProblem }) {
         state.wanted[name] = box.checked;
         relist();
       } });
-      return el("label", { class: "check", title: possible[name] ? hint : `${hint}: none here, or not recorded` }, box, text);
+      return el("label", { class: "check", title: possible[name] ? hint : `${hint}: none here` }, box, text);
     };
     const change = (key, read = (value) => value) => (value) => {
       if (key === "order") state.order = besideState.order = value;
@@ -169,7 +168,7 @@ function startRollouts(root, data, { stores, openProblem }) {
         : segmented("Verdict", VERDICTS, state.wanted.verdict, change("verdict")),
       select("Step", stepOptions, step, change("step", (value) => (value === "" ? null : Number(value)))),
       select("Order", ORDERS, state.order, change("order")),
-      segmented("Shade tokens by", SHADINGS.filter(([shading]) => shading !== "age" || withAges), state.shading, (shading) => {
+      segmented("Shade tokens by", SHADINGS, state.shading, (shading) => {
         state.shading = besideState.shading = shading;
         view.draw();
         other.draw();

@@ -96,27 +96,21 @@ class GroupView {
 
   legend() {
     const { shading } = this.state;
-    const { recorded, clip } = this.shown.store.about;
+    const { pieces, clip } = this.shown.store.about;
     const { responses } = this.shown.texts;
     const sample = (kind, text) => el("span", { class: `token ${kind}` }, text);
     const parts = [];
     if (shading === "probability") {
       parts.push("Probability when sampled: ", sample("p0", "<1%"), sample("p1", "<10%"), sample("p2", "<30%"), sample("p3", "<50%"), sample("p4", "<70%"), sample("p5", "<90%"), sample("p6", "<99%"), sample("p7", "more"));
-    } else if (shading === "clip" && !recorded.ratios) {
-      parts.push("Ratios were not recorded in this run, so clip states are not known.");
     } else if (shading === "clip" && clip) {
       parts.push(sample("up", `A > 0, ratio > ${(1 + clip.high).toFixed(2)}`), sample("down", `A < 0, ratio < ${(1 - clip.low).toFixed(2)}`));
       if (clip.dual !== null) parts.push(sample("dual", `A < 0, ratio > ${clip.dual}`));
       parts.push(sample("free", "not clipped"), sample("unknown", "not recorded"));
-    } else if (shading === "age" && !recorded.spans) {
-      parts.push("Which weights drew a token was not recorded in this run.");
     } else if (shading === "age") {
-      parts.push("Drawn by the weights of: ", sample("a0", "this step"), sample("a1", "1 step before"), sample("a2", "2"), sample("a3", "3 or 4"), sample("a4", "5 to 8"), sample("a5", "more"));
-      if (responses.some((response) => !response.ages)) parts.push(sample("unknown", "not recorded"));
-      else if (!responses.some(isOlder)) parts.push(" All tokens of this group are this step's.");
+      parts.push("Sampled by the weights of: ", sample("a0", "this step"), sample("a1", "1 step before"), sample("a2", "2"), sample("a3", "3 or 4"), sample("a4", "5 to 8"), sample("a5", "more"));
+      if (!responses.some(isOlder)) parts.push(" All tokens of this group are this step's.");
     }
-    if (!recorded.advantage) parts.push(" Advantages were not recorded in this run.");
-    if (!recorded.pieces && shading !== "none") parts.push(" The run's tokenizer was not found: texts are divided evenly among their tokens.");
+    if (!pieces && shading !== "none") parts.push(" The run's tokenizer was not found: texts are divided evenly among their tokens.");
     return el("p", { class: "key" }, ...parts);
   }
 
@@ -138,18 +132,18 @@ class GroupView {
       fact("tokens", columns.tokens[i].toLocaleString("en-US"), "wide"),
       response.turns ? fact("in", counted(response.turns.length, "turn")) : null,
       response.size > columns.tokens[i] ? fact("the environment's", counted(response.size - columns.tokens[i], "token")) : null,
-      fact("ended by", response.finish === "length" ? "the length limit" : response.finish === "stop" ? "itself" : "not recorded", response.finish === "length" ? "warn" : ""),
+      fact("ended by", response.finish === "length" ? "the length limit" : "itself", response.finish === "length" ? "warn" : ""),
       columns.penalty[i] ? fact("overlong penalty", signed(columns.penalty[i])) : null,
       columns.clipped[i] ? fact("clipped", String(columns.clipped[i])) : null,
       drawn ? fact("sampled by", drawn) : null,
       flags & FLAG.flipped ? el("span", { class: "badge" }, "flipped to right") : null,
-      store.about.recorded.in_loss && !(flags & FLAG.trained) ? fact("not trained on", "") : null,
+      flags & FLAG.trained ? null : fact("not trained on", ""),
       flags & FLAG.leftOut ? el("span", { class: "badge warn" }, "left out of the loss") : null,
     ];
     return el(
       "article",
       { class: beside ? "response beside" : "response", "aria-label": `Response ${k}` },
-      el("header", {}, el("span", { class: "index" }, `#${response.index ?? k}`), ...facts),
+      el("header", {}, el("span", { class: "index" }, `#${response.index}`), ...facts),
       ...showTokens(response, response.size ?? columns.tokens[i], { shading, words, hint: this.hint, step }),
       el("p", { class: "why" }, whyOf(byScore, response)),
     );

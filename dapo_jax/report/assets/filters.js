@@ -33,10 +33,9 @@ function isOpen(wanted) {
 /** What a response is ordered by; higher comes first. */
 function weightOf(store, order) {
   const { advantage, reward, tokens, clipped } = store.columns;
-  const known = store.about.recorded.advantage ? advantage : reward;
   return {
-    advantage: (i) => known[i],
-    negative: (i) => -known[i],
+    advantage: (i) => advantage[i],
+    negative: (i) => -advantage[i],
     reward: (i) => reward[i],
     lowest: (i) => -reward[i],
     longest: (i) => tokens[i],

@@ -44,7 +44,6 @@ function piecesOf(response, count) {
 }
 
 function probabilityOf(response, piece) {
-  if (!response.nats) return null;
   const nats = response.nats.slice(piece.from, piece.to);
   return nats.includes(null) ? null : Math.exp(Math.min(...nats.map((value) => -value)) / 1000);
 }
@@ -55,16 +54,16 @@ function clipOf(response, piece) {
   return [..."^vd"].find((state) => states.includes(state)) ?? states[0];
 }
 
-/** How many steps before this one the weights were that drew a token; null if that was not recorded. */
+/** Steps between the weights that sampled a token and this step. */
 function ageAt(response, token) {
-  return response.ages?.findLast(([first]) => first <= token)[1] ?? null;
+  return response.ages.findLast(([first]) => first <= token)[1];
 }
 
 /** Of several tokens that make up one character the last one counts: it has the text. */
 const ageOf = (response, piece) => ageAt(response, piece.to - 1);
 
-/** True if earlier weights than this step's drew some of a response. */
-const isOlder = (response) => (response.ages?.[0][1] ?? 0) > 0;
+/** True if earlier weights sampled a part of a response. */
+const isOlder = (response) => response.ages[0][1] > 0;
 
 /** Which turn of an episode a token is of; -1 if the environment appended it, null where there are no turns. */
 function turnAt(response, token) {
@@ -109,7 +108,6 @@ function shadeOf(response, piece, shading) {
   if (shading === "clip") return CLIPS[clipOf(response, piece) ?? "-"][0];
   if (shading === "age") {
     const age = ageOf(response, piece);
-    if (age === null) return "unknown";
     const bin = AGES.findIndex((limit) => age <= limit);
     return `a${bin < 0 ? AGES.length : bin}`;
   }
@@ -227,25 +225,24 @@ function describe(response, piece, step) {
   if (turn === -1) return [...lines, contextAt(response, piece.from) < 0 ? "appended by the environment" : "of a new context of the environment"];
   if (turn !== null) lines.push(`turn ${turn + 1} of ${response.turns.length}`);
   for (let i = piece.from; i < piece.to; i += 1) {
-    const nats = response.nats?.[i];
+    const nats = response.nats[i];
     const probability = nats === undefined || nats === null ? "not recorded" : shownProbability(Math.exp(-nats / 1000));
     lines.push(`probability ${probability}`);
     const ratio = response.ratios?.[i];
     const state = response.clips?.[i];
     if (ratio !== undefined && ratio !== null) lines.push(`ratio ${(ratio / 10000).toFixed(3)}${state ? `, ${CLIPS[state][1]}` : ""}`);
-    const age = ageAt(response, i);
-    if (age !== null) lines.push(`sampled by the weights of ${ofStep(step, age)}`);
+    lines.push(`sampled by the weights of ${ofStep(step, ageAt(response, i))}`);
   }
   if (piece.start >= (response.graded ?? Infinity)) lines.push("not seen by the grader: the stop string");
   return lines;
 }
 
-/** The step that drew something with the weights that it began with. */
+/** The step whose first weights sampled a token. */
 function ofStep(step, age) {
   return age ? `step ${step - age}, ${counted(age, "step")} before` : "this step";
 }
 
-/** Whose weights drew a response, where these are not this step's alone. */
+/** The steps whose weights sampled a response, or null if only this step has. */
 function drawnBy(response, step) {
   if (!isOlder(response)) return null;
   const [[, oldest], newest] = [response.ages[0], response.ages.at(-1)[1]];
