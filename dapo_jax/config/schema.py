@@ -343,9 +343,6 @@ class Correction(NamedTuple):
     """Largest weight that is kept, or for truncate, the cap."""
 
 
-IMPORTANCE_CAP = 2.0
-"""Cap for truncate if `loss.importance_cap` is null."""
-
 IMPORTANCE_RANGES = {"mask": (0.5, 2.0), "mask_responses": (0.99, 1.01)}
 """Smallest and largest weight for each correction, if `loss.importance_range` is empty."""
 
@@ -669,7 +666,7 @@ class TrainConfig(RunConfig):
         if kind == "none":
             return Correction(kind, 0.0, math.inf)
         if kind == "truncate":
-            return Correction(kind, 0.0, IMPORTANCE_CAP if cap is None else cap)
+            return Correction(kind, 0.0, 2.0 if cap is None else cap)
         low, high = loss.importance_range or IMPORTANCE_RANGES[kind]
         return Correction(kind, low, high)
 

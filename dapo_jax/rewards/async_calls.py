@@ -25,12 +25,13 @@ LATE_S = 0.1
 
 
 class EventLoop:
-    """An event loop that runs user code in its own thread. Each blocking job runs in a further thread."""
+    """An event loop that runs user code in its own thread. Each blocking job, for example from `asyncio.to_thread`, has a further thread."""
 
     def __init__(self, message: str) -> None:
         """Starts the thread. If an exception from a task stops the loop, `message` is logged and the loop resumes."""
         self.closing = threading.Event()
-        self._message, self.loop = message, new_loop()
+        self._message, self.loop = message, asyncio.new_event_loop()
+        self.loop.set_default_executor(DaemonThreads())
         self.thread = threading.Thread(target=self._serve, daemon=True)
         self.thread.start()
 
@@ -47,7 +48,11 @@ class EventLoop:
 
     def _serve(self) -> None:
         """Runs the loop until `close` is called, then cancels all tasks and keeps running until they have ended."""
-        run_until(self.loop, self.closing.is_set, message=self._message)
+        while not self.closing.is_set():
+            try:
+                self.loop.run_forever()
+            except BaseException as error:  # a user's task raised SystemExit or KeyboardInterrupt
+                self.loop.call_exception_handler({"message": self._message, "exception": error})
         while tasks := asyncio.all_tasks(self.loop):
             for task in tasks:
                 task.cancel()
@@ -114,25 +119,6 @@ async def ends_in_time(task: "asyncio.Task[Any]", timeout_s: float) -> bool:
     # asyncio logs exceptions that are never retrieved. The caller abandons this task, so its exception is retrieved here.
     task.add_done_callback(lambda task: task.cancelled() or task.exception())
     return False
-
-
-def new_loop() -> asyncio.AbstractEventLoop:
-    """Returns an event loop that runs each blocking job, for example from `asyncio.to_thread`, in a daemon thread."""
-    loop = asyncio.new_event_loop()
-    loop.set_default_executor(DaemonThreads())
-    return loop
-
-
-def run_until(loop: asyncio.AbstractEventLoop, ended: Callable[[], bool], *, message: str) -> None:
-    """Runs a loop until it is stopped and `ended()` returns True.
-
-    A user's task may raise SystemExit or KeyboardInterrupt, which stops the loop. Then `message` is logged, and the loop resumes.
-    """
-    while not ended():
-        try:
-            loop.run_forever()
-        except BaseException as error:
-            loop.call_exception_handler({"message": message, "exception": error})
 
 
 class DaemonThreads(ThreadPoolExecutor):

@@ -143,10 +143,10 @@ class LoadedReward:
 
 def joined(
     parts: Sequence[Future[list[Verdict]]],
-    join: Callable[[list[list[Verdict]]], list[Verdict]] = lambda found: [*chain(*found)],
-) -> Future[list[Verdict]]:
+    join: Callable[[list[list[Verdict]]], Any] = lambda found: [*chain(*found)],
+) -> Future[Any]:
     """Returns a future of `join` of all parts' results. If any part is cancelled or raises, the future is cancelled or raises too."""
-    whole: Future[list[Verdict]] = Future()
+    whole: Future[Any] = Future()
     lock, waiting = threading.Lock(), len(parts)
 
     def done(_: Future[list[Verdict]]) -> None:

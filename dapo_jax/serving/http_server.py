@@ -262,7 +262,7 @@ def _json(content: Mapping[str, Any], **how: Any) -> web.Response:
 
 
 def _error(error: RequestError) -> web.Response:
-    headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
+    headers = {"Retry-After": "1"} if error.code == "queue_full" else {}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return _json(_error_object(error), status=error.status, headers=headers)
