@@ -1,7 +1,6 @@
 """Runs async reward functions, for example functions that call a judge's API. Many calls run concurrently on one event loop.
 
-The loop runs in a thread of this process, in parallel with sampling. A function must wait with `await`. If it blocks the thread
-instead, it delays all other calls, and the time limit cannot interrupt it.
+The loop runs in a thread of this process. A function that blocks this thread delays all other calls, and its time limit cannot interrupt it.
 """
 
 import asyncio
@@ -74,8 +73,6 @@ class AsyncCalls:
         """
         self._timeout_s = timeout_s
         self._places = asyncio.Semaphore(at_once)
-        self._given_up: set[asyncio.Task[list[Verdict]]] = set()
-        """Tasks that keep running after they were cancelled at their time limit. The event loop itself keeps no reference to them."""
         self._loop = EventLoop("a task or callback of an async reward function raised")
 
     def submit(self, reward: LoadedReward, samples: Sequence[Sample]) -> Future[list[Verdict]]:
@@ -86,8 +83,8 @@ class AsyncCalls:
         return joined([self._loop.submit(self._answer(reward, call)) for call in reward.calls(samples)])
 
     def close(self) -> None:
-        """Cancels all calls and ends the thread. Does not wait if a function is still running after its time limit."""
-        self._loop.close(0.0 if self._given_up else ENDING_S)
+        """Cancels all calls and ends the thread."""
+        self._loop.close(ENDING_S)
 
     async def _answer(self, reward: LoadedReward, call: Sequence[Sample]) -> list[Verdict]:
         async with self._places:
@@ -99,8 +96,6 @@ class AsyncCalls:
                         "tasks that it created"
                     )
                 return task.result()
-            self._given_up.add(task)
-            task.add_done_callback(self._given_up.discard)
             task.cancel()
         return [
             Verdict(correct=False, reason=f"no verdict within {self._timeout_s:g} s", lost="timeout")

@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 import importlib
 import importlib.util
-import math
 import sys
 import threading
 import traceback
@@ -262,9 +261,8 @@ def as_verdict(result: Any, *, name: str) -> Verdict:
 
 def _check_size(score: float, found: str) -> None:
     if not abs(score) <= MAX_SCORE:  # also true for NaN
-        remedy = ", or advantages would overflow: scale the scores down" if math.isfinite(score) else ""
         raise NonFiniteScoreError(
-            f"{found} {score:g}; a score must be a finite number of magnitude at most {MAX_SCORE:g}{remedy}"
+            f"{found} {score:g}; a score must be finite and at most {MAX_SCORE:g} in magnitude"
         )
 
 
@@ -304,9 +302,8 @@ def loading(spec: str, place: str, load: Callable[[], Any], remedy: str = "") ->
     except _OF_THE_RUN:
         raise
     except SystemExit as error:
-        code = "" if error.code is None else repr(error.code)[:200]
         raise ValueError(
-            f"{spec}: {place} calls sys.exit({code}) while it is loaded; put code that runs as a program after "
+            f"{spec}: {place} calls sys.exit({error.code!r:.200}) while it is loaded; put code that runs as a program after "
             '`if __name__ == "__main__":`'
         ) from error
     except BaseException as error:  # some exceptions, such as pytest's Skipped, do not derive from Exception

@@ -93,11 +93,10 @@ def summed(parts: Sequence[Part], verdicts: Sequence[Sequence[Verdict]], shaping
         RewardError: a sum exceeds `MAX_SCORE`, although no part's score does. The message lists the terms.
     """
     rewards = [
-        shaping.rewards(of_part, weight=part.weight) for part, of_part in zip(parts, verdicts, strict=True)
+        shaping.rewards(found, weight=part.weight) for part, found in zip(parts, verdicts, strict=True)
     ]
-    return [
-        _sum(parts, *one) for one in zip(zip(*verdicts, strict=True), zip(*rewards, strict=True), strict=True)
-    ]
+    responses = zip(zip(*verdicts, strict=True), zip(*rewards, strict=True), strict=True)
+    return [_sum(parts, *one) for one in responses]
 
 
 def _sum(parts: Sequence[Part], verdicts: Sequence[Verdict], rewards: Sequence[float]) -> Verdict:
