@@ -806,4 +806,4 @@ FREE_TO_CHANGE = tuple(
     for name, rules in rules_by_key(TrainConfig).items()
     if rules.may_change
 )
-"""Keys, or key prefixes, whose values may change when a run is resumed, because they affect the training result only by rounding, if at all."""
+"""Keys, or key prefixes, whose values may change when a run is resumed (`may_change`)."""

@@ -13,7 +13,7 @@ _Entry = TypeVar("_Entry")
 
 
 class Section:
-    """Base class of sections and of complete configurations. Objects are checked when they are created, so every object is valid."""
+    """Base class of sections and of complete configurations."""
 
     place: ClassVar[str] = ""
     """Dotted name of the section. Empty for a complete configuration."""

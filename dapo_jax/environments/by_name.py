@@ -1,7 +1,6 @@
 """Loads environments by name: from this package, from another library, as `module:name` or as `path/to/file.py:name`.
 
-This package contains one environment, `guess`. The policy guesses a number, and the environment answers whether the number is higher
-or lower. The best guess depends on all earlier turns, a binary search needs the fewest turns, and the reward comes at the end.
+This package contains one environment, `guess`. The policy guesses a number, and the environment answers whether it is higher or lower.
 """
 
 import re

@@ -172,7 +172,7 @@ class Episodes:
         return self._submit(opened, answer)
 
     def verdicts(self, samples: Sequence[Sample]) -> Future[list[Verdict]]:
-        """Returns the verdicts on the episodes of one prompt, in the order of their indices. Has the type `rewards.functions.Submit`.
+        """Returns the verdicts on the episodes of one prompt, in the order of their indices.
 
         The future raises RewardError if every episode of the run so far was lost, because the environment must be at fault.
         """
@@ -261,7 +261,7 @@ class Episodes:
         return "" if begins is None else begins
 
     async def _catch_up(self, opened: _Open) -> None:
-        """For an episode from an earlier process, replays the turns that are missing in this process. Raises LostError if this fails."""
+        """For an episode from an earlier process, replays the turns that are missing in this process."""
         if opened.episode is None:
             await self._begun(opened)
         assert opened.episode is not None

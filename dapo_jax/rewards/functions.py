@@ -62,7 +62,7 @@ class LoadedReward:
     name: str
     """Name used in messages."""
     on_nonfinite: str = "error"
-    """If a score is NaN, infinite or beyond `MAX_SCORE`, `error` raises RewardError, and `lost` marks the response's verdict as lost."""
+    """Handling of scores that are not finite: `error` or `lost`, see `load_reward`."""
 
     @property
     def is_async(self) -> bool:
@@ -144,7 +144,7 @@ def joined(
     parts: Sequence[Future[list[Verdict]]],
     join: Callable[[list[list[Verdict]]], Any] = lambda found: [*chain(*found)],
 ) -> Future[Any]:
-    """Returns a future of `join` of all parts' results. If any part is cancelled or raises, the future is cancelled or raises too."""
+    """Returns a future of `join` of all parts' results. It is cancelled or raises if any part does."""
     whole: Future[Any] = Future()
     lock, waiting = threading.Lock(), len(parts)
 

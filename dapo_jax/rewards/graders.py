@@ -51,7 +51,7 @@ def exact_grader(marker: str = "=") -> Grader:
 def reasoning_gym_grader(sample: Sample) -> Verdict:
     """Grades the whole response, without surrounding white space, with the `score_answer` function of its reasoning-gym task.
 
-    A score of at least 0.99 is correct; lower scores are partial credit. If `score_answer` raises, it probably could not parse the answer, so the answer is wrong.
+    A score of at least 0.99 is correct. If `score_answer` raises, the answer is wrong, because it probably could not be parsed.
 
     Raises:
         ValueError: the row does not come from `reasoning_gym:TASK`.
@@ -102,7 +102,7 @@ ROW_GRADERS = {"reasoning_gym": reasoning_gym_grader}
 
 
 def _integer(text: str) -> str | None:
-    """Returns an integer's text without leading zeros, or None for other text. `int` is not used, because it rejects thousands of digits."""
+    """Returns an integer's text without leading zeros, or None for other text. `int` rejects thousands of digits."""
     match = _INTEGER.fullmatch(text)
     if not match:
         return None

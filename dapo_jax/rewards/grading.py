@@ -1,4 +1,4 @@
-"""Grades groups in parallel with sampling, and sums the rewards of graders. Graders run in this process, in workers or on an event loop."""
+"""Grades groups in parallel with sampling, and sums the rewards of several graders."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -86,7 +86,7 @@ class GradingPool:
         return Worker("dapo_jax.rewards.pool:load_grader", self._setup, memory_mb=self._memory_mb)
 
     def _verdicts(self, call: Sequence[Sample]) -> list[Verdict]:
-        """Returns the verdicts from one call. There are as many threads as workers, so there is always an idle worker for this thread."""
+        """Returns the verdicts from one call. There are as many threads as workers, so a worker is always idle."""
         with self._lock:
             self._asked += 1
         worker, retries = self._idle.get(), False

@@ -25,7 +25,7 @@ _PATIENCE_S = 60
 _BODY_BYTES, _BODY_BYTES_PER_TOKEN = 1 << 20, 64
 """Maximum size of a request body: a fixed number of bytes, plus a number of bytes for each token that a prompt may have."""
 _MORE_CONNECTIONS = 320
-"""Connections allowed beyond one per response, so that a full server can answer with an error. Each may keep a request body in memory."""
+"""Connections allowed beyond one per response, so that a full server can answer with an error."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
