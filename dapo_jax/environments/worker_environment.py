@@ -1,9 +1,9 @@
 """Runs an environment in worker processes. If an episode blocks, exhausts memory or ends its process, only this episode is lost.
 
 A worker runs many episodes concurrently, and the episodes of a prompt share a worker. A call that exceeds the time limit is abandoned
-inside the worker. A worker that blocks or dies is replaced. The new worker recreates an episode
-by replaying its turns when the episode is next called. Since it is unknown which call killed a worker, the calls in progress are
-retried one at a time. A call that also kills the next worker is lost.
+inside the worker. A worker that blocks or dies is replaced. The new worker recreates an episode by replaying its turns when the episode
+is next called. Since it is unknown which call killed a worker, the calls in progress are retried one at a time. A call that also kills
+the next worker is lost.
 """
 
 import asyncio
