@@ -95,19 +95,13 @@ _PASSWORD = re.compile(r"(://[^/\s:@]*:)[^/\s@]+@")
 
 SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
 """Environment variables whose values are never printed."""
-SHORTEST_SECRET = 8
-"""Minimum length of a value that is hidden. Shorter values could occur in ordinary words."""
 
 
 def without_secrets(text: str) -> str:
     """Returns `text` with the values of `SECRETS` replaced by their names, and without passwords in URLs."""
     for name in SECRETS:
-        if len(value := os.environ.get(name, "")) >= SHORTEST_SECRET:
+        if len(value := os.environ.get(name, "")) >= 8:  # a shorter value could occur in ordinary words
             text = text.replace(value, f"${name}")
-    return _without_password(text)
-
-
-def _without_password(text: str) -> str:
     return _PASSWORD.sub(r"\1...@", text)
 
 
@@ -168,22 +162,15 @@ def _check_type(key: str, value: object, expected: Any) -> None:
             refuse(key, value, needs, remedy)
         if not isinstance(value, str):
             refuse(key, value, needs, f"quote it: '{value}'")
-        if key.rpartition(".")[2] in _PLACES:
-            _check_place(key, value)
+        if key.rpartition(".")[2] in _PLACES and _PASSWORD.search(value):
+            remedy = "the password would be written to config.yaml and sent to trackers: leave it out"
+            refuse(key, _PASSWORD.sub(r"\1...@", value), "a place without a password", remedy)
     elif kind is bool and not isinstance(value, bool):
         refuse(key, value, needs, "write true or false, unquoted (1 and 0 are not accepted)")
     elif kind in (int, float) and (isinstance(value, bool) or not isinstance(value, int | kind)):
         refuse(key, value, needs, _number_remedy(value, kind))
     elif isinstance(value, float) and not math.isfinite(value):
         refuse(key, value, f"a finite number{' or null' if optional else ''}", "write a number such as 1e-6")
-
-
-def _check_place(key: str, value: str) -> None:
-    if "${" in value:
-        refuse(key, value, "text", "interpolations are not resolved: write the value")
-    if _PASSWORD.search(value):
-        remedy = "the password would be written to config.yaml and sent to trackers: leave it out"
-        refuse(key, _without_password(value), "a place without a password", remedy)
 
 
 def _check_mapping(key: str, value: object) -> None:

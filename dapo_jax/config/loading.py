@@ -226,7 +226,7 @@ def _set(values: dict[str, Any], key: str, value: object) -> None:
 
 
 def _build(schema: type[_Section], values: Mapping[str, Any], defaults: _Section | None = None) -> _Section:
-    """Builds and checks an object of class `schema`. Missing values are taken from `defaults`, or without it, from the class."""
+    """Builds and checks an object of class `schema`. Missing values come from `defaults` if it is given, else from the class."""
     kinds, given = field_types(schema), {}
     for field in dataclasses.fields(cast(Any, schema)):
         name, kind = field.name, kinds[field.name]

@@ -78,11 +78,9 @@ def read_file(path: AnyPath) -> dict[Any, Any]:
             "" if "twice" in str(error.problem) else "; check quotes, brackets, tabs and indentation there"
         )
         raise ConfigError(f"{line}not YAML: {error.problem or error.context}{remedy}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"found bytes that are not UTF-8 at {error.start}; save it as UTF-8 text") from None
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"cannot be read as `key: value` lines ({reason}); write YAML") from None
+        raise ConfigError(f"cannot be read as `key: value` lines ({reason}); write YAML in UTF-8") from None
     if not content:
         raise ConfigError("the file contains no keys; it needs at least `run_dir: some/folder`")
     if not isinstance(content, dict):
@@ -105,10 +103,8 @@ def shipped_configs() -> dict[str, Path]:
 def _missing_file(path: AnyPath) -> str:
     shipped = shipped_configs()
     name = path.with_suffix("").as_posix().removeprefix("configs/")
-    if name in shipped:
-        return f"no such file, but the package has a configuration of this name; give its name: {name}"
     there = [*map(str, entries(path.parent)), *shipped] if path.parent.is_dir() else shipped
-    near = nearest(str(path), [each for each in there if each in shipped or each.endswith((".yaml", ".yml"))])
+    near = nearest(name, [each for each in there if each in shipped or each.endswith((".yaml", ".yml"))])
     remedy = f"did you mean {near[0]}?" if near else f"give a YAML file, or one of {', '.join(shipped)}"
     return (
         f"{'is a folder, needs a file' if path.is_dir() else f'no such file (from {Path.cwd()})'}; {remedy}"

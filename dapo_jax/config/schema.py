@@ -1,4 +1,4 @@
-"""Configuration dataclasses for training, supervised warm start and evaluation, one per section. The section `data` is in `data_schema`. This module does not import jax.
+"""Configuration dataclasses for training, supervised warm start and evaluation, one per section. The section `data` is in `data_schema`.
 
 Each key is defined once, as a field with its default, its rules (`keys.key`), and its documentation below it. If the DAPO paper (https://arxiv.org/abs/2503.14476)
 specifies a value, that value is the default, and the documentation names the equation or section. Checks raise `ConfigError` and never change a value.
@@ -72,7 +72,7 @@ class LoraConfig(Section, at="lora"):
 
     rank: int = key(0, aliases={"lora_rank lora_r": "", "peft_config": "and lora.alpha, lora.targets"})
     """Rank of each adapter. 0: no adapters; all weights are trained. With adapters, the model's own weights are frozen and stored in `model.compute_dtype`. Only the adapters are
-    trained and saved; their size is about rank / width of the model's size. The reference policy for a KL penalty is then the model without adapters."""
+    saved; their size is about rank / width of the model's size. The reference policy for a KL penalty is then the model without adapters."""
     alpha: float = key(32.0, range=POSITIVE, aliases="lora_alpha")
     """Scale of the adapters: their output is multiplied by alpha / rank. The same learning rate then suits every rank: about ten times the learning rate for full training."""
     targets: list[str] = key(default_factory=lambda: ["all"], aliases="target_modules lora_target_modules")
@@ -248,8 +248,8 @@ class DynamicSamplingConfig(Section, at="dynamic_sampling"):
     """Treatment of informative groups that a step does not need: discard them (as in the released recipe), or carry them over to the next step, which then needs fewer new groups."""
     metric: str = key("correct", choices=["correct", "score"], aliases="filter_groups.metric")
     """Value that makes a group informative: a group is kept if its responses do not all have the same value. correct: the verdict, from the first grader if there are several.
-    score: the numeric score, summed over the graders if there are several. With score, the terminal, the watchdogs and the best checkpoint use rewards, even if `enabled` is false.
-    With correct, a response with a score above 0 counts as correct; with score, it does not."""
+    If the grader returns a number, a response with a number above 0 counts as correct. score: the numeric score, summed over the graders if there are several. The terminal, the
+    watchdogs and the best checkpoint then use rewards instead of verdicts, even if `enabled` is false."""
 
     def check_together(self) -> None:
         if self.enabled and self.max_waves < 1:
@@ -342,9 +342,6 @@ class Correction(NamedTuple):
     high: float
     """Largest weight that is kept, or for truncate, the cap."""
 
-
-IMPORTANCE_CAP = 2.0
-"""Cap for truncate if `loss.importance_cap` is null."""
 
 IMPORTANCE_RANGES = {"mask": (0.5, 2.0), "mask_responses": (0.99, 1.01)}
 """Smallest and largest weight for each correction, if `loss.importance_range` is empty."""
@@ -669,7 +666,7 @@ class TrainConfig(RunConfig):
         if kind == "none":
             return Correction(kind, 0.0, math.inf)
         if kind == "truncate":
-            return Correction(kind, 0.0, IMPORTANCE_CAP if cap is None else cap)
+            return Correction(kind, 0.0, 2.0 if cap is None else cap)
         low, high = loss.importance_range or IMPORTANCE_RANGES[kind]
         return Correction(kind, low, high)
 
@@ -809,4 +806,4 @@ FREE_TO_CHANGE = tuple(
     for name, rules in rules_by_key(TrainConfig).items()
     if rules.may_change
 )
-"""Keys, or key prefixes, whose values may change when a run is resumed, because they affect the training result only by rounding, if at all."""
+"""Keys, or key prefixes, whose values may change when a run is resumed (`may_change`)."""

@@ -13,7 +13,7 @@ _Entry = TypeVar("_Entry")
 
 
 class Section:
-    """Base class of sections and of complete configurations. Objects are checked when they are created, so every object is valid."""
+    """Base class of sections and of complete configurations."""
 
     place: ClassVar[str] = ""
     """Dotted name of the section. Empty for a complete configuration."""
@@ -98,19 +98,18 @@ def entries(key: str, values: Sequence[Mapping[str, Any]], schema: type[_Entry])
     Raises:
         ConfigError: a name is unknown or missing, or a value has the wrong type or is out of range. The message names the entry.
     """
-    return [_entry(f"{key}[{place}]", value, schema) for place, value in enumerate(values)]
-
-
-def _entry(key: str, value: Mapping[str, Any], schema: type[_Entry]) -> _Entry:
-    hints = get_type_hints(schema)
+    hints, made = get_type_hints(schema), []
     fields = {field.name: field for field in dataclasses.fields(cast(Any, schema))}
-    for name, item in value.items():
-        if name not in fields:
-            near = nearest(name, fields)
-            remedy = f"did you mean {near[0]}?" if near else f"its names are {', '.join(fields)}"
-            refuse(f"{key}.{name}", item, "a known name", remedy)
-        check_value(f"{key}.{name}", item, hints[name], rules_of(fields[name]))
-    for name, field in fields.items():
-        if needed(field) and name not in value:
-            refuse(key, dict(value), f"a {name}", f"write {name}: ... in it")
-    return schema(**{name: float(item) if hints[name] is float else item for name, item in value.items()})
+    for place, value in enumerate(values):
+        for name, item in value.items():
+            if name not in fields:
+                near = nearest(name, fields)
+                remedy = f"did you mean {near[0]}?" if near else f"its names are {', '.join(fields)}"
+                refuse(f"{key}[{place}].{name}", item, "a known name", remedy)
+            check_value(f"{key}[{place}].{name}", item, hints[name], rules_of(fields[name]))
+        for name, field in fields.items():
+            if needed(field) and name not in value:
+                refuse(f"{key}[{place}]", dict(value), f"a {name}", f"write {name}: ... in it")
+        given = {name: float(item) if hints[name] is float else item for name, item in value.items()}
+        made.append(schema(**given))
+    return made

@@ -1,7 +1,6 @@
 """Loads environments by name: from this package, from another library, as `module:name` or as `path/to/file.py:name`.
 
-This package contains one environment, `guess`. The policy guesses a number, and the environment answers whether the number is higher
-or lower. The best guess depends on all earlier turns, a binary search needs the fewest turns, and the reward comes at the end.
+This package contains one environment, `guess`. The policy guesses a number, and the environment answers whether it is higher or lower.
 """
 
 import re
@@ -13,15 +12,9 @@ from dapo_jax.environments.protocol import Environment, Step, Turn
 from dapo_jax.hints import nearest
 from dapo_jax.rewards.functions import load_function, loading
 
-HIGHER, LOWER = ">", "<"
-"""The environment's answers to a wrong guess: the number to guess is higher, or it is lower."""
-
-HIGHEST = 99
-"""The largest possible number. Guesses have at most two digits."""
-
 
 class GuessTheNumber:
-    """The number to guess is the row's `answer`, from 0 to 99. A turn is a guess such as `31`, ended by an end token or a stop string."""
+    """The number to guess is the row's `answer`, from 0 to 99. A turn is a guess such as `31`. The answer `>` means that the number is higher."""
 
     def episode(self, row: Mapping[str, Any], seed: int) -> "GuessEpisode":
         """Creates the episode for a response.
@@ -29,8 +22,8 @@ class GuessTheNumber:
         Raises:
             ValueError: the answer is not a number from 0 to 99.
         """
-        if not 0 <= (number := int(row["answer"])) <= HIGHEST:
-            raise ValueError(f"the answer is {number}, but it must be a number from 0 to {HIGHEST}")
+        if not 0 <= (number := int(row["answer"])) <= 99:
+            raise ValueError(f"the answer is {number}, but it must be a number from 0 to 99")
         return GuessEpisode(number)
 
 
@@ -48,7 +41,7 @@ class GuessEpisode:
         guess, seen = int(turn.text), {"guesses": turn.number + 1.0, "malformed": 0.0}
         if guess == self._number:
             return Step(reward=1.0, done=True, correct=True, metrics=seen)
-        return Step(append=HIGHER if guess < self._number else LOWER, correct=False, metrics=seen)
+        return Step(append=">" if guess < self._number else "<", correct=False, metrics=seen)
 
 
 ENVIRONMENTS = {"guess": GuessTheNumber}

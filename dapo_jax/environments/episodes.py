@@ -37,7 +37,7 @@ from dapo_jax.rewards.sample import Sample, copied, read_only
 _Value = TypeVar("_Value")
 
 HELD_S = 10.0
-"""Seconds for which an environment may block the event loop before a warning. The time doubles after each warning."""
+"""Seconds for which an environment may block the event loop before a warning."""
 
 _PROMPTS, _EPISODES = 4, 32
 """Minimum numbers of prompts and episodes before a run is ended because all episodes were lost."""
@@ -172,7 +172,7 @@ class Episodes:
         return self._submit(opened, answer)
 
     def verdicts(self, samples: Sequence[Sample]) -> Future[list[Verdict]]:
-        """Returns the verdicts on the episodes of one prompt, in the order of their indices. Has the type `rewards.functions.Submit`.
+        """Returns the verdicts on the episodes of one prompt, in the order of their indices.
 
         The future raises RewardError if every episode of the run so far was lost, because the environment must be at fault.
         """
@@ -261,7 +261,7 @@ class Episodes:
         return "" if begins is None else begins
 
     async def _catch_up(self, opened: _Open) -> None:
-        """For an episode from an earlier process, replays the turns that are missing in this process. Raises LostError if this fails."""
+        """For an episode from an earlier process, replays the turns that are missing in this process."""
         if opened.episode is None:
             await self._begun(opened)
         assert opened.episode is not None
@@ -286,29 +286,24 @@ class Episodes:
         return Continuation(self._rendering.ids(follows, after=after))
 
     def _watch(self) -> None:
-        """Warns if an environment blocks the event loop. Counts wakeups of this thread, so that time while suspended does not count."""
-        answered, held, due = threading.Event(), 0.0, HELD_S
-        answered.set()
+        """Warns each time that an environment blocks the event loop."""
         while not self._loop.closing.wait(HELD_S / 10):
-            if answered.is_set():
-                answered.clear()
-                held, due = 0.0, HELD_S
-                with suppress(RuntimeError):  # the loop was closed
-                    self._loop.loop.call_soon_threadsafe(answered.set)
+            answered = threading.Event()
+            with suppress(RuntimeError):  # the loop was closed
+                self._loop.loop.call_soon_threadsafe(answered.set)
+            # After a suspension of the process, the loop answers during the second wait.
+            if answered.wait(HELD_S) or answered.wait(HELD_S / 10) or self._loop.closing.is_set():
                 continue
-            held += HELD_S / 10
-            if held < due:
-                continue
-            due *= 2
             frame = sys._current_frames().get(self._loop.thread.ident or 0)
             place = "" if frame is None else place_of(reversed([*traceback.walk_stack(frame)]))
             with suppress(OSError, ValueError, AttributeError):  # stderr may be closed or missing
                 print(
-                    f"environment {self._name}: it has blocked the event loop for {held:.0f} s{place}, so no other episode can continue: await slow "
+                    f"environment {self._name}: it has blocked the event loop for {HELD_S:g} s{place}, so no other episode can continue: await slow "
                     "operations, define blocking functions without `async`, or set environment.workers=1 or more",
                     file=sys.stderr,
                     flush=True,
                 )
+            answered.wait()
 
     async def _guarded(self, opened: _Open, work: Callable[[], Coroutine[Any, Any, _Value]]) -> _Value | None:
         """Returns the result of `work`, or None if the episode was lost before or is lost during `work`."""

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import threading
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -12,7 +11,7 @@ from dapo_jax.environments.by_name import load_environment
 from dapo_jax.environments.calls import LostError, called, checked_episode, checked_scores, lost_by
 from dapo_jax.environments.protocol import Environment
 from dapo_jax.environments.turns_as_json import MOST_BYTES, appended_as_json, step_as_json, turn_of
-from dapo_jax.rewards.async_calls import new_loop, run_until
+from dapo_jax.rewards.async_calls import EventLoop
 from dapo_jax.workers.inside import Answer, Serve
 
 
@@ -28,34 +27,21 @@ def load(setup: Mapping[str, Any]) -> tuple[dict[str, Any], Serve]:
 
 
 class _Serving:
-    """A worker's event loop, and the episodes that run on it."""
+    """The episodes of a worker."""
 
     def __init__(self, environment: Environment, timeout_s: float) -> None:
         self._environment: Any = environment
         self._called = partial(called, timeout_s=timeout_s)
         self._episodes: dict[int, Any] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        """Tasks of the calls in progress."""
-        self._loop = new_loop()
 
     def serve(self, calls: Iterable[dict[str, Any]], answer: Answer) -> None:
         """Answers calls until `calls` is exhausted, then ends the process."""
-
-        def read() -> None:
-            try:
-                for call in calls:
-                    self._loop.call_soon_threadsafe(begin, call)
-            finally:
-                os._exit(0)
-
-        def begin(call: dict[str, Any]) -> None:
-            task = self._loop.create_task(self._answer(call, answer))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-        threading.Thread(target=read, daemon=True).start()
-        asyncio.set_event_loop(self._loop)
-        run_until(self._loop, lambda: False, message="a task of an environment raised; the episodes continue")
+        loop = EventLoop("a task of an environment raised; the episodes continue")
+        try:
+            for call in calls:
+                loop.submit(self._answer(call, answer))
+        finally:
+            os._exit(0)
 
     async def _answer(self, call: Mapping[str, Any], answer: Answer) -> None:
         found: dict[str, Any]

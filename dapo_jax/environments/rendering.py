@@ -1,4 +1,4 @@
-"""Converts the values that episodes append to token ids. Sampled tokens are never rendered or tokenized again.
+"""Converts the values that episodes append to token ids.
 
 For messages, only the text that the chat template renders after an assistant's answer is used. So a template that rewrites earlier
 turns, for example by removing their thinking as Qwen3's does, does not change the tokens of these turns. Only text that the

@@ -23,9 +23,6 @@ from dapo_jax.text.messages import content_text
 Grade = Callable[[str, Mapping[str, Any]], Any]
 """A sync or async function `grade(answer_text, row)` that returns a bool, a number or a Verdict, like a reward function."""
 
-MOST_CHARACTERS = 8192
-"""Default maximum length of a call's result. Longer results are cut off, and a note with the number of removed characters is added."""
-
 
 class Tools:
     """A set of functions with their schemas. Calls the functions and converts their results to text."""
@@ -34,14 +31,14 @@ class Tools:
         self,
         functions: Sequence[Callable[..., Any]],
         *,
-        most_characters: int = MOST_CHARACTERS,
+        most_characters: int = 8192,
         timeout_s: float = 10.0,
     ) -> None:
         """Creates the functions' schemas.
 
         Args:
             functions: the tools. A function without `async def` runs in a separate thread.
-            most_characters: maximum length of a call's result.
+            most_characters: maximum length of a call's result. Longer results are cut off, with a note at the end.
             timeout_s: time limit of a call in seconds. If all calls of a turn take over `environment.timeout_s`, the episode is lost.
 
         Raises:
@@ -51,9 +48,7 @@ class Tools:
         names = [schema["function"]["name"] for schema in self.schemas]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two tools are named {twice[0]!r}; tool names must be unique")
-        self._functions = dict(zip(names, functions, strict=True))
-        parameters = [schema["function"]["parameters"] for schema in self.schemas]
-        self._parameters = dict(zip(names, parameters, strict=True))
+        self._tools = dict(zip(names, zip(functions, self.schemas, strict=True), strict=True))
         self._most_characters, self._timeout_s = most_characters, timeout_s
 
     async def result(self, call: ToolCall | BrokenCall) -> tuple[str, bool]:
@@ -68,11 +63,12 @@ class Tools:
         """Runs a call. Returns the text of its result and an empty string, or an empty string and the error."""
         if isinstance(call, BrokenCall):
             return "", f"the call cannot be parsed: {call.reason}"
-        if call.name not in self._functions:
-            return "", f"unknown tool {call.name!r:.80}; the tools are {sorted(self._functions)}"
-        if wrong := what_is_wrong(call.arguments, self._parameters[call.name]):
+        if call.name not in self._tools:
+            return "", f"unknown tool {call.name!r:.80}; the tools are {sorted(self._tools)}"
+        function, schema = self._tools[call.name]
+        if wrong := what_is_wrong(call.arguments, schema["function"]["parameters"]):
             return "", f"{call.name}: {wrong}"
-        task = asyncio.ensure_future(outcome(partial(self._functions[call.name], **call.arguments)))
+        task = asyncio.ensure_future(outcome(partial(function, **call.arguments)))
         try:
             is_in_time = await ends_in_time(task, self._timeout_s)
         finally:

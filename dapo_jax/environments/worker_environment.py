@@ -1,18 +1,16 @@
 """Runs an environment in worker processes. If an episode blocks, exhausts memory or ends its process, only this episode is lost.
 
 A worker runs many episodes concurrently, and the episodes of a prompt share a worker. A call that exceeds the time limit is abandoned
-inside the worker (`dapo_jax.environments.inside_worker`). A worker that blocks or dies is replaced. The new worker recreates an episode
-by replaying its turns when the episode is next called. Since it is unknown which call killed a worker, the calls in progress are
-retried one at a time. A call that also kills the next worker is lost.
+inside the worker. A worker that blocks or dies is replaced. The new worker recreates an episode by replaying its turns when the episode
+is next called. Since it is unknown which call killed a worker, the calls in progress are retried one at a time. A call that also kills
+the next worker is lost.
 """
 
 import asyncio
 import itertools
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
-from weakref import WeakSet
 
 from dapo_jax.environments.calls import TOO_LATE, LostError
 from dapo_jax.environments.protocol import Step, Turn
@@ -53,22 +51,19 @@ class WorkerEnvironment:
             self.group_rewards = self._group_rewards
         self.workers = workers
         self._seats = [_Seat(start, timeout_s) for _ in range(workers)]
-        self._episodes: WeakSet[WorkerEpisode] = WeakSet()
+        seats = itertools.cycle(self._seats)
+        self._seat_of = lru_cache(maxsize=4096)(lambda seed: next(seats))
+        """Assigns workers to prompts in turn. A prompt is identified by the seed of its episodes."""
         self._numbers = itertools.count()
 
     async def episode(self, row: Mapping[str, Any], seed: int) -> "WorkerEpisode":
-        """Creates an episode in the worker that runs the prompt's other episodes, or else in the worker with the fewest prompts.
+        """Creates an episode in the worker that runs the prompt's other episodes.
 
         Raises:
             TypeError: the row contains a value that JSON cannot represent.
         """
         plain = plain_row(row, instead="use environment.workers=0")
-        seats = {each.seed: each.seat for each in self._episodes}
-        prompts = Counter(seats.values())
-        seat = seats.get(seed) or min(self._seats, key=lambda seat: prompts[seat])
-        made = WorkerEpisode(seat, next(self._numbers), plain, seed)
-        self._episodes.add(made)
-        return made
+        return WorkerEpisode(self._seat_of(seed), next(self._numbers), plain, seed)
 
     async def _group_rewards(self, episodes: Sequence["WorkerEpisode"]) -> list[float]:
         """Returns the rewards of the episodes of one prompt, which all run in the same worker.
@@ -95,7 +90,7 @@ class WorkerEpisode:
     """An episode in a worker. Its calls are stored, so that another worker can replay them to recreate the episode."""
 
     def __init__(self, seat: "_Seat", number: int, row: Mapping[str, Any], seed: int) -> None:
-        self.seat, self.number, self.seed = seat, number, seed
+        self.seat, self.number = seat, number
         self._calls: list[dict[str, Any] | Turn] = [{"do": "episode", "row": row, "seed": seed}]
         self._worker: Worker | None = None
         self._answered = 0

@@ -32,16 +32,7 @@ def trl_reward(function: Callable[..., Any]) -> Callable[[Sequence[Sample]], Any
         named = named_arguments(function, columns)
         return {"prompts": [asked] * len(samples), "completions": responses, **named}
 
-    def scores(given: Any, samples: Sequence[Sample]) -> list[float]:
-        found = given.tolist() if getattr(given, "ndim", None) == 1 else given  # an array of any library
-        fits = isinstance(found, list | tuple) and len(found) == len(samples)
-        if not fits or any(score is None for score in found):
-            raise ValueError(
-                f"a TRL reward function returns one number for each completion; for {len(samples)} completions it returned {given!r:.200}"
-            )
-        return list(found)
-
-    return whole_group(_adapted(function, arguments, scores))
+    return whole_group(_adapted(function, arguments, lambda scores: scores))
 
 
 def verl_reward(function: Callable[..., Any]) -> Callable[[Sample], Any]:
@@ -60,7 +51,7 @@ def verl_reward(function: Callable[..., Any]) -> Callable[[Sample], Any]:
             "extra_info": row.get("extra_info"),
         }
 
-    def verdict(given: Any, _: Sample) -> Verdict:
+    def verdict(given: Any) -> Verdict:
         fields = given if isinstance(given, Mapping) else {"score": given}
         if "score" not in fields:
             raise ValueError(
@@ -83,16 +74,16 @@ ADAPTERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 def _adapted(
     function: Callable[..., Any],
     arguments: Callable[[_Given], Mapping[str, Any]],
-    read: Callable[[Any, _Given], Any],
+    read: Callable[[Any], Any],
 ) -> Callable[[_Given], Any]:
     """Returns a function that calls `function(**arguments(given))` and converts the result with `read`. Async if `function` is."""
     if is_async(function):
 
         async def awaited(given: _Given) -> Any:
-            return read(await function(**arguments(given)), given)
+            return read(await function(**arguments(given)))
 
         return awaited
-    return lambda given: read(function(**arguments(given)), given)
+    return lambda given: read(function(**arguments(given)))
 
 
 def named_arguments(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:

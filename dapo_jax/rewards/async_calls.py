@@ -1,7 +1,6 @@
 """Runs async reward functions, for example functions that call a judge's API. Many calls run concurrently on one event loop.
 
-The loop runs in a thread of this process, in parallel with sampling. A function must wait with `await`. If it blocks the thread
-instead, it delays all other calls, and the time limit cannot interrupt it.
+The loop runs in a thread of this process. A function that blocks this thread delays all other calls, and its time limit cannot interrupt it.
 """
 
 import asyncio
@@ -25,12 +24,13 @@ LATE_S = 0.1
 
 
 class EventLoop:
-    """An event loop that runs user code in its own thread. Each blocking job runs in a further thread."""
+    """An event loop that runs user code in its own thread. Each blocking job, for example from `asyncio.to_thread`, has a further thread."""
 
     def __init__(self, message: str) -> None:
         """Starts the thread. If an exception from a task stops the loop, `message` is logged and the loop resumes."""
         self.closing = threading.Event()
-        self._message, self.loop = message, new_loop()
+        self._message, self.loop = message, asyncio.new_event_loop()
+        self.loop.set_default_executor(DaemonThreads())
         self.thread = threading.Thread(target=self._serve, daemon=True)
         self.thread.start()
 
@@ -47,7 +47,11 @@ class EventLoop:
 
     def _serve(self) -> None:
         """Runs the loop until `close` is called, then cancels all tasks and keeps running until they have ended."""
-        run_until(self.loop, self.closing.is_set, message=self._message)
+        while not self.closing.is_set():
+            try:
+                self.loop.run_forever()
+            except BaseException as error:  # a user's task raised SystemExit or KeyboardInterrupt
+                self.loop.call_exception_handler({"message": self._message, "exception": error})
         while tasks := asyncio.all_tasks(self.loop):
             for task in tasks:
                 task.cancel()
@@ -69,8 +73,6 @@ class AsyncCalls:
         """
         self._timeout_s = timeout_s
         self._places = asyncio.Semaphore(at_once)
-        self._given_up: set[asyncio.Task[list[Verdict]]] = set()
-        """Tasks that keep running after they were cancelled at their time limit. The event loop itself keeps no reference to them."""
         self._loop = EventLoop("a task or callback of an async reward function raised")
 
     def submit(self, reward: LoadedReward, samples: Sequence[Sample]) -> Future[list[Verdict]]:
@@ -81,8 +83,8 @@ class AsyncCalls:
         return joined([self._loop.submit(self._answer(reward, call)) for call in reward.calls(samples)])
 
     def close(self) -> None:
-        """Cancels all calls and ends the thread. Does not wait if a function is still running after its time limit."""
-        self._loop.close(0.0 if self._given_up else ENDING_S)
+        """Cancels all calls and ends the thread."""
+        self._loop.close(ENDING_S)
 
     async def _answer(self, reward: LoadedReward, call: Sequence[Sample]) -> list[Verdict]:
         async with self._places:
@@ -94,8 +96,6 @@ class AsyncCalls:
                         "tasks that it created"
                     )
                 return task.result()
-            self._given_up.add(task)
-            task.add_done_callback(self._given_up.discard)
             task.cancel()
         return [
             Verdict(correct=False, reason=f"no verdict within {self._timeout_s:g} s", lost="timeout")
@@ -114,25 +114,6 @@ async def ends_in_time(task: "asyncio.Task[Any]", timeout_s: float) -> bool:
     # asyncio logs exceptions that are never retrieved. The caller abandons this task, so its exception is retrieved here.
     task.add_done_callback(lambda task: task.cancelled() or task.exception())
     return False
-
-
-def new_loop() -> asyncio.AbstractEventLoop:
-    """Returns an event loop that runs each blocking job, for example from `asyncio.to_thread`, in a daemon thread."""
-    loop = asyncio.new_event_loop()
-    loop.set_default_executor(DaemonThreads())
-    return loop
-
-
-def run_until(loop: asyncio.AbstractEventLoop, ended: Callable[[], bool], *, message: str) -> None:
-    """Runs a loop until it is stopped and `ended()` returns True.
-
-    A user's task may raise SystemExit or KeyboardInterrupt, which stops the loop. Then `message` is logged, and the loop resumes.
-    """
-    while not ended():
-        try:
-            loop.run_forever()
-        except BaseException as error:
-            loop.call_exception_handler({"message": message, "exception": error})
 
 
 class DaemonThreads(ThreadPoolExecutor):

@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 import importlib
 import importlib.util
-import math
 import sys
 import threading
 import traceback
@@ -63,7 +62,7 @@ class LoadedReward:
     name: str
     """Name used in messages."""
     on_nonfinite: str = "error"
-    """If a score is NaN, infinite or beyond `MAX_SCORE`, `error` raises RewardError, and `lost` marks the response's verdict as lost."""
+    """Handling of scores that are not finite: `error` or `lost`, see `load_reward`."""
 
     @property
     def is_async(self) -> bool:
@@ -143,10 +142,10 @@ class LoadedReward:
 
 def joined(
     parts: Sequence[Future[list[Verdict]]],
-    join: Callable[[list[list[Verdict]]], list[Verdict]] = lambda found: [*chain(*found)],
-) -> Future[list[Verdict]]:
-    """Returns a future of `join` of all parts' results. If any part is cancelled or raises, the future is cancelled or raises too."""
-    whole: Future[list[Verdict]] = Future()
+    join: Callable[[list[list[Verdict]]], Any] = lambda found: [*chain(*found)],
+) -> Future[Any]:
+    """Returns a future of `join` of all parts' results. It is cancelled or raises if any part does."""
+    whole: Future[Any] = Future()
     lock, waiting = threading.Lock(), len(parts)
 
     def done(_: Future[list[Verdict]]) -> None:
@@ -262,9 +261,8 @@ def as_verdict(result: Any, *, name: str) -> Verdict:
 
 def _check_size(score: float, found: str) -> None:
     if not abs(score) <= MAX_SCORE:  # also true for NaN
-        remedy = ", or advantages would overflow: scale the scores down" if math.isfinite(score) else ""
         raise NonFiniteScoreError(
-            f"{found} {score:g}; a score must be a finite number of magnitude at most {MAX_SCORE:g}{remedy}"
+            f"{found} {score:g}; a score must be finite and at most {MAX_SCORE:g} in magnitude"
         )
 
 
@@ -304,9 +302,8 @@ def loading(spec: str, place: str, load: Callable[[], Any], remedy: str = "") ->
     except _OF_THE_RUN:
         raise
     except SystemExit as error:
-        code = "" if error.code is None else repr(error.code)[:200]
         raise ValueError(
-            f"{spec}: {place} calls sys.exit({code}) while it is loaded; put code that runs as a program after "
+            f"{spec}: {place} calls sys.exit({error.code!r:.200}) while it is loaded; put code that runs as a program after "
             '`if __name__ == "__main__":`'
         ) from error
     except BaseException as error:  # some exceptions, such as pytest's Skipped, do not derive from Exception

@@ -16,9 +16,6 @@ from dapo_jax.rewards.sample import Sample
 Grader = Callable[[str, str], Verdict]
 """A function `grader(response_text, answer)` that returns a Verdict."""
 
-CORRECT_FROM = 0.99
-"""Minimum reasoning-gym score for a correct answer. Lower scores are partial credit, for example for the right format."""
-
 _INTEGER = re.compile(r"(-?)([0-9]+)")
 
 
@@ -54,7 +51,7 @@ def exact_grader(marker: str = "=") -> Grader:
 def reasoning_gym_grader(sample: Sample) -> Verdict:
     """Grades the whole response, without surrounding white space, with the `score_answer` function of its reasoning-gym task.
 
-    A score of at least 0.99 is correct. If `score_answer` raises, it probably could not parse the answer, so the answer is wrong.
+    A score of at least 0.99 is correct. If `score_answer` raises, the answer is wrong, because it probably could not be parsed.
 
     Raises:
         ValueError: the row does not come from `reasoning_gym:TASK`.
@@ -76,9 +73,7 @@ def reasoning_gym_grader(sample: Sample) -> Verdict:
             extracted=answer,
             reason=f"{row['task']} cannot parse the answer: {type(error).__name__}: {error}",
         )
-    return Verdict(
-        correct=score >= CORRECT_FROM, extracted=answer, reason=f"{row['task']} scores it {score:.3g}"
-    )
+    return Verdict(correct=score >= 0.99, extracted=answer, reason=f"{row['task']} scores it {score:.3g}")
 
 
 @cache
@@ -107,7 +102,7 @@ ROW_GRADERS = {"reasoning_gym": reasoning_gym_grader}
 
 
 def _integer(text: str) -> str | None:
-    """Returns an integer's text without leading zeros, or None for other text. `int` is not used, because it rejects thousands of digits."""
+    """Returns an integer's text without leading zeros, or None for other text. `int` rejects thousands of digits."""
     match = _INTEGER.fullmatch(text)
     if not match:
         return None

@@ -1,9 +1,10 @@
-"""Grades groups in parallel with sampling, and sums the rewards of graders. Graders run in this process, in workers or on an event loop."""
+"""Grades groups in parallel with sampling, and sums the rewards of several graders."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Verdict
 from dapo_jax.rewards.functions import MAX_SCORE, GradeFunction, RewardError, Submit, joined
@@ -46,42 +47,20 @@ class Grading:
         Raises:
             RewardError: the grader raised or did not return a verdict.
         """
-        pending: deque[Pending] = deque()
+        pending: deque[Future[Group]] = deque()
         for prompt, responses in sampled:
             pending.append(self.begin(prompt, responses))
             while pending and pending[0].done():
-                yield pending.popleft().graded()
+                yield pending.popleft().result()
         while pending:
-            yield pending.popleft().graded()
+            yield pending.popleft().result()
 
-    def begin(self, prompt: Prompt, responses: Sequence[Response]) -> "Pending":
-        """Submits the responses to a prompt for grading."""
+    def begin(self, prompt: Prompt, responses: Sequence[Response]) -> Future[Group]:
+        """Submits the responses to a prompt for grading. The future returns the graded group, or raises RewardError as `groups` does."""
         samples = samples_of(prompt, responses, tokenizer=self.tokenizer)
         self.on_submit()
-        return Pending(prompt, responses, samples, self.submit(samples), self.shaping)
-
-
-@dataclass(frozen=True)
-class Pending:
-    """A sampled group whose verdicts may still be missing."""
-
-    prompt: Prompt
-    responses: Sequence[Response]
-    samples: Sequence[Sample]
-    verdicts: Future[list[Verdict]]
-    shaping: Shaping
-
-    def done(self) -> bool:
-        """Returns whether all verdicts are available."""
-        return self.verdicts.done()
-
-    def graded(self) -> Group:
-        """Waits for the verdicts and returns the graded group.
-
-        Raises:
-            RewardError: the grader raised or did not return a verdict.
-        """
-        return shaped_group(self.prompt, self.responses, self.samples, self.verdicts.result(), self.shaping)
+        shaped = partial(shaped_group, prompt, responses, samples, shaping=self.shaping)
+        return joined([self.submit(samples)], lambda found: shaped(verdicts=found[0]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,11 +93,10 @@ def summed(parts: Sequence[Part], verdicts: Sequence[Sequence[Verdict]], shaping
         RewardError: a sum exceeds `MAX_SCORE`, although no part's score does. The message lists the terms.
     """
     rewards = [
-        shaping.rewards(of_part, weight=part.weight) for part, of_part in zip(parts, verdicts, strict=True)
+        shaping.rewards(found, weight=part.weight) for part, found in zip(parts, verdicts, strict=True)
     ]
-    return [
-        _sum(parts, *one) for one in zip(zip(*verdicts, strict=True), zip(*rewards, strict=True), strict=True)
-    ]
+    responses = zip(zip(*verdicts, strict=True), zip(*rewards, strict=True), strict=True)
+    return [_sum(parts, *one) for one in responses]
 
 
 def _sum(parts: Sequence[Part], verdicts: Sequence[Verdict], rewards: Sequence[float]) -> Verdict:

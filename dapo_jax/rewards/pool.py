@@ -1,9 +1,7 @@
 """Grades in worker processes. Each call has a time limit and a memory limit, and a worker that dies or hangs is replaced.
 
-A call grades one response, or all responses to a prompt if the grader is marked whole_group. If a call exceeds a limit or kills its
-worker, its verdicts are marked as lost, with the reason, and a new worker handles the next call. If the worker had answered
-earlier calls, one of those calls may have started a thread or timer that killed it, so the current call is retried once on a new
-worker. If workers keep dying, the cause is the grader and not a single response, so calls raise RewardError.
+If a call exceeds a limit or kills its worker, its verdicts are marked as lost. A thread or timer that an earlier call started may also
+kill the worker, so a call is retried once if its worker had answered other calls. If workers keep dying, calls raise RewardError.
 """
 
 import contextlib
@@ -88,20 +86,20 @@ class GradingPool:
         return Worker("dapo_jax.rewards.pool:load_grader", self._setup, memory_mb=self._memory_mb)
 
     def _verdicts(self, call: Sequence[Sample]) -> list[Verdict]:
-        """Returns the verdicts from one call. There are as many threads as workers, so there is always an idle worker for this thread."""
+        """Returns the verdicts from one call. There are as many threads as workers, so a worker is always idle."""
         with self._lock:
             self._asked += 1
-        worker, is_first_try = self._idle.get(), True
+        worker, retries = self._idle.get(), False
         try:
             while True:
-                is_last_try = worker.answered == 0 or not is_first_try
+                gives_up = retries or worker.answered == 0
                 try:
                     return self._answer(worker, call)
                 except EndedError as death:
-                    self._count_death(call, str(death), is_first_try=is_first_try, is_last_try=is_last_try)
-                    if is_last_try:
+                    self._count_death(call, str(death), counts=not retries, gives_up=gives_up)
+                    if gives_up:
                         return _lost(call, "died", str(death))
-                worker, is_first_try = self._start(), False
+                worker, retries = self._start(), True
         finally:
             self._idle.put(worker if worker.ended is None else self._start())
 
@@ -126,22 +124,20 @@ class GradingPool:
             raise RewardError(answer["failed"])
         return [Verdict(**verdict) for verdict in answer["verdicts"]]
 
-    def _count_death(
-        self, call: Sequence[Sample], how: str, *, is_first_try: bool, is_last_try: bool
-    ) -> None:
-        """Counts a worker's death, at most once per call, and prints the first few. Raises RewardError if there are too many."""
+    def _count_death(self, call: Sequence[Sample], how: str, *, counts: bool, gives_up: bool) -> None:
+        """Counts a worker's death if it `counts`, and prints the first few. Raises RewardError if there are too many."""
         with self._lock:
-            self._deaths += is_first_try
+            self._deaths += counts
             asked, deaths = self._asked, self._deaths
         where = f"prompt {call[0].prompt.ordinal}, response {call[0].response[:60]!r}"
-        if is_first_try and deaths > DEATHS_BORNE and deaths * CALLS_A_DEATH >= asked:
+        if counts and deaths > DEATHS_BORNE and deaths * CALLS_A_DEATH >= asked:
             raise RewardError(
                 f"reward function {self._grader}: its worker died {deaths} times in {asked} calls, the last time on {where}: {how}. A "
                 "reward function must return or raise. It must not end its process, or start a thread or timer that ends it later. To "
                 "find the cause, call it on that response alone"
             ) from None
         if deaths <= DEATHS_BORNE:
-            then = "the response counts as wrong" if is_last_try else "retrying on a new worker"
+            then = "the response counts as wrong" if gives_up else "retrying on a new worker"
             with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be closed or missing
                 print(f"reward function {self._grader}, on {where}: {how}; {then}", file=sys.stderr)
 

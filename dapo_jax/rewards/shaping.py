@@ -85,10 +85,6 @@ def _is_unknown(verdict: Verdict) -> bool:
     return bool(verdict.lost) and verdict.score is None
 
 
-RULE_REWARD = Shaping()
-"""+1 for a correct response, and -1 otherwise (Section 2.4 of the DAPO paper)."""
-
-
 def shaped_group(
     prompt: Prompt,
     responses: Sequence[Response],
@@ -118,7 +114,7 @@ def grade_group(
     *,
     tokenizer: TextDecoder,
     grade: GradeFunction,
-    shaping: Shaping = RULE_REWARD,
+    shaping: Shaping = Shaping(),
 ) -> Group:
     """Grades the responses to a prompt in this process and shapes the rewards.
 
@@ -127,7 +123,7 @@ def grade_group(
         responses: the sampled responses, in the order of their response index.
         tokenizer: decodes token ids to text without special tokens.
         grade: a function from `grade_function`.
-        shaping: turns verdicts into rewards.
+        shaping: turns verdicts into rewards, by default +1 for a correct response and -1 otherwise (Section 2.4 of the DAPO paper).
 
     Raises:
         ValueError: the lengths of the overlong penalty are inconsistent.

@@ -6,7 +6,7 @@ the virtual clock, which is identical in every process.
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from itertools import chain, islice
 
@@ -21,7 +21,7 @@ from dapo_jax.health.stalls import Watch
 from dapo_jax.health.stopping import Stop
 from dapo_jax.parallel.mesh import Meshes
 from dapo_jax.parallel.weights import SamplerWeights
-from dapo_jax.rewards.grading import Grading, Pending
+from dapo_jax.rewards.grading import Grading
 from dapo_jax.rollout.collector import Collector, Position
 from dapo_jax.rollout.exchange import Answered, Exchange
 from dapo_jax.rollout.response_sampler import TRAINING, ResponseSampler
@@ -70,7 +70,7 @@ class GroupSampling:
         self._exchange = Exchange(
             meshes, stop, watch, in_flight=rollout.in_flight, round_tokens=rollout.round_tokens
         )
-        self._pending: dict[int, Pending] = {}
+        self._pending: dict[int, Future[Group]] = {}
         """Groups in flight whose verdicts this process waits for, by ordinal."""
         self._turns: TurnsInFlight | None = None
         if episodes is not None and self._in_rounds:
@@ -246,7 +246,7 @@ class GroupSampling:
             return []
         groups: list[Group] = []
         with self._exchange.working():
-            groups = [self._pending.pop(ordinal).graded() for ordinal in due if ordinal in self._pending]
+            groups = [self._pending.pop(ordinal).result() for ordinal in due if ordinal in self._pending]
         return self._exchange.verdicts(groups, collector.prompt_of, collector.responses_to)
 
     def _prompt_at(self, ordinal: int) -> Prompt:

@@ -82,7 +82,7 @@ class ChatAnswer(GenerateAnswer):
         return [chunks[0] | self._prompt, *chunks[1:]]
 
     def chunk(self, new: NewTokens) -> dict[str, Any] | None:
-        """Returns a chunk for new tokens, or None if there is nothing to send yet, for example because a character is incomplete."""
+        """Returns a chunk for new tokens, or None if there is nothing to send yet."""
         self.add(new)
         last, tokens = new.finish_reason is not None, new.tokens.tolist()
         text = self._texts[new.index].add(tokens, last=last)

@@ -1,7 +1,7 @@
 """Limits the number of the HTTP server's connections and the time that a client may take to send a request.
 
-A connection is *waiting* until a whole request has arrived, and again after the request has been answered. Clients can open connections without an
-API key. So if the limit is reached, the connection that has waited longest is closed. Connections whose requests are being answered stay open.
+A connection is *waiting* until a whole request has arrived, and again after the answer. Clients can open connections without an API key. So if the
+limit is reached, the connection that has waited longest is closed. Connections whose requests are being answered stay open.
 """
 
 import asyncio

@@ -21,17 +21,9 @@ from dapo_jax.serving.served_requests import CheckedRequest, ServedLimits
 from dapo_jax.text.conversations import conversation_ids
 from dapo_jax.text.stop_strings import StopStrings
 
-_SHOWN = 80
-"""Maximum number of characters of a value that an error message quotes."""
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_RESERVED = frozenset(
-    {
-        *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize", "today"),
-        *("self", "super", "loop", "caller", "varargs", "kwargs"),
-        *("raise_exception", "strftime_now", "namespace", "dict", "range", "cycler", "joiner"),
-    }
-)  # fmt: skip
-"""Names that `chat_template_kwargs` cannot set: other request fields, Jinja keywords, and functions that templates call."""
+_RESERVED = ("messages", "tools", "add_generation_prompt", "chat_template", "raise_exception", "strftime_now")
+"""Names that `chat_template_kwargs` cannot set, because the server sets them."""
 _IGNORED = frozenset(
     {
         "cache_salt", "user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
@@ -81,13 +73,6 @@ class _GenerateBody(msgspec.Struct, kw_only=True, frozen=True):
     sampling_params: dict[str, Any] = {}
 
 
-class _Tool(msgspec.Struct, frozen=True):
-    """The fields that every tool in `tools` must have."""
-
-    type: Literal["function"]
-    function: dict[str, Any]
-
-
 class _ChatBody(_Sampling, kw_only=True, frozen=True):
     """The body of `/v1/chat/completions`."""
 
@@ -97,7 +82,7 @@ class _ChatBody(_Sampling, kw_only=True, frozen=True):
     logprobs: bool = False
     stream: bool = False
     stream_options: dict[str, Any] = {}
-    tools: list[_Tool] = []
+    tools: list[dict[str, Any]] = []
     tool_choice: Literal["auto", "none"] = "auto"
     chat_template_kwargs: dict[str, Any] = {}
     return_token_ids: bool = False
@@ -130,18 +115,17 @@ def read_chat(content: bytes, limits: ServedLimits) -> CheckedRequest:
     Raises:
         RequestError: the request cannot be served; the message names the field.
     """
-    given = _json(content)
-    body = _struct(given, _ChatBody, "the body")
+    body = _struct(_json(content), _ChatBody, "the body")
     _check_model(body.model, limits)
     streaming = _struct(body.stream_options, _StreamOptions, "stream_options")
     for index, message in enumerate(body.messages):
         if message.get("role") not in _ROLES:
             raise RequestError(
-                f"messages[{index}].role is {shown(message.get('role'))}; the server accepts {', '.join(_ROLES)}"
+                f"messages[{index}].role is {message.get('role')!r:.80}; the server accepts {', '.join(_ROLES)}"
             )
     if body.messages[-1]["role"] == "assistant":
         raise RequestError("messages: the last message is the assistant's; end with another role")
-    variables = _template_variables(body, given.get("tools"), limits)
+    variables = _template_variables(body, limits)
     try:
         prompt = conversation_ids(body.messages, limits.tokenizer, today=limits.today, variables=variables)
     except ValueError as error:
@@ -152,15 +136,6 @@ def read_chat(content: bytes, limits: ServedLimits) -> CheckedRequest:
         body, prompt, limits, logprobs=body.logprobs, return_token_ids=body.return_token_ids, tokens_as_ids=body.return_tokens_as_token_ids,
         stream=body.stream, include_usage=streaming.include_usage,
     )  # fmt: skip
-
-
-def shown(value: object) -> str:
-    """Formats a value for an error message. Long values are truncated."""
-    try:
-        text = repr(value)
-    except RecursionError:
-        return "a value that is nested too deeply"
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _json(content: bytes) -> Any:
@@ -184,11 +159,11 @@ def _struct(given: object, kind: type[_Struct], where: str) -> _Struct:
             value, neutral = given[name], _NEUTRAL.get(name, ())
             if any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral):
                 continue
-            remedy = f", or set it to {' or '.join(map(shown, neutral))}" if neutral else ""
-            if not neutral and (known := nearest(name[:_SHOWN], kind.__struct_fields__, least=0.7)):
+            remedy = f", or set it to {' or '.join(map(repr, neutral))}" if neutral else ""
+            if not neutral and (known := nearest(name[:80], kind.__struct_fields__, least=0.7)):
                 remedy = f"; did you mean {known[0]!r}?"
             raise RequestError(
-                f"{where} has the field {shown(name)}={shown(value)}, which this server does not support: leave it out{remedy}",
+                f"{where} has the field {name!r:.80}={value!r:.80}, which this server does not support: leave it out{remedy}",
                 code="unsupported_parameter",
             )
     try:
@@ -199,7 +174,7 @@ def _struct(given: object, kind: type[_Struct], where: str) -> _Struct:
         for step in re.findall(r"\w+", path):  # field names and list indices
             value = value[int(step) if isinstance(value, list) else step]
         name = path.strip(".`") or where
-        raise RequestError(f"{name}: {needed}; found {shown(value)}") from error
+        raise RequestError(f"{name}: {needed}; found {value!r:.80}") from error
 
 
 def _request(
@@ -232,22 +207,22 @@ def _request(
 def _check_model(name: str, limits: ServedLimits) -> None:
     if name not in ("", limits.model):
         raise RequestError(
-            f"model is {shown(name)}; this server has {shown(limits.model)}: use this name, or leave the field out",
+            f"model is {name!r:.80}; this server has {limits.model!r}: use this name, or leave the field out",
             status=404, code="model_not_found",
         )  # fmt: skip
 
 
-def _template_variables(body: _ChatBody, tools: Any, limits: ServedLimits) -> dict[str, Any]:
-    """Returns the chat template's variables: the server's defaults, the request's `chat_template_kwargs`, and `tools` with all their fields."""
+def _template_variables(body: _ChatBody, limits: ServedLimits) -> dict[str, Any]:
+    """Returns the chat template's variables: the server's defaults, the request's `chat_template_kwargs`, and its `tools`."""
     given = {name: value for name, value in body.chat_template_kwargs.items() if value is not None}
     for name in given:
-        if name in _RESERVED or name.endswith("_token") or not name.isidentifier():
+        if name in _RESERVED or name.endswith("_token"):
             raise RequestError(
-                f"chat_template_kwargs has {shown(name)}, which is not a variable that a request can set: leave it out"
+                f"chat_template_kwargs has {name!r:.80}, which is not a variable that a request can set: leave it out"
             )
     if body.tools and body.tool_choice != "none":
         given["tools"] = [
-            {name: value for name, value in tool.items() if value is not None} for tool in tools
+            {name: value for name, value in tool.items() if value is not None} for tool in body.tools
         ]
     return {**limits.template_kwargs, **given}
 

@@ -25,7 +25,7 @@ _PATIENCE_S = 60
 _BODY_BYTES, _BODY_BYTES_PER_TOKEN = 1 << 20, 64
 """Maximum size of a request body: a fixed number of bytes, plus a number of bytes for each token that a prompt may have."""
 _MORE_CONNECTIONS = 320
-"""Connections allowed beyond one per response, so that a full server can answer with an error. Each may keep a request body in memory."""
+"""Connections allowed beyond one per response, so that a full server can answer with an error."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -262,7 +262,7 @@ def _json(content: Mapping[str, Any], **how: Any) -> web.Response:
 
 
 def _error(error: RequestError) -> web.Response:
-    headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
+    headers = {"Retry-After": "1"} if error.code == "queue_full" else {}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return _json(_error_object(error), status=error.status, headers=headers)

@@ -15,7 +15,7 @@ from dapo_jax.serving.text import GrowingText
 from dapo_jax.text.formatting import AS_IT_STANDS, PromptFormat
 
 _LONGEST_DETAILS = 1000
-"""Maximum number of characters in an error message. A message may quote a long prompt, and gRPC sends the message in a header."""
+"""Maximum number of characters in an error message. It may quote a long prompt, and gRPC sends it in a header."""
 _CODES = {
     "queue_full": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "stopping": grpc.StatusCode.UNAVAILABLE,

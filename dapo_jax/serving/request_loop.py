@@ -34,14 +34,11 @@ class RequestError(Exception):
         message: states the value found, the value needed, and the remedy.
         status: the HTTP status.
         code: a machine-readable name of the error.
-        retry_after_s: seconds after which the same request may succeed.
     """
 
-    def __init__(
-        self, message: str, *, status: int = 400, code: str = "invalid_value", retry_after_s: int | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_value") -> None:
         super().__init__(message)
-        self.status, self.code, self.retry_after_s = status, code, retry_after_s
+        self.status, self.code = status, code
 
 
 def stopping() -> RequestError:
@@ -136,7 +133,7 @@ class RequestLoop:
                 raise RequestError(
                     f"{under_way} responses are running or waiting, and this request needs {count} more; the server accepts {self._most}: "
                     "try again later, or serve with a larger --queue",
-                    status=503, code="queue_full", retry_after_s=1,
+                    status=503, code="queue_full",
                 )  # fmt: skip
             asked = Prompt(ordinal=next(self._ordinals), tokens=prompt, text="", answer="")
             requests = [Request(asked, index, max_tokens, options=options) for index in range(count)]

@@ -186,12 +186,11 @@ def serve_http(
             "bearer token, or leave out --host"
         )
 
-    def server_of(policy: Policy, limits: ServedLimits) -> Callable[..., ServerThread]:
-        return partial(HttpServer, limits=limits, api_key=api_key, say=say)
-
     key = "; requests need the key" if api_key else ""
     greeting = f"{key}; Ctrl-C stops it. http://{{address}}/v1/models describes the model"
-    _serve(source, options, server_of, greeting, say, name=options.model_name, scheme="http://")
+    make = partial(HttpServer, api_key=api_key, say=say)
+    how = {"name": options.model_name, "scheme": "http://"}
+    _serve(source, options, lambda _, limits: partial(make, limits=limits), greeting, say, **how)
 
 
 def _serve(

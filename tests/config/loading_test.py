@@ -106,13 +106,12 @@ def test_the_supervised_schema_reads_its_own_keys(tmp_path):
 IN_A_FILE = """
 smapling: {temperature: 1} -> smapling.temperature; `sampling.temperature`
 temperature: 0.5 -> temperature = 0.5; `sampling.temperature`; `eval.temperature`
-loss: {group_size: 4} -> loss.group_size = 4; `batch.group_size`
 qqq: 1 -> qqq = 1; top level has; sampling
 batch.group_size: 4 -> batch.group_size; nested; batch: group_size: ...
 4: 4 -> unknown key 4
 seed: {a: 1} -> seed; {'a': 1}; not a section
-sampling: {stop: END} -> sampling.stop: found 'END'; a list of text; [END]
 sampling: {stop: null} -> sampling.stop: found null; write []
+sampling: {stop: END} -> sampling.stop: found 'END'; a list of text; [END]
 sampling: {stop: [1]} -> sampling.stop[0]: found 1; needs text; '1'
 data: {chat_template_kwargs: [1]} -> chat_template_kwargs: found [1]; a mapping
 data: {chat_template_kwargs: {1: 2}} -> chat_template_kwargs: found {1: 2}; quote
@@ -125,16 +124,13 @@ sampling: {top_p: 0.9} -> sampling.top_p = 0.9; `eval.top_p`
 optimizer: {beta: 0.9} -> optimizer.beta = 0.9; `optimizer.beta1`
 ppo_mini_batch_size: 32 -> `batch.groups_per_update`; 32 x 16 responses is 512
 overlong_buffer: {enable: true, len: 9} -> `reward.overlong.enabled`
-loss_agg_mode: token-mean -> 'token-mean'; `loss.aggregation`; token_mean
 data: {shuffle: 2} -> data.shuffle; found 2; true or false
 steps: '3' -> steps; '3'; whole number; remove the quotes: 3
 steps: 3.5 -> steps; 3.5; write 3 or 4
-optimizer: {learning_rate: '1e-6'} -> optimizer.learning_rate; remove the quotes: 1e-6
 loss: {dual_clip: .nan} -> loss.dual_clip; nan; finite number or null
 loss: {dual_clip: None} -> loss.dual_clip; 'None'; write null
 run_dir: 2024 -> run_dir; found 2024; quote it: '2024'
 run_dir: ' ' -> run_dir; ' '; a name
-run_dir: '${oc.env:HOME}/runs' -> run_dir; ${oc.env:HOME}; write the value
 model: {remat: off} -> model.remat; found false; quote the word
 seed: null -> seed; found null; leave the key out
 sampling: 3 -> sampling; found 3; `temperature`; indent
@@ -201,7 +197,7 @@ def test_a_file_that_is_no_configuration_is_named_with_the_line(tmp_path, text, 
 def test_bytes_that_are_not_text_are_refused(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_bytes(b"run_dir: \xff\n")
-    assert "UTF-8" in message_of(path)
+    assert "utf-8" in message_of(path)
     path.write_bytes(b"run_dir: \x00\n")
     assert "#x0000" in message_of(path)
 

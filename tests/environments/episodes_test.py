@@ -13,11 +13,9 @@ import pytest
 from dapo_jax.dapo.rollouts import DrawnTurn, Prompt, Standing, Verdict
 from dapo_jax.environments import Episodes, Step
 from dapo_jax.environments.rendering import Rendering
-from dapo_jax.environments.tools import ToolEnvironment
 from dapo_jax.rewards.functions import RewardError
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.text.tokenizers import ByteTokenizer
-from tests.environments.tools_test import add
 
 TOKENIZER = ByteTokenizer()
 PROMPT = Prompt(ordinal=7, tokens=TOKENIZER.encode("q"), text="q", answer="a", row={"level": 3})
@@ -244,11 +242,9 @@ def test_an_environment_that_holds_the_event_loop_is_named_with_the_seconds_and_
         begin(episodes, 1, "bbbb")
         assert capfd.readouterr().err == ""
         step(episodes, "a")
-        messages = capfd.readouterr().err.splitlines()
-    assert 1 <= len(messages) <= 2, "after 0.3 s and after 0.6 s; a busy machine may look less often"
-    assert all(
-        f"my.py:Holding: it has blocked the event loop for {s} s (episodes_test.py, line {line})" in one
-        for s, one in zip("01", messages, strict=False)
+        [message] = capfd.readouterr().err.splitlines()
+    assert (
+        f"my.py:Holding: it has blocked the event loop for 0.3 s (episodes_test.py, line {line})" in message
     )
 
 
@@ -331,7 +327,6 @@ BAD_STEPS = {
     "reward is a text": (stepping(reward="1"), "nonfinite", "the reward '1', needs a finite number"),
     "reward is nan": (stepping(reward=float("nan")), "nonfinite", "the reward nan"),
     "done is a text": (stepping(done="yes"), "raised", "done='yes', needs True or False"),
-    "metrics is a list": (stepping(metrics=[1]), "raised", r"metrics=\[1\], needs a mapping"),
     "appends a number": (stepping(append=5), "raised", r"5 \(int\) cannot be appended"),
     "appends half a character": (stepping(append="\ud800"), "raised", "cannot be tokenized"),
     "appends foreign ids": (stepping(append=[10**6]), "raised", "ids from 1000000 to 1000000"),
@@ -480,14 +475,3 @@ def test_closing_gives_up_calls_under_way():
     assert not episodes._loop.thread.is_alive()
     assert answer.done() or not answer.running()
     episodes.close()
-
-
-def test_tools_of_a_model_without_a_chat_template_end_the_run():
-    with started(ToolEnvironment([add], lambda text, row: True), calls=64, name="my.py:tools") as episodes:
-        for ordinal in range(4):
-            asked = replace(PROMPT, ordinal=ordinal)
-            assert {episodes.start(asked, index).result(5) for index in range(16)} == {None}
-            if ordinal < 3:
-                assert {verdict.lost for verdict in judge(episodes, 16, prompt=asked)} == {"raised"}
-        with pytest.raises(RewardError, match=r"my\.py:tools: all 64 episodes.*no chat template"):
-            judge(episodes, 16, prompt=asked)

@@ -4,7 +4,6 @@
 tokenizers and templates to the two that are written here.
 """
 
-import json
 import os
 import random
 import unicodedata
@@ -300,16 +299,3 @@ def test_sampled_tokens_are_not_tokenized_again_where_a_token_would_span_the_bor
     found = Rendering(tokenizer=tokenizer).ids("bc", after=sampled)
     assert decoded(tokenizer, [*sampled, *found]) == "x abc"
     assert tokenizer.encode("x abc").tolist()[: len(sampled)] != sampled.tolist(), "another text is needed"
-
-
-def test_json_in_a_message_is_written_as_the_template_writes_it():
-    """The template renders the texts itself, so its quotes and escapes stay."""
-    tokenizer, kwargs = own(False)
-    arguments = {"a": 'say "<|im_end|>"\n\\', "ü": ["<"]}
-    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
-    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": ""}]
-    found = Rendering(tokenizer=tokenizer, template_kwargs=kwargs).ids(
-        messages, after=np.array([tokenizer.eos_id], np.int32)
-    )
-    written = decoded(tokenizer, found).partition('"arguments": ')[2].partition("}\n</tool_call>")[0]
-    assert json.loads(written) == arguments

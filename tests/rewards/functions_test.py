@@ -174,12 +174,6 @@ def test_a_whole_group_function_sees_all_responses_and_answers_for_each(kind):
     ]
 
 
-def test_a_whole_group_function_is_found_in_a_file(tmp_path):
-    text = "from dapo_jax.rewards import whole_group\n@whole_group\ndef f(group):\n    return [group[0].response_tokens] * len(group)\n"
-    verdicts = grade_function(f"{reward_file(tmp_path, text)}:f")(samples("a", "b"))
-    assert [verdict.score for verdict in verdicts] == [3.0, 3.0]
-
-
 @pytest.mark.parametrize(
     ("value", "words"),
     [
