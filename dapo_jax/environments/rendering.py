@@ -19,7 +19,8 @@ from dapo_jax.environments.protocol import Context
 from dapo_jax.text.chat import ChatTemplate
 from dapo_jax.text.conversations import MOST_CHARACTERS, Guarding
 from dapo_jax.text.messages import canonical_messages
-from dapo_jax.text.tokenizers import FIRST_GUARD, Tokenizer
+from dapo_jax.text.special_tokens import FIRST_GUARD
+from dapo_jax.text.tokenizers import Tokenizer
 
 _ANSWER = f"{FIRST_GUARD}said{FIRST_GUARD}"
 """Placeholder for the assistant's answer. Templates do not contain it, and messages that contain it are rejected."""

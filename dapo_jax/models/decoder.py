@@ -22,7 +22,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from dapo_jax.dapo.precision import Quantized, product, rounded
+from dapo_jax.dapo.precision import product, rounded
+from dapo_jax.dapo.quantization import Quantized
 from dapo_jax.models.layout import Layout
 from dapo_jax.models.lora import LORA_PARTS, MATRICES, adapter, lora_delta
 from dapo_jax.models.presets import DecoderConfig

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
-from dapo_jax.dapo.precision import quantized
+from dapo_jax.dapo.quantization import quantized
 from dapo_jax.models.decoder import is_apart
 from dapo_jax.models.layout import output_dimensions
 from dapo_jax.models.lora import merged, put_together

@@ -24,7 +24,7 @@ from jaxtyping import Int, Int32
 from dapo_jax.storage import files_of, path_of, write_whole
 from dapo_jax.text.chat import ChatTemplate, template_of
 from dapo_jax.text.plain_json import read_object
-from dapo_jax.text.tokenizers import Guards
+from dapo_jax.text.special_tokens import Guards
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "special_tokens_map.json"

@@ -22,9 +22,6 @@ EOS_ID = 1
 _SPECIALS = 2
 """Number of special ids: the padding token and the end token. Ordinary tokens follow them."""
 
-FIRST_GUARD = "\U0010f000"
-"""The first of the private-use characters that are reserved for guards. Untrusted text may not contain this character or any later character."""
-
 _FILE_NAME, _TEMPLATE_NAME = "tokenizer.json", "chat_template.jinja"
 
 
@@ -59,7 +56,7 @@ class Tokenizer(Protocol):
         """Returns the ids of untrusted text. Special tokens that are spelled out in it are encoded as ordinary characters."""
 
     def guarded(self, text: str) -> str:
-        """Returns untrusted text with guards against special tokens, for use in a chat template (see `Guards`)."""
+        """Returns untrusted text with guards against special tokens, for use in a chat template (see `special_tokens.Guards`)."""
 
     def encode_guarded(self, text: str) -> Int32[np.ndarray, " tokens"]:
         """Returns the ids of a text with `guarded` parts. Special tokens that these parts spell out are encoded as ordinary characters."""
@@ -69,41 +66,6 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Int[np.ndarray, " tokens"]) -> str:
         """Returns the text of `ids` without special tokens."""
-
-
-class Guards:
-    """Prevents untrusted text, such as HTTP requests and tool results, from being encoded as special tokens.
-
-    Before a chat template is rendered, each character in the messages with which a special token can begin is replaced by a
-    private-use character, its guard. Any special token in the rendered text was therefore written by the template itself. Special
-    tokens that a message spells out are encoded as ordinary characters.
-
-    >>> guards = Guards(["<|im_end|>", "</s>"])
-    >>> guards.guarded("1 < 2"), guards.restored(guards.guarded("1 < 2"))
-    ('1 \\U0010f001 2', '1 < 2')
-    """
-
-    def __init__(self, special: Iterable[str]) -> None:
-        firsts = sorted({text[0] for text in special if text})
-        self._guards = {ord(first): ord(FIRST_GUARD) + 1 + place for place, first in enumerate(firsts)}
-        self._firsts = {guard: first for first, guard in self._guards.items()}
-
-    def guarded(self, text: str) -> str:
-        """Returns the text with guards in place of the characters with which a special token can begin.
-
-        Raises:
-            ValueError: the text contains a lone surrogate, `FIRST_GUARD`, or a later character.
-        """
-        text.encode("utf-8")  # raises an error with the position of a lone surrogate
-        if (last := max(text, default="")) >= FIRST_GUARD:
-            raise ValueError(
-                f"a text contains the private-use character U+{ord(last):X}; U+{ord(FIRST_GUARD):X} and all later characters are reserved"
-            )
-        return text.translate(self._guards)
-
-    def restored(self, text: str) -> str:
-        """Returns the text in which each guard has been replaced by the character that it represents."""
-        return text.translate(self._firsts)
 
 
 @dataclass(frozen=True)

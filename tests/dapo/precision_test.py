@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.dapo.precision import product, quantized, rounded
+from dapo_jax.dapo.precision import product, rounded
+from dapo_jax.dapo.quantization import quantized
 
 ROWS, INNER, TOKENS = 7, 40, 5
 

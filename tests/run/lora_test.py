@@ -20,7 +20,7 @@ from dapo_jax.config import (
     SamplingConfig,
     load_config,
 )
-from dapo_jax.dapo.precision import Quantized
+from dapo_jax.dapo.quantization import Quantized
 from dapo_jax.models.decoder import is_apart
 from dapo_jax.models.folder import save_model
 from dapo_jax.models.lora import lora_shape, parted

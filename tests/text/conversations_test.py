@@ -6,7 +6,8 @@ from tokenizers import AddedToken, Tokenizer, normalizers
 from dapo_jax.text.conversations import conversation_ids
 from dapo_jax.text.formatting import PromptFormat
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
-from dapo_jax.text.tokenizers import FIRST_GUARD, ByteTokenizer, CharTokenizer, Guards
+from dapo_jax.text.special_tokens import FIRST_GUARD, Guards
+from dapo_jax.text.tokenizers import ByteTokenizer, CharTokenizer
 from tests.text.folders import CHATML, SPECIALS, byte_fallback_json, byte_level_json, files_of
 
 WITH_TOOLS = (
