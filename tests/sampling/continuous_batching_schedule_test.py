@@ -206,6 +206,21 @@ def test_a_preempted_response_goes_to_the_head_of_the_line():
     assert [owner and owner.prompt.ordinal for owner in slots.owners] == [0, None]
 
 
+def test_of_two_paused_responses_the_younger_is_preempted():
+    """Six pages of 4 tokens. Three responses have two pages each for 6 tokens. Two of them pause there, and the third needs another page."""
+    pages = PageSizes(holders=3, pools=1, pool_pages=6, page_tokens=4, capacity=16)
+    engine = ScriptedEngine(
+        lambda *_: [2] * 20, slots=3, capacity=16, steps_per_call=4, stop_ids=[EOS], page_sizes=pages
+    )
+    slots, waiting = Slots(engine), deque[Request]()
+    for ordinal, target in enumerate((4, 4, 10)):
+        request = Request(prompt(ordinal), 0, limit=10, target=target)
+        assert slots.take(request, waiting) is not None
+        request.append(np.full(4, 2, np.int32), np.zeros(4, np.float32))
+    slots.make_room(waiting)
+    assert [owner and owner.prompt.ordinal for owner in slots.owners] == [0, None, 2]
+
+
 class PrefillsSlowly(ScriptedEngine):
     """Prefills `at_a_time` prompts in one part, and a prompt of 6 tokens in three parts; keeps the order of its calls."""
 
