@@ -8,7 +8,7 @@ from pathlib import Path
 from dapo_jax.config import ConfigError, ModelConfig
 from dapo_jax.config.keys import Rules, check_value
 from dapo_jax.models.adapter_folder import is_adapter
-from dapo_jax.models.config_json import describe, family_of
+from dapo_jax.models.families import describe, family_of
 from dapo_jax.models.folder import CONFIG, read_config, write_model
 from dapo_jax.models.gguf import GgufFile
 from dapo_jax.models.gguf_tokenizer import special_ids, tokenizer_files

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dapo_jax.hints import how_to_install
-from dapo_jax.models.config_json import FAMILIES, WHAT_LOADS
+from dapo_jax.models.families import FAMILIES, WHAT_LOADS
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.rope import RopeScaling, rope_frequencies
 from dapo_jax.models.tensors import Cut, Shape, tensor_names

@@ -12,7 +12,7 @@ from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.device_memory import device_bytes
 from dapo_jax.parallel.mesh import AXES, Absent, AnyDevice
 from dapo_jax.plan.compiled import Program, compile_program
-from dapo_jax.plan.memory import MARGIN, CacheFit, Phase, Resident, as_compiled, phases
+from dapo_jax.plan.memory import MARGIN, CacheFit, Phase, Resident, as_compiled, cache_fit, phases
 from dapo_jax.plan.programs import Programs
 from dapo_jax.plan.roofline import Bound, Work, bound, in_flight, work_of
 from dapo_jax.plan.sizes import decoder_of
@@ -77,26 +77,20 @@ class Plan:
     def cache_fit(self) -> CacheFit | None:
         """The largest KV cache with which every compiled phase stays within `limit`.
 
-        None without compiled phases that have a KV cache, or if not even one sequence would fit. If more responses fit than there
-        are configured slots, each additional slot also needs memory for its logits.
+        None without compiled phases that have a KV cache, or if not even one sequence would fit.
         """
         sampling = [phase.total for phase in self.phases if "decode state" in phase.parts]
         if not sampling or self.limit is None:
             return None
-        # The heads of a cached token are sharded over a group of devices. Slots are sharded over `spread` such groups.
-        pages, each, spread = self.pages, self.token_bytes, batch_shards(self.sizes.sampler)
-        left = self.limit - max(sampling) + pages.tokens // spread * each
-        held, logits = self.work.context + pages.page_tokens / 2, logits_bytes(self.decoder, 1)
-        slots = self.config.sampling.slots // spread
-        tokens, responses = left / each, left / each / held
-        if responses > slots:
-            responses = (left + slots * logits) / (held * each + logits)
-            tokens = responses * held
-        whole = int(tokens) // pages.page_tokens * pages.page_tokens
-        if whole < pages.table_pages * pages.page_tokens:
-            return None
-        slots = max(slots, int(responses))
-        return CacheFit(tokens=whole * spread, slots=slots * spread, in_flight=responses * spread)
+        return cache_fit(
+            self.limit - max(sampling),
+            pages=self.pages,
+            token_bytes=self.token_bytes,
+            logits_bytes=logits_bytes(self.decoder, 1),
+            slots=self.config.sampling.slots,
+            context=self.work.context,
+            spread=batch_shards(self.sizes.sampler),
+        )
 
     @property
     def checkpoint_bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 from dapo_jax.config import ConfigError, ModelConfig
 from dapo_jax.hints import nearest
-from dapo_jax.models.config_json import FAMILIES, WHAT_LOADS
+from dapo_jax.models.families import FAMILIES, WHAT_LOADS
 from dapo_jax.models.folder import read_config
 from dapo_jax.models.presets import PRESETS, DecoderConfig, preset
 from dapo_jax.run.policy import folder_of, read_base

@@ -26,7 +26,7 @@ from dapo_jax.dapo.rollouts import (
 from dapo_jax.rollout.collector import InFlight
 from dapo_jax.rollout.scheduler import VirtualClock
 from dapo_jax.sampling.requests import Request
-from dapo_jax.sampling.rounds import Drawn
+from dapo_jax.sampling.round_sampler import Drawn
 
 FINISH_REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length")
 """Finish reasons, which are stored as indices into this tuple. None: the response has not ended."""

@@ -10,7 +10,7 @@ from dapo_jax.dapo.dynamic_sampling import Collected, ShortfallError, Tally, is_
 from dapo_jax.dapo.rollouts import Continuation, Group, Prompt, Response, Standing
 from dapo_jax.rollout.scheduler import ClockSizes, ResponseId, VirtualClock
 from dapo_jax.sampling.requests import EpisodeLimits, Request
-from dapo_jax.sampling.rounds import Drawn
+from dapo_jax.sampling.round_sampler import Drawn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +63,6 @@ class Collector:
     """Whether a step with too few informative groups trains on the groups that it has."""
     keeps_surplus: bool = True
     """If False, ready groups that the step does not train on are discarded when it ends."""
-    answer_rounds: int = 0
-    """Number of rounds from the end of a turn until the environment's answer is taken; 0: at once."""
     tally: Tally = field(default_factory=Tally)
     """Counts of the groups whose verdicts arrived in this step."""
     waves: int = 0
@@ -142,7 +140,7 @@ class Collector:
             prompt = self.prompt_of(one.ordinal) if one.index else self.prompt_at(one.ordinal)
             request = Request(prompt, one.index, 0, version=self.clock.version)
             if self.limits is not None:
-                request.due = self._now + self.answer_rounds
+                request.due = self._now + self.clock.sizes.answer_rounds
             self.responses[one] = request
         return started
 
@@ -167,7 +165,7 @@ class Collector:
                 self._ended.append(one)
             else:
                 request.end_turn(part.finish_reason)
-                request.due = self._now + self.answer_rounds
+                request.due = self._now + self.clock.sizes.answer_rounds
 
     def answers_due(self) -> list[ResponseId]:
         """Returns the episodes whose environment's answer must be taken now, in order."""

@@ -31,7 +31,7 @@ from dapo_jax.rollout.checkpoint_arrays import (
 )
 from dapo_jax.rollout.response_sampler import Grade, Sampled
 from dapo_jax.rollout.scheduler import ResponseId
-from dapo_jax.sampling.rounds import Drawn
+from dapo_jax.sampling.round_sampler import Drawn
 
 _HEAD_BYTES = 1024
 """Bytes in a round's buffer in addition to its tokens. Longer messages, for example with a long error, are sent in several buffers."""

@@ -28,7 +28,7 @@ from dapo_jax.rollout.response_sampler import TRAINING, ResponseSampler
 from dapo_jax.rollout.scheduler import ClockSizes, ResponseId
 from dapo_jax.sampling.continuous_batching import Answer
 from dapo_jax.sampling.decoding import decoding
-from dapo_jax.sampling.rounds import Drawn, RoundSampler
+from dapo_jax.sampling.round_sampler import Drawn, RoundSampler
 from dapo_jax.trackers.rollout_log import LOGGED_GROUPS
 
 _LOOK_S = 1.0
@@ -63,7 +63,7 @@ class GroupSampling:
             in_flight=rollout.in_flight or wave * batch.group_size,
             samples_per_prompt=batch.group_size,
             needed=batch.prompts_per_step,
-            verdict_rounds=rollout.answer_rounds if self._in_rounds else 0,
+            answer_rounds=rollout.answer_rounds if self._in_rounds else 0,
             max_age_steps=rollout.max_age_steps if self._in_rounds else 0,
             waves=not self._in_rounds,
         )
@@ -105,7 +105,6 @@ class GroupSampling:
             enabled=dynamic.enabled,
             trains_fewer=dynamic.on_shortfall == "train_fewer",
             keeps_surplus=self._in_rounds or dynamic.surplus == "carry",
-            answer_rounds=config.rollout.answer_rounds,
         )
 
     def groups(self, weights: PyTree, collector: Collector) -> Iterator[Group]:

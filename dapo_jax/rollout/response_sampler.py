@@ -17,7 +17,7 @@ from dapo_jax.sampling.decode_loop import StopRule
 from dapo_jax.sampling.decoding import Decoding, decoding
 from dapo_jax.sampling.interface import Engine
 from dapo_jax.sampling.requests import EpisodeLimits
-from dapo_jax.sampling.rounds import RoundSampler
+from dapo_jax.sampling.round_sampler import RoundSampler
 
 TRAINING, EVALUATION = 0, 1
 """Domains of random keys, so that evaluation and training use different random numbers."""

@@ -32,8 +32,9 @@ class ClockSizes:
     """Number of responses in a group (G)."""
     needed: int
     """Number of informative groups that a step trains on."""
-    verdict_rounds: int = 1
-    """Number of rounds from the end of a group's last response until its verdict is due; 0: at once."""
+    answer_rounds: int = 1
+    """Number of rounds after which an answer is taken: from the end of a group's last response until its verdict, and from the end of an episode's turn until its
+    environment's answer. 0 means at once."""
     max_age_steps: int = 0
     """The age bound S. A step waits for every group whose first response started S steps ago. No group starts while S + 1 steps' worth of groups are in progress or ready.
     So groups older than 2 S + 1 steps are never trained on. 0: no bound."""
@@ -115,7 +116,7 @@ class VirtualClock:
             assert one < self.following, f"{one} has not started"
             group.left.remove(one.index)
             if not group.left:
-                group.due = self.rounds + self.sizes.verdict_rounds
+                group.due = self.rounds + self.sizes.answer_rounds
         return sorted(ordinal for ordinal, group in self.groups.items() if 0 <= group.due <= self.rounds)
 
     def end_group(self, ordinal: int, *, informative: bool) -> None:
