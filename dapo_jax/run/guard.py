@@ -166,11 +166,11 @@ class Guard(Observer):
             raise GuardError(found, whole=None if ruined or drifted else result)
 
     def before_sampling(self, position: Position, collector: Collector) -> None:
-        """Clears the notes about groups of the previous step."""
+        """Forgets the groups noted in the previous step."""
         self._strange = []
 
     def on_group(self, group: Group, collector: Collector) -> None:
-        """Notes a group if any of its log-probabilities are not finite."""
+        """Notes the group if any of its log-probabilities are not finite, for `on_shortfall`."""
         if strange_responses([group]):
             self._strange.append(group.prompt.ordinal)
 

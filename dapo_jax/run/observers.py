@@ -80,7 +80,7 @@ def _of_rollout(
 def responses_in(
     stack: Microbatch, values: Float[np.ndarray, "capacity rows seq"]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields, for each response in the loss, the tokens of its prompt and response, and the values of its sampled tokens."""
+    """Yields (tokens of prompt and response, values of the sampled tokens) for each response in the loss."""
     for place in np.ndindex(stack.mask.shape[:2]):
         tokens, mask = np.asarray(stack.tokens[place]), np.asarray(stack.mask[place])
         segments, prefixes = np.asarray(stack.segment_ids[place]), np.asarray(stack.prefix_ids[place])

@@ -41,7 +41,7 @@ def prefill_of(
     in_flight: int = 0,
     has_turns: bool = False,
 ) -> PrefillShape:
-    """Returns the shape of one prefill. Its rows have room for the longest prompt or, with responses in flight or episodes, for whole contexts."""
+    """Returns the shape of one prefill. Contexts may be as long as a prompt and its response if there are responses in flight or episodes."""
     capacity = max_prompt_tokens + sampling.max_response_tokens
     prompts = prompts_at_once(sampling, group_size)
     return prefill_shape(
@@ -190,7 +190,7 @@ def room_for_cache(
         and shape.longest <= shape.width
         and room - rows >= sampling.slots // spread * capacity * each
     ):
-        return room - rows  # the cache has room for all slots, so nothing is re-prefilled
+        return room - rows  # with room for all slots, nothing is ever re-prefilled
     return room - max(rows, rows // 2 + parts)
 
 
