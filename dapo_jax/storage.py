@@ -128,7 +128,7 @@ def files_below(folder: AnyPath) -> list[AnyPath]:
 
 
 def stored_files(folder: AnyPath) -> dict[str, tuple[int, str]]:
-    """Returns the size and md5 of every file in `folder` and its subfolders, sorted by relative path.
+    """Returns a dict from the relative path of every file in `folder` and its subfolders to the file's size and md5, sorted by path.
 
     The md5 is the digest that the bucket reports, in base64. It is empty for local files and composite objects.
 
