@@ -39,7 +39,7 @@ class Insertion:
     turns: Int[np.ndarray, " responses"] | Any
     """Index of each episode's current turn, from 0; 0 for responses without turns."""
     fills: Sequence[tuple[int, Fill]]
-    """Pairs of a prompt's index in the prefix and a page to write with its tokens."""
+    """Pages to fill with prefilled tokens, each as a pair: the prompt's index in the prefix, and the page."""
     fed: Sequence[Int[np.ndarray, " _"]] = ()
     """Tokens to feed to each response, one per step, before it samples. If empty, the prefix already covers all tokens."""
 
