@@ -39,8 +39,8 @@ class Position:
 
 @dataclass(kw_only=True)
 class Collector:
-    """The sampling of one step. In rounds: while `goes_on`, call `start`, sample a round, then call `take`, `end_round`, and `end_group` for each group whose verdict is
-    due. An episode waits a fixed number of rounds for each answer from its environment: after `start` and after `take`, call `answer` for each of `answers_due`.
+    """The sampling of one step. In rounds: while `goes_on` is True, call `start`, sample a round, call `take` and `end_round`, and call `end_group` for each group whose
+    verdict is due. If responses are episodes, also call `answer` for each of `answers_due`, after `start` and after `take`.
 
     In waves: call `start` until it returns an empty list, and `end_group` for each group when its verdict arrives. In both modes, call `finish` last.
     """
@@ -55,7 +55,7 @@ class Collector:
     ready: dict[int, Group]
     """Informative groups that wait for training, by ordinal."""
     max_groups: int | None = None
-    """Maximum number of groups that a step samples in waves, or whose verdicts it takes in rounds. None: no limit."""
+    """Maximum number of groups that a step samples in waves, or whose verdicts it takes in rounds. If None, there is no limit."""
     metric: str = "correct"
     enabled: bool = True
     """Whether dynamic sampling is enabled. If False, all groups are trained on, informative or not."""
@@ -64,7 +64,7 @@ class Collector:
     keeps_surplus: bool = True
     """If False, ready groups that the step does not train on are discarded when it ends."""
     answer_rounds: int = 0
-    """Number of rounds from the end of a turn until the environment's answer is taken; 0: at once."""
+    """Number of rounds from the end of a turn until the environment's answer is taken. If 0, the answer is taken at once."""
     tally: Tally = field(default_factory=Tally)
     """Counts of the groups whose verdicts arrived in this step."""
     waves: int = 0
