@@ -176,7 +176,7 @@ class Verdict:
     """The reward from each of several graders before weighting; `correct` then comes from the first grader, and `score` is the weighted sum.
     In an episode, the environment's metrics."""
     turn_rewards: tuple[float, ...] = ()
-    """The reward of each turn of an episode. `score` is their sum. A reward that compares the group's responses replaces them and counts for the last turn."""
+    """The reward of each turn of an episode. `score` is their sum. A reward from `group_rewards` replaces them and is assigned to the last turn."""
 
     def __init__(
         self,
