@@ -2,9 +2,9 @@
 
 A device call returns to the host after `steps_per_call` tokens, or earlier if enough slots are free to be worth refilling.
 
-A response starts when there is a free slot and enough free KV-cache pages. Before each call, every response gets the pages that it will need. When pages run
-out, a response is preempted: it keeps its tokens, waits, is re-prefilled with its prompt, and continues. No token is sampled twice, and the random key of a
-token does not depend on timing.
+A response starts when there is a free slot and enough free KV-cache pages. Before each call, every running response gets the pages that it will need. When
+pages run out, a response is preempted: it keeps its tokens, waits, is re-prefilled with its prompt, and continues. No token is sampled twice, and the random key
+of a token does not depend on timing.
 """
 
 from collections import deque

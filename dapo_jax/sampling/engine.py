@@ -90,7 +90,7 @@ class DecoderEngine:
 
         Args:
             page_tokens, cache_tokens: see `sizes_for`.
-            cache_bytes: bytes for the cache on each device if `cache_tokens` is 0. If None, all slots have room for full length.
+            cache_bytes: bytes for the cache on each device if `cache_tokens` is 0. If None, the cache has room for all slots at full length.
             cache_dtype: dtype of keys and values. Defaults to `compute_dtype`.
             cache: the kind of cache. Defaults to the kind for the platform.
             prefill: rows and tokens per prefill call. Defaults to at most 4 rows and 4,096 tokens.
@@ -98,7 +98,7 @@ class DecoderEngine:
                 re-prefilled when the weights change.
             batch_invariant: no bit of a response depends on the number of slots or on other requests. If `prefill` is given, its `alone` must be True.
             has_turns: responses are multi-turn episodes. While its environment works, an episode keeps its pages until other responses need them; at most
-                `slots` episodes can do so. The new tokens are then fed. A batch-invariant engine re-prefills instead, because feeding rounds differently.
+                `slots` episodes can do so. The new tokens are then fed to it. A batch-invariant engine re-prefills instead, because feeding rounds differently.
 
         Raises:
             ValueError: the slots cannot be split evenly over the mesh, sequences are longer than the model's maximum position, or the cache cannot hold one

@@ -97,8 +97,8 @@ class Engine(Protocol):
         ...
 
     def parked(self, lengths: Sequence[int]) -> PyTree:
-        """Returns a prefix with which `insert` puts responses into slots whose pages already contain `lengths` tokens, without writing pages. Each response
-        must then be fed at least one token."""
+        """Returns a prefix with which `insert` puts responses into slots without writing pages, because their pages already contain `lengths` tokens. Each
+        response must then be fed at least one token."""
         ...
 
     def release(self, state: PyTree, slots: Sequence[int]) -> PyTree:

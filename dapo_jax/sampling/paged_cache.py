@@ -69,7 +69,7 @@ def reading(tables: Tables, lengths: PerSlot, live: Live, *, page_tokens: int) -
 def extend(
     cache: LayerCache, now: PagedStep, query: Queries, key: NewHeads, value: NewHeads, *, dtype: str
 ) -> tuple[Queries, LayerCache]:
-    """Implements `cache.extend`, except that nothing is written for a slot that is not live, and its attention output is 0. Products are computed in `dtype`.
+    """Implements `cache.extend`, except that a slot that is not live gets no token and an attention output of 0. Products are computed in `dtype`.
 
     Entries of a page after a slot's tokens are never multiplied, so a NaN from the page's previous owner has no effect.
     """

@@ -265,12 +265,12 @@ class Reading:
 
     @property
     def busy(self) -> bool:
-        """Whether any sequence is not prefilled yet."""
+        """Whether any sequence has not been prefilled yet."""
         return bool(self._unread)
 
     @property
     def unread(self) -> list[Sequence[Request]]:
-        """The requests of each sequence that is not prefilled yet."""
+        """The requests of each sequence that has not been prefilled yet."""
         return [self._requests[index] for index in sorted(self._unread)]
 
     def begin(self, requests: Sequence[Sequence[Request]]) -> None:

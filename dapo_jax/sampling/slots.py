@@ -98,8 +98,8 @@ class Slots:
     def make_room(self, waiting: deque[Request]) -> None:
         """Assigns every running response the pages for the next call, the oldest responses first.
 
-        If pages run out, paused responses are preempted first, then queued responses, then the running response that started last. The latter moves to the
-        head of the queue.
+        If pages run out, paused responses are preempted first, then queued responses, then the running response that started last. A preempted running
+        response moves to the head of the queue.
         """
         if self.pages.sizes.table_pages == 1:
             return  # Each response has one page for all of its tokens.

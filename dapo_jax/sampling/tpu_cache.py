@@ -51,7 +51,7 @@ class Pairs:
 
 
 def tile_rows(dtype: str) -> int:
-    """Returns the number of rows that are written together: as many as a register has for this dtype. Page sizes must be multiples of this number."""
+    """Returns the number of rows that are written together: as many rows as a register of this dtype has. Page sizes must be multiples of this number."""
     return 32 if dtype in EIGHT_BITS else 16
 
 
