@@ -5,5 +5,5 @@ A step uses these modules. Read them in this order:
 * `collector`: the state of one step: responses in flight, groups that are ready, and the order of calls for a round or a wave.
 * `scheduler`: a virtual clock that decides when responses start, when verdicts are due, and when a step ends. It uses only lengths and verdicts.
 * `group_sampling`: calls the collector's methods in this order. It samples with `response_sampler`, exchanges turns with environments, and grades.
-* `exchange`: sends each process the tokens, answers and verdicts of all others, so all make the same decisions. `checkpoint_arrays` converts data for exchanges and checkpoints to arrays.
+* `exchange`: sends each process the tokens, answers and verdicts of all others, so all make the same decisions. `checkpoint_arrays` converts exchanged data and checkpoints to arrays.
 """

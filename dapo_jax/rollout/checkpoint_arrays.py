@@ -79,7 +79,7 @@ def groups_of(arrays: Mapping[str, np.ndarray], prompt_at: PromptAt) -> list[Gro
 
 
 def flight_arrays(in_flight: InFlight | None) -> Arrays:
-    """Flattens responses in flight to arrays. Returns an empty dict if `in_flight` is None."""
+    """Flattens responses in flight to arrays. Without responses in flight, returns an empty dict."""
     if in_flight is None:
         return {}
     requests = [in_flight.responses[one] for one in in_flight.clock.started()]

@@ -57,7 +57,7 @@ class Exchange:
         self._failed = ""
 
     def takes(self, ordinal: int) -> bool:
-        """Returns whether the prompt belongs to this sampler: its processes grade the responses, and in waves also sample them."""
+        """Returns whether the prompt belongs to this sampler. The processes of the sampler then grade the responses and, in waves, also sample them."""
         return ordinal % self.count == self.index
 
     def grades_group(self, ordinal: int) -> bool:

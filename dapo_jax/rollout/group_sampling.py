@@ -187,7 +187,7 @@ class GroupSampling:
         lengths = {one: collector.responses[one].drawn for one in collector.clock.in_flight()}
         places = Places(self._sizes.in_flight, self._exchange.count, lengths)
         if self._turns is not None:
-            self._turns.ask(collector)  # before grading, reopens episodes from a checkpoint
+            self._turns.ask(collector)  # reopens episodes from a checkpoint, so that they can be graded
         for ordinal in collector.clock.whole(collector.clock.groups):
             self._grade(ordinal, collector)
         try:
@@ -289,7 +289,7 @@ class Places:
 
 class TurnsInFlight:
     """Passes turns and answers between episodes in flight and their environments. The process that grades a group communicates with its environments. Every process takes
-    an answer a fixed number of rounds after the turn. So tokens depend on the answers, but not on how long an environment needs."""
+    an answer a fixed number of rounds after the turn. So tokens depend on the answers, but not on how long an environment takes."""
 
     def __init__(self, episodes: Episodes, exchange: Exchange, watch: Watch) -> None:
         """`watch` is notified at least every second while environments work."""

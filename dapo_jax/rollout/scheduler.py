@@ -146,7 +146,7 @@ class VirtualClock:
         return sorted({ordinal for ordinal in ordinals if self.groups[ordinal].due >= 0})
 
     def state(self) -> dict[str, Any]:
-        """Returns the state as JSON values for a checkpoint. `restored` accepts it."""
+        """Returns the state as JSON values for a checkpoint. `restored` is the inverse."""
         return {
             "sizes": asdict(self.sizes),
             "version": self.version,
