@@ -140,7 +140,7 @@ def example_weights(
 ) -> Float[np.ndarray, " examples"]:
     """Returns the loss weight of each example's tokens. `examples` is the whole minibatch. The weight is 0 if the example is excluded from the loss.
 
-    One weight per example is enough: in every aggregation of `losses.token_weights`, all tokens of a rollout have the same weight, even across its examples.
+    One weight per example is enough: in every aggregation of `losses.token_weights`, all tokens of a rollout have the same weight, even if the rollout is split.
     """
     numbers: dict[tuple[str, int], int] = {}
     of_rollout = [

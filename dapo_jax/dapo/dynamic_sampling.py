@@ -95,7 +95,7 @@ class Collected:
 
     def logged(self, count: int) -> Sequence[Group]:
         """Returns the groups whose rollouts are logged: the first `count` sampled groups or, with rollouts in flight, the first `count` trained groups.
-        In flight, a group that is graded in this step may be trained on in a later step, so `sampled` would not match the training data."""
+        With rollouts in flight, a group may be graded in this step but trained on in a later step, so `sampled` would not match the training data."""
         return (self.groups if self.drawn_tokens is not None else self.sampled)[:count]
 
 
