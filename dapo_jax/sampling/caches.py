@@ -90,7 +90,7 @@ def sizes_for(
     if page_tokens > (longest := max(capacity, tpu_cache.LANES)):
         raise ValueError(
             f"sampling.page_tokens={page_tokens} must be at most {longest}: the longest prompt and response have {capacity} tokens together, "
-            "so the rest of a page would stay empty; lower it, or leave it out to use the platform's default"
+            "so the rest of a page would stay empty; lower this value, or leave it out to use the platform's default"
         )
     most = pages_for(capacity, size)
     all_of_them = holders // pools * most

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, UInt32
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-3, 1e3
-"""Bounds of a nonzero temperature. Within them, logits divided by the temperature stay finite."""
+"""Bounds of a nonzero temperature. Within these bounds, logits divided by the temperature stay finite."""
 MOST_TOP_K = 2**31 - 1
 """Limit of top-k, which is a 32-bit integer on the devices."""
 
@@ -33,7 +33,7 @@ _BLOCK = 256
 """Number of vocabulary entries per block. To sample a token, first a block and then an entry in the block is chosen."""
 
 _SHORTLIST = 512
-"""Number of likely tokens that are sorted to find the end of a nucleus (top-p). If their total probability is too low, the whole vocabulary is searched."""
+"""Number of likely tokens that are sorted to find the end of a nucleus (top-p). If their total probability is below top-p, the whole vocabulary is searched."""
 
 
 @jax.tree_util.register_dataclass

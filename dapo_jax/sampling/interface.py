@@ -97,7 +97,7 @@ class Engine(Protocol):
         ...
 
     def parked(self, lengths: Sequence[int]) -> PyTree:
-        """Returns a prefix with which `insert` puts responses into slots without writing pages, because their pages already contain `lengths` tokens. Each
+        """Returns a prefix for responses whose pages already contain `lengths` tokens, so that `insert` puts them into slots without writing pages. Each
         response must then be fed at least one token."""
         ...
 

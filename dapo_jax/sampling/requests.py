@@ -176,7 +176,7 @@ class Request:
     def append(self, tokens: Int[np.ndarray, " new"], logprobs: Float[np.ndarray, " new"]) -> None:
         """Appends new tokens."""
         place = slice(self.drawn, self.drawn + len(tokens))
-        if place.stop > len(self.tokens):  # buffers grow on demand, because most requests only wait
+        if place.stop > len(self.tokens):  # buffers grow on demand, because most requests are only waiting
             room = max(place.stop, 2 * len(self.tokens), min(self.limit, _FIRST_TOKENS))
             old, self.tokens = self.tokens, np.empty(room, np.int32)
             self.tokens[: self.drawn] = old[: self.drawn]
