@@ -147,8 +147,8 @@ class Collector:
         return started
 
     def draws(self, one: ResponseId) -> bool:
-        """Returns whether a response in flight samples in the next round. It does not if it waits for its environment, or if it has ended, for example because the episode
-        was lost."""
+        """Returns whether a response in flight samples in the next round. It does not sample while it waits for its environment, or once it has ended, for example
+        because the episode was lost."""
         return self.responses[one].finish_reason is None and not self.responses[one].waits
 
     def take(self, drawn: Mapping[ResponseId, Drawn], here: Collection[ResponseId]) -> None:

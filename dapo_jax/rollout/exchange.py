@@ -66,8 +66,8 @@ class Exchange:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """A context in which this process samples, grades, or waits for environments. With several processes, a stop or a failed reward function ends the block without an
-        error, and the next exchange raises the error in all processes.
+        """Context manager in which this process samples, grades, or waits for environments. With several processes, a stop or a failed reward function ends the block
+        without an error, and the next exchange raises the error in all processes.
 
         Raises:
             StoppedError: the run was asked to stop, and this is the only process.

@@ -192,7 +192,7 @@ class GroupSampling:
             self._grade(ordinal, collector)
         try:
             while collector.goes_on:
-                if sampler is None:  # created late, so nothing is prefilled if enough groups are ready
+                if sampler is None:  # not needed if enough groups are ready
                     sampler = self._sampler.rounds(
                         weights,
                         decoding=decoding(temperature=self._config.sampling.temperature),
@@ -215,7 +215,7 @@ class GroupSampling:
                 sampler.close()
 
     def _converse(self, collector: Collector) -> None:
-        """Sends new turns to environments, and takes the answers that are due."""
+        """Sends new turns to environments, and applies the answers that are due."""
         if self._turns is not None:
             self._turns.ask(collector)
             self._turns.hear(collector)
