@@ -39,8 +39,8 @@ class Position:
 
 @dataclass(kw_only=True)
 class Collector:
-    """The sampling of one step. In rounds: while `goes_on`, call `start`, sample a round, then call `take`, `end_round`, and `end_group` for each group whose verdict is
-    due. An episode waits a fixed number of rounds for each answer from its environment: after `start` and after `take`, call `answer` for each of `answers_due`.
+    """The sampling of one step. In rounds: while `goes_on` is True, call `start`, sample a round, call `take` and `end_round`, and call `end_group` for each group whose
+    verdict is due. If responses are episodes, also call `answer` for each of `answers_due`, after `start` and after `take`.
 
     In waves: call `start` until it returns an empty list, and `end_group` for each group when its verdict arrives. In both modes, call `finish` last.
     """
@@ -55,7 +55,7 @@ class Collector:
     ready: dict[int, Group]
     """Informative groups that wait for training, by ordinal."""
     max_groups: int | None = None
-    """Maximum number of groups that a step samples in waves, or whose verdicts it takes in rounds. None: no limit."""
+    """Maximum number of groups that a step samples in waves, or whose verdicts it takes in rounds. If None, there is no limit."""
     metric: str = "correct"
     enabled: bool = True
     """Whether dynamic sampling is enabled. If False, all groups are trained on, informative or not."""
@@ -145,8 +145,8 @@ class Collector:
         return started
 
     def draws(self, one: ResponseId) -> bool:
-        """Returns whether a response in flight samples in the next round. It does not if it waits for its environment, or if it has ended, for example because the episode
-        was lost."""
+        """Returns whether a response in flight samples in the next round. It does not sample while it waits for its environment, or once it has ended, for example
+        because the episode was lost."""
         return self.responses[one].finish_reason is None and not self.responses[one].waits
 
     def take(self, drawn: Mapping[ResponseId, Drawn], here: Collection[ResponseId]) -> None:

@@ -63,8 +63,8 @@ class ResponseSampler:
         self._key: PRNGKeyArray = jax.random.key(seed)
 
     def compile(self, *decodings: Mapping[str, Any]) -> None:
-        """Compiles the sampling programs for each of these sets of `decoding` options. Sets that differ only in numbers share a program, but top-k and top-p need a
-        separate one."""
+        """Compiles the sampling programs for each of these sets of `decoding` options. Sets that differ only in numerical values share a program, but top-k
+        and top-p require a separate program."""
         self._compile_for([jax.eval_shape(partial(decoding, **options)) for options in decodings])
 
     def sample(
