@@ -76,7 +76,7 @@ def _adapted(
     arguments: Callable[[_Given], Mapping[str, Any]],
     read: Callable[[Any], Any],
 ) -> Callable[[_Given], Any]:
-    """Returns a function that calls `function(**arguments(given))` and converts the result with `read`. Async if `function` is."""
+    """Returns a function that calls `function(**arguments(given))` and converts the result with `read`. It is async if `function` is async."""
     if is_async(function):
 
         async def awaited(given: _Given) -> Any:
