@@ -24,7 +24,7 @@ LATE_S = 0.1
 
 
 class EventLoop:
-    """An event loop that runs user code in its own thread. Blocking jobs, for example from `asyncio.to_thread`, run in one further thread each."""
+    """An event loop that runs user code in its own thread. Each blocking job, for example from `asyncio.to_thread`, runs in a separate thread."""
 
     def __init__(self, message: str) -> None:
         """Starts the thread. If an exception from a task stops the loop, `message` is logged and the loop resumes."""

@@ -40,7 +40,7 @@ _UNWRAPPED = (
     (re.compile(r"frac([^{])(.)"), r"frac{\1}{\2}"),
     (re.compile(r"sqrt([^{])"), r"sqrt{\1}"),
 )
-"""Applied last: they keep only the text inside dollar signs or wrappers such as \\text{}, and add missing braces, for example to \\frac12."""
+"""Patterns that are applied last. They keep only the text inside dollar signs or wrappers such as \\text{}, and add missing braces to \\frac12."""
 
 
 @lru_cache(maxsize=4096)

@@ -125,7 +125,7 @@ class GradingPool:
         return [Verdict(**verdict) for verdict in answer["verdicts"]]
 
     def _count_death(self, call: Sequence[Sample], how: str, *, counts: bool, gives_up: bool) -> None:
-        """Reports a worker's death, and adds it to the number of deaths if `counts`. Raises RewardError if there are too many."""
+        """Prints the first few deaths of workers, and counts this one if `counts` is true. Raises RewardError if there are too many."""
         with self._lock:
             self._deaths += counts
             asked, deaths = self._asked, self._deaths
