@@ -1,4 +1,4 @@
-"""Calls the user's environment code. Calls have a time limit, and their results are checked, because they are untrusted."""
+"""Calls the user's environment code. Calls have a time limit, and their results are checked, because the code is untrusted."""
 
 import asyncio
 import inspect
