@@ -269,7 +269,7 @@ class RolloutConfig(Section, at="rollout"):
     answer_rounds: int = key(1, range=ROUNDS)
     """Number of rounds that graders and environments have to answer, during which other responses are sampled. If 0, sampling waits for each answer."""
     max_age_steps: int = key(0, aliases="max_staleness staleness_threshold max_off_policy_steps")
-    """Bound n on staleness, in steps. A step waits for groups in flight that began n steps ago, and no group begins while n + 1 steps' worth of groups are unfinished or not yet used.
+    """Bound n on staleness, in steps. A step waits for groups in flight that began n steps ago. No group begins while there are enough unfinished or unused groups for n + 1 steps.
     Training data is then rarely older than n steps, and never older than 2n + 1 steps. 0 means no bound."""
 
 
