@@ -162,7 +162,7 @@ def _refuse_unknown(key: str, value: object, kinds: Mapping[str, Any]) -> NoRetu
     """Raises ConfigError for a key that is not in the schema. For an unknown section, the error names the first key in it that has a known remedy, or else its first key."""
     if key in kinds or _is_section(key, kinds):
         nested = ": ".join(key.split("."))
-        raise ConfigError(f"{key}: dotted keys are only for overrides; in a file, write them nested: {nested}: ...")
+        raise ConfigError(f"{key}: dotted keys are for overrides; in a file, write it nested: {nested}: ...")
     inside = dict(_walk(key, value))
     key = next((each for each in inside if of_another_library(each, kinds)), next(iter(inside)))
     parent = key.rpartition(".")[0]
