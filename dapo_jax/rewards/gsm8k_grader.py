@@ -16,7 +16,7 @@ _CHANGED_BEFORE = re.compile(
 _CHANGED_AFTER = re.compile(
     rf"[\s-]*(?:and an? )?(?i:{'|'.join(CHANGING_AFTER)})\b|[xyznkKMBπ](?![^\W\d_])|[A-Za-z]?[\^_]"
 )
-"""These two match words and letters next to a run that change its value, as in minus 5, 5 thousand, 2x, 5k, 2π. Other words, as in 72 km, are units."""
+"""`_CHANGED_BEFORE` and this match words and letters next to a run that change its value, as in minus 5, 2x or 5k. Other words, as in 72 km, are units."""
 _CURRENCY = re.compile(r"(?<![0-9])\\?[$€£¥₹]|\\?[$€£¥₹](?![0-9])")
 _WRAPPER = re.compile(r"\\(?:boxed|text|mathrm|mathbf|left|right)(?![A-Za-z])|\\[()\[\]]")
 _FRACTION = re.compile(r"\\[dtc]?frac\{([0-9]+)\}\{([0-9]+)\}")

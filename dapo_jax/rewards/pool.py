@@ -125,7 +125,7 @@ class GradingPool:
         return [Verdict(**verdict) for verdict in answer["verdicts"]]
 
     def _count_death(self, call: Sequence[Sample], how: str, *, counts: bool, gives_up: bool) -> None:
-        """Prints the first few deaths of workers, and counts this one if `counts` is true. Raises RewardError if there are too many."""
+        """Counts a worker's death if `counts` is true, and prints a message for the first few. Raises RewardError if there are too many."""
         with self._lock:
             self._deaths += counts
             asked, deaths = self._asked, self._deaths
