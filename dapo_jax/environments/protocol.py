@@ -88,6 +88,6 @@ class Environment(Protocol):
         """Creates an episode for a data row. `seed` is identical for all responses of a group, so they get the same task.
 
         An episode may also have a method `async start() -> Appended | Context`. It returns a value to append to the prompt, or a context
-        that replaces the prompt. Its `close()` method, if it has one, is called after its reward is set, even if the episode was lost.
+        that replaces the prompt. The episode's `close()` method, if there is one, is called after the reward is set, even if the episode was lost.
         """
         ...
