@@ -268,7 +268,7 @@ def _fewest(pieces: Sequence[Piece], room: int) -> list[PackedRow]:
 
 
 def _bundled(pieces: Sequence[Piece], room: int, *, least: int) -> list[Piece]:
-    """Joins pieces with the same prompt into bundles that fill a row as well as possible. A bundle of fewer than `least` tokens stays separate pieces."""
+    """Joins pieces with the same prompt into bundles that fill a row as well as possible. Bundles of fewer than `least` tokens are split up again."""
     of_prompt: dict[Hashable, list[Piece]] = {}
     for piece in pieces:
         of_prompt.setdefault(piece.prompt, []).append(piece)
