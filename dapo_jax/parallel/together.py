@@ -108,7 +108,7 @@ def by_first(work: Callable[[], bytes]) -> bytes:
         except Exception as found:
             kind, error = (b"c" if isinstance(found, ConfigError) else b"e"), found
             result = (str(found) if kind == b"c" else f"{type(found).__name__}: {found}").encode()
-    meet()  # Without this barrier, the collective could time out during the work.
+    meet()  # Without this barrier, the collective could time out while `work` runs.
     outcome = broadcast_from_first(kind.ljust(1) + result)
     if error is not None:
         raise error

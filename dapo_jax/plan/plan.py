@@ -24,7 +24,7 @@ from dapo_jax.run.sampler_setup import logits_bytes
 from dapo_jax.sampling.pages import PageSizes
 
 HOST_DEVICES = 4
-"""Number of devices per host that is assumed for absent devices. TPU VMs have this number."""
+"""Assumed number of devices per host if the devices are absent. It is the number on a TPU VM."""
 
 
 @dataclass(frozen=True, kw_only=True)

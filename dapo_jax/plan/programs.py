@@ -194,7 +194,7 @@ class Programs:
 
     @cached_property
     def engine(self) -> DecoderEngine:
-        """The engine of one sampler, as a run builds it."""
+        """The engine that a run builds for one sampler."""
         engine = self._sampler.engine
         assert isinstance(engine, DecoderEngine)
         return engine

@@ -221,7 +221,7 @@ def sweep(
 
     A microbatch has one row per device of the batch axes, or a multiple of this if `batch.rows_per_microbatch` is larger.
     """
-    decoder_of(config.model)  # reports an unsupported model before libtpu is loaded
+    decoder_of(config.model)  # raises an error for an unsupported model before libtpu is loaded
     planned = partial(plan, slice=slice, assumed=assumed, only=only, say=say)
     found: list[tuple[str, Plan | str]] = []
     devices, context, data = len(devices_of(slice)), config.parallel.context, max(config.parallel.data, 1)

@@ -70,7 +70,7 @@ def work_of(
     def received(name: str, per_layer: str = "") -> float:
         return traffic.get(name, 0.0) + decoder.layers * traffic.get(per_layer, 0.0)
 
-    # Most prompts are prefilled by the programs with this prefix.
+    # Most prompts are prefilled by the programs whose names begin with this prefix.
     prefill = "prefill_rows" if prefill_shape_of(config).rows > 1 else "prefill_row"
     prefilled = received(f"{prefill}_embed", prefill) + received(f"{prefill}_head")
     sampled = sampled_decoder(decoder, config.sampling)

@@ -241,7 +241,7 @@ def _least_padding(
     )
     least = (
         filled_tokens(list(pieces)) / rows_per_microbatch
-    )  # the lower bound: no padding, and every prompt occurs once
+    )  # a lower bound, as if there were no padding and every prompt occurred once
     ways = (pieces, _bundled(pieces, room, least=room - room // 32))
     mixes = []
     for short in chain.from_iterable(combinations(lengths[1:], count) for count in range(1, len(lengths))):
