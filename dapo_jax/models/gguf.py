@@ -145,7 +145,7 @@ class GgufFile:
         """Reconstructs Llama 3's RoPE scaling. The file stores only the divisor of each frequency.
 
         The last divisor equals `factor`, because the lowest frequency is always divided by the full factor. The other three
-        settings are the same in all Llama 3 releases. The divisors that follow from them must be equal to the divisors in the file.
+        settings are the same in all Llama 3 releases. The divisors computed from these settings must equal the divisors in the file.
         """
         found = np.asarray(self._tensors[_ROPE_FACTORS].data, np.float32)
         scaling = RopeScaling(kind="llama3", factor=max(1.0, _shortest(float(found[-1]))))
