@@ -29,7 +29,7 @@ from dapo_jax.rollout.scheduler import ClockSizes
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
-from dapo_jax.sampling.rounds import RoundSampler
+from dapo_jax.sampling.round_sampler import RoundSampler
 
 
 @dataclass
@@ -133,7 +133,7 @@ def waves(task: Task, engine: LimitedEngine) -> Way:
         in_flight=3 * arguments.groups * arguments.samples,
         samples_per_prompt=arguments.samples,
         needed=arguments.groups,
-        verdict_rounds=0,
+        answer_rounds=0,
         waves=True,
     )
     position = Position()

@@ -1,4 +1,4 @@
-"""DAPO in JAX. Names are imported on first use. The functions import only jax, numpy and jaxtyping, but `train` imports the whole library."""
+"""DAPO in JAX. Each name is imported on first use. `train` imports the whole library; all other names import only jax, numpy and jaxtyping."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -21,7 +21,7 @@ _COUNTED = re.compile(r"(avg|pass|cons)@(\d+)")
 def pass_at_k(samples: int, correct: int, k: int) -> float:
     """Returns the probability that k of the n samples, chosen without replacement, include a correct sample: 1 - C(n - c, k) / C(n, k).
 
-    It estimates the probability for k new samples without bias (Chen et al. 2021, "Evaluating Large Language Models Trained on Code").
+    This is an unbiased estimate of the probability for k new samples (Chen et al. 2021, "Evaluating Large Language Models Trained on Code").
 
     Raises:
         ValueError: the arguments are inconsistent, for example k is larger than the number of samples.
@@ -61,7 +61,7 @@ def consensus(group: Group) -> float:
 def problem_scores(group: Group) -> dict[str, float]:
     """Returns `avg@k`, `pass@j`, `cons@k` and `reward` of one problem with k responses.
 
-    j takes the values k and all powers of two from 2 to below k, for example 2, 4 and 8 for k = 8. pass@1 is omitted except for k = 1, because it equals avg@k.
+    j is k or a power of two between 2 and k, for example 2, 4 or 8 for k = 8. pass@1 is omitted except for k = 1, because it equals avg@k.
     The reward is the mean over the responses, without the overlong penalty.
     """
     k = len(group.rollouts)
@@ -175,7 +175,7 @@ def table(scores: Mapping[str, float | int | None], *, metric: str = "correct") 
 
     Args:
         scores: results of `summarize`, merged if there are several datasets, or a line of metrics.jsonl. Other metrics are ignored.
-        metric: value of `dynamic_sampling.metric`. With `score`, only the reward is shown, because responses are not correct or wrong.
+        metric: value of `dynamic_sampling.metric`. With `score`, only the reward is shown, because then responses are not rated as correct or wrong.
 
     Raises:
         ValueError: the metrics contain no evaluation scores.

@@ -52,13 +52,13 @@ class LockLostError(RuntimeError):
 
 
 Lost = Callable[[int, str], Any]
-"""Function that ends the run after its lease was lost. Called with an exit status and a message, in the thread that detects the loss."""
+"""A function that ends the run after its lease was lost. It is called with an exit status and a message, in the thread that detects the loss."""
 
 
 def take(folder: AnyPath, *, lost: Lost) -> "Lock":
     """Acquires the lock on `folder`, which is created if necessary. Use the lock as a context manager.
 
-    If another process holds a lease in a bucket, waits until the lease is renewed, and then raises, or until it has expired.
+    If another process holds the lease in a bucket, waits for a renewal. Raises LockedError if the lease is renewed, and takes it over if it expires.
 
     Raises:
         LockedError: another process holds the lock, or the folder is not writable.
@@ -78,7 +78,7 @@ def check_free(folder: Path) -> None:
 
 
 def is_held(folder: AnyPath) -> bool | None:
-    """Returns whether a run is active in the folder, or None if unknown, for example in a folder copied from another machine."""
+    """Returns whether a run is active in the folder, or None if this is unknown, for example in a folder copied from another machine."""
     file = folder / NAME
     try:
         if not isinstance(file, Path):
@@ -118,7 +118,7 @@ class Lock(ABC):
 
 class _FileLock(Lock):
     def __init__(self, folder: Path) -> None:
-        self._path = folder.absolute() / NAME  # the working directory may change
+        self._path = folder.absolute() / NAME  # absolute, because the working directory may change
         self._made, self._file = not os.path.exists(folder), -1
         try:
             while not self._locked():  # the file was removed between opening and locking it
@@ -178,7 +178,7 @@ class _FileLock(Lock):
                 self._path.unlink()
                 self._path.parent.rmdir()
         with suppress(OSError):
-            fcntl.flock(self._file, fcntl.LOCK_UN)  # another process may have inherited the file descriptor
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # another process may have inherited the open file
         self._close()
 
     def _close(self) -> None:
@@ -223,7 +223,7 @@ class _Lease(Lock):
         if self._ended.is_set() or os.getpid() != self._process:
             return
         self._ended.set()
-        with self._turn, suppress(Exception):  # if this fails, another run has the lease or it expires
+        with self._turn, suppress(Exception):  # if this fails, another run has the lease, or it will expire
             self._bucket.blob(self._object).delete(if_generation_match=self._generation, timeout=RENEW_S)
 
     def _take(self) -> None:
@@ -279,16 +279,16 @@ class _Lease(Lock):
             there, _, holder = self._found()
             if not there:  # the lease was deleted manually
                 return bool(generation) and self._write(0, **how)
-            if holder != self._me:  # otherwise this is a retry of a write that had succeeded
+            if holder != self._me:  # otherwise this retries a write that has already succeeded
                 return False
             self._generation = there
         self._renewed = began
         return True
 
     def _found(self) -> tuple[int, float, bytes]:
-        """Returns the lease's generation, renewal time by the storage's clock, and contents. Without a lease, these are 0, 0 and empty."""
+        """Returns the lease's generation, renewal time by the storage's clock, and contents. If there is no lease, they are 0, 0 and empty."""
         while (blob := self._bucket.get_blob(self._object)) is not None:
-            with suppress(self._errors.NotFound, self._errors.PreconditionFailed):  # it was changed meanwhile
+            with suppress(self._errors.NotFound, self._errors.PreconditionFailed):  # changed since `get_blob`
                 data = blob.download_as_bytes(if_generation_match=blob.generation)
                 return int(blob.generation), blob.updated.timestamp(), data
         return 0, 0.0, b""

@@ -66,7 +66,7 @@ def in_bucket(path: str | PathLike[str]) -> bool:
 def check_access(folder: AnyPath, *, write: bool) -> None:
     """Tests the operations that a run needs: reading the bucket's metadata, listing `folder`, and with `write`, writing and deleting.
 
-    A local `folder` is only tested with `write`: the folder or its nearest existing parent must be writable.
+    A local `folder` is tested only if `write` is True: the folder or its nearest existing parent must be writable.
 
     Raises:
         ValueError: an operation failed. The message contains the operation and the reason.
@@ -128,7 +128,7 @@ def files_below(folder: AnyPath) -> list[AnyPath]:
 
 
 def stored_files(folder: AnyPath) -> dict[str, tuple[int, str]]:
-    """Returns the size and md5 of every file in `folder` and its subfolders, sorted by relative path.
+    """Returns a dict from the relative path of every file in `folder` and its subfolders to the file's size and md5, sorted by path.
 
     The md5 is the digest that the bucket reports, in base64. It is empty for local files and composite objects.
 
@@ -168,7 +168,7 @@ def file_bytes(path: AnyPath) -> bytes:
 
 
 def files_of(folder: AnyPath, names: Iterable[str]) -> dict[str, bytes]:
-    """Returns the contents of the named files, except files missing in `folder`. Raises OSError if an existing file cannot be read."""
+    """Returns the contents of the files `names` in `folder`. Missing files are omitted. Raises OSError if an existing file cannot be read."""
     found: dict[str, bytes] = {}
     for name in names:
         with suppress(FileNotFoundError):
@@ -200,7 +200,7 @@ def ranges_bytes(path: AnyPath, ranges: Sequence[tuple[int, int]]) -> list[bytes
 
 
 def range_bytes(path: AnyPath, start: int, stop: int) -> bytes:
-    """Returns the bytes of a file from `start` to `stop`, fetched in concurrent pieces from a bucket. Raises like `ranges_bytes`."""
+    """Returns the bytes of a file from `start` to `stop`, fetched from a bucket in concurrent pieces. Raises the same errors as `ranges_bytes`."""
     starts = range(start, stop, _PIECE_BYTES if in_bucket(path) else max(1, stop - start))
     return b"".join(ranges_bytes(path, [(at, min(at + starts.step, stop)) for at in starts]))
 

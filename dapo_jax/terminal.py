@@ -28,7 +28,7 @@ def lasting_streams(gone: Callable[[str], None] = lambda name: None) -> Iterator
     """Makes writes to standard output and standard error always succeed. Once the reading end is closed, output is dropped.
 
     A character that the encoding lacks is printed as a question mark. If descriptor 0, 1 or 2 is closed, it is permanently redirected to
-    the null device. Otherwise, the next file to be opened would get its number, and a library could print into that file.
+    the null device. Otherwise, the next file to be opened would get this descriptor, and a library could print into that file.
     Streams that are not the interpreter's own, for example in a notebook or a test, are unchanged.
 
     Args:
@@ -86,7 +86,7 @@ class _Descriptor(io.FileIO):
     def __init__(self, number: int, gone: Callable[[], None]) -> None:
         super().__init__(number, "w", closefd=False)
         self._gone = gone
-        device = stat.S_ISCHR(os.fstat(number).st_mode)  # checked before the terminal may be closed
+        device = stat.S_ISCHR(os.fstat(number).st_mode)  # must be checked while the terminal is open
         self._no_reader = (*_NO_READER, errno.EIO) if device else _NO_READER
 
     def write(self, data: Any) -> int | None:

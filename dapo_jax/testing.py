@@ -17,12 +17,12 @@ from dapo_jax.sampling.interface import Insertion, ResultTokens
 from dapo_jax.sampling.pages import PageSizes, slot_pages
 
 Script = Callable[[int, int], Sequence[int]]
-"""(ordinal of the prompt, index of the response in its group) -> the tokens of the response."""
+"""A function from the ordinal of the prompt and the index of the response in its group to the tokens of the response."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptedSlot:
-    """One slot, with the progress through its script."""
+    """One slot and its progress through the script."""
 
     tokens: tuple[int, ...]
     """The complete response, truncated at its length limit."""
@@ -73,7 +73,7 @@ class ScriptedEngine:
         self.steps_per_call, self.page_sizes = steps_per_call, page_sizes or slot_pages(slots, capacity)
         self._script, self.feed_tokens = script, feed_tokens
         self.prefills: list[list[np.ndarray]] = []
-        """The prompts of every `prefill`."""
+        """The prompts of each call to `prefill`."""
         self.released: list[int] = []
         """The released slots, in order."""
         self.inserted: list[tuple[int, int]] = []

@@ -195,7 +195,7 @@ def main() -> float:
     print(f"before training: accuracy {accuracy():.3f}", flush=True)
     cursor = 0
     needed = options.prompts_per_step  # also the number of prompts in a wave
-    waves = ClockSizes(in_flight=needed * GROUP_SIZE, samples_per_prompt=GROUP_SIZE, needed=needed, verdict_rounds=0, waves=True)  # fmt: skip
+    waves = ClockSizes(in_flight=needed * GROUP_SIZE, samples_per_prompt=GROUP_SIZE, needed=needed, answer_rounds=0, waves=True)  # fmt: skip
     for step in range(1, options.steps + 1):
         # 1. Sample until enough groups are neither all correct nor all wrong (Eq. 11, Algorithm 1).
         sampler_weights = transfer(params)

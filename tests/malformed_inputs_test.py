@@ -94,7 +94,7 @@ LATE = {
     "an exception": ("mine.py:raises", "mine.py:raises raised AttributeError: 'Sample' object has no attribute 'answr' (mine.py, line 16)"),
     "too few verdicts": ("mine.py:too_few", "returned 1 verdicts for 2 responses"),
     "an async text": ("mine.py:slow_text", "reward function mine.py:slow_text returned 'yes' (str)"),
-    "TRL's None": ("trl:mine.py:trl_none", "returns one number for each"),
+    "TRL's None": ("trl:mine.py:trl_none", "trl:mine.py:trl_none returned None (NoneType)"),
     "verl without a score": ("verl:mine.py:verl_without", "a mapping with 'score'"),
 }  # fmt: skip
 

@@ -96,7 +96,7 @@ class Checkpointer:
             )
         quiet_orbax()
         path = epath.Path(path_of(folder))
-        self.folder = path if in_bucket(path) else path.resolve()  # resolve() does not know gs:// paths
+        self.folder = path if in_bucket(path) else path.resolve()  # resolve() does not support gs:// paths
         self._sealing = Sealing(self.folder)
         self._cleaned = False
         self._scores: dict[int, float] | None = None
@@ -182,7 +182,7 @@ class Checkpointer:
             raise self._failure(error) from error
 
     def failure(self) -> str:
-        """Returns the error message of a failed last save, only once. Empty if the save succeeded or is in progress. Does not wait."""
+        """Returns the error message of the last save if it failed, but only once. Returns an empty string if it succeeded or is in progress. Does not wait."""
         if not self._manager.is_saving_in_progress():
             try:
                 self.wait()
@@ -216,8 +216,8 @@ class Checkpointer:
             target_state: a pytree of JAX arrays or `jax.ShapeDtypeStruct`s. A tree of structs costs no memory. Leaves without a
                 sharding are restored to the default device. Leaves are cast if the target has a different dtype.
             step: the step to restore. If None, the latest step is restored.
-            rows: number of vocabulary entries. Checkpoint and target may have different numbers of padding rows after them. If None, all
-                rows must agree.
+            rows: number of vocabulary entries. The number of padding rows after them may differ between checkpoint and
+                target. If None, the numbers of rows must be equal.
             check: called with the checkpoint's progress.
 
         Raises:
@@ -358,7 +358,7 @@ class Checkpointer:
                 with suppress(OSError):  # the next save tries again
                     remove_unfinished(self.folder)
             self._cleaned = False
-            self._manager.reload()  # Orbax has already removed the oldest step from its list, but not from the disk
+            self._manager.reload()  # Orbax's list no longer contains the oldest step, but the disk does
         full = os.strerror(errno.ENOSPC)
         why = f"the disk is full ({full})" if full in str(error) else str(error)
         return CheckpointError(f"saving checkpoint step {self._sealing.step} in {self.folder} failed: {why}")
@@ -386,7 +386,7 @@ class Keeping(PreservationPolicy):
         self._count, self._best = count, best
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Returns whether to keep each checkpoint. `Any` is used because Orbax's protocols cannot be checked at run time."""
+        """Returns, for each checkpoint, whether to keep it. `Any` is used because Orbax's protocols cannot be checked at run time."""
         steps = [checkpoint.step for checkpoint in checkpoints]
         kept = {*sorted(steps)[-self._count :], *(self._best() or ())[:1]}
         return [step in kept for step in steps]

@@ -59,7 +59,7 @@ class DamagedError(CheckpointError):
 
 
 def unreadable(folder: epath.Path, error: Exception) -> CheckpointError:
-    """Returns the error to raise if a checkpoint cannot be read: a DamagedError, after which a resume tries the checkpoint before it.
+    """Returns the error to raise if a checkpoint cannot be read: a DamagedError, so that a resume tries the previous checkpoint.
 
     If memory, permissions or the disk caused the failure, the checkpoint may be intact, so the error is a CheckpointError, which ends the resume.
     """
@@ -117,7 +117,7 @@ def set_aside(folder: epath.Path) -> str:
 
 
 def remove_unfinished(folder: epath.Path) -> None:
-    """Removes incomplete steps in `folder`, which a killed run may leave."""
+    """Removes incomplete steps in `folder`, which a killed run may have left."""
     for path in map(epath.Path, entries(folder)):
         named = in_bucket(path) and path.name.isdigit()
         if _UNFINISHED in path.name or (named and not (path / _COMMITTED).exists()):
@@ -125,7 +125,7 @@ def remove_unfinished(folder: epath.Path) -> None:
 
 
 def being_written(path: epath.Path) -> epath.Path:
-    """Returns the current path of a step, or of an item in a step. On a disk, it has a temporary name until it is complete."""
+    """Returns the current path of a step, or of an item in a step. On a disk, a step has a temporary name until it is complete."""
     unfinished = path.with_name(path.name + _UNFINISHED)
     return unfinished if unfinished.exists() else path
 
@@ -168,8 +168,8 @@ def write_manifest(folder: epath.Path, known: Mapping[str, SealedFile]) -> None:
 
 
 def digested(folder: epath.Path, names: Set[str] | None = None) -> dict[str, SealedFile]:
-    """Hashes the named files in `folder`, or all files without `names`, and returns their manifest entries by path."""
-    # Listed before reading. If an object is replaced meanwhile, its md5 then differs from the entry, so a restore checks its sha256.
+    """Hashes the files `names` in `folder`, by default all files, and returns their manifest entries by path."""
+    # Files are listed before they are read. If an object is replaced in between, its md5 differs from the entry, so a restore checks its sha256.
     there = stored_files(folder)
     digests = _digests(folder, there.keys() if names is None else names)
     return {name: SealedFile(there[name][0], digest, there[name][1]) for name, digest in digests.items()}
@@ -180,7 +180,7 @@ def sealed_files(folder: epath.Path) -> dict[str, SealedFile]:
 
     Raises:
         DamagedError: a file is missing, unexpected or has a different size, or there is no manifest.
-        CheckpointError: see `unreadable`.
+        CheckpointError: the manifest cannot be read (see `unreadable`).
     """
     try:
         there = stored_files(folder)
@@ -216,7 +216,7 @@ def check_digests(
 
     Raises:
         DamagedError: a file has changed.
-        CheckpointError: see `unreadable`.
+        CheckpointError: a file cannot be read (see `unreadable`).
     """
     index, count = share
     mine = {name: files[name] for name in sorted(files)[index::count]}
@@ -252,7 +252,7 @@ class Sealing:
         self._barrier = ocp.multihost.get_barrier_sync_fn()
 
     def meet(self, *, key: str, timeout_ms: int) -> None:
-        """Orbax calls this method for its barriers. After writing its files, each process publishes their digests."""
+        """Orbax calls this method at its barriers. At the barrier after the writes, each process publishes the digests of its files."""
         if _ALL_WRITTEN in key and jax.process_count() > 1:
             own = json.dumps({name: vars(file) for name, file in self._own().items()})
             store = coordination_service().client
@@ -269,7 +269,7 @@ class Sealing:
         return found
 
     def seal(self) -> None:
-        """Orbax calls this method in the first process after the last write. Writes the manifest."""
+        """Writes the manifest. Orbax calls this method in the first process after the last write."""
         known: dict[str, SealedFile] = {}
         if jax.process_count() > 1:
             store = coordination_service().client
@@ -322,7 +322,7 @@ def unpack_arrays(
 
 
 def flattened(tree: PyTree) -> dict[str, jax.Array | jax.ShapeDtypeStruct]:
-    """Returns the tree's leaves by a readable path, such as `params.layers.q_proj`, in the tree's order.
+    """Returns a dict from readable paths, such as `params.layers.q_proj`, to the tree's leaves, in the tree's order.
 
     Raises:
         ValueError: a leaf cannot be stored, or two leaves have the same path.
@@ -330,7 +330,7 @@ def flattened(tree: PyTree) -> dict[str, jax.Array | jax.ShapeDtypeStruct]:
     flat: dict[str, jax.Array | jax.ShapeDtypeStruct] = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if keys and keys[-1] == jax.tree_util.GetAttrKey("value"):
-            keys = keys[:-1]  # leaves out the attribute of Flax's variable wrapper
+            keys = keys[:-1]  # omits the attribute of Flax's variable wrapper
         path = jax.tree_util.keystr(keys, simple=True, separator=".")
         if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
             raise ValueError(f"state leaf {path} is a {type(leaf).__name__}, needs a JAX array")
@@ -357,7 +357,7 @@ def check_shapes(
         where: the checkpoint's name for messages.
         saved: shape and dtype by path, from the checkpoint's metadata.
         target: the arrays to restore, by the same paths.
-        rows: number of vocabulary entries. Checkpoint and target may have different numbers of padding rows after them. If None, all rows must agree.
+        rows: number of vocabulary entries. The number of padding rows after them may differ. If None, the numbers of rows must be equal.
 
     Raises:
         ValueError: the arrays belong to different models.
@@ -372,7 +372,7 @@ def check_shapes(
         filled_up = rows is not None and table and min(shape[0], struct.shape[0]) >= rows
         if shape != struct.shape and not filled_up:
             raise ValueError(
-                f"{where} contains {path} of shape {shape}; the target's has shape {struct.shape}: "
+                f"{where} contains {path} of shape {shape}, but the target has shape {struct.shape}: "
                 "was it saved with another model configuration?"
             )
 

@@ -38,7 +38,7 @@ NO_BACKEND = "Unable to initialize backend"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit status. If the run has several processes, a failure ends the Python process immediately instead."""
+    """Runs one command and returns the exit status. With several processes, a failure ends the Python process immediately, without returning."""
     words = sys.argv[1:] if argv is None else list(argv)
     with lasting_streams(lambda stream: _report_gone(stream, next(iter(words), ""))):
         arguments = _parsed(words)
@@ -71,7 +71,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if name in TOGETHER + ALONE:
             keep_quiet()
         status = arguments.command(arguments)
-        sys.stdout.flush()  # if the disk is full, raises the error here, where it is handled
+        sys.stdout.flush()  # so that an error, such as a full disk, is raised here and handled
         processes.leave()
         return status
     except StoppedError as error:
@@ -156,9 +156,7 @@ class _Parser(argparse.ArgumentParser):
     """An argument parser that suggests the most similar valid choice if a choice is invalid."""
 
     def error(self, message: str) -> NoReturn:
-        message = message.replace(
-            ", key=value", ""
-        )  # argparse would list it as a missing argument, although it is optional
+        message = message.replace(", key=value", "")  # argparse lists optional overrides as missing arguments
         if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
             near = nearest(found[1], re.findall(r"[\w-]+", found[2]))
             message += f"; did you mean {near[0]!r}?" if near else ""

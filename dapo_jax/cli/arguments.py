@@ -31,7 +31,7 @@ def command(commands: Commands, name: str, function: Callable[..., int]) -> argp
 def option(
     made: argparse.ArgumentParser, name: str, text: str, metavar: str | None = None, **how: Any
 ) -> None:
-    """Adds an option. Without a metavar and other settings, it is a flag. If the default is a number, values are converted to the same type."""
+    """Adds an option, which is a flag if neither `metavar` nor `how` is given. If the default is a number, values are converted to the same type."""
     given: dict[str, Any] = {"metavar": metavar, **how} if metavar or how else {"action": "store_true"}
     if (default := how.get("default")) not in (None, "", [], {}):
         text = (

@@ -20,7 +20,7 @@ _OPTIONS = {
     "data.source_options": "--options",
     **{f"data.{name}": f"--{name.replace('_', '-')}" for name in ("on_bad_row", "data_dir", *_PROMPT)},
 }
-"""Configuration key -> the option of the `data` commands that sets it."""
+"""Maps configuration keys to the options of the `data` commands that set them."""
 
 
 def add_to(commands: Commands) -> None:

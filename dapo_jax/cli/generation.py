@@ -36,7 +36,7 @@ SHORT = {
     "slots": "sampling.slots",
     "seed": "seed",
 }
-"""Option of `eval` -> the configuration key that it sets."""
+"""Maps options of `eval` to the configuration keys that they set."""
 
 
 def add_to(commands: Commands) -> None:

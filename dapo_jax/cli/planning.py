@@ -1,4 +1,4 @@
-"""The commands `plan`, `doctor` and `report`: whether a configuration can train on a TPU slice or on this machine, and a page about runs.
+"""The commands `plan` and `doctor`, which check whether a configuration can train on a TPU slice or this machine, and `report` for a page about runs.
 
 `plan` returns 1 if the run does not fit, and `doctor` returns 1 if training cannot start.
 """
@@ -145,7 +145,7 @@ def report(arguments: argparse.Namespace) -> int:
         if arguments.png:
             written = made.save_figures(arguments.png)
             print(f"{arguments.png}: {len(written)} PNGs")
-    except (OSError, ValueError) as error:  # ValueError: a path is neither local nor in a bucket
+    except (OSError, ValueError) as error:  # ValueError if a path is neither local nor in a bucket
         if isinstance(error, ConfigError) or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise ConfigError(f"cannot write the report: {error}") from error
@@ -159,7 +159,7 @@ def _watch(arguments: argparse.Namespace) -> int:
     for name in ("out", "png", "rollout_steps"):
         if getattr(arguments, name) is not None:
             raise ConfigError(
-                f"--{name.replace('_', '-')} {getattr(arguments, name)} is for a page that is written to a file, and --watch writes no file: leave out one of the two"
+                f"--{name.replace('_', '-')} {getattr(arguments, name)} is for a page in a file, but --watch does not write a file: omit one of the two options"
             )
     watch(*arguments.runs, port=arguments.port or 0)
     return 0

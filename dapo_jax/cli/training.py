@@ -47,9 +47,9 @@ def train(arguments: argparse.Namespace) -> int:
 
 
 def _held_out(lines: Sequence[Mapping[str, float | int]], *, metric: str) -> Iterator[str]:
-    """Yields a line for each score in the last evaluation. It also shows the score in the first evaluation, if it is there.
+    """Yields a line for each score in the last evaluation. The line also contains the score in the first evaluation, if it is available.
 
-    A run that was resumed with other evaluation settings lacks it.
+    The score is not available if the evaluation settings were changed when the run was resumed.
     """
     from dapo_jax.evaluation import score_text
 

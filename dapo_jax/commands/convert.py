@@ -8,7 +8,7 @@ from pathlib import Path
 from dapo_jax.config import ConfigError, ModelConfig
 from dapo_jax.config.keys import Rules, check_value
 from dapo_jax.models.adapter_folder import is_adapter
-from dapo_jax.models.config_json import describe, family_of
+from dapo_jax.models.families import describe, family_of
 from dapo_jax.models.folder import CONFIG, read_config, write_model
 from dapo_jax.models.gguf import GgufFile
 from dapo_jax.models.gguf_tokenizer import special_ids, tokenizer_files
@@ -48,7 +48,7 @@ def convert(source: str, target: str, *, dtype: str = "float32", merge: bool = F
         source: a local .gguf file, a model folder, a run folder (its latest checkpoint), an adapter folder, preset:NAME or shipped:NAME.
         target: a folder that does not exist or is empty.
         dtype: dtype of the written tensors, float32 or bfloat16.
-        merge: merge the adapters of a run or an adapter folder into the base model, and write a complete model.
+        merge: whether to merge the adapters of a run or an adapter folder into the base model, and write a complete model.
 
     Raises:
         ConfigError: there is no such model, it is damaged or not supported, or `target` is not empty or cannot be written.
@@ -61,7 +61,7 @@ def convert(source: str, target: str, *, dtype: str = "float32", merge: bool = F
     is_gguf = path.suffix == ".gguf"
     try:
         if is_gguf and in_bucket(source):
-            raise ConfigError(f"{source}: a GGUF file is read from a local disk; copy it there")
+            raise ConfigError(f"{source}: a GGUF file must be on a local disk; copy it there")
         plain = policy = None
         if not is_gguf and not source.startswith("preset:") and run_at(source) is None:
             found = folder_of(ModelConfig(source=source), weights=True)
@@ -69,7 +69,7 @@ def convert(source: str, target: str, *, dtype: str = "float32", merge: bool = F
         if not is_gguf and plain is None:
             policy = find_policy(source)
         if merge and (policy is None or policy.decoder.lora is None):
-            raise ConfigError(f"{source} has no adapter to merge: leave merge out")
+            raise ConfigError(f"{source} has no adapter to merge: omit merge")
         if policy is not None:
             config, written = policy.decoder, policy.save(folder, dtype=dtype, merge=merge)
         elif plain is not None:

@@ -30,13 +30,13 @@ def prepare(data: DataConfig) -> str:
     lines = []
     for split, rows in splits.items():
         lines.append(f"{split}: {rows.note or f'{data.source}: {len(rows):,} prompts'}")
-        if rows.note:  # only datasets from files have a note; other datasets generate references, which graders can parse
+        if rows.note:  # a dataset from files; the references of other datasets can always be parsed
             lines += [f"{split}: {line}" for line in _unread_references(rows)]
     return visible("\n".join([*lines, f"kept in {data.data_dir}"]) + "\n")
 
 
 def _unread_references(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns a line for each grader that cannot parse all references completely. It quotes the first of them."""
+    """Returns a line for each grader that cannot parse all references completely. The line quotes the first such references."""
     lines = []
     for grader, unread_by in UNREAD_BY.items():
         unread = [row for row in rows if row.get("answer") and unread_by(row["answer"])]
@@ -52,8 +52,8 @@ def show(data: DataConfig, *, split: str = "", model: str = "", count: int = 3) 
 
     Args:
         data: the dataset and the format of its prompts.
-        split: name of the split. If empty, train, or the only split.
-        model: a `model.source`, whose tokenizer and chat template are used. If empty, bytes.
+        split: name of the split. Defaults to `train`, or to the first split if there is no split `train`.
+        model: a `model.source`, whose tokenizer and chat template are used. If empty, prompts are tokenized as bytes.
         count: number of prompts to show.
 
     Raises:
@@ -64,7 +64,7 @@ def show(data: DataConfig, *, split: str = "", model: str = "", count: int = 3) 
     split = split or ("train" if "train" in splits else next(iter(splits)))
     if split not in splits:
         raise ConfigError(
-            f"--split: found {split!r}, needs one of {', '.join(splits)}, which {data.source} has"
+            f"--split: found {split!r}, needs one of the splits of {data.source}: {', '.join(splits)}"
         )
     rows = splits[split]
     try:

@@ -67,10 +67,10 @@ def evaluate(
 
     Args:
         model: `preset:NAME`, `shipped:NAME`, `hf:ORG/NAME`, a model folder, or a run folder (its latest checkpoint).
-        config: an `EvaluateConfig`, or an evaluation, training or warm-start configuration file. None: the run's configuration, or the defaults for a model.
+        config: an `EvaluateConfig`, or an evaluation, training or warm-start configuration file. Defaults to the run's configuration, if `model` is a run.
         overrides: strings `key=value`, which override configuration keys.
         rows: rows with `prompt` and `answer` to evaluate on, instead of a dataset.
-        reward: function that grades one `rewards.Sample`. None: `config.reward.grader`.
+        reward: function that grades one `rewards.Sample`. Defaults to `config.reward.grader`.
         keep: folder for all rollouts (FOLDER/NAME/step_000000.jsonl) and problems (FOLDER/problems/NAME.jsonl).
 
     Raises:
@@ -79,7 +79,7 @@ def evaluate(
     config, metric = _configured(model, config, overrides)
     kept = None if keep is None else place_of(keep, key="keep", write=True)
     use_compilation_cache(config.compilation_cache)
-    check_graders(config.reward, reward=reward)  # checked now, because loading the model may take long
+    check_graders(config.reward, reward=reward)  # before the slow loading of the model
     environment = environment_of(config.environment, reward=reward)
     policy, sampler_of = _loaded(model, config.parallel, config.sampling, config.compute_dtype)
     config = replace(config, data=dated(config.data, like=data_of_run(model)))
@@ -118,10 +118,10 @@ def evaluate(
 def _configured(
     model: str, config: EvaluateConfig | str | Path | None, overrides: Sequence[str]
 ) -> tuple[EvaluateConfig, str]:
-    """Returns the evaluation configuration (given, or from the model's run), and the training run's `dynamic_sampling.metric`.
+    """Returns the evaluation configuration (`config`, or the configuration of the run `model`), and the `dynamic_sampling.metric` of training.
 
     Raises:
-        ConfigError: as in `load_evaluation`, or there are overrides but the configuration is not a file.
+        ConfigError: `load_evaluation` failed, or there are overrides but the configuration is not a file.
     """
     run = run_at(model)
     own = None if run is None else run / "config.yaml"
@@ -135,7 +135,7 @@ def _configured(
         file = own if config is None else config
         found = load_evaluation(file, overrides)
     if file is not None:
-        with suppress(ConfigError):  # an evaluation or warm-start configuration has no such key
+        with suppress(ConfigError):  # the file may not be a training configuration
             return found, load_config(file, overrides).dynamic_sampling.metric
     return found, "correct" if own is None else load_config(own).dynamic_sampling.metric
 
@@ -143,7 +143,7 @@ def _configured(
 def _loaded(
     model: str, parallel: ParallelConfig, sampling: SamplingConfig, dtype: str
 ) -> tuple[Policy, Callable[..., ResponseSampler]]:
-    """Loads a policy, and returns it with `response_sampler` for this policy, as a partial function."""
+    """Loads a policy. Returns the policy, and a function that builds samplers for it with `response_sampler`."""
     mesh = mesh_of(parallel)
     meshes = meshes_of(parallel, mesh)
     policy = find_policy(model, mesh=mesh, shares=sharing(meshes, sampling, dtype=dtype))

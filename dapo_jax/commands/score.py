@@ -60,9 +60,9 @@ def score(
 
     Args:
         rollouts: a JSONL file, or a folder of such files: a run's `rollouts/`, or the folder of `dapo-jax eval --keep`.
-        graders: graders in the form of `reward.grader`.
+        graders: graders, each in the form of `reward.grader`.
         answer_marker: answer marker for the grader `exact`.
-        workers: number of processes for graders that may hang. 0: grade in this process.
+        workers: number of processes for graders that may hang. 0 means that all graders run in this process.
         timeout_s: time limit in seconds for one response.
 
     Raises:

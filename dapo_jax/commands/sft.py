@@ -127,7 +127,7 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
                     groups = sampler.evaluate(weights, asked, graders.groups, config.eval, **place)
                     metrics |= summarize(groups, name=name)
                     shown.evaluation(name, metrics, step)
-                del weights  # frees memory for the next update
+                del weights  # frees memory before the next update
             lock.check()
             tracker.log(step, metrics)
     trained = replace(policy, params=state.params)

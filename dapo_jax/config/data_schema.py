@@ -1,4 +1,4 @@
-"""The section `data`: datasets, and the prompt text around their questions."""
+"""The `data` section: datasets, and the prompt text around their questions."""
 
 from dataclasses import dataclass
 from datetime import date
@@ -29,11 +29,11 @@ class SourceConfig:
     source_options: dict[str, Any] = key(default_factory=dict)
     """Dataset options, as in `data.source_options`."""
     split: str = ""
-    """Split to use. If empty, `train` in a mixture and `test` in an evaluation, or the dataset's only split."""
+    """Name of the split. Defaults to `train` in a mixture and to `test` in an evaluation, or to the only split if there is just one."""
     weight: float = key(1.0, range=POSITIVE)
     """Relative weight of the dataset in a mixture: its share of the prompts is this weight divided by the sum of all weights."""
     name: str = ""
-    """Name of the dataset in metrics. If empty, its source, or for `jsonl` its file name without suffix."""
+    """Name of the dataset in metrics. Defaults to its source, or for `jsonl`, to the file name without its suffix."""
 
     @property
     def title(self) -> str:
@@ -62,7 +62,7 @@ class DataConfig(Section, at="data"):
     path: str = ""
     """Parquet or JSON Lines file with the dataset, or a folder of such files. The dataset is prepared on first use, and then cached."""
     source_options: dict[str, Any] = key(default_factory=dict)
-    """Options for the dataset. For jsonl, the field names, for example {prompt: question, answer: solution}. For a reasoning_gym task, its options, for example {min_words: 3, max_words: 5}."""
+    """Options for the dataset. jsonl takes the names of its fields, for example {prompt: question, answer: solution}. A reasoning_gym task takes its own options, for example {min_words: 3, max_words: 5}."""
     mixture: list[dict[str, Any]] = key(default_factory=list)
     """Datasets for `data.source: mixture`, each in the form {source: ..., path: ..., weight: 1} (see `SourceConfig`)."""
     on_bad_row: str = key("error", choices=["error", "skip"])
@@ -87,10 +87,10 @@ class DataConfig(Section, at="data"):
     chat_template_kwargs: dict[str, Any] = key(default_factory=dict, aliases="apply_chat_template_kwargs")
     """Additional variables for the chat template, for example {enable_thinking: false} for Qwen3."""
     template_date: str = ""
-    """Date that the chat template inserts as today's date, for example 2024-07-26 (the time is midnight). If empty, the date on which the run starts.
+    """Date that the chat template inserts as today's date, for example 2024-07-26 (the time is midnight). If empty, it is the date on which the run starts.
     The run's config.yaml records this date, so that `--resume` and later evaluation, sampling and serving use it too."""
     shuffle: bool = True
-    """Shuffle the prompts, differently in each epoch, with the run's seed."""
+    """Shuffle the prompts with the run's seed, in a different order in each epoch."""
     max_prompt_tokens: int = key(2048, range=SIZE, aliases="max_prompt_length max_prompt_token_length")
     """Maximum number of tokens per prompt, including the chat template. In training, longer prompts are left out and counted, because a truncated prompt would be a
     different question. In evaluation, a longer prompt is an error. (Section 4.1)"""

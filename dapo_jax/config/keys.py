@@ -42,17 +42,17 @@ class Rules:
     """Rules for the value of a key, in addition to its type."""
 
     range: Range | None = NOT_NEGATIVE
-    """Allowed numbers. None: any number. Values of other types are not affected."""
+    """Allowed numbers. If None, any number is allowed. Values of other types are not affected."""
     choices: Sequence[str] = ()
-    """Allowed strings. Empty: any string."""
+    """Allowed strings. If empty, any string is allowed."""
     not_empty: bool = False
-    """Refuse an empty string."""
+    """Whether an empty string is refused."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Name of the key in verl, TRL or open-instruct -> a note if the quantity differs or could be confused with another, else an empty string."""
+    """Maps names of the key in verl, TRL or open-instruct to notes. A note is empty unless the quantity differs or could be confused with another."""
     may_change: bool = False
-    """True if the value may change on `--resume`, because the key affects the training result only by rounding, if at all."""
+    """Whether the value may change on `--resume`. Such a key affects the training result only by rounding, if at all."""
     only_with: str = ""
-    """The key that must be set, or else this key (or every other key of this section) has no effect."""
+    """Name of another key without which this key has no effect. On a section, it applies to all other keys of the section."""
 
 
 _NO_RULES = Rules()
@@ -186,7 +186,7 @@ def _check_mapping(key: str, value: object) -> None:
 
 
 def _number_remedy(value: object, kind: type) -> str:
-    """Returns the remedy for a value that is not an integer or float, as `kind` requires."""
+    """Returns the remedy for a value that is not of the required type `kind`, which is int or float."""
     if isinstance(value, float) and math.isfinite(value):
         near = dict.fromkeys(f"{bound}" for bound in (math.floor(value), math.ceil(value)))
         return f"write {' or '.join(near)}"

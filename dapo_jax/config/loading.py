@@ -46,7 +46,7 @@ def load_config(
 
     Args:
         path: a YAML file, or the name of a configuration in the package, for example `quickstart`. If both exist, the file is used.
-        overrides: strings `key=value`, as on the command line.
+        overrides: `key=value` strings, as on the command line.
         schema: `TrainConfig`, `SftConfig` or `EvaluateConfig`.
 
     Raises:
@@ -162,7 +162,7 @@ def _refuse_unknown(key: str, value: object, kinds: Mapping[str, Any]) -> NoRetu
     """Raises ConfigError for a key that is not in the schema. For an unknown section, the error names the first key in it that has a known remedy, or else its first key."""
     if key in kinds or _is_section(key, kinds):
         nested = ": ".join(key.split("."))
-        raise ConfigError(f"{key}: dotted keys are for overrides; in a file write it nested, {nested}: ...")
+        raise ConfigError(f"{key}: dotted keys are for overrides; in a file, write it nested: {nested}: ...")
     inside = dict(_walk(key, value))
     key = next((each for each in inside if of_another_library(each, kinds)), next(iter(inside)))
     parent = key.rpartition(".")[0]
@@ -189,9 +189,9 @@ def _parse_override(override: str, kinds: Mapping[str, Any]) -> tuple[str, Any]:
     """Parses `key=value` into the dotted key and the value."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
-        raise ConfigError("needs the form key=value, without spaces around =, as in batch.group_size=16")
+        raise ConfigError("must have the form key=value, without spaces around =, as in batch.group_size=16")
     if key != key.strip().lstrip("-+~"):
-        raise ConfigError(f"write {key.strip().lstrip('-+~')}={text}, with nothing around the key")
+        raise ConfigError(f"write {key.strip().lstrip('-+~')}={text}, without spaces or signs around the key")
     if _is_section(key, kinds):
         keys = ", ".join(each for each in kinds if each.startswith(f"{key}."))
         raise ConfigError(
@@ -237,7 +237,7 @@ def _build(schema: type[_Section], values: Mapping[str, Any], defaults: _Section
             given[name] = _as_float(values[name]) if float in (kind, *get_args(kind)) else values[name]
         elif defaults is None and needed(field):
             remedy = f"add `{name}: some/folder` to the file or {name}=some/folder to the command"
-            raise ConfigError(f"{name}: missing, needs a value; {remedy}")
+            raise ConfigError(f"{name} is missing; {remedy}")
     return schema(**given) if defaults is None else dataclasses.replace(cast(Any, defaults), **given)
 
 

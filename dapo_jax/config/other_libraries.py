@@ -9,10 +9,10 @@ from dapo_jax.config.section import rules_by_key
 
 _RULES = rules_by_key(TrainConfig)
 ALIASES = {alias: ours for ours, rules in _RULES.items() for alias in rules.aliases}
-"""Name in verl, TRL or open-instruct -> our key. If several names match, for example `rollout.n` and `n`, the longest is used."""
+"""Maps names in verl, TRL or open-instruct to our keys. If several names match, for example `rollout.n` and `n`, the longest is used."""
 
 NOTES = {alias: note for rules in _RULES.values() for alias, note in rules.aliases.items() if note}
-"""Alias -> note, for aliases whose quantity differs from ours or could be confused with another."""
+"""Maps aliases to notes, if the quantity differs from ours or could be confused with another."""
 
 _NO_KEY = {
     "num_iterations ppo_epochs": "each response is trained on once; for several updates per step, set `batch.groups_per_update` to less than "
@@ -32,7 +32,7 @@ _NO_KEY = {
     "cache_dir": "the environment variable HF_HOME sets the folder for models from the Hugging Face Hub",
 }
 NO_KEY = {name: answer for names, answer in _NO_KEY.items() for name in names.split()}
-"""Key from verl or TRL without an equivalent here -> remedy."""
+"""Maps verl and TRL keys that have no equivalent here to remedies."""
 
 _NO_KEY_PREFIXES = {"vllm_": NO_KEY["use_vllm"], "hub_": NO_KEY["push_to_hub"]}
 

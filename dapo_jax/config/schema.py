@@ -1,4 +1,4 @@
-"""Configuration dataclasses for training, supervised warm start and evaluation, one per section. The section `data` is in `data_schema`.
+"""Configuration dataclasses for training, supervised warm start and evaluation, one per section. The `data` section is in `data_schema`.
 
 Each key is defined once, as a field with its default, its rules (`keys.key`), and its documentation below it. If the DAPO paper (https://arxiv.org/abs/2503.14476)
 specifies a value, that value is the default, and the documentation names the equation or section. Checks raise `ConfigError` and never change a value.
@@ -47,14 +47,14 @@ class ModelConfig(Section, at="model"):
     """Dtype of activations and matrix products: float32 or bfloat16. Master weights are always float32."""
     attention: str = key("auto", choices=["auto", "xla", "splash", "cudnn"], may_change=True)
     """Attention implementation for training. xla runs on every platform. splash is a TPU kernel. cudnn is an NVIDIA GPU kernel that needs batch.packing=false and
-    bfloat16. With splash and cudnn, packed responses cannot share the computation of their prompt. auto: splash on a TPU, cudnn on a GPU that meets these needs, else xla."""
+    bfloat16. With splash and cudnn, packed responses cannot share the computation of their prompt. auto selects splash on a TPU, cudnn on a GPU with these two settings, and xla otherwise."""
     remat: str = key(
         "none",
         choices=["none", "full", "dots"],
         aliases={"gradient_checkpointing enable_gradient_checkpointing": "none, full or dots"},
         may_change=True,
     )
-    """Gradient checkpointing: the activations of each layer that the backward pass recomputes. none; full: all of them; dots: all except the results of matrix products."""
+    """Gradient checkpointing: the backward pass recomputes activations instead of storing them. none recomputes nothing, full recomputes all activations, and dots all except the results of matrix products."""
 
 
 LORA_TARGETS = (
@@ -71,7 +71,7 @@ class LoraConfig(Section, at="lora"):
     """Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685): only small added matrices are trained, and the model's own weights are frozen."""
 
     rank: int = key(0, aliases={"lora_rank lora_r": "", "peft_config": "and lora.alpha, lora.targets"})
-    """Rank of each adapter. 0: no adapters; all weights are trained. With adapters, the model's own weights are frozen and stored in `model.compute_dtype`. Only the adapters are
+    """Rank of each adapter. 0 means that there are no adapters and all weights are trained. With adapters, the model's own weights are frozen and stored in `model.compute_dtype`. Only the adapters are
     saved; their size is about rank / width of the model's size. The reference policy for a KL penalty is then the model without adapters."""
     alpha: float = key(32.0, range=POSITIVE, aliases="lora_alpha")
     """Scale of the adapters: their output is multiplied by alpha / rank. The same learning rate then suits every rank: about ten times the learning rate for full training."""
@@ -106,7 +106,7 @@ class SamplingConfig(Section, at="sampling"):
     """Maximum number of prompt tokens per prefill. Longer prompts are prefilled in chunks."""
     page_tokens: int = key(0, aliases="block_size page_size", may_change=True)
     """Number of tokens per page of the KV cache. A response is allocated more pages as it grows, and responses to the same prompt share the prompt's full pages.
-    0: a default for the platform. On CPU, the default is a cache without pages, in which each slot has room for the longest prompt and response."""
+    0 selects a default for the platform. On CPU, the default is a cache without pages, in which each slot has room for the longest prompt and response."""
     cache_tokens: int = key(
         0,
         aliases={
@@ -115,20 +115,20 @@ class SamplingConfig(Section, at="sampling"):
         may_change=True,
     )
     """Number of tokens that a sampler's KV cache can store, over all of its devices. If the cache is full, the most recently started response is preempted and later
-    re-prefilled. 0: as many tokens as fit into device memory next to the weights and the training state (a run logs this number when it starts); on CPU, enough for all slots."""
+    re-prefilled. 0 means as many tokens as fit into device memory next to the weights and the training state (a run logs this number when it starts). On CPU, 0 means enough tokens for all slots."""
     cache_dtype: str = key(
         "", choices=["", "int8", "float8_e4m3fn"], aliases="kv_cache_dtype", may_change=True
     )
-    """Dtype of cached keys and values. Empty: model.compute_dtype. The 8-bit types use one scale per token and head. Compared with bfloat16, the cache stores twice as many
+    """Dtype of cached keys and values. Defaults to model.compute_dtype. The 8-bit types use one scale per token and head. Compared with bfloat16, the cache stores twice as many
     tokens and is read twice as fast. The sampler's log-probabilities then differ more from the trainer's, so training needs loss.importance_cap or another loss.correction."""
     weight_dtype: str = key("", choices=["", "int8"], aliases="quantization", may_change=True)
-    """Dtype of the sampler's weight matrices. Empty: model.compute_dtype. int8 uses one scale per output feature. Training then needs loss.importance_cap or another loss.correction."""
+    """Dtype of the sampler's weight matrices. Defaults to model.compute_dtype. int8 uses one scale per output feature. Training then needs loss.importance_cap or another loss.correction."""
     merge_lora: bool = key(False, may_change=True, only_with="lora.rank")
     """Merge the adapters (`lora.rank`) into the sampler's weights. This saves computation for each token, but needs memory for a second copy of the weights, and the
-    results are rounded differently than in training. false: the sampler applies the adapters separately, as training does."""
+    results are rounded differently than in training. If false, the sampler applies the adapters separately, as training does."""
     batch_invariant: bool = key(False, may_change=True)
     """Make log-probabilities bitwise independent of the other responses in the batch, of `sampling.slots` and of the number of processes. Each device then decodes eight
-    slots at a time and prefills each prompt separately, which is slower. false: these affect the log-probabilities, but only by rounding."""
+    slots at a time and prefills each prompt separately, which is slower. If false, log-probabilities depend on these three, but only by rounding."""
     stop: list[str] = key(default_factory=list, aliases="stop_strings")
     """Strings that end a response, in training and in evaluation. The response keeps the tokens of the stop string, but graders receive only the text before it."""
     stop_token_ids: list[int] = key(default_factory=list)
@@ -147,7 +147,7 @@ class OverlongConfig(Section, at="reward.overlong"):
     enabled: bool = key(True, aliases="overlong_buffer.enable")
     """Add the soft overlong punishment to the rule-based reward."""
     buffer_tokens: int = key(4096, aliases="overlong_buffer.len")
-    """L_cache: the penalty grows over this number of tokens before the length limit."""
+    """L_cache, the number of tokens before the length limit over which the penalty grows."""
     penalty_factor: float = key(1.0)
     """The largest penalty, which a response at the length limit receives. (Eq. 13)"""
     filter_truncated: bool = key(False, aliases="mask_truncated_completions")
@@ -184,7 +184,7 @@ class RewardConfig(Section, at="reward"):
     answer_marker: str = "="
     """The exact grader compares the text after the last answer marker in the response with the reference answer. If empty, it compares the whole response."""
     workers: int = key(2, may_change=True)
-    """Number of worker processes per grader. 0: graders run in the main process, without a time limit. Graders that only compare text (exact, dapo, dapo_boxed, gsm8k),
+    """Number of worker processes per grader. If 0, graders run in the main process, without a time limit. Graders that only compare text (exact, dapo, dapo_boxed, gsm8k),
     reasoning_gym, async functions and functions passed from Python always run in the main process."""
     timeout_s: float = key(10.0, range=POSITIVE)
     """Time limit in seconds for one grading call. A call grades one response, or a whole group if the function accepts groups. If a call takes longer, its responses count as wrong."""
@@ -212,20 +212,20 @@ class EnvironmentConfig(Section, at="environment"):
 
     source: str = key("", aliases="environment_factory env_class")
     """The environment. `guess` is a number-guessing game. `module:name` or `path/to/file.py:name` is a class or function that is called without arguments and returns an environment.
-    Environments of other libraries: `trl:PLACE:Class` (`trl:PLACE:Class+function` with a reward function), `skyrl_gym:ID` or `skyrl_gym:PLACE:Class`, `openenv:URL`, and
+    Environments from other libraries have the forms `trl:PLACE:Class` (`trl:PLACE:Class+function` with a reward function), `skyrl_gym:ID` or `skyrl_gym:PLACE:Class`, `openenv:URL`, and
     `tinker:PLACE:Builder`. PLACE is a module or a file. An environment replaces the graders in `reward`. If empty, a response is a single turn, and graders supply the rewards."""
     max_turns: int = key(8, range=SIZE, aliases="max_turns_per_episode max_assistant_turns")
     """Maximum number of turns per episode. Longer episodes are truncated."""
     turn_tokens: int = key(0)
-    """Maximum number of tokens per turn. 0: as many as remain in the episode."""
+    """Maximum number of tokens per turn. 0 means that only the episode's limit applies."""
     episode_tokens: int = key(0)
-    """Maximum number of tokens per episode, including the environment's tokens. 0: `sampling.max_response_tokens`. A larger limit needs an environment that starts new contexts, because
+    """Maximum number of tokens per episode, including the environment's tokens. 0 means `sampling.max_response_tokens`. A larger limit needs an environment that starts new contexts, because
     each context has at most `data.max_prompt_tokens` + `sampling.max_response_tokens` tokens. The overlong penalty and filter use this limit."""
     timeout_s: float = key(30.0, range=POSITIVE)
     """Time limit in seconds for one response from the environment. If the environment takes longer or raises an error, the episode is lost. A lost episode counts as wrong. Its reward
     is the lowest in its group, but at most `reward.incorrect`."""
     workers: int = key(0, may_change=True)
-    """Number of worker processes for the environment, per training process. 0: the environment runs in the training process. If an environment in a worker blocks, runs out of
+    """Number of worker processes for the environment, per training process. If 0, the environment runs in the training process. If an environment in a worker blocks, runs out of
     memory or exits, only its own episode is lost, because a new worker replays the turns of the other episodes."""
     credit: str = key("episode", choices=["episode", "turn"])
     """Credit assignment to turns. episode: all turns get the advantage of the episode's reward. turn: the advantage of a turn is its reward-to-go, minus the mean reward-to-go of the group's episodes that reached
@@ -237,9 +237,9 @@ class DynamicSamplingConfig(Section, at="dynamic_sampling"):
     """Dynamic sampling: sample until enough groups are neither all correct nor all wrong (Eq. 11, Algorithm 1)."""
 
     enabled: bool = key(True, aliases="filter_groups.enable active_sampling filter_zero_std_samples")
-    """Use dynamic sampling. false: each step samples `batch.prompts_per_step` prompts in one wave, and trains on all of their groups, even groups without signal."""
+    """Use dynamic sampling. If false, each step samples `batch.prompts_per_step` prompts in one wave, and trains on all of their groups, even groups without signal."""
     prompts_per_wave: int = key(0, aliases={"gen_batch_size": "both count prompts, not responses"})
-    """Number of prompts per wave. 0: three times `batch.prompts_per_step`, as in the released recipe (1536 prompts for a step of 512). The run's config.yaml contains the resolved number."""
+    """Number of prompts per wave. 0 means three times `batch.prompts_per_step`, as in the released recipe (1536 prompts for a step of 512). The run's config.yaml contains the resolved number."""
     max_waves: int = key(10, aliases="max_num_gen_batches")
     """Maximum number of waves per step. The default is the released recipe's."""
     on_shortfall: str = key("error", choices=["error", "train_fewer"], may_change=True)
@@ -248,8 +248,8 @@ class DynamicSamplingConfig(Section, at="dynamic_sampling"):
     """Treatment of informative groups that a step does not need: discard them (as in the released recipe), or carry them over to the next step, which then needs fewer new groups."""
     metric: str = key("correct", choices=["correct", "score"], aliases="filter_groups.metric")
     """Value that makes a group informative: a group is kept if its responses do not all have the same value. correct: the verdict, from the first grader if there are several.
-    If the grader returns a number, a response with a number above 0 counts as correct. score: the numeric score, summed over the graders if there are several. The terminal, the
-    watchdogs and the best checkpoint then use rewards instead of verdicts, even if `enabled` is false."""
+    If the grader returns a number, a response with a number above 0 counts as correct. score: the numeric score, summed over the graders if there are several. With score, the
+    terminal, the watchdogs and the best checkpoint also use rewards instead of verdicts, even if `enabled` is false."""
 
     def check_together(self) -> None:
         if self.enabled and self.max_waves < 1:
@@ -263,14 +263,14 @@ class RolloutConfig(Section, at="rollout"):
 
     in_flight: int = key(0, aliases="max_concurrent_rollouts")
     """Number of responses in flight in all processes together: a multiple of `batch.group_size`. Each finished response is replaced, and unfinished responses continue with the
-    next step's weights, so no step has to wait for a slow response. Surplus groups are kept for later steps. 0: waves, in which all responses are sampled to their end."""
+    next step's weights, so no step has to wait for a slow response. Surplus groups are kept for later steps. 0 means sampling in waves, in which all responses are sampled to their end."""
     round_tokens: int = key(256, range=SIZE)
     """Number of tokens sampled per round for each response in flight. At the end of a round, finished responses are replaced, and the step may end."""
     answer_rounds: int = key(1, range=ROUNDS)
-    """Number of rounds that graders and environments have for an answer. Other responses are sampled in these rounds. 0: sampling waits for each answer."""
+    """Number of rounds that graders and environments have to answer, during which other responses are sampled. If 0, sampling waits for each answer."""
     max_age_steps: int = key(0, aliases="max_staleness staleness_threshold max_off_policy_steps")
-    """Bound n on staleness, in steps. A step waits for groups in flight that began n steps ago, and no group begins while n + 1 steps' worth of groups are unfinished or not yet used.
-    Training data is then rarely older than n steps, and never older than 2n + 1 steps. 0: no bound."""
+    """Bound n on staleness, in steps. A step waits for groups in flight that began n steps ago. No group begins while there are enough unfinished or unused groups for n + 1 steps.
+    Training data is then rarely older than n steps, and never older than 2n + 1 steps. 0 means no bound."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,10 +288,10 @@ class PackedRowsConfig(Section, at="batch"):
     )
     """Number of packed rows per forward and backward pass."""
     row_tokens: int = key(0, aliases="pack_length ppo_max_token_len_per_gpu", may_change=True)
-    """Number of tokens per packed row. 0: the longest prompt plus the longest response. In longer rows, more responses share a prompt, which is then computed only once.
+    """Number of tokens per packed row. 0 means the longest prompt plus the longest response. In longer rows, more responses share a prompt, which is then computed only once.
     However, the cost of attention grows with the square of the row length."""
     packing: bool = key(True, may_change=True)
-    """true: pack several responses into each row. false: one response per row."""
+    """Pack several responses into each row. If false, each row contains one response."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,9 +336,9 @@ class Correction(NamedTuple):
     """The importance weighting of a run, with all defaults resolved. See `TrainConfig.correction`."""
 
     kind: str
-    """none, truncate, mask or mask_responses."""
+    """Kind of importance weights: none, truncate, mask or mask_responses."""
     low: float
-    """Smallest weight that is kept. 0: no lower bound."""
+    """Smallest weight that is kept. 0 means no lower bound."""
     high: float
     """Largest weight that is kept, or for truncate, the cap."""
 
@@ -366,7 +366,7 @@ class LossConfig(Section, at="loss"):
     dual_clip: float | None = key(
         None, range=Range("more than 1, or null (off)", lambda v: v > 1), aliases="clip_ratio_c delta"
     )
-    """Constant c of the dual clip: for a negative advantage A, the token loss is at most c |A|. null: off."""
+    """Constant c of the dual clip: for a negative advantage A, the token loss is at most c |A|. null turns it off."""
     aggregation: str = key(
         "token_mean",
         choices=["token_mean", "prompt_mean", "sequence_mean", "token_sum_norm"],
@@ -405,7 +405,7 @@ class LossConfig(Section, at="loss"):
         range=Range("1 or more, or null", lambda v: v >= 1),
         aliases="tis_imp_ratio_cap vllm_importance_sampling_cap truncated_importance_sampling_ratio_cap rollout_is_threshold vllm_importance_sampling_clip_max",
     )
-    """Largest weight for truncate. If it is set, auto means truncate. null: 2."""
+    """Largest weight for `correction: truncate`. If it is set, `correction: auto` means truncate. null means 2."""
     importance_range: list[float] = key(
         default_factory=list,
         aliases={
@@ -413,7 +413,7 @@ class LossConfig(Section, at="loss"):
         },
     )
     """Smallest and largest weight that mask and mask_responses keep. Tokens or responses outside this range are excluded from the loss.
-    Empty: [0.5, 2.0] for mask, [0.99, 1.01] for mask_responses."""
+    If empty, the range is [0.5, 2.0] for mask and [0.99, 1.01] for mask_responses."""
     kl_coef: float = key(
         0.0,
         aliases={
@@ -421,7 +421,7 @@ class LossConfig(Section, at="loss"):
             "use_kl_loss": "a coefficient; 0 switches the reference policy off",
         },
     )
-    """Weight of the KL penalty against the reference policy. 0: no reference policy is loaded. (Section 2.3)"""
+    """Weight of the KL penalty against the reference policy. If 0, no reference policy is loaded. (Section 2.3)"""
 
     def check_together(self) -> None:
         low, high, kind = self.clip_ratio_low, self.clip_ratio_high, self.correction
@@ -479,19 +479,19 @@ class EvalConfig(Section, at="eval"):
     """Evaluation on held-out prompts."""
 
     every_steps: int = key(10, aliases={"eval_steps test_freq": "", "eval_strategy": "a number of steps"})
-    """Steps between evaluations. 0: evaluate only before the first and after the last step."""
+    """Number of steps between evaluations. If 0, the run evaluates only before the first and after the last step."""
     datasets: list[dict[str, Any]] = key(default_factory=list)
     """Evaluation datasets, each in the form {source: aime_2024, path: ...} (see `SourceConfig`). If empty, `data.eval_split` of `data.source` is used."""
     prompts: int = key(0)
-    """Number of prompts to use, from the beginning of each dataset. 0: all."""
+    """Number of prompts to use, from the beginning of each dataset. 0 means all prompts."""
     samples_per_prompt: int = key(32, range=SIZE, aliases="val_kwargs.n num_generations_eval")
     """Number of responses per prompt, k in avg@k. (Section 4.1)"""
     temperature: float = key(1.0, range=TEMPERATURE)
-    """Softmax temperature; 0: greedy. (Section 4.1)"""
+    """Softmax temperature. 0 means greedy decoding. (Section 4.1)"""
     top_p: float = key(0.7, range=TOP_P)
-    """Nucleus sampling: sample from the smallest set of tokens whose total probability reaches this value. 1: off. (Section 4.1)"""
+    """Nucleus sampling: sample from the smallest set of tokens whose total probability reaches this value. 1 means all tokens. (Section 4.1)"""
     top_k: int = key(0, range=TOP_K)
-    """Number of most likely tokens to sample from. 0: off."""
+    """Number of most likely tokens to sample from. 0 means all tokens."""
 
     def check_together(self) -> None:
         parts = entries("eval.datasets", self.datasets, SourceConfig)
@@ -513,7 +513,7 @@ class CheckpointConfig(Section, at="checkpoint"):
     """Checkpoints, which are written between steps."""
 
     every_steps: int = key(10, aliases={"save_steps save_freq": "", "save_strategy": "a number of steps"})
-    """Steps between checkpoints. 0: save only after the last step."""
+    """Number of steps between checkpoints. If 0, the run saves only after the last step."""
     keep: int = key(3, range=SIZE, aliases="save_total_limit")
     """Number of most recent checkpoints to keep."""
     keep_best: bool = True
@@ -527,29 +527,29 @@ class LogConfig(Section, at="log"):
     """Logs in addition to metrics.jsonl."""
 
     rollouts_every_steps: int = key(10, aliases="log_completions")
-    """Steps between logs of readable rollouts, with four groups each. The first and the last step are logged too. 0: no rollouts are logged."""
+    """Number of steps between logs of readable rollouts. Each log contains four groups. The first and the last step are also logged. If 0, no rollouts are logged."""
     profile_steps: list[int] = key(default_factory=list)
     """Steps to profile. Their xprof traces are written to `run_dir/profile`. Avoid the first steps, which spend most of their time on compilation."""
     tensorboard: bool = False
-    """Write TensorBoard events (extra `tensorboard`). Not available for a run in a bucket."""
+    """Write TensorBoard events (needs the extra `tensorboard`). Not available if the run folder is in a bucket."""
     wandb: bool = key(False, aliases={"report_to": "true or false; also log.tensorboard"})
-    """Log to Weights & Biases (extra `wandb`). The environment variable WANDB_PROJECT sets the project; the default is `dapo_jax`."""
+    """Log to Weights & Biases (needs the extra `wandb`). The environment variable WANDB_PROJECT sets the project; the default is `dapo_jax`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Section, at="parallel"):
-    """Sizes of the mesh axes and of the samplers. One mesh axis may be -1: it gets all remaining devices."""
+    """Sizes of the mesh axes and of the samplers. One mesh axis may be -1, which means all remaining devices."""
 
     data: int = key(1, range=AXIS)
     """Data parallelism: number of device groups that each have a full copy of the parameters. Batch rows are distributed over the groups."""
     fsdp: int = key(-1, range=AXIS, aliases="fsdp_size")
     """Fully sharded data parallelism: number of devices over which parameters, optimizer moments and batch rows are sharded. Increase this axis before the others."""
     tensor: int = key(1, range=AXIS, aliases="tensor_model_parallel_size")
-    """Tensor parallelism: number of devices over which attention heads, MLP and vocabulary are sharded. It must divide the number of key heads, and should not exceed the devices of one host."""
+    """Tensor parallelism: number of devices over which attention heads, MLP and vocabulary are sharded. It must divide the number of key heads, and should not exceed the number of devices of one host."""
     context: int = key(1, range=SIZE, aliases="ulysses_sequence_parallel_size")
     """Context parallelism: number of devices over which each row of tokens is sharded. Use it for long responses."""
     sampler_tensor: int = key(0, aliases="vllm_tensor_parallel_size")
-    """Number of devices over which a sampler's weights are sharded. The sampler's slots are distributed over groups of this many devices. 0: the greatest common divisor of `tensor` and the sampler's number of devices."""
+    """Number of devices over which a sampler's weights are sharded. The sampler's slots are distributed over groups of this many devices. 0 means the greatest common divisor of `tensor` and the sampler's number of devices."""
     sampler_hosts: int = key(1, range=SIZE)
     """Number of processes that share a sampler. Use more than 1 only if the weights do not fit on the devices of one process."""
 
@@ -565,9 +565,9 @@ class GuardConfig(Section, at="guard"):
     """Reaction to a mismatch between the log-probabilities of sampler and trainer."""
 
     max_mismatch_kl: float | None = key(None)
-    """Limit on KL(sampler || trainer), the metric `sync/sampler_trainer_kl`, in nats per token. null: no limit."""
+    """Limit on KL(sampler || trainer), the metric `sync/sampler_trainer_kl`, in nats per token. null means no limit."""
     on_mismatch: str = key("warn", choices=["warn", "stop"])
-    """Action if the KL divergence exceeds that limit: warn, or stop the run. To correct for a mismatch in every step, use `loss.correction`."""
+    """Action if the KL divergence exceeds `max_mismatch_kl`: warn, or stop the run. To correct for a mismatch in every step, use `loss.correction`."""
 
     def check_together(self) -> None:
         if self.on_mismatch == "stop" and self.max_mismatch_kl is None:
@@ -581,7 +581,7 @@ class RunConfig(Section):
     """The keys that are shared by training and a supervised warm start."""
 
     run_dir: str = key(not_empty=True, aliases="output_dir default_local_dir", may_change=True)
-    """Run folder: local, or `gs://BUCKET/FOLDER` (extra `gcs`)."""
+    """Run folder: a local folder, or `gs://BUCKET/FOLDER` (needs the extra `gcs`)."""
     seed: int = key(0, range=SEED)
     """Random seed for prompt order, sampling, shuffling and random weights."""
     steps: int = key(
@@ -630,7 +630,7 @@ class TrainConfig(RunConfig):
 
     stall_timeout_s: float = key(1800.0, may_change=True)
     """Seconds without progress (in data, sampling, grading, updates, files or other processes) after which the run ends with a report on every thread
-    and process. Must be longer than the longest compilation. 0: no limit."""
+    and process. It must be longer than the longest compilation. 0 means no limit."""
     environment: EnvironmentConfig = key(default_factory=EnvironmentConfig, only_with="environment.source")
     dynamic_sampling: DynamicSamplingConfig = key(
         default_factory=DynamicSamplingConfig, aliases="filter_groups"
@@ -654,7 +654,7 @@ class TrainConfig(RunConfig):
 
     @property
     def prompts_per_wave(self) -> int:
-        """Number of prompts per wave: `dynamic_sampling.prompts_per_wave`, or three times the prompts that a step trains on."""
+        """Number of prompts per wave: `dynamic_sampling.prompts_per_wave`, or three times `batch.prompts_per_step`."""
         return self.dynamic_sampling.prompts_per_wave or 3 * self.batch.prompts_per_step
 
     @property

@@ -101,8 +101,8 @@ def training_examples(
 def turn_advantages(group: Group, *, normalize_std: bool = True) -> dict[int, Float[np.ndarray, " response"]]:
     """Computes per-token advantages from the reward-to-go of each turn. The result maps the index of a rollout to one advantage per token.
 
-    The return of turn k is the sum of the rewards from turn k to the last turn, plus the overlong penalty. Per-turn rewards may not add up to the
-    score, for example if rewards come from a comparison within the group. They are then ignored, and the return of every turn is the episode's reward.
+    The return of turn k is the sum of the rewards from turn k to the last turn, plus the overlong penalty. If the per-turn rewards
+    do not add up to the score, they are ignored, and the return of every turn is the episode's reward.
 
     The advantage of turn k is its return minus the mean return over the episodes of the group that have a turn k. The difference is divided by the
     standard deviation of the episodes' rewards. For single-turn episodes, this is Eq. 9. If all rewards of the group are equal, the advantages are 0.
@@ -140,7 +140,7 @@ def example_weights(
 ) -> Float[np.ndarray, " examples"]:
     """Returns the loss weight of each example's tokens. `examples` is the whole minibatch. The weight is 0 if the example is excluded from the loss.
 
-    One weight per example is enough: in every aggregation of `losses.token_weights`, all tokens of a rollout have the same weight, even if it is split.
+    One weight per example is enough: in every aggregation of `losses.token_weights`, all tokens of a rollout have the same weight, even if the rollout is split.
     """
     numbers: dict[tuple[str, int], int] = {}
     of_rollout = [
@@ -160,4 +160,4 @@ def example_weights(
         group_ids=groups,
         max_response_tokens=max_response_tokens,
     )
-    return np.asarray(weights).max(axis=1)[of_rollout]  # equal weights in the mask, 0 outside
+    return np.asarray(weights).max(axis=1)[of_rollout]  # weights are equal inside the mask and 0 outside

@@ -68,7 +68,7 @@ class Tally:
 
 
 class ShortfallError(RuntimeError):
-    """Dynamic sampling reached its limit on sampling without finding enough informative groups."""
+    """Dynamic sampling reached its sampling limit before it found enough informative groups."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +91,11 @@ class Collected:
     rounds: int = 0
     """Number of sampling rounds in this step with rollouts in flight; 0 in waves."""
     drawn_tokens: int | None = None
-    """Number of tokens sampled in this step with rollouts in flight. None: the tokens in `sampled` are counted instead."""
+    """Number of tokens sampled in this step with rollouts in flight. If None, the tokens in `sampled` are counted instead."""
 
     def logged(self, count: int) -> Sequence[Group]:
         """Returns the groups whose rollouts are logged: the first `count` sampled groups or, with rollouts in flight, the first `count` trained groups.
-        In flight, a group that is graded in this step may be trained on in a later step, so `sampled` would not match the training data."""
+        With rollouts in flight, a group may be graded in this step but trained on in a later step, so `sampled` would not match the training data."""
         return (self.groups if self.drawn_tokens is not None else self.sampled)[:count]
 
 

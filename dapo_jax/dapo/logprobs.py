@@ -64,8 +64,8 @@ def chunked_logprobs(
         targets: token ids.
         temperature: sampling temperature of the policy, above 0. It may be a traced value, and it has no gradient.
         chunk_vocab: maximum number of vocabulary entries per chunk.
-        compute_dtype: dtype of the products with `unembedding`. None: the dtype of `hidden`.
-        vocab_size: number of rows of `unembedding` that are not padding. None: all rows.
+        compute_dtype: dtype of the products with `unembedding`. Defaults to the dtype of `hidden`.
+        vocab_size: number of rows of `unembedding` that are not padding. Defaults to all rows.
         vocab_axis: inside `shard_map`, the mesh axis over which the rows of `unembedding` are split. All devices along this axis must have the same
             `hidden`, and they return the same values. The gradient of `hidden` on each device is a partial sum.
 
@@ -203,7 +203,7 @@ def _scores_backward(
     hidden, unembedding, targets, temperature, log_sum = saved
     chunks, cotangent = how.split(unembedding), cotangents[0][:, None]
     if how.axis is not None:
-        cotangent = lax.psum(cotangent, how.axis)  # the loss may use the result of any device
+        cotangent = lax.psum(cotangent, how.axis)  # every copy of the result may contribute to the loss
 
     def add(index: Array, gradients: tuple[Array, Array]) -> tuple[Array, Array]:
         logits, pull = jax.vjp(
@@ -237,7 +237,7 @@ def _vary_with(array: Array, other: Array) -> Array:
     """Returns `array`, marked inside `shard_map` as varying over all mesh axes over which `other` varies.
 
     A custom gradient must vary over the same axes as its operand, and the gradient of this marking is a sum over these axes. The condition of the `where`
-    is a constant False that varies over the same axes as `other`, so the compiler removes the `where`.
+    varies over the same axes as `other`, but is always False, so the compiler removes the `where`.
     """
     never = jnp.zeros_like(other, shape=(), dtype=bool)
     return jnp.where(never, jnp.zeros((), array.dtype), array)

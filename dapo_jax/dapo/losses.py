@@ -17,7 +17,7 @@ from dapo_jax.dapo.metrics import Max, Mean, Metric
 from dapo_jax.hints import nearest
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to +-20 before exp, because squares and sums of ratios up to e^20 = 4.9e8 do not overflow float32."""
+"""Log-ratios are clamped to +-20 before exp, so that squares and sums of the ratios (at most e^20 = 4.9e8) do not overflow float32."""
 
 AGGREGATIONS = ("token_mean", "prompt_mean", "sequence_mean", "token_sum_norm")
 
@@ -49,8 +49,8 @@ def dapo_loss(
         clip_ratio_low: eps_low. How far the ratio of a token with a negative advantage may fall below 1 before its gradient becomes 0.
         clip_ratio_high: eps_high. How far the ratio of a token with a positive advantage may rise above 1 before its gradient
             becomes 0. If it is larger than `clip_ratio_low`, unlikely tokens have more room to gain probability (Clip-Higher).
-        dual_clip: if the advantage is negative, the loss of a token is at most `dual_clip * |A|`. None: no cap.
-        weights: w, the weight of each token. None: the mean over this mask, w = 1 / (tokens in `mask`). If the
+        dual_clip: if the advantage is negative, the loss of a token is at most `dual_clip * |A|`. If None, there is no cap.
+        weights: w, the weight of each token. Defaults to the mean over this mask, w = 1 / (tokens in `mask`). If the
             arguments are only a microbatch or a shard, compute `token_weights` for the whole minibatch, pass the weights
             of this part, and *sum* the losses and gradients of all parts.
 
@@ -84,7 +84,7 @@ def dapo_loss(
         floor = dual_clip * advantages
         dual_clipped = (advantages < 0) & (surrogate < floor)
         surrogate = jnp.where(dual_clipped, floor, surrogate)
-    loss = jnp.sum(tokens.weights(weights) * -surrogate)  # the sum of zeros is 0.0, not -0.0
+    loss = jnp.sum(tokens.weights(weights) * -surrogate)  # negated inside the sum, or 0.0 would become -0.0
 
     # The minimum selects the clipped term only where the ratio has already moved in the direction of the advantage. There, the gradient is 0.
     clipped_high = (advantages > 0) & (ratio > 1.0 + clip_ratio_high)
@@ -171,7 +171,7 @@ def supervised_loss(
 ) -> tuple[Float[Array, ""], dict[str, Metric]]:
     """Weighted negative log-likelihood of demonstrations, in nats. It has the signature of `dapo_loss`, but ignores `old_logprobs` and `advantages`."""
     live = jnp.where(mask, logprobs, 0.0)
-    loss = (jnp.where(mask, weights, 0.0) * -live).sum()  # the sum of zeros is 0.0, not -0.0
+    loss = (jnp.where(mask, weights, 0.0) * -live).sum()  # negated inside the sum, or 0.0 would become -0.0
     return loss, {"sft/token_loss": Mean((-live).sum(), mask.sum(dtype=jnp.float32))}
 
 
@@ -192,7 +192,7 @@ def token_weights(
     | `token_sum_norm` | 1 / (responses * max_response_tokens) | Dr. GRPO |
 
     Responses without a token in the mask are not counted, and neither are prompts without a counted response. With these weights, the losses and
-    gradients of microbatches and shards add up to the loss and gradient of the minibatch, so sum them instead of averaging.
+    gradients of microbatches and shards add up to the loss and gradient of the minibatch, so sum them instead of averaging them.
 
     Args:
         mask: True on response tokens. One row per response, for all responses of the minibatch.

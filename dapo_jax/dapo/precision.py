@@ -1,7 +1,7 @@
 """Matrix products whose operands have a compute dtype or 8 bits, but whose sums, results and gradients are in float32.
 
 Stored operands (weights, keys, values) are rounded to the compute dtype in every product, so that all programs use the same values.
-Flowing operands (activations, cotangents) are rounded only on accelerators, because their fast products require it. On CPU, they
+Flowing operands (activations, cotangents) are rounded only on accelerators, whose fast products require it. On CPU, they
 stay in float32, which makes the numerical difference between sampler and trainer five times smaller in bfloat16.
 """
 
@@ -62,7 +62,7 @@ def product(
         flowing: activations, which are rounded to `dtype` except on CPU.
         dtype: the compute dtype.
         sharding: how `stored` is sharded. It is gathered for this product and again for the gradient, and the copy is freed after each use.
-            None: `stored` is whole, or the compiler decides its placement.
+            If None, `stored` is whole, or the compiler decides its placement.
         in_parts: each device computes a partial sum, and the compiler adds them. Except on CPU, partial sums are transferred and added in `dtype`,
             as in training (`parallel.training_layout`). For 16-bit dtypes, this halves the transferred bytes.
     """

@@ -173,10 +173,10 @@ class Verdict:
     lost: Lost | Literal[""] = ""
     """The reason why there is no verdict; empty if there is a verdict. A response without a verdict is treated as wrong."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """The reward from each of several graders before weighting; `correct` then comes from the first grader, and `score` is the weighted sum.
-    In an episode, the environment's metrics."""
+    """The reward from each of several graders, before weighting. `correct` then comes from the first grader, and `score` is the weighted sum.
+    In an episode, the metrics of the environment."""
     turn_rewards: tuple[float, ...] = ()
-    """The reward of each turn of an episode. `score` is their sum. A reward that compares the group's responses replaces them and counts for the last turn."""
+    """The reward of each turn of an episode. `score` is their sum. A reward from `group_rewards` replaces these rewards and is assigned to the last turn."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """Loads environments by name: from this package, from another library, as `module:name` or as `path/to/file.py:name`.
 
-This package contains one environment, `guess`. The policy guesses a number, and the environment answers whether it is higher or lower.
+This package contains one environment, `guess`. The policy guesses a hidden number, and the environment replies `>` or `<`.
 """
 
 import re
@@ -14,7 +14,7 @@ from dapo_jax.rewards.functions import load_function, loading
 
 
 class GuessTheNumber:
-    """The number to guess is the row's `answer`, from 0 to 99. A turn is a guess such as `31`. The answer `>` means that the number is higher."""
+    """The number to guess is the row's `answer`, from 0 to 99. A turn is a guess such as `31`. The reply `>` means that the number is higher than the guess."""
 
     def episode(self, row: Mapping[str, Any], seed: int) -> "GuessEpisode":
         """Creates the episode for a response.
@@ -52,7 +52,7 @@ def load_environment(source: str) -> Environment:
     """Loads and creates the environment that `environment.source` names.
 
     Raises:
-        ValueError: the name is unknown, the environment cannot be loaded or created, or it has no method `episode`.
+        ValueError: the name is unknown, the environment cannot be loaded or created, or it has no `episode` method.
     """
     if ":" not in source and source not in ENVIRONMENTS:
         known = [*ENVIRONMENTS, *ADAPTERS]

@@ -1,4 +1,4 @@
-"""Calls the code of environments. It is untrusted, so calls have a time limit and their results are checked."""
+"""Calls the user's environment code. Calls have a time limit, and their results are checked, because the code is untrusted."""
 
 import asyncio
 import inspect
@@ -74,7 +74,7 @@ async def outcome(call: Callable[..., Any], *arguments: Any) -> tuple[Any, BaseE
 
 
 def place_of(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """Returns the file and line of the innermost frame of the user's code, in parentheses, or an empty string without such a frame.
+    """Returns the file and line of the innermost frame of the user's code, in parentheses, or an empty string if there is no such frame.
 
     Frames of this package, the standard library and installed packages are skipped. `frames` must start with the outermost frame.
     """
@@ -93,7 +93,7 @@ def lost_by(error: BaseException) -> LostError:
 
 
 def checked_episode(made: Any) -> Any:
-    """Returns the episode that an environment created, after checking that it has a method `step`.
+    """Returns the episode that an environment created, after checking that it has a `step` method.
 
     Raises:
         LostError: there is no such method.
@@ -112,10 +112,10 @@ def checked_step(step: Any) -> Step:
         LostError: a field has a wrong type or value.
     """
     if not isinstance(step, Step):
-        raise LostError(f"step() returned {step!r:.200} ({type(step).__name__}), needs a Step")
+        raise LostError(f"step() returned {step!r:.200} ({type(step).__name__}); it must return a Step")
     for name, kinds, need in _STEP_FIELDS:
         if not isinstance(value := getattr(step, name), kinds):
-            raise LostError(f"a Step has {name}={value!r:.200}, needs {need}")
+            raise LostError(f"a Step has {name}={value!r:.200}; it must be {need}")
     metrics = {str(name): _number(value, f"the metric {name!r}:") for name, value in step.metrics.items()}
     return Step(
         reward=_number(step.reward, "a Step has the reward"),
@@ -132,7 +132,7 @@ def checked_scores(given: Any, *, count: int) -> list[float]:
         LostError: the number of rewards is not `count`, or a reward is not a valid number.
     """
     if not isinstance(given, Sequence | np.ndarray):
-        raise LostError(f"group_rewards returned {given!r:.200}, needs a reward for each episode")
+        raise LostError(f"group_rewards returned {given!r:.200}; it must return a reward for each episode")
     scores = [_number(score, "group_rewards returned") for score in given]
     if len(scores) != count:
         raise LostError(f"group_rewards returned {len(scores)} rewards for {count} episodes")
@@ -145,6 +145,6 @@ def _number(value: Any, found: str) -> float:
     except ValueError:
         number = math.nan
     if not abs(number) <= MAX_SCORE:
-        reason = f"{found} {value!r:.80}, needs a finite number of magnitude at most {MAX_SCORE:g}"
+        reason = f"{found} {value!r:.80}; it must be a finite number of magnitude at most {MAX_SCORE:g}"
         raise LostError(reason, "nonfinite")
     return number

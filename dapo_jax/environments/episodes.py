@@ -37,13 +37,13 @@ from dapo_jax.rewards.sample import Sample, copied, read_only
 _Value = TypeVar("_Value")
 
 HELD_S = 10.0
-"""Seconds for which an environment may block the event loop before a warning."""
+"""Seconds for which an environment may block the event loop before a warning is printed."""
 
 _PROMPTS, _EPISODES = 4, 32
-"""Minimum numbers of prompts and episodes before a run is ended because all episodes were lost."""
+"""If all episodes so far were lost, the run ends after at least this many prompts and episodes."""
 
 _CLOSINGS = 4096
-"""`close` waits until the episodes in this many most recent groups are closed."""
+"""Number of most recent groups whose episodes `close` waits for."""
 
 _NO_ROOM = (
     "the episode begins{begins}, which leaves no room for a turn: an episode has at most sampling.max_response_tokens tokens after the prompt (or "
@@ -95,7 +95,7 @@ class Episodes:
             environment: creates the episodes.
             rendering: tokenizes the values that episodes append.
             text_of: decodes a turn's tokens to text, up to the stop string.
-            seed: the run's seed. An episode's seed depends on it and on the prompt's ordinal.
+            seed: the run's seed. The seed of an episode depends on this seed and on the prompt's ordinal.
             max_turns: maximum number of turns per episode.
             turn_tokens: maximum number of tokens per turn. If 0, only the episode's limit applies.
             episode_tokens: maximum number of tokens per episode. If 0, the limit on a response applies.
@@ -133,7 +133,7 @@ class Episodes:
         return self._submit(opened, begin)
 
     def reopen(self, prompt: Prompt, index: int, turns: Sequence[DrawnTurn], standing: Standing) -> None:
-        """Opens an episode from an earlier process, whose environment has answered `turns`. These are replayed before the next turn."""
+        """Reopens an episode that an earlier process began. `turns` are the answered turns, which are replayed before the next turn."""
         opened = self._open[prompt.ordinal, index] = _Open(prompt, replace(standing))
         opened.unheard = [self._turn(turn, number) for number, turn in enumerate(turns)]
 
@@ -143,7 +143,7 @@ class Episodes:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Keeps episodes in this context, for example for an evaluation, separate from other episodes of prompts with the same ordinals."""
+        """Within this context, for example during an evaluation, keeps episodes separate from other episodes with the same prompt ordinals."""
         opened, self._open = self._open, {}
         try:
             yield
@@ -174,7 +174,7 @@ class Episodes:
     def verdicts(self, samples: Sequence[Sample]) -> Future[list[Verdict]]:
         """Returns the verdicts on the episodes of one prompt, in the order of their indices.
 
-        The future raises RewardError if every episode of the run so far was lost, because the environment must be at fault.
+        If every episode of the run so far was lost, the environment must be at fault, so the future raises RewardError.
         """
         found: Future[list[Verdict]] = Future()
         opened = [self._open.pop((sample.prompt.ordinal, index)) for index, sample in enumerate(samples)]
@@ -261,7 +261,7 @@ class Episodes:
         return "" if begins is None else begins
 
     async def _catch_up(self, opened: _Open) -> None:
-        """For an episode from an earlier process, replays the turns that are missing in this process."""
+        """If an earlier process began the episode, begins it again in this process and replays its turns."""
         if opened.episode is None:
             await self._begun(opened)
         assert opened.episode is not None
@@ -286,12 +286,12 @@ class Episodes:
         return Continuation(self._rendering.ids(follows, after=after))
 
     def _watch(self) -> None:
-        """Warns each time that an environment blocks the event loop."""
+        """Prints a warning each time an environment blocks the event loop."""
         while not self._loop.closing.wait(HELD_S / 10):
             answered = threading.Event()
             with suppress(RuntimeError):  # the loop was closed
                 self._loop.loop.call_soon_threadsafe(answered.set)
-            # After a suspension of the process, the loop answers during the second wait.
+            # If the process was suspended, the loop answers during the second wait.
             if answered.wait(HELD_S) or answered.wait(HELD_S / 10) or self._loop.closing.is_set():
                 continue
             frame = sys._current_frames().get(self._loop.thread.ident or 0)

@@ -49,7 +49,7 @@ class _Serving:
             found = {"answer": await self._result(call)}
             if (size := len(json.dumps(found))) > MOST_BYTES:
                 raise LostError(
-                    f"the environment's answer has {size:,} bytes in JSON, needs at most {MOST_BYTES:,}"
+                    f"the environment's answer has {size:,} bytes in JSON; the limit is {MOST_BYTES:,}"
                 )
         except (Exception, asyncio.CancelledError) as error:
             lost = lost_by(error)

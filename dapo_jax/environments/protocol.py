@@ -17,8 +17,8 @@ Message = Mapping[str, Any]
 """A message with `role`, `content` and other fields that the model's chat template uses."""
 
 Appended = str | Sequence[Message] | Sequence[int] | Int[np.ndarray, " tokens"]
-"""A value to append: a text, messages for the model's chat template, or token ids. In a text or a message, text that looks like a
-special token is tokenized as plain text."""
+"""A value to append: a text, messages for the model's chat template, or token ids. If a text or
+a message contains the name of a special token, the name is tokenized as plain text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class Step:
     correct: bool | None = None
     """Whether the episode is correct so far. None keeps the previous value. If no step sets it, a reward above 0 counts as correct."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers that are logged as `reward/parts/NAME`. A number from a later turn replaces one with the same name."""
+    """Numbers that are logged as `reward/parts/NAME`. A later turn's number replaces an earlier number with the same name."""
 
 
 @runtime_checkable
@@ -88,6 +88,6 @@ class Environment(Protocol):
         """Creates an episode for a data row. `seed` is identical for all responses of a group, so they get the same task.
 
         An episode may also have a method `async start() -> Appended | Context`. It returns a value to append to the prompt, or a context
-        that replaces the prompt. If there is a method `close()`, it is called after the episode's reward is set, even if the episode was lost.
+        that replaces the prompt. The episode's `close()` method, if there is one, is called after the reward is set, even if the episode was lost.
         """
         ...

@@ -1,8 +1,8 @@
 """Converts the values that episodes append to token ids.
 
-For messages, only the text that the chat template renders after an assistant's answer is used. So a template that rewrites earlier
-turns, for example by removing their thinking as Qwen3's does, does not change the tokens of these turns. Only text that the
-template itself writes can become special tokens. Text inside messages never does, even in nested fields.
+For messages, only the text that the chat template renders after an assistant's answer is used. Some
+templates also rewrite earlier turns. For example, Qwen3's template removes their thinking. Such changes do not affect the tokens of these
+turns. Only text that the template itself writes can become special tokens. Text inside messages never does, even in nested fields.
 """
 
 import re
@@ -34,10 +34,10 @@ class Rendering:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables for the chat template, from `data.chat_template_kwargs`."""
     today: date | None = None
-    """The current date for templates that print it."""
+    """The date for chat templates that print the current date."""
 
     def ids(self, appended: object, *, after: Int[np.ndarray, " turn"] | None) -> Int[np.ndarray, " new"]:
-        """Returns the token ids of an appended value (`protocol.Appended`). The value follows the turn `after`, or the prompt if None.
+        """Returns the token ids of an appended value (`protocol.Appended`). The value follows the turn `after`, or the prompt if there is no turn yet.
 
         Raises:
             LostError: the value cannot be appended, has ids outside the vocabulary, or needs a chat template that the model lacks.
@@ -46,7 +46,7 @@ class Rendering:
             return self._text(appended)
         if not isinstance(appended, Sequence | np.ndarray):
             raise LostError(
-                f"{appended!r:.200} ({type(appended).__name__}) cannot be appended; needs a text, a list of messages or a list of token ids"
+                f"{appended!r:.200} ({type(appended).__name__}) cannot be appended; append a text, a list of messages or a list of token ids"
             )
         try:
             if isinstance(appended, Sequence) and appended and isinstance(appended[0], Mapping):
@@ -77,7 +77,7 @@ class Rendering:
             text.encode("utf-8")  # raises for an unpaired surrogate
             return self.tokenizer.encode_plain(text)
         except ValueError as error:
-            raise LostError(f"a text was appended that cannot be tokenized: {error}") from error
+            raise LostError(f"the appended text cannot be tokenized: {error}") from error
 
     def context_ids(self, context: Context) -> Int[np.ndarray, " context"]:
         """Returns the token ids of a new context. A text is encoded like a prompt. Messages end with the generation prompt.
@@ -92,7 +92,7 @@ class Rendering:
             template, guard = self._template(), Guarding(self.tokenizer)
             if context.tools and not re.search(r"\btools\b", template.source):
                 raise LostError(
-                    f"chat template {template.name} has no variable `tools`: describe the tools in the system message, and return a Context "
+                    f"chat template {template.name} does not use the variable `tools`: describe the tools in the system message, and return a Context "
                     "without tools"
                 )
             try:
@@ -125,7 +125,7 @@ class Rendering:
         if after is None:
             # The prompt already ends with the generation prompt for an answer.
             raise LostError(
-                "messages cannot follow a prompt, which ends with the beginning of an answer: return a Context, append a text or token ids, or "
+                "messages cannot follow a prompt, because it ends with the beginning of an answer: return a Context, append a text or token ids, or "
                 "add the messages to the row's prompt"
             )
         ids = guard.ids(new)

@@ -3,10 +3,10 @@
 | model | format |
 |---|---|
 | Qwen2.5, Qwen3, Hermes | `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of times, between other text |
-| Llama 3 | `{"name": ..., "parameters": {...}}` and nothing else, several separated by `;`, optionally after `<|python_tag|>` |
+| Llama 3 | `{"name": ..., "parameters": {...}}`, or several calls separated by `;`, optionally after `<|python_tag|>`, without other text |
 
 Calls are parsed from text and not from token ids, because an environment has no tokenizer, and some vocabularies, such as SmolLM2's,
-have no token `<tool_call>`.
+have no `<tool_call>` token.
 """
 
 import json
@@ -71,7 +71,7 @@ def _tagged(text: str) -> list[ToolCall | BrokenCall]:
     place = text.find(_BEGIN)
     while place >= 0 and len(found) <= MOST_CALLS:
         begin = place + len(_BEGIN)
-        # The arguments may contain these tags as text, so the end tag is searched after the JSON value.
+        # The arguments may contain these tags as text, so the search for the end tag begins after the JSON value.
         end = text.find(_END, _after_json(text, begin))
         found.append(BrokenCall(f"it has no {_END}") if end < 0 else _read(text[begin:end], "arguments"))
         place = text.find(_BEGIN, begin if end < 0 else end + len(_END))

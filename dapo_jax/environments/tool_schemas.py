@@ -28,7 +28,7 @@ _ARGUMENT = re.compile(r"^( +)\*{0,2}(\w+)(?: *\([^()\n]*\))?:(.*(?:\n\1 +.*|\n 
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     """Returns the schema of a function: `{"type": "function", "function": {"name", "description", "parameters"}}`.
 
-    The docstring up to its first section becomes the description, and the section `Args:` describes the arguments.
+    The docstring up to its first section becomes the description, and its `Args:` section describes the arguments.
 
     Raises:
         ValueError: an argument has no annotation, has a type without a JSON equivalent, or is positional-only.

@@ -1,8 +1,8 @@
 """A tool environment: the policy may call Python functions, and its final answer is graded.
 
 A turn with calls is answered with their results, as messages with the role `tool`. A turn without calls is the final answer and ends
-the episode. Errors are returned to the policy, which may continue: malformed calls, unknown tools, invalid arguments, and tools that
-raise or take too long.
+the episode. Malformed calls, unknown tools, invalid arguments, and tools that raise or take too long are reported to the policy as
+errors, and the episode continues.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class Tools:
         Args:
             functions: the tools. A function without `async def` runs in a separate thread.
             most_characters: maximum length of a call's result. Longer results are cut off, with a note at the end.
-            timeout_s: time limit of a call in seconds. If all calls of a turn take over `environment.timeout_s`, the episode is lost.
+            timeout_s: time limit of a call in seconds. If the calls of a turn together exceed `environment.timeout_s`, the episode is lost.
 
         Raises:
             ValueError: a function cannot be a tool, or two functions have the same name.

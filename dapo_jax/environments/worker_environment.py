@@ -53,7 +53,7 @@ class WorkerEnvironment:
         self._seats = [_Seat(start, timeout_s) for _ in range(workers)]
         seats = itertools.cycle(self._seats)
         self._seat_of = lru_cache(maxsize=4096)(lambda seed: next(seats))
-        """Assigns workers to prompts in turn. A prompt is identified by the seed of its episodes."""
+        """Assigns workers to prompts round-robin. A prompt is identified by the seed of its episodes."""
         self._numbers = itertools.count()
 
     async def episode(self, row: Mapping[str, Any], seed: int) -> "WorkerEpisode":
@@ -141,7 +141,7 @@ class _Seat:
         self._alone = asyncio.Lock()
 
     async def answer(self, use: Callable[[Worker], Awaitable[Any]]) -> Any:
-        """Returns the result of `use(worker)`. If the worker ends during the call, retries alone on a new worker.
+        """Returns the result of `use(worker)`. If the worker ends during the call, the call is retried on a new worker while no other call runs there.
 
         Raises:
             LostError: the environment raised or took too long, or the second worker also ended.

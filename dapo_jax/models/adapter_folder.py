@@ -34,7 +34,7 @@ _SKIPPED = (
     "r", "lora_alpha", "target_modules", "base_model_name_or_path", "revision", "inference_mode", "lora_dropout", "auto_mapping", "peft_version",
     "megatron_core", "qalora_group_size", "loftq_config", "eva_config", "corda_config", "ensure_weight_tying",
 )  # fmt: skip
-"""Keys that need no check: they are read below, only affect training with PEFT, or only describe the adapter's origin."""
+"""Keys that are not checked here, because they are handled below, affect only training with PEFT, or describe only the adapter's origin."""
 
 _ADAPTED = re.compile(r"base_model\.model\.model\.layers\.\d+\.\w+\.(\w+)\.lora_[AB]\.weight")
 
@@ -54,7 +54,7 @@ def is_adapter(folder: AnyPath) -> bool:
 
 
 def read_adapter(folder: AnyPath) -> tuple[Adapter, SafetensorsFolder]:
-    """Returns the description of an adapter and its tensor file. Of the tensors, only names and shapes are read.
+    """Returns the description of an adapter and its tensor file. Only the names and shapes of the tensors are read.
 
     Raises:
         ValueError: a file is missing or damaged, or a setting is not supported. The message names the key.
@@ -97,7 +97,7 @@ def save_adapter(
 
     Args:
         folder: target folder. It is created if necessary, and an adapter in it is replaced.
-        config: the decoder, whose `lora` describes the adapters.
+        config: configuration of the decoder. Its field `lora` describes the adapters.
         adapters: parameters of the adapters, on any devices. They are gathered on the host one tensor at a time.
         base: value of PEFT's base_model_name_or_path.
         revision: revision of the base model, if it is on the Hugging Face hub.

@@ -31,8 +31,8 @@ def causal_attention(
 ) -> Float[Array, "heads head_dim tokens"]:
     """Computes causal attention within segments. The `tokens` dimension is the concatenation of all rows of `segment_ids`.
 
-    Each token attends to earlier tokens of its own segment and to itself. It also attends to earlier tokens of the segment in `prefix_ids`,
-    which is the prompt if several responses share one. Other segments of the row are masked. Padding (segment 0) attends only to padding.
+    Each token attends to earlier tokens of its own segment and to itself. It also attends to earlier tokens of the segment given by
+    `prefix_ids`. If several responses share a prompt, this is the prompt's segment. Other segments are masked. Padding (segment 0) attends only to padding.
     """
     q, k, v = (part.reshape(*part.shape[:2], *segment_ids.shape) for part in (query, key, value))
     prefix_ids = segment_ids if prefix_ids is None else prefix_ids
@@ -50,9 +50,9 @@ def row_attention(
     first: Int[Array, ""] | None = None,
     dtype: str = "float32",
 ) -> Float[Array, "heads head_dim batch part"]:
-    """Computes `causal_attention` for a part of each row's queries, starting at column `first` (None: for all queries).
+    """Computes `causal_attention` for a part of each row's queries that begins at column `first`. None means that the part is the whole row.
 
-    Queries are processed in blocks. Without `first`, each block uses only the keys up to the end of the block, so nearly half
+    Queries are processed in blocks. For a whole row, each block uses only the keys up to the end of the block, so nearly half
     of the scores are never computed.
     """
     (kv_heads, head_dim, _, seq), part = key.shape, query.shape[-1]
@@ -97,7 +97,7 @@ def part_attention(
 ) -> Float[Array, "heads head_dim part"]:
     """Computes causal attention for one chunk of a sequence in chunked prefill. The chunk begins at token `start`. `room` is a multiple of `part`.
 
-    Keys are processed in chunks of the same size, up to the chunk of the queries.
+    Keys are processed in chunks of the same size, up to and including the chunk that contains the queries.
     """
     _, head_dim, part = query.shape
     grouped = (query * head_dim**-0.5).reshape(len(keys), -1, head_dim, part)

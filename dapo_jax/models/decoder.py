@@ -30,7 +30,7 @@ from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.rope import rope_frequencies
 
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
-"""(query, key, value), each [heads, head_dim, tokens] -> (attention output, a value of this layer that `Block` returns to its caller)."""
+"""A function from (query, key, value), each [heads, head_dim, tokens], to the attention output and a value of this layer that `Block` returns to its caller."""
 
 RopeTables = tuple[Array, Array]
 """Cosine and sine of the RoPE angles, each [head_dim / 2, tokens]."""
@@ -75,7 +75,7 @@ def _weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], fan_i
 
 
 def _filled(value: float, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param[Array]:
-    # Without the dtype, the arrays would be weakly typed, and all programs would be compiled again after the first update.
+    # Without an explicit dtype, the arrays would be weakly typed, and all programs would be compiled again after the first update.
     return nnx.Param(jnp.full(shape, value, jnp.float32), axes=axes)
 
 
@@ -87,7 +87,7 @@ def _table(rngs: nnx.Rngs, config: DecoderConfig) -> nnx.Param[Array]:
 
 
 class Block(nnx.Module):
-    """One transformer layer: attention and a gated MLP. Each has a norm before it, and its result is added to the residual stream."""
+    """One transformer layer: attention and a gated MLP. Each of the two is preceded by a norm, and its result is added to the residual stream."""
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ class EmbeddingAndHead(nnx.Module):
         return jax.lax.optimization_barrier(normed.T)
 
     def logits(self, hidden: Float[Array, "*tokens embed"]) -> Float[Array, "*tokens vocab"]:
-        """Returns float32 logits of hidden states to which the final norm was applied. Logits of vocabulary padding are -inf."""
+        """Returns float32 logits for hidden states after the final norm. Logits of vocabulary padding are -inf."""
         flat = hidden.reshape(-1, hidden.shape[-1])
         logits = product("ve,te->tv", self.unembedding(), flat, self.compute_dtype)
         if logits.shape[1] != self.config.vocab_size:
@@ -270,7 +270,7 @@ class Decoder(nnx.Module):
         segment_ids: Int[Array, "batch seq"],
         prefix_ids: Int[Array, "batch seq"] | None = None,
     ) -> Float[Array, "batch row embed"]:
-        """Returns the final hidden states of whole rows. Column t depends on the tokens of its segment (and its prompt) up to and including t."""
+        """Returns the final hidden states of whole rows. Column t depends on the tokens of its segment (and of its prompt) up to and including t."""
         rope = rope_tables(positions.reshape(-1), self.ends.config)
 
         def attend(query: Array, key: Array, value: Array) -> tuple[Array, None]:
@@ -294,7 +294,7 @@ class Decoder(nnx.Module):
 
 
 def graph_of(config: DecoderConfig, **how: Any) -> nnx.GraphDef[Any]:
-    """Returns the graph definition of a `Decoder` with the arguments `how`. `nnx.merge` combines it with parameters."""
+    """Returns the graph definition of `Decoder(config, **how)`. `nnx.merge` combines a graph definition with parameters."""
     return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), **how)))[0]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from flax import nnx
 from jaxtyping import PyTree
 
-from dapo_jax.models.config_json import describe, understand
+from dapo_jax.models.families import describe, understand
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.safetensors_files import (
     SafetensorsFolder,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dapo_jax.hints import how_to_install
-from dapo_jax.models.config_json import FAMILIES, WHAT_LOADS
+from dapo_jax.models.families import FAMILIES, WHAT_LOADS
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.rope import RopeScaling, rope_frequencies
 from dapo_jax.models.tensors import Cut, Shape, tensor_names
@@ -145,7 +145,7 @@ class GgufFile:
         """Reconstructs Llama 3's RoPE scaling. The file stores only the divisor of each frequency.
 
         The last divisor equals `factor`, because the lowest frequency is always divided by the full factor. The other three
-        settings are the same in all Llama 3 releases. The divisors that follow from them must be equal to the divisors in the file.
+        settings are the same in all Llama 3 releases. The divisors computed from these settings must equal the divisors in the file.
         """
         found = np.asarray(self._tensors[_ROPE_FACTORS].data, np.float32)
         scaling = RopeScaling(kind="llama3", factor=max(1.0, _shortest(float(found[-1]))))

@@ -43,7 +43,7 @@ def tokenizer_files(metadata: Mapping[str, Any], where: object) -> dict[str, str
 
 
 def special_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the bos, eos and pad ids by their keys in config.json. eos is a list if turns and texts end with different tokens."""
+    """Returns the bos, eos and pad ids by their keys in config.json. eos is a list if a turn and a text have different end tokens."""
     bos, eos, turn, pad = (
         metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos", "eot", "padding")
     )
@@ -66,7 +66,7 @@ def _tokenizer(metadata: Mapping[str, Any], where: object, begins: str | None) -
         )
     tokens = metadata["tokenizer.ggml.tokens"]
     kinds = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
-    # Unused ids only pad the size of the embedding.
+    # Unused ids only pad the embedding, so they need no token.
     vocabulary = {
         token: i for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != _UNUSED
     }

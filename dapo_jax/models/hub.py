@@ -16,7 +16,7 @@ _WEIGHTS, _OTHERS = "*.safetensors", ("*.json", "*.jinja")
 def download(name: str, *, revision: str | None = None, weights: bool = True) -> Path:
     """Returns the local folder of a model on the hub, and downloads the model if it is not in the cache.
 
-    The token for gated models is read from HF_TOKEN, or from `hf auth login`. HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE have their usual
+    The token for gated models is taken from HF_TOKEN or from a login with `hf auth login`. HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE have their usual
     effects. The processes of a host download a file only once, because huggingface_hub locks every file in its cache.
 
     Args:
@@ -46,14 +46,14 @@ def look_up(name: str, *, revision: str | None = None) -> tuple[Path, int]:
     If the hub cannot be reached, both are taken from the model in the cache.
 
     Raises:
-        ValueError: see `download`.
+        ValueError: for the same reasons as in `download`.
     """
     try:
         with _explained(name, revision):
             listed = _client().HfApi().model_info(name, revision=revision, files_metadata=True).siblings or []
     except ValueError:
         raise
-    except Exception:  # offline; the type of the error depends on the hub's HTTP client
+    except Exception:  # The hub cannot be reached. The error type depends on its HTTP client.
         folder = download(name, revision=revision)
         return folder, sum(file.stat().st_size for file in folder.glob(_WEIGHTS))
     sizes = [

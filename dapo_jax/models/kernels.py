@@ -15,7 +15,7 @@ _BLOCKS = (1024, 512, 256, 128)
 """Block sizes of splash attention in tokens. The largest size that divides the row is used. All of them fit in the memory of a TPU core."""
 
 SPLASH_TOKENS = _BLOCKS[-1]
-"""The number of tokens in a row must be a multiple of this number with splash attention."""
+"""Splash attention supports only rows whose number of tokens is a multiple of this number."""
 
 
 def splash_kernel(heads: int, seq: int, *, parts: int = 1, interpret: bool = False) -> Any:
@@ -28,7 +28,7 @@ def splash_kernel(heads: int, seq: int, *, parts: int = 1, interpret: bool = Fal
     if block is None:
         step = parts * _BLOCKS[-1]
         raise ValueError(
-            f"batch.row_tokens: found {seq}, splash attention needs a multiple of parallel.context x 128 = {step}; "
+            f"batch.row_tokens: found {seq}, needs a multiple of parallel.context x 128 = {step} for splash attention; "
             f"set it to {-(-seq // step) * step}, or set model.attention=xla"
         )
     mask = splash.MultiHeadMask([splash.CausalMask((seq, seq)) for _ in range(heads)])

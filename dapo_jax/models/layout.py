@@ -20,7 +20,7 @@ class Layout:
     """The layout for a single device, or for arrays that the compiler places. `parallel.training_layout.MeshLayout` places all arrays explicitly."""
 
     def shard(self, program: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple[Array, Array]]:
-        """Wraps `program` so that it runs on all devices. It maps parameters and arrays of shape [rows, seq] to two arrays of shape [rows, seq]."""
+        """Wraps `program` so that it runs on all devices. `program` maps parameters and arrays of shape [rows, seq] to two arrays of shape [rows, seq]."""
         return program
 
     def weight_sharding(self, axes: tuple[str, ...]) -> WeightSharding | None:
@@ -28,11 +28,11 @@ class Layout:
         return None
 
     def in_parts(self, axis: str) -> bool:
-        """Returns whether the logical axis `axis` is split over devices, so that a sum over it consists of partial sums, which the compiler adds."""
+        """Returns whether the logical axis `axis` is split over devices. A sum over this axis then consists of partial sums that the compiler adds."""
         return False
 
     def inner(self, x: Float[Array, "features part"], dtype: str) -> Float[Array, "features tokens"]:
-        """Prepares activations for a product with weights in `dtype`: gathers all tokens from the devices' parts."""
+        """Gathers the tokens that are distributed over devices, for a product with weights in `dtype`."""
         return x
 
     def outer(self, x: Float[Array, "features tokens"], dtype: str) -> Float[Array, "features part"]:

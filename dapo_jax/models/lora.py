@@ -67,7 +67,7 @@ def lora_shape(*, rank: int, alpha: float, targets: Sequence[str]) -> LoraShape:
 def adapter(
     rngs: nnx.Rngs, rank: int, weight: Array, axes: tuple[str, ...]
 ) -> tuple[nnx.LoRAParam[Array], nnx.LoRAParam[Array]]:
-    """Returns initial A [rank, *inputs] and B [*outputs, rank] for a matrix with the logical axes `axes`, outputs first.
+    """Returns the initial matrices A [rank, *inputs] and B [*outputs, rank] for a matrix with the logical axes `axes`, outputs first.
 
     As in PEFT, A is uniform in +-1 / sqrt(inputs) (He et al. 2015, https://arxiv.org/abs/1502.01852, Eq. 15, with a
     negative slope of sqrt(5)). B is zero, so the initial policy equals its base model.
@@ -103,7 +103,7 @@ def lora_delta(
 
 
 def parted(params: nnx.State) -> tuple[nnx.State, nnx.State]:
-    """Splits a decoder's parameters into (trained, frozen). With adapters, they are trained and the base is frozen. Otherwise, all are trained."""
+    """Splits a decoder's parameters into (trained, frozen). If there are adapters, only they are trained. Otherwise, all parameters are."""
     adapters, base = nnx.split_state(params, nnx.LoRAParam, ...)
     return (adapters, base) if adapters else (base, adapters)
 

@@ -45,7 +45,7 @@ class DecoderConfig:
 
     @property
     def vocab_rows(self) -> int:
-        """Number of rows of the embedding and the unembedding. Rows beyond `vocab_size` are zeros, which no token uses."""
+        """Number of rows of the embedding and the unembedding. Rows beyond `vocab_size` are padding: no token uses them."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     @property

@@ -1,4 +1,4 @@
-"""Angles of rotary position embedding (RoPE), optionally scaled for contexts that are longer than in training."""
+"""Angles of rotary position embedding (RoPE), optionally scaled for contexts that are longer than the contexts seen in training."""
 
 import math
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class RopeScaling:
     """
 
     kind: str
-    """linear, llama3 or yarn."""
+    """The kind of scaling: linear, llama3 or yarn."""
     factor: float
     """Divisor of the scaled frequencies. The context becomes longer by about the same factor."""
     original_max_positions: int = 8192

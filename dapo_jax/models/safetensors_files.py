@@ -40,7 +40,7 @@ _CODES = {name: code for code, name in STORED.items()}
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file: its type, its shape, and if the file is in a bucket, the byte at which the tensor begins."""
+    """A tensor in a file: its type, its shape and, if the file is in a bucket, the byte at which the tensor begins."""
 
     path: AnyPath
     dtype: str
@@ -71,7 +71,7 @@ def stored_tensors(path: AnyPath) -> dict[str, StoredTensor]:
     size = size_of(path)
     begin = 8 + int.from_bytes(range_bytes(path, 0, min(8, size)), "little")
     if not 8 < begin <= size:
-        raise ValueError(f"cannot read {path}: the header has {begin:,} bytes, the file only {size:,} bytes")
+        raise ValueError(f"cannot read {path}: its header ends at byte {begin:,}, but it has {size:,} bytes")
     listed = read_object(range_bytes(path, 8, begin), path)
     found, end = {}, begin
     for name, entry in listed.items():
@@ -114,7 +114,7 @@ class SafetensorsFolder:
         """The shape of every tensor."""
         for name, file in (listed or {}).items():
             if name not in self._tensors or self._tensors[name].path != folder / file:
-                raise ValueError(f"{self.where} has the tensor {name!r} in {file}, which does not contain it")
+                raise ValueError(f"{self.where} lists {name!r} in {file}, which does not contain it")
 
     def read(self, name: str, cut: Cut) -> np.ndarray:
         """Returns the part `cut` of a tensor, in the type that it has in the file."""
@@ -142,7 +142,7 @@ def _read_index(folder: AnyPath) -> dict[str, str]:
         raise ValueError(f"{path}: weight_map must name a file for each tensor; got {listed!r}")
     for name, file in listed.items():
         if file not in there:
-            raise ValueError(f"{path} has the tensor {name!r} in {file!r}, which is not in this folder")
+            raise ValueError(f"{path} lists {name!r} in {file!r}, which is not in this folder")
     return listed
 
 
@@ -158,7 +158,7 @@ def _local_tensors(path: AnyPath) -> dict[str, StoredTensor]:
 def write_tensors(folder: AnyPath, tensors: Sequence[Tensor], *, dtype: str, max_shard_bytes: int) -> int:
     """Writes tensors to one file, or to several files with an index if they are larger than `max_shard_bytes`.
 
-    Only one tensor at a time is on the host. Files of an earlier model are removed first. A file gets its final name when it is
+    Only one tensor at a time is on the host. Files of an earlier model are removed first. A file gets its final name only when it is
     complete. Returns the size of all tensors in bytes. Raises the errors of `write_file`.
     """
     for path in entries(folder):
@@ -189,7 +189,7 @@ def read_json(path: AnyPath) -> dict[str, Any]:
 
 
 def write_json(path: AnyPath, content: Any) -> None:
-    """Writes `path` atomically."""
+    """Writes `content` to `path` as JSON, atomically."""
     text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     write_whole(path, text.encode())
 

@@ -24,7 +24,7 @@ from dapo_jax.models.presets import DecoderConfig
 Shape = tuple[int, ...]
 Cut = tuple[slice, ...]
 Rows = Callable[[int, int], np.ndarray]
-"""A function (start, stop) -> these rows of a tensor, with zeros for rows after the last row."""
+"""A function from (start, stop) to these rows of a tensor. Rows after the last row of the tensor are zeros."""
 ByRows = Callable[[Rows, Shape, Shape, NamedSharding], jax.Array]
 """A function that creates an array from a tensor in a file. Each process reads only some of the tensor's rows. Its arguments are a `Rows` function, the shape of
 the tensor, the shape of the array (which has the same values in the same order) and the array's sharding. All processes must make the same calls."""
@@ -81,7 +81,7 @@ class Tensor(NamedTuple):
 
 
 def shapes_of(config: DecoderConfig) -> nnx.State:
-    """Returns the shapes of the decoder's parameters, including adapters, without allocating them."""
+    """Returns the shapes of the decoder's parameters, including adapters, without allocating memory."""
     return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))[1]
 
 
@@ -111,7 +111,7 @@ def checked(config: DecoderConfig, file: TensorFile) -> None:
     # Some publishers store the matrix of tied embeddings twice.
     twice = config.tied_embeddings and again in file.shapes
     _check_names(file, wanted | ({again: wanted[matrix]} if twice else {}))
-    # The two matrices are compared in parts, because they are the largest of most models.
+    # The two matrices are compared in parts, because in most models no tensor is larger.
     for start in range(0, config.vocab_size if twice else 0, 8192):
         cut = (slice(start, min(start + 8192, config.vocab_size)), slice(None))
         if (file.read(matrix, cut).astype(np.float32) != file.read(again, cut).astype(np.float32)).any():
@@ -231,7 +231,7 @@ def adapter_tensors(config: DecoderConfig, adapters: nnx.State) -> Iterator[Tens
 
 
 def adapter_name(name: str, layer: int) -> str:
-    """Returns PEFT's name for an adapter parameter of a layer. `name` is our name, such as `query_lora_a`."""
+    """Returns PEFT's name for an adapter parameter of a layer. `name` is the name in this library, such as `query_lora_a`."""
     matrix, part = name.removesuffix("_lora_a").removesuffix("_lora_b"), name[-1].upper()
     theirs = _LAYER_TENSORS[matrix].removesuffix("weight")
     return f"base_model.model.model.layers.{layer}.{theirs}lora_{part}.weight"
@@ -377,7 +377,7 @@ def _gathered(value: Array, layer: int | None = None, shape: Shape | None = None
 
 
 def _merged(name: str) -> int | None:
-    """Returns the index of the heads axis, which transformers merges with the head_dim axis after it. None if there is no heads axis."""
+    """Returns the index of the parameter's heads axis, or None. Transformers merges the heads axis with the head_dim axis after it."""
     return {"query": 0, "key": 0, "value": 0, "output": 1}.get(name.removesuffix("_bias"))
 
 

@@ -28,7 +28,7 @@ def least_device_bytes(mesh: Mesh) -> int | None:
         return None
     own = [device_bytes(device) for device in mesh.local_devices]
     least = 0 if None in own else min(filter(None, own), default=0)
-    meet()  # another process may still be loading files, for longer than a collective waits
+    meet()  # Without this barrier, the collective could time out while another process loads files.
     return min(map(int, all_gather_bytes(b"%d" % least))) or None
 
 

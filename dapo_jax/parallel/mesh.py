@@ -46,7 +46,7 @@ def make_mesh(
     context: int = 1,
     devices: Sequence[AnyDevice] | None = None,
 ) -> Mesh:
-    """Creates a mesh with the axes `data`, `fsdp`, `tensor` and `context`. At most one size is -1: this axis gets all remaining devices.
+    """Creates a mesh with the axes `data`, `fsdp`, `tensor` and `context`. At most one size may be -1: this axis gets all remaining devices.
 
     Raises:
         ConfigError: the product of the sizes is not the number of devices, or an axis other than `data` would span slices.
@@ -77,7 +77,7 @@ class Meshes:
     sampler: Mesh
     """The row of `publish` that contains this process's devices, with the axes `AXES`. Programs on this mesh run independently of other samplers."""
     index: int
-    """Index of this row in `publish`. The sampler handles the prompts whose ordinal equals `index` modulo `count`."""
+    """Index of the sampler's row in `publish`. The sampler handles the prompts whose ordinal equals `index` modulo `count`."""
 
     @property
     def count(self) -> int:
@@ -90,8 +90,8 @@ def make_meshes(train: Mesh, *, sampler_tensor: int = 0, sampler_hosts: int = 1)
 
     Args:
         train: mesh from `make_mesh`.
-        sampler_tensor: number of devices over which a sampler's weights are sharded. Its slots are distributed over groups of this many
-            devices. 0: the greatest common divisor of the sampler's number of devices and the trainer's tensor axis.
+        sampler_tensor: number of devices over which a sampler's weights are sharded. The sampler's slots are distributed over groups of this
+            size. 0: the greatest common divisor of the sampler's number of devices and the trainer's tensor axis.
         sampler_hosts: number of processes per sampler. Use more than 1 only if the weights do not fit on the devices of one process.
 
     Raises:
@@ -102,13 +102,13 @@ def make_meshes(train: Mesh, *, sampler_tensor: int = 0, sampler_hosts: int = 1)
     hosts = len({device.process_index for device in flat})
     if hosts % sampler_hosts:
         raise ConfigError(
-            f"parallel.sampler_hosts={sampler_hosts} must divide the {hosts} processes of the run, because all samplers need equally many"
+            f"parallel.sampler_hosts={sampler_hosts} must divide the {hosts} processes of the run, so that all samplers have the same number"
         )
     rows = flat.reshape(hosts // sampler_hosts, -1)
     for row in rows:
         if (found := len({device.process_index for device in row})) != sampler_hosts:
             raise ConfigError(
-                f"a sampler has devices of {found} processes, needs {sampler_hosts}: all processes must have equally many devices"
+                f"a sampler has devices of {found} processes, needs {sampler_hosts}: all processes must have the same number of devices"
             )
         if len({_slice_of(device) for device in row}) > 1:
             raise ConfigError(
@@ -141,7 +141,7 @@ def _slices(devices: Sequence[AnyDevice]) -> list[list[AnyDevice]]:
 
 
 def _slice_of(device: AnyDevice) -> int:
-    # GPUs report their machine as their slice, but unlike TPU slices, machines may be spanned by any axis.
+    # GPUs report their machine as their slice. Unlike TPU slices, machines do not limit the axes: any axis may span several.
     return getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
 
 
@@ -151,7 +151,7 @@ def _flat(slices: Sequence[Sequence[AnyDevice]], sizes: Mapping[str, int]) -> li
     if data % count:
         crossing = next(axis for axis in AXES[1:] if sizes[axis] > 1)
         raise ConfigError(
-            f"{count} slices, parallel.data={data}: {crossing} would cross the data-centre network between slices, and only data may; "
+            f"{count} slices, parallel.data={data}: {crossing} would cross the data-centre network between slices, but only the axis data may; "
             f"set parallel.data={count} or a multiple of it, and choose the other axes for the {len(slices[0])} devices of a slice"
         )
     each = (data // count, *(sizes[axis] for axis in AXES[1:]))

@@ -34,8 +34,8 @@ _LOST_CONNECTION = re.compile(r"Gloo|UNAVAILABLE|closed by peer|reset by peer")
 def wanted(environment: Mapping[str, str] = os.environ) -> bool:
     """Returns whether environment variables declare that this process is one of several.
 
-    This is the case if `JAX_COORDINATOR_ADDRESS` is set (with `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`), or if `DAPO_JAX_DISTRIBUTED=1`. Then
-    JAX gets the three values from Cloud TPU, Slurm, GKE or MPI. With `DAPO_JAX_DISTRIBUTED=0`, this process is always the only one.
+    This is the case if `JAX_COORDINATOR_ADDRESS` is set (with `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`), or if `DAPO_JAX_DISTRIBUTED=1`. In the
+    second case, JAX gets these three values from Cloud TPU, Slurm, GKE or MPI. With `DAPO_JAX_DISTRIBUTED=0`, this process is always the only one.
 
     Raises:
         ConfigError: `DAPO_JAX_DISTRIBUTED` has another value.
@@ -62,7 +62,7 @@ def described(error: BaseException) -> str:
 
 
 class _Processes:
-    """Connects this process to the other processes of the run, if there are any, with a thread that listens to them."""
+    """Connects this process to the other processes of the run, if there are any, and runs a thread that listens to them."""
 
     def __init__(self) -> None:
         self._client: Any = None
@@ -77,7 +77,7 @@ class _Processes:
     def start(self, *, stop: Stop | None = None) -> None:
         """Connects to the other processes of the run. Call this before any other use of JAX, and finish with `fail` or `leave`.
 
-        If one process is asked to stop, all others are asked too, through their own `stop`.
+        A request to stop one process is passed on to all others, through their own `stop`.
 
         Raises:
             ConfigError: environment variables do not provide the process id and the number of processes, or the processes cannot connect.
@@ -156,7 +156,7 @@ class _Processes:
         self._exit(*self._tell(status, message))
 
     def all_say(self, text: str) -> bool:
-        """Returns whether every process calls this method with the same text within `GRACE_S`, which means that all processes can act together."""
+        """Returns whether every process calls this method with the same text within `GRACE_S`. If so, all processes can act together."""
         if self._client is None:
             return True
         self._put("ready", text)
@@ -166,12 +166,12 @@ class _Processes:
         return len(found) == self._count and set(found.values()) == {text}
 
     def tell_others(self, _: object, error: BaseException | None, __: object) -> None:
-        """Notifies the other processes of an error, except a stop, which all share. Push this onto an `ExitStack` last, so that it runs before exits that may wait."""
+        """Notifies the other processes of an error other than a stop. Push this onto an `ExitStack` last, so that it runs before exits that may wait."""
         if error is not None and not isinstance(error, StoppedError):
             self._tell(2 if isinstance(error, ConfigError) else 1, described(error))
 
     def _put(self, subject: str, text: str) -> None:
-        with suppress(Exception):  # this is the only process, or the service has ended
+        with suppress(Exception):  # raised if this is the only process, or if the service has ended
             self._client.key_value_set(f"dapo_jax/{subject}/{self._index}", text, allow_overwrite=True)
 
     def _others(self, subject: str) -> dict[int, str]:
@@ -182,7 +182,7 @@ class _Processes:
             found = self._client.key_value_dir_get(f"dapo_jax/{subject}/")
         except (
             Exception
-        ):  # this is the only process, or the service has ended and JAX will abort this process
+        ):  # raised if this is the only process, or if the service has ended and JAX will abort this process
             return {}
         return {int(key.rpartition("/")[2]): value for key, value in found}
 
@@ -219,7 +219,7 @@ class _Processes:
                 self._exit(status, message)
 
     def _pass_on_stop(self) -> None:
-        """Passes a stop request from this process on to the others, or from another process on to this process."""
+        """Passes this process's stop request on to the others, or another process's stop request on to this process."""
         if self._stop_passed:
             return
         if self._stop.reason:
@@ -254,7 +254,7 @@ class _Processes:
             sys.stdout.flush()
             sys.stderr.flush()
         self._put("left", "")
-        # The service ends with the first process, so that process waits until the other live processes have read their messages.
+        # The service ends with the first process. The first process therefore waits until the other live processes have read their messages.
         end, alive = time.monotonic() + 4 * GRACE_S, self._count - bool(self._cause)
         while (
             self._client is not None

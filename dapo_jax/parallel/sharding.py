@@ -26,10 +26,10 @@ TRAINER_RULES: Mapping[str, str | None] = {
     "norm": None,
     "rank": None,
 }
-"""Logical axis -> mesh axis, for master weights and optimizer moments. None: not sharded."""
+"""The mesh axis for each logical axis of master weights and optimizer moments. None means that the axis is not sharded."""
 
 SAMPLER_RULES: Mapping[str, str | None] = {**TRAINER_RULES, "embed": None}
-"""Logical axis -> mesh axis, for the sampler's weights. They are not sharded along `embed`, so that decoding steps do not have to gather weights."""
+"""The mesh axis for each logical axis of the sampler's weights. They are not sharded along `embed`, so that decoding steps do not have to gather weights."""
 
 
 def shardings(tree: PyTree, mesh: Mesh, rules: Mapping[str, str | None] = TRAINER_RULES) -> PyTree:
@@ -54,7 +54,7 @@ def shardings(tree: PyTree, mesh: Mesh, rules: Mapping[str, str | None] = TRAINE
                 fits = [str(n) for n in range(1, min(size, mesh.size) + 1) if size % n == 0]
                 raise ValueError(
                     f"parameter {jax.tree_util.keystr(path)} of shape {leaf.shape} has a dimension of {size}, which "
-                    f"parallel.{axis}={mesh.shape[axis]} does not divide; on up to {mesh.size} devices, use {', '.join(fits)}"
+                    f"is not divisible by parallel.{axis}={mesh.shape[axis]}; on up to {mesh.size} devices, use {', '.join(fits)}"
                 )
         sharding = NamedSharding(mesh, PartitionSpec(*spec))
         return leaf.replace(sharding) if isinstance(leaf, nnx.Variable) else sharding
@@ -107,7 +107,7 @@ def read_by_rows(rows: Rows, stored: Shape, shape: Shape, target: NamedSharding)
         return own[start - first : stop - first]
 
     spread = jax.make_array_from_callback(whole, by_device, part)
-    meet()  # another process may read its rows for longer than a collective waits
+    meet()  # Without this barrier, the collective could time out while another process reads its rows.
     # Waits until this tensor has been transferred, so that tensors in transfer do not fill the host's memory.
     return jax.block_until_ready(_mover(stored, shape, target)(spread))
 

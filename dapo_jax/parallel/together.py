@@ -1,7 +1,7 @@
 """Coordination of all processes: barriers, programs that no process runs before all have compiled them, and exchange of bytes.
 
 A collective fails if a process arrives too late (after half a minute with Gloo on CPU). A process can be late by more than this time if
-only it does some work, or if its compilation takes longer. So there is a barrier, with a longer limit, before such a collective.
+it has extra work, or if its compilation takes longer. Such a collective therefore comes after a barrier with a longer limit.
 
 An all-gather needs the same shape in all processes, and is compiled for each new shape. So messages are split into buffers of a fixed
 size, and every process sends as many buffers as the longest message needs.
@@ -25,7 +25,7 @@ _numbers = itertools.count()
 
 
 class Together:
-    """A jitted program that all processes must call, in the same order of calls. With a single process, the wrapper has no overhead."""
+    """A jitted program that all processes must call, and in the same order as other collectives. With a single process, the wrapper has no overhead."""
 
     def __init__(self, program: Any) -> None:
         self._program = program
@@ -47,7 +47,7 @@ class Together:
 
 
 def meet() -> None:
-    """Waits at a barrier: until every process has called this function as many times as this process has."""
+    """Waits at a barrier until every process has called this function as many times as this process."""
     if jax.process_count() > 1:
         place, patience_ms = f"dapo_jax/met/{next(_numbers)}", _PATIENCE_S * 1000
         coordination_service().client.wait_at_barrier(place, timeout_in_ms=patience_ms)
@@ -68,7 +68,7 @@ _HEAD = 8
 
 
 def all_gather_bytes(message: bytes, *, buffer_bytes: int = BUFFER_BYTES) -> list[bytes]:
-    """Gathers one message from each process, and returns the messages in process order. Every process must call it, in the same order of calls."""
+    """Gathers one message from each process, and returns the messages in process order. All processes must make the same calls in the same order."""
     if jax.process_count() == 1:
         return [message]
     framed = len(message).to_bytes(_HEAD, "little") + message
@@ -108,7 +108,7 @@ def by_first(work: Callable[[], bytes]) -> bytes:
         except Exception as found:
             kind, error = (b"c" if isinstance(found, ConfigError) else b"e"), found
             result = (str(found) if kind == b"c" else f"{type(found).__name__}: {found}").encode()
-    meet()  # the work may take longer than a collective waits
+    meet()  # Without this barrier, the collective could time out while `work` runs.
     outcome = broadcast_from_first(kind.ljust(1) + result)
     if error is not None:
         raise error

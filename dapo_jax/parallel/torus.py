@@ -3,8 +3,8 @@
 The chips of a slice form a grid with links between neighbours, and each device has coordinates. A run needs a flat order in which the
 devices of a process are adjacent (`mesh`), which `jax.experimental.mesh_utils` does not provide. Such an order combines a path through each
 process's block of chips with a path through the grid of blocks. For both paths, this module tries all orders of the dimensions, and chooses
-the order of devices with the fewest links between neighbours. It compares links along `tensor` first, which has the most traffic, and then along
-`context`, `fsdp` and `data`.
+the order of devices with the fewest links between neighbours. It first compares links along `tensor`, the axis with the most traffic, and then
+along `context`, `fsdp` and `data`.
 """
 
 import itertools
@@ -22,7 +22,7 @@ _DIGIT = tuple[int, int, int]
 def along_links(devices: Sequence[Any], shape: Sequence[int]) -> list[Any]:
     """Returns the devices of a TPU slice in the order with the fewest links between neighbours along the axes of a mesh.
 
-    The given order is kept if no other order is better, or if the processes' blocks are not boxes of equal shape that fill a box.
+    The given order is kept if no other order is better, or if the processes' blocks are not boxes of equal shape that together fill a larger box.
 
     Args:
         devices: all devices of the slice, process by process.
@@ -52,9 +52,9 @@ def _cost(places: Int[np.ndarray, "data fsdp tensor context 4"]) -> tuple[float,
 def _grid_of(
     places: Int[np.ndarray, "devices 4"], processes: Int[np.ndarray, " devices"]
 ) -> tuple[Int[np.ndarray, "x y z core"], tuple[int, ...]] | None:
-    """Returns the index of the device at each place (x, y and z of the chip, and the core on it), and the size of the block of chips that each process has.
+    """Returns the device index at each place (x, y and z of the chip, and the core on this chip), and the size of each process's block of chips.
 
-    Returns None if the blocks are not boxes of equal shape that fill a box.
+    Returns None if the blocks are not boxes of equal shape that together fill a larger box.
     """
     places = places - places.min(0)
     corners, blocks = [], set()

@@ -42,7 +42,7 @@ class MeshLayout(Layout):
 
     mesh: Mesh
     attention: str = "xla"
-    """xla, splash, cudnn, or splash_interpreted, which slowly runs the splash kernel without a TPU."""
+    """The attention implementation: xla, splash, cudnn, or splash_interpreted, which runs the splash kernel slowly, without a TPU."""
 
     def shard(self, program: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple[Array, Array]]:
         def part(params: PyTree, arrays: PyTree) -> tuple[Array, Array]:
@@ -172,7 +172,7 @@ class MeshLayout(Layout):
 
 
 def _rounded(x: Array, dtype: str, collective: Callable[[Array], Array]) -> Array:
-    """Calls a collective on an array after a cast to `dtype`, to which matrix products round it (see `product`). On CPU, the array keeps its own dtype."""
+    """Calls a collective on an array that is cast to `dtype`, the precision of matrix products (see `product`). On CPU, the array is not cast."""
     if np.dtype(dtype) == x.dtype:
         return collective(x)
     return lax.platform_dependent(

@@ -106,7 +106,7 @@ def _received(made: Instruction, where: str, devices: int) -> tuple[str, int]:
 
 
 def _group(rest: str, devices: int) -> int:
-    """Returns the number of devices per replica group, from any HLO notation. Without groups, all devices form one."""
+    """Returns the number of devices per replica group, from any HLO notation. If the text lists no groups, all devices form one group."""
     if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", rest):
         return len(listed[1].split(","))
     if shaped := re.search(r"replica_groups=\[(\d+),(\d+)\]<=", rest):

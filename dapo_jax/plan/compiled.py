@@ -48,7 +48,7 @@ class Program:
     name: str
     compile_s: float
     memory: ProgramMemory | None
-    """None if the compiler rejected the program, because the program alone exceeds a device's memory."""
+    """The program's buffers; None if the compiler rejected the program, because the program alone exceeds a device's memory."""
     traffic: list[Traffic] = field(default_factory=list)
     refusal: str = ""
     """The compiler's message if it rejected the program. It may list the program's largest arrays."""
@@ -79,6 +79,6 @@ def compile_program(name: str, lower: Callable[[], Any], *, trips: Sequence[int]
 
 
 def needed_bytes(message: str) -> int | None:
-    """Returns the bytes that a rejected program needs according to the compiler's message, or None if it has no number."""
+    """Returns the bytes that a rejected program needs according to the compiler's message, or None if the message contains no number."""
     found = re.search(r"(?:\(|Used )([\d.]+)([KMGT]?)(?:\) exceeds| of)", message)
     return math.ceil(float(found[1]) * _UNITS[found[2]]) if found else None

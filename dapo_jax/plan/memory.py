@@ -1,9 +1,10 @@
-"""Computes memory per device: the arrays that are resident while each program runs."""
+"""Computes the memory use of a device from the arrays that are resident while each program runs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from dapo_jax.plan.compiled import ProgramMemory
+from dapo_jax.sampling.pages import PageSizes
 
 MARGIN = 0.05
 """Fraction of a device's memory that a plan leaves free for fragmentation and for buffers outside the programs."""
@@ -16,7 +17,7 @@ class Phase:
     name: str
     program: str
     parts: dict[str, int]
-    """Kind of array -> bytes."""
+    """The bytes of each kind of array."""
 
     @property
     def total(self) -> int:
@@ -31,7 +32,7 @@ class Resident:
     state: int
     """Trained parameters and optimizer moments."""
     moments: int = 0
-    """The optimizer moments in `state`, which `optimizer.offload` would move to host memory; 0 if they are there."""
+    """The part of `state` that `optimizer.offload` would move to host memory; 0 if this option is already set."""
     reference: int = 0
     """The reference policy's parameters; 0 unless `loss.kl_coef` is set."""
     base: int = 0
@@ -47,7 +48,7 @@ class Resident:
     minibatch: int = 0
     """The input arrays of one update."""
     shorter: int = 0
-    """The part of `minibatch` in rows shorter than the longest."""
+    """The part of `minibatch` whose rows are shorter than the longest rows."""
     gradient: int = 0
     """The gradient, kept between the programs of an update with several row lengths; 0 if an update is one program."""
     prefix: int = 0
@@ -57,7 +58,7 @@ class Resident:
     reread: int = 0
     """KV cache and logits of a sequence after chunked prefill, before they are copied to its slot."""
     waiting: int = 0
-    """The same for a second sequence, which waits for a slot; 0 unless rollouts are in flight or prompts may exceed a prefill row."""
+    """The same as `reread`, for a second sequence that waits for a slot; 0 unless rollouts are in flight or prompts may exceed a prefill row."""
     decode_state: int = 0
     """The KV cache and the logits of all slots."""
     paused: int = 0
@@ -69,15 +70,44 @@ class CacheFit:
     """The largest KV cache that fits a sampler's devices."""
 
     tokens: int
-    """Number of tokens on all devices of one sampler; a value for `sampling.cache_tokens`."""
+    """Suggested `sampling.cache_tokens`: the number of tokens on all devices of one sampler."""
     slots: int
-    """Number of slots for `in_flight` responses; a value for `sampling.slots`."""
+    """Suggested `sampling.slots`: the number of slots for `in_flight` responses."""
     in_flight: float
     """Number of responses decoded in parallel, if each has the assumed mean number of cached tokens."""
 
 
+def cache_fit(
+    free: int,
+    *,
+    pages: PageSizes,
+    token_bytes: int,
+    logits_bytes: int,
+    slots: int,
+    context: float,
+    spread: int,
+) -> CacheFit | None:
+    """Returns how many tokens and responses fit in a sampler's KV cache if `free` more bytes per device are used for it, or None if not even one sequence fits.
+
+    The heads of a cached token are sharded over a group of devices, and slots are sharded over `spread` such groups. If more responses fit than there
+    are `slots`, each additional slot also needs memory for its logits. `context` is the mean number of cached tokens of a response.
+    """
+    left = free + pages.tokens // spread * token_bytes
+    held, slots = context + pages.page_tokens / 2, slots // spread
+    tokens, responses = left / token_bytes, left / token_bytes / held
+    if responses > slots:
+        responses = (left + slots * logits_bytes) / (held * token_bytes + logits_bytes)
+        tokens = responses * held
+    whole = int(tokens) // pages.page_tokens * pages.page_tokens
+    if whole < pages.table_pages * pages.page_tokens:
+        return None
+    return CacheFit(
+        tokens=whole * spread, slots=max(slots, int(responses)) * spread, in_flight=responses * spread
+    )
+
+
 def as_compiled(there: Resident, programs: Mapping[str, ProgramMemory]) -> Resident:
-    """Replaces sizes that were computed from shapes with the argument sizes of the compiled programs.
+    """Replaces sizes in `there`, which were computed from shapes, with the argument sizes of the compiled programs.
 
     Compiled sizes may be larger, because TPUs pad arrays to tiles of 8 x 128. For example, `head_dim=64` can double the KV cache.
     """

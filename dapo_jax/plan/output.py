@@ -58,7 +58,7 @@ def _data(value: Any, *derived: str) -> dict[str, Any]:
 
 
 def swept_as_data(found: Sequence[tuple[str, Plan | str]]) -> list[dict[str, Any]]:
-    """Returns the data that `--json` prints for a sweep, best mesh first: for each mesh its plan, or why it cannot be used."""
+    """Returns the data that `--json` prints for a sweep, best mesh first. Each mesh has its plan, or the reason why it cannot be used."""
     return [{"mesh": name, **({"reason": one} if isinstance(one, str) else as_data(one))} for name, one in found]  # fmt: skip
 
 
@@ -113,7 +113,7 @@ def show(plan: Plan, console: Console) -> None:
 
 
 def show_failures(plan: Plan, tried: Sequence[Tried], console: Console) -> None:
-    """Prints each program that does not fit, changes that would shrink its arrays, and the changes tried by compiling."""
+    """Prints each program that does not fit, changes that would shrink its arrays, and the changes that were tried by compiling."""
     limit = size(plan.limit or 0)
     for program in plan.programs:
         if program.name not in plan.failures:

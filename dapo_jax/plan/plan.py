@@ -12,7 +12,7 @@ from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.device_memory import device_bytes
 from dapo_jax.parallel.mesh import AXES, Absent, AnyDevice
 from dapo_jax.plan.compiled import Program, compile_program
-from dapo_jax.plan.memory import MARGIN, CacheFit, Phase, Resident, as_compiled, phases
+from dapo_jax.plan.memory import MARGIN, CacheFit, Phase, Resident, as_compiled, cache_fit, phases
 from dapo_jax.plan.programs import Programs
 from dapo_jax.plan.roofline import Bound, Work, bound, in_flight, work_of
 from dapo_jax.plan.sizes import decoder_of
@@ -24,7 +24,7 @@ from dapo_jax.run.sampler_setup import logits_bytes
 from dapo_jax.sampling.pages import PageSizes
 
 HOST_DEVICES = 4
-"""Assumed number of devices per host if the devices are absent, as on a TPU VM."""
+"""Assumed number of devices per host if the devices are absent. It is the number on a TPU VM."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +48,12 @@ class Plan:
 
     @property
     def bounds(self) -> list[Bound]:
-        """The roofline of each phase; empty without a slice."""
+        """The roofline of each phase; empty if there is no slice."""
         return [] if self.slice is None else [bound(work, self.slice.chip) for work in self.works]
 
     @property
     def limit(self) -> int | None:
-        """Maximum bytes that a phase may use on one device; None without a slice."""
+        """Maximum bytes that a phase may use on one device; None if there is no slice."""
         return None if self.slice is None else int(self.slice.chip.device_hbm_bytes * (1 - MARGIN))
 
     @property
@@ -77,26 +77,20 @@ class Plan:
     def cache_fit(self) -> CacheFit | None:
         """The largest KV cache with which every compiled phase stays within `limit`.
 
-        None without compiled phases that have a KV cache, or if not even one sequence would fit. If more responses fit than there
-        are configured slots, each additional slot also needs memory for its logits.
+        None if no compiled phase has a KV cache, or if not even one sequence would fit.
         """
         sampling = [phase.total for phase in self.phases if "decode state" in phase.parts]
         if not sampling or self.limit is None:
             return None
-        # The heads of a cached token are sharded over a group of devices. Slots are sharded over `spread` such groups.
-        pages, each, spread = self.pages, self.token_bytes, batch_shards(self.sizes.sampler)
-        left = self.limit - max(sampling) + pages.tokens // spread * each
-        held, logits = self.work.context + pages.page_tokens / 2, logits_bytes(self.decoder, 1)
-        slots = self.config.sampling.slots // spread
-        tokens, responses = left / each, left / each / held
-        if responses > slots:
-            responses = (left + slots * logits) / (held * each + logits)
-            tokens = responses * held
-        whole = int(tokens) // pages.page_tokens * pages.page_tokens
-        if whole < pages.table_pages * pages.page_tokens:
-            return None
-        slots = max(slots, int(responses))
-        return CacheFit(tokens=whole * spread, slots=slots * spread, in_flight=responses * spread)
+        return cache_fit(
+            self.limit - max(sampling),
+            pages=self.pages,
+            token_bytes=self.token_bytes,
+            logits_bytes=logits_bytes(self.decoder, 1),
+            slots=self.config.sampling.slots,
+            context=self.work.context,
+            spread=batch_shards(self.sizes.sampler),
+        )
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -110,7 +104,7 @@ class Plan:
 
     @property
     def chip_hours(self) -> float | None:
-        """Minimum chip-hours for all steps, without evaluations; None without a slice."""
+        """Minimum chip-hours for all steps, without evaluations; None if there is no slice."""
         return None if self.slice is None else self.config.steps * self.step_s * self.slice.chips / 3600
 
     @property
@@ -144,7 +138,7 @@ def plan(
     work = workload_of(config, assumed or Assumptions())
     if slice is None:
         devices, host = _devices_of_run(config.parallel), None
-        memory = device_bytes(jax.devices()[0])  # absent devices are of the same kind
+        memory = device_bytes(jax.devices()[0])  # Absent devices have the same kind, so the same memory.
     else:
         devices, host = devices_of(slice), devices_of(slice.one_host) if slice.hosts > 1 else None
         memory = slice.chip.device_hbm_bytes
@@ -153,7 +147,7 @@ def plan(
     programs, compiled = Programs(placed, decoder, work, devices, host, memory), list[Program]()
     try:
         there = programs.resident  # builds trainer and sampler from shapes
-    except ValueError as error:  # the configuration contains an invalid size
+    except ValueError as error:  # raised if the configuration contains an invalid size
         raise ConfigError(str(error)) from error
     if config.optimizer.offload:
         there = replace(there, state=there.state - there.moments, moments=0)

@@ -1,4 +1,4 @@
-"""Lowers from shapes the programs with which a run trains, scores, transfers weights and samples."""
+"""Lowers the programs of a run, for training, scoring, weight transfer and sampling, from shapes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -42,9 +42,9 @@ class Programs:
     devices: Sequence[AnyDevice]
     """The run's devices. If they are absent, programs cannot be lowered."""
     host: list[jax.Device] | None = None
-    """The devices of a one-host slice for the sampler, because the compiler rejects some hosts of a larger slice."""
+    """Devices of a one-host slice. The sampler's programs are compiled for them, because the compiler rejects some hosts of a larger slice."""
     memory: int | None = None
-    """Bytes of a device's memory; None for a CPU, or to ask the devices."""
+    """Bytes of a device's memory. None: the amount that the devices report. CPUs do not report it."""
 
     @cached_property
     def meshes(self) -> Meshes:
@@ -96,7 +96,7 @@ class Programs:
         params = bytes_on_device(state.params, sizes.train)
         moments = bytes_on_device(state.opt_state, sizes.train)
         rows, (longest, *shorter) = self.config.batch.rows_per_microbatch, self._row_lengths
-        # An update has stacks of microbatches: `work.room` of the longest rows, and one of each shorter length.
+        # An update has a stack for each row length: `work.room` microbatches of the longest rows, and one of each shorter length.
         stacks = [(self.work.room, longest), *((1, tokens) for tokens in shorter)]
         first, *others = (
             bytes_on_device(self._updater.stack_structs(count, rows, tokens), sizes.train)
@@ -194,7 +194,7 @@ class Programs:
 
     @cached_property
     def engine(self) -> DecoderEngine:
-        """The engine of one sampler, as a run builds it."""
+        """The engine that a run builds for one sampler."""
         engine = self._sampler.engine
         assert isinstance(engine, DecoderEngine)
         return engine

@@ -22,7 +22,7 @@ _LEAST = 0.005
 
 Say = Callable[[str], None]
 Changes = dict[str, Any]
-"""Configuration key -> its new value."""
+"""New values by configuration key."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Way:
     frees: int | None = None
     """Bytes freed on each device; None if they are only known after compiling."""
     tries: Changes = field(default_factory=dict)
-    """The change, if `suggestions` may try it. It must not need a larger slice or change the training method."""
+    """The change for `suggestions` to try; empty if it needs a larger slice or changes the training method."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ def _way(tries: Changes, note: str = "", *, frees: int | None = None) -> Way:
 
 
 def _more_devices(made: Plan, held: int) -> Way:
-    """Returns a change that shards arrays over twice as many devices: over replicas, or else on a larger slice."""
+    """Returns a change that shards arrays over twice as many devices, taken from the data axis if possible, and otherwise from a larger slice."""
     train, rows = made.sizes.train, made.config.batch.rows_per_microbatch
     if train["data"] % 2 == 0:
         tries = {"parallel.fsdp": 2 * train["fsdp"], "parallel.data": train["data"] // 2}
@@ -217,11 +217,11 @@ def sweep(
     only: Sequence[str] | None = None,
     say: Say = lambda text: None,
 ) -> list[tuple[str, Plan | str]]:
-    """Plans every split of the slice into fsdp and tensor axes. Fastest meshes come first; meshes that do not fit have the reason.
+    """Plans every split of the slice into fsdp and tensor axes. The fastest mesh comes first. A mesh that does not fit is returned with the reason.
 
     A microbatch has one row per device of the batch axes, or a multiple of this if `batch.rows_per_microbatch` is larger.
     """
-    decoder_of(config.model)  # reports an unsupported model before libtpu is loaded
+    decoder_of(config.model)  # raises an error for an unsupported model before libtpu is loaded
     planned = partial(plan, slice=slice, assumed=assumed, only=only, say=say)
     found: list[tuple[str, Plan | str]] = []
     devices, context, data = len(devices_of(slice)), config.parallel.context, max(config.parallel.data, 1)

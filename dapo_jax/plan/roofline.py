@@ -20,7 +20,7 @@ from dapo_jax.sampling.prompt_packing import PrefillShape
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The work of one phase per step and device."""
+    """The work of one phase in each step on each device."""
 
     phase: str
     runs: int | float
@@ -37,7 +37,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """The minimum time of one phase per step: the longest of three times, assuming that they overlap completely."""
+    """The minimum time of one phase in a step: the longest of three times, assuming that the three overlap completely."""
 
     work: Work
     compute_s: float
@@ -64,13 +64,13 @@ def work_of(
     pages: PageSizes,
     programs: Sequence[Program] = (),
 ) -> list[Work]:
-    """Returns the work of each phase of a step. The compiled `programs` supply the received bytes."""
+    """Returns the work of each phase of a step. The received bytes are counted in the compiled `programs`."""
     traffic = {one.name: float(sum(kind.received_bytes for kind in one.traffic)) for one in programs}
 
     def received(name: str, per_layer: str = "") -> float:
         return traffic.get(name, 0.0) + decoder.layers * traffic.get(per_layer, 0.0)
 
-    # Most prompts are prefilled by the programs with this prefix.
+    # Most prompts are prefilled by the programs whose names begin with this prefix.
     prefill = "prefill_rows" if prefill_shape_of(config).rows > 1 else "prefill_row"
     prefilled = received(f"{prefill}_embed", prefill) + received(f"{prefill}_head")
     sampled = sampled_decoder(decoder, config.sampling)
@@ -96,11 +96,11 @@ def prefill_shape_of(config: TrainConfig) -> PrefillShape:
 def in_flight(config: TrainConfig, work: Workload, pages: PageSizes, samplers: int) -> float:
     """Returns the number of responses that a sampler decodes in parallel.
 
-    This is the minimum of its slots, its share of `rollout.in_flight`, and the number of responses that fit its pages. A response
+    This is the minimum of its slots, its share of `rollout.in_flight`, and the number of responses that fit in its pages. A response
     is assumed to need the mean context plus half a page. Pages that are shared within a group are counted once per response.
     """
     most = [float(config.sampling.slots)]
-    if pages.runs_out:  # otherwise every slot has room for the longest response
+    if pages.runs_out:  # If pages cannot run out, every slot has room for the longest response.
         held = work.context + pages.page_tokens / 2
         most.append(pages.tokens / held)
     if config.rollout.in_flight:
@@ -109,7 +109,7 @@ def in_flight(config: TrainConfig, work: Workload, pages: PageSizes, samplers: i
 
 
 def decode_steps(work: Workload, samplers: int, parallel: float) -> float:
-    """Returns a sampler's decode steps for `parallel` responses at a time. A wave takes at least one per token of its longest response."""
+    """Returns a sampler's decode steps for `parallel` responses at a time. A wave takes at least one step per token of its longest response."""
     tokens = work.responses * work.response_mean / samplers
     return max(tokens / parallel, work.longest if work.waves else 0.0)
 
@@ -147,7 +147,7 @@ def item(dtype: str) -> int:
 
 
 def decode_weight_parameters(decoder: DecoderConfig) -> int:
-    """Returns the number of weights that a decode step reads: matrices and unembedding, without one embedding row per token."""
+    """Returns the number of weights that a decode step reads: matrices and unembedding. The embedding row of each token is not counted."""
     return matrix_parameters(decoder) + _unembedding_parameters(decoder)
 
 
@@ -172,7 +172,7 @@ def _transfer(config: TrainConfig, decoder: DecoderConfig, sizes: MeshSizes, rec
 def _prefill(
     config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes: MeshSizes, received: float
 ) -> Work:
-    """Counts the prefill of each prompt, one re-prefill per step of each response in flight, and re-prefills between turns."""
+    """Counts the prefill of each prompt, one re-prefill of each response in flight in every step, and the re-prefills between turns."""
     shape, devices = prefill_shape_of(config), sizes.sampler_devices
     read = [
         (length, sequences / sizes.samplers)
@@ -198,7 +198,7 @@ def _prefill(
 
 
 def _calls(shape: PrefillShape, length: float) -> float:
-    """Returns the prefill calls per sequence: a fraction if sequences share a call, or one per chunk if a row is too short."""
+    """Returns the number of prefill calls per sequence: a fraction if sequences share a call, or one call per chunk if a row is too short."""
     if length > shape.width:
         return float(math.ceil(length / shape.width))
     return 1 / (shape.rows * max(1.0, min(float(shape.row_prompts), shape.width // length)))
@@ -232,7 +232,7 @@ def _trained(
 ) -> list[Work]:  # fmt: skip
     """Returns the work of scoring, if any, and of the updates. `score` and `update` are the bytes received per run of each program.
 
-    Scoring computes the trainer's old log-probabilities for all updates except the first, and the reference policy's for all.
+    Scoring computes the trainer's old log-probabilities for all updates except the first, and the reference policy's log-probabilities for all updates.
     """
     devices, count = sizes.devices, work.trained * work.sequence
     scored = work.updates - 1 if config.loss.old_logprobs == "trainer" else 0

@@ -2,7 +2,7 @@
 
 from dapo_jax.config import ConfigError, ModelConfig
 from dapo_jax.hints import nearest
-from dapo_jax.models.config_json import FAMILIES, WHAT_LOADS
+from dapo_jax.models.families import FAMILIES, WHAT_LOADS
 from dapo_jax.models.folder import read_config
 from dapo_jax.models.presets import PRESETS, DecoderConfig, preset
 from dapo_jax.run.policy import folder_of, read_base
@@ -15,7 +15,7 @@ _REPOSITORIES = {
     if known.startswith(family)
     for kind in ("", "-base", "-instruct")
 }
-"""Hub repository in lower case -> the preset with the same shapes."""
+"""Maps each hub repository, in lower case, to the preset with the same shapes."""
 
 
 def decoder_of(model: ModelConfig) -> DecoderConfig:
@@ -33,7 +33,7 @@ def decoder_of(model: ModelConfig) -> DecoderConfig:
                 f"{nearest(name, _REPOSITORIES, least=0.0)[0]}. If the model belongs to a supported family ({', '.join(FAMILIES)}), "
                 f"set model.source to a folder with its config.json; {WHAT_LOADS}"
             )
-        # A run of a preset uses its tokenizer's vocabulary size, but the plan uses the published model's.
+        # A run of a preset uses its tokenizer's vocabulary size, but the plan uses the vocabulary size of the published model.
         if kind == "preset":
             return preset(name)
         return read_base(

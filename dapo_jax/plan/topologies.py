@@ -1,4 +1,4 @@
-"""TPU slices by name, their chips, and their devices as libtpu describes them, for which any machine can compile programs.
+"""Defines TPU slices by name, with their chips and with the devices that libtpu describes. Any machine can compile programs for these devices.
 
 The roofline's peak rates are from Google's pages (https://cloud.google.com/tpu/docs/v4, .../v5e, .../v5p, .../v6e, .../tpu7x). The
 pages add up the interconnect bandwidth of both directions, but this module uses one direction. `hbm_gib` is the memory
@@ -70,7 +70,7 @@ _SHAPES = {
     2: "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16",
     3: "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8 8x8x16 8x16x16 16x16x16",
 }
-"""Number of axes -> the slice shapes on Google's pages, smallest first. A name with a size, such as v5p-256, has such a shape."""
+"""The slice shapes on Google's pages by number of axes, smallest first. A name with a size, such as v5p-256, refers to one of these shapes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ class Slice:
 
     @property
     def one_host(self) -> "Slice":
-        """A slice of the same chips with a single host."""
+        """A slice with the same kind of chip and a single host."""
         return Slice(chip=self.chip, shape=self.host[: self.chip.axes])
 
     @property
@@ -140,7 +140,7 @@ def devices_of(made: Slice) -> list[jax.Device]:
             "(684 MB; it needs no TPU), or leave out --topology to compute sizes alone"
         )
     describe_only()
-    # Imported here because it loads parts of jax that nothing else needs.
+    # Imported here, because it loads parts of jax that no other code needs.
     from jax.experimental import topologies
 
     try:

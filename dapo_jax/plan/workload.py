@@ -38,14 +38,14 @@ class Assumptions:
     """Quantities that a configuration does not determine. The plan lists each value that it assumes."""
 
     response_tokens: int | float | None = None
-    """Mean tokens per response; None: `sampling.max_response_tokens`."""
+    """Mean number of tokens per response. If None, `sampling.max_response_tokens` is assumed."""
     response_tokens_std: int | float = 0.0
     prompt_tokens: int | float | None = None
-    """Mean tokens per prompt; None: `data.max_prompt_tokens`."""
+    """Mean number of tokens per prompt. If None, `data.max_prompt_tokens` is assumed."""
     informative: int | float = 0.5
     """Share of groups that are neither all correct nor all wrong."""
     turns: int | float | None = None
-    """Mean turns per episode; None: `environment.max_turns`."""
+    """Mean number of turns per episode. If None, `environment.max_turns` is assumed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Workload:
     prompts: int
     """Number of sampled prompts in all waves."""
     waves: int
-    """Number of waves; 0 with rollouts in flight."""
+    """Number of waves; 0 if rollouts are in flight."""
     responses: int
     """Number of sampled responses."""
     response_mean: float
@@ -93,7 +93,7 @@ class Workload:
 
     @property
     def between(self) -> float:
-        """Mean number of tokens in an episode between two turns, with its prompt, if all turns are equally long."""
+        """Mean length of an episode between two turns, in tokens and including the prompt, if all turns have the same length."""
         return self.prompt_mean + self.response_mean / 2
 
     @property
@@ -142,7 +142,7 @@ def _reprefills(config: TrainConfig, turns: int | float | None, again: float, no
     most = config.environment.max_turns
     if not config.environment.source:
         if turns is not None:
-            raise ConfigError(f"--turns={turns:g}: without an environment.source there are no turns")
+            raise ConfigError(f"--turns={turns:g} needs environment.source; there are no turns without it")
         return 0.0
     if turns is not None and not 1 <= turns <= most:
         raise ConfigError(f"--turns={turns:g} must be at least 1 and at most environment.max_turns = {most}")

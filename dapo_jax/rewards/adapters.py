@@ -55,7 +55,7 @@ def verl_reward(function: Callable[..., Any]) -> Callable[[Sample], Any]:
         fields = given if isinstance(given, Mapping) else {"score": given}
         if "score" not in fields:
             raise ValueError(
-                f"a verl reward function returns a number, or a mapping with 'score'; got {given!r:.200}"
+                f"a verl reward function must return a number, or a mapping with 'score'; got {given!r:.200}"
             )
         score, extracted = as_float(fields["score"]), fields.get("pred")
         extracted = None if extracted is None else str(extracted)
@@ -76,7 +76,7 @@ def _adapted(
     arguments: Callable[[_Given], Mapping[str, Any]],
     read: Callable[[Any], Any],
 ) -> Callable[[_Given], Any]:
-    """Returns a function that calls `function(**arguments(given))` and converts the result with `read`. Async if `function` is."""
+    """Returns a function that calls `function(**arguments(given))` and converts the result with `read`. It is async if `function` is async."""
     if is_async(function):
 
         async def awaited(given: _Given) -> Any:

@@ -24,7 +24,7 @@ LATE_S = 0.1
 
 
 class EventLoop:
-    """An event loop that runs user code in its own thread. Each blocking job, for example from `asyncio.to_thread`, has a further thread."""
+    """An event loop that runs user code in its own thread. Each blocking job, for example from `asyncio.to_thread`, runs in a separate thread."""
 
     def __init__(self, message: str) -> None:
         """Starts the thread. If an exception from a task stops the loop, `message` is logged and the loop resumes."""
@@ -127,7 +127,7 @@ class DaemonThreads(ThreadPoolExecutor):
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(fn(*args, **kwargs))
-                except BaseException as error:  # including SystemExit; it is raised where the job is awaited
+                except BaseException as error:  # raised again where the job is awaited, even SystemExit
                     future.set_exception(error)
 
         threading.Thread(target=work, daemon=True).start()

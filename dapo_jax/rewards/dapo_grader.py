@@ -1,8 +1,8 @@
-"""The graders `dapo` and `dapo_boxed`, which reproduce the rule of DAPO's released code, including its false negatives.
+"""The `dapo` and `dapo_boxed` graders, which reproduce the grading rule of DAPO's released code, including its false negatives.
 
 The rule is from verl's recipe (`verl/utils/reward_score/math_dapo.py`). The text after the last `Answer:` in the last 300 characters
 of a response is normalized and compared with the normalized reference as a string. The normalization comes from the appendix of Lewkowycz
-et al. 2022, "Solving Quantitative Reasoning Problems with Language Models" (Minerva). To compare answers by meaning, use the grader `math`.
+et al. 2022, "Solving Quantitative Reasoning Problems with Language Models" (Minerva). To compare answers by meaning, use the `math` grader.
 """
 
 import re
@@ -31,7 +31,7 @@ _DROPPED = (
     r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3", "\\text{\n}", r"\text{}",
     r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots",
 )  # fmt: skip
-"""Units, filler words and spacing commands, removed next in this order. They are also removed inside longer words, as in the released code."""
+"""Units, filler words and spacing commands to remove next, in this order. They are removed even inside longer words, as in the released code."""
 
 _UNWRAPPED = (
     (re.compile(r".*?\$(.*?)\$.*"), r"$\1$"),
@@ -40,7 +40,7 @@ _UNWRAPPED = (
     (re.compile(r"frac([^{])(.)"), r"frac{\1}{\2}"),
     (re.compile(r"sqrt([^{])"), r"sqrt{\1}"),
 )
-"""Rewrites that are applied last. They keep only the text in dollar signs or wrappers such as \\text{}, and add braces, as in \\frac12."""
+"""Patterns that are applied last. They keep only the text inside dollar signs or wrappers such as \\text{}, and add missing braces to \\frac12."""
 
 
 @lru_cache(maxsize=4096)

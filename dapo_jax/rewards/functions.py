@@ -85,7 +85,7 @@ class LoadedReward:
             try:
                 result = self.function(self._argument(call))
             except (MemoryError, *_OF_THE_RUN):
-                raise  # there may be no memory left to build an error message
+                raise  # after a MemoryError, there may be no memory left to build an error message
             except BaseException as error:
                 raise self._failure(error, call) from error
             found += self._verdicts(result, call)
@@ -144,7 +144,7 @@ def joined(
     parts: Sequence[Future[list[Verdict]]],
     join: Callable[[list[list[Verdict]]], Any] = lambda found: [*chain(*found)],
 ) -> Future[Any]:
-    """Returns a future of `join` of all parts' results. It is cancelled or raises if any part does."""
+    """Returns a future of `join(results of all parts)`. If any part is cancelled or raises, so does this future."""
     whole: Future[Any] = Future()
     lock, waiting = threading.Lock(), len(parts)
 
@@ -199,7 +199,7 @@ def load_reward(
 
     Args:
         spec: the value of `reward.grader`, or a function.
-        answer_marker: only used by the grader `exact`, see `exact_grader`.
+        answer_marker: only used by the `exact` grader, see `exact_grader`.
         on_nonfinite: handling of a score that is NaN, infinite or beyond `MAX_SCORE`. `error` raises RewardError. With `lost`, the
             response has no verdict and counts as wrong, and the other responses of its group keep their verdicts.
 
@@ -229,11 +229,11 @@ def as_verdict(result: Any, *, name: str) -> Verdict:
     """Converts the result of the reward function `name` to a verdict. NumPy scalars and 0-dimensional arrays are accepted, too.
 
     A `Verdict` is copied, so the function may modify its own object later. A bool becomes a verdict without a score, so the
-    configured rewards for correct and incorrect responses apply. A number is a score that becomes the reward. It is correct if it is above 0.
+    configured rewards for correct and incorrect responses apply. A number is a score that becomes the reward, and a score above 0 is correct.
 
     Raises:
         NonFiniteScoreError: the score is NaN, infinite or beyond `MAX_SCORE`. This is a subclass of ValueError.
-        ValueError: the result has any other type.
+        ValueError: the result has any other type, or is a lost verdict that is marked as correct.
     """
     if isinstance(result, Verdict):
         verdict = Verdict(**{field.name: getattr(result, field.name) for field in fields(Verdict)})

@@ -1,4 +1,4 @@
-"""Compares the mathematical meaning of two answers, for the grader `math`.
+"""Compares the mathematical meaning of two answers, for the `math` grader.
 
 Numbers are compared exactly. However, a decimal with at least six significant digits also equals a number that rounds to it, such as
 1/3 or the square root of 2. Irrational numbers are equal if 50 of their digits agree. Expressions with variables are equal if their
@@ -107,7 +107,7 @@ class _Comparison:
             names = {one: sympy.Symbol(f"{one}", real=True) for one in applied}
             return self._same_number(gold.xreplace(names), found.xreplace(names))
         if difference.free_symbols:
-            # Expanding both instead could take very long: (x + y + z)^50 has 1,326 terms.
+            # Comparing the expanded expressions could take very long: (x + y + z)^50 has 1,326 terms.
             return all(starmap(_are_close, _at_points((gold, found))))
         for one, other in ((gold, found), (found, gold)):
             last = self.decimals.get(abs(one))

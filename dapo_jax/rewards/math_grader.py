@@ -1,4 +1,4 @@
-"""The grader `math`, which compares answers by meaning. `math_reader.py` parses answers and `math_equality.py` compares them."""
+"""The `math` grader, which compares answers by meaning. `math_reader.py` parses answers and `math_equality.py` compares them."""
 
 import re
 
@@ -22,10 +22,10 @@ _LEFT_TO_DO = re.compile(rf"{_NUMBER}(?:[-+*]{_NUMBER})+")
 def math_grader(response: str, answer: str) -> Verdict:
     r"""Finds the answer stated in the response and compares its meaning with the reference.
 
-    The answer is the text after the last `Answer:`, or the content of a later `\boxed{}`. If there is neither, it is the whole
-    response if it is a single line of mathematics, or else the text after words such as "the answer is". Other numbers in the text
-    are ignored, because they may match by accident. If the last `\boxed{` is not closed, or the last `Answer:` has
-    no text, the response was cut off and has no answer.
+    The answer is the text after the last `Answer:`, or the content of a later `\boxed{}`. Without either, a response that is a single
+    line of mathematics is itself the answer, and in other responses it is the text after words such as "the answer is". Other numbers
+    are ignored, because they may match by accident. If the last `\boxed{` is not closed, or the last `Answer:` has no text, the
+    response was cut off and has no answer.
 
     Equal text is correct. Otherwise, both answers are parsed as mathematics (`math_reader.py` lists the notations). For example, 6/8
     equals 3/4, 34% equals 34, and \frac12 equals 0.5. If either cannot be parsed as a whole, the answer is wrong. Numbers are compared
@@ -64,14 +64,14 @@ def math_grader(response: str, answer: str) -> Verdict:
 
 
 def unread_by_math(answer: str) -> bool:
-    """Returns whether the reference cannot be parsed as a whole, so that it is compared as text."""
+    """Returns True if the reference cannot be parsed as a whole and is therefore compared as text."""
     from dapo_jax.rewards.math_reader import read
 
     return read(answer) is None
 
 
 def _statement(text: str) -> tuple[str | None, str]:
-    """Returns the stated answer, or None if it is missing or was cut off, and the place where it was found."""
+    """Returns the stated answer (None if it is missing or was cut off), and the place where it was found or expected."""
     answer = last[-1].end() if (last := list(_ANSWER.finditer(text))) else None
     line_end = -1 if answer is None else text.find("\n", answer) % (len(text) + 1)
     # The last statement is used: a box after the line of the last `Answer:`, or else that line.

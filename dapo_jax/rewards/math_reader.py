@@ -172,7 +172,7 @@ def read(text: str) -> ReadAnswer | None:
 
 
 def _core(text: str) -> tuple[str, bool]:
-    """Returns the mathematics in a text without words and units, and whether it is a percentage. There must be exactly one piece."""
+    """Returns the mathematics in a text without words and units, and whether it is a percentage. The text must contain exactly one formula."""
     text = _CONJUNCTION.sub("\2", re.sub(r"\\(?:text|mbox|mathrm)\s*\{\s*(and|or)\s*\}", r" \1 ", text))
     text = _UPRIGHT.sub(_upright, text)
     parts = _MARKS.split(text)
@@ -193,7 +193,7 @@ def _core(text: str) -> tuple[str, bool]:
         text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|°", "", text)
     pieces = [piece.strip(' "`,;:?').rstrip(". ") for piece in _UNIT_POWER.split(text)]
     where = [place for place, piece in enumerate(pieces) if re.search(r"[^\s()\[\]{}-]", piece)]
-    # Skips single letters before the last piece: words, or names as in "the value of x is 5".
+    # Skips single letters before the last piece, which are words, or names as in "the value of x is 5".
     where = [place for place in where if place == where[-1] or not re.fullmatch("[A-Za-z]", pieces[place])]
     if len(where) != 1:
         raise UnreadableError("no mathematics, or several pieces")
@@ -233,7 +233,7 @@ def _letters(match: re.Match[str], prose: bool) -> str:
     if letters.startswith("\\"):
         return letters
     if letters == "sec" and not match.string[match.end() :].strip(" .$"):
-        return "\0"  # seconds at the end of the text; elsewhere the secant function
+        return "\0"  # "sec" at the end of the text means seconds; elsewhere, it is the secant function
     if letters in _FUNCTIONS or letters == "sqrt":
         return rf"\{letters}"
     if letters in ("pi", "infinity", "infty"):
@@ -286,7 +286,7 @@ class _FormulaParser:
 
     def _need(self, pattern: str) -> None:
         if not self._take(pattern):
-            raise UnreadableError(f"needs {pattern} at {self.text[self.at :]!r}")
+            raise UnreadableError(f"expected {pattern} at {self.text[self.at :]!r}")
 
     def _items(self) -> list[Any]:
         found = [self._relation()]

@@ -43,7 +43,7 @@ CHANGING_AFTER = (
     "hundreds", "thousand", "thousands", "million", "millions", "billion", "billions", "trillion", "trillions", "squared", "cubed",
     "base", "mod", "modulo", "divided", "multiplied", "factorial",
 )  # fmt: skip
-"""Words that change the value of a number if they precede or follow it."""
+"""Words that change the value of a number if they precede it (`CHANGING_BEFORE`) or follow it (`CHANGING_AFTER`)."""
 
 
 def plain(text: str) -> str:

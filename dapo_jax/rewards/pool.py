@@ -23,7 +23,7 @@ DEATHS_BORNE = 2
 """Number of worker deaths that are always tolerated."""
 
 CALLS_A_DEATH = 100
-"""If a grader kills its worker in at least one out of this many calls, it is considered broken."""
+"""A grader that kills its worker in at least one of this many calls is considered broken."""
 
 
 class GradingPool:
@@ -47,7 +47,7 @@ class GradingPool:
             workers: number of processes.
             timeout_s: time limit of a call in seconds.
             memory_mb: megabytes that a worker may allocate after it has loaded the grader.
-            answer_marker: only used by the grader `exact`.
+            answer_marker: only used by the `exact` grader.
             whole_group: whether one call grades all responses to a prompt instead of a single response.
             on_nonfinite: see `load_reward`.
         """
@@ -86,7 +86,7 @@ class GradingPool:
         return Worker("dapo_jax.rewards.pool:load_grader", self._setup, memory_mb=self._memory_mb)
 
     def _verdicts(self, call: Sequence[Sample]) -> list[Verdict]:
-        """Returns the verdicts from one call. There are as many threads as workers, so a worker is always idle."""
+        """Returns the verdicts from one call. There are as many threads as workers, so each call finds an idle worker."""
         with self._lock:
             self._asked += 1
         worker, retries = self._idle.get(), False
@@ -125,7 +125,7 @@ class GradingPool:
         return [Verdict(**verdict) for verdict in answer["verdicts"]]
 
     def _count_death(self, call: Sequence[Sample], how: str, *, counts: bool, gives_up: bool) -> None:
-        """Counts a worker's death if it `counts`, and prints the first few. Raises RewardError if there are too many."""
+        """Counts a worker's death if `counts` is true, and prints a message for the first few. Raises RewardError if there are too many."""
         with self._lock:
             self._deaths += counts
             asked, deaths = self._asked, self._deaths
@@ -163,7 +163,7 @@ def _graded(grade: GradeFunction, call: list[Any], grader: str) -> dict[str, Any
         return {"verdicts": [asdict(verdict) for verdict in grade([sample_of(part) for part in call])]}
     except MemoryError:
         return {"memory": True}
-    except RewardError as error:  # from the reward function; the message already names the prompt
+    except RewardError as error:  # raised by `grade`, with a message that already names the prompt
         is_memory = isinstance(error.__cause__, MemoryError)
         return {"memory": True} if is_memory else {"failed": f"{error}"[:10_000]}
     except BaseException as error:

@@ -70,7 +70,7 @@ def copied(value: Any) -> Any:
 def whole_group(function: _Function) -> _Function:
     """Marks a reward function that grades all responses to one prompt in one call.
 
-    The function is called with a list of `Sample` and must return a bool, number or `Verdict` for each sample, as a list.
+    The function is called with a list of `Sample` and must return a list with a bool, number or `Verdict` for each sample.
     """
     setattr(function, _MARK, True)
     return function
@@ -82,7 +82,7 @@ def is_whole_group(function: Callable[..., Any]) -> bool:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Returns whether this is a coroutine function, an object with an async `__call__`, or a partial of either."""
+    """Returns whether `function` is a coroutine function, an object with an async `__call__`, or a partial of either."""
     called = _called(function)
     return inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(type(called).__call__)
 
@@ -121,7 +121,7 @@ def call_of(samples: Sequence[Sample]) -> list[dict[str, Any]]:
 
 
 def sample_of(part: Mapping[str, Any]) -> Sample:
-    """Returns the sample from an entry of `call_of`, or from a saved rollout, which has the same fields."""
+    """Converts a dict from `call_of`, or a saved rollout, which has the same fields, to a `Sample`."""
     prompt = Prompt(
         ordinal=part["ordinal"],
         tokens=np.array(part["prompt_token_ids"], np.int32),
@@ -141,7 +141,7 @@ def plain_row(row: Mapping[str, Any], *, instead: str) -> dict[str, Any]:
     """Returns a data row with NumPy values converted to Python values, and tuples to lists.
 
     Raises:
-        TypeError: a field contains a value that JSON cannot represent. The message suggests removing the value, or `instead`.
+        TypeError: a field contains a value that JSON cannot represent. The message suggests removing the field, or else the remedy `instead`.
     """
     found = {}
     for name, value in row.items():

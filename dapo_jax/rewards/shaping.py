@@ -44,7 +44,7 @@ class Shaping:
     overlong: bool = False
     """Whether to add the overlong penalty. If not, the fields below have no effect."""
     max_response_tokens: int = 0
-    """Response length in tokens, including the end token, from which the full penalty applies."""
+    """Response length in tokens, including the end token, at which the penalty reaches its full magnitude."""
     buffer_tokens: int = 0
     """Number of tokens before `max_response_tokens` over which the penalty grows linearly."""
     penalty_factor: float = 1.0
@@ -94,8 +94,8 @@ def shaped_group(
 ) -> Group:
     """Returns the group of a prompt's graded responses, with the overlong penalty added to their rewards.
 
-    Shaping does not change the verdict, so a correct answer stays correct at any length. With `overlong` and otherwise the defaults,
-    a wrong answer at the length limit has the reward -1 - 1 = -2. In a group with scores, a lost verdict's reward becomes its score.
+    Shaping does not change the verdict, so a correct answer stays correct at any length. With `overlong=True` and the default
+    rewards, a wrong answer at the length limit gets -1 - 1 = -2. If other verdicts have scores, a lost verdict's score is set to its reward.
     """
     scored = any(verdict.score is not None for verdict in verdicts)
     rewards, rollouts = shaping.rewards(verdicts), []

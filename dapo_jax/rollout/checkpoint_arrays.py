@@ -26,10 +26,10 @@ from dapo_jax.dapo.rollouts import (
 from dapo_jax.rollout.collector import InFlight
 from dapo_jax.rollout.scheduler import VirtualClock
 from dapo_jax.sampling.requests import Request
-from dapo_jax.sampling.rounds import Drawn
+from dapo_jax.sampling.round_sampler import Drawn
 
 FINISH_REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length")
-"""Finish reasons, which are stored as indices into this tuple. None: the response has not ended."""
+"""Finish reasons, which are stored as indices into this tuple. None means that the response has not ended."""
 
 Arrays = dict[str, np.ndarray]
 PromptAt = Callable[[int], Prompt]
@@ -44,7 +44,7 @@ def group_arrays(groups: Sequence[Group], *, whole: Sequence[bool] | None = None
 
     Args:
         groups: the groups to flatten.
-        whole: whether each group keeps its tokens, log-probabilities, texts and reasons; other groups are stored in brief. None: all groups keep them.
+        whole: whether each group keeps its tokens, log-probabilities, texts and reasons; other groups are stored in brief. If None, all groups keep them.
         texts: number of responses in each brief group that keep their texts and reasons.
     """
     if not groups:
@@ -61,7 +61,7 @@ def group_arrays(groups: Sequence[Group], *, whole: Sequence[bool] | None = None
 
 
 def groups_of(arrays: Mapping[str, np.ndarray], prompt_at: PromptAt) -> list[Group]:
-    """Rebuilds the groups that `group_arrays` flattened; other arrays are ignored. The tokens of brief groups are zeros that take no memory.
+    """Rebuilds the groups that `group_arrays` flattened; other arrays are ignored. In brief groups, tokens are placeholder zeros that occupy no memory.
 
     Raises:
         ValueError: the records are damaged.
@@ -79,7 +79,7 @@ def groups_of(arrays: Mapping[str, np.ndarray], prompt_at: PromptAt) -> list[Gro
 
 
 def flight_arrays(in_flight: InFlight | None) -> Arrays:
-    """Flattens responses in flight to arrays. Returns an empty dict for None."""
+    """Flattens responses in flight to arrays. Without responses in flight, returns an empty dict."""
     if in_flight is None:
         return {}
     requests = [in_flight.responses[one] for one in in_flight.clock.started()]

@@ -10,7 +10,7 @@ from dapo_jax.dapo.dynamic_sampling import Collected, ShortfallError, Tally, is_
 from dapo_jax.dapo.rollouts import Continuation, Group, Prompt, Response, Standing
 from dapo_jax.rollout.scheduler import ClockSizes, ResponseId, VirtualClock
 from dapo_jax.sampling.requests import EpisodeLimits, Request
-from dapo_jax.sampling.rounds import Drawn
+from dapo_jax.sampling.round_sampler import Drawn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +39,8 @@ class Position:
 
 @dataclass(kw_only=True)
 class Collector:
-    """The sampling of one step. In rounds: while `goes_on`, call `start`, sample a round, then call `take`, `end_round`, and `end_group` for each group whose verdict is
-    due. An episode waits a fixed number of rounds for each answer from its environment: after `start` and after `take`, call `answer` for each of `answers_due`.
+    """The sampling of one step. In rounds: while `goes_on` is True, call `start`, sample a round, call `take` and `end_round`, and call `end_group` for each group whose
+    verdict is due. If responses are episodes, also call `answer` for each of `answers_due`, after `start` and after `take`.
 
     In waves: call `start` until it returns an empty list, and `end_group` for each group when its verdict arrives. In both modes, call `finish` last.
     """
@@ -55,7 +55,7 @@ class Collector:
     ready: dict[int, Group]
     """Informative groups that wait for training, by ordinal."""
     max_groups: int | None = None
-    """Maximum number of groups that a step samples in waves, or whose verdicts it takes in rounds. None: no limit."""
+    """Maximum number of groups that a step samples in waves, or whose verdicts it takes in rounds. If None, there is no limit."""
     metric: str = "correct"
     enabled: bool = True
     """Whether dynamic sampling is enabled. If False, all groups are trained on, informative or not."""
@@ -63,8 +63,6 @@ class Collector:
     """Whether a step with too few informative groups trains on the groups that it has."""
     keeps_surplus: bool = True
     """If False, ready groups that the step does not train on are discarded when it ends."""
-    answer_rounds: int = 0
-    """Number of rounds from the end of a turn until the environment's answer is taken; 0: at once."""
     tally: Tally = field(default_factory=Tally)
     """Counts of the groups whose verdicts arrived in this step."""
     waves: int = 0
@@ -142,13 +140,13 @@ class Collector:
             prompt = self.prompt_of(one.ordinal) if one.index else self.prompt_at(one.ordinal)
             request = Request(prompt, one.index, 0, version=self.clock.version)
             if self.limits is not None:
-                request.due = self._now + self.answer_rounds
+                request.due = self._now + self.clock.sizes.answer_rounds
             self.responses[one] = request
         return started
 
     def draws(self, one: ResponseId) -> bool:
-        """Returns whether a response in flight samples in the next round. It does not if it waits for its environment, or if it has ended, for example because the episode
-        was lost."""
+        """Returns whether a response in flight samples in the next round. It does not sample while it waits for its environment, or once it has ended, for example
+        because the episode was lost."""
         return self.responses[one].finish_reason is None and not self.responses[one].waits
 
     def take(self, drawn: Mapping[ResponseId, Drawn], here: Collection[ResponseId]) -> None:
@@ -167,7 +165,7 @@ class Collector:
                 self._ended.append(one)
             else:
                 request.end_turn(part.finish_reason)
-                request.due = self._now + self.answer_rounds
+                request.due = self._now + self.clock.sizes.answer_rounds
 
     def answers_due(self) -> list[ResponseId]:
         """Returns the episodes whose environment's answer must be taken now, in order."""

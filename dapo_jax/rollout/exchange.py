@@ -31,10 +31,10 @@ from dapo_jax.rollout.checkpoint_arrays import (
 )
 from dapo_jax.rollout.response_sampler import Grade, Sampled
 from dapo_jax.rollout.scheduler import ResponseId
-from dapo_jax.sampling.rounds import Drawn
+from dapo_jax.sampling.round_sampler import Drawn
 
 _HEAD_BYTES = 1024
-"""Bytes in a round's buffer in addition to its tokens. Longer messages, for example with a long error, are sent in several buffers."""
+"""Bytes in a round's buffer in addition to its tokens. Longer messages, for example with a long error text, are sent in several buffers."""
 
 Answered = tuple[Continuation | None, Standing]
 """An environment's answer: the tokens before the next turn, or None if the episode is over or was lost, and the rewards and metrics of the episode so far."""
@@ -57,7 +57,7 @@ class Exchange:
         self._failed = ""
 
     def takes(self, ordinal: int) -> bool:
-        """Returns whether the prompt belongs to this sampler: its processes grade the responses, and in waves also sample them."""
+        """Returns whether the prompt belongs to this sampler. The processes of the sampler then grade the responses and, in waves, also sample them."""
         return ordinal % self.count == self.index
 
     def grades_group(self, ordinal: int) -> bool:
@@ -66,8 +66,8 @@ class Exchange:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """A context in which this process samples, grades, or waits for environments. With several processes, a stop or a failed reward function ends the block without an
-        error, and the next exchange raises the error in all processes.
+        """Context manager in which this process samples, grades, or waits for environments. With several processes, a stop or a failed reward function ends the block
+        without an error, and the next exchange raises the error in all processes.
 
         Raises:
             StoppedError: the run was asked to stop, and this is the only process.
@@ -129,7 +129,7 @@ class Exchange:
     ) -> list[Group]:
         """Returns the graded groups of all processes, sorted by ordinal. Their tokens are not sent again, because every process already has the responses.
 
-        Raises: see `groups`.
+        Raises the same errors as `groups`.
         """
         texts = max((len(group.rollouts) for group in groups), default=0)
         found = []
@@ -148,7 +148,7 @@ class Exchange:
             asked: the responses of each sampler, in order.
             sampled: the new tokens of the responses of this process's sampler, in order.
 
-        Raises: see `groups`.
+        Raises the same errors as `groups`.
         """
         if self.alone:
             return dict(zip(asked[0], sampled, strict=True))
@@ -162,7 +162,7 @@ class Exchange:
     def answers(self, answers: Mapping[ResponseId, Answered]) -> dict[ResponseId, Answered]:
         """Returns the environments' answers from all processes.
 
-        Raises: see `groups`.
+        Raises the same errors as `groups`.
         """
         if self.alone:
             return dict(answers)
@@ -178,7 +178,7 @@ class Exchange:
     ) -> list[tuple[dict[str, Any], Arrays]]:
         """Gathers one message from each process, in process order. A message is `head` (JSON-serializable) and arrays.
 
-        Raises: see `groups`.
+        Raises the same errors as `groups`.
         """
         self._watch.note("waiting for the groups of the other processes", for_others=True)
         packed, layout = pack_arrays(arrays)

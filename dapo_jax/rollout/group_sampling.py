@@ -28,7 +28,7 @@ from dapo_jax.rollout.response_sampler import TRAINING, ResponseSampler
 from dapo_jax.rollout.scheduler import ClockSizes, ResponseId
 from dapo_jax.sampling.continuous_batching import Answer
 from dapo_jax.sampling.decoding import decoding
-from dapo_jax.sampling.rounds import Drawn, RoundSampler
+from dapo_jax.sampling.round_sampler import Drawn, RoundSampler
 from dapo_jax.trackers.rollout_log import LOGGED_GROUPS
 
 _LOOK_S = 1.0
@@ -63,7 +63,7 @@ class GroupSampling:
             in_flight=rollout.in_flight or wave * batch.group_size,
             samples_per_prompt=batch.group_size,
             needed=batch.prompts_per_step,
-            verdict_rounds=rollout.answer_rounds if self._in_rounds else 0,
+            answer_rounds=rollout.answer_rounds if self._in_rounds else 0,
             max_age_steps=rollout.max_age_steps if self._in_rounds else 0,
             waves=not self._in_rounds,
         )
@@ -105,7 +105,6 @@ class GroupSampling:
             enabled=dynamic.enabled,
             trains_fewer=dynamic.on_shortfall == "train_fewer",
             keeps_surplus=self._in_rounds or dynamic.surplus == "carry",
-            answer_rounds=config.rollout.answer_rounds,
         )
 
     def groups(self, weights: PyTree, collector: Collector) -> Iterator[Group]:
@@ -158,7 +157,7 @@ class GroupSampling:
 
         def prompts(count: int) -> list[Prompt]:
             if alone and not mine:
-                mine.extend(certain())  # so the next wave overlaps the last responses of this one
+                mine.extend(certain())  # the next wave then overlaps the last responses of this wave
             self._watch.note("reading prompts")
             return [self._stream.at(mine.popleft()) for _ in range(min(count, len(mine)))]
 
@@ -187,12 +186,12 @@ class GroupSampling:
         lengths = {one: collector.responses[one].drawn for one in collector.clock.in_flight()}
         places = Places(self._sizes.in_flight, self._exchange.count, lengths)
         if self._turns is not None:
-            self._turns.ask(collector)  # grading needs the episodes from a checkpoint to be open
+            self._turns.ask(collector)  # reopens episodes from a checkpoint, so that they can be graded
         for ordinal in collector.clock.whole(collector.clock.groups):
             self._grade(ordinal, collector)
         try:
             while collector.goes_on:
-                if sampler is None:  # only now, so nothing is prefilled if enough groups are ready
+                if sampler is None:  # not needed if enough groups are ready
                     sampler = self._sampler.rounds(
                         weights,
                         decoding=decoding(temperature=self._config.sampling.temperature),
@@ -215,7 +214,7 @@ class GroupSampling:
                 sampler.close()
 
     def _converse(self, collector: Collector) -> None:
-        """Sends new turns to environments, and takes the answers that are due."""
+        """Sends new turns to environments, and applies the answers that are due."""
         if self._turns is not None:
             self._turns.ask(collector)
             self._turns.hear(collector)
@@ -258,7 +257,7 @@ class Places:
     """Assigns each response in flight to a sampler. The assignment does not affect any result."""
 
     def __init__(self, in_flight: int, samplers: int, going: Mapping[ResponseId, int]) -> None:
-        """Distributes the responses that continue from the last step, which must all be re-prefilled. `going` maps each response to its number of tokens.
+        """Distributes the responses that continue from the last step. All of them must be re-prefilled. `going` maps each response to its number of tokens.
 
         The longest responses are dealt out first, back and forth, so that all samplers hold and prefill about the same number of tokens. If responses were assigned by
         ordinal, the first sampler would get all the old, long responses. They would not fit in its pages, and the other samplers would wait for it at the end of each
@@ -289,7 +288,7 @@ class Places:
 
 class TurnsInFlight:
     """Passes turns and answers between episodes in flight and their environments. The process that grades a group communicates with its environments. Every process takes
-    an answer a fixed number of rounds after the turn. So tokens depend on the answers, but not on how long an environment needs."""
+    an answer a fixed number of rounds after the turn. So tokens depend on the answers, but not on how long an environment takes."""
 
     def __init__(self, episodes: Episodes, exchange: Exchange, watch: Watch) -> None:
         """`watch` is notified at least every second while environments work."""
@@ -299,7 +298,7 @@ class TurnsInFlight:
         """The open episodes of this process."""
 
     def ask(self, collector: Collector) -> None:
-        """Sends the environments all starts and turns that they have not received. Reopens episodes that this process does not know, for example after a resume."""
+        """Sends all new starts and turns to the environments. Reopens episodes that are not open in this process, for example after a resume."""
         for one, request in collector.responses.items():
             is_known = one in self._known
             if not self._exchange.grades_group(one.ordinal) or (

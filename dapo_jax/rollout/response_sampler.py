@@ -17,7 +17,7 @@ from dapo_jax.sampling.decode_loop import StopRule
 from dapo_jax.sampling.decoding import Decoding, decoding
 from dapo_jax.sampling.interface import Engine
 from dapo_jax.sampling.requests import EpisodeLimits
-from dapo_jax.sampling.rounds import RoundSampler
+from dapo_jax.sampling.round_sampler import RoundSampler
 
 TRAINING, EVALUATION = 0, 1
 """Domains of random keys, so that evaluation and training use different random numbers."""
@@ -63,8 +63,8 @@ class ResponseSampler:
         self._key: PRNGKeyArray = jax.random.key(seed)
 
     def compile(self, *decodings: Mapping[str, Any]) -> None:
-        """Compiles the sampling programs for each of these sets of `decoding` options. Sets that differ only in numbers share a program, but top-k and top-p need a
-        separate one."""
+        """Compiles the sampling programs for each of these sets of `decoding` options. Sets that differ only in numerical values share a program, but top-k
+        and top-p require a separate program."""
         self._compile_for([jax.eval_shape(partial(decoding, **options)) for options in decodings])
 
     def sample(

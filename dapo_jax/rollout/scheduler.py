@@ -1,4 +1,4 @@
-"""A virtual clock for rollouts in flight, which decides when a response starts, a verdict is due and a step ends.
+"""A virtual clock for rollouts in flight. It decides when responses start, when verdicts are due, and when a step ends.
 
 A fixed number of responses is in flight throughout the run. Time is counted in rounds. In each round, every response in flight samples up to a fixed number of tokens. At
 the end of a round, new responses replace those that ended, so nothing waits for the longest response. A group is complete when its last response has ended. Its verdict is
@@ -27,16 +27,17 @@ class ClockSizes:
     """The parameters of the clock. They depend on the configuration, not on the machines."""
 
     in_flight: int
-    """Number of responses in flight throughout the run, or in a wave: a multiple of `samples_per_prompt`."""
+    """Number of responses in flight throughout the run or, in waves, in each wave. Must be a multiple of `samples_per_prompt`."""
     samples_per_prompt: int
     """Number of responses in a group (G)."""
     needed: int
     """Number of informative groups that a step trains on."""
-    verdict_rounds: int = 1
-    """Number of rounds from the end of a group's last response until its verdict is due; 0: at once."""
+    answer_rounds: int = 1
+    """Number of rounds after which an answer is taken: from the end of a group's last response until its verdict, and from the end of an episode's turn until its
+    environment's answer. If 0, it is taken at once."""
     max_age_steps: int = 0
     """The age bound S. A step waits for every group whose first response started S steps ago. No group starts while S + 1 steps' worth of groups are in progress or ready.
-    So groups older than 2 S + 1 steps are never trained on. 0: no bound."""
+    So groups older than 2 S + 1 steps are never trained on. If 0, there is no bound."""
     waves: bool = False
     """If True, whole waves of `in_flight` responses start, each as soon as it is certain to be needed, and a step ends when nothing is in flight."""
 
@@ -46,7 +47,7 @@ class GroupInFlight:
     """A group, from the start of its first response to its verdict."""
 
     version: int
-    """Number of steps done when its first response started, which is the weight version of its oldest token."""
+    """Number of steps done when its first response started: the weight version of its oldest token."""
     left: set[int]
     """Indices of the responses that have not ended."""
     due: int = -1
@@ -63,7 +64,7 @@ class VirtualClock:
 
     sizes: ClockSizes
     version: int = 0
-    """Number of steps done, which is the version of the weights that sample."""
+    """Number of steps done: the version of the weights that sample."""
     rounds: int = 0
     """Number of rounds since the run began."""
     following: ResponseId = field(default_factory=lambda: ResponseId(0, 0))
@@ -115,7 +116,7 @@ class VirtualClock:
             assert one < self.following, f"{one} has not started"
             group.left.remove(one.index)
             if not group.left:
-                group.due = self.rounds + self.sizes.verdict_rounds
+                group.due = self.rounds + self.sizes.answer_rounds
         return sorted(ordinal for ordinal, group in self.groups.items() if 0 <= group.due <= self.rounds)
 
     def end_group(self, ordinal: int, *, informative: bool) -> None:
@@ -134,8 +135,8 @@ class VirtualClock:
         )
 
     def end_step(self) -> dict[int, int]:
-        """Ends the step. Returns the groups to train on, the first by ordinal, each with the age of its oldest token in steps. Later tokens are sampled by the next version
-        of the weights."""
+        """Ends the step. Returns the groups to train on, which are the first by ordinal, with the age of each group's oldest token in steps. The next version of the
+        weights samples all later tokens."""
         taken = sorted(self.ready)[: self.sizes.needed]
         ages = {ordinal: self.version - self.ready.pop(ordinal) for ordinal in taken}
         self.version += 1
@@ -146,7 +147,7 @@ class VirtualClock:
         return sorted({ordinal for ordinal in ordinals if self.groups[ordinal].due >= 0})
 
     def state(self) -> dict[str, Any]:
-        """Returns the state as JSON values for a checkpoint. `restored` accepts it."""
+        """Returns the state as JSON values for a checkpoint. `restored` is the inverse."""
         return {
             "sizes": asdict(self.sizes),
             "version": self.version,

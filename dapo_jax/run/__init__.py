@@ -1,4 +1,4 @@
-"""Training runs: builds the objects of a run from its configuration, and trains."""
+"""Training runs: modules that build the objects of a run from its configuration, and train."""
 
 from dapo_jax.run.train import train
 

@@ -56,17 +56,17 @@ class Run:
     ) -> None:
         """Loads the model and the data, and starts the graders. Reports progress through `say`.
 
-        `resumes`: `start` will restore a checkpoint, so initial weights that only a new run needs are not loaded.
+        If `resumes` is True, `start` will restore a checkpoint, so initial weights that only a new run needs are not loaded.
         """
         self.config, model, data = config, config.model, config.data
         self._mesh = mesh_of(config.parallel, rows_per_microbatch=config.batch.rows_per_microbatch)
         meshes = meshes_of(config.parallel, self._mesh)
         stop = stop or Stop()
         watch = watch or Watch(0.0, end=lambda status, why: None)
-        check_graders(config.reward, reward=reward)  # before the model is loaded, which may take long
+        check_graders(config.reward, reward=reward)  # before the slow loading of the model
         environment = environment_of(config.environment, reward=reward)
         say(f"loading {model.source}")
-        # A resumed run needs the initial weights only if a KL penalty compares with the initial policy, or if adapters need their base.
+        # A resumed run needs the initial weights only as the reference policy of a KL penalty, or as the base of adapters.
         has_weights = not resumes or config.loss.kl_coef > 0 or config.lora.rank > 0
         self.policy = load_policy(
             model,
@@ -138,7 +138,7 @@ class Run:
             episodes=episodes,
         )
         self.batches = StepBatches(config, how, pad_id=self.policy.tokenizer.pad_id)
-        # The reference policy is the initial policy. With LoRA, it is the base model, so its adapters are zeros.
+        # The reference policy is the initial policy. With LoRA, this is the base model, so the adapters of the reference are zeros.
         reference = self.policy.params if config.loss.kl_coef else None
         if config.lora.rank and reference is not None:
             reference = jax.tree.map(jnp.zeros_like, reference)
@@ -156,8 +156,8 @@ class Run:
     def start(self, checkpointer: Checkpointer, *, resume: bool, say: Callable[[str], None]) -> ResumePoint:
         """Returns the point from which training starts: the last intact checkpoint if `resume` is True and there is a checkpoint, otherwise step 0.
 
-        The parameters of `policy` are replaced with shapes. With a KL penalty, the initial weights stay in memory as the reference policy. Damaged
-        checkpoints are renamed, and reported through `say`.
+        `policy.params` is replaced with shapes, so that only the returned state holds trained weights. With a KL penalty, the initial weights stay in
+        memory as the reference policy. Damaged checkpoints are renamed and reported through `say`.
 
         Raises:
             ConfigError: the checkpoint belongs to another run.

@@ -44,11 +44,11 @@ def check_room(config: TrainConfig, parameters: int) -> str:
 
 
 def written_by(config: TrainConfig, parameters: int) -> dict[str, tuple[str, int]]:
-    """Returns configuration key -> (folder, estimated number of bytes that the run has yet to write there), for all keys that name a folder."""
+    """Returns, for each configuration key that names a folder, the folder and the estimated number of bytes that the run has yet to write there."""
     checkpoint, evaluates = config.checkpoint, config.checkpoint.keep_best and config.eval.every_steps
     saved = 1 + (config.steps // checkpoint.every_steps if checkpoint.every_steps else 0)
     saved += config.steps // config.eval.every_steps if evaluates else 0
-    most = checkpoint.keep + 1 + bool(evaluates)  # plus the newest, while it is written, and the best
+    most = checkpoint.keep + 1 + bool(evaluates)  # plus the checkpoint being written, and the best one
     size = parameters * (min(saved, most) * STATE_BYTES + EXPORT_BYTES)
     if not in_bucket(config.run_dir):
         folders = [path_of(config.run_dir) / name for name in ("checkpoints", "model")]
@@ -58,7 +58,7 @@ def written_by(config: TrainConfig, parameters: int) -> dict[str, tuple[str, int
 
 
 def room_for(places: Mapping[str, tuple[str, int]]) -> Room:
-    """Compares the free space of each disk with the bytes to be written. `places` comes from `written_by`. Buckets always have enough room."""
+    """Compares the free space of each disk with the bytes to be written. `places` comes from `written_by`. Buckets are assumed to have enough space."""
     disks: dict[int, list[str]] = {}
     for key, (folder, _) in places.items():
         if not in_bucket(folder):
@@ -84,7 +84,7 @@ def room_for(places: Mapping[str, tuple[str, int]]) -> Room:
 
 
 def nearest(folder: AnyPath) -> Path:
-    """Returns the folder, or its nearest parent that exists."""
+    """Returns the folder if it exists, otherwise its nearest existing parent."""
     path = Path(folder).absolute()
     return next(each for each in (path, *path.parents) if each.exists())
 

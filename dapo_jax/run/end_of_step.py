@@ -33,12 +33,12 @@ from dapo_jax.trackers.progress import Progress
 from dapo_jax.trackers.rollout_log import write_problems
 
 Evaluate = Callable[[PyTree, int], Mapping[str, Sequence[Group]]]
-"""A function from parameters and the step to the graded groups of each held-out dataset."""
+"""A function that takes the parameters and the step, and returns the graded groups of each held-out dataset."""
 OnStep = Callable[[int, Mapping[str, float | int]], None]
 
 
 def evaluates_after(config: TrainConfig | SftConfig, step: int) -> bool:
-    """Returns whether the policy is evaluated after this step, which is every `eval.every_steps` steps and after the last step."""
+    """Returns whether the policy is evaluated after this step. It is evaluated every `eval.every_steps` steps and after the last step."""
     return step == config.steps or due(step, config.eval.every_steps)
 
 
@@ -63,8 +63,8 @@ class EndOfStep(Observer):
     ) -> None:
         """Stores the objects of the run.
 
-        The run begins or resumes at `start`. `identity` is stored in checkpoints. `check` raises an error if the run has lost the lock on its folder, so
-        that it may no longer write. Only the first process writes `records`; the others pass None.
+        The run begins or resumes at `start`. `identity` is stored in checkpoints. `check` raises an error if the run has lost the lock on its
+        folder and must not write to it any more. Only the first process writes `records`; the others pass None.
         """
         self._config, self._run_dir, self._evaluate, self._ratios = config, run_dir, evaluate, ratios
         self._checkpointer, self._records, self._shown = checkpointer, records, shown
@@ -72,7 +72,7 @@ class EndOfStep(Observer):
         self._now, self._saved = start, start.position.step
 
     def start(self) -> None:
-        """Must be called before the first step. Runs the evaluation before training, or an evaluation that was interrupted before the resume.
+        """Runs the evaluation before training or, in a resumed run, an evaluation that was interrupted. Must be called before the first step.
 
         Raises:
             StoppedError: the run was asked to stop.
@@ -129,7 +129,7 @@ class EndOfStep(Observer):
             raise
 
     def _rescue(self, error: Exception) -> str:
-        """Saves the last finished step of a run that failed. Returns the reason if this is impossible, or an empty string if the step is saved.
+        """Saves the last finished step of a run that failed. Returns the reason if the step cannot be saved, otherwise an empty string.
 
         Saving requires all processes, so it is attempted only if all of them failed after the same step with the same type of error.
         """
@@ -146,7 +146,7 @@ class EndOfStep(Observer):
                     f"step {step} was not saved: some processes may still be waiting in the save that failed"
                 )
         try:
-            with suppress(CheckpointError):  # from the save of an earlier step
+            with suppress(CheckpointError):  # if the save of an earlier step failed
                 self._checkpointer.wait()
             if step > self._last():
                 self._save(None)
@@ -188,7 +188,7 @@ class EndOfStep(Observer):
             self._records.step(step, metrics)
 
     def _evaluated(self, evaluate: Evaluate) -> tuple[dict[str, float], float | None]:
-        """Returns the metrics, and the score that selects the best checkpoint: avg@k on the first dataset, or the mean reward with `metric=score`."""
+        """Returns metrics, and the score that selects the best checkpoint: avg@k on the first dataset, or the mean reward if `metric` is `score`."""
         self._shown.phase("evaluate")
         began, step = time.perf_counter(), self._now.position.step
         counts = self._config.dynamic_sampling.metric == "correct"
@@ -213,7 +213,7 @@ class EndOfStep(Observer):
         return {**scores, "time/eval_s": time.perf_counter() - began}, score
 
     def _is_best(self, score: float) -> bool:
-        """Returns the decision of the first process in all processes, so that either all of them save a checkpoint or none does."""
+        """Returns whether this score is the highest so far. The first process decides for all, so that either all processes save a checkpoint or none does."""
         best = self._checkpointer.best()
         return broadcast_from_first(b"best" if best is None or score > best[1] else b"") != b""
 

@@ -58,7 +58,7 @@ def grading(
         max_response_tokens: maximum response length for the overlong penalty.
         stop: strings that end a response. The text from a stop string on is not graded.
         reward: replaces the configured graders.
-        episodes: episodes of an environment, which supplies the rewards instead of graders.
+        episodes: the episodes of an environment. If given, the environment supplies the rewards instead of graders.
         on_submit: called before the responses to a prompt are submitted.
     """
     overlong = config.overlong
@@ -213,7 +213,7 @@ def environment_of(config: EnvironmentConfig, *, reward: Rewards | None = None) 
 def episodes_of(
     environment: Environment | None, config: TrainConfig | EvaluateConfig, policy: Policy
 ) -> Episodes | None:
-    """Returns the episodes of a run or an evaluation, or None without an environment. The caller must close them."""
+    """Returns the episodes of a run or an evaluation, or None if there is no environment. The caller must close the episodes."""
     if environment is None:
         return None
     limits, data, tokenizer = config.environment, config.data, policy.tokenizer
@@ -231,7 +231,7 @@ def episodes_of(
         max_turns=limits.max_turns,
         turn_tokens=limits.turn_tokens,
         episode_tokens=limits.episode_tokens,
-        timeout_s=math.inf if in_workers else limits.timeout_s,  # workers enforce the time limit
+        timeout_s=math.inf if in_workers else limits.timeout_s,  # because workers enforce the limit
         name=limits.source,
         on_close=environment.close if in_workers else lambda: None,
     )

@@ -1,6 +1,6 @@
 """The guard of a run detects skipped updates, non-finite weights and a mismatch between sampler and trainer. It also runs the watchdogs.
 
-It decides at the end of a step, based on numbers that are equal in all processes, so that all processes stop together.
+At the end of each step, it decides whether to stop the run. It uses only numbers that are equal in all processes, so that all of them stop together.
 """
 
 import functools
@@ -38,7 +38,7 @@ IN_A_ROW = "update/skipped_in_a_row"
 KL = "sync/sampler_trainer_kl"
 
 MAX_SKIPPED_UPDATES = 3
-"""Maximum number of consecutive skipped updates. More stop the run."""
+"""Maximum number of consecutive skipped updates. If more are skipped, the run stops."""
 POST_MORTEMS = 5
 """Maximum number of skipped updates that are written to the run's folder."""
 WORDS = {
@@ -65,7 +65,7 @@ class Update:
     metrics: Mapping[str, Metric]
 
     def flags(self) -> dict[str, list[int]]:
-        """Returns non-finite quantity -> indices of the affected microbatches, or of parameters for the gradient. Empty if the update was applied."""
+        """Returns, for each non-finite quantity, the indices of the affected microbatches (parameters for the gradient). Empty if the update was applied."""
         largest = {name: each.value for name, each in self.metrics.items() if isinstance(each, Max)}
         found = jax.device_get(largest)
         places = {name: np.flatnonzero(found.get(_FLAG + name, 0.0) > 0).tolist() for name in WORDS}
@@ -81,9 +81,9 @@ class Update:
     def named(
         self, flags: Mapping[str, Sequence[int]], groups: Sequence[Group], parameters: Sequence[str]
     ) -> dict[str, dict[str, Any]]:
-        """Resolves the indices in `flags` (see `flags()`): to parameter names for the gradient, and to (stack, microbatch) pairs for other quantities.
+        """Converts the indices from `flags()` to parameter names for the gradient, and to (stack, microbatch) pairs for other quantities.
 
-        For advantages, the affected prompts are added, and for the sampler's log-probabilities, the affected responses and tokens.
+        For advantages, the result also contains the affected prompts; for the sampler's log-probabilities, the affected responses and tokens.
         """
         found: dict[str, dict[str, Any]] = {}
         capacities = [len(stack.microbatches.tokens) for stack in self.minibatch]
@@ -106,7 +106,7 @@ class GuardError(RuntimeError):
     """The guard stopped the run, because further steps would be useless. The message states the cause."""
 
     def __init__(self, message: str, *, whole: StepResult | None = None) -> None:
-        """`whole` is the finished step, if its state should be saved so that the run can resume from it."""
+        """`whole` is the result of the finished step. If given, its state is saved, so that the run can resume from it."""
         super().__init__(message)
         self.whole = whole
 
@@ -149,7 +149,7 @@ class Guard(Observer):
         Raises:
             GuardError: the weights are not finite, or a limit in `config.guard` is exceeded. The metrics of the step are written first.
         """
-        self._check()  # must come before this and later observers write to the folder
+        self._check()  # must precede all writes to the folder, also by later observers
         metrics, step = result.metrics, result.position.step
         skipped, drifted = self._skipped(result), self._drifted(step, metrics)
         bad = nonfinite_leaves(result.state.params)
@@ -166,11 +166,11 @@ class Guard(Observer):
             raise GuardError(found, whole=None if ruined or drifted else result)
 
     def before_sampling(self, position: Position, collector: Collector) -> None:
-        """Clears the notes about groups of the previous step."""
+        """Forgets the groups noted in the previous step."""
         self._strange = []
 
     def on_group(self, group: Group, collector: Collector) -> None:
-        """Notes a group if any of its log-probabilities are not finite."""
+        """Notes the group if any of its log-probabilities are not finite, for `on_shortfall`."""
         if strange_responses([group]):
             self._strange.append(group.prompt.ordinal)
 

@@ -44,7 +44,7 @@ class Observer:
         """Called when a step begins. `position` is the end of the previous step, and `collector` is empty."""
 
     def on_group(self, group: Group, collector: Collector) -> None:
-        """Called after a group was sampled, graded and added to `collector`. Groups arrive in the order of their verdicts."""
+        """Called after a group was sampled, graded and added to `collector`. Groups may arrive in a different order than their prompts."""
 
     def on_shortfall(self, error: ShortfallError) -> None:
         """Called if sampling ended with too few informative groups. Afterwards `error` is raised, unless the hook raises another error."""
@@ -55,7 +55,7 @@ class Observer:
     def before_updates(self, minibatches: Sequence[Minibatch]) -> Sequence[Minibatch]:
         """Called when the minibatches of the step are on the device, with old and reference log-probabilities (see `Updater.prepare`).
 
-        The first minibatch has old log-probabilities only if they are the sampler's.
+        The first minibatch has old log-probabilities only if they come from the sampler. Otherwise its update computes them.
 
         Returns:
             The minibatches to update on, either unchanged or replaced.
@@ -63,7 +63,7 @@ class Observer:
         return minibatches
 
     def before_update(self, state: TrainState, minibatch: Minibatch, *, index: int, count: int) -> None:
-        """Called before update number `index`, counted from 0, of the `count` updates in the step. The update donates `state`."""
+        """Called before each of the `count` updates in the step. `index` is the number of the update, from 0. The update donates `state`."""
 
     def after_update(
         self, minibatch: Minibatch, metrics: Mapping[str, Metric], *, learning_rate: float
@@ -94,8 +94,8 @@ def run_steps(
         steps: number of the last step.
         sampling: samples and grades groups with given weights.
         batches: converts the groups of a step to minibatches.
-        updater: applies minibatches to the state.
-        learning_rate: function from the step to its learning rate.
+        updater: updates the state with a minibatch.
+        learning_rate: returns the learning rate of a step.
         observers: observers, called in this order.
         clock: returns the time in seconds. Used only for metrics.
     """
@@ -132,7 +132,7 @@ def run_steps(
                 observer.after_update(minibatch, of_update, learning_rate=rate)
             measured.append(of_update)
         scalars = with_effective_share(to_scalars(measured))
-        minibatches = minibatch = ()  # frees device memory before sampling of the next step
+        minibatches = minibatch = ()  # frees device memory before the next step is sampled
 
         cursor, carry = collected.cursor, collected.carry
         position = Position(step=step, cursor=cursor, carry=carry, in_flight=collector.going_on())
@@ -145,7 +145,7 @@ def run_steps(
 
 
 def _times(collected: Collected, began: float, sampled: float, ended: float) -> dict[str, float]:
-    """Returns the timing metrics of a step. The device has finished its work when they are computed, because the other metrics are on the host."""
+    """Returns the timing metrics of a step. They include all work of the device, which has finished because the other metrics are already on the host."""
     tokens = collected.drawn_tokens
     if tokens is None:
         tokens = sum(rollout.response_tokens for group in collected.sampled for rollout in group.rollouts)

@@ -20,7 +20,7 @@ from dapo_jax.training.state import TrainState
 from dapo_jax.training.update import Updater
 
 TokenRatios = Mapping[tuple[int, int], Float[np.ndarray, " response"] | None]
-"""(ordinal, response index) -> the ratio of each token in a trained rollout, or None if the rollout is not in the loss."""
+"""Maps (ordinal, response index) of each trained rollout to the ratios of its tokens, or to None if the rollout is not in the loss."""
 
 
 class Ratios(Observer):
@@ -62,7 +62,7 @@ class Ratios(Observer):
 def _of_rollout(
     group: Group, rollout: Rollout, of_text: Mapping[bytes, np.ndarray]
 ) -> Float[np.ndarray, " response"] | None:
-    """Returns one ratio per token of a response, or NaN for tokens that were not sampled. Returns None if the rollout is not in the loss.
+    """Returns one ratio per token of a response, with NaN for tokens that were not sampled, or None if the rollout is not in the loss.
 
     `of_text` maps the tokens of a context and its response, as bytes, to the ratios of the sampled tokens (see `responses_in`).
     """
@@ -80,7 +80,7 @@ def _of_rollout(
 def responses_in(
     stack: Microbatch, values: Float[np.ndarray, "capacity rows seq"]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields, for each response in the loss, the tokens of its prompt and response, and the values of its sampled tokens."""
+    """Yields (tokens of prompt and response, values of the sampled tokens) for each response in the loss."""
     for place in np.ndindex(stack.mask.shape[:2]):
         tokens, mask = np.asarray(stack.tokens[place]), np.asarray(stack.mask[place])
         segments, prefixes = np.asarray(stack.segment_ids[place]), np.asarray(stack.prefix_ids[place])
@@ -91,7 +91,7 @@ def responses_in(
 
 
 _QUOTED = 200
-"""Maximum number of characters that a message quotes of a prompt or a response."""
+"""Maximum number of characters that a message quotes from a prompt or a response."""
 
 
 class StepProgress(Observer):
@@ -180,7 +180,7 @@ def _quoted(group: Group, index: int) -> str:
 
 
 def _end_of(text: str) -> str:
-    """Returns the end of a text, because this is where answers usually are."""
+    """Returns the end of a text, where the answer usually is."""
     return repr(text if len(text) <= _QUOTED else f"...{text[-_QUOTED:]}")
 
 

@@ -59,7 +59,7 @@ from dapo_jax.training.state import state_structs
 _Read = TypeVar("_Read")
 
 _ON_HUB = re.compile(r"([\w.-]+/)?[\w.-]+")
-"""The form of a repository name on the hub, which a relative path may have too."""
+"""Matches the name of a repository on the hub. Some relative paths match too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class Policy:
     """The trained parameters: the adapters with LoRA, otherwise all parameters."""
     tokenizer: Tokenizer
     frozen: nnx.State = field(default_factory=lambda: nnx.State({}))
-    """The base weights under LoRA adapters. Layers are stacked, or separate arrays if the sampler shares them (`parallel.weights.shares_base`)."""
+    """The base weights under LoRA adapters. Layers are stacked unless the sampler shares their arrays (`parallel.weights.shares_base`)."""
     base: str = ""
     """The `model.source` of the base model."""
     revision: str = ""
@@ -83,7 +83,7 @@ class Policy:
 
     @property
     def unshared(self) -> nnx.State:
-        """The frozen weights that the sampler must copy. Empty if it shares the trainer's arrays."""
+        """The frozen weights that the sampler must copy. Empty if the sampler shares the trainer's arrays."""
         return nnx.State({}) if self.frozen and is_apart(self.frozen) else self.frozen
 
     def graph(self, *, compute_dtype: str, remat: str, layout: Layout = WHOLE) -> nnx.GraphDef[Any]:
@@ -94,8 +94,8 @@ class Policy:
     def save(self, folder: str | AnyPath, *, dtype: str = "float32", merge: bool = False) -> int:
         """Writes a model folder that `load_policy` and transformers can load. Returns the size of its tensors in bytes.
 
-        With LoRA, it is an adapter folder, which PEFT can load too. With `merge`, the adapters are merged into a whole model. All processes must call
-        this method; the first process writes.
+        With LoRA, this is an adapter folder, which PEFT can load too. If `merge` is True, the adapters are merged into a whole model. All processes
+        must call this method, but only the first process writes.
         """
         decoder, path = self.decoder, path_of(folder)
         base, adapters = (self.params, None) if decoder.lora is None else (self.frozen, self.params)
@@ -131,9 +131,9 @@ def load_policy(
     Args:
         model: the source and, for a preset, the tokenizer.
         lora: adapters to train on a base that is frozen in `model.compute_dtype`. If the source is an adapter folder, its adapters must match
-            `lora`. None: the adapters of the source, if it has any.
+            `lora`. If None, the policy has the adapters of the source, if there are any.
         seed: random seed for a preset's initial weights and for new adapters.
-        mesh: mesh over which the weights are sharded, as in training. None: the default device.
+        mesh: mesh over which the weights are sharded, as in training. If None, they are placed on the default device.
         sampler: mesh of the sampler. The vocabulary is padded so that it can be split over both meshes.
         weights: whether to load or initialize weights. If False, `params` contains only shapes.
         shares: takes the shapes of a LoRA base, and returns whether the sampler uses it without a copy (`parallel.weights.shares_base`).
@@ -182,7 +182,7 @@ def load_policy(
 
 
 def check_trains(policy: Policy, config: LoraConfig, source: str) -> None:
-    """Checks that a run from an adapter folder trains adapters.
+    """Checks that a run trains adapters if it starts from an adapter folder.
 
     Raises:
         ConfigError: the run would train all weights. The message contains the adapter's settings.
@@ -244,7 +244,7 @@ class _Adapter(NamedTuple):
     base: ModelConfig
     """The base model."""
     key: str
-    """The file, key and value from which the base was read, for error messages."""
+    """The file, key and value that name the base model, for error messages."""
 
 
 def _adapter_of(model: ModelConfig, *, weights: bool) -> _Adapter | None:
@@ -279,9 +279,9 @@ def find_policy(
     mesh: jax.sharding.Mesh | None = None,
     shares: Callable[[nnx.State], bool] = lambda frozen: False,
 ) -> Policy:
-    """Loads the policy of a model, or from the latest checkpoint of a run. `source` is a `model.source`, or the folder of the run.
+    """Loads the policy from a model, or from the latest checkpoint of a run. `source` is a `model.source` or a run folder.
 
-    The weights are placed on `mesh`. If None, a model is placed on the default device, and a run is sharded over all devices.
+    The weights are sharded over `mesh`. Without a `mesh`, a model is placed on the default device, but the policy of a run is sharded over all devices.
     For `shares`, see `load_policy`.
     """
     if (run := run_at(source)) is None:
@@ -345,7 +345,7 @@ def folder_of(model: ModelConfig, *, weights: bool) -> AnyPath:
     """Returns the model folder of `model.source`, and downloads it if it is on the hub.
 
     Args:
-        model: contains the source.
+        model: its `source` names the folder.
         weights: whether to download weights too, if the model is on the hub.
 
     Raises:
@@ -386,7 +386,7 @@ def mesh_of(
     rows_per_microbatch: int | None = None,
     devices: Sequence[AnyDevice] | None = None,
 ) -> jax.sharding.Mesh:
-    """Returns the mesh that `axes` describes, over `devices`. If None, over all devices.
+    """Returns the mesh that `axes` describes. It consists of `devices`, which defaults to all devices.
 
     Raises:
         ConfigError: the axes do not match the number of devices, or the rows of a microbatch cannot be distributed evenly over the mesh.
@@ -403,7 +403,7 @@ def mesh_of(
 
 
 def meshes_of(axes: ParallelConfig, mesh: jax.sharding.Mesh) -> Meshes:
-    """Returns the meshes of the trainer and the samplers that `axes` describes, over the devices of `mesh`.
+    """Returns the meshes of the trainer and the samplers that `axes` describes. Both use the devices of `mesh`.
 
     Raises:
         ConfigError: the samplers do not match the number of processes or devices.
@@ -412,13 +412,13 @@ def meshes_of(axes: ParallelConfig, mesh: jax.sharding.Mesh) -> Meshes:
 
 
 def _held(params: nnx.State, *, dtype: str, apart: bool) -> nnx.State:
-    """Converts stacked float32 parameters to `dtype`. Layers stay stacked, or with `apart` are separated."""
+    """Converts stacked float32 parameters to `dtype`. If `apart` is True, separates the layers; otherwise they stay stacked."""
     rounded = rounded_to(dtype, params)
     return unstacked(rounded) if apart else rounded
 
 
 def frozen_structs(decoder: DecoderConfig, mesh: jax.sharding.Mesh, *, dtype: str, apart: bool) -> nnx.State:
-    """Returns the shape, dtype and sharding of each frozen array in a LoRA base. Layers are stacked, or with `apart` separate."""
+    """Returns the shape, dtype and sharding of each frozen array in a LoRA base. Layers are stacked unless `apart` is True."""
     shapes = jax.eval_shape(partial(_held, dtype=dtype, apart=apart), parted(shapes_of(decoder))[1])
     return jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
@@ -430,7 +430,7 @@ def frozen_structs(decoder: DecoderConfig, mesh: jax.sharding.Mesh, *, dtype: st
 def description_of(
     model: ModelConfig, *, weights: bool = True
 ) -> tuple[DecoderConfig, Tokenizer, AnyPath | None]:
-    """Returns the decoder configuration, the tokenizer and the model folder, without reading weights. `weights`: download them from the hub.
+    """Returns the decoder configuration, the tokenizer and the model folder. Never reads weights, but downloads them from the hub if `weights` is True.
 
     A preset has no folder, and its tokenizer determines its vocabulary size.
 
@@ -453,7 +453,7 @@ def _random(
     where: Callable[[nnx.State], PyTree] | None,
     made: Callable[[nnx.State], nnx.State],
 ) -> nnx.State:
-    """Initializes random parameters and returns `made(parameters)`, for example a part of them."""
+    """Initializes random parameters, and returns only the result of `made(parameters)`, for example some of them."""
 
     def program() -> nnx.State:
         return made(nnx.state(Decoder(decoder, rngs=nnx.Rngs(seed))))

@@ -34,7 +34,7 @@ class Asked:
 
 
 def dated(data: DataConfig, *, like: DataConfig | None = None) -> DataConfig:
-    """Sets the date that chat templates print, if it is not set: to the date in `like`, or to today."""
+    """Returns `data` with a date for chat templates to print: its own date if set, otherwise the date in `like`, otherwise today's date."""
     day = data.template_date or (like.template_date if like else "") or date.today().isoformat()
     return replace(data, template_date=day)
 
@@ -90,7 +90,7 @@ def training_prompts(
 
 
 def asked_too_often(config: TrainConfig, rows: int) -> tuple[str, str] | None:
-    """Returns a problem and its remedy if a step samples more prompts at once than the dataset has, otherwise None."""
+    """Returns a description of the problem and a remedy if more prompts are sampled together than the dataset has, otherwise None."""
     count = config.prompts_per_wave if config.dynamic_sampling.enabled else config.batch.prompts_per_step
     if count <= rows:
         return None
@@ -106,7 +106,7 @@ def held_out_prompts(
     """Returns the prompts of each evaluation dataset by name. The datasets are the given rows, or `eval.datasets`, or the eval split of `data.source`.
 
     Raises:
-        ConfigError: a dataset cannot be read, or a prompt is too long. It is not left out, because the score would change.
+        ConfigError: a dataset cannot be read, or a prompt is too long. Long prompts are not left out, because that would change the score.
     """
     found: dict[str, list[Prompt]] = {}
     own = [_own_source(data, data.eval_split)]
@@ -141,7 +141,7 @@ def joined(lists: Sequence[GivenRows]) -> LoadedRows:
 
     def read(index: int) -> Mapping[str, Any]:
         which = int(np.searchsorted(ends, index, side="right"))
-        return lists[which][index - int(ends[which])]  # negative, so it counts from the end of the list
+        return lists[which][index - int(ends[which])]  # a negative index, which counts from the end
 
     return LoadedRows(range(int(ends[-1])), read=read)
 
@@ -178,10 +178,10 @@ def _reading(data: DataConfig, source: SourceConfig) -> dict[str, Any]:
 
 @contextmanager
 def _named(source: SourceConfig, *, given: bool = False) -> Iterator[None]:
-    """Returns a context manager that converts errors to ConfigErrors which name the dataset, or the rows given from Python."""
+    """Returns a context manager that converts errors to ConfigErrors. Their messages name the dataset, or mention the rows given from Python."""
     try:
         yield
-    except (ValueError, RuntimeError) as error:  # prepared datasets raise RuntimeErrors
+    except (ValueError, RuntimeError) as error:  # RuntimeError: the dataset cannot be stored
         if given:
             raise ConfigError(f"the rows given from Python: {error}") from error
         split = f", split {source.split!r}" if source.split else ""

@@ -32,7 +32,7 @@ def use_compilation_cache(folder: str) -> None:
     """
     if not folder:
         return
-    # A local folder is not checked, because JAX itself warns if it cannot be written.
+    # Write access to a local folder is not checked, because JAX warns if writing fails.
     place = place_of(folder, key="compilation_cache", write=in_bucket(folder))
     jax.config.update("jax_compilation_cache_dir", str(place))
     if in_bucket(place):

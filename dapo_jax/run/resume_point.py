@@ -25,7 +25,7 @@ from dapo_jax.text.huggingface import TOKENIZER_FILES
 from dapo_jax.training.state import TrainState
 
 UNFINISHED = "unfinished_metrics"
-"""Key in a checkpoint's progress for the metrics (as JSON) of a step whose evaluation is missing. They are not yet in metrics.jsonl."""
+"""Key in a checkpoint's progress. Its value contains, as JSON, the metrics of a step that has not been evaluated. They are not yet in metrics.jsonl."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +38,10 @@ class ResumePoint:
     """The metrics of the last step, if its evaluation has not run yet."""
 
     def progress(self, identity: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the progress to store in a checkpoint, including the run's `identity`. Groups and responses in flight are stored as arrays instead."""
+        """Returns the progress to store in a checkpoint, with the run's `identity`, but without groups and responses in flight, which are stored as arrays."""
         progress: dict[str, Any] = {"cursor": self.position.cursor, IDENTITY: dict(identity)}
         if self.unfinished is not None:
-            progress[UNFINISHED] = json.dumps(self.unfinished)  # as a string, because JSON has no NaN
+            progress[UNFINISHED] = json.dumps(self.unfinished)  # as a string, because metrics may be NaN
         return progress
 
 
@@ -72,7 +72,7 @@ def resume_point(found: Restored, where: str, *, prompt_at: Callable[[int], Prom
     try:
         groups, in_flight = groups_of(found.carry, prompt_at), flight_of(found.carry, prompt_at)
     except ValueError as error:
-        raise DamagedError(f"{where} is damaged: in its groups or responses in flight, {error}") from error
+        raise DamagedError(f"{where} is damaged in its groups or responses in flight: {error}") from error
     return ResumePoint(
         state=found.state,
         position=Position(step=found.step, cursor=cursor, carry=groups, in_flight=in_flight),
@@ -103,9 +103,9 @@ def identity_of(
 
 
 def model_files(folder: AnyPath | None, *, weights: bool) -> dict[str, str]:
-    """Returns the digest of each file in a model folder that affects training. Empty for a preset. `weights`: include weight files.
+    """Returns the digest of each file in a model folder that affects training. Empty for a preset. Weight files are included only if `weights` is True.
 
-    To avoid reading gigabytes again, the digest of a weight file covers only its size and 64 blocks of 4 KiB. Training changes every block.
+    To avoid reading gigabytes, the digest of a weight file covers only its size and 64 blocks of 4 KiB. This suffices because training changes every block.
     """
     if folder is None:
         return {}
@@ -121,7 +121,7 @@ def model_files(folder: AnyPath | None, *, weights: bool) -> dict[str, str]:
 
 
 def with_weights_of(own: Mapping[str, Any], progress: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds the digests of the initial weights, which a resumed run does not load, to the identity `own`. `progress` is from the checkpoint."""
+    """Adds to the identity `own` the digests of the initial weights in the checkpoint's `progress`, because a resumed run may not load those weights."""
     began = {name: each for name, each in progress[IDENTITY]["model"].items() if name.endswith(_WEIGHTS)}
     return {**own, "model": {**began, **own["model"]}}
 
@@ -132,7 +132,7 @@ def check_identity(where: str, progress: Mapping[str, Any], own: Mapping[str, An
     Args:
         where: name of the checkpoint in error messages.
         progress: progress of the checkpoint.
-        own: identity of this run. Prompts are compared only if they are not None, and only the files in its `model` are compared.
+        own: identity of this run. Prompts are compared only if `own` contains them. Of the model's files, only the files listed in `own` are compared.
 
     Raises:
         ConfigError: the checkpoint belongs to another run. The message contains the differences and a remedy.

@@ -30,7 +30,7 @@ OF_A_RUN = {
 
 
 def remove_run(run_dir: AnyPath) -> bytes:
-    """Removes the files of a run from `run_dir`, except the lock. Call `check_run_dir` first, which refuses a folder with other files."""
+    """Removes the files of a run from `run_dir`, except the lock. Call `check_run_dir` first, because it rejects a folder that contains other files."""
     for place in entries(run_dir):
         if place.name in OF_A_RUN and place.name != locks.NAME:
             if place.is_dir():
@@ -47,14 +47,14 @@ def claim_run_dir(
 
     Args:
         config: configuration of the run.
-        resume: the run in the folder will be continued.
-        overwrite: the run in the folder will be removed by `remove_run`.
+        resume: whether the run in the folder will be continued.
+        overwrite: whether the run in the folder will be removed by `remove_run`.
         held: the exit stack that releases the lock.
         lost: see `dapo_jax.locks.Lost`.
 
     Returns:
-        The folder, the configuration (with the date on which the run began, and with `prompts_per_wave` resolved), and the lock. Only the
-            first process has a lock.
+        The folder, the configuration and the lock (None in all processes except the first). The configuration contains the date on which
+            the run began, and its `prompts_per_wave` is resolved.
 
     Raises:
         ConfigError: a check failed. Raised in every process.
@@ -62,9 +62,9 @@ def claim_run_dir(
     taken: list[Lock] = []
 
     def checked() -> bytes:
-        check_trackers(config.log)  # before the lock is taken, which creates the folder
+        check_trackers(config.log)  # before locking, which creates the folder
         place = place_of(config.run_dir, key="run_dir", write=True)
-        # The lock must be taken before the checks below, because another run could be writing.
+        # The checks below need the lock, because another run could be writing to the folder.
         taken.append(held.enter_context(locked(place, value=config.run_dir, key="run_dir", lost=lost)))
         begun = resume and (place / "config.yaml").exists()
         day = dated(
@@ -93,9 +93,9 @@ def check_run_dir(run_dir: AnyPath, config: TrainConfig, *, resume: bool, overwr
     """Checks that a run may begin or resume in `run_dir`.
 
     Raises:
-        ConfigError: `run_dir` contains a run, but neither `resume` nor `overwrite` is True. With `overwrite`, it contains a file that no run
-            writes. With `resume`, a change of the configuration would affect training, or the folder is empty and there is a run with a
-            similar name. Or a file or a broken link has the name of a folder that the run needs.
+        ConfigError: `run_dir` contains a run, but neither `resume` nor `overwrite` is True; or a file or a broken link is in place of a folder
+            that the run needs. If `overwrite` is True: the folder contains a file that runs do not write. If `resume` is True: a changed key
+            of the configuration would affect training, or the folder is empty and there is a run with a similar name.
     """
     if resume and overwrite:
         raise ConfigError("resume=True continues a run, but overwrite=True removes it; set only one of them")
@@ -135,7 +135,7 @@ def check_run_dir(run_dir: AnyPath, config: TrainConfig, *, resume: bool, overwr
         changed = changed_keys(load_config(kept).resolved(), config.resolved())
         bad = {key: pair for key, pair in changed.items() if not key.startswith(FREE_TO_CHANGE)}
         if "" in bad.get("data.template_date", ()):
-            del bad["data.template_date"]  # `dapo-jax doctor` calls this without the date of the run
+            del bad["data.template_date"]  # `dapo-jax doctor` does not set the run's date
         if bad:
             lines = "; ".join(f"{key} was {old!r}, is {new!r}" for key, (old, new) in bad.items())
             raise ConfigError(
@@ -171,7 +171,7 @@ def place_of(value: str | AnyPath, *, key: str, write: bool) -> AnyPath:
 
 
 def locked(folder: AnyPath, *, value: str, key: str, lost: Lost) -> Lock:
-    """Acquires the lock on a folder from `place_of`, and creates the folder if necessary. Call it before reading or writing files in the folder.
+    """Acquires the lock on a folder that `place_of` returned, and creates the folder if necessary. Call it before reading or writing files in the folder.
 
     Raises:
         ConfigError: another process has the lock, or the folder is not writable.

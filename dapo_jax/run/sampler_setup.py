@@ -19,7 +19,7 @@ from dapo_jax.sampling.prompt_packing import PrefillShape, prefill_shape
 from dapo_jax.text.stop_strings import StopStrings, stop_ids
 
 _TURNS_AT_ONCE = 16
-"""Minimum number of contexts in one prefill for episodes of several turns, which have many short contexts."""
+"""Minimum number of contexts in one prefill, for episodes of several turns, because their contexts are many and short."""
 
 KNOWN_SHARE = 0.9
 """Fraction of a device's memory for arrays of known size, like vLLM's `gpu_memory_utilization`. The rest is for temporary arrays and fragmentation."""
@@ -41,7 +41,7 @@ def prefill_of(
     in_flight: int = 0,
     has_turns: bool = False,
 ) -> PrefillShape:
-    """Returns the shape of one prefill. Its rows have room for the longest prompt or, with responses in flight or episodes, for whole contexts."""
+    """Returns the shape of one prefill. Contexts may be as long as a prompt and its response if there are responses in flight or episodes."""
     capacity = max_prompt_tokens + sampling.max_response_tokens
     prompts = prompts_at_once(sampling, group_size)
     return prefill_shape(
@@ -81,7 +81,7 @@ def response_sampler(
         in_flight: maximum number of responses in flight in this sampler. If 0, each response is sampled to its end.
         has_turns: whether responses are episodes of several turns.
         resident: memory in use on each device during sampling, in bytes, without the sampler's weights and cache.
-        memory: memory of a device in bytes. None: the amount that the devices report. CPUs do not report it.
+        memory: memory of a device in bytes. Defaults to the amount that the devices report. CPUs do not report an amount.
         on_look: called before each engine call that samples tokens.
 
     Raises:
@@ -162,8 +162,8 @@ def room_for_cache(
     Returns None if the size of the cache does not depend on memory, because `sampling.cache_tokens` is set, the cache has no pages, or the device
     does not report its memory.
 
-    See `response_sampler` for the arguments. But `mesh` is the sampler's mesh, `shape` the shape of one prefill, `capacity` the maximum length of
-    prompt and response together, and `resident` includes the sampler's weights.
+    The arguments are as in `response_sampler`, except that `resident` includes the sampler's weights. In addition, `mesh` is the sampler's mesh, `shape`
+    the shape of one prefill, and `capacity` the maximum length of prompt and response together.
     """
     dtype = sampling.cache_dtype or compute_dtype
     kind = kind_for(
@@ -178,9 +178,9 @@ def room_for_cache(
     spread = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     each, computed = (token_bytes(decoder, mesh, dtype=of, kind=kind) for of in (dtype, compute_dtype))
     room = int(KNOWN_SHARE * memory) - resident - logits_bytes(decoder, sampling.slots // spread)
-    # Every device stores the logits of the next token of all responses that are outside the slots.
+    # Every device stores next-token logits for each response that is not in a slot.
     room -= max(0, in_flight - sampling.slots) * decoder.vocab_rows * 4
-    # Two prefills are in memory, because responses of one prefill may still wait for slots when the next prefill begins.
+    # Up to two prefills are in memory, because responses of one prefill may still wait for slots when the next prefill begins.
     rows = 2 * prefix_bytes(decoder, shape, token_bytes=each)
     # During chunked prefill, keys and values of the context are stored both in the compute dtype and in the dtype of the cache.
     width = -(-capacity // shape.width) * shape.width
@@ -190,7 +190,7 @@ def room_for_cache(
         and shape.longest <= shape.width
         and room - rows >= sampling.slots // spread * capacity * each
     ):
-        return room - rows  # the cache has room for all slots, so nothing is re-prefilled
+        return room - rows  # with room for all slots, nothing is ever re-prefilled
     return room - max(rows, rows // 2 + parts)
 
 

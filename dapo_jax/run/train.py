@@ -64,16 +64,16 @@ def train(
         config: a configuration, or the path of a configuration file.
         reward: a reward function. It gets one `rewards.Sample`, or with `rewards.whole_group` a list of all samples of a group, and returns a
             bool, a number or a `Verdict` for each sample. It may be `async`. Alternatively a list of (function or grader's name, weight)
-            pairs, which are combined into a weighted sum; the first entry decides correctness. None: `config.reward`.
-        prompts: rows with `prompt` and `answer` to train on. None: the dataset `config.data.source`.
-        eval_rows: rows for evaluation. None: the dataset's held-out split, or no evaluation if `prompts` are given.
+            pairs, which are combined into a weighted sum; the first entry decides correctness. Defaults to `config.reward`.
+        prompts: rows with `prompt` and `answer` to train on. Defaults to the dataset `config.data.source`.
+        eval_rows: rows for evaluation. Defaults to the dataset's held-out split. If only `prompts` are given, there is no evaluation.
         on_step: called with (step, metrics) at the end of each step.
         objective: a loss function with the signature of `dapo_loss`, which it replaces. The clip ratios in the configuration then have no effect.
-        resume: continue from the last checkpoint in `config.run_dir`.
-        overwrite: remove the run in `config.run_dir` and start over. If the folder contains a file that was not written by a run, nothing is removed.
-        progress: shows progress. None: progress is shown on standard output.
+        resume: whether to continue from the last checkpoint in `config.run_dir`.
+        overwrite: whether to remove the run in `config.run_dir` and start over. If the folder contains a file that runs do not write, nothing is removed.
+        progress: shows progress. By default, progress is shown on standard output.
         stop: requests a stop of the run. `stopping.stopped_by_signals` creates a `Stop` for signals. If the run stalls for
-            `config.stall_timeout_s`, the process ends if `stop` is given; otherwise KeyboardInterrupt is raised.
+            `config.stall_timeout_s` seconds, the process ends if `stop` is given; otherwise KeyboardInterrupt is raised.
 
     Raises:
         ConfigError: the configuration is invalid, or another process is training in the same folder. Nothing was started.
@@ -101,7 +101,7 @@ def train(
     # There are two stacks, because the folder must stay locked until the model is written, which happens after everything else is closed.
     with ExitStack() as held, ExitStack() as stack:
         run_dir, config, lock = claim_run_dir(config, resume=resume, overwrite=overwrite, held=held, lost=end)
-        # `tell_others` must run before every exit that may wait for the other processes, so it is pushed again after each of them.
+        # `tell_others` must run before each exit callback that may wait for the other processes, so it is pushed again after each such callback.
         held.push(tell_others)
         note, check = ("", lambda: None) if lock is None else (lock.note, lock.check)
         run = Run(
@@ -142,7 +142,7 @@ def train(
         if first:  # not earlier, because a run that fails a check must not change the folder
             write_whole(run_dir / "config.yaml", to_yaml(config).encode())
             step = start.position.step
-            # The last step whose metrics are final. At step 0, this is no step, because the evaluation before training is repeated.
+            # The last step whose metrics are final. At step 0, there is no such step, because the evaluation before training is repeated.
             written = step - (start.unfinished is not None) if step else -1
             records = stack.enter_context(Records(config, run_dir, resume_step=written if resume else None))
         profile = stack.enter_context(Profile(config.log.profile_steps, run_dir / "profile"))

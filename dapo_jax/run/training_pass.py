@@ -46,8 +46,8 @@ def training_pass(
         model: the `model` section of the configuration.
         batch: the `batch` section of the configuration.
         mesh: mesh of the trainer.
-        row_tokens: number of tokens in a row. If `batch.row_tokens` is not set, it is rounded up to a multiple that mesh and attention can split.
-        platform: platform of the devices. None: the platform of the mesh's devices.
+        row_tokens: number of tokens in a row. Rounded up to a multiple that mesh and attention can split, unless `batch.row_tokens` is set.
+        platform: platform of the devices. Defaults to the platform of the mesh's devices.
 
     Raises:
         ConfigError: row length, mesh and attention do not fit together.
@@ -118,8 +118,8 @@ class StepBatches:
         split = split_minibatches(
             groups, groups_per_update=config.batch.groups_per_update, seed=(config.seed, step)
         )
-        # Minibatches without tokens in the loss are dropped, because their updates would only apply weight decay. They occur if overlong filtering
-        # removes all responses, or if every episode was lost before its first turn.
+        # Minibatches without tokens in the loss are dropped, because their updates would only apply weight decay. Such minibatches occur if
+        # overlong filtering removes all responses, or if every episode was lost before its first turn.
         return [
             minibatch
             for minibatch in split

@@ -1,8 +1,8 @@
 """KV cache of the decoding slots: the `Cache` interface, and a dense implementation for CPU in which each slot is one page.
 
-The other implementations are in `paged_cache`, `tpu_cache` and `gpu_cache`; `caches` chooses between them. With this axis order, both products of attention
-read memory row by row. On CPU, attention over [slots, capacity, kv_heads, head_dim] was 12 times slower, and scores took twice as long with head_dim as the
-last axis.
+`caches` chooses between this implementation, `paged_cache`, `tpu_cache` and `gpu_cache`. The axis orders in `LayerCache` let both products of attention read
+memory row by row. On CPU, attention was 12 times slower with the axis order [slots, capacity, kv_heads, head_dim], and scores took twice as long if head_dim
+was the last axis of the keys.
 """
 
 from collections.abc import Callable
@@ -30,8 +30,8 @@ RowHeads = Float[Array, "kv_heads head_dim tokens"]
 
 @dataclass(frozen=True, kw_only=True)
 class Cache:
-    """The functions of one KV cache implementation; the functions of this module document them. Each implementation has its own types for the values that its
-    functions pass to each other."""
+    """The functions of one KV cache implementation, which are documented in this module. Each implementation has its own types for the cache and for the data
+    of a decoding step."""
 
     empty: Callable[..., Any]
     of_rows: Callable[..., Any]
@@ -67,7 +67,7 @@ class CacheStep:
 
 
 EIGHT_BITS = {"int8": 127.0, "float8_e4m3fn": 448.0}
-"""The 8-bit dtypes, which need a scale per token and head, with the largest number that each dtype can represent."""
+"""Maps each 8-bit dtype to the largest number that it can represent. In these dtypes, the cache stores a scale per token and head."""
 
 
 def stored(
@@ -100,7 +100,7 @@ def of_rows(keys: RowHeads, values: RowHeads, rows: int, dtype: str) -> LayerCac
 
 
 def of_row(part: Any, rows: int) -> Any:
-    """Reshapes concatenated rows [kv_heads, ..., tokens] to [rows, kv_heads, ..., tokens per row]. Returns None for None."""
+    """Reshapes concatenated rows [kv_heads, ..., tokens] to [rows, kv_heads, ..., tokens per row]. If there is no `part`, returns None."""
     if part is None:
         return None
     return jnp.moveaxis(part.reshape(*part.shape[:-1], rows, -1), -2, 0)
@@ -120,7 +120,7 @@ def fill(
 
 def fill_page(into: Any, source: Any, page: Scalar, row: Scalar, start: Scalar, *, axis: int) -> Any:
     """Returns `into` [pages, kv_heads, ...] with one page replaced by tokens from row `row` of `source` [rows, kv_heads, ...], starting at index `start`.
-    `axis` is the token axis. Returns None for `into=None`."""
+    `axis` is the token axis. If there is no `into`, returns None."""
     if into is None:
         return None
     tokens = into.shape[axis]
@@ -140,7 +140,7 @@ def page_of_new(tables: Tables, lengths: PerSlot, live: Live, *, page_tokens: in
 def append_to_pages(
     cache: LayerCache, page: PerSlot, lengths: PerSlot, key: NewHeads, value: NewHeads, *, keys_axis: int = 3
 ) -> LayerCache:
-    """Appends one token per slot, after its `lengths` tokens, to its `page` from `page_of_new`. Tokens with an out-of-range page are dropped."""
+    """Appends one token to each slot, after its `lengths` tokens. `page` is the result of `page_of_new`; if it is out of range, the token is dropped."""
     dtype, offset = cache.values.dtype.name, lengths % cache.values.shape[2]
     (key, key_scale), (value, value_scale) = stored(key, dtype), stored(value, dtype)
     at = page, slice(None), offset
@@ -156,7 +156,7 @@ def append_to_pages(
 def extend(
     cache: LayerCache, now: CacheStep, query: Queries, key: NewHeads, value: NewHeads
 ) -> tuple[Queries, LayerCache]:
-    """Appends one token to each slot. Each slot's query attends to all of its tokens, including the new token, or to nothing if it is not live."""
+    """Appends one token to each slot. In a live slot, the query attends to all tokens, including the new token; in other slots, it attends to nothing."""
 
     def append(into: Array, new: Array, axis: int) -> Array:
         def one_slot(into: Array, new: Array, at: Array) -> Array:

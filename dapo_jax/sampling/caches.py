@@ -24,8 +24,8 @@ DEFAULT_PAGE_TOKENS = {"tpu": 128}
 def kind_for(
     mesh: Mesh, *, page_tokens: int = 0, cache_tokens: int = 0, dtype: str = "float32", turns: bool = False
 ) -> Kind:
-    """Returns the kind of cache for a mesh. On CPU, the cache is paged only if a page or cache size is set, the dtype is 8-bit, or `turns` is True, which
-    means that responses may take turns in the slots."""
+    """Returns the kind of cache for a mesh. `turns` is True if responses may take turns in the slots. On CPU, the cache is paged only if `turns` is True, a
+    page or cache size is set, or the dtype is 8-bit."""
     platform = mesh.devices.flat[0].platform
     if platform == "tpu":
         return "tpu"
@@ -64,10 +64,10 @@ def sizes_for(
         mesh: the sampler's mesh.
         holders: number of sequences that may hold pages: one per slot, or more if sequences take turns in the slots.
         capacity: maximum number of tokens in a prompt and its response together.
-        page_tokens: tokens per page; 0: the platform's default.
-        cache_tokens: total number of tokens in all pools; 0: as many as fit on the devices.
+        page_tokens: tokens per page. 0 means the platform's default.
+        cache_tokens: total number of tokens in all pools. 0 means as many as fit on the devices.
         dtype: dtype of keys and values.
-        room_tokens: number of tokens that fit in the device memory left by other arrays; None: enough for all holders at full length.
+        room_tokens: number of tokens that fit in device memory next to other arrays. None means that all holders fit at full length.
 
     Raises:
         ValueError: a pool cannot hold one sequence of `capacity` tokens, the page size does not suit the kernel, or a page is longer than any sequence.
@@ -90,7 +90,7 @@ def sizes_for(
     if page_tokens > (longest := max(capacity, tpu_cache.LANES)):
         raise ValueError(
             f"sampling.page_tokens={page_tokens} must be at most {longest}: the longest prompt and response have {capacity} tokens together, "
-            "so the rest of a page would stay empty; lower it, or leave it out to use the platform's default"
+            "so the rest of a page would stay empty; lower this value, or leave it out to use the platform's default"
         )
     most = pages_for(capacity, size)
     all_of_them = holders // pools * most

@@ -15,7 +15,7 @@ from dapo_jax.sampling.interface import Engine
 from dapo_jax.sampling.requests import EpisodeLimits, Request, by_context
 
 Draw = Callable[[int], Sequence[Prompt]]
-"""Function that returns up to n prompts. After an empty result, it is called again while responses are still being sampled; then sampling ends."""
+"""Function that returns up to n prompts. After an empty result, it is called again until no responses are left to sample; then sampling ends."""
 
 _LOOK_S = 1.0
 """Interval in seconds at which a sampler calls `on_look` while it waits for environments."""
@@ -30,12 +30,12 @@ class Environments(Protocol):
 
     max_turns: int
     turn_tokens: int
-    """Maximum number of tokens in a turn; 0: as many as the episode may have."""
+    """Maximum number of tokens in a turn. 0 means that only the episode's limit applies."""
     episode_tokens: int
-    """Maximum number of tokens in an episode; 0: as many as a response may have."""
+    """Maximum number of tokens in an episode. 0 means that the limit of a response applies."""
 
     def start(self, prompt: Prompt, index: int) -> Answer:
-        """Begins an episode. The answer, which may be empty, comes before the first turn: after the prompt or in place of it."""
+        """Begins an episode. The tokens of the answer, if any, precede the first turn; they follow the prompt or replace it."""
         ...
 
     def step(self, prompt: Prompt, index: int, turn: DrawnTurn) -> Answer:
@@ -87,8 +87,8 @@ class Sampler:
         Responses depend only on `params`, `key`, the ordinals, `decoding` and `stop`, not on slots, order or timing. With an 8-bit KV cache, they also depend
         on which responses are preempted, because a re-prefill attends to keys that are not yet rounded.
 
-        `stop` truncates a response at its stop string. With `environments`, each response is an episode of several turns, and `stop` ends a turn. An episode
-        has at most `max_response_tokens` tokens, including the environment's, unless the environments set another limit.
+        `stop` ends a response at a stop string. With `environments`, each response is an episode of several turns, and `stop` ends a turn. An episode
+        has at most `max_response_tokens` tokens, including tokens from the environment, unless the environments set another limit.
 
         Raises:
             ValueError: a prompt is empty, or leaves no room for `max_response_tokens` in a slot.
@@ -150,15 +150,15 @@ class Sampler:
 
 
 class TurnTaking:
-    """Passes finished turns to their environments, in a sampler that runs every response to its end. The answer is prefilled or fed before the next turn.
+    """Passes finished turns to their environments, if the sampler runs every response to its end. Answers are prefilled or fed before the next turn.
 
-    While its environment works, an episode has no slot, and it keeps its pages only until other responses need them. No token is tokenized twice.
+    While its environment works, an episode has no slot, and it keeps its pages only until other responses need them. No text is tokenized twice.
     """
 
     def __init__(
         self, environments: Environments, limits: EpisodeLimits, on_look: Callable[[], None]
     ) -> None:
-        """`on_look` is called every second while all episodes wait."""
+        """`on_look` is called every second while all episodes wait for their environments."""
         self._environments, self._limits, self._on_look = environments, limits, on_look
         self._arrived: SimpleQueue[tuple[Request, Answer]] = SimpleQueue()
         self._ended: list[Request] = []
@@ -169,7 +169,7 @@ class TurnTaking:
 
     @property
     def busy(self) -> bool:
-        """Whether any episode without a slot is not over yet."""
+        """Whether any episode is waiting for its environment or for its next turn."""
         return self._pending > 0 or bool(self._continuing)
 
     def start(self, requests: Sequence[Request]) -> None:
@@ -179,7 +179,7 @@ class TurnTaking:
             self._await(request, self._environments.start(request.prompt, request.index))
 
     def end_turn(self, request: Request, reason: FinishReason) -> None:
-        """Ends the current turn with the finish reason `reason` and passes it to its environment."""
+        """Ends the current turn with the finish reason `reason`, and passes the turn to the environment."""
         turn = request.end_turn(reason)
         self._await(request, self._environments.step(request.prompt, request.index, turn))
 
@@ -189,7 +189,7 @@ class TurnTaking:
         self._continuing = [request for request in self._continuing if not resumed(request)]
 
     def continuing(self, resumed: Callable[[Request], bool]) -> list[list[Request]]:
-        """Calls `resume`, and returns the episodes to prefill, in lists that share a context."""
+        """Calls `resume`. Returns the episodes that must be prefilled, in one list per context."""
         self.resume(resumed)
         continuing, self._continuing = self._continuing, []
         return by_context(continuing)

@@ -2,9 +2,9 @@
 
 A device call returns to the host after `steps_per_call` tokens, or earlier if enough slots are free to be worth refilling.
 
-A response starts when there is a free slot and enough free KV-cache pages. Before each call, every response gets the pages that it will need. When pages run
-out, a response is preempted: it keeps its tokens, waits, is re-prefilled with its prompt, and continues. No token is sampled twice, and the random key of a
-token does not depend on timing.
+A response starts when there is a free slot and enough free KV-cache pages. Before each call, every running response gets the pages that it will need. When
+pages run out, a response is preempted: it keeps its tokens, waits, is re-prefilled with its prompt, and continues. No token is sampled twice, and the random key
+of a token does not depend on timing.
 """
 
 from collections import deque
@@ -23,13 +23,13 @@ from dapo_jax.sampling.requests import NOTHING, Reading, Request, StopRule
 from dapo_jax.sampling.slots import Slots
 
 PARKED: PyTree = object()
-"""Placeholder for the prefix of a response whose pages already contain its context, except for tokens that will be fed."""
+"""Replaces the prefix of a response whose pages already contain its context, except for the tokens that will be fed."""
 
 _DEARER = 4
 """Number of tokens that can be prefilled in the time of one decoding step, in which only one token can be fed."""
 
 Unread = Sequence[Sequence[Request]]
-"""Requests to prefill, in lists that share a context."""
+"""Requests to prefill, in one list per context."""
 
 
 Ended = list[tuple[Request, FinishReason]]
@@ -60,7 +60,7 @@ class DecodeLoop:
         call. While slots are idle and prompts wait, `generate` samples only one token, so running responses keep streaming.
 
         With `park`, a response that ends a turn leaves its slot but keeps its pages until `resume` or `slots.forget` is called. `decoding`, `stop` and `key`
-        apply to requests without their own options. In one loop, either all requests have their own options, or no request has.
+        apply to requests without their own options. In one loop, either all requests have their own options, or none of them do.
         """
         self._engine, self._params, self._key, self._decoding = engine, params, key, decoding
         self._stop, self._refill_frac, self._on_look = stop, refill_frac, on_look
@@ -68,12 +68,12 @@ class DecodeLoop:
         self._state = engine.init_decode_state()
         self.slots = Slots(engine)
         self.waiting: deque[Request] = deque()
-        # Two, so that a preempted response can be re-prefilled while the prefill of new prompts is unfinished.
+        # There are two, so that a preempted response can be re-prefilled while the prefill of new prompts is unfinished.
         self._reading, self._again = Reading(engine, params), Reading(engine, params)
 
     def resume(self, request: Request) -> bool:
-        """Puts an episode whose next turn begins at the head of the queue. Before it samples, it is fed the tokens missing from its pages. Returns False,
-        without queueing it, if it must be re-prefilled instead."""
+        """Queues an episode for its next turn, at the head of the queue. The tokens missing from its pages will be fed before the turn. Returns False,
+        without queueing the episode, if it must be re-prefilled instead."""
         fed = len(request.fed)
         long = not 0 < fed <= self._engine.feed_tokens or fed * _DEARER > request.length
         if request.row is None or long or self.slots.others_idle(request):
@@ -111,7 +111,7 @@ class DecodeLoop:
         return ended
 
     def drop(self, requests: Sequence[Request]) -> None:
-        """Ends requests, whether they are queued, in prefill or in a slot. Requests that have already ended do not change."""
+        """Ends requests, whether they are queued, in prefill or in a slot. Requests that have already ended are ignored."""
         slots, gone = self.slots, {id(request) for request in requests}
         for request in requests:
             request.dropped = True  # a request in prefill is removed once its prefill ends
@@ -144,7 +144,7 @@ class DecodeLoop:
             self._reading.begin(unread)
 
     def close(self) -> None:
-        """Drops `more`, which references this loop. Otherwise, the cycle would keep the cache and the weights in memory until garbage collection."""
+        """Drops `more`, which references this loop. Otherwise, this reference cycle would keep the cache and the weights in memory until garbage collection."""
         self._more = tuple
 
     @property
@@ -153,7 +153,7 @@ class DecodeLoop:
         return bool(self.waiting) or self._reading.busy or self._again.busy
 
     def _prefill(self) -> bool:
-        """Prefills until a response that cannot start yet is queued. With an empty queue, `generate` would not return when a slot becomes free.
+        """Prefills until the queue contains a response that cannot start yet. With an empty queue, `generate` would not return when slots become free.
 
         Returns True if prefill was interrupted to let running responses sample a token, although slots are idle and prompts wait.
         """

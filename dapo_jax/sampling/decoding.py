@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, UInt32
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-3, 1e3
-"""Bounds of a nonzero temperature. Within them, logits divided by the temperature stay finite."""
+"""Bounds of a nonzero temperature. Within these bounds, logits divided by the temperature stay finite."""
 MOST_TOP_K = 2**31 - 1
 """Limit of top-k, which is a 32-bit integer on the devices."""
 
@@ -27,13 +27,13 @@ _SlotFloats = Float[Array, " slots"]
 _SlotInts = Int[Array, " slots"]
 
 _FIRST_TURN = np.uint32(1 << 31)
-"""Added to the index of a turn before the index is folded into a key, so that the sum is larger than any position."""
+"""Offset that is added to a turn index before it is folded into a key, so that the sum is larger than any position."""
 
 _BLOCK = 256
 """Number of vocabulary entries per block. To sample a token, first a block and then an entry in the block is chosen."""
 
 _SHORTLIST = 512
-"""Number of most likely tokens that are sorted to find the end of a nucleus (top-p). If they do not reach top-p, the whole vocabulary is searched."""
+"""Number of likely tokens that are sorted to find the end of a nucleus (top-p). If their total probability is below top-p, the whole vocabulary is searched."""
 
 
 @jax.tree_util.register_dataclass
@@ -115,7 +115,7 @@ def response_keys(
 def truncate(
     logits: _Scores, top_p: Float[Array, ""] | _SlotFloats, top_k: Int[Array, ""] | _SlotInts
 ) -> _Scores:
-    """Sets logits outside top-k and outside the nucleus to -inf. The most likely token always stays. If top-k and top-p are off, all tokens stay.
+    """Sets logits outside top-k or the nucleus to -inf. The most likely token always stays. If top-k and top-p are off, all tokens stay.
 
     Top-k is applied first, then top-p to the renormalized rest. The nucleus is the smallest set of most likely tokens whose probability reaches `top_p`
     (Holtzman et al. 2020). Ties are broken by token id.
@@ -209,7 +209,7 @@ def draw(
     tempered softmax before top-k and top-p, or from the untempered softmax if decoding is greedy.
 
     Inverse transform sampling turns two uniform random numbers into a token: one selects a block of the vocabulary, the other an entry of the block. A single
-    number would have to be rescaled within its block, where its rounding error is as large as the mass of thousands of unlikely tokens.
+    number would have to be rescaled to select within the block, and its rounding error would be as large as the mass of thousands of unlikely tokens.
     """
     given = jnp.broadcast_to(decoding.temperature, logits.shape[:1])
     greedy = given == 0.0
@@ -254,7 +254,7 @@ def _pick(rows: Float[Array, " slots count *rest"], index: _SlotInts) -> Float[A
 
 
 def _reached(mass: Float[Array, "slots count"], share: _SlotFloats) -> _SlotInts:
-    """Returns the first entry at which the cumulative mass exceeds `share`, in (0, 1), of the total. An entry without mass is never returned."""
+    """Returns the first entry at which the cumulative mass exceeds the total times `share`, which is in (0, 1). An entry without mass is never returned."""
     running = jnp.where(mass > 0, jnp.cumsum(mass, axis=-1), 0.0)
     whole = running.max(-1)
     target = jnp.minimum(share * whole, jnp.nextafter(whole, jnp.zeros_like(whole)))

@@ -51,7 +51,7 @@ class DecodeState:
     keys: Key[Array, " slots"] | Any
     """Random key of each slot's response."""
     fed: Int[Array, "slots feed_tokens"] | Any = ()
-    """Tokens to feed to each slot before it samples, right-aligned; () in an engine without feeding."""
+    """Tokens to feed to each slot before it samples, right-aligned; () if the engine does not feed tokens."""
     to_feed: Int[Array, " slots"] | Any = ()
     """Number of tokens still to be fed."""
 
@@ -60,11 +60,11 @@ _ROWS, _TOKENS = 4, 4096
 """Default number of rows and of tokens per prefill call."""
 
 FEED_TOKENS = 64
-"""Maximum number of tokens to feed one at a time between turns. Each costs a decoding step, so longer inputs are prefilled instead."""
+"""Maximum number of tokens to feed one at a time between turns. Each token costs a decoding step, so longer inputs are prefilled instead."""
 
 BLOCK_SLOTS = 8
-"""Slots per device that a batch-invariant engine decodes at a time. The summation order in a program depends on its shapes, so all slots are decoded with the
-same shapes."""
+"""Number of slots per device that a batch-invariant engine decodes together. The summation order in a program depends on its shapes, so the shapes must not
+depend on the number of slots."""
 
 _Carry = tuple[Array, DecodeState, dict[str, Array]]
 
@@ -90,15 +90,15 @@ class DecoderEngine:
 
         Args:
             page_tokens, cache_tokens: see `sizes_for`.
-            cache_bytes: bytes for the cache on each device if `cache_tokens` is 0. None: enough for all slots at full length.
-            cache_dtype: dtype of keys and values. If empty, `compute_dtype`.
-            cache: the kind of cache. None: the default for the platform.
-            prefill: rows and tokens per prefill call. None: up to 4 rows and 4,096 tokens.
+            cache_bytes: bytes for the cache on each device if `cache_tokens` is 0. If None, the cache has room for all slots at full length.
+            cache_dtype: dtype of keys and values. Defaults to `compute_dtype`.
+            cache: the kind of cache. Defaults to the kind for the platform.
+            prefill: rows and tokens per prefill call. Defaults to at most 4 rows and 4,096 tokens.
             in_flight: number of responses in flight, which may all hold pages. If there are fewer slots, responses take turns in the slots. Responses are
                 re-prefilled when the weights change.
-            batch_invariant: no bit of a response depends on the number of slots or on other requests. If given, `prefill` must have `alone` set.
+            batch_invariant: no bit of a response depends on the number of slots or on other requests. If `prefill` is given, its `alone` must be True.
             has_turns: responses are multi-turn episodes. While its environment works, an episode keeps its pages until other responses need them; at most
-                `slots` episodes can do so. It is then fed the new tokens. A batch-invariant engine re-prefills instead, because feeding rounds differently.
+                `slots` episodes can do so. The new tokens are then fed to it. A batch-invariant engine re-prefills instead, because feeding rounds differently.
 
         Raises:
             ValueError: the slots cannot be split evenly over the mesh, sequences are longer than the model's maximum position, or the cache cannot hold one
@@ -203,7 +203,7 @@ class DecoderEngine:
         return self._padded(np.array(columns, np.int32).reshape(-1, 3).T), np.int32(len(fills))
 
     def _feeding(self, fed: Sequence[Int[np.ndarray, " _"]]) -> tuple[np.ndarray, ...]:
-        """Returns the tokens to feed, right-aligned, and their counts; () in an engine without feeding."""
+        """Returns the tokens to feed, right-aligned, and their counts, or () if the engine does not feed tokens."""
         if not self.feed_tokens:
             return ()
         tokens, counts = np.zeros((self.slots, self.feed_tokens), np.int32), np.zeros(self.slots, np.int32)
@@ -226,7 +226,7 @@ class DecoderEngine:
 
     @cached_property
     def _no_logits(self) -> Array:
-        """One row of logits, all zero, for all prompts."""
+        """Placeholder logits: one row of zeros, which all prompts share."""
         logits = self.state_structs.logits
         return jax.device_put(np.zeros((1, *logits.shape[1:]), logits.dtype), self._whole)
 
@@ -275,8 +275,8 @@ class DecoderEngine:
 
     @cached_property
     def _rope(self) -> RopeTables:
-        """The rotary embedding tables. They are an argument of the programs, because inside them XLA would recompute the cosines in every layer and for every
-        head. They are computed at first use, so an engine that is only compiled allocates no array."""
+        """The rotary embedding tables. They are an argument of the programs; if a program computed them, XLA would recompute the cosines in every layer and
+        for every head. They are computed at first use, so an engine that is only compiled allocates no array."""
         positions = jnp.arange(self.capacity, dtype=jnp.int32)
         return jax.jit(rope_tables, static_argnums=1, out_shardings=self._whole)(positions, self._config)
 
@@ -372,7 +372,7 @@ class DecoderEngine:
             slots = replace(jax.tree.map(mine, replace(state, layers=())), layers=state.layers)
             own = jax.tree.map(lambda leaf: mine(leaf) if jnp.ndim(leaf) else leaf, decoding)
             share = self._drawing(slots, mine(until)).sum(dtype=jnp.int32)
-            # A block returns once the fraction of its slots that are free reaches the fraction required over all slots.
+            # A block returns once its fraction of free slots reaches the fraction that `min_live` requires over all slots.
             least = (share * min_live + total - 1) // total
             part = call._replace(tables=mine(tables), until=mine(until))
             slots, new = self._generated(part, slots, own, least)
@@ -384,13 +384,13 @@ class DecoderEngine:
         return state, ResultTokens(**drawn, live=state.live)
 
     def _of_block(self, slots: Array, index: Array) -> Array:
-        """Returns the part of an array over all slots that belongs to one block: adjacent slots on each device."""
+        """Returns the entries of one block, which are adjacent slots on each device, from an array over all slots."""
         devices = slots.reshape(self._spread, -1, *slots.shape[1:])
         part = lax.dynamic_slice_in_dim(devices, index * BLOCK_SLOTS, BLOCK_SLOTS, axis=1)
         return part.reshape(-1, *slots.shape[1:])
 
     def _with_block(self, slots: Array, part: Array, index: Array) -> Array:
-        """Returns an array over all slots with one block's part replaced."""
+        """Returns an array over all slots in which `part` replaces the entries of one block."""
         devices, block = (whole.reshape(self._spread, -1, *whole.shape[1:]) for whole in (slots, part))
         whole = lax.dynamic_update_slice_in_dim(devices, block, index * BLOCK_SLOTS, axis=1)
         return whole.reshape(slots.shape)

@@ -30,14 +30,14 @@ SMALLEST_PAGE = 16
 """Minimum number of tokens per page. The kernel's block sizes are powers of two and at least this large."""
 
 _BLOCK_TOKENS = 128
-"""Number of tokens that the kernel reads at a time, in whole pages."""
+"""Number of tokens that the kernel reads at a time: several whole pages, or one page if it is larger."""
 
 _PART_TOKENS = 2048
 """Maximum number of tokens per part of a sequence. Parts are read in parallel, so that a few long sequences still use the whole device."""
 
 
 def kernel() -> Any:
-    """Returns JAX's paged-attention kernel, or None if this JAX version does not include it. JAX has announced its removal."""
+    """Returns JAX's paged-attention kernel, or None if this JAX version does not include it. JAX has announced that it will remove the kernel."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -80,7 +80,7 @@ def extend(
     (pages, kv_heads, page_tokens, head_dim), slots = cache.keys.shape, len(now.live)
     new = jnp.nan_to_num(key), jnp.nan_to_num(value)
     grown = append_to_pages(cache, now.page, now.lengths, *new, keys_axis=2)
-    # The kernel sees each key head of a slot as a separate sequence with its own pages, so the head axis need not come first in memory.
+    # Each key head of a slot is passed as a separate sequence with its own pages, so that the head axis need not come first in memory.
     at_once, parts, tables = _parts(now.tables, page_tokens)
     head = jnp.arange(kv_heads, dtype=jnp.int32)
     tables = (tables[:, None] * kv_heads + head[None, :, None]).reshape(slots * kv_heads, -1)
@@ -108,7 +108,7 @@ def extend(
 
 
 def _parts(tables: Tables, page_tokens: int) -> tuple[int, int, Array]:
-    """Returns the number of pages read at a time, the number of parallel parts of a sequence, and the page tables, padded so that all parts are equal."""
+    """Returns the number of pages read at a time, the number of parallel parts of a sequence, and the page tables, padded to parts of equal length."""
     at_once = max(1, _BLOCK_TOKENS // page_tokens)
     each = max(1, _PART_TOKENS // page_tokens // at_once) * at_once
     parts = -(-tables.shape[1] // each)

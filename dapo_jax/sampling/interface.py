@@ -39,7 +39,7 @@ class Insertion:
     turns: Int[np.ndarray, " responses"] | Any
     """Index of each episode's current turn, from 0; 0 for responses without turns."""
     fills: Sequence[tuple[int, Fill]]
-    """Pairs of a prompt's index in the prefix and a page to write with its tokens."""
+    """Pages to fill with prefilled tokens, each as a pair: the prompt's index in the prefix, and the page."""
     fed: Sequence[Int[np.ndarray, " _"]] = ()
     """Tokens to feed to each response, one per step, before it samples. If empty, the prefix already covers all tokens."""
 
@@ -97,8 +97,8 @@ class Engine(Protocol):
         ...
 
     def parked(self, lengths: Sequence[int]) -> PyTree:
-        """Returns a prefix with which `insert` puts responses into slots whose pages already contain `lengths` tokens, without writing pages. Each response
-        must then be fed at least one token."""
+        """Returns a prefix for responses whose pages already contain `lengths` tokens, so that `insert` puts them into slots without writing pages. Each
+        response must then be fed at least one token."""
         ...
 
     def release(self, state: PyTree, slots: Sequence[int]) -> PyTree:

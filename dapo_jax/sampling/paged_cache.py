@@ -1,7 +1,7 @@
 """A paged KV cache built from XLA operations that all platforms support. Each row of the page table lists the pages of one slot's tokens.
 
 Pages are created and filled as in `cache`; only append and attention differ. A step reads the first page of all slots, then the second page of all slots that
-have one, and so on. Slots are sorted by length, so groups of slots without such a page are skipped. Each slot reads its own pages in order, so its result
+have one, and so on. Slots are sorted by length, so groups of slots that have no such page are skipped. Each slot reads its own pages in order, so its result
 does not depend on other slots, not even in the last bit.
 """
 
@@ -35,15 +35,15 @@ _AT_ONCE = 16
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PagedStep(CacheStep):
-    """A decoding step with the order in which pages are read. `tables` is in the slot order of `order`, padded to a multiple of the number of slots read
-    together."""
+    """A decoding step with the order in which pages are read. The rows of `tables` are in the order of `order`, and padded to a multiple of the number of
+    slots that are read together."""
 
     order: Int[Array, " padded"] | Any
     """Slot numbers, from the most to the fewest tokens, followed by padding."""
     counts: Int[Array, " padded"] | Any
     """Number of tokens in each slot, in the order of `order`, including the new token; 0 if the slot is not live."""
     ends: Int[Array, " table_pages"] | Any
-    """Number of loop iterations after which the first, second, ... pages of all slots have been read."""
+    """Entry i is the number of loop iterations after which page i of every slot has been read."""
 
 
 def reading(tables: Tables, lengths: PerSlot, live: Live, *, page_tokens: int) -> PagedStep:
@@ -69,7 +69,7 @@ def reading(tables: Tables, lengths: PerSlot, live: Live, *, page_tokens: int) -
 def extend(
     cache: LayerCache, now: PagedStep, query: Queries, key: NewHeads, value: NewHeads, *, dtype: str
 ) -> tuple[Queries, LayerCache]:
-    """Implements `cache.extend`, except that nothing is written for a slot that is not live, and its attention output is 0. Products are computed in `dtype`.
+    """Implements `cache.extend`, except that a slot that is not live gets no token and an attention output of 0. Products are computed in `dtype`.
 
     Entries of a page after a slot's tokens are never multiplied, so a NaN from the page's previous owner has no effect.
     """

@@ -25,7 +25,7 @@ class PageSizes:
     """The sizes of a cache's pools."""
 
     holders: int
-    """Rows of the page table: one per slot, or more if responses take turns in the slots."""
+    """Number of rows in the page table: one per slot, or more if responses take turns in the slots."""
     capacity: int
     """Maximum number of tokens per holder, prompt and response together."""
     page_tokens: int
@@ -61,7 +61,7 @@ def slot_pages(slots: int, capacity: int) -> PageSizes:
 
 @dataclass(frozen=True)
 class Fill:
-    """A page to write with prefilled tokens, starting with token `first` of the sequence."""
+    """A page to fill with prefilled tokens, starting with token `first` of the sequence."""
 
     first: int
     page: int

@@ -51,7 +51,7 @@ class Prefill:
         self, config: DecoderConfig, mesh: Mesh, cache: Cache, *, block: nnx.GraphDef[Block], ends: nnx.GraphDef[EmbeddingAndHead],
         shape: PrefillShape, capacity: int, cache_dtype: str, compute_dtype: str,
     ) -> None:  # fmt: skip
-        """Builds the programs. `block` and `ends` are the graph definitions of a layer and of embedding and head. `capacity` is the maximum sequence length."""
+        """Builds the programs. `block` is the graph definition of a layer, `ends` of the embedding and the head. `capacity` is the maximum sequence length."""
         self.shape, self._config, self._cache, self._block, self._ends = shape, config, cache, block, ends
         self._dtype, self._cache_dtype = compute_dtype, cache_dtype
         # The CPU runtime may hang if many programs with collectives are queued.
@@ -82,9 +82,9 @@ class Prefill:
     def programs(
         self, params: SamplerWeights, *, again: bool
     ) -> tuple[dict[str, Callable[[], Lowered]], dict[str, Prefix]]:
-        """Returns functions that lower the programs in use, and the prefix of each call shape in use, as shape structs with shardings.
+        """Returns functions that lower the programs in use, and, for each call shape in use, a prefix that consists of shape structs with shardings.
 
-        `params` may be shape structs. With `again`, this includes the programs to re-prefill preempted responses, which may be longer than any prompt.
+        `params` may be shape structs. With `again`, the programs for re-prefilling are included: a preempted response may be longer than any prompt.
         """
         made: dict[str, Callable[[], Lowered]] = {}
         prefixes, layer, ends = dict[str, Prefix](), params["layers"][0], params["ends"]

@@ -67,7 +67,7 @@ class PackedPrompts:
 def pack_prompts(
     prompts: Sequence[Int[np.ndarray, " _"]], indices: Sequence[int], shape: PrefillShape
 ) -> list[PackedPrompts]:
-    """Packs the prompts at `indices`, which must each fit in a row, by first fit, longest first. Each resulting call has `shape.rows` rows or one row."""
+    """Packs the prompts at `indices` by first fit, longest first. Each prompt must fit in a row. Each resulting call has `shape.rows` rows or one row."""
     lines = _first_fit({index: len(prompts[index]) for index in indices}, shape)
     calls = [lines[start : start + shape.rows] for start in range(0, len(lines), shape.rows)]
     # The last few rows are prefilled one by one if that is less work than a call that is mostly padding.

@@ -27,7 +27,7 @@ _FIRST_TOKENS = 256
 """Initial size of a response's token buffer."""
 
 StopRule = Callable[[np.ndarray, int], int | None]
-"""Function of a response's tokens and the number of tokens before the last engine call. Returns the length at which the response ends, or None."""
+"""Takes a response's tokens, and their number before the last engine call. Returns the length at which the response ends, or None if it continues."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class OwnOptions:
 
     decoding: DecodingOptions
     key: PRNGKeyArray | None = None
-    """Random key of the response. None: derived from the loop's key and the prompt's ordinal."""
+    """Random key of the response. If None, the key is derived from the loop's key and the prompt's ordinal."""
     stop: StopRule | None = None
 
 
@@ -46,9 +46,9 @@ class EpisodeLimits:
 
     max_turns: int
     turn_tokens: int
-    """Maximum number of tokens in a turn; 0: as many as the episode may have."""
+    """Maximum number of tokens in a turn. 0 means that only the episode's limit applies."""
     episode_tokens: int
-    """Maximum number of tokens in an episode, including the environment's."""
+    """Maximum number of tokens in an episode, including tokens from the environment."""
     capacity: int
     """Maximum number of tokens in a context."""
 
@@ -60,7 +60,7 @@ class EpisodeLimits:
 
         Args:
             request: the episode, whose last turn has ended.
-            before: the environment's tokens before the next turn. None: the environment ended the episode, or the episode was lost.
+            before: the environment's tokens before the next turn. None if the environment ended the episode, or if the episode was lost.
         """
         if before is None:
             cut = request.drawn >= self.episode_tokens and request.reasons[-1:] == ("length",)
@@ -90,9 +90,9 @@ class Request:
     target: int = 0
     """Number of tokens at which the response pauses. Defaults to the limit."""
     version: int = 0
-    """Version of the weights that sample it, which is the number of steps done."""
+    """Version of the weights that sample it: the number of steps done."""
     drawn: int = 0
-    """Number of tokens so far, including the environment's."""
+    """Number of tokens so far, including tokens from the environment."""
     begun: int = 0
     """Number of tokens before the current turn."""
     spans: tuple[Span, ...] = ()
@@ -102,7 +102,7 @@ class Request:
     reasons: tuple[FinishReason, ...] = ()
     """Finish reason of each turn in `turns`."""
     contexts: tuple[ContextSpan, ...] = ()
-    """Contexts from the environment, which each replaced the prompt and all earlier tokens."""
+    """Contexts from the environment. Each replaced the prompt and all earlier tokens."""
     due: int | None = None
     """For an episode in flight, the round after which the environment's answer is taken. None while a turn is being sampled, or once the episode is over."""
     standing: Standing = field(default_factory=Standing)
@@ -110,7 +110,7 @@ class Request:
     finish_reason: FinishReason | None = None
     """None until the response, or the whole episode, has ended."""
     tokens: Int[np.ndarray, " room"] = field(default_factory=lambda: NOTHING)
-    """A buffer, whose first `drawn` entries are the response."""
+    """A buffer. Its first `drawn` entries are the response."""
     logprobs: Float[np.ndarray, " room"] = field(default_factory=lambda: np.zeros(0, np.float32))
     prefix: PyTree = None
     """The prefix to insert. None before the context is prefilled and after the prefix is inserted."""
@@ -121,7 +121,7 @@ class Request:
     row: int | None = None
     """Its row of the page table, or None if it holds no pages."""
     fed: Int[np.ndarray, " fed"] = field(default_factory=lambda: NOTHING)
-    """Tokens missing from its pages, which it is fed before it samples."""
+    """Tokens that are missing from its pages, and are fed before it samples."""
     options: OwnOptions | None = None
     """The request's own options, or None if it uses the loop's options."""
     dropped: bool = False
@@ -147,7 +147,7 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Number of tokens in its context, see `sequence`."""
+        """Number of tokens in its context (see `sequence`)."""
         return self.ahead + self.drawn
 
     @property
@@ -176,7 +176,7 @@ class Request:
     def append(self, tokens: Int[np.ndarray, " new"], logprobs: Float[np.ndarray, " new"]) -> None:
         """Appends new tokens."""
         place = slice(self.drawn, self.drawn + len(tokens))
-        if place.stop > len(self.tokens):  # buffers grow on demand, because most requests only wait
+        if place.stop > len(self.tokens):  # buffers grow on demand, because most requests are only waiting
             room = max(place.stop, 2 * len(self.tokens), min(self.limit, _FIRST_TOKENS))
             old, self.tokens = self.tokens, np.empty(room, np.int32)
             self.tokens[: self.drawn] = old[: self.drawn]
@@ -265,12 +265,12 @@ class Reading:
 
     @property
     def busy(self) -> bool:
-        """Whether any sequence is not prefilled yet."""
+        """Whether any sequence has not been prefilled yet."""
         return bool(self._unread)
 
     @property
     def unread(self) -> list[Sequence[Request]]:
-        """The requests of each sequence that is not prefilled yet."""
+        """The requests of each sequence that has not been prefilled yet."""
         return [self._requests[index] for index in sorted(self._unread)]
 
     def begin(self, requests: Sequence[Sequence[Request]]) -> None:

@@ -34,7 +34,7 @@ from dapo_jax.sampling.cache import (
 )
 
 LANES = 128
-"""Number of lanes in a register. The page size of an 8-bit cache must be a multiple of it, because scales are stored along the lanes."""
+"""Number of lanes in a register. The page size of an 8-bit cache must be a multiple of this number, because scales are stored along the lanes."""
 
 _BLOCK_BYTES = 1 << 20
 
@@ -51,7 +51,7 @@ class Pairs:
 
 
 def tile_rows(dtype: str) -> int:
-    """Returns the number of rows that are written together, which is the number of rows in a register of this dtype. Page sizes are multiples of it."""
+    """Returns the number of rows that are written together: as many rows as a register of this dtype has. Page sizes must be multiples of this number."""
     return 32 if dtype in EIGHT_BITS else 16
 
 
@@ -61,7 +61,7 @@ class TpuStep(CacheStep):
     """A decoding step in the kernel's format."""
 
     count: Int[Array, "1"] | Any
-    """Number of kernel steps: one for each block of pages that a live slot has begun, and at least one."""
+    """Number of kernel steps: one for each block of pages that a live slot has begun, but at least one in total."""
     slot_of: Int[Array, " most"] | Any
     """The slot of each kernel step."""
     starts: PerSlot | Any
@@ -69,8 +69,8 @@ class TpuStep(CacheStep):
 
 
 def pages_at_once(kv_heads: int, page_tokens: int, head_dim: int, dtype: str) -> int:
-    """Returns the number of pages that a kernel step reads on one device: enough to outweigh the overhead of a step, but little compared with a core's fast
-    memory."""
+    """Returns the number of pages that a kernel step reads on one device: enough to outweigh the overhead of a step, but few enough to fit easily in the
+    fast memory of a core."""
     heads = kv_heads // _parts(kv_heads)
     return max(1, _BLOCK_BYTES // (heads * page_tokens * 2 * head_dim * jnp.dtype(dtype).itemsize))
 
@@ -151,7 +151,7 @@ def extend(
     def at_new(
         part: Any, step: Any, slot_of: Any, _: Any, lengths: Any, tables: Any, *__: Any, lanes: bool = False
     ) -> tuple[Any, ...]:
-        """Returns the index of the block that contains a slot's new token: a tile of rows of pairs or, with `lanes`, lanes of scales."""
+        """Returns the index of the block that contains a slot's new token. A block is a tile of rows of pairs or, with `lanes`, 128 lanes of scales."""
         slot = slot_of[step]
         page, offset = tables[slot, lengths[slot] // page_tokens], lengths[slot] % page_tokens
         return (page, part, 0, offset // LANES) if lanes else (page, part, offset // tile, 0)
@@ -233,7 +233,7 @@ def _kernel(
             def _(place: int = place) -> None:
                 page, tokens = tables[slot, first + place], pl.ds(place * page_tokens, page_tokens)
                 for axis, (source, target) in enumerate(zip(sources, pages, strict=True)):
-                    # Tokens are the rows of pairs, but the lanes of scales.
+                    # In `pairs`, tokens are along the rows; in `scales`, they are along the lanes.
                     there = target.at[(step % 2, *[slice(None)] * (1 + axis), tokens)]
                     whole = source.at[page, pl.ds(part * heads, heads)]
                     getattr(pltpu.make_async_copy(whole, there, arrived.at[step % 2]), do)()

@@ -241,7 +241,7 @@ def _least_padding(
     )
     least = (
         filled_tokens(list(pieces)) / rows_per_microbatch
-    )  # the lower bound: no padding, and every prompt occurs once
+    )  # a lower bound, as if there were no padding and every prompt occurred once
     ways = (pieces, _bundled(pieces, room, least=room - room // 32))
     mixes = []
     for short in chain.from_iterable(combinations(lengths[1:], count) for count in range(1, len(lengths))):
@@ -268,7 +268,7 @@ def _fewest(pieces: Sequence[Piece], room: int) -> list[PackedRow]:
 
 
 def _bundled(pieces: Sequence[Piece], room: int, *, least: int) -> list[Piece]:
-    """Joins pieces with the same prompt into bundles that fill a row as well as possible. A bundle of fewer than `least` tokens stays separate pieces."""
+    """Joins pieces with the same prompt into bundles that fill a row as well as possible. Bundles of fewer than `least` tokens are split up again."""
     of_prompt: dict[Hashable, list[Piece]] = {}
     for piece in pieces:
         of_prompt.setdefault(piece.prompt, []).append(piece)

@@ -59,7 +59,7 @@ def init_state(
         optimizer: optimizer whose moments are initialized.
         mesh: mesh on which the state is placed.
         offload: keep the moments in host memory.
-        copy: copy the arrays of `params`. If False, the state uses `params` itself. This saves 4 bytes per parameter, but the first update donates them.
+        copy: copy the arrays of `params`. If False, the state uses these arrays. This saves 4 bytes per parameter, but the first update donates the arrays.
     """
     placed = state_shardings(params, optimizer, mesh, offload=offload)
     copied = jax.jit(_copied, out_shardings=placed.params)

@@ -14,8 +14,8 @@ from dapo_jax.dapo.rollouts import Group, Rollout
 def rollout_metrics(collected: Collected) -> dict[str, float | int]:
     """Computes the metrics `rollout/*` and `reward/*` of a step in float64.
 
-    Lengths are in tokens, including the end token. If the groups carried from earlier steps are enough, a step samples nothing, and the metrics of sampled
-    responses are omitted.
+    Lengths are in tokens, including the end token. If enough groups were carried over from earlier steps, the step samples nothing, and the metrics of
+    sampled responses are omitted.
     """
     sampled = [rollout for group in collected.sampled for rollout in group.rollouts]
     trained = [rollout for group in collected.groups for rollout in group.rollouts]

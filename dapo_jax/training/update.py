@@ -102,7 +102,7 @@ class UpdateOptions:
     correction: str = "none"
     """Rule for importance weights, one of `dapo_jax.dapo.importance.CORRECTIONS`."""
     importance_range: tuple[float, float] = (0.0, math.inf)
-    """The smallest and the largest importance weight that is kept. For `truncate`, the largest weight is the cap."""
+    """The smallest and the largest importance weight that is kept. `truncate` uses only the largest weight, as a cap."""
     kl_coef: float = 0.0
     offload: bool = False
     """Keep the optimizer moments in host memory, and copy them to the device for each update."""
@@ -147,7 +147,7 @@ class Updater:
         self._optimizer, self._objective, self._options = optimizer, objective, options or UpdateOptions()
         if (reference is None) != (self._options.kl_coef == 0.0):
             raise ValueError(
-                f"kl_coef={self._options.kl_coef} {'needs' if reference is None else 'has no use for'} a reference policy"
+                f"kl_coef={self._options.kl_coef} {'needs' if reference is None else 'does not use'} a reference policy"
             )
         placed = state_shardings(params, optimizer, mesh, offload=self._options.offload)
         self._shardings, self._whole = placed.params, replicated(mesh)
@@ -195,7 +195,7 @@ class Updater:
             first: True for the first update of a step, in which the old policy is the current policy.
 
         Returns:
-            The new state, or the unchanged state if a value was not finite, and metrics for `to_scalars`. The metrics `nonfinite/*` are 1 where a value
+            The new state (unchanged if a value was not finite), and metrics for `to_scalars`. The metrics `nonfinite/*` are 1 where a value
             was not finite. `nonfinite/gradient` has one entry per array in `state.params`, and the others have one entry per microbatch.
         """
         rate, is_first = np.float32(learning_rate), np.bool_(first)
@@ -398,7 +398,7 @@ class Updater:
         squares = [jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(grads)]
         norm = jnp.sqrt(sum(squares))
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
-        with jax.numpy_dtype_promotion("standard"):  # optax computes a float to the power of an integer
+        with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
             changes, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
         params = jax.tree.map(lambda leaf, change: leaf + learning_rate * change, state.params, changes)
         new = TrainState(params, opt_state)

@@ -157,7 +157,7 @@ def full_disk(monkeypatch):
 
 
 def test_a_gguf_file_in_a_bucket_is_to_be_copied_to_a_disk_first(bucket, tmp_path):
-    with pytest.raises(ConfigError, match=r"gs://bucket/m\.gguf: a GGUF file is read from a local disk"):
+    with pytest.raises(ConfigError, match=r"gs://bucket/m\.gguf: a GGUF file must be on a local disk"):
         convert("gs://bucket/m.gguf", str(tmp_path / "out"))
 
 

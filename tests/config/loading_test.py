@@ -184,7 +184,7 @@ def test_a_wrong_override_is_named_with_key_value_and_remedy(tmp_path, line):
         ("# nothing but a comment\n", ["run_dir: some/folder"]),
         ("- run_dir: out\n", ["a list of 1"]),
         ("3\n", ["found 3"]),
-        ("seed: 3\n", ["run_dir: missing", "run_dir=some/folder"]),
+        ("seed: 3\n", ["run_dir is missing", "run_dir=some/folder"]),
     ],
 )
 def test_a_file_that_is_no_configuration_is_named_with_the_line(tmp_path, text, words):

@@ -4,7 +4,7 @@ import gguf
 import numpy as np
 from gguf import GGUFWriter
 
-from dapo_jax.models.config_json import family_of
+from dapo_jax.models.families import family_of
 from dapo_jax.models.tensors import exported
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

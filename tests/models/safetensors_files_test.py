@@ -108,7 +108,7 @@ def test_an_index_that_names_a_wrong_or_missing_file_is_refused(sharded):
     with pytest.raises(ValueError, match=r"'model\.layers\.1\.mlp\.up_proj\.weight' in .*does not contain"):
         load_model(sharded)
     (sharded / files["model.norm.weight"]).unlink()
-    with pytest.raises(ValueError, match=r"index\.json has the tensor '.*' in 'model-.*not in this folder"):
+    with pytest.raises(ValueError, match=r"index\.json lists '.*' in 'model-.*not in this folder"):
         load_model(sharded)
 
 

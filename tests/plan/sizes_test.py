@@ -52,6 +52,4 @@ def test_an_architecture_that_is_not_covered_is_reported_first(options, tmp_path
     monkeypatch.setitem(sys.modules, "libtpu", None)
     arguments = [f"model.source={tmp_path}", "parallel.fsdp=3", "--topology", "v5p:4x4x8", *options]
     assert main(["plan", "configs/dapo_qwen2.5_32b.yaml", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert "mistral" in error
-    assert "MistralForCausalLM" in error
+    assert "mistral" in capsys.readouterr().err

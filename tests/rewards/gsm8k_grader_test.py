@@ -42,7 +42,7 @@ def test_numbers(response, answer, extracted, correct):
 
 
 def test_a_reference_without_a_number_is_refused():
-    with pytest.raises(ValueError, match="the grader gsm8k needs a reference with a number; got 'blue'"):
+    with pytest.raises(ValueError, match="the gsm8k grader needs a reference with a number; got 'blue'"):
         grade("#### 7", "blue")
 
 

@@ -32,7 +32,7 @@ from dapo_jax.rollout.collector import InFlight
 from dapo_jax.rollout.exchange import _answered, _as_json
 from dapo_jax.rollout.scheduler import ClockSizes, ResponseId, VirtualClock
 from dapo_jax.sampling.requests import Request
-from dapo_jax.sampling.rounds import Drawn
+from dapo_jax.sampling.round_sampler import Drawn
 
 
 def prompt_at(ordinal):

@@ -10,11 +10,11 @@ from dapo_jax.dapo.rollouts import Continuation, Group, Prompt, Rollout, Span, S
 from dapo_jax.rollout.collector import Collector, Position
 from dapo_jax.rollout.scheduler import ClockSizes, ResponseId, VirtualClock
 from dapo_jax.sampling.requests import EpisodeLimits
-from dapo_jax.sampling.rounds import Drawn
+from dapo_jax.sampling.round_sampler import Drawn
 from tests.dapo.dynamic_sampling_test import make_group
 
 RIGHT, WRONG, MIXED = "xx", "..", "x."
-SIZES = ClockSizes(in_flight=4, samples_per_prompt=2, needed=2, verdict_rounds=0)
+SIZES = ClockSizes(in_flight=4, samples_per_prompt=2, needed=2, answer_rounds=0)
 BEGIN = Position()
 LIMITS = EpisodeLimits(max_turns=9, turn_tokens=0, episode_tokens=99, capacity=99)
 
@@ -140,7 +140,7 @@ def test_the_most_groups_of_a_step_end_its_rounds():
 @pytest.mark.parametrize(("answer_rounds", "rounds_of_turns"), [(0, [0, 1]), (1, [1, 3]), (2, [2, 5])])
 def test_answers_of_environments_are_taken_so_many_rounds_after_the_turn(answer_rounds, rounds_of_turns):
     """Turns of one token, two of them. With an answer k rounds later the first is sampled after k rounds, the second after 1 + 2 k."""
-    found = collector(limits=LIMITS, answer_rounds=answer_rounds)
+    found = collector(sizes=replace(SIZES, answer_rounds=answer_rounds), limits=LIMITS)
     drew = []
 
     def answer():
@@ -194,7 +194,7 @@ def waves(kind_of, *, needed=2, wave=4, max_waves=9, position=BEGIN, **options):
     """The collector of a step in waves of groups of two, whose verdicts `kind_of` gives."""
     enabled = options.get("enabled", True)
     sizes = ClockSizes(
-        in_flight=2 * (wave if enabled else needed), samples_per_prompt=2, needed=needed, verdict_rounds=0, waves=True,
+        in_flight=2 * (wave if enabled else needed), samples_per_prompt=2, needed=needed, answer_rounds=0, waves=True,
     )  # fmt: skip
     found = collector(position, sizes, max_groups=max_waves * wave if enabled else None, **options)
     waiting = []

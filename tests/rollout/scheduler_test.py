@@ -62,7 +62,7 @@ def sizes(**changes):
 
 any_sizes = st.builds(
     lambda groups, samples, needed, verdicts, age: ClockSizes(
-        in_flight=groups * samples, samples_per_prompt=samples, needed=needed, verdict_rounds=verdicts, max_age_steps=age
+        in_flight=groups * samples, samples_per_prompt=samples, needed=needed, answer_rounds=verdicts, max_age_steps=age
     ),
     st.integers(1, 6), st.integers(1, 5), st.integers(1, 5), st.integers(0, 3), st.integers(0, 3),
 )  # fmt: skip
@@ -124,7 +124,7 @@ def test_no_group_gets_older_than_the_bound_allows(sizes, seed):
 
 def test_a_step_by_hand():
     """Groups of 2, both groups in flight at once, verdicts a round later, one informative group a step. Response (0, 1) is longer than the others."""
-    clock = VirtualClock(sizes(in_flight=4, samples_per_prompt=2, needed=1, verdict_rounds=1))
+    clock = VirtualClock(sizes(in_flight=4, samples_per_prompt=2, needed=1, answer_rounds=1))
     assert clock.start() == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert clock.end_round([ResponseId(0, 0), ResponseId(1, 0), ResponseId(1, 1)]) == []
     assert clock.start() == [(2, 0), (2, 1), (3, 0)], "in the order of ordinals, also half a group"
@@ -140,9 +140,7 @@ def test_a_step_by_hand():
 
 
 def test_a_step_is_held_back_for_a_group_that_would_get_too_old():
-    clock = VirtualClock(
-        sizes(in_flight=4, samples_per_prompt=2, needed=1, verdict_rounds=0, max_age_steps=1)
-    )
+    clock = VirtualClock(sizes(in_flight=4, samples_per_prompt=2, needed=1, answer_rounds=0, max_age_steps=1))
 
     def whole(ordinal):
         clock.start()
@@ -172,7 +170,7 @@ def test_waves_are_algorithm_1(needed, wave, share, seed, carries, order):
         return np.random.default_rng([seed, ordinal]).random() < share
 
     clock = VirtualClock(
-        ClockSizes(in_flight=wave * 2, samples_per_prompt=2, needed=needed, verdict_rounds=0, waves=True)
+        ClockSizes(in_flight=wave * 2, samples_per_prompt=2, needed=needed, answer_rounds=0, waves=True)
     )
     cursor, buffer = 0, []
     for _ in range(6):
@@ -198,9 +196,7 @@ def test_waves_are_algorithm_1(needed, wave, share, seed, carries, order):
 
 def test_the_next_wave_starts_as_soon_as_it_is_certain_and_no_sooner():
     """Two groups needed, waves of two groups of one: while both could still be informative, a second wave could be for nothing."""
-    clock = VirtualClock(
-        ClockSizes(in_flight=2, samples_per_prompt=1, needed=2, verdict_rounds=0, waves=True)
-    )
+    clock = VirtualClock(ClockSizes(in_flight=2, samples_per_prompt=1, needed=2, answer_rounds=0, waves=True))
     assert clock.start() == [(0, 0), (1, 0)]
     assert clock.start() == []
     clock.end_group(1, informative=False)

@@ -74,7 +74,7 @@ class ScriptedSampling(GroupSampling):
         return params * 10
 
     def collector(self, position):
-        sizes = ClockSizes(in_flight=6, samples_per_prompt=2, needed=2, verdict_rounds=0, waves=True)
+        sizes = ClockSizes(in_flight=6, samples_per_prompt=2, needed=2, answer_rounds=0, waves=True)
         return Collector.after(position, sizes, max_groups=12)
 
     def groups(self, weights, collector):

@@ -58,7 +58,7 @@ def test_weights_go_onto_the_mesh_where_training_has_them(source, model):
 def test_a_mesh_that_does_not_fit_is_a_configuration_error(model):
     """One key head cannot be split in two."""
     mesh = mesh_of(ParallelConfig(tensor=2))
-    with pytest.raises(ConfigError, match=r"which parallel\.tensor=2 does not divide"):
+    with pytest.raises(ConfigError, match=r"not divisible by parallel\.tensor=2"):
         load_policy(ModelConfig(source=model), mesh=mesh)
 
 

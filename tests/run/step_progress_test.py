@@ -46,7 +46,7 @@ def sampled(*steps, metric="correct", enabled=True):
     progress = StepProgress(config, shown)
     for number, verdicts in enumerate(steps):
         sizes = ClockSizes(
-            in_flight=2 * (3 if enabled else 2), samples_per_prompt=2, needed=2, verdict_rounds=0, waves=True,
+            in_flight=2 * (3 if enabled else 2), samples_per_prompt=2, needed=2, answer_rounds=0, waves=True,
         )  # fmt: skip
         most = 6 if enabled else None
         collector = Collector.after(Position(), sizes, max_groups=most, metric=metric, enabled=enabled)

@@ -2,7 +2,7 @@
 
 In OpenEnv 0.10, a client has a WebSocket session with `reset` and `step`, and actions and observations are objects. If the only required
 field of the server's action schema is a string, the turn's text becomes that field. Otherwise the turn must be the action as JSON. Each
-episode has its own session, so the server must allow as many sessions as episodes run concurrently (`max_concurrent_envs`).
+episode has its own session, so `max_concurrent_envs` of the server must be at least the number of concurrent episodes.
 """
 
 import importlib
@@ -66,7 +66,7 @@ class OpenEpisode:
             text, reward, done = _text_of(given.observation), given.reward or 0.0, bool(given.done)
         except (ValueError, RuntimeError) as error:
             if type(error) is RuntimeError and "VALIDATION_ERROR" not in str(error):
-                raise  # an error in the server itself
+                raise  # the error is in the server and not in the action
             self._errors += 1
             text, reward, done = f"error: this is not an action: {error!s:.500}", 0.0, False
         metrics = {"action_errors": float(self._errors)}
@@ -78,7 +78,7 @@ class OpenEpisode:
 
 
 async def _text_field(url: str) -> str:
-    """Returns the name of the only required field of an action if its type is string, or else an empty string."""
+    """Returns the name of an action's only required field if this field is a string, or else an empty string."""
     async with importlib.import_module("httpx").AsyncClient() as http:
         action = (await http.get(f"{url.rstrip('/')}/schema")).raise_for_status().json()["action"]
     required = action.get("required", [])

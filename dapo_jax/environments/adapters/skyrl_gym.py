@@ -17,7 +17,7 @@ from dapo_jax.rewards.functions import load_function
 
 
 class SkyRLEnvironment:
-    """Creates an instance of the class for each response."""
+    """Creates an instance of the SkyRL-Gym class for each response."""
 
     def __init__(self, name: str) -> None:
         """Looks up a registered environment by its id, or loads `PLACE:Class`.
@@ -37,7 +37,7 @@ class SkyRLEnvironment:
 
 
 class SkyRLEpisode:
-    """Adapts an instance to the `Episode` interface. The instance's methods may block, so they run in threads."""
+    """Adapts a SkyRL-Gym instance to the `Episode` interface. The instance's methods may block, so they run in threads."""
 
     def __init__(self, instance: Any, row: Mapping[str, Any]) -> None:
         self._instance, self._row = instance, row
@@ -63,7 +63,7 @@ class SkyRLEpisode:
         metrics = _numbers(given.get("metadata")) | (_numbers(self._instance.get_metrics()) if done else {})
         observed: Sequence[Any] = given["observations"]
         if not (done or observed):
-            raise ValueError("the environment returned no observation before the end of the episode")
+            raise ValueError("the environment returned no observation, but the episode is not over")
         return Step(reward=float(given["reward"]), done=done, append=list(observed), metrics=metrics)
 
     async def close(self) -> None:

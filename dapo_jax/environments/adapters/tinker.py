@@ -49,7 +49,7 @@ class TinkerEnvironment:
 
 
 class _BuilderEpisodes:
-    """A prompt's builder, and the environments that it has created but no episode uses yet."""
+    """A prompt's builder, and environments that it has created for episodes that have not begun yet."""
 
     def __init__(self, builder: Any) -> None:
         self.builder, self.making, self.held = builder, asyncio.Lock(), 0

@@ -2,7 +2,7 @@
 
 In TRL 1.16, the class is instantiated without arguments. `reset(**row)` returns None, or a text to add to the last message. The method
 `get_reward()` returns a reward, and all other public methods are tools. A reward function receives the instances as `environments`. The
-episode's reward is the sum of the two.
+episode's reward is the sum of both rewards.
 """
 
 import inspect
@@ -17,13 +17,13 @@ from dapo_jax.rewards.functions import load_function
 
 
 class TrlEnvironment:
-    """Creates an instance of the class for each response."""
+    """Creates an instance of the TRL class for each response."""
 
     def __init__(self, place: str) -> None:
         """Loads `PLACE:Class` or `PLACE:Class+function`.
 
         Raises:
-            ValueError: the class cannot be loaded, has no method `reset`, or has no reward.
+            ValueError: the class cannot be loaded, has no `reset` method, or has no reward.
         """
         named, _, reward = place.partition("+")
         self._class = load_function(named)
@@ -77,7 +77,7 @@ class TrlEpisode(ToolEpisode):
         return Context(self.asked, tools=self.tools.schemas)
 
     async def step(self, turn: Turn) -> Step:
-        """Returns the results of the turn's tool calls. Without calls, ends the episode, whose reward later comes from `group_rewards`."""
+        """Returns the results of the turn's tool calls. If there are no calls, ends the episode."""
         calls = [vars(call) for call in tool_calls(turn.text) if isinstance(call, ToolCall)]
         named = {"tool_calls": [{"type": "function", "function": call} for call in calls]} if calls else {}
         self.answers.append({"role": "assistant", "content": turn.text, **named})
@@ -87,7 +87,7 @@ class TrlEpisode(ToolEpisode):
         return step
 
     async def finish(self, turn: Turn) -> Step:
-        """Ends the episode without a reward."""
+        """Returns a step without a reward, because the reward comes from `group_rewards` later."""
         return Step()
 
 

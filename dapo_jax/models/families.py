@@ -1,7 +1,7 @@
 """Converts between a Hugging Face config.json and `DecoderConfig`.
 
-The Llama, Qwen2 and Qwen3 models in transformers use a fixed set of keys. Each of these keys is converted. If the
-decoder does not support its value, an error is raised. Other keys, such as names and versions, are ignored.
+The Llama, Qwen2 and Qwen3 models in transformers use a fixed set of keys. Each of these keys is converted, and a
+value that the decoder does not support raises an error. Other keys, such as names and versions, are ignored.
 """
 
 from collections.abc import Mapping
@@ -47,13 +47,13 @@ _SCALING_KINDS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", _ORIGINAL, "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", _ORIGINAL, "beta_fast", "beta_slow", "attention_factor"),
 }
-"""The settings of each kind of RoPE scaling. They are fields of `RopeScaling`, where `_ORIGINAL` is called original_max_positions."""
+"""The settings of each kind of RoPE scaling. They are named like the fields of `RopeScaling`, except that `_ORIGINAL` is called original_max_positions."""
 _NEUTRAL = {"partial_rotary_factor": 1.0, "truncate": True}
 """RoPE settings that have no effect at these values."""
 
 
 def family_of(config: DecoderConfig) -> str:
-    """Returns the model_type of a decoder in config.json.
+    """Returns the model_type that config.json contains for this decoder.
 
     Raises:
         ValueError: no model family has this combination of options.
@@ -167,7 +167,7 @@ def _rope(described: Mapping[str, Any], where: object) -> dict[str, Any]:
         raise ValueError(
             f"{where}: rope_type {kind!r} is not supported (only default, {', '.join(_SCALING_KINDS)})"
         )
-    # Files may contain the original context length although their kind of scaling does not use it.
+    # Files may contain the original context length even if their kind of scaling does not use it.
     known = {*_SCALING_KINDS.get(kind, ()), "rope_type", "rope_theta", _ORIGINAL, *_NEUTRAL}
     for key, value in rope.items():
         if key not in known or value != _NEUTRAL.get(key, value):
@@ -178,7 +178,7 @@ def _rope(described: Mapping[str, Any], where: object) -> dict[str, Any]:
 
 
 def _completed(rope: Mapping[str, Any], described: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds defaults, and settings that are stored outside of `rope`, to the RoPE settings in `rope`."""
+    """Returns the RoPE settings in `rope`, completed with settings that are stored outside of `rope` and with defaults."""
     inside = _present(rope)
     old_name = inside.pop("type", "default")
     elsewhere = _present(described.get("rope_parameters") or {}) | _present(described)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from dapo_jax.models.config_json import describe, understand
+from dapo_jax.models.families import describe, understand
 from dapo_jax.models.presets import PRESETS, preset
 from dapo_jax.models.rope import RopeScaling
 from dapo_jax.testing import tiny_decoder_config

@@ -1,7 +1,7 @@
 """Samples responses in flight in rounds: in each round, every response samples up to a fixed number of tokens and then pauses.
 
-A paused response stays in its slot. If there are more responses than slots, they take turns in the slots and keep their pages in between. This does not
-change their tokens.
+A paused response stays in its slot. If there are more responses than slots, they take turns in the slots and keep their pages in between. Taking turns
+does not change their tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,13 +24,13 @@ class Drawn:
 
     tokens: Int[np.ndarray, " new"]
     logprobs: Float[np.ndarray, " new"]
-    """In nats, at the sampling temperature, under the round's weights."""
+    """Log-probabilities in nats, at the sampling temperature and under the weights of the round."""
     finish_reason: FinishReason | None
     """None if the response, or the current turn of an episode, continues."""
 
 
 class RoundSampler:
-    """Samples responses in flight round by round, with the same weights."""
+    """Samples responses in flight, round by round, with one set of weights."""
 
     def __init__(
         self,
@@ -44,8 +44,8 @@ class RoundSampler:
         on_look: Callable[[], None] = lambda: None,
         limits: EpisodeLimits | None = None,
     ) -> None:
-        """For the parameters, see `Sampler`. Prompts and tokens sampled by earlier weights are prefilled. With `limits`, responses are episodes, and a round
-        samples at most one turn of each."""
+        """For the parameters, see `Sampler`. Prompts are prefilled, and so are tokens that earlier weights sampled. With `limits`, responses are episodes,
+        and a round samples at most one turn of each."""
         self._engine, self._limit, self._limits = engine, max_response_tokens, limits
         self._unread: list[Request] = []
         self._between: set[Request] = set()
@@ -59,7 +59,7 @@ class RoundSampler:
         """Samples one round. The new tokens are appended to the requests and returned in the same order.
 
         Args:
-            requests: all responses in flight, including new ones and every paused one, except episodes whose environment is working.
+            requests: all responses in flight, whether new or paused, except episodes whose environment is working.
             tokens: maximum number of tokens to sample for each response.
 
         Raises:
@@ -92,7 +92,7 @@ class RoundSampler:
         self._loop.close()
 
     def _line_up(self, requests: Sequence[Request]) -> None:
-        """Queues the responses that have pages. Schedules all others for prefill, together with responses that have the same context."""
+        """Queues the responses that can continue from their pages. Collects all others for `_more`, which the loop calls to prefill them."""
         slots = self._loop.slots
         in_slots = {owner for owner in slots.owners if owner is not None}
         for request in requests:
@@ -105,6 +105,6 @@ class RoundSampler:
                 self._unread.append(request)
 
     def _more(self) -> list[list[Request]]:
-        # All requests are returned at once, because the loop starts prefilled requests before it prefills more, and stops while no request can start.
+        # All requests can be returned together: the loop starts prefilled requests before it prefills more, and prefills none while one cannot start.
         unread, self._unread = self._unread, []
         return by_context(unread)

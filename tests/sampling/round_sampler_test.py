@@ -7,7 +7,7 @@ from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.pages import PageSizes
 from dapo_jax.sampling.requests import Request
-from dapo_jax.sampling.rounds import RoundSampler
+from dapo_jax.sampling.round_sampler import RoundSampler
 from dapo_jax.testing import ScriptedEngine
 from tests.sampling.continuous_batching_schedule_test import PrefillsSlowly
 from tests.sampling.continuous_batching_test import (
