@@ -12,7 +12,7 @@ def nearest(word: str, known: Iterable[str], *, count: int = 1, least: float = 0
         word: the unknown name.
         known: the valid names.
         count: maximum number of names to return.
-        least: minimum similarity of a returned name, from 0 to 1. If 0, names are returned however different they are.
+        least: minimum similarity of a returned name, from 0 to 1. 0 allows names that have nothing in common with `word`.
 
     >>> nearest("Adapo", ["exact", "dapo", "math"]), nearest("xyz", ["exact", "dapo"])
     (['dapo'], [])

@@ -38,7 +38,7 @@ class SplitRows:
     counts: dict[str, Any] = field(
         default_factory=lambda: {"rows": 0, "skipped": 0, "skipped_rows": [], "repeated": 0, "conflicting": 0}
     )
-    """Metadata of the prepared dataset: the number of all rows, bad rows, repeated prompts, and repeated prompts with a different answer."""
+    """Metadata of the prepared dataset: the numbers of all rows, bad rows, repeated prompts, and repeated prompts with a different answer."""
 
 
 class FileBuilder(OwnBuilder, skip_registration=True):
@@ -96,8 +96,8 @@ class FileBuilder(OwnBuilder, skip_registration=True):
         kept = {split: one for split, one in found.items() if one.rows}
         if not kept:
             bad = [problem for one in found.values() for problem in one.counts["skipped_rows"]]
-            first = f"; all rows are bad. The first one: {bad[0]}" if bad else ""
-            raise ValueError(f"{', '.join(file.name for file in self._files)}: no rows{first}")
+            why = f"all rows are bad. The first bad row: {bad[0]}" if bad else "no rows"
+            raise ValueError(f"{', '.join(file.name for file in self._files)}: {why}")
         self.info.metadata.update({split: one.counts for split, one in kept.items()})
         return {split: one.rows for split, one in kept.items()}
 
@@ -128,7 +128,7 @@ class FileBuilder(OwnBuilder, skip_registration=True):
 
 
 def field_of(fields: Mapping[str, Any], name: str) -> Any:
-    """Returns a field by its name, such as `reward_model.ground_truth` for a nested field. If it is missing, raises ValueError."""
+    """Returns a field by its name, such as `reward_model.ground_truth` for a nested field. Raises ValueError if the field is missing."""
     value: Any = fields
     for part in name.split("."):
         if not isinstance(value, Mapping) or part not in value:

@@ -27,7 +27,7 @@ class Files:
 
 
 FileRow: TypeAlias = tuple[str, Mapping[str, Any] | Exception]
-"""A row's position for messages, such as `train.jsonl, line 17` (counted from 1), and its fields. A bad row has an exception instead of fields."""
+"""The position of a row in error messages, such as `train.jsonl, line 17` (counted from 1), and its fields. A bad row has an exception instead of fields."""
 
 
 def data_files(path: Path) -> list[Path]:
@@ -77,7 +77,7 @@ def _fields(line: bytes) -> Mapping[str, Any] | Exception:
 
 
 def _parquet_rows(path: Path) -> Iterator[FileRow]:
-    """Decodes one row group at a time, so the largest row group bounds memory use."""
+    """Decodes one row group at a time, so memory use is bounded by the largest row group."""
     import pyarrow
     from pyarrow import parquet
 

@@ -34,7 +34,7 @@ class OwnBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
     @cached_property
     def rows(self) -> Mapping[str, Iterable[Mapping[str, Any]]]:
-        """The rows of each split. Errors in the user's files are raised when this is first read, before anything is written."""
+        """The rows of each split. Errors in the user's files are raised when this property is first read, before anything is written."""
         return self.splits()
 
     def _info(self) -> tfds.core.DatasetInfo:
@@ -73,10 +73,10 @@ def chosen(weights: Mapping[str, float], luck: float) -> str:
     """
     edges = [*itertools.accumulate(weights.values())]
     place = bisect.bisect(edges, luck * edges[-1])
-    return [*weights][min(place, len(edges) - 1)]  # due to rounding, the product may equal the last edge
+    return [*weights][min(place, len(edges) - 1)]  # because of rounding, the product may equal the last edge
 
 
 def named(kind: str, *constants: Any) -> list[tfds.core.BuilderConfig]:
-    """Returns a generated dataset's only configuration. Its name has a hash of the constants, so changing a constant prepares a new dataset."""
+    """Returns a generated dataset's only configuration. Its name has a hash of the constants, so a new dataset is prepared if a constant changes."""
     digest = hashlib.blake2b(json.dumps(constants).encode(), digest_size=4).hexdigest()
     return [tfds.core.BuilderConfig(name=f"{kind}_{digest}")]

@@ -168,7 +168,7 @@ def _prompt(
     text, tokens = _encoded(row, tokenizer, index, prompt_format)
     if not 0 < len(tokens) <= max_prompt_tokens:
         raise ValueError(
-            f"{place_of(row, index)}: the prompt has {len(tokens)} tokens; needs 1 to data.max_prompt_tokens={max_prompt_tokens}: "
+            f"{place_of(row, index)}: the prompt has {len(tokens)} tokens; a prompt needs 1 to data.max_prompt_tokens={max_prompt_tokens}: "
             f"raise data.max_prompt_tokens or remove the row. The prompt begins with {text[:60]!r}"
         )
     return Prompt(ordinal=ordinal, tokens=tokens, text=text, answer=row["answer"], row=row)
@@ -235,7 +235,7 @@ class PairSource:
         if len(response) > self._max_response_tokens:
             raise ValueError(
                 f"{place}: the response has {len(response) - 1} + 1 end token = {len(response)} tokens, "
-                f"over max_response_tokens={self._max_response_tokens}; raise it or remove the row"
+                f"more than max_response_tokens={self._max_response_tokens}; raise it or remove the row"
             )
         return prompt.tokens, response
 

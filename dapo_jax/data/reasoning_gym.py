@@ -15,7 +15,7 @@ from dapo_jax.hints import how_to_install, nearest
 
 PREFIX = "reasoning_gym:"
 _TRIES = 4
-"""Number of questions to generate for each question needed, since tasks repeat themselves. With more repeats, a split is smaller."""
+"""Maximum number of questions to generate per question needed, because questions repeat. If too many repeat, a split is smaller."""
 _OURS: dict[str, Any] = {"seed": 0, "train_questions": 4096, "test_questions": 256}
 """This module's own options, with their defaults. All other options are passed to the task."""
 _SPLIT = re.compile(r"(train|test)(?:\[:([0-9]+)\])?")
@@ -36,7 +36,7 @@ def reasoning_gym_rows(task: str, split: str, options: Mapping[str, Any]) -> lis
     """
     matched = _SPLIT.fullmatch(split)
     if not matched:
-        raise ValueError(f"no split {split!r}; there are train and test, or first rows such as train[:100]")
+        raise ValueError(f"no split {split!r}; the splits are train and test, or parts such as train[:100]")
     ours = _OURS | {name: value for name, value in options.items() if name in _OURS}
     for name, value in ours.items():
         least = 0 if name == "seed" else 1

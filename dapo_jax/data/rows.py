@@ -24,7 +24,7 @@ class LoadedRows(Sequence[Mapping[str, Any]]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
-            raise IndexError(f"row {index} of a split of {len(self)} rows")
+            raise IndexError(f"row {index} is not in a split of {len(self)} rows")
         return self._read(self._rows[index % len(self)])
 
 
@@ -58,7 +58,7 @@ def checked_row(row: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(prompt, str):
         checked_messages(prompt)
         prompt = list(prompt)  # messages are converted to canonical form when they are rendered
-    # In Python, a bool is an int, but a dataset hardly intends the answer "True".
+    # In Python, a bool is an int, but "True" is hardly an intended answer.
     if isinstance(answer, int | np.integer) and not isinstance(answer, bool):
         answer = str(int(answer))
     if not isinstance(answer, str):
@@ -72,6 +72,6 @@ def checked_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def place_of(row: Mapping[str, Any], index: int) -> str:
-    """Returns the position of a row for messages: its position in a file if it comes from one, or else its index."""
+    """Returns the position of a row for error messages: its position in its file, or its index if it is not from a file."""
     place = row.get("source_row")
     return place if isinstance(place, str) else f"row {index}"

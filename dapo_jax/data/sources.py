@@ -50,12 +50,12 @@ def load_rows(
 
     Raises:
         ValueError: the builder, task or split does not exist, the options or the path are invalid, or the files cannot be used.
-            The message about a bad row has the row's position.
+            A message about a bad row contains the row's position.
         RuntimeError: the dataset cannot be written to `data_dir`.
     """
     if source_name.startswith(PREFIX):
         if path:
-            raise ValueError(f"dataset {source_name!r} reads no file; remove data.path={path!r}")
+            raise ValueError(f"dataset {source_name!r} does not read a file; remove data.path={path!r}")
         return LoadedRows(reasoning_gym_rows(source_name.removeprefix(PREFIX), split, options))
     files = Files(path=path, options=options, on_bad_row=on_bad_row, deduplicate=deduplicate)
     builder = _prepared(source_name, data_dir, files)
@@ -104,8 +104,8 @@ def _prepared(name: str, data_dir: str | os.PathLike[str], files: Files) -> "Own
 def _prepare(builder: "OwnBuilder") -> None:
     """Generates the dataset in a temporary folder, and then renames the folder.
 
-    If two processes do this at the same time, the second rename fails because the destination already exists. This is no
-    problem, because both processes generate the same data.
+    If two processes do this at the same time, the second rename fails because the destination already exists. This is
+    harmless, because both processes generate the same data.
     """
     import tensorflow_datasets as tfds  # importing it takes more than a second
 
@@ -128,7 +128,7 @@ def _builder(name: str, root: str, files: Files) -> "OwnBuilder":
     cls = importlib.import_module(f"{builders.__name__}.{name}").Builder
     if not issubclass(cls, FileBuilder):
         if files.path or files.options:
-            raise ValueError(f"dataset {name!r} reads no files and takes no options; do not set any")
+            raise ValueError(f"dataset {name!r} does not read files and has no options; set neither")
         return cls(data_dir=root, file_format="array_record")
     if not files.path:
         raise ValueError(f"dataset {name!r} is loaded from your own file or folder: name it in data.path")

@@ -21,9 +21,9 @@ class Found:
     message: str
     state: State = "ok"
     remedy: str = ""
-    """The suggested fix. Empty if none is needed, or if `message` contains it, as the message of a `ConfigError` does."""
+    """The suggested fix. Empty if no fix is needed, or if `message` already contains it, as in a `ConfigError`."""
     details: tuple[str, ...] = ()
-    """Further lines, which are printed below the table of results."""
+    """Further lines to print below the table of results."""
     seconds: float = field(default=0.0, compare=False)
     """How long the check took."""
 

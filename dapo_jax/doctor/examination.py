@@ -19,7 +19,7 @@ from dapo_jax.doctor.tiny_step import TinyStep
 from dapo_jax.terminal import visible
 
 OWN_MODEL = {"cpu": 10**9, "gpu": 10**10, "tpu": 10**10}
-"""Platform -> number of parameters. If the run's model has more, the tiny step uses a tiny model instead, unless `full` is set."""
+"""Platform -> maximum number of parameters for a tiny step with the run's model. A larger model is replaced by a tiny model, unless `full` is set."""
 
 _DRIVER = "set JAX_PLATFORMS=cpu, or repair the driver that the message names"
 _GRADER = "fix the reward function, or set another reward.grader"

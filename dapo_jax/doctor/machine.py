@@ -1,4 +1,4 @@
-"""Checks the machine: installed packages, devices, host memory, compilation cache."""
+"""Checks the machine: installed packages, devices, host memory and the compilation cache."""
 
 import os
 import platform
@@ -67,7 +67,7 @@ def devices() -> Found:
 
 
 def _unused_accelerator() -> tuple[str, str] | None:
-    """Returns a sign that JAX leaves an accelerator unused, with the suggested fix, or None."""
+    """Returns why an accelerator seems to be unused and the suggested fix, or None if no accelerator seems to be unused."""
     names = {distribution.metadata["Name"].lower() for distribution in distributions()}
     plugins = [name for name in _PLUGINS if name in names]
     asked = os.environ.get("JAX_PLATFORMS", "")

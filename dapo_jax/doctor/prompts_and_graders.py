@@ -27,7 +27,7 @@ GRADED = 8
 """Number of prompts whose reference answers are graded. It is small because a grader may call a paid service."""
 
 SHOWN, LAST = 2, 8
-"""Number of prompts shown, and number of last tokens shown for each prompt."""
+"""Number of prompts to show, and number of tokens to show from the end of each prompt."""
 
 
 def training_data(subject: Subject) -> Found:
@@ -75,7 +75,7 @@ def grader(subject: Subject) -> Found:
             verdicts.append(submit(samples).result())
             if lost := next((verdict for verdict in verdicts[-1] if verdict.lost), None):
                 remedy = f"fix the grader, or raise reward.timeout_s (now {config.reward.timeout_s:g})"
-                # Every further prompt could take as long, so the check stops here.
+                # Every further prompt could take just as long, so the check stops here.
                 return Found(f"a response got no verdict: {lost.reason}", "failed", remedy)
         seconds = time.monotonic() - began
     finally:

@@ -1,4 +1,4 @@
-"""Checks the configured resources: mesh, model, memory, disk space, run folder, metrics services."""
+"""Checks the configured resources: mesh, model, memory, disk space, run folder and metrics services."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -44,12 +44,12 @@ def model(subject: Subject) -> Found:
 
 
 def memory(subject: Subject) -> Found:
-    """Checks that the arrays resident at the same time, without activations, fit in a device's memory."""
+    """Checks that all arrays that must be in memory at the same time, except activations, fit in a device's memory."""
     planned = subject.planned
     there, pages, updates = planned.resident, planned.pages, planned.work.updates
     cache = there.decode_state
     if pages.runs_out and not subject.config.sampling.cache_tokens:
-        # The KV cache is sized to the memory that is left, but it must hold at least one sequence per pool.
+        # The KV cache takes the remaining memory, but it must hold at least one sequence per pool.
         cache = cache * pages.table_pages // pages.pool_pages
     # The gradient is as large as the parameters, because both are float32.
     there = replace(there, decode_state=cache, gradient=there.state - there.moments)
@@ -75,7 +75,7 @@ def disk(subject: Subject) -> Found:
     """Checks that the disks have room for the files that a run writes."""
     try:
         parameters = replace(subject.described[0], lora=lora_of(subject.config.lora)).trained_parameters
-    except ConfigError:  # the check `model` reports this error
+    except ConfigError:  # the `model` check reports this error
         parameters = 0
     return Found(*room_for(written_by(subject.config, parameters)))
 

@@ -49,7 +49,7 @@ class Subject:
                 return (*description_of(ModelConfig(source=str(folder))), size)
             decoder, tokenizer, folder = read_base(model, description_of)
             if folder is not None:
-                SafetensorsFolder(folder)  # reads names and shapes, which detects missing and truncated files
+                SafetensorsFolder(folder)  # detects missing and truncated files by reading names and shapes
                 size = sum(size_of(file) for file in entries(folder) if file.suffix == ".safetensors")
         except ValueError as error:
             raise ConfigError(f"model.source={model.source!r}: {error}") from error
@@ -64,7 +64,7 @@ class Subject:
     def planned(self) -> Plan:
         """The run's plan for this machine's devices, computed from shapes without compiling."""
         model, folder = self.config.model, self.described[2]
-        if folder is not None:  # for a repository, `plan` would take the shapes of a preset
+        if folder is not None:  # for the name of a repository, `plan` would use a preset's shapes
             model = replace(model, source=str(folder), revision="")
         return plan(replace(self.config, model=model), assumed=Assumptions(informative=1.0))
 

@@ -1,7 +1,7 @@
 """Runs one small training step, then grades its responses, runs an evaluation, and saves and restores a checkpoint.
 
 The step uses the same objects and loop as a run (`dapo_jax.run.build.Run`, `run_steps`), with smaller sizes. In each group, half of the
-responses are graded as correct whatever their text, so every group is informative. Another check tests the configured grader.
+responses are graded as correct regardless of their text, so every group is informative. Another check tests the configured grader.
 """
 
 import hashlib
@@ -64,7 +64,7 @@ class TinyStep(ExitStack, Observer):
         return Found(f"{gib(size)} loaded, all values are finite")
 
     def step(self) -> Found:
-        """Runs a step, which transfers the weights to the sampler, samples responses, and applies two updates."""
+        """Runs a step: transfers the weights to the sampler, samples responses, and applies two updates."""
         run = self._run
         self._phase, self._updates = "sampling", list[Mapping[str, Metric]]()
         try:
@@ -214,7 +214,7 @@ def agreement(*, kl: float, largest: float, compute_dtype: str, platform: str) -
 
     `kl` is KL(sampler || trainer), averaged over the sampled tokens, and `largest` is the largest difference for one token, in nats. The
     limits are well above rounding errors, and far below the effect of different weights, positions or temperatures. For logits of about
-    20 and a few dozen layers, float32's relative error of 6e-8 grows to about 1e-5 nats, a KL of 1e-10. In bfloat16, it is 4e-3, and
+    20 and a few dozen layers, float32's relative error of 6e-8 grows to about 1e-5 nats, a KL of 1e-10. In bfloat16, this error is 4e-3, and
     SmolLM2-135M showed 0.011 nats and a KL of 1.7e-4 (docs/metrics.md). Accelerators also round the operands of float32 products.
     """
     most_kl, most, why = 1e-3, 0.5, f"rounding of float32 operands on a {platform}"

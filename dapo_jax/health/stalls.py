@@ -1,7 +1,7 @@
 """Ends a run that makes no progress, and reports the activity of every thread and process.
 
 A run reports its progress with `Watch.note`, for example after a prompt, a sampling round, a group or an update. A thread ends the run
-if the last report is too old. A process that waits for other processes has stalled only if they make no progress either.
+if the last report is too old. A process that waits for others counts as stalled only if the others make no progress either.
 """
 
 import faulthandler
@@ -22,12 +22,12 @@ FRAMES = 8
 
 _POLL_S = 1.0
 _BACK_UP_S = 60.0
-"""If no Python thread can run, the process is ended this many seconds after the limit."""
+"""If no Python thread can run, the process is ended this many seconds after the time limit."""
 
 
 @dataclass(frozen=True)
 class _Doing:
-    """The activity of a process. `count` is the number of its reports, and `since` the time at which this process learned of the last one."""
+    """The activity of a process. `count` is its number of reports, and `since` is the time at which the watching process received the last report."""
 
     count: int
     what: str
@@ -54,7 +54,7 @@ class Watch:
         """Prepares the watch.
 
         Args:
-            timeout_s: seconds without progress after which the run is ended. 0: never.
+            timeout_s: seconds without progress after which the run is ended. 0 means that there is no limit.
             end: ends the run. It is called with an exit status and the reason.
             broadcast: sends this process's activity to the other processes.
             received: returns the last broadcast of every other process, by process index.
@@ -66,11 +66,11 @@ class Watch:
         self._thread = threading.Thread(target=self._watch, name="stalls", daemon=True)
 
     def note(self, what: str, *, for_others: bool = False) -> None:
-        """Reports progress, and names the next activity, such as "reading prompts". With `for_others`, it is a wait for other processes."""
+        """Reports progress, and names the next activity, such as "reading prompts". `for_others` marks a wait for other processes."""
         self._now = _Doing(self._now.count + 1, what, for_others, time.monotonic())
 
     def phase(self, name: str, done: int | None, total: int | None) -> None:
-        """Reports that `done` of `total` units of a phase are complete; None for a phase without units."""
+        """Reports that `done` of `total` units of a phase are complete. A phase without units passes None for both."""
         self.note(name if done is None else f"{name}, {done} of {total} done")
 
     def __enter__(self) -> "Watch":
@@ -111,7 +111,7 @@ class Watch:
             faulthandler.cancel_dump_traceback_later()
 
     def _back_up(self) -> None:
-        """Postpones the time at which faulthandler ends the process, which it does even if a call never releases the GIL."""
+        """Postpones the time at which faulthandler ends the process. Unlike a Python thread, it can do so without the GIL."""
         if sys.__stderr__ is not None:
             with suppress(ValueError, OSError):  # a stream without a file
                 limit = self._timeout_s + _BACK_UP_S

@@ -1,6 +1,6 @@
 """Stops a run on request: interrupts some phases, completes others, and saves a checkpoint.
 
-During start, sampling, grading and evaluation, a signal immediately raises `StoppedError` in the main thread. Within `Stop.held`,
+During startup, sampling, grading and evaluation, a signal immediately raises `StoppedError` in the main thread. Within `Stop.held`,
 while weights change or files are written, the signal is deferred. Only the command line installs signal handlers, with
 `stopped_by_signals`, because a notebook has its own.
 """
@@ -29,7 +29,7 @@ REPEATED_S = 0.5
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 HANGUP = signal.SIGHUP
-"""Sent when a terminal closes. The system and the shell may both send it, so it never counts as a second request."""
+"""The signal that a closing terminal sends. The system and the shell may both send it, so it never counts as a second request."""
 
 _WAKE = signal.SIGUSR1
 """The signal that other threads send to wake the main thread."""
@@ -38,11 +38,11 @@ _Item = TypeVar("_Item")
 
 
 class StoppedError(BaseException):
-    """The run was stopped. Like KeyboardInterrupt, this is not an Exception, so `except Exception` does not catch it."""
+    """Raised when the run is stopped. Like KeyboardInterrupt, it does not derive from Exception, so `except Exception` does not catch it."""
 
 
 def first_reason(reasons: Mapping[int, str], process: int) -> str:
-    """Returns why a run with several processes stops, as `process` reports it, or an empty string if it does not stop.
+    """Returns the reason for stopping a run with several processes, as `process` words it, or an empty string if the run does not stop.
 
     Args:
         reasons: process -> its `Stop.reason`, which may already name the process where the stop was requested.
@@ -58,11 +58,11 @@ class Stop:
     """Stores whether a stop was requested, and whether the run may be interrupted now."""
 
     def __init__(self, wake: Callable[[], None] | None = None) -> None:
-        """`wake` is called in other threads, and makes the main thread call `note`."""
+        """Other threads call `wake` to make the main thread call `note`."""
         self.reason = ""
-        """Source of the request, for example SIGTERM; empty if there is no request."""
+        """The source of the request, for example SIGTERM. Empty if no stop was requested."""
         self.failed = ""
-        """Failure of another process that ends this run; empty if no process failed."""
+        """The failure of another process, which ends this run. Empty if no process has failed."""
         self.grace_s = GRACE_S
         self._held = False
         self._wake = wake
@@ -79,7 +79,7 @@ class Stop:
                 self._wake()
 
     def fail(self, why: str) -> None:
-        """Interrupts the main thread, from another thread, because another process failed. No checkpoint can be saved then."""
+        """Interrupts the main thread because another process failed, so no checkpoint can be saved. Other threads call this method."""
         self.failed = why
         (self._wake or _thread.interrupt_main)()
 
@@ -91,7 +91,7 @@ class Stop:
             raise StoppedError(self.reason)
 
     def note(self, reason: str) -> None:
-        """Calls `ask`, and then `check` unless the run is inside `held`. For a signal handler in the main thread."""
+        """Calls `ask`, and then `check` unless the run is inside `held`. Signal handlers call it in the main thread."""
         self.ask(reason)
         if not self._held:
             self.check()
@@ -131,8 +131,8 @@ class Stop:
 def stopped_by_signals(end: Callable[[int, str], None]) -> Iterator[Stop]:
     """Stops the run on SIGTERM, SIGINT or SIGHUP. A second SIGTERM or SIGINT, or the end of the grace period, ends the process.
 
-    A thread ends the process, because no signal handler runs while the main thread is in compiled code. SIGHUP is ignored if it was ignored
-    at the start (nohup), and after a stop, so that a repeated SIGHUP does not change the exit status during shutdown.
+    A separate thread ends the process, because signal handlers do not run while the main thread is in compiled code. SIGHUP is ignored if
+    it was ignored at the start (nohup). It is also ignored after a stop, so that a second SIGHUP does not change the exit status.
 
     Args:
         end: ends the process. It is called with an exit status and the reason, and must not return.
@@ -167,7 +167,7 @@ def stopped_by_signals(end: Callable[[int, str], None]) -> Iterator[Stop]:
 
 
 def _listen(stop: Stop, seen: socket.socket, end: Callable[[int, str], None]) -> None:
-    """Handles the signal numbers from the socket until its other end is closed."""
+    """Handles the signal numbers that arrive at the socket until its other end is closed."""
     limit: float | None = None
     signals, first, came = 0, 0, 0.0
     while True:
@@ -183,7 +183,7 @@ def _listen(stop: Stop, seen: socket.socket, end: Callable[[int, str], None]) ->
             continue
         name = stop.reason if number == _WAKE else signal.Signals(number).name
         stop.ask(name)  # the main thread may be in compiled code
-        # Some programs, such as `timeout`, send one signal to the process and to its group.
+        # Some programs, such as `timeout`, send the same signal both to the process and to its group.
         repeated = number == first and time.monotonic() - came < REPEATED_S
         first, came = (first, came) if first else (number, time.monotonic())
         signals += number in SIGNALS and not repeated

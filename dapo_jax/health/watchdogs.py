@@ -1,7 +1,7 @@
 """Warnings about runs that continue without learning. They are pure functions of the step metrics.
 
-Several conditions may hold at once, because one can cause another. For example, a policy without entropy leads to flat groups, and these
-lead to a constant reward. Then only the first warning in the order of `NAMES` is raised.
+Several conditions may hold at once, because one can cause another. For example, a policy without entropy leads to flat groups, which
+lead to a constant reward. In this case, only the first warning in the order of `NAMES` is raised.
 """
 
 import math
@@ -16,7 +16,7 @@ START, RECENT = 3, 3
 """Number of steps over which a metric is averaged for its first value and for its current value."""
 
 WINDOW = 10
-"""Number of steps after which a reward may count as stuck. Flat groups need half as many steps."""
+"""Number of steps after which a reward may count as stuck. The warning about flat groups needs half as many."""
 
 MIN_ENTROPY = 0.05
 MIN_LENGTH_FRAC = 0.333
@@ -84,13 +84,13 @@ def warnings(seen: Seen, *, metric: str) -> dict[str, str]:
 
     * `length_collapse`: responses are shorter than `MIN_LENGTH_FRAC` of their first length.
     * `entropy_collapse`: the entropy is below `MIN_ENTROPY` and below a tenth of its first value, and accuracy is below 0.9.
-    * `truncation`: more than `MAX_TRUNCATED_FRAC` of the responses are truncated, and 0.25 more than at first.
+    * `truncation`: the share of truncated responses exceeds `MAX_TRUNCATED_FRAC`, and exceeds its first value by 0.25.
     * `flat_groups`: over the last `WINDOW // 2` steps, less than `MIN_MIXED_FRAC` of the groups had both correct and wrong responses
-      (different scores, if `metric` is score).
+      (or different scores, if `metric` is `score`).
     * `reward_stuck`: after `WINDOW` steps at the full learning rate, the mean reward of the last `WINDOW // 2` steps exceeds the mean of
-      the run's first steps by at most twice its standard error, and accuracy is below 0.9.
+      the first `WINDOW // 2` steps by at most two standard errors of the difference, and accuracy is below 0.9.
 
-    The first three compare means over the last three steps with means over the first three. If `metric` is score, accuracy is
+    The first three conditions compare means over the last and the first three steps. If `metric` is `score`, accuracy is
     ignored, because a score may have no maximum.
     """
     accuracy = seen["rollout/accuracy"][-RECENT:]

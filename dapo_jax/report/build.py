@@ -24,7 +24,7 @@ from dapo_jax.report.tables import AXES, Column, Table, comparable, configuratio
 from dapo_jax.storage import AnyPath, path_of, write_whole
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#b58900", "#56b4e9", "#882255", "#555555")
-"""The colours of runs, as on the page. They are from palettes (Okabe and Ito, Tol) that colour-blind readers can distinguish."""
+"""The colours of runs, also on the page. They are from palettes for colour-blind readers (Okabe and Ito, Tol)."""
 MAX_RUNS = len(COLOURS)
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (7, 2, 1.5, 2)))
 _SHARE_COLOURS = ("#009e73", "#56b4e9", "#d55e00")
@@ -82,7 +82,7 @@ def report(*runs: str | PathLike[str], rollout_steps: int | None = None) -> Repo
 
     Args:
         runs: folders of finished or active runs, local or in a bucket.
-        rollout_steps: maximum number of logged steps, and of evaluations, whose texts are included. They are evenly spaced. None: all.
+        rollout_steps: maximum number of logged steps, and of evaluations, whose texts are included. They are evenly spaced. None means all.
 
     Raises:
         ConfigError: a run does not exist, has no metrics yet or is damaged, or there are too many runs.
@@ -90,7 +90,7 @@ def report(*runs: str | PathLike[str], rollout_steps: int | None = None) -> Repo
     check_count(len(runs))
     if rollout_steps is not None and rollout_steps < 0:
         raise ConfigError(
-            f"rollout_steps: found {rollout_steps}, needs 0 or more; leave it out for all steps"
+            f"rollout_steps: found {rollout_steps}, needs 0 or more; leave it out to include all steps"
         )
     found = [
         (

@@ -14,9 +14,9 @@ from dapo_jax.config import ConfigError
 from dapo_jax.storage import AnyPath
 
 _HEAD = 96
-"""Maximum number of characters shown of a prompt in a list."""
+"""Maximum number of characters of a prompt that a list shows."""
 _FRAME = 16
-"""Text that all prompts in a list begin or end with is omitted if it has at least this many characters."""
+"""A beginning or end that all prompts in a list share is omitted if it has at least this many characters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ def question_key(prompt: str, answer: str) -> str:
 
 
 def spaced(files: Sequence[AnyPath], count: int | None) -> Iterator[AnyPath]:
-    """Returns at most `count` of the files, evenly spaced, including the first and the last; None: all."""
+    """Yields at most `count` of the files, evenly spaced, including the first and the last. `None` means all files."""
     if count is None or count >= len(files):
         return iter(files)
     # Starts from the end, so that the last file is returned if `count` is 1.

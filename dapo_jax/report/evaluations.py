@@ -56,7 +56,7 @@ def lay_out_evaluations(
 
 
 class Evaluations:
-    """Lays out the evaluations of one run for the page. `add` is called for one file after the other."""
+    """Lays out the evaluations of one run for the page. `add` is called once per file."""
 
     def __init__(self, *, by_score: bool = False) -> None:
         self._by_score = by_score
@@ -92,7 +92,7 @@ class Evaluations:
         dataset.evaluations.append((problems[0]["step"], chunk, numbers))
 
     def laid(self, *, logged: int) -> Laid:
-        """Returns the layout of all added files; `logged` is the run's number of files. Later calls return the same chunks and new ones."""
+        """Returns the layout of all added files. `logged` is the run's number of files. Later calls keep the chunks and append new ones."""
         about = [
             {
                 "name": name,

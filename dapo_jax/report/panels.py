@@ -11,7 +11,7 @@ OTHER = "Other metrics"
 """The section for metrics that no panel in `PANELS` shows."""
 
 _PARTS = re.compile(r"eval/.+_stderr|eval/.+/problems|time/(?:step|eval)_s")
-"""Metrics that get no panel in `OTHER`, because another panel includes them or because they never change."""
+"""Metrics without a panel in `OTHER`, because another panel includes them or because they never change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,11 +19,11 @@ class Series:
     """One line in a panel, or one layer in a stacked panel."""
 
     key: str
-    """The metric's name; in `PANELS`, a regular expression that matches it."""
+    """The metric's name, or in `PANELS`, a regular expression that matches it."""
     label: str
-    """The name in the legend; in `PANELS`, it may refer to groups in `key`, for example `\\1`."""
+    """The name in the legend. In `PANELS`, it may refer to groups in `key`, for example `\\1`."""
     band: str = ""
-    """The metric with the standard error, plotted as a band; empty for a series without a band."""
+    """The metric that contains the standard error, which is plotted as a band. Empty for a series without a band."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +160,7 @@ _KNOWN = tuple(series for panel in (*PANELS, _BY_SCORE) for series in panel.seri
 
 
 def panels_for(by_score: Collection[bool]) -> Sequence[Panel]:
-    """Returns the panels for a set of runs. `by_score` has one value per run: whether its groups are judged by scores, not verdicts.
+    """Returns the panels for a set of runs. `by_score` has one value per run: whether its groups are judged by scores instead of verdicts.
 
     If any run is judged by scores, reward panels come first. If all runs are, the panels that depend on verdicts are omitted.
     """
@@ -175,7 +175,7 @@ def panels_for(by_score: Collection[bool]) -> Sequence[Panel]:
 
 
 def panels_of(tables: Sequence[Table]) -> tuple[list[Panel], list[str]]:
-    """Returns the panels for which the runs have metrics, with patterns resolved to names, and titles of panels omitted as all 0."""
+    """Returns the panels for which the runs have metrics, with patterns resolved to names, and the titles of omitted all-zero panels."""
     names = list(dict.fromkeys(name for table in tables for name in table.columns))
     active = {name for name in names if any(any(table.columns.get(name, ())) for table in tables)}
     found, zero = [], []
@@ -247,6 +247,6 @@ def _dataset(series: Series) -> str:
 
 
 def _count(key: str) -> int:
-    """Returns the k in a metric's name; 0 for a name that ends in @k."""
+    """Returns the k in a metric's name, or 0 if the name ends in @k."""
     count = key.rpartition("@")[2]
     return int(count) if count.isdecimal() else 0

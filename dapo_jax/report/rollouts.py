@@ -65,7 +65,7 @@ def lay_out(run: RunFiles, *, steps: int | None = None) -> Laid:
 
 
 class Rollouts:
-    """Lays out the rollouts of one run for the page. `add` is called for one step after the other."""
+    """Lays out the rollouts of one run for the page. `add` is called once per step, in order."""
 
     def __init__(self, run: RunFiles) -> None:
         self._run, self._by_score = run, run.by_score
@@ -81,7 +81,7 @@ class Rollouts:
 
     @cached_property
     def _pieces(self) -> "Pieces | None":
-        # Loaded late, because an active run may have no tokenizer before its first rollouts.
+        # Loaded only when needed, because an active run may have no tokenizer before its first rollouts.
         tokenizer = tokenizer_of(self._run)
         return None if tokenizer is None else Pieces(tokenizer)
 
@@ -124,7 +124,7 @@ class Rollouts:
             self._close()
 
     def laid(self, *, logged: int) -> Laid:
-        """Returns the layout of all added steps; `logged` is the run's number of them. Later calls return the same chunks and new ones."""
+        """Returns the layout of all added steps. `logged` is the run's number of logged steps. Later calls keep the chunks and append new ones."""
         self._close()
         # Four-byte columns come first, so that all columns are aligned.
         order = sorted(TYPES, key=lambda name: -int(TYPES[name][1]))
@@ -155,7 +155,7 @@ class Rollouts:
         """Adds the numbers of a response to the index, and returns its entry for a chunk.
 
         In the entry, `lengths` has the UTF-16 length of each token's text, and `ages` a (first token, age in steps) pair for each span. An
-        episode also has `turns` as (first token, end, reward), `contexts`, and `size`, its number of tokens with the environment's.
+        episode also has `turns` as (first token, end, reward), `contexts`, and `size`, its number of tokens including the environment's.
         """
         turns, in_loss, advantage, ratios = row.get("turns"), row["in_loss"], row["advantage"], row["ratios"]
         states = "" if self._loss is None or ratios is None else clip_states(ratios, advantage, self._loss)
@@ -179,7 +179,7 @@ class Rollouts:
         if self._pieces is not None and (pieces := self._pieces.of(row["response_token_ids"], text)):
             whole, parts = pieces
             found["lengths"] = [_units(part) for part in parts]
-            if whole != text:  # a stop string was cut off
+            if whole != text:  # graders received the text without its stop string
                 found["graded"], text = _units(text), whole
         if states:
             found["clips"] = states
@@ -263,7 +263,7 @@ def tokenizer_of(run: RunFiles) -> Tokenizer | None:
         else:
             folder = path_of(model.source)
         return load_tokenizer(folder)
-    except Exception:  # missing, damaged, or no Hub client installed: the page only lacks token boundaries
+    except Exception:  # without a tokenizer, the page only lacks token boundaries
         return None
 
 
@@ -277,9 +277,9 @@ class Pieces:
         self._decode, self._decoded = decoded, lru_cache(1 << 18)(decoded)
 
     def of(self, ids: Sequence[int], text: str) -> tuple[str, list[str]] | None:
-        """Returns the decoded text of all ids and the part of each id, or None if it does not begin with `text` or cannot be split.
+        """Returns the decoded text of all ids and the part of each id, or None if the text cannot be split or does not begin with `text`.
 
-        An end token has an empty part. If several tokens form one character, it is the part of the last token; the others have empty parts.
+        An end token has an empty part. If several tokens form one character, the last token has the character and the others have empty parts.
 
         >>> from dapo_jax.text.tokenizers import ByteTokenizer
         >>> Pieces(ByteTokenizer()).of([67, 197, 171, 1], "Aé")

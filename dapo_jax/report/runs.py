@@ -25,13 +25,13 @@ _NO_RUN = "{place} is not a run: {what}; give the run_dir of a training run"
 
 @dataclass(frozen=True, kw_only=True)
 class RunFiles:
-    """The files of one run at the time of loading."""
+    """The files of one run, as they were when they were loaded."""
 
     name: str
     """The shortest suffix of the run's path that is unique in the report."""
     place: AnyPath
     config: TrainConfig | None
-    """None if config.yaml is missing, for example because only the metrics were copied."""
+    """The run's configuration, or None if config.yaml is missing, for example because only the metrics were copied."""
     rows: Sequence[dict[str, Any]]
     """Lines of metrics.jsonl, one for each step, in order."""
     logged: Sequence[AnyPath]

@@ -28,7 +28,7 @@ from dapo_jax.storage import AnyPath
 HOST = "127.0.0.1"
 
 LOOK_S = 1.0
-"""Minimum number of seconds between two checks for new files, and approximate time limit for reading them in one check."""
+"""Minimum number of seconds between two checks for new files, and the approximate maximum time that a check spends reading them."""
 
 _PACKED = re.compile(r"/packed/(chunk|eval)-(\d{1,3})-(\d{1,9})")
 
@@ -43,7 +43,7 @@ class _Followed:
         self.rollouts, self.evaluations = self._rollouts.laid(logged=0), self._evaluations.laid(logged=0)
 
     def look(self, until: float) -> bool:
-        """Loads new metrics, rollouts and evaluations until about `until`, and returns whether anything was new."""
+        """Loads new metrics, rollouts and evaluations until about the time `until`, and returns whether anything was new."""
         before = self.run
         self.run = read_run(before.place, before.name, early=True)
         rollouts = self._read(self.run.logged, self._rollouts.add, until)
@@ -55,7 +55,7 @@ class _Followed:
         return rollouts or evaluations or self.run != before
 
     def _read(self, files: Sequence[AnyPath], read: Callable[[AnyPath], None], until: float) -> bool:
-        """Reads new files until time `until`, but at least one file, so that the page also makes progress with slow storage."""
+        """Reads new files until time `until`, but at least one file, so that the page makes progress even with slow storage."""
         found = False
         for file in files:
             if file in self._done:
@@ -204,7 +204,7 @@ def watch(*runs: str | PathLike[str], port: int = 0) -> None:
 
     Args:
         runs: run folders, local or in a bucket. The server waits until all runs have begun.
-        port: the port on 127.0.0.1; 0: any free port.
+        port: the port on 127.0.0.1, or 0 for any free port.
 
     Raises:
         ConfigError: a path cannot be a run, a run is damaged, there are too many runs, or the port is not available.

@@ -36,7 +36,7 @@ class Table:
     """The metrics of a run. A column has one value per line of metrics.jsonl, None if the line lacks the metric."""
 
     axes: Mapping[str, Column]
-    """The axes in `AXES` for which the run has values, at least `step`."""
+    """The axes in `AXES` for which the run has values. `step` is always present."""
     columns: Mapping[str, Column]
     """The columns of all metrics that have at least one number."""
     by_score: bool = False

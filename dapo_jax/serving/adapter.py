@@ -44,7 +44,7 @@ class JetStreamEngine(engine_api.Engine):
         tokenizer: the model's tokenizer.
         mesh: the mesh of `engine`.
         decoding: temperature, top-p and top-k for all requests, because JetStream requests have no sampling options.
-        key: the PRNG key for sampling. Sampled tokens also depend on the order in which requests get their slots.
+        key: the PRNG key for sampling. Sampled tokens also depend on the order in which requests are assigned to slots.
 
     Raises:
         ValueError: the KV cache has fewer pages than all slots together may need.
@@ -64,7 +64,7 @@ class JetStreamEngine(engine_api.Engine):
         self._tokenizer, self._decoding, self._key = JetStreamTokenizer(tokenizer), decoding, key
         self._pages, self._ordinals = Pages(sizes), itertools.count()
         self._lock = threading.Lock()
-        """Serializes engine calls. JetStream calls from two threads, but all devices must receive programs in the same order."""
+        """Serializes engine calls. JetStream calls the engine from two threads, but programs must reach all devices in the same order."""
         self._pack = jax.jit(
             lambda tokens, valid, lengths: jnp.concatenate([tokens, valid.astype(jnp.int32), lengths[:, None]], axis=1),
             out_shardings=self.get_prefix_destination_sharding(),
@@ -86,15 +86,15 @@ class JetStreamEngine(engine_api.Engine):
 
         Raises:
             ValueError: `existing_prefix` is given, or the prompt is empty, leaves no room for a response in its slot, or is longer than
-                `padded_tokens`. JetStream's tokenizers cause the last error if they truncate a prompt but report its full length.
+                `padded_tokens`. The last case occurs if JetStream's tokenizer truncates a prompt but reports its full length.
         """
         if existing_prefix is not None:
             raise ValueError("existing_prefix is given, but this engine prefills whole prompts only")
         tokens, capacity = np.asarray(padded_tokens, np.int32), self._engine.capacity
         if not 0 < true_length <= min(len(tokens), capacity - 1):
             raise ValueError(
-                f"a prompt of {true_length} tokens is padded to {len(tokens)}, and a slot has room for {capacity} tokens "
-                f"of prompt and response; needs 1 to {min(len(tokens), capacity - 1)}"
+                f"a prompt has {true_length} tokens (padded to {len(tokens)}), and a slot has room for {capacity} tokens "
+                f"of prompt and response; the prompt needs 1 to {min(len(tokens), capacity - 1)} tokens"
             )
         with self._lock:
             chunks = self._engine.prefill(params, [tokens[:true_length]])
@@ -134,7 +134,7 @@ class JetStreamEngine(engine_api.Engine):
 
     def get_tokenizer(self) -> Any:
         """Returns placeholder parameters. JetStream passes them to `build_tokenizer`, which does not use them."""
-        messages: Any = tokenizer_pb2  # generated, without types
+        messages: Any = tokenizer_pb2  # a generated module without type annotations
         return messages.TokenizerParameters(path="dapo_jax", extra_ids=0)
 
     def build_tokenizer(self, metadata: Any) -> "JetStreamTokenizer":
@@ -155,7 +155,7 @@ class JetStreamEngine(engine_api.Engine):
 
     @property
     def max_prefill_length(self) -> int:
-        """Maximum length to which JetStream pads token ids: a power of two, at least 16."""
+        """The maximum length to which JetStream pads a prompt. It is a power of two, at least 16."""
         return max(16, 1 << (self._engine.capacity - 1).bit_length())
 
     @property
@@ -191,7 +191,7 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
 
     @property
     def bos_id(self) -> int:
-        """The id of the end token. JetStream's driver prepends it to token ids unless the request has a history. `encode` does not add it."""
+        """The id of the end token. JetStream's driver prepends `bos_id` to the token ids of a request without a history; `encode` does not."""
         return self._tokenizer.eos_id
 
     @property

@@ -34,7 +34,7 @@ class GenerateAnswer:
         return {"request_id": name, "model": self._model, "choices": choices, **self._totals()}
 
     def _logprobs(self, new: NewTokens, *, named: bool = False) -> dict[str, Any] | None:
-        """Returns log-probabilities and bytes for new tokens, if requested. `named` identifies each token by its text instead of its id."""
+        """Returns log-probabilities and bytes for new tokens, if requested. If `named`, tokens are identified by text instead of id."""
         if not self._request.logprobs:
             return None
         entries = []
@@ -76,7 +76,7 @@ class ChatAnswer(GenerateAnswer):
         return {**self._head, **parts, **self._prompt}
 
     def first_chunks(self) -> list[dict[str, Any]]:
-        """Returns the first chunk of each response, which has the role but no tokens."""
+        """Returns one chunk per response, to be sent first. It contains the role but no tokens."""
         parts = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
         chunks = [self._chunk({"index": index, **parts}) for index in range(len(self._texts))]
         return [chunks[0] | self._prompt, *chunks[1:]]

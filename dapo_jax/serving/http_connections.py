@@ -1,7 +1,7 @@
-"""Limits the number of the HTTP server's connections and the time that a client may take to send a request.
+"""Limits the number of connections to the HTTP server, and the time that a client may take to send a request.
 
-A connection is *waiting* until a whole request has arrived, and again after the answer. Clients can open connections without an API key. So if the
-limit is reached, the connection that has waited longest is closed. Connections whose requests are being answered stay open.
+A connection is *waiting* until a whole request has arrived, and again after the answer. If the limit is reached, the connection that has waited
+longest is closed, because clients without an API key can open connections too. Connections whose requests are being answered stay open.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class Connections:
         self.most = max(_LEAST, min(most, free))
         self.answer, self.say = answer, say
         self._waiting: dict[_ClientConnection, float] = {}
-        """The deadline of each waiting connection. The connection that has waited longest is first."""
+        """Maps each waiting connection to its deadline. The connection that has waited longest comes first."""
         self._tasks: list[asyncio.Task[None]] = []
         self._listener: socket.socket | None = None
 
@@ -83,7 +83,7 @@ class Connections:
             self._waiting[handler] = asyncio.get_running_loop().time() + seconds
 
     def works(self, handler: Any) -> None:
-        """Marks a connection as not waiting, because its whole request has arrived or it is closed."""
+        """Marks a connection as no longer waiting, because a whole request has arrived or the connection is closed."""
         self._waiting.pop(handler, None)
 
     async def _accept(self, listener: socket.socket, server: web.Server) -> None:
@@ -101,7 +101,7 @@ class Connections:
             if len(server.connections) >= self.most and not self._make_room():
                 with suppress(OSError):
                     accepted.send(_REFUSAL)
-                    accepted.recv(1 << 16)  # otherwise, closing with unread input would discard the refusal
+                    accepted.recv(1 << 16)  # closing a socket with unread input would discard the refusal
                 accepted.close()
                 continue
             with suppress(OSError):

@@ -124,7 +124,7 @@ def read_chat(content: bytes, limits: ServedLimits) -> CheckedRequest:
                 f"messages[{index}].role is {message.get('role')!r:.80}; the server accepts {', '.join(_ROLES)}"
             )
     if body.messages[-1]["role"] == "assistant":
-        raise RequestError("messages: the last message is the assistant's; end with another role")
+        raise RequestError("messages: the last message is the assistant's; end with a user message")
     variables = _template_variables(body, limits)
     try:
         prompt = conversation_ids(body.messages, limits.tokenizer, today=limits.today, variables=variables)
@@ -142,7 +142,7 @@ def _json(content: bytes) -> Any:
     try:
         return msgspec.json.decode(content)
     except RecursionError as error:
-        raise RequestError("the body is not JSON: it is nested too deeply", code="invalid_json") from error
+        raise RequestError("the body's JSON is nested too deeply", code="invalid_json") from error
     except msgspec.DecodeError as error:
         raise RequestError(f"the body is not JSON: {error!s:.200}", code="invalid_json") from error
 
@@ -218,7 +218,7 @@ def _template_variables(body: _ChatBody, limits: ServedLimits) -> dict[str, Any]
     for name in given:
         if name in _RESERVED or name.endswith("_token"):
             raise RequestError(
-                f"chat_template_kwargs has {name!r:.80}, which is not a variable that a request can set: leave it out"
+                f"chat_template_kwargs sets {name!r:.80}, which a request cannot set: leave it out"
             )
     if body.tools and body.tool_choice != "none":
         given["tools"] = [

@@ -25,7 +25,7 @@ _PATIENCE_S = 60
 _BODY_BYTES, _BODY_BYTES_PER_TOKEN = 1 << 20, 64
 """Maximum size of a request body: a fixed number of bytes, plus a number of bytes for each token that a prompt may have."""
 _MORE_CONNECTIONS = 320
-"""Connections allowed beyond one per response, so that a full server can answer with an error."""
+"""Number of connections allowed in addition to one per response, so that a server with a full queue can answer with an error."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -36,7 +36,7 @@ class HttpServer(ServerThread):
     Args:
         requests: the loop that samples responses. The caller starts and stops it.
         limits: the limits for requests.
-        host, port: as in `ServerThread`.
+        host, port: see `ServerThread`.
         api_key: bearer token that every route except `/health` requires. If empty, no key is required.
         say: logs errors in the server itself.
     """
@@ -60,7 +60,7 @@ class HttpServer(ServerThread):
         app.router.add_post("/v1/chat/completions", partial(self._sample, read_chat, ChatAnswer))
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
-        # When a client disconnects, its handler is cancelled, which also cancels its responses.
+        # When a client disconnects, the handler of its request is cancelled, and then cancels the responses.
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=GRACE_S)
         await self._runner.setup()
         assert self._runner.server is not None
@@ -74,7 +74,7 @@ class HttpServer(ServerThread):
         await self._loop.shutdown_default_executor()
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
-        """Logs, on one line, an error that does not belong to any request."""
+        """Logs an error that does not belong to any request, on one line."""
         error = context.get("exception")
         if not isinstance(error, ConnectionError):
             self._say(visible(f"the HTTP server: {context.get('message')}: {error!r:.200}"))
@@ -109,13 +109,13 @@ class HttpServer(ServerThread):
             known = hmac.compare_digest(given.strip().encode("utf-8", "replace"), self._api_key)
             if not known or scheme.lower() != "bearer":
                 raise RequestError(
-                    "the header Authorization must be `Bearer KEY` with the key that the server was started with",
+                    "the Authorization header must be `Bearer KEY` with the key that the server was started with",
                     status=401, code="invalid_api_key",
                 )  # fmt: skip
         elif not is_loopback(_name_of(request.headers.get("Host", ""))):
             # Otherwise, a web page in a local browser could reach the server through a domain that resolves to a loopback address.
             raise RequestError(
-                f"the header Host is {request.headers.get('Host', '')[:80]!r}; a server without a key accepts only localhost and loopback addresses",
+                f"the Host header is {request.headers.get('Host', '')[:80]!r}; a server without a key accepts only localhost and loopback addresses",
                 status=403, code="invalid_host",
             )  # fmt: skip
         if self._stopping:

@@ -15,13 +15,13 @@ from dapo_jax.serving.text import GrowingText
 from dapo_jax.text.formatting import AS_IT_STANDS, PromptFormat
 
 _LONGEST_DETAILS = 1000
-"""Maximum number of characters in an error message. It may quote a long prompt, and gRPC sends it in a header."""
+"""Maximum number of characters in an error message. Messages may quote long prompts, but gRPC sends them in a header."""
 _CODES = {
     "queue_full": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "stopping": grpc.StatusCode.UNAVAILABLE,
     "not_finite": grpc.StatusCode.INTERNAL,
 }
-_messages: Any = jetstream_pb2  # generated, without types
+_messages: Any = jetstream_pb2  # a generated module without type annotations
 
 
 class JetStreamServer(ServerThread):
@@ -31,7 +31,7 @@ class JetStreamServer(ServerThread):
         requests: the loop that samples responses. The caller starts and stops it.
         limits: the limits for requests.
         prompt_format: the template that turns a request's text into a prompt.
-        host, port: as in `ServerThread`.
+        host, port: see `ServerThread`.
         say: logs received messages that are not valid requests.
     """
 

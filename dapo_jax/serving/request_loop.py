@@ -230,7 +230,7 @@ class RequestLoop:
             taken.set_result(None)
 
     def _more(self) -> list[Sequence[Request]]:
-        """Takes from the queue the requests to prefill next, at most as many as there are slots."""
+        """Removes the requests to prefill next from the queue, at most as many as there are slots."""
         taken: list[Sequence[Request]] = []
         with self._changed:
             while self._new and len(taken) < self._engine.slots:
@@ -242,7 +242,7 @@ class RequestLoop:
         return taken
 
     def _send(self, ended: Sequence[tuple[Request, FinishReason]]) -> None:
-        """Sends the new tokens of ended and of streamed responses to their listeners."""
+        """Sends the new tokens of each response that has ended or is streamed to its listener."""
         over = dict(ended)
         for request, served in list(self._running.items()):
             reason, new = over.get(request), slice(served.sent[request.index], request.drawn)

@@ -58,19 +58,19 @@ class ServingOptions:
     queue: int = 1024
     """Maximum number of responses that wait for a slot."""
     max_prompt_tokens: int = 0
-    """If 0, the limit is 1,024 tokens, or fewer if the model has too few positions."""
+    """Maximum number of tokens in a prompt. 0 means 1,024 tokens, or fewer if the model has too few positions."""
     max_response_tokens: int = 0
-    """If 0, the limit is 1,024 tokens, or fewer if the model has too few positions."""
+    """Maximum number of tokens in a response. 0 means 1,024 tokens, or fewer if the model has too few positions."""
     temperature: float = 1.0
-    """Default for requests. 0 means greedy decoding."""
+    """Default temperature for requests. 0 means greedy decoding."""
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     steps_per_call: int = 4
-    """Decoding steps per engine call. More steps increase throughput, and fewer steps lower the latency of streams."""
+    """Number of decoding steps per engine call. More steps increase throughput, and fewer steps lower the latency of streams."""
     page_tokens: int = 0
-    """Tokens per page of the KV cache. If 0, the default is the same as for `sampling.page_tokens`."""
+    """Number of tokens per page of the KV cache. 0 means the same default as for `sampling.page_tokens`."""
     compute_dtype: str = "float32"
     batch_invariant: bool = False
     """Make responses bitwise independent of other requests."""
@@ -251,7 +251,7 @@ class Follower:
         self._run, self._every_s, self._say = place_of(source, key="model", write=False), every_s, say
         if not (self._run / "checkpoints").is_dir():
             raise ConfigError(
-                f"--follow loads new checkpoints of a run, but {source} has no folder `checkpoints`"
+                f"--follow loads new checkpoints of a run, but {source} has no `checkpoints` folder"
             )
         self._checkpointer = Checkpointer(self._run / "checkpoints")
         self._served = self._checkpointer.latest_step()
@@ -290,7 +290,7 @@ class Follower:
 
 
 def limits_of(source: str, policy: Policy, options: ServingOptions, *, name: str = "") -> ServedLimits:
-    """Returns the limits for requests. If a length in `options` is 0, it depends on the model. If `name` is empty, the model's name is `source`.
+    """Returns the limits for requests. For lengths of 0, see the fields of `ServingOptions`. If `name` is empty, the model's name is `source`.
 
     Raises:
         ConfigError: the model does not have enough positions for the longest prompt and response.
@@ -313,7 +313,7 @@ def limits_of(source: str, policy: Policy, options: ServingOptions, *, name: str
         most_responses=options.slots + options.queue,
         decoding=options.decoding(),
         template_kwargs=options.chat_template_kwargs,
-        # Chat templates that print a date print the run's, so that prompts are the same as in training.
+        # If a chat template prints a date, it gets the training run's date, so that prompts are the same as in training.
         today=PromptFormat(dated(DataConfig(), like=data_of_run(source))).today,
     )
 
@@ -321,7 +321,7 @@ def limits_of(source: str, policy: Policy, options: ServingOptions, *, name: str
 def request_loop(
     policy: Policy, options: ServingOptions, limits: ServedLimits
 ) -> tuple[RequestLoop, Transfer]:
-    """Builds the loop that samples responses, and compiles its programs. Also returns the function that converts parameters to its weights.
+    """Builds the loop that samples responses, and compiles its programs. Also returns a function that converts parameters to the sampler's weights.
 
     Raises:
         ConfigError: the number of slots does not match the devices.

@@ -30,7 +30,7 @@ class CheckedRequest:
     count: int = 1
     """Number of responses."""
     options: OwnOptions
-    """The request's own sampling options. Without a PRNG key in them, repeating the request samples different responses."""
+    """The request's own sampling options. If they have no PRNG key, repeating the request samples different responses."""
     stop: tuple[str, ...] = ()
     """The stop strings, which are not included in the returned text."""
     logprobs: bool = False
@@ -59,7 +59,7 @@ class ServedLimits:
     """Default decoding options for requests."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Default values for `chat_template_kwargs`."""
-    today: date | None = None  # printed by some chat templates
+    today: date | None = None  # the date that some chat templates print
 
     def request(
         self, prompt: Int[np.ndarray, " prompt"], max_tokens: int, *, count: int = 1, named: str = "max_tokens", **others: Any
@@ -67,7 +67,7 @@ class ServedLimits:
         """Checks and returns a request. `named` is the name of the field that set `max_tokens`, for error messages.
 
         Raises:
-            RequestError: the prompt, `max_tokens` or `count` is zero or too large.
+            RequestError: the prompt is empty or too long, or `max_tokens` or `count` is zero or too large.
         """
         if not 0 < len(prompt) <= self.max_prompt_tokens:
             raise RequestError(
@@ -100,7 +100,7 @@ class ServedLimits:
 
 @asynccontextmanager
 async def sampled(requests: RequestLoop, asked: CheckedRequest) -> AsyncIterator[AsyncIterator[NewTokens]]:
-    """Yields the tokens of a request's responses as they arrive. Leaving the context cancels unfinished responses.
+    """Submits a request, and yields an iterator over the new tokens of its responses. Leaving the context cancels unfinished responses.
 
     Raises:
         RequestError: the queue is full, the loop is stopping, or a log-probability is not finite.
@@ -123,7 +123,7 @@ async def sampled(requests: RequestLoop, asked: CheckedRequest) -> AsyncIterator
             if isinstance(new, BaseException):
                 raise stopping() from new
             if not np.isfinite(new.logprobs).all():
-                text = "with these weights, log-probabilities are not finite: serve another checkpoint"
+                text = "log-probabilities are not finite with these weights: serve another checkpoint"
                 raise RequestError(text, status=500, code="not_finite")
             yield new
             left -= new.finish_reason is not None
@@ -153,7 +153,7 @@ class ServerThread(ABC):
 
     @abstractmethod
     async def _close(self) -> None:
-        """Refuses new requests, gives running requests `GRACE_S` to finish, and then ends the rest."""
+        """Refuses new requests, gives running requests `GRACE_S` seconds to finish, and then ends the rest."""
 
     def __enter__(self) -> "ServerThread":
         """Starts the server.

@@ -11,7 +11,7 @@ _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 def decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """Returns the text of `ids`. Skips ids outside the tokenizer's vocabulary, because models may have padding rows."""
+    """Returns the text of `ids`. Skips ids outside the tokenizer's vocabulary, which a model with padded embeddings may sample."""
     known = [token for token in ids if 0 <= token < tokenizer.vocab_size]
     return tokenizer.decode(np.array(known, np.int32))
 

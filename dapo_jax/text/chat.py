@@ -109,9 +109,9 @@ class _RefusedError(TemplateError):
 
 
 class _Generation(Extension):
-    """Accepts `{% generation %}`, which marks the assistant's text for training masks. The marked text is rendered like any other."""
+    """Accepts `{% generation %}`, which marks the assistant's text for training masks. The marked text is rendered like any other text."""
 
-    tags = {"generation"}  # noqa: RUF012 (Jinja's interface: it is read, never changed)
+    tags = {"generation"}  # noqa: RUF012 (Jinja's interface, and only read)
 
     def parse(self, parser: Parser) -> nodes.Node:
         """Returns the marked block as a node with its own scope."""

@@ -17,7 +17,7 @@ MOST_CHARACTERS = 1 << 20
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """The format of a role. Roles are checked instead of guarded (see `Guards`), because templates compare and print them."""
 _ESCAPED_GUARD = re.compile(r"\\udbf[c-f]\\ud[c-f]", re.IGNORECASE)
-"""Matches a guard character that ASCII-only JSON contains as an escape sequence."""
+"""Matches a guard character that is written as an escape sequence, as in ASCII-only JSON."""
 
 
 class Guarding:

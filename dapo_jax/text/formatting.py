@@ -38,7 +38,7 @@ class PromptFormat:
             if self.data.system_prompt or self.data.chat_template_kwargs:
                 raise ValueError(
                     "the prompt is plain text, but data.system_prompt or data.chat_template_kwargs is set, which only "
-                    "conversations use; set data.chat=true (--chat) to send it as a user message"
+                    "conversations use; set data.chat=true (--chat) to send the prompt as a user message"
                 )
             shown = [self._around(each["prompt"]) + each["response"] for each in self.data.few_shot]
             text = "\n\n".join([*shown, self._around(prompt)])

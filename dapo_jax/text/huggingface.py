@@ -1,4 +1,4 @@
-"""Loads tokenizers of pretrained models from Hugging Face folders with the library `tokenizers`. Code in a folder is not executed.
+"""Loads tokenizers of pretrained models from Hugging Face folders with the `tokenizers` library. Code in a folder is not executed.
 
 Rules for settings that are ambiguous or differ between files:
 
@@ -52,7 +52,7 @@ class HuggingFaceTokenizer:
             place: the folder's name for error messages.
 
         Raises:
-            ValueError: a file cannot be parsed, a special token is not in the vocabulary, or no file names an end token.
+            ValueError: a file cannot be parsed, a special token is not in the vocabulary, or no file defines an end token.
         """
         self.files = {name: files[name] for name in TOKENIZER_FILES if name in files}
         self._place = place
@@ -71,7 +71,7 @@ class HuggingFaceTokenizer:
         generation, model = self._json(_GENERATION), model or {}
         self._special_tokens = {}
         for key, value in config.items():
-            text = value.get("content") if isinstance(value, Mapping) else value  # older files have an object
+            text = value.get("content") if isinstance(value, Mapping) else value  # an object in older files
             if key.endswith("_token") and isinstance(text, str) and text:
                 self._special_tokens[key] = text
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -79,12 +79,12 @@ class HuggingFaceTokenizer:
         self.token_ids = self._named_ids(generation, model)
         """Ids of special tokens other than end and padding tokens, by their keys in config.json, such as `bos_token_id`."""
         self.stop_ids = self._end_tokens(generation, model)
-        """Ids of all end tokens that the folder's files name, with `eos_id` first."""
+        """Ids of all end tokens that the folder's files define, with `eos_id` first."""
         self.eos_id = self.stop_ids[0]
         """Id of the end token that is appended to supervised responses."""
         padding = self._ids_of("pad", generation, model)
         self.pad_id = next((token for token in padding if 0 <= token <= _LARGEST_ID), self.eos_id)
-        """Id of the padding token, or of the end token if the folder names no padding token."""
+        """Id of the padding token, or of the end token if the folder does not define a padding token."""
         with self._library("cannot encode this text with"):
             probe = self._tokenizer.encode("a", add_special_tokens=True)
         # Only tokens before the text are added to prompts. Tokens that the post-processor adds after the text would end the prompt.
@@ -131,7 +131,7 @@ class HuggingFaceTokenizer:
         return self._encoded(self._tokenizer, text)
 
     def encode_plain(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """See `Tokenizer.encode_plain`. Other added tokens, such as `<tool_call>`, are encoded as characters too."""
+        """See `Tokenizer.encode_plain`. Added tokens that are not special, such as `<tool_call>`, are encoded as characters too."""
         return self._encoded(self._plain, text)
 
     def _encoded(self, library: tokenizers.Tokenizer, text: str) -> Int32[np.ndarray, " tokens"]:
@@ -163,7 +163,7 @@ class HuggingFaceTokenizer:
         return np.concatenate([*parts, self.encode_plain(self._restored(text[done:]))])
 
     def encode_prompt(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """Returns the ids of a plain-text prompt, after the beginning-of-text token if the model has one."""
+        """Returns the ids of a plain-text prompt, preceded by the beginning-of-text token if the model has one."""
         ids, first = self.encode(text), np.array(self._beginning, dtype=np.int32)
         return ids if np.array_equal(ids[: len(first)], first) else np.concatenate([first, ids])
 
@@ -213,16 +213,16 @@ class HuggingFaceTokenizer:
     def _end_tokens(self, generation: Mapping[str, Any], model: Mapping[str, Any]) -> tuple[int, ...]:
         found = self._ids_of("eos", generation, model)
         if wrong := [number for number in found if not 0 <= number <= _LARGEST_ID]:
-            raise ValueError(f"{self._place} names the end token {wrong[0]}; ids are 0 to {_LARGEST_ID}")
+            raise ValueError(f"{self._place} has the end token id {wrong[0]}; ids are 0 to {_LARGEST_ID}")
         if not found:
             raise ValueError(
-                f"{self._place} names no end token, so no response would end; add eos_token to {_CONFIG}, or eos_token_id "
+                f"{self._place} does not define an end token, so no response would end; add eos_token to {_CONFIG}, or eos_token_id "
                 f"to {_GENERATION}"
             )
         return tuple(dict.fromkeys(found))
 
     def _ids_of(self, name: str, *configs: Mapping[str, Any]) -> list[int]:
-        """Returns the ids that the files name for `eos` or `pad`, with the tokenizer's own id first."""
+        """Returns the ids that the files define for `eos` or `pad`, with the tokenizer's own id first."""
         token, found = self._special_tokens.get(f"{name}_token"), list[int]()
         if token is not None:
             own = self._tokenizer.token_to_id(token)
@@ -261,7 +261,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 def bytes_of_token(token: str, decoder: Any) -> bytes | None:
     """Returns the bytes that a token adds to a text, or None if they depend on the tokens around it.
 
-    The library `tokenizers` can decode only to text, in which an incomplete character becomes U+FFFD. The returned bytes include
+    The `tokenizers` library can decode only to text, in which an incomplete character becomes U+FFFD. The returned bytes include
     a leading space of the token, even if the decoder strips this space at the beginning of a text.
 
     Args:
@@ -298,7 +298,7 @@ def _kind(step: Any) -> str:
 
 @cache
 def _byte_level() -> Mapping[str, int]:
-    """Maps each character of byte-level vocabularies to its byte. Printable bytes are their own characters; all others begin at U+0100."""
+    """Maps each character of byte-level vocabularies to its byte. Printable bytes keep their characters; all other characters begin at U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {

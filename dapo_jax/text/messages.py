@@ -25,7 +25,7 @@ DEEPEST = 64
 def canonical_messages(messages: Iterable[object]) -> list[dict[str, Any]]:
     """Returns the messages in canonical form, each with a string `role` and a string `content`. Unknown fields are kept.
 
-    Convert messages only once, before rendering, because a second call would remove the nulls that JSON arguments contained.
+    Convert messages only once, before rendering, because a second call would remove nulls from the parsed arguments.
 
     >>> canonical_messages([{"role": "user", "name": None, "content": [{"type": "text", "text": "1+1"}]}])
     [{'role': 'user', 'content': '1+1'}]

@@ -12,7 +12,7 @@ FIRST_GUARD = "\U0010f000"
 class Guards:
     """Protects the text of messages from becoming special tokens when a chat template is rendered.
 
-    Before rendering, each character in the messages with which a special token can begin is replaced by a private-use character,
+    Before rendering, each character in the messages that can begin a special token is replaced by a private-use character,
     its guard. Any special token in the rendered text was therefore written by the template itself.
 
     >>> guards = Guards(["<|im_end|>", "</s>"])
@@ -26,7 +26,7 @@ class Guards:
         self._firsts = {guard: first for first, guard in self._guards.items()}
 
     def guarded(self, text: str) -> str:
-        """Returns the text with guards in place of the characters with which a special token can begin.
+        """Returns the text with guards in place of all characters that can begin a special token.
 
         Raises:
             ValueError: the text contains a lone surrogate, `FIRST_GUARD`, or a later character.
@@ -39,5 +39,5 @@ class Guards:
         return text.translate(self._guards)
 
     def restored(self, text: str) -> str:
-        """Returns the text in which each guard has been replaced by the character that it represents."""
+        """Returns the text with each guard replaced by the character that it represents."""
         return text.translate(self._firsts)

@@ -82,7 +82,7 @@ class StopStrings:
         return [place for place in range(start, len(token_ids)) if self._text_in(int(token_ids[place]))]
 
     def _completes(self, tail: Int[np.ndarray, " tail"], end: int) -> bool:
-        """Returns whether the window that ends at `end` contains a stop string. Tries several starts, because the first may be inside a character."""
+        """Returns whether the window that ends at `end` contains a stop string. Tries several starts, because the first token may begin inside a character."""
         begin = max(0, end - self._window)
         starts = range(begin, max(begin - _ALIGNMENTS, -1), -1)
         return any(self._holds(self._tokenizer.decode(tail[at:end])) for at in starts)
@@ -98,7 +98,7 @@ class StopStrings:
 
 
 def stop_ids(tokenizer: Tokenizer, extra: Sequence[int]) -> tuple[int, ...]:
-    """Returns all ids that end a response, without duplicates: first the tokenizer's, beginning with `eos_id`, and then `extra`.
+    """Returns all ids that end a response, without duplicates: first the tokenizer's ids, beginning with `eos_id`, and then `extra`.
 
     Raises:
         ValueError: an id is not in the tokenizer's vocabulary.

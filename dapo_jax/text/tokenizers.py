@@ -187,7 +187,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike[str]) -> None
     Raises:
         ValueError: the tokenizer is neither from this module nor from a Hugging Face folder.
     """
-    from dapo_jax.text.huggingface import HuggingFaceTokenizer  # needs the library `tokenizers`
+    from dapo_jax.text.huggingface import HuggingFaceTokenizer  # needs the `tokenizers` library
 
     place = path_of(folder)
     place.mkdir(parents=True, exist_ok=True)
@@ -218,7 +218,7 @@ def token_bytes(tokenizer: Tokenizer, token: int) -> bytes | None:
     """Returns the bytes that a token adds to a text, which may be part of a character. A special token adds no bytes.
 
     Returns None if the id is outside the vocabulary, if the token's text depends on its neighbours, or if the tokenizer has
-    no method `token_bytes`.
+    no `token_bytes` method.
     """
     own = getattr(tokenizer, "token_bytes", None)
     return None if own is None else own(token)

@@ -1,8 +1,8 @@
-"""Reads and writes JSON lines: metrics.jsonl, which grows by one line per step, and logs that are written as a whole.
+"""Reads and writes JSON lines: metrics.jsonl, which grows by one line per step, and logs that are written all at once.
 
 Each line is a strictly valid JSON object. JSON has no nan or infinity, so metrics.jsonl contains null instead.
 
-Objects in a bucket cannot be appended to, so a run in a bucket stores these lines in several objects, such as metrics/000001.jsonl. An
+Objects in a bucket cannot be appended to, so a run in a bucket stores the lines of metrics.jsonl in several objects, such as metrics/000001.jsonl. An
 object is named after its first step and contains up to `LINES_PER_OBJECT` lines. Every step rewrites the last object with one more line.
 `read_metrics` reads both the file and the objects.
 """
@@ -39,7 +39,7 @@ def write_lines(path: AnyPath, rows: Iterable[Mapping[str, Any]], *, what: str) 
     )
     with writing(what, path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A sampled token may decode to half a surrogate pair, which UTF-8 cannot encode.
+        # A sampled token may decode to half a surrogate pair, which cannot be encoded in UTF-8.
         write_whole(path, text.encode("utf-8", errors="replace"))
 
 
@@ -74,7 +74,7 @@ class JsonlTracker:
     Args:
         path: the file; its folder is created. In a bucket, the lines are stored in a folder next to it.
         resume_step: the step of the checkpoint from which a run resumes. Lines of later steps and an incomplete last line are removed,
-            because the run repeats those steps; -1 removes all lines. None: a new run, which must not have any lines yet.
+            because the run repeats those steps; -1 removes all lines. None means a new run, which must not have any lines yet.
 
     Raises:
         FileExistsError: a new run would append to another run's metrics.
@@ -133,7 +133,7 @@ class JsonlTracker:
 def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
     """Returns every line of a metrics file, in step order; null is returned as None.
 
-    An incomplete last line is ignored, because the run may still be writing it, or may have been killed.
+    An incomplete last line is ignored, because the run may still be writing it, or may have been killed while writing it.
 
     Args:
         path: RUN/metrics.jsonl, even if the lines are stored as objects in RUN/metrics.
@@ -152,7 +152,7 @@ def _folder_of(path: AnyPath) -> AnyPath:
 
 
 def _files_of(path: AnyPath) -> list[AnyPath]:
-    """Returns the metrics file and the objects, as far as they exist. A run that was copied between a bucket and a disk may have both."""
+    """Returns the metrics file and the objects, except missing files. A run that was copied between a bucket and a disk may have both."""
     folder = _folder_of(path)
     objects = [file for file in entries(folder) if file.suffix == path.suffix] if folder.is_dir() else []
     return [path, *objects] if path.exists() else objects

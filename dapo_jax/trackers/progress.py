@@ -38,7 +38,7 @@ class Progress:
     Args:
         total_steps: the last step of the run.
         metric: `dynamic_sampling.metric`. If it is `score`, accuracies are not shown.
-        console: the output; None: standard output.
+        console: the output. If None, standard output is used.
         clock: a monotonic clock in seconds, for estimating the remaining time.
     """
 
@@ -86,7 +86,7 @@ class Progress:
         self._phase = (name, done, total)
 
     def starting(self, what: str) -> None:
-        """Shows a preparation before the first step, as a phase in the live view or as a line. It may take a minute."""
+        """Shows a preparation for the first step, which may take a minute, as a phase in the live view or as a line."""
         self.phase(what)
         if not _can_redraw(self._console):
             self.message(f"{what} ...")
@@ -241,5 +241,5 @@ def _thousands(value: float | int | None) -> str:
 
 def _can_redraw(console: Console) -> bool:
     if console.is_jupyter:
-        return importlib.util.find_spec("ipywidgets") is not None  # without it rich only warns
+        return importlib.util.find_spec("ipywidgets") is not None  # otherwise, rich only warns
     return console.is_terminal and not console.is_dumb_terminal

@@ -3,7 +3,7 @@
 A post-mortem is a folder:
 
 report.json         the values that were not finite, and their positions; written last, so a folder without this file is incomplete
-arrays.safetensors  the update's microbatches as they were on the device; for example, 0/tokens has stack 0's [microbatches, rows, tokens]
+arrays.safetensors  the update's microbatches, as on the device; for example, 0/tokens is stack 0's array of shape [microbatches, rows, tokens]
 step_*.jsonl        the update's responses, in the format of RUN/rollouts
 config.yaml         the run's configuration
 """
@@ -86,7 +86,7 @@ def write_problems(
         folder: usually RUN_DIR/evaluations/step_000010; created if needed.
         problems: one `dapo_jax.evaluation.problem_record` per problem, in this order.
         name: the dataset's name.
-        step: number of training steps before the evaluation; 0 before training, or outside a run.
+        step: number of training steps before the evaluation. It is 0 before training and outside a run.
 
     Raises:
         OSError: the file cannot be written; the message names the file.
@@ -164,7 +164,7 @@ def read_post_mortem(folder: str | PathLike[str]) -> PostMortem:
 
 
 def format_rollouts(groups: Sequence[Group], *, metric: str = "correct") -> str:
-    """Formats rollouts as text. After each group's question and answer come its responses with their verdicts, or with
+    """Formats rollouts as text: each group's question and answer, followed by its responses with their verdicts, or with
     their scores if `metric` is `score`. Control characters are escaped.
     """
     parts: list[str] = []
@@ -190,7 +190,7 @@ def _row(
 ) -> dict[str, Any]:
     """Returns one rollout's log line as a dict, in which long lists come last.
 
-    `in_loss` is null if the rollout was not trained on. Only episodes have `turns` as [first token, end), `turn_rewards` and `contexts`.
+    `in_loss` is null if the rollout was not trained on. Only episodes have `turns`, `turn_rewards` and `contexts`. Each turn is given as [first token, end).
     """
     found, response, turns = ratios.get(key := (group.prompt.ordinal, index)), rollout.response, {}
     if response.turns:

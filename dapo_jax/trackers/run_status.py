@@ -17,7 +17,7 @@ from dapo_jax.storage import AnyPath, file_bytes, write_whole
 FILE = "status.json"
 
 _LONGEST_REASON = 500
-"""Maximum number of characters of an error message that are stored."""
+"""Error messages are truncated to this many characters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,14 +27,14 @@ class RunStatus:
     state: str
     """`running`, `finished`, `stopped` (by a signal) or `failed`."""
     at: str | None
-    """Time when the status was written; for an ended run, the time of its end (ISO 8601, UTC)."""
+    """The time at which the status was written (ISO 8601, UTC). If the run has ended, this is the time of its end."""
     reason: str = ""
     """The signal or the error that ended the run; empty otherwise."""
 
 
 @contextlib.contextmanager
 def status_kept(run_dir: AnyPath, *, check: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Writes the state `running` on entry, and `stopped` or `failed` after an error. After its last file, the caller writes `finished`.
+    """Writes the state `running` on entry, and `stopped` or `failed` after an error. The caller writes `finished` after the run's last file.
 
     `check` raises LockLostError if another run has taken over the folder. In this case, the other run's status is not overwritten.
     """
@@ -62,7 +62,7 @@ def write_status(run_dir: AnyPath, state: str, reason: str = "") -> None:
 
 
 def read_status(run_dir: AnyPath) -> RunStatus | None:
-    """Returns the status in the file; None if the file is missing or damaged."""
+    """Returns the status in the file, or None if the file is missing or damaged."""
     try:
         return RunStatus(**json.loads(file_bytes(run_dir / FILE)))
     except (OSError, ValueError, TypeError):

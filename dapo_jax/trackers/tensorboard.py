@@ -19,7 +19,7 @@ class TensorBoardTracker:
     Args:
         folder: the TensorBoard log directory; created if needed.
         resume_step: the step of the checkpoint from which a run resumes. TensorBoard then ignores later steps in earlier event files.
-            None: a new run.
+            None means a new run.
 
     Raises:
         ImportError: tensorboardX (extra `tensorboard`) is not installed.

@@ -17,9 +17,9 @@ class WandbTracker:
     The horizontal axis of charts is a metric `step`, because wandb's own step counter cannot go back when a resumed run repeats steps.
 
     Args:
-        run_dir: wandb stores its files in RUN_DIR/wandb, and the folder's name becomes the run's name. For a run in a bucket,
+        run_dir: wandb stores its files in RUN_DIR/wandb, and the name of RUN_DIR becomes the run's name. For a run in a bucket,
             the files are in WANDB_DIR or, if it is not set, in ./wandb.
-        run_id: `WandbTracker.run_id` of the run to continue; None: start a new run.
+        run_id: `WandbTracker.run_id` of the run to continue, or None to start a new run.
         config: the resolved configuration, shown with the charts.
 
     Raises:

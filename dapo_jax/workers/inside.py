@@ -1,7 +1,7 @@
 """The program that runs in a worker process. `Worker` starts it as `python -m dapo_jax.workers.inside ARGUMENTS`.
 
 ARGUMENTS is JSON that names a load function as `module:function`. This function receives the worker's setup, loads the user's code, and returns
-the first answer and a function `serve(calls, answer)`. `serve` answers each call by its number until there are no more calls.
+the first answer and a function `serve(calls, answer)`. `serve` answers the numbered calls until there are no more.
 """
 
 import ctypes
@@ -40,7 +40,7 @@ def main() -> None:
 
     def answer(number: int, content: Mapping[str, Any]) -> None:
         if os.getpid() != worker:
-            os._exit(0)  # this is a child that the user's code has forked; only the worker answers
+            os._exit(0)  # the user's code has forked this process; only the worker itself answers
         left = memoryview(json.dumps({"id": number, **content}).encode() + b"\n")
         while left:
             left = left[os.write(answers, left) :]
@@ -60,13 +60,13 @@ def main() -> None:
 
 
 def _private_pipes() -> tuple[int, int]:
-    """Returns new descriptors for calls and answers, and redirects the standard streams, so printed text does not mix with answers."""
+    """Returns new descriptors for calls and answers, and redirects the standard streams, so that printed text does not mix with answers."""
     # Ctrl-C interrupts every process in a terminal, but only the main process decides when workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     nowhere = os.open(os.devnull, os.O_RDWR)
     try:
         os.fstat(2)
-    except OSError:  # the main process was started without a standard error
+    except OSError:  # the main process was started without standard error
         os.dup2(nowhere, 2)
     calls, answers = os.dup(0), os.dup(1)
     os.dup2(nowhere, 0)

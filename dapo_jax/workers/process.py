@@ -65,7 +65,7 @@ class Worker:
         self._thread.start()
 
     def ask(self, call: Mapping[str, Any]) -> Future[dict[str, Any]]:
-        """Sends a call and returns a future for its answer, which raises EndedError if the worker ends first."""
+        """Sends a call and returns a future for its answer. The future raises EndedError if the worker ends first."""
         answer = _running_future()
         with self._lock:
             number = next(self._numbers)
@@ -93,7 +93,7 @@ class Worker:
             answer.set_exception(why)
 
     def join(self) -> None:
-        """Waits for the process to end, for a few seconds at most."""
+        """Waits at most a few seconds for the process to end."""
         self._thread.join(2 * _ENDING_S)
 
     def _run(self, arguments: Mapping[str, Any]) -> None:

@@ -141,7 +141,7 @@ def test_each_dataset_names_missing_fields(tmp_path, load, source, row, message)
 
 def test_a_dataset_of_bad_rows_only_is_refused(tmp_path, load):
     path = lines(tmp_path / "own.jsonl", b"{", b"[")
-    with pytest.raises(ValueError, match=r"own\.jsonl: no rows.* own\.jsonl, line 1"):
+    with pytest.raises(ValueError, match=r"own\.jsonl: all rows are bad.* own\.jsonl, line 1"):
         load("jsonl", path, on_bad_row="skip")
 
 
@@ -168,8 +168,8 @@ def test_a_bad_file_leaves_nothing_prepared(tmp_path, load):
     [
         ("gsm8k", {}, "data.path"),
         ("jsonl", {"path": "own.jsonl", "options": {"promt": "q"}}, "'promt'; there are prompt, answer"),
-        ("arithmetic", {"path": "own.jsonl"}, "'arithmetic' reads no files"),
-        ("arithmetic", {"options": {"min_words": 3}}, "takes no options"),
+        ("arithmetic", {"path": "own.jsonl"}, "'arithmetic' does not read files"),
+        ("arithmetic", {"options": {"min_words": 3}}, "has no options"),
         ("reasoning_gym:gcd", {"path": "own.jsonl"}, "data.path"),
     ],
 )

@@ -64,7 +64,7 @@ def test_rows_have_the_fields_that_the_grader_needs(installed, tmp_path):
     ("task", "split", "options", "message"),
     [
         ("letter_countin", "train", {}, "no task 'letter_countin'; did you mean 'letter_counting'"),
-        ("letter_counting", "dev", {}, r"no split 'dev'; there are train and test"),
+        ("letter_counting", "dev", {}, r"no split 'dev'; the splits are train and test"),
         ("letter_counting", "train", {"min_word": 3}, "no option 'min_word'; did you mean 'min_words'"),
         ("letter_counting", "train", {"seed": -1}, "seed must be a whole number of at least 0; got -1"),
         ("letter_counting", "train", {"test_questions": 0}, "test_questions must be .* at least 1; got 0"),

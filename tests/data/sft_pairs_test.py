@@ -58,7 +58,7 @@ def test_response_that_cannot_be_tokenized_names_the_row():
 def test_end_token_counts_towards_the_response_limit():
     rows = [{"prompt": "1", "answer": "1", "response": "1234"}]
     assert len(source(rows, max_response_tokens=5)[0][1]) == 5
-    with pytest.raises(ValueError, match=r"row 0: .* 5 tokens, over max_response_tokens=4"):
+    with pytest.raises(ValueError, match=r"row 0: .* 5 tokens, more than max_response_tokens=4"):
         source(rows, max_response_tokens=4)[0]
 
 

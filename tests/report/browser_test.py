@@ -370,7 +370,7 @@ def test_a_run_judged_by_scores_has_rewards_and_no_verdicts(shown, judged, tmp_p
     assert shown.texts("#rollouts .row .score")[0] == "mean \u22121.65"
     heights = [each.size["height"] for each in shown.all("#group-0 .marks .even")]
     assert heights == [2, 12, 2, 12]
-    assert "the lowest that was logged of the step" in shown.one("#rollouts .side .hint").text
+    assert "the highest logged reward of the step" in shown.one("#rollouts .side .hint").text
     shown.click('#rollouts [data-value="above"]')
     assert shown.status() == "20 responses in 10 groups of 40 responses"
     shown.until(lambda: shown.texts("#rollouts .verdict") == ["score \u22121.40"] * 2)

@@ -135,7 +135,7 @@ def test_a_cache_with_too_few_pages_is_refused(serving):
 def test_a_prompt_that_does_not_fit_is_refused(length, serving):
     """JetStream's own tokenizers cut a prompt to 16 tokens and still report a length of 17."""
     engine, tokens = serving(), np.zeros(16, np.int32)
-    with pytest.raises(ValueError, match=f"a prompt of {length} tokens .* needs 1 to 16"):
+    with pytest.raises(ValueError, match=f"a prompt has {length} tokens .* needs 1 to 16"):
         engine.prefill(params=engine.load_params(), padded_tokens=tokens, true_length=length)
     with pytest.raises(ValueError, match="existing_prefix"):
         engine.prefill(params=engine.load_params(), existing_prefix=1, padded_tokens=tokens, true_length=1)

@@ -410,7 +410,7 @@ MALFORMED = [
     (CHAT, talk(tools=[{"type": "function", "function": deep(300)}]), "messages: "),
     (CHAT, talk(stream_options={"what": 1}), "stream_options has the field 'what'=1"),
     (CHAT, talk(max_completion_tokens=99, max_tokens=3), "max_completion_tokens is 99"),
-    *((CHAT, talk(chat_template_kwargs={name: 1}), f"chat_template_kwargs has '{name}'") for name in ("messages", "eos_token", "raise_exception")),
+    *((CHAT, talk(chat_template_kwargs={name: 1}), f"chat_template_kwargs sets '{name}'") for name in ("messages", "eos_token", "raise_exception")),
     (CHAT, talk(chat_template_kwargs={"a": deep(300)}), "messages: "),
 ]  # fmt: skip
 
@@ -433,7 +433,7 @@ def test_a_request_that_cannot_be_served_is_refused_by_field_value_and_need(addr
         (GENERATE, "POST", {}, {"Content-Type": "text/plain"}, 415, "the server accepts application/json"),
         (GENERATE, "POST", {}, {"Content-Encoding": "gzip"}, 415, "the server accepts identity"),
         (GENERATE, "POST", b" " * (2 << 20), {}, 413, "the body is larger than"),
-        ("/v1/models", "GET", None, {"Host": "evil.example"}, 403, "the header Host is 'evil.example'"),
+        ("/v1/models", "GET", None, {"Host": "evil.example"}, 403, "the Host header is 'evil.example'"),
     ],
 )  # fmt: skip
 def test_other_paths_methods_types_and_hosts_are_refused(

@@ -11,7 +11,7 @@ character is then either copied from a known position or part of a one-digit sum
 response that is cut off within the reasoning steps is never correct by accident, because the number after its last `=` is
 at most 19, but a sum of two two-digit numbers is at least 20.
 
-All random choices depend only on SPLIT_SEED and the pair of operands. Changing a constant prepares a new dataset.
+All random choices depend only on SPLIT_SEED and the pair of operands. If a constant changes, a new dataset is prepared.
 """
 
 import itertools
@@ -25,7 +25,7 @@ ALPHABET = "0123456789+=:,?"
 OPERANDS = range(10, 100)
 SPLIT_SEED = 0
 TRAIN_PAIRS = 7100
-"""Number of pairs in the train split. The other 1000 of the 90 x 90 = 8100 ordered pairs are the test split."""
+"""Number of pairs in the train split. The test split has the other 1000 of the 90 x 90 = 8100 ordered pairs."""
 STYLE_WEIGHTS = {"direct": 0.6, "working": 0.15, "rechecked": 0.25}
 """Probability of each style: the answer alone, reasoning steps before the answer, or the same steps several times."""
 RECHECK_AGAIN = 0.5

@@ -12,7 +12,7 @@ Reasoning steps help, but they are rare in the demonstrations, especially for lo
 steps for 8 or more terms are cut off, while brief steps always fit. A response that is cut off has no `=`, so
 it is never correct by accident.
 
-All random choices depend only on SPLIT_SEED and the question. Changing a constant prepares a new dataset.
+All random choices depend only on SPLIT_SEED and the question. If a constant changes, a new dataset is prepared.
 """
 
 import itertools
@@ -26,8 +26,8 @@ ALPHABET = f"0123456789{LABELS}+>=:,?"
 """All characters that occur in prompts and responses."""
 DIGITS = range(1, 10)
 TERMS = range(2, 13)
-"""Possible numbers of terms in a sum, all with equally many rows. There are so few sums of two or three terms that these sums repeat,
-and sums of two terms are in both `warm_start` and `train`."""
+"""Possible numbers of terms in a sum, each with the same number of rows. There are so few sums of two or three terms that they repeat,
+and that sums of two terms are in both `warm_start` and `train`."""
 LONG = 9
 """Minimum number of terms in a long sum."""
 SPLIT_SEED = 0

@@ -26,7 +26,7 @@ class Builder(FileBuilder):
 
 
 def question_of(prompt: Any) -> Any:
-    """Returns the question from a text or a single user message, without the instructions. Returns any other prompt unchanged, for `checked_row`."""
+    """Returns the question from a text or a single user message, without the instructions. Other prompts are returned unchanged; `checked_row` checks them."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], Mapping):
         message = prompt[0]
         if message.get("role") == "user" and isinstance(message.get("content"), str):

@@ -10,7 +10,7 @@ whole range, and gives up if it is wrong. So the demonstrations show the format 
 Reinforcement learning has to discover that always guessing the middle finds every number within `GUESSES` guesses.
 
 Each row is a pair of a range and a number. `train` and `test` share no pairs. `demonstrations` has all pairs, with many
-searches for each. All random choices depend only on SPLIT_SEED and the pair. Changing a constant prepares a new dataset.
+searches for each. All random choices depend only on SPLIT_SEED and the pair. If a constant changes, a new dataset is prepared.
 """
 
 import itertools
@@ -66,7 +66,7 @@ def demonstration(low: int, number: int, draw: int = 0, *, patience: float = PAT
         if not patient:
             return text
         left_low, left_high = (guess + 1, left_high) if guess < number else (left_low, guess - 1)
-    raise AssertionError(f"{number} is not among the {WIDTH} numbers from {low} on")
+    raise AssertionError(f"{number} is not one of the {WIDTH} numbers from {low} on")
 
 
 def split_pairs() -> dict[str, list[tuple[int, int]]]:

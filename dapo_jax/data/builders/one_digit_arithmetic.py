@@ -53,7 +53,7 @@ class Builder(OwnBuilder):
     name = "one_digit_arithmetic"
     DESCRIPTION = "One-digit sums, differences and products."
     TEXTS = ("prompt", "answer", "operation")
-    # The name contains all constants, so changing one prepares a new dataset.
+    # The name contains all constants, so a new dataset is prepared if a constant changes.
     BUILDER_CONFIGS: ClassVar = [tfds.core.BuilderConfig(name=f"seed_{SPLIT_SEED}_test_{TEST_QUESTIONS}")]
 
     def splits(self) -> dict[str, list[dict[str, str]]]:

@@ -1,8 +1,8 @@
-// What every other file uses: elements, numbers as text, the theme, and data out of inert script elements.
+// Shared by all other files: creates elements, formats numbers, sets the theme, and reads data from inert script elements.
 
 const RUN_COLOURS = 8;
 
-/** An element with attributes and children. Text children become text nodes: nothing here reads markup. */
+/** Returns an element with attributes and children. Text children become text nodes, so they are never parsed as markup. */
 function el(name, attributes = {}, ...children) {
   const node = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {
@@ -21,7 +21,7 @@ function svg(name, attributes = {}, ...children) {
   return node;
 }
 
-/** The colour of run or series `number`, as a custom property that the theme knows. */
+/** Returns the colour of run or series `number`, as a custom property that the theme defines. */
 function colour(number) {
   return `var(--run-${number % RUN_COLOURS})`;
 }
@@ -34,7 +34,7 @@ function swatch(number) {
 
 const MINUS = "\u2212";
 
-/** A number in as few characters as tell it: three or four digits. */
+/** Formats a number briefly, with three or four digits. */
 function figure(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   const size = Math.abs(value);
@@ -61,7 +61,7 @@ function signed(value, digits = 2) {
   return (value < 0 ? MINUS : "+") + Math.abs(value).toFixed(digits);
 }
 
-/** Seconds as a person says them. */
+/** Formats a duration given in seconds. */
 function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
   if (seconds < 120) return `${figure(Math.round(seconds * 10) / 10)} s`;
@@ -69,9 +69,9 @@ function duration(seconds) {
   return `${Math.floor(seconds / 3600)} h ${Math.round((seconds % 3600) / 60)} min`;
 }
 
-/** A time as ISO 8601 has it, to the minute. */
+/** Formats an ISO 8601 time to the minute. */
 function moment(text) {
-  return text ? `${text.slice(0, 16).replace("T", " ")} UTC` : "a time that is not known";
+  return text ? `${text.slice(0, 16).replace("T", " ")} UTC` : "an unknown time";
 }
 
 function counted(count, word, plural = `${word}s`) {
@@ -88,20 +88,20 @@ function bytesOf(text) {
   return bytes;
 }
 
-/** Of a page that is served: what is newer than what came with it, and how to get what did not. A page in a file has everything. */
+/** For a page from a server: parts that are newer than the page, and a function that requests missing parts. A page in a file is complete. */
 const served = { newer: {}, packed: null };
 
-/** What a compressed part of the page holds. */
+/** Returns the decompressed content of a part of the page. */
 async function unpack(name) {
   const text = served.newer[name] ?? document.getElementById(name)?.textContent;
   const stream = text === undefined ? await served.packed(name) : new Blob([bytesOf(text)]).stream();
   return new Response(stream.pipeThrough(new DecompressionStream("gzip")));
 }
 
-/** Lets the browser draw and answer between two pieces of work. */
+/** Lets the browser draw and handle events between two pieces of work. */
 const breathe = () => new Promise((resolve) => setTimeout(resolve));
 
-/** What was chosen last time; a page in a sandboxed frame has no such memory. */
+/** Stores the reader's choices for the next visit, which is not possible in a sandboxed frame. */
 const memory = {
   get(key) {
     try {
@@ -114,12 +114,12 @@ const memory = {
     try {
       localStorage.setItem(`dapo_jax.report.${key}`, value);
     } catch {
-      // Then it is chosen again.
+      // The choice is not stored.
     }
   },
 };
 
-/** The theme: the system's until the button was pressed. */
+/** Follows the system's theme until the reader presses the button. */
 function startTheme(button) {
   const system = matchMedia("(prefers-color-scheme: dark)");
   let chosen = memory.get("theme");
@@ -138,7 +138,7 @@ function startTheme(button) {
   show();
 }
 
-/** A row of buttons of which one is pressed. `options` are [value, label, hint?]. */
+/** Returns a row of buttons, one of which is pressed. `options` are [value, label, hint?]. */
 function segmented(label, options, value, chosen) {
   const buttons = options.map(([option, text, hint]) =>
     el(
@@ -159,7 +159,7 @@ function segmented(label, options, value, chosen) {
   return el("div", { class: "segmented", role: "group", "aria-label": label }, ...buttons);
 }
 
-/** A labelled select. `options` are [value, label]. */
+/** Returns a select element with a label. `options` are [value, label]. */
 function select(label, options, value, chosen) {
   const box = el("select", { onchange: () => chosen(box.value) });
   box.append(...options.map(([option, text]) => el("option", { value: option, selected: option === value }, text)));

@@ -1,8 +1,8 @@
-// The view of rollouts: search, filters and order above, the list of groups and the chosen one below.
+// The view of rollouts: search, filters and order at the top; below, the list of groups and the chosen group.
 
 const CHECKS = [
   ["truncated", "truncated", "cut off at the length limit"],
-  ["flipped", "flipped to right", "correct, and when the question was last asked at an earlier logged step, fewer than half of its responses were"],
+  ["flipped", "flipped to right", "correct, although fewer than half of the responses to the question were correct at the previous logged step with it"],
   ["clipped", "with clipped tokens", "at least one token was clipped in its update"],
   ["trained", "trained on", "it was in an update"],
   ["leftOut", "left out of the loss", "by overlong filtering"],
@@ -13,8 +13,8 @@ const SHADINGS = [
   ["age", "Age", "steps between the weights that sampled a token and this step"],
   ["none", "None"],
 ];
-const FLIPPED = "Flipped to right: a correct response to a question that was asked at an earlier logged step, where at the last such step fewer than half of its responses were correct.";
-const BARS = "Bars: the rewards of a group's responses, from the lowest that was logged of the step to the highest.";
+const FLIPPED = "Flipped to right: a correct response, although fewer than half of the responses to its question were correct at the previous logged step with this question.";
+const BARS = "Bars: the rewards of a group's responses, between the lowest and the highest logged reward of the step.";
 const PAUSE_MS = 180;
 
 function startRollouts(root, data, { stores, openProblem }) {
@@ -39,7 +39,7 @@ function startRollouts(root, data, { stores, openProblem }) {
     showBeside(entry.group);
   }
 
-  /** Shows the other run's group of the same question whose step is nearest. */
+  /** Shows the group of the other run with the same question and the nearest step. */
   function showBeside(group) {
     other.node.hidden = beside === null;
     if (beside === null) return;
@@ -48,8 +48,8 @@ function startRollouts(root, data, { stores, openProblem }) {
     else other.show(beside, groups[nearestStep(groups.map((each) => beside.columns.group_step[each]), store.columns.group_step[group])]);
   }
 
-  /** Lists what the filters leave, from the `top` or where the chosen group is; with words to look for, as they are found.
-   * With `stay` the reader is left where she is: there are only more groups. */
+  /** Lists the groups that pass the filters, scrolled to the `top` or to the chosen group. Search results are listed as they are found.
+   * With `stay`, the reader's position is kept, because groups were only added. */
   async function relist({ top = false, stay = false } = {}) {
     if (top) list.group = undefined;
     const mine = (asked += 1);
@@ -72,19 +72,19 @@ function startRollouts(root, data, { stores, openProblem }) {
       const count = entries.reduce((sum, entry) => sum + entry.count, 0);
       const place = done < total ? `, ${Math.round((100 * done) / total)}% searched` : "";
       status.textContent = `${counted(count, "response")} in ${counted(entries.length, "group")} with “${state.words}”${place}`;
-      // Until the end only when there is something to see: the list is rebuilt.
+      // Before the end, shows only new results, because the whole list is rebuilt.
       if (done === total || entries.length > shown) show(entries, stay, done === total);
       shown = entries.length;
     }, () => mine !== asked);
   }
 
-  /** As long as not all was `searched`, what is read stays: it may yet be found. */
+  /** Until everything is `searched`, the open group stays on the screen, because the search may still find it. */
   function show(entries, stay, searched = true) {
     list.show(store, entries, stay);
     if (!entries.length && !searched) return;
     if (!entries.length) {
       const none = state.wanted.shared && beside && isOpen(state.wanted) && !state.words;
-      view.nothing(none ? "The two runs have logged no prompt in common: runs of the same seed and data ask the same ones." : "No response meets these filters.");
+      view.nothing(none ? "The two runs have no logged prompt in common. Runs with the same seed and data use the same prompts." : "No response meets these filters.");
       other.node.hidden = true;
     } else if (list.at < 0) {
       if (searched) list.choose(0);
@@ -178,13 +178,13 @@ function startRollouts(root, data, { stores, openProblem }) {
     ].filter(Boolean));
   }
 
-  /** Shows what there is by now; a reader who is in the middle of something stays there. */
+  /** Shows the current data, and keeps the reader's position. */
   async function update() {
     const before = runs.length;
     runs = data.runs.filter((run) => run.rollouts.steps.length);
     if (!runs.length) {
       const logged = data.runs.some((run) => run.rollouts.logged);
-      const words = logged ? "This page was made without the rollouts." : "No rollouts were logged yet: log.rollouts_every_steps says at which steps they are.";
+      const words = logged ? "This page was made without the rollouts." : "No rollouts were logged yet. log.rollouts_every_steps sets the steps at which they are logged.";
       root.replaceChildren(el("p", { class: "empty" }, words));
       return;
     }

@@ -1,6 +1,6 @@
-// One panel: its lines, or its stack, its legend with the values at the cursor, and the cursor itself; and what every plot has.
+// A panel with its lines or its stack, its cursor, and its legend with the values at the cursor. Also the axes and events of all plots.
 //
-// What all panels share is handed in as `view`: {runs, axis, smoothing, zoom, shown, cursor, moved, zoomed}.
+// All panels share the state `view`: {runs, axis, smoothing, zoom, shown, cursor, moved, zoomed}.
 
 const PLOT = { height: 172, left: 46, right: 10, top: 8, bottom: 22 };
 const DASHES = ["", "6 3", "1.5 2.5", "8 3 2 3", "3 3", "10 3"];
@@ -29,7 +29,7 @@ class Chart {
     listenTo(this);
   }
 
-  /** Other metrics of the same panel, as of a run that has got further; what was switched on or off stays so. */
+  /** Replaces the metrics of the panel, for example after a new step. Series stay switched on or off. */
   update(panel) {
     const known = new Set(this.panel.series.map((series) => series.key));
     for (const key of panel.hidden) if (!known.has(key)) this.hidden.add(key);
@@ -46,7 +46,7 @@ class Chart {
     return this.view.runs.filter((run) => this.view.shown.has(run.number));
   }
 
-  /** The lines that are drawn: one for each series and run. With one run colours tell series apart, else runs. */
+  /** Returns the lines to draw, one per series and run. Colours distinguish the series of a single run, or else the runs. */
   lines() {
     const several = this.view.runs.length > 1;
     const lines = [];
@@ -127,7 +127,7 @@ class Chart {
     return nodes;
   }
 
-  /** Layers on one another; a step where all are missing is left out. */
+  /** Returns the range and the stacked layers. A step without any values is left out. */
   stacked(lines) {
     const xs = lines[0]?.xs ?? [];
     const smooth = lines.map(({ values }) => (this.smoothing() > 0 ? smoothed(values, this.smoothing()) : values));
@@ -151,7 +151,7 @@ class Chart {
     return [range, draws];
   }
 
-  /** The legend, with the values at the cursor, or the last ones. */
+  /** Updates the legend, which shows the values at the cursor or, without a cursor, the last values. */
   tell() {
     const { cursor, axis } = this.view;
     const several = this.view.runs.length > 1;
@@ -186,14 +186,14 @@ class Chart {
     const button = el("button", { ...attributes, title: series.label }, sample, el("span", {}, series.label));
     button.addEventListener("click", () => {
       if (!this.hidden.delete(series.key)) this.hidden.add(series.key);
-      button.focus();  // where a click does not
+      button.focus();  // some browsers do not focus a clicked button
       this.draw();
     });
     return button;
   }
 }
 
-/** The lines and numbers beside a plot. `size` is [left, right, bottom, top], `within` the range of the horizontal axis. */
+/** Returns the lines and labels of a plot's axes. `size` is [left, right, bottom, top], and `within` is the range of the horizontal axis. */
 function axesOf({ size: [left, right, bottom, top], x, y, range, within: [low, high], axis, grid, log = false, share = false }) {
   const nodes = [];
   const label = share ? (value) => `${mark(Number((100 * value).toPrecision(4)))}%` : mark;
@@ -214,7 +214,7 @@ function axesOf({ size: [left, right, bottom, top], x, y, range, within: [low, h
   return nodes;
 }
 
-/** Puts a plot's cursor at `value` of the horizontal axis; null: nowhere. */
+/** Moves a plot's cursor to `value` on the horizontal axis, or hides it if `value` is null. */
 function showCursor({ cursor, x, size }, value) {
   const at = value === null ? -Infinity : x(value);
   const seen = at >= size[0] - 1 && at <= size[1] + 1;
@@ -224,7 +224,7 @@ function showCursor({ cursor, x, size }, value) {
   cursor.setAttribute("x2", at);
 }
 
-/** Pointer and keys of a plot: {plot, view, size, x, brush}. */
+/** Handles pointer and key events of a plot: {plot, view, size, x, brush}. */
 function listenTo(chart) {
   const { plot, view } = chart;
   let from = null;

@@ -1,11 +1,11 @@
-// The view of configurations: each run's values beside the defaults, which are the paper's where it gives one.
+// The view of configurations: each run's values next to the defaults, which are the paper's values if the paper gives them.
 
 function startConfiguration(root, data) {
   const { runs } = data;
   root.replaceChildren();
   const rows = data.configuration;
   if (rows.every((row) => row.values.every((value) => value === null))) {
-    root.append(el("p", { class: "empty" }, "There is no config.yaml beside these metrics."));
+    root.append(el("p", { class: "empty" }, "There is no config.yaml next to these metrics."));
     return root;
   }
   const kinds = [["departs", `Departs from the defaults (${rows.filter((row) => row.departs).length})`]];

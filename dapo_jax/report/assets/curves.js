@@ -1,4 +1,4 @@
-// The view of curves: a line of figures for each run, what is drawn and how, and the panels by section.
+// The view of curves: a table with a line per run, the settings of the plots, and the panels by section.
 
 function startCurves(root, data) {
   const runs = data.runs;
@@ -16,7 +16,7 @@ function startCurves(root, data) {
       for (const run of runs) if (this.shown.has(run.number)) high = Math.max(high, (run.axes[this.axis] ?? []).at(-1) ?? 0);
       return [0, high || 1];
     },
-    /** The cursor stands where the nearest run shown has a value. */
+    /** Moves the cursor to the nearest value of the longest run that is shown. */
     moved(x) {
       const snapped = x === null ? null : snap(x);
       if (snapped === this.cursor) return;
@@ -81,7 +81,7 @@ function startCurves(root, data) {
       against,
       el("label", { class: "field" }, el("span", {}, "Smoothing"), slider, amount),
       reset,
-      el("span", { class: "hint" }, "Drag over a panel to zoom. Names switch lines on and off; figures are those at the cursor, or the last."),
+      el("span", { class: "hint" }, "Drag over a panel to zoom. Click a name to show or hide its line. Values are at the cursor or, without a cursor, the last."),
     ),
     grid,
     zero,
@@ -94,7 +94,7 @@ function startCurves(root, data) {
   let heats = [];
   let laid = "";
 
-  /** Puts the panels into their sections; those that were there before are used again. */
+  /** Arranges the panels in sections, and reuses existing panels. */
   function lay() {
     const found = sections(data.panels);
     for (const panel of data.panels) {
@@ -110,7 +110,7 @@ function startCurves(root, data) {
     const rest = found.get(OTHER) ?? [];
     grid.replaceChildren(
       ...known.flatMap(([section, panels]) => [el("h2", { class: "above" }, section), ...of(panels)]),
-      ...(heats.length ? [el("h2", { class: "above" }, "Distributions over the rollouts that were logged"), ...heats.map(cell)] : []),
+      ...(heats.length ? [el("h2", { class: "above" }, "Distributions over the logged rollouts"), ...heats.map(cell)] : []),
     );
     box.replaceChildren(el("summary", {}, `${OTHER} (${rest.length})`), el("div", { class: "panels" }, ...of(rest)));
     others.replaceChildren(...(rest.length ? [box] : []));
@@ -128,14 +128,14 @@ function startCurves(root, data) {
         view.zoomed(null);
       }));
     }
-    zero.textContent = data.zero.length ? `Zero throughout, so not drawn: ${data.zero.join(", ").toLowerCase()}.` : "";
+    zero.textContent = data.zero.length ? `Always zero, so not shown: ${data.zero.join(", ").toLowerCase()}.` : "";
     lay();
-    // When all are there, so that the width is the one that a scroll bar leaves.
+    // Drawn after all panels are in the page, because a scroll bar changes their width.
     draw([...charts.values()].filter((chart) => grid.contains(chart.node) || (box.open && box.contains(chart.node))));
   }
 
   show();
-  // Widths change with the window, and are known only while the view is shown.
+  // Widths change with the window, and can be measured only while the view is visible.
   let width = root.clientWidth;
   new ResizeObserver(() => {
     if (!root.clientWidth || root.clientWidth === width) return;
@@ -144,7 +144,7 @@ function startCurves(root, data) {
   }).observe(root);
 
   return {
-    /** Adds what was logged of rollouts, which takes longer to read. */
+    /** Adds the distributions over the logged rollouts, which take longer to load. */
     distributions(stores) {
       heats = [];
       for (const distribution of DISTRIBUTIONS) {
@@ -156,7 +156,7 @@ function startCurves(root, data) {
           heat.read();
           if (heat.columns.length) alike.push(heat);
         }
-        // The same range for all runs, so that they can be compared.
+        // All runs have the same range, so that they can be compared.
         const range = [Math.min(...alike.map((heat) => heat.range[0])), Math.max(...alike.map((heat) => heat.range[1]))];
         for (const heat of alike) heat.range = range;
         heats.push(...alike);
@@ -164,7 +164,7 @@ function startCurves(root, data) {
       lay();
       draw(heats);
     },
-    /** Shows `data` as it is now. */
+    /** Shows the current `data`. */
     update: show,
   };
 }
@@ -182,13 +182,13 @@ function sections(panels) {
   return found;
 }
 
-/** A table with a line for each run; its name switches it on and off. */
+/** Returns a table with a line per run. A click on a run's name shows or hides the run. */
 function summary({ runs, made }, view, drawAll) {
   const heldOut = (run) => Object.keys(run.columns).find((key) => (run.by_score ? /^eval\/.+\/reward$/ : /^eval\/.+\/avg@(\d+|k)$/).test(key));
   const kinds = new Set(runs.map((run) => heldOut(run)?.split("/").at(-1)).filter(Boolean));
   const averages = [...kinds].filter((kind) => kind !== "reward");
   const kindOf = (run) => (run.by_score ? "reward" : averages.length === 1 ? averages[0] : "avg@k");
-  /** Where some runs are judged by scores and others are not, each says what its figures are. */
+  /** If only some of the runs are judged by scores, each figure is labelled. */
   const alike = runs.every((run) => run.by_score === runs[0].by_score);
   const said = (name, text) => (alike || text === "–" ? text : `${name} ${text}`);
   const trained = (run) => (run.by_score ? ["reward", figure(last(run, "reward/mean"))] : ["accuracy", percent(last(run, "rollout/accuracy"))]);
@@ -226,7 +226,7 @@ function runName(run, runs, view, drawAll) {
 const valuesOf = (run, key) => (run.columns[key] ?? []).map((value, i) => [value, i]).filter(([value]) => value !== null);
 const last = (run, key) => valuesOf(run, key).at(-1)?.[0] ?? null;
 
-/** The state of a run when the page was made. */
+/** Returns the state of a run at the time when the page was made. */
 function stateOf({ status: { state, at, reason } }, made) {
   const words = {
     running: [`running`, `last sign of life ${moment(at)}`],
@@ -234,7 +234,7 @@ function stateOf({ status: { state, at, reason } }, made) {
     stopped: [`stopped${reason ? ` by ${reason}` : ""}`, moment(at)],
     failed: ["ended by an error", moment(at)],
     silent: ["no sign of life", `since ${moment(at)}`],
-    unknown: ["not known", `last written ${moment(at)}`],
+    unknown: ["unknown", `last written ${moment(at)}`],
   }[state];
   const title = `as of ${moment(made)}`;
   return el("div", { class: `state ${state}`, title }, el("b", {}, words[0]), ` ${words[1]}`, state === "failed" && reason ? el("div", { class: "reason" }, reason) : null);

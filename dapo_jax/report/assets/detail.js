@@ -1,9 +1,9 @@
-// One group: its prompt and answer, and its responses.
+// Shows one group: its prompt, its answer and its responses.
 
 const RESPONSES_AT_FIRST = 16;
 
 class GroupView {
-  /** `state` is {wanted, order, words, shading, named}, `goTo(group)` shows another group, `links(key)` gives nodes that lead to other
+  /** `state` is {wanted, order, words, shading, named}. `goTo(group)` shows another group, and `links(key)` returns links to other
    * views of the same question. */
   constructor(state, { goTo, links }) {
     Object.assign(this, { state, goTo, links });
@@ -16,7 +16,7 @@ class GroupView {
     this.node.replaceChildren(el("p", { class: "empty" }, words));
   }
 
-  /** Shows a group; the last one that was asked for wins. */
+  /** Shows a group. If several are requested before one has loaded, shows the last. */
   show(store, group) {
     this.pending = this.open(store, group);
     return this.pending;
@@ -80,7 +80,7 @@ class GroupView {
     return el("div", { class: "heading" }, ...words, ...this.links(store, store.key(group)));
   }
 
-  /** The same question at all steps at which it was logged. */
+  /** Returns bars for all logged groups of the same question. */
   history() {
     const { store, group } = this.shown;
     const groups = store.groupsOf(store.key(group));
@@ -150,20 +150,20 @@ class GroupView {
   }
 }
 
-/** What the grader said of a response: right or wrong, or its score. */
+/** Returns the grader's verdict on a response, or its score. */
 function verdictOf(byScore, response, correct) {
   if (!byScore) return el("span", { class: `verdict ${correct ? "good" : "bad"}` }, correct ? "✓ correct" : "✗ wrong");
   return el("span", { class: "verdict even" }, typeof response.score === "number" ? `score ${figure(response.score)}` : "no score");
 }
 
-/** What the grader read, and its reason; who gives scores need not read an answer. */
+/** Returns the extracted answer and the grader's reason. Graders that give scores may not extract an answer. */
 function whyOf(byScore, { extracted, reason }) {
   const none = extracted === null || extracted === undefined;
   const read = none ? !byScore && "no answer found" : `answer read: ${extracted}`;
   return [read, reason].filter(Boolean).join(" · ");
 }
 
-/** Text in which `words` (lower case) are marked. */
+/** Returns an element with the text, in which `words` (lower case) are marked. */
 function marked(name, text, words) {
   const node = el(name, {});
   const lower = text.toLowerCase();

@@ -1,4 +1,4 @@
-// Which groups are listed, in which order, and which of their responses meet the filters.
+// Selects and orders the groups to list, and the responses that pass the filters.
 
 const ORDERS = [
   ["step", "First step first"],
@@ -13,10 +13,10 @@ const ORDERS = [
 
 const VERDICTS = [["any", "All"], ["correct", "Correct"], ["wrong", "Wrong"]];
 const SIDES = [["any", "All"], ["above", "Above the group's mean"], ["below", "Below it"]];
-/** Of responses that are above or below the mean reward of their group: `Store.side`. */
+/** The value of `Store.side` for responses above or below the mean reward of their group. */
 const SIDE = { above: 1, below: -1 };
 
-/** True for each response that meets the filters. `wanted` is {verdict, truncated, flipped, clipped, trained, leftOut, step}. */
+/** Returns whether response `i` passes the filters. `wanted` is {verdict, truncated, flipped, clipped, trained, leftOut, step}. */
 function meets(store, wanted, i) {
   const flags = store.columns.flags[i];
   if (wanted.verdict === "correct" && !(flags & FLAG.correct)) return false;
@@ -30,7 +30,7 @@ function isOpen(wanted) {
   return wanted.verdict === "any" && !["truncated", "flipped", "clipped", "trained", "leftOut"].some((name) => wanted[name]);
 }
 
-/** What a response is ordered by; higher comes first. */
+/** Returns the function by which responses are ordered, highest value first. */
 function weightOf(store, order) {
   const { advantage, reward, tokens, clipped } = store.columns;
   return {
@@ -43,7 +43,7 @@ function weightOf(store, order) {
   }[order];
 }
 
-/** Groups with a response that meets the filters: {groups, counts, responses}, in order. */
+/** Returns the groups with a response that passes the filters, in order, and the number of such responses. */
 function listed(store, wanted, order) {
   const weight = weightOf(store, order);
   const found = [];
@@ -68,7 +68,7 @@ function listed(store, wanted, order) {
   return { found, responses };
 }
 
-/** Those of a group's responses that meet the filters, and whose text or prompt has `words`, in order. */
+/** Returns, in order, the responses of a group that pass the filters and whose text or prompt contains `words`. */
 function responsesOf(store, group, texts, wanted, order, words) {
   const first = store.first(group);
   const places = texts.responses.map((_, k) => k).filter((k) => meets(store, wanted, first + k));
@@ -82,10 +82,10 @@ const has = (text, words) => text.toLowerCase().includes(words);
 
 const TELL_MS = 250;
 
-/** Looks for `words` (in lower case) in the prompts and responses of `found`, chunk by chunk.
+/** Searches the prompts and responses of `found` for `words` (in lower case), chunk by chunk.
  *
- * `tell(entries, done, total)` is called with what has been found, in the order of `found`, now and then and at the end;
- * `stopped()` ends the search. Between two chunks the page answers to its user.
+ * `tell(entries, done, total)` is called at intervals and at the end with the results so far, in the order of `found`.
+ * The search ends if `stopped()` returns true. Between two chunks, the browser can handle events.
  */
 async function search(store, found, wanted, words, tell, stopped) {
   const chunks = new Map();

@@ -1,4 +1,4 @@
-// How a number of rollouts is distributed, step by step: a column of shades for each logged step, and the histogram of one of them.
+// The distribution of a rollout metric: a column of shades for each logged step, and the histogram of one step.
 
 const [BINS, MOST_COLUMNS, SHADES] = [24, 96, 6];
 const HISTOGRAM = { height: 82, bottom: 20, top: 6 };
@@ -9,7 +9,7 @@ const DISTRIBUTIONS = [
   ["advantage", "Advantages", ""],
 ];
 
-/** The numbers of a column by logged step: [{from, to, values: [[value, correct]]}], several steps together where there are many. */
+/** Returns the values of a column by logged step: [{from, to, values: [[value, correct]]}]. If there are many steps, they are merged. */
 function byStep(store, column) {
   const values = store.columns[column];
   const { flags, group_step: steps } = store.columns;
@@ -52,7 +52,7 @@ class Heat {
     listenTo(this);
   }
 
-  /** Takes the numbers from the store again. */
+  /** Reloads the values from the store. */
   read() {
     this.columns = byStep(this.store, this.column);
     const all = this.columns.flatMap(({ values }) => values.map(([value]) => value));
@@ -68,7 +68,7 @@ class Heat {
     return Math.min(BINS - 1, Math.max(0, Math.floor(((value - low) / (high - low)) * BINS)));
   }
 
-  /** A step's place on the panels' common axis; null where the run has no metrics of it. */
+  /** Returns the position of a step on the common horizontal axis, or null if the run has no metrics for the step. */
   at(step) {
     const { axes } = this.store.run;
     if (this.view.axis === "step") return step;
@@ -104,7 +104,7 @@ class Heat {
     this.tell();
   }
 
-  /** A path for each shade. */
+  /** Returns one path per shade. */
   cells() {
     const paths = Array.from({ length: SHADES }, () => "");
     const height = (this.size[2] - this.size[3]) / BINS;
@@ -131,14 +131,14 @@ class Heat {
     return svg("path", { class: "mean", d: points.length > 1 ? pathOf(points, this.x, this.y) : "" });
   }
 
-  /** [correct, wrong] of each bin; of a run that is judged by scores all are in the second. */
+  /** Returns [correct, wrong] for each bin. If the run is judged by scores, all responses count as wrong. */
   counts({ values }) {
     const counts = Array.from({ length: BINS }, () => [0, 0]);
     for (const [value, correct] of values) counts[this.bin(value)][correct && !this.store.run.by_score ? 0 : 1] += 1;
     return counts;
   }
 
-  /** The histogram of the step at the cursor, or of the last. */
+  /** Shows the histogram of the step at the cursor or, without a cursor, of the last step. */
   tell() {
     if (!this.placed?.length || !this.view.shown.has(this.number)) return;
     const { cursor } = this.view;
@@ -178,10 +178,10 @@ class Heat {
   }
 }
 
-/** To a millionth: advantages of a group add up to 0 but for their rounding. */
+/** Returns the mean, rounded to 1e-6 because the advantages of a group add up to 0 only up to rounding. */
 const meanOf = (values) => Math.round((1e6 * values.reduce((sum, [value]) => sum + value, 0)) / values.length) / 1e6;
 
-/** Of ascending [value, ...] pairs, the one that `share` of them do not exceed. */
+/** Returns the quantile at `share` of [value, ...] pairs in ascending order. */
 function quantile(values, share) {
   return values[Math.min(values.length - 1, Math.floor(share * values.length))][0];
 }

@@ -1,10 +1,10 @@
-// A long list: as many rows as fit, whatever their number, and the keys of a list box.
+// A list box for any number of entries. Only the visible rows are in the page.
 
 const ROW_HEIGHT = 46;
 const MAX_TICKS = 32;
 
 class LongList {
-  /** `content(entry, source)` gives the children of a row; `name` begins the ids of rows, `label` says what they are. */
+  /** `content(entry, source)` returns the children of a row, `name` is the prefix of row ids, and `label` is the list's accessible name. */
   constructor(chosen, { name, label, content }) {
     Object.assign(this, { chosen, name, content, entries: [], at: -1, group: undefined });
     this.space = el("div", { class: "space" });
@@ -14,9 +14,9 @@ class LongList {
     new ResizeObserver(() => this.draw()).observe(this.box);
   }
 
-  /** Shows other entries, each with a `group` of its own in `source`; the one that was chosen stays so where it is among them.
+  /** Shows other entries, each with a `group` in `source`. The chosen entry stays chosen if the new entries include it.
    *
-   * With `stay` the list is not scrolled: more was added to it.
+   * With `stay`, the list is not scrolled, because entries were only added.
    */
   show(source, entries, stay = false) {
     if (this.source !== source) this.group = undefined;
@@ -90,14 +90,14 @@ class LongList {
   }
 }
 
-/** A bar in a row that is neither good nor bad; `level` is its height, from 0 to 1. */
+/** Returns a bar for a row that is neither good nor bad. `level` is its height, from 0 to 1. */
 function evenMark(level) {
   const node = el("i", { class: "even" });
   node.style.height = `${Math.max(2, Math.round(12 * level))}px`;
   return node;
 }
 
-/** A group of rollouts in a list. */
+/** Returns the children of a row for a group of rollouts. */
 function groupRow({ group, count }, store) {
   const { columns } = store;
   const [first, end] = [store.first(group), store.end(group)];

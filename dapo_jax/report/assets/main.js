@@ -1,4 +1,4 @@
-// Starts the page: the header, the views, which of them is shown, and how one leads to another.
+// Starts the page: the header, the views, the tabs, and the links between views.
 
 function startTabs() {
   const tabs = [...document.querySelectorAll("[role=tab]")];
@@ -25,7 +25,7 @@ function startTabs() {
   return (name) => choose(document.getElementById(`tab-${name}`));
 }
 
-/** Takes in newer data: those who hold `data` and its runs see what is new in them. */
+/** Copies newer data into `data` and its runs, which the views share. */
 function renew(data, newer) {
   newer.runs.forEach((run, number) => Object.assign(data.runs[number], run));
   for (const name of ["made", "panels", "zero", "configuration"]) data[name] = newer[name];
@@ -46,7 +46,7 @@ async function start() {
 
   const rolloutStores = new Map(data.runs.map((run) => [run.number, new Store(run)]));
   const problemStores = new Map(data.runs.map((run) => [run.number, new ProblemStore(run)]));
-  /** Whether a run has the question elsewhere; with `go` it is shown there. */
+  /** Returns whether the run's evaluations include the question. With `go`, shows it there. */
   const openProblem = (run, key, go = false) => {
     const found = problemStores.get(run.number).find(key);
     if (found && go) {

@@ -1,12 +1,12 @@
-// The view of evaluations: held-out problems, what was answered to each at every evaluation, and the same in another run.
+// The view of evaluations: held-out problems with the responses at each evaluation, next to the responses of another run.
 
 const PROBLEM_ORDERS = [
-  ["file", "As asked"],
+  ["file", "In file order"],
   ["worst", "Worst first"],
   ["gained", "Most gained first"],
   ["lost", "Most lost first"],
 ];
-/** Which problems are listed, by the share of correct responses or, where scores judge them, by what became of the mean reward. */
+/** Filters for problems: by the share of correct responses, or for runs judged by scores, by the change of the mean reward. */
 const SHARES = [["any", "All"], ["all", "All right"], ["some", "Some right"], ["none", "None right"]];
 const CHANGES = [["any", "All"], ["higher", "Higher"], ["lower", "Lower"]];
 const EXTRACTED_AT_FIRST = 8;
@@ -22,7 +22,7 @@ function startProblems(root, data, { stores, openGroup }) {
   const columns = el("div", { class: "columns" }, el("div", { class: "side" }, status, list.box, hint), node);
 
   const dataset = () => store.datasets.get(state.dataset);
-  /** The evaluation that is looked at: the one at the chosen step, or the last. */
+  /** Returns the evaluation nearest to the chosen step or, if no step is chosen, the last evaluation. */
   const evaluation = (of) => (state.step === null ? of.steps.length - 1 : nearestStep(of.steps, state.step));
   const byScore = () => store.run.by_score;
 
@@ -50,7 +50,7 @@ function startProblems(root, data, { stores, openGroup }) {
   function ordered(of) {
     const [last, at] = [of.steps.length - 1, evaluation(of)];
     const worth = (place, when = at) => store.worth(of, when, place);
-    /** What was not asked both times has gained nothing. */
+    /** Returns the gain from the first to the last evaluation, or 0 if one of them lacks the problem. */
     const gain = (place) => {
       const [before, after] = [worth(place, 0), worth(place, last)];
       return before === null || after === null ? 0 : after - before;
@@ -68,7 +68,7 @@ function startProblems(root, data, { stores, openGroup }) {
     return weight ? places.sort((a, b) => weight(a) - weight(b) || a - b) : places;
   }
 
-  /** True for problems of which a text has the words: prompt, answer, or a response at the chosen evaluation. */
+  /** Returns the problems whose prompt, answer or responses at the chosen evaluation contain the search words. */
   async function having(of, places) {
     const records = await store.records(of, evaluation(of));
     const found = [];
@@ -102,7 +102,7 @@ function startProblems(root, data, { stores, openGroup }) {
 
   let shown = null;
 
-  /** Shows a problem, or why it cannot be read. */
+  /** Shows a problem, or the error if it cannot be loaded. */
   async function show(place, how) {
     await open(place, how).catch((error) => {
       shown = null;
@@ -110,7 +110,7 @@ function startProblems(root, data, { stores, openGroup }) {
     });
   }
 
-  /** The last one that was asked for wins. */
+  /** Loads and shows a problem, unless another problem is requested meanwhile. */
   async function open(place, { stay = false } = {}) {
     const mine = (shown = { place });
     const of = dataset();
@@ -132,7 +132,7 @@ function startProblems(root, data, { stores, openGroup }) {
         { class: "heading" },
         el("h2", {}, `Problem ${place + 1}`),
         where === null || where === undefined ? null : el("span", {}, String(where)),
-        group ? el("button", { type: "button", class: "link", onclick: () => openGroup(store.run, key, true) }, "asked in training, too") : null,
+        group ? el("button", { type: "button", class: "link", onclick: () => openGroup(store.run, key, true) }, "also asked in training") : null,
       ),
       el("div", { class: "question" }, el("h3", {}, "Prompt"), marked("pre", prompt, state.words), el("h3", {}, "Answer"), el("pre", { class: "answer" }, answer)),
       el("div", { class: blocks.length > 1 ? "sides two" : "sides" }, ...blocks),
@@ -140,7 +140,7 @@ function startProblems(root, data, { stores, openGroup }) {
     node.scrollTop = stay ? top : 0;
   }
 
-  /** What one run answered: bars over time, then the chosen evaluation, or every one. */
+  /** Returns one run's results on a problem: bars over time, and the responses at the chosen evaluation or at every evaluation. */
   async function column(source, of, place) {
     const name = runs.length > 1 ? el("p", { class: "run" }, swatch(source.run.number), source.run.name) : null;
     if (!of) return el("section", {}, name, el("p", { class: "empty" }, `${source.run.name} was not evaluated on this problem.`));
@@ -221,8 +221,8 @@ function startProblems(root, data, { stores, openGroup }) {
     });
     const of = dataset();
     hint.textContent = byScore()
-      ? "Bars: the mean reward at each evaluation, from the lowest of the dataset to the highest, the last on the right."
-      : "Bars: the share of correct responses at each evaluation, the last on the right.";
+      ? "Bars: the mean reward at each evaluation, between the dataset's lowest and highest. The last evaluation is on the right."
+      : "Bars: the share of correct responses at each evaluation. The last evaluation is on the right.";
     const names = [...store.datasets.keys()].map((name) => [name, name]);
     const runOptions = runs.map((run) => [String(run.number), run.name]);
     const steps = [...of.steps].reverse().map((step) => [String(step), String(step)]);
@@ -260,7 +260,7 @@ function startProblems(root, data, { stores, openGroup }) {
     runs = data.runs.filter((run) => run.evaluations.datasets.length);
     if (!runs.length) {
       const logged = data.runs.some((run) => run.evaluations.logged);
-      const words = logged ? "This page was made without the evaluations' problems." : "There was no evaluation yet: eval.every_steps says at which steps they are.";
+      const words = logged ? "This page was made without the evaluations' problems." : "There was no evaluation yet. eval.every_steps sets the steps of evaluations.";
       root.replaceChildren(el("p", { class: "empty" }, words));
       return;
     }

@@ -1,6 +1,6 @@
-// From numbers to places on a panel: ranges, ticks, smoothing, and paths that are no longer than the screen is wide.
+// Converts numbers to positions on a panel: ranges, ticks, smoothing, and paths with few points per pixel.
 
-/** Round values inside [low, high], about `count` of them; `whole` numbers for what is counted. */
+/** Returns about `count` round values in [low, high]. With `whole`, returns only whole numbers. */
 function ticks(low, high, count, whole = false) {
   const rough = Math.max((high - low) / Math.max(1, count), whole ? 1 : 0);
   const power = 10 ** Math.floor(Math.log10(rough));
@@ -19,7 +19,7 @@ function logTicks(low, high) {
   return found.length > 1 ? found : [low, high];
 }
 
-/** The range of an axis that shows all of `values`: from 0 where the values are not far above it. */
+/** Returns the range of an axis that shows all `values`. The range begins at 0 if the values are not far above it. */
 function rangeOf(values, log) {
   let [low, high] = [Infinity, -Infinity];
   for (const value of values) {
@@ -38,20 +38,20 @@ function rangeOf(values, log) {
   return [low - room, high + room];
 }
 
-/** value -> pixel. */
+/** Returns a function from values to pixels. */
 function scale([low, high], [from, to], log = false) {
   if (!log) return (value) => from + ((value - low) / (high - low)) * (to - from);
   const [a, b] = [Math.log(low), Math.log(high)];
   return (value) => from + ((Math.log(Math.max(value, low)) - a) / (b - a)) * (to - from);
 }
 
-/** How far `value` is from the lowest to the highest of a range, from 0 to 1; half way where these are the same, 0 for what is not known. */
+/** Returns the position of `value` in a range, from 0 to 1. It is 0.5 if the range is a single value, and 0 if `value` is unknown. */
 function levelOf(value, [low, high]) {
   if (value === null || Number.isNaN(value)) return 0;
   return low === high ? 0.5 : (value - low) / (high - low);
 }
 
-/** [lowest, highest] of numbers, of which some may be NaN. */
+/** Returns the [lowest, highest] number, ignoring NaN. */
 function extent(values) {
   let [low, high] = [Infinity, -Infinity];
   for (const value of values) {
@@ -62,10 +62,10 @@ function extent(values) {
 }
 
 function rangeText([low, high]) {
-  return low <= high ? `from ${figure(low)} to ${figure(high)}` : "not known";
+  return low <= high ? `from ${figure(low)} to ${figure(high)}` : "unknown";
 }
 
-/** Exponential means, without the pull of their beginning; nulls stay. `weight` is that of what came before. */
+/** Returns exponential moving averages with bias correction. `weight` is the weight of earlier values. Nulls are kept. */
 function smoothed(values, weight) {
   let [sum, norm] = [0, 0];
   return values.map((value) => {
@@ -76,7 +76,7 @@ function smoothed(values, weight) {
   });
 }
 
-/** [x, y] pairs that are both there. */
+/** Returns [x, y, index] for each index at which both values exist. */
 function pointsOf(xs, ys) {
   const points = [];
   for (let i = 0; i < ys.length; i += 1) {
@@ -85,7 +85,7 @@ function pointsOf(xs, ys) {
   return points;
 }
 
-/** Of more points than twice the pixels, the lowest and highest of each pixel. */
+/** If there are more than two points per pixel, keeps only the first, lowest, highest and last point of each pixel. */
 function thinned(points, x, width) {
   if (points.length <= 2 * width) return points;
   const kept = [];
@@ -108,21 +108,21 @@ function pathOf(points, x, y) {
   return points.map(([a, b], i) => `${i ? "L" : "M"}${x(a).toFixed(1)} ${y(b).toFixed(1)}`).join("");
 }
 
-/** The area between two lines over the same xs. */
+/** Returns the path of the area between two lines. */
 function areaOf(upper, lower, x, y) {
   if (!upper.length) return "";
   const back = lower.slice().reverse().map(([a, b]) => `L${x(a).toFixed(1)} ${y(b).toFixed(1)}`);
   return `${pathOf(upper, x, y)}${back.join("")}Z`;
 }
 
-/** A round value beside an axis, without digits that say nothing. */
+/** Formats a round value as the label of an axis, without trailing zeros. */
 function mark(value) {
   const size = Math.abs(value);
   if (size >= 1e5 || (size > 0 && size < 1e-3)) return figure(value).replace(/\.0+(?=[kMGe])/, "");
   return (value < 0 ? MINUS : "") + size.toLocaleString("en-US", { maximumFractionDigits: 6 });
 }
 
-/** The place of the value nearest to `wanted` in ascending `xs`, where `there(place)` holds. */
+/** Returns the index of the value in ascending `xs` that is nearest to `wanted`, among the indices for which `there` is true. */
 function nearest(xs, wanted, there = () => true) {
   let best = -1;
   for (let i = 0; i < xs.length; i += 1) {

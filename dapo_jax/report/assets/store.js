@@ -1,11 +1,11 @@
-// What was logged of one run: numbers of all of it at once, texts by the chunk.
+// The logged data of one run. Numbers are loaded all at once, and texts in chunks.
 
 const FLAG = { correct: 1, truncated: 2, flipped: 4, trained: 8, leftOut: 16 };
 const CHUNKS_KEPT = 16;
 const ARRAYS = { u1: Uint8Array, u4: Uint32Array, i4: Int32Array, f4: Float32Array };
 const ABSENT = 0xffff;
 
-/** Chunks of text, of which the last that were asked for are kept. */
+/** Loads chunks of text, and keeps the most recently used chunks. */
 class Chunks {
   constructor(name) {
     this.name = name;
@@ -17,7 +17,7 @@ class Chunks {
     if (!this.kept.has(number)) {
       this.opened += 1;
       const asked = unpack(`${this.name}-${number}`).then((packed) => packed.json());
-      asked.catch(() => this.kept.delete(number));  // it may be there the next time
+      asked.catch(() => this.kept.delete(number));  // the next request tries again
       this.kept.set(number, asked);
     }
     const found = this.kept.get(number);
@@ -36,7 +36,7 @@ class Store {
     this.chunks = new Chunks(`chunk-${run.number}`);
   }
 
-  /** Reads the index, unless that was done. */
+  /** Loads the index if it is not loaded yet. */
   async open() {
     const { about } = this;
     if (this.read === about) return this;
@@ -75,13 +75,13 @@ class Store {
     return count;
   }
 
-  /** The mean of a group's rewards, as far as they are known; NaN if none is. */
+  /** Returns the mean of a group's known rewards, or NaN if no reward is known. */
   reward(group) {
     const known = this.columns.reward.subarray(this.first(group), this.end(group)).filter((value) => !Number.isNaN(value));
     return known.reduce((sum, value) => sum + value, 0) / known.length;
   }
 
-  /** [lowest, highest] reward of a step's rollouts; of all steps' if there is none. */
+  /** Returns the [lowest, highest] reward at a step, or at all steps if `step` is null. */
   rewards(step = null) {
     if (!this.ranges.has(step)) {
       const { group_step: steps, reward } = this.columns;
@@ -91,13 +91,13 @@ class Store {
     return this.ranges.get(step);
   }
 
-  /** 1 if a response's reward is above the mean of its group, -1 if it is below, 0 if it is neither or not known. */
+  /** Returns 1 if a response's reward is above the mean of its group, -1 if it is below, and 0 if it is equal or unknown. */
   side(i) {
     if (!this.sides) {
       this.sides = new Int8Array(this.rollouts);
       for (let group = 0; group < this.groups; group += 1) {
         const mean = this.reward(group);
-        const least = 1e-6 * Math.max(1, Math.abs(mean));  // what rounding makes
+        const least = 1e-6 * Math.max(1, Math.abs(mean));  // the rounding error
         for (let k = this.first(group); k < this.end(group); k += 1) {
           const more = this.columns.reward[k] - mean;
           this.sides[k] = more > least ? 1 : more < -least ? -1 : 0;
@@ -107,7 +107,7 @@ class Store {
     return this.sides[i];
   }
 
-  /** How a group did, in words. */
+  /** Returns the result of a group as text. */
   outcome(group) {
     if (this.run.by_score) return `mean reward ${figure(this.reward(group))}`;
     return `${this.correct(group)} of ${this.size(group)} correct`;
@@ -117,12 +117,12 @@ class Store {
     return this.read.heads[this.columns.group_question[group]];
   }
 
-  /** What is the same for the same prompt and answer, in all runs. */
+  /** Returns the question key of a group, which is the same in all runs for the same prompt and answer. */
   key(group) {
     return this.read.keys[this.columns.group_question[group]];
   }
 
-  /** The groups of a question, in the order of steps. */
+  /** Returns the groups of a question in step order. */
   groupsOf(key) {
     if (!this.asked) {
       this.asked = new Map(this.read.keys.map((each) => [each, []]));
@@ -131,20 +131,20 @@ class Store {
     return this.asked.get(key) ?? [];
   }
 
-  /** The texts of a group: {prompt, answer, responses}. */
+  /** Returns the texts of a group: {prompt, answer, responses}. */
   async texts(group) {
     const chunk = await this.chunk(this.columns.group_chunk[group]);
     return chunk[this.columns.group_place[group]];
   }
 
-  /** All groups of a chunk. */
+  /** Returns all groups of a chunk. */
   chunk(number) {
     return this.chunks.get(number);
   }
 }
 
-/** The evaluations of one run: datasets, each with its problems and [evaluations, problems] of correct responses, and of mean rewards
- * where the run is judged by scores. */
+/** The evaluations of one run. Each dataset has its problems and arrays [evaluations, problems] with the numbers of correct responses
+ * and of samples and, if the run is judged by scores, the mean rewards. */
 class ProblemStore {
   constructor(run) {
     this.run = run;
@@ -180,13 +180,13 @@ class ProblemStore {
     return this;
   }
 
-  /** [correct, samples] of a problem in an evaluation; null if it was not asked. */
+  /** Returns [correct, samples] of a problem in an evaluation, or null if the evaluation did not include the problem. */
   score(dataset, evaluation, place) {
     const at = evaluation * dataset.keys.length + place;
     return dataset.samples[at] === ABSENT ? null : [dataset.correct[at], dataset.samples[at]];
   }
 
-  /** How well a problem was answered: the share of correct responses, or their mean reward; null if that is not known. */
+  /** Returns the share of correct responses to a problem, or their mean reward. Returns null if it is unknown. */
   worth(dataset, evaluation, place) {
     const score = this.score(dataset, evaluation, place);
     if (!score) return null;
@@ -195,20 +195,20 @@ class ProblemStore {
     return Number.isNaN(reward) ? null : reward;
   }
 
-  /** `worth` as a bar has it, from 0 to 1: a reward from the lowest of the dataset to the highest. */
+  /** Returns `worth` as the height of a bar, from 0 to 1. Rewards are relative to the dataset's lowest and highest reward. */
   level(dataset, evaluation, place) {
     const worth = this.worth(dataset, evaluation, place);
     return this.run.by_score ? levelOf(worth, dataset.range) : worth;
   }
 
-  /** How a problem was answered, in words. */
+  /** Returns the result of a problem as text. */
   outcome(dataset, evaluation, place) {
     if (this.run.by_score) return `mean reward ${figure(this.worth(dataset, evaluation, place))}`;
     const [right, of] = this.score(dataset, evaluation, place);
     return `${right} of ${of} correct`;
   }
 
-  /** [prompt, answer, place in its file] of a problem. */
+  /** Returns [prompt, answer, position in the file] of a problem. */
   async text(dataset, place) {
     let first = 0;
     for (const [chunk, count] of dataset.texts) {
@@ -218,12 +218,12 @@ class ProblemStore {
     return null;
   }
 
-  /** What an evaluation says of each problem, by the problem's place: {extracted, responses}. */
+  /** Returns the results of an evaluation, {extracted, responses}, by problem index. */
   records(dataset, evaluation) {
     return this.chunks.get(dataset.evaluations[evaluation][1]);
   }
 
-  /** Where a question is asked: [name of the dataset, place], or null. */
+  /** Returns the [dataset name, problem index] of a question, or null. */
   find(key) {
     for (const dataset of this.datasets.values()) {
       if (dataset.places.has(key)) return [dataset.name, dataset.places.get(key)];

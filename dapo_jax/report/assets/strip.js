@@ -1,9 +1,9 @@
-// One question over time: a bar for each time that it was asked, the higher the better it was answered.
+// One question over time, with a bar for each time that it was asked. A higher bar means a better result.
 
 const BAR_HEIGHT = 30;
 
-/** `times` are [{step, level, outcome, current, choose}]: `level` is the bar's height, from 0 to 1, `outcome` says what it stands for;
- * bars of rewards are `even`, neither good nor bad. */
+/** Returns the bars of `times`, [{step, level, outcome, current, choose}]. `level` is a bar's height, from 0 to 1, and `outcome` is its meaning.
+ * With `even`, bars are neither good nor bad, as for rewards. */
 function strip(label, times, even) {
   const bars = times.map(({ step, level, outcome, current, choose }) => {
     const fill = el("i", { class: even ? "even" : null, "aria-hidden": "true" });
@@ -19,14 +19,14 @@ function strip(label, times, even) {
   return box;
 }
 
-/** Gives a node other children; who was on a bar is on the one that is pressed then. */
+/** Replaces the children of a node. If a bar had the focus, the bar that is now pressed gets the focus. */
 function replaceWithBars(node, children) {
   const onBar = node.contains(document.activeElement) && document.activeElement.classList.contains("bar");
   node.replaceChildren(...children);
   if (onBar) node.querySelector('.bar[aria-pressed="true"]')?.focus();
 }
 
-/** The place of the step nearest to `step`, the later of two. */
+/** Returns the index of the nearest step. Of two equally near steps, returns the later step's index. */
 function nearestStep(steps, step) {
   let best = -1;
   steps.forEach((each, place) => {

@@ -1,9 +1,9 @@
-// A response as tokens, shaded by what is known of each, with one hint for the token under the pointer or the cursor.
+// Shows a response as shaded tokens, with a hint for the token under the pointer or the cursor.
 
 const TOKENS_AT_FIRST = 600;
-/** Of an episode its turns share these, each with so many at least, and a part of the environment's has as many as its share and at most so many. */
+/** Numbers of tokens of an episode that are shown at first: in total, at least per turn, and at most and at least per text of the environment. */
 const EPISODE = { tokens: 900, turn: 60, environment: 120, least: 24 };
-/** A part that is longer than what is shown of it by less than this share stays whole. */
+/** A part is shown as a whole if it would have fewer hidden tokens than this share of its shown tokens. */
 const NOT_WORTH_HIDING = 0.25;
 const PROBABILITIES = [0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99];
 const CLIPS = {
@@ -13,11 +13,11 @@ const CLIPS = {
   ".": ["free", "not clipped"],
   "-": ["unknown", "ratio not recorded"],
 };
-/** Shades of ages: a0 is this step's weights, a1 those of the step before; the last is for what is older than all of these. */
+/** Limits of the shades for ages. a0 marks the weights of this step, a1 the weights of the step before, and the last shade all older weights. */
 const AGES = [0, 1, 2, 4, 8];
 
-/** Text and place of each piece: {text, from, to, start}, where tokens that make up one character are one piece. None reaches from a turn of an episode into
- * what its environment said, or the other way: a token without text that ends either is a piece of its own. */
+/** Returns the pieces of a response: {text, from, to, start}. Tokens that form one character are one piece. No piece extends from a turn of an episode
+ * into the environment's text or back, so a token without text at the end of either is a separate piece. */
 function piecesOf(response, count) {
   const { text } = response;
   const borders = new Set([...(response.turns ?? []), ...(response.contexts ?? [])].flatMap(([first, stop]) => [first, stop]));
@@ -38,7 +38,7 @@ function piecesOf(response, count) {
     start += length;
     from = i + 1;
   });
-  // What follows the text is the end token, which has none.
+  // The remaining tokens have no text, such as the end token.
   close(response.lengths.length);
   return pieces;
 }
@@ -54,28 +54,28 @@ function clipOf(response, piece) {
   return [..."^vd"].find((state) => states.includes(state)) ?? states[0];
 }
 
-/** Steps between the weights that sampled a token and this step. */
+/** Returns the number of steps between the weights that sampled a token and this step. */
 function ageAt(response, token) {
   return response.ages.findLast(([first]) => first <= token)[1];
 }
 
-/** Of several tokens that make up one character the last one counts: it has the text. */
+/** Returns the age of a piece. If several tokens form one character, the last token counts, because it has the text. */
 const ageOf = (response, piece) => ageAt(response, piece.to - 1);
 
-/** True if earlier weights sampled a part of a response. */
+/** Returns whether earlier weights sampled a part of a response. */
 const isOlder = (response) => response.ages[0][1] > 0;
 
-/** Which turn of an episode a token is of; -1 if the environment appended it, null where there are no turns. */
+/** Returns the index of the turn that contains a token, -1 if the environment appended the token, or null if there are no turns. */
 function turnAt(response, token) {
   return response.turns ? response.turns.findIndex(([first, stop]) => first <= token && token < stop) : null;
 }
 
-/** Index of the new context of an episode that contains a token, or -1. */
+/** Returns the index of the new context of an episode that contains a token, or -1. */
 function contextAt(response, token) {
   return response.contexts?.findIndex(([first, stop]) => first <= token && token < stop) ?? -1;
 }
 
-/** The parts of an episode in their order, {turn, context, from, to} with places of pieces: turns, and what the environment said before each. */
+/** Returns the parts of an episode in order: its turns, and the environment's text before each turn. {turn, context, from, to} has piece indices. */
 function partsOf(response, pieces) {
   const parts = [];
   pieces.forEach((piece, place) => {
@@ -87,7 +87,7 @@ function partsOf(response, pieces) {
   return parts;
 }
 
-/** How many pieces of each part are shown at first. */
+/** Returns a function from a part to the number of its pieces that are shown at first. */
 function shares(parts) {
   const turns = parts.filter((part) => part.turn >= 0).length;
   const { tokens, turn, environment, least } = EPISODE;
@@ -96,7 +96,7 @@ function shares(parts) {
   return (part) => (part.turn >= 0 ? ofTurn : ofOther);
 }
 
-/** The shade of a piece: p0 is the least probable. */
+/** Returns the CSS class for the shade of a piece. p0 is the least probable. */
 function shadeOf(response, piece, shading) {
   if (turnAt(response, piece.from) === -1) return "environment";
   if (shading === "probability") {
@@ -114,7 +114,7 @@ function shadeOf(response, piece, shading) {
   return "plain";
 }
 
-/** Pieces that overlap with a place where `words` (lower case) are found. */
+/** Returns a function that tests whether a piece overlaps with an occurrence of `words` (lower case). */
 function hitsOf(text, words) {
   const hits = [];
   if (!words) return () => false;
@@ -123,13 +123,13 @@ function hitsOf(text, words) {
   return (piece) => hits.some(([from, to]) => piece.start < to && piece.start + piece.text.length > from);
 }
 
-/** `step` is the one at which the response was logged. */
+/** Returns the nodes of a response that was logged at `step`. */
 function showTokens(response, count, { shading, words, hint, step }) {
   const pieces = piecesOf(response, count);
   const hit = hitsOf(response.text, words);
   const graded = response.graded ?? Infinity;
-  const body = el("div", { class: "tokens", tabindex: "0", role: "group", "aria-label": `Response of ${counted(count, "token")}; arrows go through the tokens` });
-  /** Where other weights take over: a word that says of which step they are. */
+  const body = el("div", { class: "tokens", tabindex: "0", role: "group", "aria-label": `Response of ${counted(count, "token")}; arrow keys move between tokens` });
+  /** Returns a label with the step of the weights if they differ from the weights of the previous piece. */
   const change = (piece, place) => {
     if (shading !== "age" || !isOlder(response)) return null;
     const age = ageOf(response, piece);
@@ -168,7 +168,7 @@ function showTokens(response, count, { shading, words, hint, step }) {
     event.preventDefault();
     show(spans[Math.min(spans.length - 1, Math.max(0, to))]);
   });
-  /** A button that shows more in place of itself. */
+  /** Returns a button that is replaced by the hidden tokens. */
   const more = (hidden, fill) => {
     const button = el("button", { type: "button", class: "more" }, `Show ${counted(hidden, "more token")}`);
     button.addEventListener("click", () => {
@@ -191,7 +191,7 @@ function showTokens(response, count, { shading, words, hint, step }) {
   return hidden > 0 ? [body, more(hidden, () => body.append(...nodes(TOKENS_AT_FIRST, pieces.length)))] : [body];
 }
 
-/** A part of an episode under its name, the middle of a long one folded away; `share` pieces of it are shown at first. */
+/** Returns a part of an episode with its name. At first, the middle of a long part is hidden, and `share` pieces are shown. */
 function partNode(response, { turn, context, from, to }, { nodes, more, share }) {
   const size = to - from;
   const whole = size <= share * (1 + NOT_WORTH_HIDING);
@@ -205,7 +205,7 @@ function partNode(response, { turn, context, from, to }, { nodes, more, share })
   return el("div", { class: `part ${kind}` }, nameOf(response, turn, context), el("div", { class: "said" }, ...inside));
 }
 
-/** Which turn it is and what it was worth; or that the environment speaks, and whether in place of all before. */
+/** Returns the name of a part: the turn and its reward, or the environment and the context that it replaces, if any. */
 function nameOf(response, turn, context) {
   if (turn < 0) {
     const replaced = context < 0 ? null : response.contexts[context][0] ? "all before" : "the prompt";
@@ -216,10 +216,10 @@ function nameOf(response, turn, context) {
   return el("small", { class: "since" }, `turn ${turn + 1}, reward `, el("b", { class: reward > 0 ? "good" : reward < 0 ? "bad" : "" }, signed(reward)));
 }
 
-/** What is known of a piece, as lines. */
+/** Returns the lines of the hint for a piece. */
 function describe(response, piece, step) {
   const lines = [];
-  const whole = response.lengths ? "" : " (borders not known)";
+  const whole = response.lengths ? "" : " (boundaries unknown)";
   lines.push(piece.to - piece.from > 1 ? `tokens ${piece.from + 1} to ${piece.to}, one character` : `token ${piece.from + 1}${whole}`);
   const turn = turnAt(response, piece.from);
   if (turn === -1) return [...lines, contextAt(response, piece.from) < 0 ? "appended by the environment" : "of a new context of the environment"];
@@ -233,16 +233,16 @@ function describe(response, piece, step) {
     if (ratio !== undefined && ratio !== null) lines.push(`ratio ${(ratio / 10000).toFixed(3)}${state ? `, ${CLIPS[state][1]}` : ""}`);
     lines.push(`sampled by the weights of ${ofStep(step, ageAt(response, i))}`);
   }
-  if (piece.start >= (response.graded ?? Infinity)) lines.push("not seen by the grader: the stop string");
+  if (piece.start >= (response.graded ?? Infinity)) lines.push("the stop string, which the grader does not see");
   return lines;
 }
 
-/** The step whose first weights sampled a token. */
+/** Returns the step whose initial weights sampled a token. */
 function ofStep(step, age) {
   return age ? `step ${step - age}, ${counted(age, "step")} before` : "this step";
 }
 
-/** The steps whose weights sampled a response, or null if only this step has. */
+/** Returns the steps whose weights sampled a response, or null if only this step's weights did. */
 function drawnBy(response, step) {
   if (!isOlder(response)) return null;
   const [[, oldest], newest] = [response.ages[0], response.ages.at(-1)[1]];
@@ -254,7 +254,7 @@ function shownProbability(value) {
   return value < 0.0001 ? value.toExponential(1).replace("e-", `e${MINUS}`) : value.toPrecision(3);
 }
 
-/** The one hint of the page, below or above what it speaks of. */
+/** A hint, which is shown below or above its token. */
 class Hint {
   constructor() {
     this.node = el("div", { class: "tip", role: "status", hidden: true });

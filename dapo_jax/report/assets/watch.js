@@ -1,9 +1,9 @@
-// A page that is served: asks now and then whether there is more, and takes it in without losing its reader's place.
+// Updates a page from a server: polls for new data, and keeps the reader's position.
 
 const ASK_MS = 2000;
-const ENDED = "The command that serves this page has ended: it shows what was read last.";
+const ENDED = "The command that serves this page has ended. The page shows the last data that it received.";
 
-/** The answer of the page's own server; null if nobody answers any more. */
+/** Returns the response of the page's own server, or null if the server does not respond. */
 async function asked(path) {
   const answer = await fetch(path).catch(() => null);
   if (answer && !answer.ok) throw new Error(`${path}: ${answer.status}`);
@@ -16,7 +16,7 @@ served.packed = async (name) => {
   return answer.body;
 };
 
-/** Calls `update` with newer data whenever there are some; `version` is of the data that are shown, `node` says how it stands. */
+/** Calls `update` whenever there is newer data. `version` is the version of the data that is shown, and `node` displays the status. */
 async function watch(node, version, update) {
   const tell = (words, kind) => {
     if (node.textContent !== words) node.textContent = words;
