@@ -23,7 +23,7 @@ def nearest(word: str, known: Iterable[str], *, count: int = 1, least: float = 0
 
 
 def how_to_install(extra: str) -> str:
-    """Returns the command that installs an extra from the checkout or the wheel, because the package is not on PyPI."""
+    """Returns the command that installs an extra. It installs from the checkout or the wheel, since the package is not on PyPI."""
     checkout = Path(__file__).resolve().parents[1]
     if not (checkout / "pyproject.toml").is_file():
         return f"pip install 'WHEEL[{extra}]', where WHEEL is the path of the wheel"

@@ -103,7 +103,7 @@ def _check_writable(folder: Path) -> None:
     place = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
     if not (place.is_dir() and os.access(place, os.R_OK | os.W_OK | os.X_OK)):
         raise ValueError(
-            f"nothing can be written to {place.absolute()}: this user may not write there, or this is not a folder; choose another folder"
+            f"cannot write to {place.absolute()}: it is not a folder, or this user has no write permission; choose another folder"
         )
 
 

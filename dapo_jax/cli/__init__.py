@@ -61,8 +61,8 @@ def _run(arguments: argparse.Namespace) -> int:
         if name in TOGETHER + ALONE and processes.wanted():
             if name in ALONE:
                 raise ConfigError(
-                    "the environment variables describe one of several processes, but only "
-                    f"{', '.join(TOGETHER)} can run as several; start this command as a single process with DAPO_JAX_DISTRIBUTED=0"
+                    "the environment variables describe a multi-process run, but only "
+                    f"{', '.join(TOGETHER)} can run as multiple processes; set DAPO_JAX_DISTRIBUTED=0 to run this command as a single process"
                 )
             processes.start(stop=arguments.stop)
             joined = True

@@ -64,7 +64,7 @@ class Subject:
     def planned(self) -> Plan:
         """The run's plan for this machine's devices, computed from shapes without compiling."""
         model, folder = self.config.model, self.described[2]
-        if folder is not None:  # for the name of a repository, `plan` would use a preset's shapes
+        if folder is not None:  # given a repository name, `plan` would use a preset's shapes
             model = replace(model, source=str(folder), revision="")
         return plan(replace(self.config, model=model), assumed=Assumptions(informative=1.0))
 

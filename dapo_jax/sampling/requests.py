@@ -147,7 +147,7 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Number of tokens in its context (see `sequence`)."""
+        """Number of tokens in the request's context (see `sequence`)."""
         return self.ahead + self.drawn
 
     @property

@@ -30,7 +30,7 @@ class Drawn:
 
 
 class RoundSampler:
-    """Samples responses in flight, round by round, with one set of weights."""
+    """Samples in-flight responses round by round, with one set of weights."""
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ class TensorBoardTracker:
         self._summaries = importlib.import_module("tensorboardX.proto.summary_pb2")
         self.folder = str(folder)
         records.directory_check(self.folder)
-        # The default name contains only whole seconds, so a quick resume would overwrite the previous file.
+        # The default name has a timestamp in whole seconds, so a resume within the same second would overwrite the previous file.
         suffix = f".{os.getpid()}.{time.time_ns()}"
         self._writer = files.EventsWriter(os.path.join(self.folder, "events"), suffix)
         self._closed = False

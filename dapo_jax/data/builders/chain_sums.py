@@ -26,8 +26,8 @@ ALPHABET = f"0123456789{LABELS}+>=:,?"
 """All characters that occur in prompts and responses."""
 DIGITS = range(1, 10)
 TERMS = range(2, 13)
-"""Possible numbers of terms in a sum, each with the same number of rows. There are so few sums of two or three terms that they repeat,
-and that sums of two terms are in both `warm_start` and `train`."""
+"""Possible numbers of terms in a sum. Each occurs in the same number of rows. Few distinct sums have two or three terms, so these sums
+repeat, and sums of two terms occur in both `warm_start` and `train`."""
 LONG = 9
 """Minimum number of terms in a long sum."""
 SPLIT_SEED = 0
