@@ -8,7 +8,7 @@
 | Eq. 11, Algorithm 1, dynamic sampling | `dynamic_sampling` |
 | Eq. 13, the overlong penalty | `overlong` |
 | importance weights for off-policy tokens | `importance` |
-| log-probabilities of the sampled tokens | `logprobs`, which uses the matrix products in `precision` |
+| log-probabilities of the sampled tokens | `logprobs`, which uses the matrix products in `precision` and the 8-bit arrays in `quantization` |
 | conversion of groups to training examples | `batching`, `microbatch` |
 | metrics that can be summed across microbatches | `metrics` |
 """
