@@ -24,16 +24,16 @@ def grader(sample):
 
 READER = """
 import os, threading
-from dapo_jax.data.prompts import PromptSource
+from dapo_jax.data import prompts
 
-plain = PromptSource.__getitem__, PromptSource._prompt
+plain = prompts._prompt
 
-def hangs(self, ordinal, index):
-    if ordinal >= 8 and os.environ.get("JAX_PROCESS_ID", "1") == "1":
+def hangs(*arguments):
+    if arguments[-2] >= 8 and os.environ.get("JAX_PROCESS_ID", "1") == "1":
         threading.Event().wait()
-    return plain[1](self, ordinal, index)
+    return plain(*arguments)
 
-PromptSource._prompt = hangs
+prompts._prompt = hangs
 """
 
 
