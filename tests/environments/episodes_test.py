@@ -13,9 +13,11 @@ import pytest
 from dapo_jax.dapo.rollouts import DrawnTurn, Prompt, Standing, Verdict
 from dapo_jax.environments import Episodes, Step
 from dapo_jax.environments.rendering import Rendering
+from dapo_jax.environments.tools import ToolEnvironment
 from dapo_jax.rewards.functions import RewardError
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.text.tokenizers import ByteTokenizer
+from tests.environments.tools_test import add
 
 TOKENIZER = ByteTokenizer()
 PROMPT = Prompt(ordinal=7, tokens=TOKENIZER.encode("q"), text="q", answer="a", row={"level": 3})
@@ -475,3 +477,14 @@ def test_closing_gives_up_calls_under_way():
     assert not episodes._loop.thread.is_alive()
     assert answer.done() or not answer.running()
     episodes.close()
+
+
+def test_tools_of_a_model_without_a_chat_template_end_the_run():
+    with started(ToolEnvironment([add], lambda text, row: True), calls=64, name="my.py:tools") as episodes:
+        for ordinal in range(4):
+            asked = replace(PROMPT, ordinal=ordinal)
+            assert {episodes.start(asked, index).result(5) for index in range(16)} == {None}
+            if ordinal < 3:
+                assert {verdict.lost for verdict in judge(episodes, 16, prompt=asked)} == {"raised"}
+        with pytest.raises(RewardError, match=r"my\.py:tools: all 64 episodes.*no chat template"):
+            judge(episodes, 16, prompt=asked)

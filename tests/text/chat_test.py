@@ -35,6 +35,12 @@ def test_smollm2_opens_with_its_own_system_message():
     )
 
 
+@pytest.mark.parametrize("name", ["self", "loop", "caller", "range", "a b"])
+def test_a_variable_may_have_any_name(name):
+    """A request chooses the names. They must not collide with the arguments of Jinja's own functions."""
+    assert render(SMOLLM2, **{name: 1}) == render(SMOLLM2)
+
+
 def test_smollm2_takes_another_system_message_instead():
     """As above, with TALK."""
     assert render(SMOLLM2, TALK) == (
