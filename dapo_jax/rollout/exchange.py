@@ -6,10 +6,9 @@ stop in one process reaches the others with the next exchange. So all of them en
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -35,6 +34,8 @@ from dapo_jax.sampling.round_sampler import Drawn
 
 _HEAD_BYTES = 1024
 """Bytes in a round's buffer in addition to its tokens. Longer messages, for example with a long error text, are sent in several buffers."""
+
+_Result = TypeVar("_Result")
 
 Answered = tuple[Continuation | None, Standing]
 """An environment's answer: the tokens before the next turn, or None if the episode is over or was lost, and the rewards and metrics of the episode so far."""
@@ -64,37 +65,34 @@ class Exchange:
         """Returns whether this process grades the group and communicates with its environments."""
         return self.grades and self.takes(ordinal)
 
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        """Context manager in which this process samples, grades, or waits for environments. With several processes, a stop or a failed reward function ends the block
-        without an error, and the next exchange raises the error in all processes.
+    def attempt(self, work: Callable[[], _Result]) -> _Result | None:
+        """Returns the result of `work`, in which this process samples, grades, or waits for environments. With several processes, a stop or a failed reward function ends
+        `work`. The result is then None, and the next exchange raises the error in all processes.
 
         Raises:
             StoppedError: the run was asked to stop, and this is the only process.
             RewardError: a reward function failed, and this is the only process.
         """
-        if self.alone:
-            with self._stop.abandonable():
-                yield
-            return
         # A process that shares its sampler does not stop at once, because the others would wait for it in the sampler's programs.
         interruptible = self._stop.held() if self._shared else self._stop.abandonable()
         try:
-            with suppress(StoppedError), interruptible:
-                yield
+            with interruptible:
+                return work()
+        except StoppedError:
+            if self.alone:
+                raise
         except RewardError as error:
+            if self.alone:
+                raise
             self._failed = self._failed or f"{error} (process {jax.process_index()})"
+        return None
 
     def graded(self, sampled: Sampled, grade: Grade) -> list[Group]:
-        """Returns the groups that this process graded. The list is empty if another process of the same sampler grades, or after a stop or a failure (see `working`)."""
-        groups: list[Group] = []
-        with self.working():
-            if self.grades:
-                groups = list(grade(sampled))
+        """Returns the groups that this process graded. The list is empty if another process of the same sampler grades, or after a stop or a failure (see `attempt`)."""
+        groups = self.attempt(lambda: list(grade(sampled)) if self.grades else [])
         if self._shared:
-            with self.working():
-                deque(sampled, maxlen=0)  # takes part in the sampler's programs
-        return groups
+            self.attempt(lambda: deque(sampled, maxlen=0))  # takes part in the sampler's programs
+        return groups or []
 
     def groups(
         self,

@@ -226,27 +226,25 @@ class GroupSampling:
         asked = [
             [one for one in places.of(index) if collector.draws(one)] for index in range(self._exchange.count)
         ]
-        drawn: Sequence[Drawn] = ()
-        with self._exchange.working():
-            requests = [collector.responses[one] for one in asked[self._exchange.index]]
-            drawn = sampler.draw(requests, self._config.rollout.round_tokens)
-        return self._exchange.round(asked, drawn)
+        requests = [collector.responses[one] for one in asked[self._exchange.index]]
+        drawn = self._exchange.attempt(lambda: sampler.draw(requests, self._config.rollout.round_tokens))
+        return self._exchange.round(asked, drawn or ())
 
     def _grade(self, ordinal: int, collector: Collector) -> None:
         """Passes a complete group to the graders, if this process grades it."""
         if self._exchange.grades_group(ordinal) and ordinal not in self._pending:
-            with self._exchange.working():
-                prompt, responses = collector.prompt_of(ordinal), collector.responses_to(ordinal)
-                self._pending[ordinal] = self._grading.begin(prompt, responses)
+            prompt, responses = collector.prompt_of(ordinal), collector.responses_to(ordinal)
+            begun = self._exchange.attempt(lambda: self._grading.begin(prompt, responses))
+            if begun is not None:
+                self._pending[ordinal] = begun
 
     def _verdicts(self, due: Sequence[int], collector: Collector) -> list[Group]:
         """Returns the graded groups whose verdicts are due, in every process."""
         if not due:
             return []
-        groups: list[Group] = []
-        with self._exchange.working():
-            groups = [self._pending.pop(ordinal).result() for ordinal in due if ordinal in self._pending]
-        return self._exchange.verdicts(groups, collector.prompt_of, collector.responses_to)
+        pending = self._pending
+        groups = self._exchange.attempt(lambda: [pending.pop(one).result() for one in due if one in pending])
+        return self._exchange.verdicts(groups or [], collector.prompt_of, collector.responses_to)
 
     def _prompt_at(self, ordinal: int) -> Prompt:
         self._watch.note("reading prompts")
@@ -325,15 +323,18 @@ class TurnsInFlight:
         """
         if not (due := collector.answers_due()):
             return
-        answers: dict[ResponseId, Answered] = {}
-        with self._exchange.working():
-            mine = {one: self._asked[one] for one in due if self._exchange.grades_group(one.ordinal)}
+        mine = {one: self._asked[one] for one in due if self._exchange.grades_group(one.ordinal)}
+
+        def heard() -> dict[ResponseId, Answered]:
             while wait(mine.values(), timeout=_LOOK_S).not_done:
                 self._watch.note("waiting for environments")
-            for one, answer in mine.items():
-                standing = self._episodes.standing(collector.responses[one].prompt, one.index)
-                answers[one] = answer.result(), standing
-                del self._asked[one]
-        found = self._exchange.answers(answers)
+            return {
+                one: (answer.result(), self._episodes.standing(collector.responses[one].prompt, one.index))
+                for one, answer in mine.items()
+            }
+
+        found = self._exchange.answers(self._exchange.attempt(heard) or {})
+        for one in mine:
+            del self._asked[one]
         for one in due:
             collector.answer(one, *found[one])

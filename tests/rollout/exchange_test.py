@@ -1,0 +1,73 @@
+"""Stops and failures while a process samples and grades: alone they are raised at once, with other processes at the next exchange."""
+
+import pytest
+
+from dapo_jax.health.stalls import Watch
+from dapo_jax.health.stopping import Stop, StoppedError
+from dapo_jax.parallel.mesh import make_mesh, make_meshes
+from dapo_jax.rewards.functions import RewardError
+from dapo_jax.rollout.exchange import Exchange
+
+
+@pytest.fixture
+def stop():
+    return Stop()
+
+
+@pytest.fixture
+def exchange(stop):
+    """Returns a function that makes the exchange of one process, or one that believes that there are others."""
+
+    def make(*, alone, shared=False):
+        watch = Watch(0.0, end=lambda *_: None, broadcast=lambda _: None, received=dict)
+        found = Exchange(make_meshes(make_mesh()), stop, watch, in_flight=4, round_tokens=2)
+        found.alone, found._shared = alone, shared
+        return found
+
+    return make
+
+
+def asked(stop):
+    """Asks for a stop in the way of a signal handler."""
+    stop.note("SIGTERM")
+    return "not interrupted"
+
+
+def failing():
+    raise RewardError("no verdict today")
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_stop_ends_work_without_an_error_if_there_are_other_processes(before, stop, exchange):
+    done = []
+    with stop.held():
+        if before:
+            asked(stop)
+        assert exchange(alone=False).attempt(lambda: done.append(asked(stop))) is None
+        assert not done
+    assert stop.reason == "SIGTERM"
+
+
+def test_a_process_that_shares_its_sampler_finishes_its_work(stop, exchange):
+    assert exchange(alone=False, shared=True).attempt(lambda: asked(stop)) == "not interrupted"
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_process_alone_stops_at_once(before, stop, exchange):
+    with stop.held():
+        if before:
+            asked(stop)
+        with pytest.raises(StoppedError):
+            exchange(alone=True).attempt(lambda: asked(stop))
+
+
+def test_a_failure_is_raised_at_once_or_kept_for_the_next_exchange(exchange):
+    several = exchange(alone=False)
+    assert several.attempt(failing) is None
+    assert several._failed == "no verdict today (process 0)"
+    with pytest.raises(RewardError, match="no verdict today"):
+        exchange(alone=True).attempt(failing)
+
+
+def test_work_without_a_stop_returns_its_result(exchange):
+    assert [exchange(alone=alone).attempt(lambda: 7) for alone in (True, False)] == [7, 7]
