@@ -16,7 +16,7 @@ def stop():
 
 @pytest.fixture
 def exchange(stop):
-    """Returns a function that makes the exchange of one process, or one that believes that there are others."""
+    """Returns a function that makes the exchange of one process, or of a process that believes that there are others."""
 
     def make(*, alone, shared=False):
         watch = Watch(0.0, end=lambda *_: None, broadcast=lambda _: None, received=dict)
@@ -38,27 +38,20 @@ def failing():
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_a_stop_ends_work_without_an_error_if_there_are_other_processes(before, stop, exchange):
+def test_a_stop_ends_work_at_once_or_with_the_next_exchange(before, stop, exchange):
+    """Also a stop that was asked for before the work began."""
     done = []
     with stop.held():
         if before:
             asked(stop)
         assert exchange(alone=False).attempt(lambda: done.append(asked(stop))) is None
-        assert not done
-    assert stop.reason == "SIGTERM"
+        with pytest.raises(StoppedError):
+            exchange(alone=True).attempt(lambda: done.append(asked(stop)))
+    assert not done
 
 
 def test_a_process_that_shares_its_sampler_finishes_its_work(stop, exchange):
     assert exchange(alone=False, shared=True).attempt(lambda: asked(stop)) == "not interrupted"
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_a_process_alone_stops_at_once(before, stop, exchange):
-    with stop.held():
-        if before:
-            asked(stop)
-        with pytest.raises(StoppedError):
-            exchange(alone=True).attempt(lambda: asked(stop))
 
 
 def test_a_failure_is_raised_at_once_or_kept_for_the_next_exchange(exchange):
@@ -67,7 +60,3 @@ def test_a_failure_is_raised_at_once_or_kept_for_the_next_exchange(exchange):
     assert several._failed == "no verdict today (process 0)"
     with pytest.raises(RewardError, match="no verdict today"):
         exchange(alone=True).attempt(failing)
-
-
-def test_work_without_a_stop_returns_its_result(exchange):
-    assert [exchange(alone=alone).attempt(lambda: 7) for alone in (True, False)] == [7, 7]
