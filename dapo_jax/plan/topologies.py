@@ -20,10 +20,8 @@ import jax
 
 from dapo_jax.config import ConfigError
 from dapo_jax.hints import how_to_install, nearest
+from dapo_jax.parallel.gpu_settings import MEMORY_FRACTION
 from dapo_jax.parallel.libtpu import WITHOUT_TPU
-
-MEMORY_FRACTION = 0.9
-"""The fraction of a GPU's memory that JAX allocates with the run settings of this library; JAX's own default is 0.75."""
 
 MACHINE_GPUS = 8
 """Number of GPUs of a machine, unless a topology's name gives another number. It is also the largest number."""
@@ -62,8 +60,8 @@ class Chip:
 
 
 def _gpu(
-    name: str, kind: str, *, capability: tuple[int, int], cores: int, ghz: float, l2_mib: float, gib: float,
-    tflops: float, gb_s: float, link_gb_s: float,
+    name: str, kind: str, *, capability: tuple[int, int], cores: int, ghz: float, l2_mib: float | int, gib: float,
+    tflops: float | int, gb_s: float | int, link_gb_s: float | int,
 ) -> Chip:  # fmt: skip
     """Returns a GPU from its data sheet. `kind` is the name that JAX reports, `gib` the memory that the driver reports, and `link_gb_s` is one direction.
 

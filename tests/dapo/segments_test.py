@@ -53,7 +53,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_on_cpu_values_and_gradients_are_bit_for_bit_those_of_a_gather(case):
     shape, index = CASES[case]
-    table, cotangent = jnp.asarray(rows(1, shape)), jnp.asarray(rows(2, (*index.shape, 4)))
+    table, index, cotangent = map(jnp.asarray, (rows(1, shape), index, rows(2, (*index.shape, 4))))
     np.testing.assert_array_equal(looked_up(table, index), plain(table, index))
     found, expected = (
         jax.jit(pulled, static_argnums=0)(f, table, index, cotangent) for f in (looked_up, plain)
@@ -81,4 +81,4 @@ def test_the_gradient_for_a_gpu_has_no_scatter(case):
 def test_the_gradient_for_other_platforms_is_that_of_a_gather(case, platform):
     mine, theirs = (lowered(function, case, platform) for function in (looked_up, plain))
     assert "stablehlo.sort" not in mine
-    assert mine.count("stablehlo.scatter") == theirs.count("stablehlo.scatter") == 1
+    assert mine.count('"stablehlo.scatter"(') == theirs.count('"stablehlo.scatter"(') == 1
