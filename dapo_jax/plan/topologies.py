@@ -62,8 +62,8 @@ class Chip:
 
 
 def _gpu(
-    name: str, kind: str, *, capability: tuple[int, int], cores: int, ghz: float, l2_mib: float, gib: float,
-    tflops: float, gb_s: float, link_gb_s: float,
+    name: str, kind: str, *, capability: tuple[int, int], cores: int, ghz: float, l2_mib: int | float, gib: float,
+    tflops: int | float, gb_s: int, link_gb_s: int,
 ) -> Chip:  # fmt: skip
     """Returns a GPU from its data sheet. `kind` is the name that JAX reports, `gib` the memory that the driver reports, and `link_gb_s` is one direction.
 
