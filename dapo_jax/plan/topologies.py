@@ -199,9 +199,7 @@ class Topology:
     def notes(self) -> tuple[str, ...]:
         """The assumptions about the devices, as text."""
         memory = f"JAX allocates {MEMORY_FRACTION:.0%} of a GPU's memory (XLA_CLIENT_MEM_FRACTION={MEMORY_FRACTION})"
-        network = (
-            f"each GPU receives {self.network_bytes_s * 8 / 1e9:g} Gbit/s from other machines (--network)"
-        )
+        network = f"each GPU receives {self.network_bytes_s / 125e6:g} Gbit/s from other machines (--network)"
         return (*[memory] * bool(self.chip.target), *[network] * self.has_network)
 
 
@@ -301,6 +299,7 @@ def describe_only() -> None:
     """Restricts this process to the CPU and to compiling for other devices. It must be called before JAX initializes its devices."""
     os.environ.update(WITHOUT_TPU)
     os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # The CUDA compiler logs slow programs.
     jax.config.update("jax_platforms", "cpu")
 
 
