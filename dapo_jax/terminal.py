@@ -32,8 +32,8 @@ def silent_libraries() -> Iterator[None]:
         yield
     finally:
         os.dup2(kept, 2)
-        os.close(kept)
-        os.close(null)
+        for number in (kept, null):
+            os.close(number)
 
 
 @contextlib.contextmanager

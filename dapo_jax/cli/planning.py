@@ -81,9 +81,8 @@ def plan(arguments: argparse.Namespace) -> int:
     made = topologies.parse(arguments.topology) if arguments.topology else None
     if (network := arguments.network) is not None:
         if made is None or not made.has_network or network <= 0:
-            raise ConfigError(
-                f"--network={network:g} must be above 0, and it needs GPUs on several machines: for example --topology h100:16"
-            )
+            needs = "must be above 0, and needs GPUs on several machines, for example --topology h100:16"
+            raise ConfigError(f"--network={network:g} {needs}")
         made = replace(made, network_bytes_s=network * 1e9 / 8)
     if arguments.sweep:
         if made is None:

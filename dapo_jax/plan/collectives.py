@@ -137,22 +137,29 @@ def _group(rest: str, devices: int) -> list[int]:
     if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", rest):
         return [int(device) for device in listed[1].split(",")]
     if shaped := re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
-        sizes = [int(size) for size in shaped[2].split(",")]
-        grid = np.arange(math.prod(sizes)).reshape(sizes)
-        order = [int(axis) for axis in shaped[3].split(",")] if shaped[3] else None
-        return grid.transpose(order).reshape(-1)[: int(shaped[1])].tolist()
-    if meshed := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", rest):
+        return _transposed(shaped[2], shaped[3])[: int(shaped[1])]
+    meshed = (
+        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? ?\{([^}]*)\}"
+    )
+    if found := re.search(meshed, rest):
         strides, stride, group = dict[str, tuple[int, int]](), 1, [0]
-        for name, size in reversed(re.findall(r"'([^']+)'=(\d+)", meshed[1])):
+        for name, size in reversed(re.findall(r"'([^']+)'=(\d+)", found[1])):
             strides[name], stride = (stride, int(size)), stride * int(size)
         # 'x' is a mesh axis. 'x':(2)4 is its sub-axis of size 4, after sub-axes with a total size of 2.
-        for name, before, part in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", meshed[2]):
+        for name, before, part in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", found[4]):
             step, size = strides[name]
             count = int(part or size)
             step *= size // (int(before or 1) * count)
-            group = [device + step * index for device in group for index in range(count)]
-        return group
+            group = [place + step * index for place in group for index in range(count)]
+        order = _transposed(found[2] or str(stride), found[3])
+        return [order[place] for place in group]
     return list(range(devices))
+
+
+def _transposed(sizes: str, axes: str | None) -> list[int]:
+    """Returns the numbers from 0 in the order of a grid of these sizes after its axes are permuted."""
+    grid = np.arange(math.prod(shape := [int(size) for size in sizes.split(",")])).reshape(shape)
+    return grid.transpose([int(axis) for axis in axes.split(",")] if axes else None).reshape(-1).tolist()
 
 
 def _parsed(text: str) -> tuple[Computations, str]:

@@ -20,6 +20,7 @@ import jax
 
 from dapo_jax.config import ConfigError
 from dapo_jax.hints import how_to_install, nearest
+from dapo_jax.parallel.device_memory import device_bytes
 from dapo_jax.parallel.gpu_settings import MEMORY_FRACTION
 from dapo_jax.parallel.libtpu import WITHOUT_TPU
 from dapo_jax.terminal import silent_libraries
@@ -61,8 +62,8 @@ class Chip:
 
 
 def _gpu(
-    name: str, kind: str, *, capability: tuple[int, int], cores: int, ghz: float, l2_mib: float | int, gib: float,
-    tflops: float | int, gb_s: float | int, link_gb_s: float | int,
+    name: str, kind: str, *, capability: tuple[int, int], cores: int, ghz: float, l2_mib: int | float, gib: float,
+    tflops: int | float, gb_s: int, link_gb_s: int,
 ) -> Chip:  # fmt: skip
     """Returns a GPU from its data sheet. `kind` is the name that JAX reports, `gib` the memory that the driver reports, and `link_gb_s` is one direction.
 
@@ -198,9 +199,7 @@ class Topology:
     def notes(self) -> tuple[str, ...]:
         """The assumptions about the devices, as text."""
         memory = f"JAX allocates {MEMORY_FRACTION:.0%} of a GPU's memory (XLA_CLIENT_MEM_FRACTION={MEMORY_FRACTION})"
-        network = (
-            f"each GPU receives {self.network_bytes_s * 8 / 1e9:g} Gbit/s from other machines (--network)"
-        )
+        network = f"each GPU receives {self.network_bytes_s / 125e6:g} Gbit/s from other machines (--network)"
         return (*[memory] * bool(self.chip.target), *[network] * self.has_network)
 
 
@@ -289,10 +288,18 @@ def here() -> Topology | None:
     return next((Topology(chip=chip, shape=(1, jax.local_device_count())) for chip in found), None)
 
 
+def present_bytes() -> int | None:
+    """Returns the bytes that programs may use on one of this machine's devices, or None for a CPU and for an unknown GPU that reports no limit."""
+    reported = device_bytes(jax.devices()[0])
+    # With XLA_PYTHON_CLIENT_ALLOCATOR=platform, a GPU reports no limit.
+    return gpus.chip.device_hbm_bytes if reported is None and (gpus := here()) is not None else reported
+
+
 def describe_only() -> None:
     """Restricts this process to the CPU and to compiling for other devices. It must be called before JAX initializes its devices."""
     os.environ.update(WITHOUT_TPU)
     os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # The CUDA compiler logs slow programs.
     jax.config.update("jax_platforms", "cpu")
 
 

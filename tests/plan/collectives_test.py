@@ -116,6 +116,9 @@ def test_each_kind_and_notation_by_hand(line, kind, received):
         ("f32[24]{0} all-gather(%p), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}", 2, 72),
         ("f32[24]{0} all-gather(%p), replica_groups=mesh['a'=4,'b'=2] {'a'}, dimensions={0}", 2, 72),
         ("f32[24]{0} all-gather(%p), replica_groups=mesh['a'=4,'b'=2] {'b'}, dimensions={0}", 2, 0),
+        # The order of the devices is 0, 4, 1, 5, ...: groups 0 to 3 and 4 to 7.
+        ("f32[24]{0} all-gather(%p), replica_groups=mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}, dimensions={0}", 4, 0),
+        ("f32[24]{0} all-gather(%p), replica_groups=mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}, dimensions={0}", 4, 48),
         # Of 4 devices along 'a', pairs 0, 2 (stride 4) and pairs 0, 1 (stride 2).
         ("f32[24]{0} all-gather(%p), replica_groups=mesh['a'=4,'b'=2] {'a':(1)2}, dimensions={0}", 4, 48),
         ("f32[24]{0} all-gather(%p), replica_groups=mesh['a'=4,'b'=2] {'a':(2)2}, dimensions={0}", 4, 0),

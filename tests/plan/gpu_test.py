@@ -23,11 +23,12 @@ from dapo_jax.run.policy import lora_of
 from tests.plan.repeatability import not_repeatable
 
 EIGHT_BITS = ["sampling.weight_dtype=int8", "sampling.cache_dtype=int8", "loss.importance_cap=2"]
+TURNS = ["model.source=preset:qwen2.5-0.5b", "model.compute_dtype=bfloat16", "model.remat=full"]
 CONFIGURATIONS = {
     "dense": ("gsm8k_qwen3_0.6b", "h100:1", ["batch.rows_per_microbatch=1"]),
     "LoRA": ("gsm8k_qwen3_0.6b_lora", "h100:1", []),
     "in flight": ("gsm8k_qwen3_0.6b", "h100:1", ["rollout.in_flight=512", "rollout.round_tokens=128"]),
-    "turns": ("gsm8k_qwen3_0.6b", "h100:1", ["environment.source=guess", "sampling.slots=64"]),
+    "turns": ("turns_quickstart", "h100:1", TURNS),
     "8 bits": ("gsm8k_qwen3_0.6b", "h100:1", EIGHT_BITS),
     "8 GPUs": ("gsm8k_qwen3_0.6b", "h100:8", ["parallel.fsdp=2", "parallel.tensor=4"]),
 }
