@@ -25,7 +25,7 @@ _HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 @contextlib.contextmanager
 def silent_libraries() -> Iterator[None]:
-    """Discards everything that is written to standard error, such as the log lines of JAX's CUDA plugin, which no setting of it disables."""
+    """Discards everything that is written to standard error, such as log lines of JAX's CUDA plugin that no setting disables."""
     kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(null, 2)

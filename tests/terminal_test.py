@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from dapo_jax.terminal import lasting_streams, visible
+from dapo_jax.terminal import lasting_streams, silent_libraries, visible
 from tests.several import ROOT
 
 PYTHON = (sys.executable, "-c")
@@ -122,3 +122,10 @@ def test_control_characters_and_marks_of_direction_are_written_out(text, shown):
 @pytest.mark.parametrize("text", ["", "plain", "two\n\tlines", "é ∑ 中文 שלום", "क\u200dष", "👩\u200d🔬"])
 def test_other_text_is_unchanged(text):
     assert visible(text) == text
+
+
+def test_a_library_is_silent_for_a_while(capfd):
+    with silent_libraries():
+        os.write(2, b"lost")
+    os.write(2, b"kept")
+    assert capfd.readouterr().err == "kept"

@@ -1,8 +1,8 @@
 """Defines TPU slices and machines with NVIDIA GPUs by name, with their chips and with the devices that a compiler describes. Any machine can compile programs for these devices.
 
-The roofline's peak rates of TPUs are from Google's pages (https://cloud.google.com/tpu/docs/v4, .../v5e, .../v5p, .../v6e, .../tpu7x), and
-those of GPUs from NVIDIA's data sheets (https://www.nvidia.com/en-us/data-center/h100, .../h200, .../a100, .../l40s, NVIDIA's pages on DGX
-B200 and RTX PRO 6000 Blackwell). Matrix products are dense. The pages add up the interconnect bandwidth of both directions, but this
+The peak rates of TPUs are from Google's pages (https://cloud.google.com/tpu/docs/v4, .../v5e, .../v5p, .../v6e, .../tpu7x). The peak rates
+of GPUs are from NVIDIA's data sheets (https://www.nvidia.com/en-us/data-center/h100, .../h200, .../a100, .../l40s, and the pages on HGX B200
+and RTX PRO 6000 Blackwell), without sparsity. The pages add up the interconnect bandwidth of both directions, but this
 module uses one direction.
 
 `hbm_gib` of a TPU is the memory that libtpu 0.0.42 allows a program, as its error messages show: "exceeds available HBM (15.75G)". For a

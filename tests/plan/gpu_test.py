@@ -10,6 +10,7 @@ from rich.console import Console
 
 pytest.importorskip("jax_cuda12_plugin", reason="the extra cuda-plan")
 
+from dapo_jax.cli import main
 from dapo_jax.config import load_config
 from dapo_jax.doctor import machine
 from dapo_jax.parallel.gpu_settings import FLAGS
@@ -109,6 +110,23 @@ def test_a_size_that_the_compiler_does_not_report_is_not_zero(small, capsys):
     assert "unknown" in line
     assert "over the network" in printed
     assert "400 Gbit/s" in printed
+
+
+def test_the_mesh_of_other_devices_is_resized_with_the_rows_per_device():
+    """fsdp 16 x tensor 4 with one row per device on the fsdp axis. Nothing is compiled."""
+    found = plan(load_config("dapo_qwen2.5_7b"), topology=parse("h100:8"), only=())
+    assert (found.config.parallel.fsdp, found.config.parallel.tensor) == (2, 4)
+    assert found.config.batch.rows_per_microbatch == 2
+    assert "parallel.fsdp=2 batch.rows_per_microbatch=2" in " ".join(found.work.notes)
+
+
+def test_the_command_prints_nothing_of_the_compilers_and_takes_a_network(capfd):
+    options = ["--topology", "h100x1:2", "--network", "100", "--only", "transfer", "--json", "-"]
+    assert main(["plan", "quickstart", *options]) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)["topology"]["network_bytes_s"] == 12.5e9
+    assert "100 Gbit/s" in err
+    assert "cudart" not in err
 
 
 @pytest.mark.parametrize("name", [chip.name for chip in CHIPS.values() if chip.target])
