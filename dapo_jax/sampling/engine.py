@@ -128,7 +128,9 @@ class DecoderEngine:
         # On a GPU, the host would read each condition that depends on data, and a branch would copy the whole cache in every step.
         self._fixed_steps = mesh.devices.flat[0].platform == "gpu"
         asked: Any = {"page_tokens": page_tokens, "cache_tokens": cache_tokens, "dtype": self._cache_dtype}
-        kind = cache or kind_for(mesh, config.head_dim, **asked, turns=in_flight > 0 or batch_invariant or has_turns)
+        kind = cache or kind_for(
+            mesh, config.head_dim, **asked, turns=in_flight > 0 or batch_invariant or has_turns
+        )
         parks = has_turns and not batch_invariant
         holders = max(slots * (1 + parks), -(-in_flight // spread) * spread)
         self._takes_turns, self._reads_again = in_flight > slots, in_flight > 0 or has_turns
