@@ -102,10 +102,15 @@ def _received(made: Instruction, where: str, devices: int) -> tuple[str, int]:
     if not kind or (group := len(_group(made.rest, devices))) == 1:
         return "", 0
     size, started = array_bytes(made.type), made.opcode.endswith("-start")
-    if kind == "collective-permute":
-        return kind, size // 2 if started else size
-    if kind == "all-gather" and started:  # the type lists the operand and the result
+    # The type of an asynchronous collective lists the operand and the result, except for an all-reduce.
+    if started and kind == "all-gather":
         size = size * group // (group + 1)
+    elif started and kind == "reduce-scatter":
+        size //= group + 1
+    elif started and kind != "all-reduce":
+        size //= 2
+    if kind == "collective-permute":
+        return kind, size
     if kind == "reduce-scatter":
         return kind, size * (group - 1)
     # In TPU programs, a reduce-scatter is an all-reduce in a fusion with this name, and each device keeps only its part.

@@ -9,14 +9,13 @@ import jax
 from dapo_jax.config import ConfigError, ParallelConfig, TrainConfig
 from dapo_jax.config.loading import replaced
 from dapo_jax.models.presets import DecoderConfig
-from dapo_jax.parallel.device_memory import device_bytes
 from dapo_jax.parallel.mesh import AXES, Absent, AnyDevice
 from dapo_jax.plan.compiled import Program, compile_program
 from dapo_jax.plan.memory import MARGIN, CacheFit, Phase, Resident, as_compiled, cache_fit, phases
 from dapo_jax.plan.programs import Programs
 from dapo_jax.plan.roofline import Bound, Work, bound, in_flight, work_of
 from dapo_jax.plan.sizes import decoder_of
-from dapo_jax.plan.topologies import Topology, devices_of
+from dapo_jax.plan.topologies import Topology, devices_of, present_bytes
 from dapo_jax.plan.workload import Assumptions, MeshSizes, Workload, batch_shards, workload_of
 from dapo_jax.run.disk_space import STATE_BYTES
 from dapo_jax.run.policy import lora_of
@@ -138,7 +137,7 @@ def plan(
     notes = tuple[str, ...]()
     if topology is None:
         devices, host = _devices_of_run(config.parallel), None
-        memory = device_bytes(jax.devices()[0])  # Absent devices have the same kind, so the same memory.
+        memory = present_bytes()  # Absent devices have the same kind, so the same memory.
     else:
         devices, host = devices_of(topology), devices_of(topology.one_host) if topology.hosts > 1 else None
         memory = topology.chip.device_hbm_bytes

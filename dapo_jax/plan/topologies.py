@@ -20,6 +20,7 @@ import jax
 
 from dapo_jax.config import ConfigError
 from dapo_jax.hints import how_to_install, nearest
+from dapo_jax.parallel.device_memory import device_bytes
 from dapo_jax.parallel.gpu_settings import MEMORY_FRACTION
 from dapo_jax.parallel.libtpu import WITHOUT_TPU
 from dapo_jax.terminal import silent_libraries
@@ -61,8 +62,8 @@ class Chip:
 
 
 def _gpu(
-    name: str, kind: str, *, capability: tuple[int, int], cores: int, ghz: float, l2_mib: float, gib: float,
-    tflops: float, gb_s: float, link_gb_s: float,
+    name: str, kind: str, *, capability: tuple[int, int], cores: int, ghz: float, l2_mib: int | float, gib: float,
+    tflops: int | float, gb_s: int, link_gb_s: int,
 ) -> Chip:  # fmt: skip
     """Returns a GPU from its data sheet. `kind` is the name that JAX reports, `gib` the memory that the driver reports, and `link_gb_s` is one direction.
 
@@ -287,6 +288,13 @@ def here() -> Topology | None:
     kind = jax.devices()[0].device_kind
     found = (chip for chip in CHIPS.values() if chip.kind and kind.startswith(chip.kind))
     return next((Topology(chip=chip, shape=(1, jax.local_device_count())) for chip in found), None)
+
+
+def present_bytes() -> int | None:
+    """Returns the bytes that programs may use on one of this machine's devices, or None for a CPU and for an unknown GPU that reports no limit."""
+    reported = device_bytes(jax.devices()[0])
+    # With XLA_PYTHON_CLIENT_ALLOCATOR=platform, a GPU reports no limit.
+    return gpus.chip.device_hbm_bytes if reported is None and (gpus := here()) is not None else reported
 
 
 def describe_only() -> None:

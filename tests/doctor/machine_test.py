@@ -6,7 +6,7 @@ from dataclasses import replace
 import jax
 import pytest
 
-from dapo_jax.config import ConfigError, ParallelConfig
+from dapo_jax.config import ConfigError, load_config
 from dapo_jax.doctor import machine
 from dapo_jax.doctor.resources import memory
 from dapo_jax.doctor.subject import STAND_IN, Subject
@@ -50,7 +50,7 @@ def test_gpus_are_reported_with_the_topology_to_plan_for(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: gpus)
     monkeypatch.setattr(jax, "local_device_count", lambda: len(gpus))
     assert machine.devices().message == "4 x NVIDIA H100 80GB HBM3 (`dapo-jax plan --topology h100:4`)"
-    found = memory(Subject(replace(STAND_IN, parallel=ParallelConfig(fsdp=4))))
+    found = memory(Subject(load_config("quickstart")))
     assert f"of {71.19 * 0.95:.1f} GiB on a device" in found.message
 
 

@@ -80,6 +80,10 @@ def test_the_number_of_trips_is_in_the_text_or_the_callers(old, new, trips, coun
     [
         # Both halves of an asynchronous all-gather are in its type: 32 of the operand, 128 of the result; 96 are received.
         ("(f32[8]{0}, f32[32]{0}) all-gather-start(%p), replica_groups={{0,1,2,3}}, dimensions={0}", "all-gather", 96),
+        # In GPU programs, other collectives are asynchronous too: 128 bytes of the operand, 32 of the result; 3 x 32 are received.
+        ("((f32[32]{0}), f32[8]{0}) reduce-scatter-start(%p), replica_groups={{0,1,2,3}}, dimensions={0}, to_apply=%add", "reduce-scatter", 96),
+        ("((f32[8]{0}), f32[8]{0}) all-to-all-start(%p), replica_groups={{0,1,2,3}}, dimensions={0}", "all-to-all", 24),
+        ("f32[8]{0} all-reduce-start(%p), replica_groups={{0,1}}, to_apply=%add", "all-reduce", 32),
         ("(f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%p), source_target_pairs={{0,1}}",
          "collective-permute", 36),
         ("f32[8]{0} collective-permute(%p), source_target_pairs={{0,1},{1,0}}", "collective-permute", 32),
