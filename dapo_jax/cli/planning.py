@@ -1,4 +1,4 @@
-"""The commands `plan` and `doctor`, which check whether a configuration can train on a TPU slice or this machine, and `report` for a page about runs.
+"""The commands `plan` and `doctor`, which check whether a configuration can train on devices that it names or on this machine, and `report` for a page about runs.
 
 `plan` returns 1 if the run does not fit, and `doctor` returns 1 if training cannot start.
 """
@@ -6,6 +6,7 @@
 import argparse
 import errno
 import sys
+from dataclasses import replace
 
 from dapo_jax.cli.arguments import CONFIG, Commands, add_config, add_overrides, command, option, write_json
 from dapo_jax.config import ConfigError, load_config
@@ -17,7 +18,10 @@ def add_to(commands: Commands) -> None:
     """Adds the commands."""
     made = command(commands, "plan", plan)
     add_config(made)
-    option(made, "--topology", "TPU slice: v5p:4x4x8, v5p-256, v5litepod-64, v6e-8, ... (extra tpu)", "T")
+    text = "TPU slice: v5p:4x4x8, v5p-256, v5litepod-64, v6e-8, ... (extra tpu), or NVIDIA GPUs: h100:8, h100x4:16 for machines of 4, ... (extra cuda-plan)"
+    option(made, "--topology", text, "T")
+    text = "bandwidth of each GPU's network between machines, in Gbit/s (default 400)"
+    option(made, "--network", text, "GBIT", type=float)
     option(
         made, "--response-tokens", "mean response length (default: the limit)", "MEAN[,STD]", type=_lengths
     )
@@ -50,7 +54,7 @@ def add_to(commands: Commands) -> None:
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """Compute the memory, traffic and minimum time of a run, compiled for a TPU slice."""
+    """Compute the memory, traffic and minimum time of a run, compiled for a TPU slice or NVIDIA GPUs."""
     config = load_config(arguments.config, arguments.overrides)
     from rich.console import Console
 
@@ -73,15 +77,21 @@ def plan(arguments: argparse.Namespace) -> int:
         print(text, file=sys.stderr, flush=True)
 
     made = topologies.parse(arguments.topology) if arguments.topology else None
+    if (network := arguments.network) is not None:
+        if made is None or not made.has_network or network <= 0:
+            raise ConfigError(
+                f"--network={network:g} must be above 0, and it needs GPUs on several machines: for example --topology h100:16"
+            )
+        made = replace(made, network_bytes_s=network * 1e9 / 8)
     if arguments.sweep:
         if made is None:
-            raise ConfigError("--sweep compares the meshes of a TPU slice: name the slice with --topology")
+            raise ConfigError("--sweep compares the meshes of a topology: name it with --topology")
         found = remedies.sweep(config, made, assumed=assumed, only=arguments.only, say=say)
         output.show_sweep(found, console)
         if arguments.json:
             write_json(arguments.json, output.swept_as_data(found))
         return 0 if any(not isinstance(one, str) for _, one in found) else 1
-    result = planning.plan(config, slice=made, assumed=assumed, only=arguments.only, say=say)
+    result = planning.plan(config, topology=made, assumed=assumed, only=arguments.only, say=say)
     seconds, tried = arguments.suggest_s, list[remedies.Tried]()
     if seconds and not result.fits:
         tried = remedies.suggestions(result, assumed=assumed, seconds=seconds, say=say)

@@ -12,6 +12,7 @@ from dapo_jax.doctor.check import Found
 from dapo_jax.doctor.subject import Subject
 from dapo_jax.hints import how_to_install
 from dapo_jax.parallel.device_memory import device_bytes
+from dapo_jax.plan import topologies
 from dapo_jax.run.disk_space import SPARE, gib
 from dapo_jax.run.records import use_compilation_cache
 from dapo_jax.run.run_dir import place_of
@@ -59,8 +60,10 @@ def devices() -> Found:
     )
     if limit is not None:
         message += f", {gib(limit)} each"
-    elif len(here) > 1:
+    elif len(here) > 1 and here[0].platform == "cpu":
         message += ", which share the host's memory"
+    if (gpus := topologies.here()) is not None:
+        message += f" (`dapo-jax plan --topology {gpus.name}`)"
     if here[0].platform != "cpu" or not (missed := _unused_accelerator()):
         return Found(message)
     return Found(f"{message}; {missed[0]}", "warning", missed[1])

@@ -12,6 +12,7 @@ from dapo_jax.doctor.machine import host_bytes
 from dapo_jax.doctor.subject import Subject
 from dapo_jax.locks import LockedError, check_free
 from dapo_jax.parallel.device_memory import device_bytes
+from dapo_jax.plan import topologies
 from dapo_jax.plan.memory import MARGIN, together
 from dapo_jax.run.disk_space import gib, room_for, written_by
 from dapo_jax.run.policy import lora_of, mesh_of, meshes_of
@@ -56,6 +57,8 @@ def memory(subject: Subject) -> Found:
     phases = (together(program, there, updates=updates)[1] for program in ("generate", "update_apply"))
     parts = max(phases, key=lambda each: sum(each.values()))
     needed, available = sum(parts.values()), device_bytes(jax.devices()[0])
+    if available is None and (gpus := topologies.here()) is not None:  # XLA_PYTHON_CLIENT_ALLOCATOR=platform
+        available = gpus.chip.device_hbm_bytes
     if available is None:
         needed *= jax.local_device_count()
         limit, whose = host_bytes()[1], "available in the host's memory"

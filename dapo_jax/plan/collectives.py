@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
+
 KINDS = (
     *("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"),
     *("collective-broadcast", "ragged-all-to-all"),
@@ -31,6 +33,8 @@ class Traffic:
     count: int
     received_bytes: int
     """Total bytes that each device receives."""
+    network_bytes: int = 0
+    """The part of `received_bytes` that a device receives from other machines, over its own connection to the network."""
 
 
 @dataclass(frozen=True)
@@ -58,24 +62,29 @@ class Instruction:
 Computations: TypeAlias = dict[str, dict[str, Instruction]]
 
 
-def collectives(text: str, *, trips: Sequence[int] = ()) -> list[Traffic]:
+def collectives(text: str, *, trips: Sequence[int] = (), per_machine: int = 0) -> list[Traffic]:
     """Returns the collectives of a program, one entry per kind.
 
     Received bytes assume a ring algorithm. In a group of n devices, each device receives (n - 1)/n of the result of an all-gather or
     all-to-all, (n - 1)/n of the operand of a reduce-scatter, and 2 (n - 1)/n of the array in an all-reduce.
 
     `text` is `compiled.as_text()`. `trips` lists the trip counts that the text does not contain, outermost loop first; the default is 1.
+    `per_machine` consecutive devices are on one machine, and machines are connected by a network. 0: there is no such network. The
+    devices of a group on one machine each receive an equal part of the bytes from other machines, and exchange these parts by their links.
     """
     head = text.partition("\n")[0]
     devices = math.prod(map(int, re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", head)))
-    counts, total = Counter[str](), Counter[str]()
+    counts, total, network = Counter[str](), Counter[str](), Counter[str]()
     for made, where, times in _walk(*_parsed(text), 1, trips):
         kind, received = _received(made, where, devices)
         if received:
             counts[kind] += times
             total[kind] += times * received
+            network[kind] += int(times * received * _network_share(made, devices, per_machine))
     return [
-        Traffic(kind=kind, count=counts[kind], received_bytes=total[kind]) for kind in KINDS if kind in counts
+        Traffic(kind=kind, count=counts[kind], received_bytes=total[kind], network_bytes=network[kind])
+        for kind in KINDS
+        if kind in counts
     ]
 
 
@@ -90,7 +99,7 @@ def array_bytes(text: str) -> int:
 def _received(made: Instruction, where: str, devices: int) -> tuple[str, int]:
     """Returns the kind of a collective and the bytes that each device receives in it, or "" and 0 if nothing is exchanged."""
     kind = made.kind
-    if not kind or (group := _group(made.rest, devices)) == 1:
+    if not kind or (group := len(_group(made.rest, devices))) == 1:
         return "", 0
     size, started = array_bytes(made.type), made.opcode.endswith("-start")
     if kind == "collective-permute":
@@ -105,18 +114,40 @@ def _received(made: Instruction, where: str, devices: int) -> tuple[str, int]:
     return kind, (2 if kind == "all-reduce" else 1) * size * (group - 1) // group
 
 
-def _group(rest: str, devices: int) -> int:
-    """Returns the number of devices per replica group, from any HLO notation. If the text lists no groups, all devices form one group."""
+def _network_share(made: Instruction, devices: int, per_machine: int) -> float:
+    """Returns the fraction of a collective's received bytes that a device receives over the network."""
+    if not per_machine:
+        return 0.0
+    if pairs := re.search(r"source_target_pairs=\{(\{.*?\})\}", made.rest):
+        ends = re.findall(r"(\d+),(\d+)", pairs[1])
+        return float(any(int(one) // per_machine != int(other) // per_machine for one, other in ends))
+    group = _group(made.rest, devices)
+    together = min(Counter(device // per_machine for device in group).values())
+    share = (len(group) - together) / (len(group) - 1)
+    return share if made.kind.endswith("all-to-all") else share / together
+
+
+def _group(rest: str, devices: int) -> list[int]:
+    """Returns the devices of the first replica group, from any HLO notation. If the text lists no groups, all devices form one group."""
     if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", rest):
-        return len(listed[1].split(","))
-    if shaped := re.search(r"replica_groups=\[(\d+),(\d+)\]<=", rest):
-        return int(shaped[2])
+        return [int(device) for device in listed[1].split(",")]
+    if shaped := re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
+        sizes = [int(size) for size in shaped[2].split(",")]
+        grid = np.arange(math.prod(sizes)).reshape(sizes)
+        order = [int(axis) for axis in shaped[3].split(",")] if shaped[3] else None
+        return grid.transpose(order).reshape(-1)[: int(shaped[1])].tolist()
     if meshed := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", rest):
+        strides, stride, group = dict[str, tuple[int, int]](), 1, [0]
+        for name, size in reversed(re.findall(r"'([^']+)'=(\d+)", meshed[1])):
+            strides[name], stride = (stride, int(size)), stride * int(size)
         # 'x' is a mesh axis. 'x':(2)4 is its sub-axis of size 4, after sub-axes with a total size of 2.
-        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", meshed[1])}
-        axes = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", meshed[2])
-        return math.prod(int(part) if part else sizes[name] for name, part in axes)
-    return devices
+        for name, before, part in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", meshed[2]):
+            step, size = strides[name]
+            count = int(part or size)
+            step *= size // (int(before or 1) * count)
+            group = [device + step * index for device in group for index in range(count)]
+        return group
+    return list(range(devices))
 
 
 def _parsed(text: str) -> tuple[Computations, str]:

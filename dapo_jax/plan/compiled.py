@@ -43,7 +43,7 @@ class ProgramMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """One program, compiled for a slice."""
+    """One program, compiled for a topology."""
 
     name: str
     compile_s: float
@@ -54,8 +54,10 @@ class Program:
     """The compiler's message if it rejected the program. It may list the program's largest arrays."""
 
 
-def compile_program(name: str, lower: Callable[[], Any], *, trips: Sequence[int]) -> Program:
-    """Compiles the program that `lower` returns, and records its memory and collectives. See `collectives` for `trips`."""
+def compile_program(
+    name: str, lower: Callable[[], Any], *, trips: Sequence[int], per_machine: int = 0
+) -> Program:
+    """Compiles the program that `lower` returns, and records its memory and collectives. See `collectives` for `trips` and `per_machine`."""
     began = time.monotonic()
     try:
         compiled = lower().compile()
@@ -74,7 +76,7 @@ def compile_program(name: str, lower: Callable[[], Any], *, trips: Sequence[int]
             temporaries=memory.temp_size_in_bytes,
             code=memory.generated_code_size_in_bytes,
         ),
-        traffic=collectives(compiled.as_text(), trips=trips),
+        traffic=collectives(compiled.as_text(), trips=trips, per_machine=per_machine),
     )
 
 

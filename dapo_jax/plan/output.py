@@ -13,7 +13,7 @@ from dapo_jax.plan.plan import Plan
 from dapo_jax.plan.remedies import Tried, held_in
 from dapo_jax.plan.roofline import cache_bytes_per_token
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 """Version of the JSON output. It increases when a field is removed or its meaning changes."""
 
 _LINES = 40
@@ -31,7 +31,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
         "cache_tokens": plan.pages.tokens,
         "fits": plan.fits if plan.programs else None,
         "model": {"source": plan.config.model.source, **_data(plan.decoder, "parameters", "trained_parameters")},
-        "slice": plan.slice and _data(plan.slice, "name", "chips", "hosts"),
+        "topology": plan.topology and _data(plan.topology, "name", "chips", "hosts"),
         "sizes": _data(plan.sizes),
         "work": _data(plan.work, "context"),
         "works": [_data(work) for work in plan.works],
@@ -44,7 +44,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
         ],
         "phases": [_data(phase, "total") for phase in plan.phases],
         "held": {name: [_data(held) for held in held_in(plan, name)] for name in plan.failures},
-        "roofline": plan.slice and {
+        "roofline": plan.topology and {
             "step_s": plan.step_s,
             "mfu_bound": plan.mfu_bound,
             "phases": [_data(bound) for bound in plan.bounds],
@@ -66,8 +66,10 @@ def show(plan: Plan, console: Console) -> None:
     """Prints the tables of a plan."""
     console.print(_heading(plan))
     _rows(console, "Sizes, on each device unless noted", ("quantity", "value"), _sizes(plan))
-    if plan.slice is None:
-        console.print("Computed from shapes alone; --topology also compiles the programs for a TPU slice.")
+    if plan.topology is None:
+        console.print(
+            "Computed from shapes alone; --topology also compiles the programs for a TPU slice or for NVIDIA GPUs."
+        )
         return
     memory = [
         (
@@ -78,7 +80,7 @@ def show(plan: Plan, console: Console) -> None:
         for one in plan.programs
     ]
     _rows(console, "Programs, on each device", ("program", *_COLUMNS, "compiled in"), memory)
-    limit, hbm = plan.limit or 0, plan.slice.chip.device_hbm_bytes
+    limit, hbm = plan.limit or 0, plan.topology.chip.device_hbm_bytes
     resident = [
         (phase.name, " + ".join(f"{name} {size(count)}" for name, count in phase.parts.items()), size(phase.total),
          "yes" if phase.total <= limit else "NO")
@@ -92,19 +94,37 @@ def show(plan: Plan, console: Console) -> None:
             f"KV cache: {plan.pages.tokens:,} tokens ({plan.in_flight:,.0f} responses in parallel) are configured; {fits.tokens:,} "
             f"tokens ({fits.in_flight:,.0f} responses) would fit, with sampling.cache_tokens={fits.tokens}{slots}",
         )
+    network, links = plan.topology.has_network, plan.topology.chip.links
     traffic = [
-        (one.name, kind.kind, f"{kind.count:,}", f"{kind.received_bytes / 1e9:,.3f}")
+        (one.name, kind.kind, f"{kind.count:,}", f"{(kind.received_bytes - kind.network_bytes) / 1e9:,.3f}",
+         *[f"{kind.network_bytes / 1e9:,.3f}"] * network)
         for one in plan.programs
         for kind in one.traffic
-    ]
-    _rows(console, "Collectives per run", ("program", "kind", "count", "GB received per device"), traffic)
+    ]  # fmt: skip
+    columns = (
+        "program",
+        "kind",
+        "count",
+        f"GB received per device over {links}",
+        *["over the network"] * network,
+    )
+    _rows(console, "Collectives per run", columns, traffic)
     roofline = [
         (bound.work.phase, f"{bound.work.runs:,.0f}", f"{bound.compute_s:,.2f}", f"{bound.hbm_s:,.2f}", f"{bound.ici_s:,.2f}",
-         f"{bound.seconds:,.2f}", bound.limit)
+         *[f"{bound.network_s:,.2f}"] * network, f"{bound.seconds:,.2f}", bound.limit)
         for bound in plan.bounds
     ]  # fmt: skip
     title = "Roofline, seconds per step: a lower bound from the chip's peak rates, not a measurement"
-    columns = ("phase", "runs", "compute", "memory", "interconnect", "longest", "limited by")
+    columns = (
+        "phase",
+        "runs",
+        "compute",
+        "memory",
+        "interconnect",
+        *["network"] * network,
+        "longest",
+        "limited by",
+    )
     _rows(console, title, columns, roofline)
     console.print(
         f"a step takes at least {plan.step_s:,.1f} s, and {plan.config.steps:,} steps take at least {plan.chip_hours:,.1f} chip-hours; "
@@ -141,7 +161,7 @@ def show_failures(plan: Plan, tried: Sequence[Tried], console: Console) -> None:
         verdict = "fits" if one.fits else "does not fit"
         console.print(f"compiled: {' '.join(one.overrides)}: {verdict}")
     if tried and not any(one.fits for one in tried):
-        console.print("None of these changes is enough. A larger slice or shorter responses would help.")
+        console.print("None of these changes is enough. More devices or shorter responses would help.")
 
 
 def show_sweep(plans: Sequence[tuple[str, Plan | str]], console: Console) -> None:
@@ -167,13 +187,13 @@ def size(count: int | float) -> str:
 
 
 def _heading(plan: Plan) -> str:
-    decoder, slice = plan.decoder, plan.slice
+    decoder, topology = plan.decoder, plan.topology
     mesh = " x ".join(f"{axis} {count}" for axis, count in plan.sizes.train.items())
     sampler = " x ".join(f"{axis} {count}" for axis, count in plan.sizes.sampler.items() if count > 1)
     adapters = f", and {decoder.trained_parameters:,} trained in adapters" if decoder.lora else ""
     where = "the configured devices"
-    if slice is not None:
-        where = f"{slice.name}: {slice.chips} chips ({plan.sizes.devices} devices) on {slice.hosts} hosts"
+    if topology is not None:
+        where = f"{topology.name}: {topology.chips} chips ({plan.sizes.devices} devices) on {topology.hosts} hosts"
     lines = (
         f"{plan.config.model.source}: {decoder.parameters:,} parameters{adapters}",
         f"{where}; mesh {mesh}; {plan.sizes.samplers} samplers, each {sampler or '1 device'}",

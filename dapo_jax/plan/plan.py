@@ -1,4 +1,4 @@
-"""Plans a run: its memory, traffic and minimum time, from shapes or from its programs compiled for a slice."""
+"""Plans a run: its memory, traffic and minimum time, from shapes or from its programs compiled for a topology."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from dapo_jax.plan.memory import MARGIN, CacheFit, Phase, Resident, as_compiled,
 from dapo_jax.plan.programs import Programs
 from dapo_jax.plan.roofline import Bound, Work, bound, in_flight, work_of
 from dapo_jax.plan.sizes import decoder_of
-from dapo_jax.plan.topologies import Slice, devices_of
+from dapo_jax.plan.topologies import Topology, devices_of
 from dapo_jax.plan.workload import Assumptions, MeshSizes, Workload, batch_shards, workload_of
 from dapo_jax.run.disk_space import STATE_BYTES
 from dapo_jax.run.policy import lora_of
@@ -24,7 +24,7 @@ from dapo_jax.run.sampler_setup import logits_bytes
 from dapo_jax.sampling.pages import PageSizes
 
 HOST_DEVICES = 4
-"""Assumed number of devices per host if the devices are absent. It is the number on a TPU VM."""
+"""Assumed number of devices per host if the devices are absent. It is the number on a TPU VM. Machines with GPUs are assumed to be like this one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,19 +42,19 @@ class Plan:
     """The sizes of a sampler's KV cache."""
     token_bytes: int
     """Bytes of one cached token on each device over which its heads are sharded."""
-    slice: Slice | None = None
+    topology: Topology | None = None
     programs: list[Program] = field(default_factory=list)
     phases: list[Phase] = field(default_factory=list)
 
     @property
     def bounds(self) -> list[Bound]:
-        """The roofline of each phase; empty if there is no slice."""
-        return [] if self.slice is None else [bound(work, self.slice.chip) for work in self.works]
+        """The roofline of each phase; empty if there is no topology."""
+        return [] if self.topology is None else [bound(work, self.topology) for work in self.works]
 
     @property
     def limit(self) -> int | None:
-        """Maximum bytes that a phase may use on one device; None if there is no slice."""
-        return None if self.slice is None else int(self.slice.chip.device_hbm_bytes * (1 - MARGIN))
+        """Maximum bytes that a phase may use on one device; None if there is no topology."""
+        return None if self.topology is None else int(self.topology.chip.device_hbm_bytes * (1 - MARGIN))
 
     @property
     def failures(self) -> list[str]:
@@ -104,29 +104,31 @@ class Plan:
 
     @property
     def chip_hours(self) -> float | None:
-        """Minimum chip-hours for all steps, without evaluations; None if there is no slice."""
-        return None if self.slice is None else self.config.steps * self.step_s * self.slice.chips / 3600
+        """Minimum chip-hours for all steps, without evaluations; None if there is no topology."""
+        return None if self.topology is None else self.config.steps * self.step_s * self.topology.chips / 3600
 
     @property
     def mfu_bound(self) -> float:
         """Maximum model FLOPs utilisation: useful operations of a step, divided by the peak operations in its minimum time."""
         useful = sum(bound.work.useful_flops for bound in self.bounds)
-        return useful / (self.step_s * self.slice.chip.device_flops) if self.slice and self.step_s else 0.0
+        return (
+            useful / (self.step_s * self.topology.chip.device_flops) if self.topology and self.step_s else 0.0
+        )
 
 
 def plan(
     config: TrainConfig,
     *,
-    slice: Slice | None = None,
+    topology: Topology | None = None,
     assumed: Assumptions | None = None,
     only: Sequence[str] | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Plan:
-    """Plans a run of `config`, from programs compiled for a slice or from shapes alone.
+    """Plans a run of `config`, from programs compiled for a topology or from shapes alone.
 
     Args:
         config: the run's configuration.
-        slice: the slice to compile for. None: use shapes alone.
+        topology: the devices to compile for. None: use shapes alone.
         assumed: quantities that the configuration does not determine, such as the mean response length.
         only: the programs to compile; `update` also selects `update_begin` and other names with this prefix. None: all.
         say: called with a message before each program is compiled.
@@ -135,26 +137,32 @@ def plan(
         ConfigError: the configuration cannot run on these devices, regardless of memory.
     """
     decoder = replace(decoder_of(config.model), lora=lora_of(config.lora))
-    work = workload_of(config, assumed or Assumptions())
-    if slice is None:
+    notes = tuple[str, ...]()
+    if topology is None:
         devices, host = _devices_of_run(config.parallel), None
         memory = device_bytes(jax.devices()[0])  # Absent devices have the same kind, so the same memory.
     else:
-        devices, host = devices_of(slice), devices_of(slice.one_host) if slice.hosts > 1 else None
-        memory = slice.chip.device_hbm_bytes
+        devices, host = devices_of(topology), devices_of(topology.one_host) if topology.hosts > 1 else None
+        memory = topology.chip.device_hbm_bytes
+        config, resized = _resized(config, len(devices))
+        notes = (*resized, *topology.notes)
+    work = workload_of(config, assumed or Assumptions())
+    work = replace(work, notes=(*work.notes, *notes))
     # JAX cannot place arrays in the host memory of absent devices, so offloaded moments are subtracted below.
     placed = replaced(config, {"optimizer.offload": False}) if isinstance(devices[0], Absent) else config
     programs, compiled = Programs(placed, decoder, work, devices, host, memory), list[Program]()
+    per_machine = topology.host_chips if topology is not None and topology.has_network else 0
     try:
         there = programs.resident  # builds trainer and sampler from shapes
     except ValueError as error:  # raised if the configuration contains an invalid size
         raise ConfigError(str(error)) from error
     if config.optimizer.offload:
         there = replace(there, state=there.state - there.moments, moments=0)
-    for name, lower in (programs.lowered() if slice is not None else {}).items():
+    for name, lower in (programs.lowered() if topology is not None else {}).items():
         if only is None or any(name == wanted or name.startswith(f"{wanted}_") for wanted in only):
             say(f"compiling {name}")
-            compiled.append(compile_program(name, lower, trips=_trips(name, config, work)))
+            trips = _trips(name, config, work)
+            compiled.append(compile_program(name, lower, trips=trips, per_machine=per_machine))
     memories = {program.name: program.memory for program in compiled if program.memory is not None}
     resident = as_compiled(there, memories)
     return Plan(
@@ -166,10 +174,26 @@ def plan(
         works=work_of(config, decoder, work, programs.sizes, programs.engine.page_sizes, compiled),
         pages=programs.engine.page_sizes,
         token_bytes=programs.engine.token_bytes,
-        slice=slice,
+        topology=topology,
         programs=compiled,
         phases=phases(memories, resident, updates=work.updates),
     )
+
+
+def _resized(config: TrainConfig, devices: int) -> tuple[TrainConfig, tuple[str, ...]]:
+    """Returns `config` with an fsdp axis for this number of devices and the same rows per device, and a note if the configured axis is different."""
+    sizes = [getattr(config.parallel, axis) for axis in AXES]
+    fsdp, data, rows = config.parallel.fsdp, config.parallel.data, config.batch.rows_per_microbatch
+    others = math.prod(sizes) // fsdp
+    if -1 in sizes or math.prod(sizes) == devices or devices % others:
+        return config, ()  # An axis that does not divide the devices is an error of the mesh.
+    changes = {
+        "parallel.fsdp": devices // others,
+        "batch.rows_per_microbatch": devices // others * data * max(1, rows // (data * fsdp)),
+    }
+    note = " ".join(f"{key}={value}" for key, value in changes.items())
+    note += f", because the configured mesh has {math.prod(sizes)} devices, and the topology {devices}"
+    return replaced(config, changes), (note,)
 
 
 def _devices_of_run(parallel: ParallelConfig) -> Sequence[AnyDevice]:
@@ -178,7 +202,8 @@ def _devices_of_run(parallel: ParallelConfig) -> Sequence[AnyDevice]:
     if -1 in sizes or math.prod(sizes) == len(present):
         return present
     platform, kind = present[0].platform, present[0].device_kind
-    return [Absent(at, at // HOST_DEVICES, platform, kind) for at in range(math.prod(sizes))]
+    each = jax.local_device_count() if platform == "gpu" else HOST_DEVICES
+    return [Absent(at, at // each, platform, kind) for at in range(math.prod(sizes))]
 
 
 def _trips(name: str, config: TrainConfig, work: Workload) -> tuple[int, ...]:

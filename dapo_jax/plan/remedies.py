@@ -14,7 +14,7 @@ from dapo_jax.plan.memory import together
 from dapo_jax.plan.plan import Plan, plan
 from dapo_jax.plan.roofline import item
 from dapo_jax.plan.sizes import decoder_of
-from dapo_jax.plan.topologies import Slice, devices_of
+from dapo_jax.plan.topologies import Topology, devices_of
 from dapo_jax.plan.workload import Assumptions
 
 _LEAST = 0.005
@@ -34,7 +34,7 @@ class Way:
     frees: int | None = None
     """Bytes freed on each device; None if they are only known after compiling."""
     tries: Changes = field(default_factory=dict)
-    """The change for `suggestions` to try; empty if it needs a larger slice or changes the training method."""
+    """The change for `suggestions` to try; empty if it needs more devices or changes the training method."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,14 +115,14 @@ def _way(tries: Changes, note: str = "", *, frees: int | None = None) -> Way:
 
 
 def _more_devices(made: Plan, held: int) -> Way:
-    """Returns a change that shards arrays over twice as many devices, taken from the data axis if possible, and otherwise from a larger slice."""
+    """Returns a change that shards arrays over twice as many devices, taken from the data axis if possible, and otherwise from a larger topology."""
     train, rows = made.sizes.train, made.config.batch.rows_per_microbatch
     if train["data"] % 2 == 0:
         tries = {"parallel.fsdp": 2 * train["fsdp"], "parallel.data": train["data"] // 2}
         return _way(tries, frees=held // 2)
     over = 2 * train["fsdp"] * train["data"]
     filled = f" batch.rows_per_microbatch={-(-rows // over) * over}" if rows % over else ""
-    change = f"parallel.fsdp={2 * train['fsdp']}{filled} on a slice with twice as many chips"
+    change = f"parallel.fsdp={2 * train['fsdp']}{filled} on twice as many devices"
     return Way(change, held // 2)
 
 
@@ -189,11 +189,11 @@ def suggestions(
 
     Returns all compiled changes in order. The last attempt may end after `seconds`, because compilation is not interrupted.
     """
-    assert made.slice is not None, "without a slice nothing was compiled, so nothing fails"
+    assert made.topology is not None, "without a topology nothing was compiled, so nothing fails"
     began, tried, changes, current = time.monotonic(), list[Tried](), Changes(), made
     used, planned = (
         list[Changes](),
-        partial(plan, slice=made.slice, assumed=assumed, only=made.failures, say=say),
+        partial(plan, topology=made.topology, assumed=assumed, only=made.failures, say=say),
     )
     while not current.fits and time.monotonic() - began <= seconds:
         parts = [part for program in current.failures for part in held_in(current, program)]
@@ -211,20 +211,20 @@ def suggestions(
 
 def sweep(
     config: TrainConfig,
-    slice: Slice,
+    topology: Topology,
     *,
     assumed: Assumptions,
     only: Sequence[str] | None = None,
     say: Say = lambda text: None,
 ) -> list[tuple[str, Plan | str]]:
-    """Plans every split of the slice into fsdp and tensor axes. The fastest mesh comes first. A mesh that does not fit is returned with the reason.
+    """Plans every split of the devices into fsdp and tensor axes. The fastest mesh comes first. A mesh that does not fit is returned with the reason.
 
     A microbatch has one row per device of the batch axes, or a multiple of this if `batch.rows_per_microbatch` is larger.
     """
-    decoder_of(config.model)  # raises an error for an unsupported model before libtpu is loaded
-    planned = partial(plan, slice=slice, assumed=assumed, only=only, say=say)
+    decoder_of(config.model)  # raises an error for an unsupported model before a compiler is loaded
+    planned = partial(plan, topology=topology, assumed=assumed, only=only, say=say)
     found: list[tuple[str, Plan | str]] = []
-    devices, context, data = len(devices_of(slice)), config.parallel.context, max(config.parallel.data, 1)
+    devices, context, data = len(devices_of(topology)), config.parallel.context, max(config.parallel.data, 1)
     for tensor in (1, 2, 4, 8, 16):
         fsdp, rest = divmod(devices, tensor * context * data)
         if not fsdp or rest:

@@ -4,13 +4,14 @@ This is a lower bound, not a measurement. It ignores latency, dependencies betwe
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dapo_jax.config import TrainConfig
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.plan.compiled import Program
-from dapo_jax.plan.topologies import Chip
+from dapo_jax.plan.topologies import Topology
 from dapo_jax.plan.workload import MeshSizes, Workload, batch_shards
 from dapo_jax.run.programs import sampled_decoder
 from dapo_jax.run.sampler_setup import prefill_of
@@ -31,29 +32,39 @@ class Work:
     """Operations of the model's matrix products, without padding and recomputation; used for model FLOPs utilisation."""
     hbm_bytes: int | float
     """Minimum bytes that the phase reads from and writes to device memory."""
-    ici_bytes: int | float
-    """Bytes received in the phase's collectives; 0 if the program was not compiled."""
+    ici_bytes: int | float = 0
+    """Bytes received in the phase's collectives over the links between devices; 0 if the program was not compiled."""
+    network_bytes: int | float = 0
+    """Bytes received in the phase's collectives over the network between machines with GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """The minimum time of one phase in a step: the longest of three times, assuming that the three overlap completely."""
+    """The minimum time of one phase in a step: the longest of four times, assuming that the four overlap completely."""
 
     work: Work
     compute_s: float
     hbm_s: float
     ici_s: float
+    network_s: float
     seconds: float
     limit: str
-    """The name of the longest time: compute, hbm or ici."""
+    """The name of the longest time: compute, hbm, ici or network."""
 
 
-def bound(work: Work, chip: Chip) -> Bound:
-    """Divides `work` by the peak rates of `chip`."""
-    compute, hbm = work.flops / chip.device_flops, work.hbm_bytes / chip.device_hbm_bytes_s
-    ici = work.ici_bytes / chip.device_ici_bytes_s
-    seconds, limit = max((compute, "compute"), (hbm, "hbm"), (ici, "ici"), key=lambda one: one[0])
-    return Bound(work=work, compute_s=compute, hbm_s=hbm, ici_s=ici, seconds=seconds, limit=limit)
+def bound(work: Work, topology: Topology) -> Bound:
+    """Divides `work` by the peak rates of the devices."""
+    chip = topology.chip
+    times = {
+        "compute": work.flops / chip.device_flops,
+        "hbm": work.hbm_bytes / chip.device_hbm_bytes_s,
+        "ici": work.ici_bytes / chip.device_ici_bytes_s,
+        "network": work.network_bytes / topology.network_bytes_s,
+    }
+    limit = max(times, key=lambda name: times[name])
+    return Bound(
+        work=work, seconds=times[limit], limit=limit, **{f"{name}_s": value for name, value in times.items()}
+    )
 
 
 def work_of(
@@ -65,21 +76,34 @@ def work_of(
     programs: Sequence[Program] = (),
 ) -> list[Work]:
     """Returns the work of each phase of a step. The received bytes are counted in the compiled `programs`."""
-    traffic = {one.name: float(sum(kind.received_bytes for kind in one.traffic)) for one in programs}
-
-    def received(name: str, per_layer: str = "") -> float:
-        return traffic.get(name, 0.0) + decoder.layers * traffic.get(per_layer, 0.0)
-
     # Most prompts are prefilled by the programs whose names begin with this prefix.
     prefill = "prefill_rows" if prefill_shape_of(config).rows > 1 else "prefill_row"
-    prefilled = received(f"{prefill}_embed", prefill) + received(f"{prefill}_head")
+    in_each_run = {
+        "transfer": ["transfer_ends", *["transfer"] * decoder.layers],
+        "prefill": [f"{prefill}_embed", f"{prefill}_head", *[prefill] * decoder.layers],
+        "decode": ["generate"],
+        "log-probabilities": ["score"],
+        "update": ["update"],
+    }
+    total, network = Counter[str](), Counter[str]()
+    for one in programs:
+        total[one.name] = sum(kind.received_bytes for kind in one.traffic)
+        network[one.name] = sum(kind.network_bytes for kind in one.traffic)
+
+    def with_traffic(phase: Work) -> Work:
+        names = in_each_run[phase.phase]
+        over_network = phase.runs * sum(network[name] for name in names)
+        received = phase.runs * sum(total[name] for name in names)
+        return replace(phase, ici_bytes=received - over_network, network_bytes=over_network)
+
     sampled = sampled_decoder(decoder, config.sampling)
-    return [
-        _transfer(config, decoder, sizes, received("transfer_ends", "transfer")),
-        _prefill(config, sampled, work, sizes, prefilled),
-        _decode(config, sampled, work, sizes, pages, received("generate")),
-        *_trained(config, decoder, work, sizes, score=received("score"), update=received("update")),
+    found = [
+        _transfer(config, decoder, sizes),
+        _prefill(config, sampled, work, sizes),
+        _decode(config, sampled, work, sizes, pages),
+        *_trained(config, decoder, work, sizes),
     ]
+    return [with_traffic(phase) for phase in found]
 
 
 def prefill_shape_of(config: TrainConfig) -> PrefillShape:
@@ -161,17 +185,15 @@ def _sampler_bytes(parameters: int | float, config: TrainConfig, sizes: MeshSize
     return parameters * each / sizes.sampler["tensor"]
 
 
-def _transfer(config: TrainConfig, decoder: DecoderConfig, sizes: MeshSizes, received: float) -> Work:
+def _transfer(config: TrainConfig, decoder: DecoderConfig, sizes: MeshSizes) -> Work:
     """Counts reads of the float32 trained parameters (and of the base weights to merge), and writes of the sampler's weights."""
     merged = item(config.model.compute_dtype) * decoder.parameters if config.sampling.merge_lora else 0
     reads = (4 * decoder.trained_parameters + merged) / (sizes.train["fsdp"] * sizes.train["tensor"])
     writes = _sampler_bytes(decoder.parameters if merged else decoder.trained_parameters, config, sizes)
-    return Work(phase="transfer", runs=1, flops=0, useful_flops=0, hbm_bytes=reads + writes, ici_bytes=received)  # fmt: skip
+    return Work(phase="transfer", runs=1, flops=0, useful_flops=0, hbm_bytes=reads + writes)
 
 
-def _prefill(
-    config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes: MeshSizes, received: float
-) -> Work:
+def _prefill(config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes: MeshSizes) -> Work:
     """Counts the prefill of each prompt, one re-prefill of each response in flight in every step, and the re-prefills between turns."""
     shape, devices = prefill_shape_of(config), sizes.sampler_devices
     read = [
@@ -193,7 +215,6 @@ def _prefill(
         flops=(once + sum(more)) / devices,
         useful_flops=once / devices,
         hbm_bytes=runs * _sampler_bytes(decode_weight_parameters(decoder), config, sizes),
-        ici_bytes=runs * received,
     )
 
 
@@ -205,8 +226,8 @@ def _calls(shape: PrefillShape, length: float) -> float:
 
 
 def _decode(
-    config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes: MeshSizes, pages: PageSizes, received: float
-) -> Work:  # fmt: skip
+    config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes: MeshSizes, pages: PageSizes
+) -> Work:
     """Counts the decode steps. Each reads the weights once, and the cached tokens of every response on the device."""
     steps = decode_steps(work, sizes.samplers, in_flight(config, work, pages, sizes.samplers))
     calls = steps / config.sampling.steps_per_call
@@ -218,19 +239,12 @@ def _decode(
     cache = tokens / batch_shards(sizes.sampler) * work.context * each
     weights = _sampler_bytes(decode_weight_parameters(decoder), config, sizes)
     return Work(
-        phase="decode",
-        runs=calls,
-        flops=flops,
-        useful_flops=flops,
-        hbm_bytes=steps * weights + cache,
-        ici_bytes=calls * received,
+        phase="decode", runs=calls, flops=flops, useful_flops=flops, hbm_bytes=steps * weights + cache
     )
 
 
-def _trained(
-    config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes: MeshSizes, *, score: float, update: float
-) -> list[Work]:  # fmt: skip
-    """Returns the work of scoring, if any, and of the updates. `score` and `update` are the bytes received per run of each program.
+def _trained(config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes: MeshSizes) -> list[Work]:
+    """Returns the work of scoring, if any, and of the updates.
 
     Scoring computes the trainer's old log-probabilities for all updates except the first, and the reference policy's log-probabilities for all updates.
     """
@@ -259,7 +273,6 @@ def _trained(
         flops=work.updates * (passes * one - 2 * frozen * tokens) / devices,
         useful_flops=(3 * own - 2 * frozen * count) / devices,
         hbm_bytes=work.updates * (work.microbatches * passes * weights + optimizer),
-        ici_bytes=work.updates * update,
     )
     scores = Work(
         phase="log-probabilities",
@@ -267,6 +280,5 @@ def _trained(
         flops=scored * one / devices,
         useful_flops=scored / work.updates * own / devices,
         hbm_bytes=scored * work.microbatches * weights,
-        ici_bytes=scored * score,
     )
     return [scores, updates] if scored else [updates]

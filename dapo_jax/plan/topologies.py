@@ -1,8 +1,12 @@
-"""Defines TPU slices by name, with their chips and with the devices that libtpu describes. Any machine can compile programs for these devices.
+"""Defines TPU slices and machines with NVIDIA GPUs by name, with their chips and with the devices that a compiler describes. Any machine can compile programs for these devices.
 
-The roofline's peak rates are from Google's pages (https://cloud.google.com/tpu/docs/v4, .../v5e, .../v5p, .../v6e, .../tpu7x). The
-pages add up the interconnect bandwidth of both directions, but this module uses one direction. `hbm_gib` is the memory
-that libtpu 0.0.42 allows a program, as its error messages show: "exceeds available HBM (15.75G)".
+The roofline's peak rates of TPUs are from Google's pages (https://cloud.google.com/tpu/docs/v4, .../v5e, .../v5p, .../v6e, .../tpu7x), and
+those of GPUs from NVIDIA's data sheets (https://www.nvidia.com/en-us/data-center/h100, .../h200, .../a100, .../l40s, NVIDIA's pages on DGX
+B200 and RTX PRO 6000 Blackwell). Matrix products are dense. The pages add up the interconnect bandwidth of both directions, but this
+module uses one direction.
+
+`hbm_gib` of a TPU is the memory that libtpu 0.0.42 allows a program, as its error messages show: "exceeds available HBM (15.75G)". For a
+GPU, it is the fraction `MEMORY_FRACTION` of the memory that the driver reports, which is a little less than the data sheet's.
 """
 
 import importlib.util
@@ -10,6 +14,7 @@ import math
 import os
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -17,19 +22,31 @@ from dapo_jax.config import ConfigError
 from dapo_jax.hints import how_to_install, nearest
 from dapo_jax.parallel.libtpu import WITHOUT_TPU
 
+MEMORY_FRACTION = 0.9
+"""The fraction of a GPU's memory that JAX allocates with the run settings of this library; JAX's own default is 0.75."""
+
+MACHINE_GPUS = 8
+"""Number of GPUs of a machine, unless a topology's name gives another number. It is also the largest number."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One TPU generation. Peak rates are per JAX device, which is a chip or one of its two cores."""
+    """One TPU generation or GPU model. Peak rates are per JAX device, which is a chip or one of its two cores."""
 
     name: str
-    """The name in libtpu's topologies."""
-    aliases: tuple[str, ...]
+    """The name in libtpu's topologies, or the name of a GPU in this module's topologies."""
+    aliases: tuple[str, ...] = ()
     """Prefixes of Google Cloud's slice names, such as v5litepod in v5litepod-16."""
-    counts_cores: bool
+    counts_cores: bool = False
     """True if the number in a slice's name counts cores, two per chip, rather than chips."""
-    axes: int
-    """Number of dimensions of the interconnect grid."""
+    axes: int = 2
+    """Number of dimensions of the interconnect grid. The grid of GPUs is machines x GPUs of a machine."""
+    kind: str = ""
+    """The beginning of a GPU's `device_kind` in JAX. Empty for a TPU."""
+    target: str = ""
+    """XLA's description of a GPU, as the text of a `GpuTargetConfigProto`. Empty for a TPU."""
+    links: str = "ICI"
+    """The name of the links between the devices of a slice or a machine."""
     hbm_gib: float
     device_flops: float
     """Peak rate of bfloat16 matrix products, in operations per second."""
@@ -42,6 +59,47 @@ class Chip:
     def device_hbm_bytes(self) -> int:
         """Bytes of one device's memory that programs and arrays may use."""
         return int(self.hbm_gib * 2**30)
+
+
+def _gpu(
+    name: str, kind: str, *, capability: tuple[int, int], cores: int, ghz: float, l2_mib: float, gib: float,
+    tflops: float, gb_s: float, link_gb_s: float,
+) -> Chip:  # fmt: skip
+    """Returns a GPU from its data sheet. `kind` is the name that JAX reports, `gib` the memory that the driver reports, and `link_gb_s` is one direction.
+
+    The limits of each compute capability are in the CUDA programming guide: shared memory per multiprocessor in KiB, threads per
+    multiprocessor, and float32 units per multiprocessor.
+    """
+    shared, threads, units = {
+        (8, 0): (164, 2048, 64), (8, 9): (100, 1536, 128), (9, 0): (228, 2048, 128), (10, 0): (228, 2048, 128), (12, 0): (100, 1536, 128),
+    }[capability]  # fmt: skip
+    major, minor = capability
+    extension = " feature_extension: ACCELERATED_FEATURES" if major in (9, 10) else ""
+    target = f"""
+        gpu_device_info {{
+          cuda_compute_capability {{ major: {major} minor: {minor}{extension} }}
+          core_count: {cores}  fpus_per_core: {units}  clock_rate_ghz: {ghz}
+          device_memory_size: {int(gib * 2**30)}  memory_bandwidth: {int(gb_s * 1e9)}  l2_cache_size: {int(l2_mib * 2**20)}
+          shared_memory_per_block: 49152  shared_memory_per_block_optin: {(shared - 1) * 2**10}  shared_memory_per_core: {shared * 2**10}
+          registers_per_core_limit: 65536  registers_per_block_limit: 65536
+          threads_per_warp: 32  threads_per_block_limit: 1024  threads_per_core_limit: {threads}
+          block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+        }}
+        platform_name: "CUDA"
+        dnn_version_info {{ major: 9 minor: 8 }}
+        runtime_version {{ major: 12 minor: 8 }}
+        device_description_str: "{kind}"
+    """
+    return Chip(
+        name=name,
+        kind=kind,
+        target=target,
+        links="NVLink" if link_gb_s > 64 else "PCIe",
+        hbm_gib=MEMORY_FRACTION * gib,
+        device_flops=tflops * 1e12,
+        device_hbm_bytes_s=gb_s * 1e9,
+        device_ici_bytes_s=link_gb_s * 1e9,
+    )
 
 
 CHIPS: dict[str, Chip] = {
@@ -63,6 +121,19 @@ CHIPS: dict[str, Chip] = {
         # 2307 TFLOP/s, 192 GiB, 7380 GB/s, 1200 GB/s both ways; two devices per chip.
         Chip(name="tpu7x", aliases=(), counts_cores=True, axes=3, hbm_gib=94.75, device_flops=2307e12 / 2,
              device_hbm_bytes_s=7380e9 / 2, device_ici_bytes_s=600e9 / 2),
+        # NVLink: 900 GB/s both ways for H100 and H200, 600 GB/s for A100, 1800 GB/s for B200. The last two have PCIe: Gen5 and Gen4 x16.
+        _gpu("h100", "NVIDIA H100 80GB HBM3", capability=(9, 0), cores=132, ghz=1.98, l2_mib=50, gib=79.1,
+             tflops=989.4, gb_s=3350, link_gb_s=450),
+        _gpu("h200", "NVIDIA H200", capability=(9, 0), cores=132, ghz=1.98, l2_mib=50, gib=139.8,
+             tflops=989.4, gb_s=4800, link_gb_s=450),
+        _gpu("a100-80gb", "NVIDIA A100-SXM4-80GB", capability=(8, 0), cores=108, ghz=1.41, l2_mib=40, gib=79.2,
+             tflops=312, gb_s=2039, link_gb_s=300),
+        _gpu("b200", "NVIDIA B200", capability=(10, 0), cores=148, ghz=1.965, l2_mib=126.5, gib=178.3,
+             tflops=2250, gb_s=7700, link_gb_s=900),
+        _gpu("rtx6000pro", "NVIDIA RTX PRO 6000 Blackwell", capability=(12, 0), cores=188, ghz=2.617, l2_mib=128, gib=94.9,
+             tflops=503.8, gb_s=1792, link_gb_s=64),
+        _gpu("l40s", "NVIDIA L40S", capability=(8, 9), cores=142, ghz=2.52, l2_mib=96, gib=44.4,
+             tflops=362, gb_s=864, link_gb_s=32),
     )
 }  # fmt: skip
 
@@ -74,16 +145,22 @@ _SHAPES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slice:
-    """A TPU slice."""
+class Topology:
+    """The devices of a run: a TPU slice, or machines with NVIDIA GPUs."""
 
     chip: Chip
     shape: tuple[int, ...]
+    """The grid of chips. For GPUs, the number of machines and the number of GPUs in each."""
+    network_bytes_s: float = 50e9
+    """Bytes per second that one GPU can receive from other machines. The default is a network of 400 Gbit/s per GPU, as in DGX H100. TPU slices do not use it."""
 
     @property
     def name(self) -> str:
-        """The name that libtpu uses, such as v5p:4x4x8."""
-        return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
+        """The name that `parse` accepts, such as v5p:4x4x8, h100:64 for machines of 8 GPUs, or h100x4:16 for machines of 4."""
+        if not self.chip.target:
+            return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
+        each = "" if self.hosts == 1 or self.host_chips == MACHINE_GPUS else f"x{self.host_chips}"
+        return f"{self.chip.name}{each}:{self.chips}"
 
     @property
     def chips(self) -> int:
@@ -92,79 +169,146 @@ class Slice:
 
     @property
     def host(self) -> tuple[int, int, int]:
-        """The grid of chips on one host. A 2D slice of up to 8 chips is a single host; all other hosts have 4 chips."""
+        """The grid of chips on one host. A 2D slice of up to 8 chips is a single host; all other hosts of TPUs have 4 chips."""
+        if self.chip.target:
+            return (1, self.shape[1], 1)
         small = self.chip.axes == 2 and self.chips <= 8
         return (self.shape[0], self.shape[1], 1) if small else (2, 2, 1)
 
     @property
-    def one_host(self) -> "Slice":
-        """A slice with the same kind of chip and a single host."""
-        return Slice(chip=self.chip, shape=self.host[: self.chip.axes])
+    def host_chips(self) -> int:
+        """Number of chips on one host."""
+        return math.prod(self.host)
+
+    @property
+    def one_host(self) -> "Topology":
+        """A topology with the same kind of chip and a single host."""
+        return Topology(chip=self.chip, shape=self.host[: self.chip.axes])
 
     @property
     def hosts(self) -> int:
         """Number of hosts, each with one process of the run."""
-        return self.chips // math.prod(self.host)
+        return self.chips // self.host_chips
+
+    @property
+    def has_network(self) -> bool:
+        """Whether some devices are connected by a network only. The links of a TPU slice connect all hosts."""
+        return bool(self.chip.target) and self.hosts > 1
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The assumptions about the devices, as text."""
+        memory = f"JAX allocates {MEMORY_FRACTION:.0%} of a GPU's memory (XLA_CLIENT_MEM_FRACTION={MEMORY_FRACTION})"
+        network = (
+            f"each GPU receives {self.network_bytes_s * 8 / 1e9:g} Gbit/s from other machines (--network)"
+        )
+        return (*[memory] * bool(self.chip.target), *[network] * self.has_network)
 
 
-def parse(name: str) -> Slice:
-    """Returns the slice with this name: CHIP:AxB, CHIP:AxBxC, or Google Cloud's name (v5p-256, v5litepod-64, v6e-8).
+def parse(name: str) -> Topology:
+    """Returns the slice or the machines with this name.
+
+    Slices are CHIP:AxB, CHIP:AxBxC, or Google Cloud's name (v5p-256, v5litepod-64, v6e-8). GPUs are CHIP:N for N GPUs on one
+    machine or on machines of 8, or CHIPxM:N on machines of M.
 
     Raises:
-        ConfigError: there is no such slice; the message lists the slices of that chip, or the nearest names.
+        ConfigError: there are no such devices; the message lists topologies of that chip, or the nearest names.
     """
-    known = _known_slices()
+    known = _known()
     if name in known:
         return known[name]
+    if (
+        (counted := re.fullmatch(r"(.+?)(?:x(\d+))?:(\d+)", name))
+        and (chip := CHIPS.get(counted[1]))
+        and chip.target
+    ):
+        return _machines(name, chip, int(counted[2] or MACHINE_GPUS), int(counted[3]))
     if (shaped := re.fullmatch(r"([a-z0-9]+):(\d+(?:x\d+)*)", name)) and shaped[1] in CHIPS:
-        made = Slice(chip=CHIPS[shaped[1]], shape=tuple(map(int, shaped[2].split("x"))))
-        whole = len(made.shape) == made.chip.axes and all(made.shape)
+        made = Topology(chip=CHIPS[shaped[1]], shape=tuple(map(int, shaped[2].split("x"))))
+        whole = len(made.shape) == made.chip.axes and all(made.shape) and not made.chip.target
         if whole and not any(size % block for size, block in zip(made.shape, made.host, strict=False)):
             return made
     of_chip = [text for text in known if re.split("[-:]", text)[0] == re.split("[-:]", name)[0]]
     near = ", ".join(of_chip or nearest(name, known, count=3, least=0.0))
     raise ConfigError(
-        f"--topology {name!r}: no such slice; the nearest names: {near} (chips: {', '.join(CHIPS)})"
+        f"--topology {name!r}: no such slice or machine; the nearest names: {near} (chips: {', '.join(CHIPS)})"
     )
 
 
-def devices_of(made: Slice) -> list[jax.Device]:
-    """Returns the devices of a slice as libtpu describes them. Programs can be compiled for them, but they cannot store arrays.
+def _machines(name: str, chip: Chip, each: int, count: int) -> Topology:
+    """Returns `count` GPUs on one machine, or on machines of `each`."""
+    if not count or not 1 <= each <= MACHINE_GPUS:
+        raise ConfigError(
+            f"--topology {name!r}: found {count} GPUs on machines of {each}, needs at least 1 GPU and machines of 1 to {MACHINE_GPUS}; "
+            f"for example, {chip.name}:{MACHINE_GPUS} or {chip.name}x4:16"
+        )
+    if count <= each:
+        return Topology(chip=chip, shape=(1, count))
+    if count % each:
+        lower, higher = (Topology(chip=chip, shape=(count // each + more, each)).name for more in (0, 1))
+        fits = max(size for size in range(1, MACHINE_GPUS) if count % size == 0)
+        raise ConfigError(
+            f"--topology {name!r}: {count} GPUs do not fill machines of {each}; write {lower}, {higher}, "
+            f"or {chip.name}x{fits}:{count} for machines of {fits}"
+        )
+    return Topology(chip=chip, shape=(count // each, each))
+
+
+def devices_of(made: Topology) -> list[jax.Device]:
+    """Returns the devices of a topology as libtpu or the CUDA plugin describes them. Programs can be compiled for them, but they cannot store arrays.
 
     Raises:
-        ConfigError: libtpu is not installed, or does not know the slice.
+        ConfigError: the compiler is not installed, or does not know the slice.
     """
-    if importlib.util.find_spec("libtpu") is None:
+    compilers, extra, size = ["libtpu"], "tpu", "684 MB"
+    described: dict[str, Any] = {"platform": "tpu", "chips_per_host_bounds": made.host, "num_slices": 1}
+    if made.chip.target:
+        compilers, extra, size = ["jax_cuda12_plugin", "jax_cuda13_plugin"], "cuda-plan", "2.6 GB"
+        shape = f"1x{made.hosts}x{made.host_chips}"
+        described = {"platform": "cuda", "target_config": made.chip.target, "topology": shape}
+    if all(importlib.util.find_spec(compiler) is None for compiler in compilers):
         raise ConfigError(
-            f"--topology compiles for TPUs with libtpu, which is not installed: {how_to_install('tpu')} "
-            "(684 MB; it needs no TPU), or leave out --topology to compute sizes alone"
+            f"--topology {made.name} compiles with {compilers[0]}, which is not installed: {how_to_install(extra)} "
+            f"({size}; it needs no {made.chip.name}), or leave out --topology to compute sizes alone"
         )
     describe_only()
     # Imported here, because it loads parts of jax that no other code needs.
     from jax.experimental import topologies
 
     try:
-        described = topologies.get_topology_desc(
-            topology_name=made.name, platform="tpu", chips_per_host_bounds=made.host, num_slices=1
-        )
+        found = topologies.get_topology_desc(topology_name=made.name, **described)
     except jax.errors.JaxRuntimeError as error:
         raise ConfigError(f"--topology {made.name}: {error}") from error
-    return list(described.devices)
+    return list(found.devices)
+
+
+def here() -> Topology | None:
+    """Returns the topology of this machine's GPUs, or None if it has other devices or an unknown GPU."""
+    kind = jax.devices()[0].device_kind
+    found = (chip for chip in CHIPS.values() if chip.kind and kind.startswith(chip.kind))
+    return next((Topology(chip=chip, shape=(1, jax.local_device_count())) for chip in found), None)
 
 
 def describe_only() -> None:
-    """Restricts this process to the CPU and to compiling for TPUs. It must be called before JAX initializes its devices."""
+    """Restricts this process to the CPU and to compiling for other devices. It must be called before JAX initializes its devices."""
     os.environ.update(WITHOUT_TPU)
     os.environ["JAX_PLATFORMS"] = "cpu"
+    # The CUDA plugin logs that this machine has no driver.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     jax.config.update("jax_platforms", "cpu")
 
 
-def _known_slices() -> dict[str, Slice]:
-    """Returns the slices that Google's pages list, smallest first, under each of their names."""
-    known: dict[str, Slice] = {}
+def _known() -> dict[str, Topology]:
+    """Returns the slices that Google's pages list and the usual numbers of GPUs, smallest first, under each of their names."""
+    known: dict[str, Topology] = {}
     for chip in CHIPS.values():
+        if chip.target:
+            known |= {
+                f"{chip.name}:{n}": _machines("", chip, MACHINE_GPUS, n) for n in (1, 2, 4, 8, 16, 32, 64)
+            }
+            continue
         for shape in _SHAPES[chip.axes].split():
-            made = Slice(chip=chip, shape=tuple(map(int, shape.split("x"))))
+            made = Topology(chip=chip, shape=tuple(map(int, shape.split("x"))))
             size = made.chips * (2 if chip.counts_cores else 1)
             known |= dict.fromkeys((*(f"{alias}-{size}" for alias in chip.aliases), made.name), made)
     return known

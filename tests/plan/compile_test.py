@@ -54,7 +54,7 @@ def folder(tmp_path):
 
 @pytest.fixture(scope="module")
 def compiled(file):
-    return plan(load_config(file), slice=parse("v5e:2x2"))
+    return plan(load_config(file), topology=parse("v5e:2x2"))
 
 
 def test_every_program_of_a_step_compiles_and_fits(compiled):
@@ -71,7 +71,7 @@ def test_every_program_of_a_step_compiles_and_fits(compiled):
 
 def test_the_arguments_have_the_sizes_of_the_shapes(file, compiled):
     """Except rotations, scalars, and padding to tiles of 8 x 128; these shapes nearly are multiples of a tile."""
-    devices, memory = devices_of(compiled.slice), compiled.slice.chip.device_hbm_bytes
+    devices, memory = devices_of(compiled.topology), compiled.topology.chip.device_hbm_bytes
     programs = Programs(load_config(file), compiled.decoder, compiled.work, devices, memory=memory)
     needed = {program.name: program.memory for program in compiled.programs}
     there = programs.resident
@@ -104,7 +104,7 @@ def test_rows_of_several_lengths_and_chunked_prefill_have_their_programs(folder,
     parts = ("prefill_part", "prefill_kept", "fill_part", "insert_part")
     # The others take half a minute more to compile.
     updates = ("update_begin", "update_add_shortest", "update_apply")
-    found = plan(config, slice=parse("v5e:2x2"), only=(*updates, *parts))
+    found = plan(config, topology=parse("v5e:2x2"), only=(*updates, *parts))
     assert found.fits
     phases = {phase.program: phase.parts for phase in found.phases}
     assert set(parts) < set(phases)
@@ -127,7 +127,7 @@ def test_rollouts_in_flight_have_their_programs(file):
     changes = ["rollout.in_flight=32", "rollout.round_tokens=16", "sampling.prefill_tokens=128"]
     config = load_config(file, changes)
     names = ("paused", "insert_paused", "prefill_part", "prefill_kept")
-    found = plan(config, slice=parse("v5e:2x2"), only=names)
+    found = plan(config, topology=parse("v5e:2x2"), only=names)
     assert {program.name for program in found.programs} == set(names)
     assert found.fits
     # 24 paused responses: three times the logits of the 8 slots, 512 each in float32.
@@ -138,7 +138,7 @@ def test_rollouts_in_flight_have_their_programs(file):
 def test_moments_in_the_hosts_memory_are_not_on_the_device(file, compiled):
     """8 of 12 bytes per parameter."""
     config = load_config(file, ["optimizer.offload=true"])
-    found = plan(config, slice=parse("v5e:2x2"), only=("update",))
+    found = plan(config, topology=parse("v5e:2x2"), only=("update",))
     [update] = found.phases
     assert found.resident.moments == 0
     before = next(phase for phase in compiled.phases if phase.program == "update").parts["train state"]
@@ -155,7 +155,7 @@ def test_the_reported_cache_fits_and_leaves_little(file, folder):
 
     def planned(tokens):
         config = load_config(file, [*options, f"sampling.cache_tokens={tokens}"])
-        return plan(config, slice=parse("v5e:2x2"), only=("generate",))
+        return plan(config, topology=parse("v5e:2x2"), only=("generate",))
 
     fits = planned(slots * capacity // 8).cache_fit
     assert fits.slots == slots
@@ -172,7 +172,7 @@ def test_arrays_that_do_not_fit_are_named_and_a_remedy_is_compiled(file, folder,
         "sampling.cache_tokens=33554432",
     ]  # fmt: skip
     config = load_config(file, changes)
-    found = plan(config, slice=parse("v5e:2x2"), only=("generate",))
+    found = plan(config, topology=parse("v5e:2x2"), only=("generate",))
     assert found.failures == ["generate"]
     assert "15.75G" in found.programs[0].refusal
     show_failures(found, [], Console(width=160))
@@ -210,7 +210,7 @@ def test_the_recipes_fit_their_slices(name, slice, responses):
     """The commands of docs/results/plans."""
     mean, std = responses
     assumed = Assumptions(response_tokens=mean, response_tokens_std=std)
-    found = plan(load_config(f"configs/{name}.yaml"), slice=parse(slice), assumed=assumed)
+    found = plan(load_config(f"configs/{name}.yaml"), topology=parse(slice), assumed=assumed)
     assert found.fits
     if name == "dapo_qwen2.5_32b":
         # The gradient of a tied embedding, or of a bias that is sharded too finely, is all-reduced.
@@ -224,4 +224,4 @@ def test_the_recipes_fit_their_slices(name, slice, responses):
 @pytest.mark.slow
 def test_the_32b_run_does_not_fit_256_chips_of_16_gb():
     config = load_config("configs/dapo_qwen2.5_32b.yaml", ["parallel.fsdp=32", "parallel.tensor=8"])
-    assert plan(config, slice=parse("v5e:16x16"), only=["generate"]).failures == ["generate"]
+    assert plan(config, topology=parse("v5e:16x16"), only=["generate"]).failures == ["generate"]

@@ -11,7 +11,7 @@ from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.plan.compiled import ProgramMemory
 from dapo_jax.plan.memory import Phase, Resident, as_compiled, phases
 from dapo_jax.plan.plan import Plan
-from dapo_jax.plan.topologies import CHIPS, Slice
+from dapo_jax.plan.topologies import CHIPS, Topology
 from dapo_jax.plan.workload import Assumptions, workload_of
 from dapo_jax.sampling.pages import PageSizes
 from tests.plan.roofline_test import CONFIG, SIZES, SMALL
@@ -109,7 +109,7 @@ def fit(limit, slots=64, part="decode state"):
     chip = replace(CHIPS["v5e"], hbm_gib=-(-limit * 20 // 19) / 2**30)  # a twentieth stays free
     made = Plan(
         config=config, decoder=SMALL, work=workload_of(config, Assumptions()), resident=held(), sizes=SIZES, works=[], pages=PAGES,
-        token_bytes=10, slice=Slice(chip=chip, shape=(2, 2)), phases=[Phase(name="decode", program="generate", parts={part: 2500})],
+        token_bytes=10, topology=Topology(chip=chip, shape=(2, 2)), phases=[Phase(name="decode", program="generate", parts={part: 2500})],
     )  # fmt: skip
     assert made.limit == limit
     return made.cache_fit

@@ -71,14 +71,14 @@ def test_the_command_writes_tables_or_json(capsys):
     # Weights and two moments in float32.
     assert data["checkpoint_bytes"] == 12 * data["model"]["parameters"]
     assert data["work"]["response_mean"] == 20480
-    assert data["schema_version"] == 7
+    assert data["schema_version"] == 8
     assert [data[key] for key in ("fits", "roofline", "chip_hours")] == [None] * 3
 
 
 def test_a_slice_gives_the_roofline_and_chip_hours():
     """Nothing is compiled, so the times are without collectives. All steps run on 8 chips."""
     config = load_config(CONFIGS / "gsm8k_qwen3_0.6b.yaml")
-    found = replace(plan(config), slice=parse("v5e:2x4"))
+    found = replace(plan(config), topology=parse("v5e:2x4"))
     data = as_data(found)
     seconds = sum(phase["seconds"] for phase in data["roofline"]["phases"])
     assert data["roofline"]["step_s"] == pytest.approx(seconds)
@@ -92,6 +92,9 @@ def test_a_slice_gives_the_roofline_and_chip_hours():
         (["--topology", "v5p-257"], "v5p-256"),
         (["--topology", "v5e:2x2"], r"pip install -e '.[tpu]'"),
         (["--sweep"], "--topology"),
+        (["--network", "400"], "--topology h100:16"),
+        (["--network", "400", "--topology", "h100:8"], "--network=400"),
+        (["--network", "0", "--topology", "h100:16"], "--network=0"),
         (["--informative", "0"], "--informative=0"),
         (["--turns", "2"], "environment.source"),
     ],

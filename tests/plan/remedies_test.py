@@ -18,7 +18,7 @@ GIB = 2**30
 
 def failed(overrides=(), program="generate", temporaries=80 * GIB, refused=False):
     """The plan of the 32B recipe from shapes, with a program that takes too much of a v5p's memory."""
-    made = replace(plan(load_config("dapo_qwen2.5_32b", list(overrides))), slice=parse("v5p:4x4x8"))
+    made = replace(plan(load_config("dapo_qwen2.5_32b", list(overrides))), topology=parse("v5p:4x4x8"))
     memory = ProgramMemory(arguments=0, outputs=0, aliased=0, temporaries=temporaries, code=0)
     refusal = "Used 95.00G of 90.00G hbm"
     compiled = Program(name=program, compile_s=1.0, memory=None if refused else memory, refusal=refusal)

@@ -36,7 +36,7 @@ from dapo_jax.plan.roofline import (
     in_flight,
     work_of,
 )
-from dapo_jax.plan.topologies import CHIPS
+from dapo_jax.plan.topologies import parse
 from dapo_jax.plan.workload import Assumptions, MeshSizes, workload_of
 from dapo_jax.sampling.pages import PageSizes, slot_pages
 
@@ -93,12 +93,15 @@ def test_operations_equal_those_of_the_decoders_own_products():
     assert counted == forward_flops(SMALL, tokens=20, pairs=400, logits=20)
 
 
-def test_the_longest_of_three_times_bounds_a_phase():
-    """v5e: 197e12 operations, 819e9 and 200e9 bytes per second."""
+def test_the_longest_time_bounds_a_phase():
+    """v5e: 197e12 operations, 819e9 and 200e9 bytes per second. H100: 989.4e12, 3350e9, 450e9, and 50e9 between machines."""
     work = Work(phase="x", runs=1, flops=394e12, useful_flops=0, hbm_bytes=819e9, ici_bytes=600e9)
-    found = bound(work, CHIPS["v5e"])
+    found = bound(work, parse("v5e:2x2"))
     assert (found.compute_s, found.hbm_s, found.ici_s) == (2, 1, 3)
     assert (found.seconds, found.limit) == (3, "ici")
+    found = bound(replace(work, network_bytes=200e9), parse("h100:16"))
+    assert (found.hbm_s, found.ici_s, found.network_s) == pytest.approx((819 / 3350, 4 / 3, 4))
+    assert (found.seconds, found.limit) == (4, "network")
 
 
 def test_decoding_by_hand():
@@ -232,3 +235,9 @@ def test_traffic_counts_as_often_as_a_program_runs():
     assert phases["log-probabilities"].ici_bytes == 0
     # The transfer has a program for each of 3 layers, and one for the ends.
     assert phases["transfer"].ici_bytes == 400
+
+
+def test_bytes_from_other_machines_are_not_received_over_links():
+    traffic = [Traffic(kind="all-gather", count=1, received_bytes=200, network_bytes=50)]
+    _, phases = works(programs=[Program(name="update", compile_s=1.0, memory=None, traffic=traffic)])
+    assert (phases["update"].ici_bytes, phases["update"].network_bytes) == (300, 100)
