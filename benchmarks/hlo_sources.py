@@ -12,9 +12,11 @@ import argparse
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
+
+from benchmarks import report
 
 PACKAGE = "dapo_jax"
 PRODUCTS = ("dot", "convolution", "ragged-dot", "custom-call")
@@ -30,8 +32,9 @@ _FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
 _OPERATION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = .*? ([a-z][\w\-]*)\((.*?)\)")
 _CALLS = re.compile(r"\b(?:calls|to_apply)=%?([\w.\-]+)")
+_REGIONS = re.compile(r"\b(?:body|condition|(?:true|false|branch)_computations?)=\{?((?:%[\w.\-]+(?:, )?)+)")
 _METADATA = re.compile(r"metadata=\{(.*?)\}")
-_KERNEL = re.compile(r'\bname ?[=:] ?\\?"([\w.\-]+)\\?"')
+_KERNEL = re.compile(r'\bname ?[=:] ?\\?"([^"\\]+)\\?"')
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class Operation:
     """Of its own stack."""
     inside: str | None
     """The computation that it calls."""
+    regions: tuple[str, ...]
+    """The computations of a loop or a branch."""
     operands: tuple[str, ...]
     kernel: str
     """The name of its kernel on a GPU, which a trace has in place of the operation."""
@@ -74,7 +79,7 @@ class Program:
     def source(self, operation: Operation) -> Source:
         """The most frequent source of the matrix products in the operation, else its own, else the most frequent of all in it.
 
-        An operation that XLA added, such as a copy, counts for the operations that read its result.
+        An operation that XLA added, such as a copy, counts for the operations or the loop that read its result.
         """
         return self._within(operation) or _most(self._of_readers(operation)) or UNKNOWN
 
@@ -112,14 +117,16 @@ class Program:
         for one in self._readers[operation.name]:
             if found := self._within(one):
                 yield found
-            elif one.opcode not in ("tuple", "while", "call", "conditional"):
+            else:
                 yield from self._of_readers(one)
 
     @cached_property
     def _readers(self) -> dict[str, list[Operation]]:
+        """The operations that read the result of each. A loop or a branch reads the results of its computations."""
         found: dict[str, list[Operation]] = defaultdict(list)
         for operation in self.operations:
-            for name in operation.operands:
+            results = [self.computations[region][-1].name for region in operation.regions]
+            for name in (*operation.operands, *results):
                 found[name].append(operation)
         return found
 
@@ -185,9 +192,11 @@ def read(text: str) -> Program:
             frame, calls = re.search(r"stack_frame_id=(\d+)", said), _CALLS.search(line)
             own = Source(ours(frame[1]) if frame else None, "transpose(" in said)
             kernel = _KERNEL.search(line) if match[2] == "custom-call" else None
-            name = kernel[1] if kernel else re.sub(r"[.\-]", "_", match[1])
+            name = re.sub(r"\W", "_", kernel[1] if kernel else match[1])
             operands = tuple(re.findall(r"%([\w.\-]+)", match[3]))
-            part.append(Operation(match[1], match[2], own, calls[1] if calls else None, operands, name))
+            regions = tuple(re.findall(r"%([\w.\-]+)", " ".join(_REGIONS.findall(line))))
+            inside = calls[1] if calls else None
+            part.append(Operation(match[1], match[2], own, inside, regions, operands, name))
     return Program(computations)
 
 
@@ -211,3 +220,38 @@ def _matched(pattern: re.Pattern[str], lines: list[str]) -> dict[str, tuple[str,
 def _plain(function: str) -> str:
     """`Block._project.<locals>.<genexpr>` -> `Block._project`."""
     return function.split(".<locals>")[0]
+
+
+def main() -> None:
+    """Prints a table for the programs of a configuration."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], prog="python -m benchmarks.hlo_sources"
+    )
+    parser.add_argument("config")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--topology", required=True, help="as for `dapo-jax plan`, such as h100:1 or v6e-8")
+    parser.add_argument("--only", nargs="+", help="programs whose names begin with these words")
+    arguments = parser.parse_args()
+    from dapo_jax.config import load_config
+    from dapo_jax.plan.programs import Programs
+    from dapo_jax.plan.sizes import decoder_of
+    from dapo_jax.plan.topologies import devices_of, parse
+    from dapo_jax.plan.workload import Assumptions, workload_of
+    from dapo_jax.run.policy import lora_of
+
+    config, made = load_config(arguments.config, arguments.overrides), parse(arguments.topology)
+    devices, host = devices_of(made), devices_of(made.one_host) if made.hosts > 1 else None
+    decoder = replace(decoder_of(config.model), lora=lora_of(config.lora))
+    work = workload_of(config, Assumptions())
+    programs = Programs(config, decoder, work, devices, host, made.chip.device_hbm_bytes)
+    rows = []
+    for name, lower in programs.lowered().items():
+        if name.startswith(tuple(arguments.only or ("",))):
+            unknown, all_of_them = unattributed(lower().compile().as_text())
+            rows.append([name, str(all_of_them), str(unknown), f"{unknown / max(1, all_of_them):.1%}"])
+            print(name, flush=True)
+    print("\n" + report.table(["program", "kernels", "of an unknown function", "share"], rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report, systems
-from benchmarks.hlo_sources import ANY, Sources
+from benchmarks.hlo_sources import ANY, Source, Sources
 from benchmarks.trace import Slice, shares
 
-HOST, LOOPS, OTHER = (
+HOST, LOOPS, OTHER, CUBLAS = (
     "host: Python, transfers, waiting",
     "between operations of a loop",
     "XLA's own: copies, layouts",
+    "cuBLAS, for a function that the trace does not give",
 )
 
 GPU = "/device:GPU"
@@ -53,7 +54,8 @@ PARTS = {
     "logprobs.py": "unembedding and log-probabilities",
     "losses.py": "objective",
     "decoder.py:Decoder.__call__": "scan over layers, residuals",
-    "update.py:Updater._apply": "optimizer",
+    "update.py:Updater._apply_program": "optimizer",
+    "update.py:Updater._add_program": "sums of gradients",
 }
 """File, or file and function, of the innermost frame -> what the table calls it. Others appear under their own name."""
 
@@ -118,17 +120,18 @@ def _profile(run: Callable[[], Any], folder: Path, sources: Sources) -> dict[str
             parts[HOST if operation == "none" else LOOPS] += seconds
             continue
         source = sources.of(program, operation)
-        parts[_part(source.function, source.backward)] += seconds
+        parts[_part(source, operation)] += seconds
         operations[f"{operation} ({source.function or 'XLA'}; {program.partition('.')[2]})"] += seconds
     longest = sorted(operations.items(), key=lambda item: -item[1])[:12]
     return {"seconds": sum(parts.values()), "parts": dict(parts), "longest": dict(longest)}
 
 
-def _part(function: str | None, backward: bool) -> str:
+def _part(source: Source, operation: str) -> str:
+    function = source.function
     if function is None:
-        return OTHER
+        return CUBLAS if operation.startswith(("nvjet", "cutlass", "cublas")) else OTHER
     name = PARTS.get(function) or PARTS.get(function.partition(":")[0]) or function
-    return f"{name}, backward" if backward else name
+    return f"{name}, backward" if source.backward else name
 
 
 def _read(profile: Any) -> tuple[list[Slice], tuple[float, float]]:
