@@ -24,6 +24,19 @@ _HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 @contextlib.contextmanager
+def silent_libraries() -> Iterator[None]:
+    """Discards everything that is written to standard error, such as the log lines of JAX's CUDA plugin, which no setting of it disables."""
+    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(null)
+
+
+@contextlib.contextmanager
 def lasting_streams(gone: Callable[[str], None] = lambda name: None) -> Iterator[None]:
     """Makes writes to standard output and standard error always succeed. Once the reading end is closed, output is dropped.
 

@@ -20,7 +20,7 @@ from dapo_jax.config import ConfigError, TrainConfig
 from dapo_jax.config.section import leaf_types
 from dapo_jax.health.stopping import STOPPED, StoppedError, stopped_by_signals
 from dapo_jax.hints import nearest
-from dapo_jax.parallel import processes
+from dapo_jax.parallel import gpu_settings, processes
 from dapo_jax.parallel.libtpu import keep_quiet
 from dapo_jax.terminal import lasting_streams
 
@@ -58,6 +58,8 @@ def _report_gone(stream: str, name: str) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     name, joined = arguments.name, False
     try:
+        if name in TOGETHER + ALONE:
+            gpu_settings.apply()
         if name in TOGETHER + ALONE and processes.wanted():
             if name in ALONE:
                 raise ConfigError(

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from dapo_jax.cli.arguments import CONFIG, Commands, add_config, add_overrides, command, option, write_json
 from dapo_jax.config import ConfigError, load_config
+from dapo_jax.terminal import silent_libraries
 
 PROGRAMS = ("generate", "prefill", "fill", "insert", "transfer", "update", "score")
 
@@ -58,9 +59,10 @@ def plan(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     from rich.console import Console
 
-    from dapo_jax.plan import output, remedies, topologies
-    from dapo_jax.plan import plan as planning
-    from dapo_jax.plan.workload import Assumptions
+    with silent_libraries():
+        from dapo_jax.plan import output, remedies, topologies
+        from dapo_jax.plan import plan as planning
+        from dapo_jax.plan.workload import Assumptions
 
     mean, std = arguments.response_tokens or (None, 0.0)
     assumed = Assumptions(

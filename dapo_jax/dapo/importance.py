@@ -29,6 +29,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dapo_jax.dapo.losses import MAX_LOG_RATIO
 from dapo_jax.dapo.metrics import Max, Metric, token_mean
+from dapo_jax.dapo.segments import segment_sums
 from dapo_jax.hints import nearest
 
 CORRECTIONS = ("none", "truncate", "mask", "mask_responses")
@@ -110,34 +111,6 @@ def response_mean(
         mask: True on the tokens to average. A prompt may have the same segment id as its response.
         segment_ids: index of each token's response in its row. Tokens of a segment are adjacent.
     """
-    total = _segment_sums(jnp.where(mask, values, 0.0), segment_ids)
-    count = _segment_sums(mask.astype(values.dtype), segment_ids)
+    total = segment_sums(jnp.where(mask, values, 0.0), segment_ids)
+    count = segment_sums(mask.astype(values.dtype), segment_ids)
     return total / jnp.maximum(count, 1.0)
-
-
-def _segment_sums(values: Array, segment_ids: Array) -> Array:
-    """Returns, at each token, the sum over its segment.
-
-    The sums use only shifts, so the order of additions is fixed even if a row is split over devices. On a GPU, a scatter would add in arbitrary order.
-    """
-    sums = _running_sums(values, segment_ids, 1)
-    last = segment_ids != _shifted(segment_ids, -1, fill=-1)
-    # Keep the sum at the last token of each segment, and set all other tokens to 0. A running sum from the right then copies the sum to all tokens.
-    return _running_sums(jnp.where(last, sums, 0.0), segment_ids, -1)
-
-
-def _running_sums(values: Array, segment_ids: Array, direction: int) -> Array:
-    """Returns running sums within each segment, from the left (`direction` 1) or from the right (-1) (Hillis and Steele 1986)."""
-    reach = 1
-    while reach < values.shape[1]:
-        same = segment_ids == _shifted(segment_ids, direction * reach, fill=-1)
-        values = values + jnp.where(same, _shifted(values, direction * reach, fill=0), 0.0)
-        reach *= 2
-    return values
-
-
-def _shifted(array: Array, by: int, *, fill: int) -> Array:
-    """Shifts the columns to the right by `by`, or to the left if `by` is negative. New columns are filled with `fill`."""
-    kept = array[:, :-by] if by > 0 else array[:, -by:]
-    sides = (by, 0) if by > 0 else (0, -by)
-    return jnp.pad(kept, ((0, 0), sides), constant_values=fill)

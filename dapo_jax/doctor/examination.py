@@ -28,6 +28,7 @@ _STEP = "a run would fail with the same error: check that jax matches the driver
 MACHINE = (
     Check("versions", lambda _: machine.versions()),
     Check("devices", lambda _: machine.devices(), remedy=_DRIVER),
+    Check("settings", lambda _: machine.settings()),
     Check("host memory", lambda _: machine.host_memory()),
     Check("disk", resources.disk),
     Check("compilation cache", machine.compilation_cache),

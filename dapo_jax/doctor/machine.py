@@ -11,6 +11,7 @@ import jax
 from dapo_jax.doctor.check import Found
 from dapo_jax.doctor.subject import Subject
 from dapo_jax.hints import how_to_install
+from dapo_jax.parallel import gpu_settings
 from dapo_jax.parallel.device_memory import device_bytes
 from dapo_jax.plan import topologies
 from dapo_jax.run.disk_space import SPARE, gib
@@ -86,6 +87,12 @@ def _unused_accelerator() -> tuple[str, str] | None:
     if _NVIDIA.exists():
         return "an NVIDIA driver is loaded, but JAX's CUDA plugin is missing", how_to_install("cuda")
     return None
+
+
+def settings() -> Found:
+    """Lists the environment variables that configure JAX's devices, including the variables that the command line sets for GPUs."""
+    found = gpu_settings.in_effect()
+    return Found(", ".join(f"{name}={value}" for name, value in found.items()) or "the defaults of JAX")
 
 
 def host_memory() -> Found:

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from dapo_jax.dapo.logprobs import chunked_logprobs
 from dapo_jax.dapo.precision import WeightSharding, rounded
+from dapo_jax.dapo.segments import looked_up
 from dapo_jax.models.attention import causal_attention
 
 
@@ -49,7 +50,7 @@ class Layout:
         self, table: Float[Array, "entries shard"], tokens: Int[Array, " tokens"], dtype: str
     ) -> Float[Array, "embed part"]:
         """Looks up the embeddings of `tokens` in `table`, rounded to `dtype` and transposed. They are the initial residual stream."""
-        return rounded(table[tokens], dtype).T
+        return rounded(looked_up(table, tokens), dtype).T
 
     def attend(
         self,

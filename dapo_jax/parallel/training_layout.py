@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from dapo_jax.dapo.logprobs import chunked_logprobs
 from dapo_jax.dapo.precision import WeightSharding, gathered
+from dapo_jax.dapo.segments import looked_up
 from dapo_jax.models.attention import row_attention
 from dapo_jax.models.kernels import cudnn_attention, splash_attention, splash_kernel
 from dapo_jax.models.layout import Layout
@@ -90,7 +91,7 @@ class MeshLayout(Layout):
         rows = self._table(table, dtype)
         place = tokens - lax.axis_index("tensor") * len(rows)
         here = (place >= 0) & (place < len(rows))
-        found = jnp.where(here[:, None], rows[jnp.where(here, place, 0)], 0.0)
+        found = jnp.where(here[:, None], looked_up(rows, jnp.where(here, place, 0)), 0.0)
         return _scatter(found.T, "tensor", 1, dtype)
 
     def attend(

@@ -3,7 +3,7 @@
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,17 +23,18 @@ class ProgramMemory:
     aliased: int
     """Bytes of outputs that reuse the memory of donated arguments."""
     temporaries: int
-    code: int
+    code: int | None
+    """None if the compiler does not report it. The CUDA compiler does not."""
 
     @property
     def needed(self) -> int:
         """Total bytes that the program needs."""
-        return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
+        return self.arguments + self.outputs - self.aliased + self.temporaries + (self.code or 0)
 
     @property
     def added(self) -> int:
         """Bytes that the program needs in addition to its arguments and its code."""
-        return self.needed - self.arguments - self.code
+        return self.needed - self.arguments - (self.code or 0)
 
     @property
     def kept(self) -> int:
@@ -54,10 +55,8 @@ class Program:
     """The compiler's message if it rejected the program. It may list the program's largest arrays."""
 
 
-def compile_program(
-    name: str, lower: Callable[[], Any], *, trips: Sequence[int], per_machine: int = 0
-) -> Program:
-    """Compiles the program that `lower` returns, and records its memory and collectives. See `collectives` for `trips` and `per_machine`."""
+def compile_program(name: str, lower: Callable[[], Any], **counting: Any) -> Program:
+    """Compiles the program that `lower` returns, and records its memory and its `collectives`, with the arguments `counting`."""
     began = time.monotonic()
     try:
         compiled = lower().compile()
@@ -74,9 +73,9 @@ def compile_program(
             outputs=memory.output_size_in_bytes,
             aliased=memory.alias_size_in_bytes,
             temporaries=memory.temp_size_in_bytes,
-            code=memory.generated_code_size_in_bytes,
+            code=memory.generated_code_size_in_bytes or None,
         ),
-        traffic=collectives(compiled.as_text(), trips=trips, per_machine=per_machine),
+        traffic=collectives(compiled.as_text(), **counting),
     )
 
 

@@ -180,11 +180,11 @@ def together(program: str, there: Resident, *, updates: int) -> tuple[str, dict[
 
 def phases(programs: Mapping[str, ProgramMemory], there: Resident, *, updates: int) -> list[Phase]:
     """Returns the phase of each compiled program (see `together`). Each phase also counts the code of all programs."""
-    found, code = list[Phase](), sum(memory.code for memory in programs.values())
+    found, code = list[Phase](), sum(memory.code or 0 for memory in programs.values())
     for program, memory in programs.items():
         name, resident = together(program, there, updates=updates)
         if name:
-            parts = {part: size for part, size in resident.items() if size}
-            parts |= {"programs": code, f"added by {program}": memory.added}
+            parts = {part: size for part, size in {**resident, "programs": code}.items() if size}
+            parts[f"added by {program}"] = memory.added
             found.append(Phase(name=name, program=program, parts=parts))
     return found

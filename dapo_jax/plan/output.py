@@ -67,9 +67,7 @@ def show(plan: Plan, console: Console) -> None:
     console.print(_heading(plan))
     _rows(console, "Sizes, on each device unless noted", ("quantity", "value"), _sizes(plan))
     if plan.topology is None:
-        console.print(
-            "Computed from shapes alone; --topology also compiles the programs for a TPU slice or for NVIDIA GPUs."
-        )
+        console.print("Computed from shapes alone; --topology also compiles the programs for TPUs or GPUs.")
         return
     memory = [
         (
@@ -101,13 +99,7 @@ def show(plan: Plan, console: Console) -> None:
         for one in plan.programs
         for kind in one.traffic
     ]  # fmt: skip
-    columns = (
-        "program",
-        "kind",
-        "count",
-        f"GB received per device over {links}",
-        *["over the network"] * network,
-    )
+    columns = ("program", "kind", "count", f"GB received per device over {links}", *["over the network"] * network)  # fmt: skip
     _rows(console, "Collectives per run", columns, traffic)
     roofline = [
         (bound.work.phase, f"{bound.work.runs:,.0f}", f"{bound.compute_s:,.2f}", f"{bound.hbm_s:,.2f}", f"{bound.ici_s:,.2f}",
@@ -115,16 +107,7 @@ def show(plan: Plan, console: Console) -> None:
         for bound in plan.bounds
     ]  # fmt: skip
     title = "Roofline, seconds per step: a lower bound from the chip's peak rates, not a measurement"
-    columns = (
-        "phase",
-        "runs",
-        "compute",
-        "memory",
-        "interconnect",
-        *["network"] * network,
-        "longest",
-        "limited by",
-    )
+    columns = ("phase", "runs", "compute", "memory", "interconnect", *["network"] * network, "longest", "limited by")  # fmt: skip
     _rows(console, title, columns, roofline)
     console.print(
         f"a step takes at least {plan.step_s:,.1f} s, and {plan.config.steps:,} steps take at least {plan.chip_hours:,.1f} chip-hours; "
@@ -174,12 +157,14 @@ def show_sweep(plans: Sequence[tuple[str, Plan | str]], console: Console) -> Non
     _rows(console, "Meshes, best first", ("mesh", "roofline s per step", "peak memory", ""), rows)
 
 
-def size(count: int | float) -> str:
+def size(count: int | float | None) -> str:
     """Formats bytes in the largest unit that gives at least 1.
 
-    >>> size(3 * 2**29), size(2048), size(7)
-    ('1.50 GiB', '2.0 KiB', '7 B')
+    >>> size(3 * 2**29), size(2048), size(7), size(None)
+    ('1.50 GiB', '2.0 KiB', '7 B', 'unknown')
     """
+    if count is None:
+        return "unknown"
     for unit, power, digits in (("GiB", 30, 2), ("MiB", 20, 1), ("KiB", 10, 1)):
         if count >= 2**power:
             return f"{count / 2**power:,.{digits}f} {unit}"

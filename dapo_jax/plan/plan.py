@@ -110,10 +110,8 @@ class Plan:
     @property
     def mfu_bound(self) -> float:
         """Maximum model FLOPs utilisation: useful operations of a step, divided by the peak operations in its minimum time."""
-        useful = sum(bound.work.useful_flops for bound in self.bounds)
-        return (
-            useful / (self.step_s * self.topology.chip.device_flops) if self.topology and self.step_s else 0.0
-        )
+        useful, there = sum(bound.work.useful_flops for bound in self.bounds), self.topology
+        return useful / (self.step_s * there.chip.device_flops) if there and self.step_s else 0.0
 
 
 def plan(

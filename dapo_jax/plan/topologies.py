@@ -20,10 +20,9 @@ import jax
 
 from dapo_jax.config import ConfigError
 from dapo_jax.hints import how_to_install, nearest
+from dapo_jax.parallel.gpu_settings import MEMORY_FRACTION
 from dapo_jax.parallel.libtpu import WITHOUT_TPU
-
-MEMORY_FRACTION = 0.9
-"""The fraction of a GPU's memory that JAX allocates with the run settings of this library; JAX's own default is 0.75."""
+from dapo_jax.terminal import silent_libraries
 
 MACHINE_GPUS = 8
 """Number of GPUs of a machine, unless a topology's name gives another number. It is also the largest number."""
@@ -263,7 +262,7 @@ def devices_of(made: Topology) -> list[jax.Device]:
     compilers, extra, size = ["libtpu"], "tpu", "684 MB"
     described: dict[str, Any] = {"platform": "tpu", "chips_per_host_bounds": made.host, "num_slices": 1}
     if made.chip.target:
-        compilers, extra, size = ["jax_cuda12_plugin", "jax_cuda13_plugin"], "cuda-plan", "2.6 GB"
+        compilers, extra, size = ["jax_cuda12_plugin", "jax_cuda13_plugin"], "cuda-plan", "2.8 GB"
         shape = f"1x{made.hosts}x{made.host_chips}"
         described = {"platform": "cuda", "target_config": made.chip.target, "topology": shape}
     if all(importlib.util.find_spec(compiler) is None for compiler in compilers):
@@ -276,7 +275,8 @@ def devices_of(made: Topology) -> list[jax.Device]:
     from jax.experimental import topologies
 
     try:
-        found = topologies.get_topology_desc(topology_name=made.name, **described)
+        with silent_libraries():
+            found = topologies.get_topology_desc(topology_name=made.name, **described)
     except jax.errors.JaxRuntimeError as error:
         raise ConfigError(f"--topology {made.name}: {error}") from error
     return list(found.devices)
@@ -293,8 +293,6 @@ def describe_only() -> None:
     """Restricts this process to the CPU and to compiling for other devices. It must be called before JAX initializes its devices."""
     os.environ.update(WITHOUT_TPU)
     os.environ["JAX_PLATFORMS"] = "cpu"
-    # The CUDA plugin logs that this machine has no driver.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     jax.config.update("jax_platforms", "cpu")
 
 

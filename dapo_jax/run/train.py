@@ -11,7 +11,7 @@ from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.config import TrainConfig, load_config, to_yaml
 from dapo_jax.health.stalls import Watch, interrupt
 from dapo_jax.health.stopping import Stop
-from dapo_jax.parallel import processes
+from dapo_jax.parallel import gpu_settings, processes
 from dapo_jax.parallel.processes import is_first, tell_others
 from dapo_jax.parallel.together import by_first
 from dapo_jax.rewards.functions import Rewards
@@ -94,6 +94,7 @@ def train(
     watch = Watch(config.stall_timeout_s, end=end, broadcast=processes.broadcast, received=processes.received)
     stop = stop or Stop()
     stop.grace_s = config.checkpoint.grace_s
+    gpu_settings.apply()
     use_compilation_cache(config.compilation_cache)
     first = is_first()
     metric = config.dynamic_sampling.metric

@@ -132,9 +132,9 @@ def fill_page(into: Any, source: Any, page: Scalar, row: Scalar, start: Scalar, 
 
 
 def page_of_new(tables: Tables, lengths: PerSlot, live: Live, *, page_tokens: int) -> PerSlot:
-    """Returns the page that receives each slot's new token, or an out-of-range page number if the slot is not live."""
+    """Returns the page that receives each slot's new token, or an out-of-range page number if the slot is not live. All numbers are different."""
     page = jnp.take_along_axis(tables, lengths[:, None] // page_tokens, axis=1, mode="clip")[:, 0]
-    return jnp.where(live, page, jnp.iinfo(jnp.int32).max)
+    return jnp.where(live, page, jnp.iinfo(jnp.int32).max - jnp.arange(len(page), dtype=jnp.int32))
 
 
 def append_to_pages(
@@ -146,7 +146,9 @@ def append_to_pages(
     at = page, slice(None), offset
 
     def put(into: Any, new: Any, at: tuple[Any, ...] = at) -> Any:
-        return None if into is None else into.at[at].set(jnp.moveaxis(new, -1, 0), mode="drop")
+        if into is None:
+            return None
+        return into.at[at].set(jnp.moveaxis(new, -1, 0), mode="drop", unique_indices=True)
 
     keys = put(cache.keys, key, (*at[:2], slice(None), offset) if keys_axis == 3 else at)
     values = put(cache.values, value)

@@ -326,7 +326,7 @@ class DecoderEngine:
         at = self._first(slots, count)
 
         def put(name: str, new: Array) -> Array:
-            return getattr(state, name).at[at].set(new, mode="drop")
+            return getattr(state, name).at[at].set(new, mode="drop", unique_indices=True)
 
         return replace(
             state,
@@ -345,11 +345,13 @@ class DecoderEngine:
         return jnp.copy(logits), jnp.copy(lengths)
 
     def _release_program(self, state: DecodeState, slots: Array, count: Array) -> DecodeState:
-        return replace(state, live=state.live.at[self._first(slots, count)].set(False, mode="drop"))
+        at = self._first(slots, count)
+        return replace(state, live=state.live.at[at].set(False, mode="drop", unique_indices=True))
 
     def _first(self, slots: Array, count: Array) -> Array:
-        """Replaces all but the first `count` entries by an out-of-range slot, so that updates with mode "drop" skip them."""
-        return jnp.where(jnp.arange(self.slots, dtype=jnp.int32) < count, slots, self.slots)
+        """Replaces all but the first `count` entries by different out-of-range slots, so that updates with mode "drop" skip them."""
+        place = jnp.arange(self.slots, dtype=jnp.int32)
+        return jnp.where(place < count, slots, self.slots + place)
 
     def _generate_program(
         self, params: SamplerWeights, state: DecodeState, rope: RopeTables, decoding: Decoding, min_live: Array, tables: Array, until: Array
@@ -430,7 +432,7 @@ class DecoderEngine:
     def _after(self, buffer: Array, column: Array, valid: Array, state: DecodeState) -> Array:
         """Writes one token per slot into `buffer`, after the tokens that the slot sampled in this call. Slots that are being fed write nothing."""
         count = jnp.where(state.to_feed > 0, buffer.shape[1], valid.sum(1, dtype=jnp.int32))
-        return buffer.at[jnp.arange(len(buffer)), count].set(column, mode="drop")
+        return buffer.at[jnp.arange(len(buffer)), count].set(column, mode="drop", unique_indices=True)
 
     def _drawing(self, state: DecodeState, until: Array) -> Bool[Array, " slots"]:
         """Returns a mask of the slots that sample or are fed: live slots that are not paused."""

@@ -113,5 +113,5 @@ def extend(
     carry = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros(grouped.shape))
     _, total, out = lax.fori_loop(0, now.ends[-1], part, carry)
     out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
-    back = jnp.zeros((slots, *out.shape[1:]), out.dtype).at[now.order[:slots]].set(out[:slots])
+    back = jnp.zeros_like(out[:slots]).at[now.order[:slots]].set(out[:slots], unique_indices=True)
     return back.transpose(1, 2, 3, 0).reshape(query.shape).astype(query.dtype), cache

@@ -24,6 +24,7 @@ from dapo_jax.dapo.importance import importance_weights
 from dapo_jax.dapo.losses import dapo_loss, k3, kl_penalty
 from dapo_jax.dapo.metrics import Max, Mean, Metric, token_mean
 from dapo_jax.dapo.microbatch import Microbatch, blank_microbatch
+from dapo_jax.dapo.segments import looked_up
 from dapo_jax.models.decoder import is_apart, unstacked
 from dapo_jax.parallel.sharding import by_row, replicated
 from dapo_jax.parallel.together import Together
@@ -277,7 +278,7 @@ class Updater:
         def program(weights: Weights, m: Microbatch) -> tuple[Array, Array]:
             decoder = self._decoder(weights)
             hidden = decoder(m.tokens, m.positions, m.segment_ids, m.prefix_ids)
-            before = jnp.take_along_axis(hidden, m.previous[..., None], axis=1)
+            before = looked_up(hidden, m.previous)
             logprobs, entropy = decoder.ends.layout.logprobs(
                 before.reshape(-1, hidden.shape[-1]),
                 decoder.ends.unembedding(),

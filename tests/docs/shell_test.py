@@ -31,6 +31,7 @@ NOT_HERE = {
     "cd": "a command of the shell, to enter the clone",
     "gcloud": "Google's client, which asks a service; tests/launch has a stand-in with its options",
     "vf-eval": "verifiers' command; tests/serving/http_verifiers_test.py runs it if it is installed",
+    "sky": "SkyPilot's client, which rents machines; tests/launch/skypilot_test.py runs the commands of its file",
     "hf": "the hub's client, which would fetch 65 GB",
     "curl": "it asks a server; tests/serving/shipped_chat_test.py makes the prompt of the body that docs/serve.md sends",
 }
@@ -153,7 +154,7 @@ def installs_what_there_is(program, words):
         if named:
             assert set(named[1].split(",")) <= extras.keys(), word
         else:
-            assert word in ("-e", "-c", ".", "dapo_jax", "xpk") or (ROOT / word).exists(), word
+            assert word in ("-e", "-c", ".", "dapo_jax", "xpk", "skypilot") or (ROOT / word).exists(), word
 
 
 def runs_tests_that_exist(program, words):

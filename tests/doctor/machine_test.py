@@ -6,9 +6,11 @@ from dataclasses import replace
 import jax
 import pytest
 
-from dapo_jax.config import ConfigError
+from dapo_jax.config import ConfigError, ParallelConfig
 from dapo_jax.doctor import machine
+from dapo_jax.doctor.resources import memory
 from dapo_jax.doctor.subject import STAND_IN, Subject
+from dapo_jax.parallel.mesh import Absent
 
 GIB = 2**30
 
@@ -40,6 +42,16 @@ def test_an_unused_plugin_is_a_warning_with_the_reason(monkeypatch):
     assert "JAX_PLATFORMS=cpu keeps JAX from using jax-cuda12-plugin" in found.message
     monkeypatch.delenv("JAX_PLATFORMS")
     assert "JAX_PLATFORMS=cuda,cpu" in machine.devices().remedy
+
+
+def test_gpus_are_reported_with_the_topology_to_plan_for(monkeypatch):
+    """Without a limit, as with XLA_PYTHON_CLIENT_ALLOCATOR=platform, the memory of a known GPU is used."""
+    gpus = [Absent(at, 0, "gpu", "NVIDIA H100 80GB HBM3") for at in range(4)]
+    monkeypatch.setattr(jax, "devices", lambda: gpus)
+    monkeypatch.setattr(jax, "local_device_count", lambda: len(gpus))
+    assert machine.devices().message == "4 x NVIDIA H100 80GB HBM3 (`dapo-jax plan --topology h100:4`)"
+    found = memory(Subject(replace(STAND_IN, parallel=ParallelConfig(fsdp=4))))
+    assert f"of {71.19 * 0.95:.1f} GiB on a device" in found.message
 
 
 def test_a_driver_without_a_plugin_is_a_warning(monkeypatch, tmp_path):

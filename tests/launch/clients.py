@@ -64,6 +64,11 @@ class Laptop:
         return [verb(words) for words in self.commands()]
 
 
+def shellcheck() -> str | None:
+    found = Path(sys.executable).with_name("shellcheck")
+    return str(found) if found.exists() else shutil.which("shellcheck")
+
+
 def verb(words: list[str]) -> str:
     if words[:3] == ["gcloud", "compute", "tpus"]:
         far = [word.removeprefix("--command=").split() for word in words if word.startswith("--command=")]

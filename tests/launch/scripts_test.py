@@ -3,24 +3,17 @@
 import re
 import shutil
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from tests.launch.clients import ROOT
+from tests.launch.clients import ROOT, shellcheck
 
 SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), *ROOT.glob("launch/*.sbatch"), ROOT / ".ci" / "run"])
 HEAD, *SECTIONS = (ROOT / "docs" / "pod.md").read_text().split("\n## ")
 PAGE = {text.partition("\n")[0]: text for text in SECTIONS}
 STARTS = [PAGE["Cloud TPU VMs"], PAGE["GKE"], PAGE["Slurm"]]
 """The sections that start runs with the scripts."""
-
-
-def shellcheck():
-    found = Path(sys.executable).with_name("shellcheck")
-    return str(found) if found.exists() else shutil.which("shellcheck")
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

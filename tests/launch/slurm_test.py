@@ -2,7 +2,6 @@
 
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
@@ -10,11 +9,6 @@ import pytest
 from tests.launch.clients import ROOT, printed
 
 RUN = ("configs/quickstart.yaml", "run_dir=runs/shared")
-FIELD = {
-    "XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=true",
-    "XLA_CLIENT_MEM_FRACTION": "0.9",
-    "XLA_PYTHON_CLIENT_MEM_FRACTION": None,
-}
 JOB = {"SLURM_JOB_ID": "71", "SLURM_GPUS_ON_NODE": "4"}
 
 
@@ -40,39 +34,7 @@ def test_one_task_a_node_drives_all_its_gpus(laptop):
         assert call["words"] == ["train", *RUN]
         assert call["environment"]["DAPO_JAX_DISTRIBUTED"] == "1"
         assert call["environment"]["JAX_LOCAL_DEVICE_IDS"] == "0,1,2,3"
-        assert {name: call["environment"].get(name) for name in FIELD} == FIELD
     assert requeues(laptop) == []
-
-
-@pytest.mark.parametrize(
-    "mine",
-    [
-        {"XLA_FLAGS": ""},
-        {"XLA_CLIENT_MEM_FRACTION": "0.8"},
-        {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.7", "XLA_CLIENT_MEM_FRACTION": None},
-    ],
-)
-def test_settings_of_xla_that_are_set_already_stay(laptop, mine):
-    """jaxlib refuses both names of the memory fraction together."""
-    given = {name: value for name, value in mine.items() if value is not None}
-    assert submit(laptop, **given).returncode == 0
-    (call,) = tasks(laptop)
-    assert {name: call["environment"].get(name) for name in FIELD} == FIELD | mine
-
-
-def python(code, **environment):
-    return subprocess.run(
-        [sys.executable, "-c", code], env={"PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu"} | environment,
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-
-
-def test_xla_accepts_the_flags():
-    """XLA ends a process with an unknown flag, also for a flag of GPUs on a machine without one."""
-    assert python("import jax; jax.devices()", XLA_FLAGS=FIELD["XLA_FLAGS"]).returncode == 0
-    done = python("import jax; jax.devices()", XLA_FLAGS=f"{FIELD['XLA_FLAGS']} --xla_gpu_no_such_flag=true")
-    assert done.returncode != 0
-    assert "Unknown flag in XLA_FLAGS: --xla_gpu_no_such_flag" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -121,7 +83,6 @@ def test_a_dry_run_prints_the_step(laptop):
     assert submit(laptop).returncode == 0
     (call,) = laptop.calls("srun")
     settings = ["DAPO_JAX_DISTRIBUTED=1", "JAX_LOCAL_DEVICE_IDS=0,1,2,3"]
-    settings += [f"{name}={value}" for name, value in FIELD.items() if value is not None]
     assert printed(dry.stdout) == [[*settings, "srun", *call["words"]]]
 
 

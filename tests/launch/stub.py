@@ -248,7 +248,7 @@ def dapo_jax(words):
         record("dapo-jax", words)
         return 0 if re.fullmatch(r"[\w.]+ --topology v\w+:[\dx]+", " ".join(words[1:])) else 2
     where = "laptop" if "STUB_PYTHON" in os.environ else "worker"
-    names = r"DAPO_JAX_\w+|HF_TOKEN|WANDB_API_KEY|JAX_LOCAL_DEVICE_IDS|SLURM_PROCID|LIBTPU_\w+|XLA_\w+"
+    names = r"DAPO_JAX_\w+|HF_TOKEN|WANDB_API_KEY|JAX_\w+|SLURM_PROCID|LIBTPU_\w+|XLA_\w+"
     seen = {name: value for name, value in os.environ.items() if re.fullmatch(names, name)}
     here = sorted(str(path) for path in Path().rglob("*") if path.is_file()) if where == "worker" else []
     number = counted(f"started-{os.environ.get('SLURM_PROCID', '') or Path.cwd().parent.parent.name}")

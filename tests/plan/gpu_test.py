@@ -1,0 +1,112 @@
+"""Programs compiled for NVIDIA GPUs, which needs the CUDA plugin (extra cuda-plan) and no GPU."""
+
+import functools
+import json
+from dataclasses import replace
+
+import jax
+import pytest
+from rich.console import Console
+
+pytest.importorskip("jax_cuda12_plugin", reason="the extra cuda-plan")
+
+from dapo_jax.config import load_config
+from dapo_jax.doctor import machine
+from dapo_jax.plan.output import as_data, show
+from dapo_jax.plan.plan import plan
+from dapo_jax.plan.programs import Programs
+from dapo_jax.plan.sizes import decoder_of
+from dapo_jax.plan.topologies import CHIPS, devices_of, here, parse
+from dapo_jax.plan.workload import Assumptions, workload_of
+from dapo_jax.run.policy import lora_of
+
+EIGHT_BITS = ["sampling.weight_dtype=int8", "sampling.cache_dtype=int8", "loss.importance_cap=2"]
+CONFIGURATIONS = {
+    "dense": ("gsm8k_qwen3_0.6b", "h100:1", ["batch.rows_per_microbatch=1"]),
+    "LoRA": ("gsm8k_qwen3_0.6b_lora", "h100:1", []),
+    "in flight": ("gsm8k_qwen3_0.6b", "h100:1", ["rollout.in_flight=512", "rollout.round_tokens=128"]),
+    "turns": ("gsm8k_qwen3_0.6b", "h100:1", ["environment.source=guess", "sampling.slots=64"]),
+    "8 bits": ("gsm8k_qwen3_0.6b", "h100:1", EIGHT_BITS),
+    "8 GPUs": ("gsm8k_qwen3_0.6b", "h100:8", ["parallel.fsdp=2", "parallel.tensor=4"]),
+}
+
+
+@functools.cache
+def compiled_texts(name):
+    """The compiled text of each program of a configuration, with the optimizations of a run."""
+    config, topology, changes = CONFIGURATIONS[name]
+    made, config = parse(topology), load_config(config, changes)
+    decoder = replace(decoder_of(config.model), lora=lora_of(config.lora))
+    memory = made.chip.device_hbm_bytes
+    programs = Programs(config, decoder, workload_of(config, Assumptions()), devices_of(made), memory=memory)
+    before = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", False)
+    try:
+        return {program: lower().compile().as_text() for program, lower in programs.lowered().items()}
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture(scope="module", params=CONFIGURATIONS)
+def texts(request):
+    """A configuration's name, and the compiled text of each of its programs by name."""
+    return request.param, compiled_texts(request.param)
+
+
+# Slow: compiles every program of six configurations. A small configuration is compiled below.
+@pytest.mark.slow
+def test_every_program_compiles_for_an_h100(texts):
+    name, programs = texts
+    assert programs.keys() >= {"generate", "prefill_row", "insert_row", "transfer", "update"}
+    assert ("paused" in programs, "insert_parked" in programs) == (name == "in flight", name == "turns")
+    collectives = {
+        kind for kind in ("all-gather", "reduce-scatter", "all-reduce") if kind in programs["update"]
+    }
+    assert collectives == ({"all-gather", "reduce-scatter", "all-reduce"} if name == "8 GPUs" else set())
+    assert ("s8[" in programs["generate"]) == (name == "8 bits")
+
+
+@pytest.fixture(scope="module")
+def small():
+    """A small run on two machines with one GPU each."""
+    config = load_config("quickstart", ["model.compute_dtype=bfloat16", "model.remat=full"])
+    return plan(config, topology=parse("h100x1:2"), only=("transfer", "update"))
+
+
+def test_a_plan_has_the_memory_and_traffic_of_each_program(small):
+    """All bytes come from the other machine. Its parameters and moments are 12 bytes each, half of them on each GPU."""
+    assert small.fits
+    programs = {program.name: program for program in small.programs}
+    update = programs["update"]
+    assert update.memory.aliased == pytest.approx(12 * small.decoder.parameters / 2, rel=0.02)
+    assert {kind.kind for kind in update.traffic} >= {"all-gather", "reduce-scatter"}
+    assert all(kind.network_bytes == kind.received_bytes > 0 for kind in update.traffic)
+    bounds = {bound.work.phase: bound for bound in small.bounds}
+    assert bounds["update"].ici_s == 0 < bounds["update"].network_s
+    assert bounds["transfer"].network_s > 0
+
+
+def test_a_size_that_the_compiler_does_not_report_is_not_zero(small, capsys):
+    assert {program["memory"]["code"] for program in json.loads(json.dumps(as_data(small)))["programs"]} == {
+        None
+    }
+    show(small, Console(width=300))
+    printed = capsys.readouterr().out
+    [line] = [
+        line for line in printed.splitlines() if line.startswith("update ") and " s" in line and "MiB" in line
+    ][:1]
+    assert "unknown" in line
+    assert "over the network" in printed
+    assert "400 Gbit/s" in printed
+
+
+@pytest.mark.parametrize("name", [chip.name for chip in CHIPS.values() if chip.target])
+def test_every_card_is_described_and_recognized(name, monkeypatch):
+    devices = devices_of(parse(f"{name}x4:8"))
+    assert [device.process_index for device in devices] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert {device.platform for device in devices} == {"gpu"}
+    monkeypatch.setattr(jax, "devices", lambda: devices[:4])
+    monkeypatch.setattr(jax, "local_device_count", lambda: 4)
+    assert here() == parse(f"{name}:4")
+    monkeypatch.setattr(machine, "device_bytes", lambda device: 2**36)
+    assert f"64.0 GiB each (`dapo-jax plan --topology {name}:4`)" in machine.devices().message
