@@ -85,7 +85,8 @@ class Run:
         self.notes = [*asked.notes]
         if often := asked_too_often(config, self._prompts.rows_per_epoch):
             self.notes.append("; ".join(often))
-        if slower := without_kernel(meshes.sampler):
+        cached = config.sampling.cache_dtype or model.compute_dtype
+        if slower := without_kernel(meshes.sampler, self.policy.decoder.head_dim, cached):
             self.notes.append(slower)
         files = model_files(self.policy.folder, weights=has_weights)
         self.identity = identity_of(config, prompts=asked.identity, model=files)

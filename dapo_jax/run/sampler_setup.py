@@ -168,6 +168,7 @@ def room_for_cache(
     dtype = sampling.cache_dtype or compute_dtype
     kind = kind_for(
         mesh,
+        decoder.head_dim,
         page_tokens=sampling.page_tokens,
         cache_tokens=sampling.cache_tokens,
         dtype=dtype,

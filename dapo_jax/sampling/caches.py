@@ -22,28 +22,25 @@ DEFAULT_PAGE_TOKENS = {"tpu": 128}
 
 
 def kind_for(
-    mesh: Mesh, *, page_tokens: int = 0, cache_tokens: int = 0, dtype: str = "float32", turns: bool = False
-) -> Kind:
+    mesh: Mesh, head_dim: int, *, page_tokens: int = 0, cache_tokens: int = 0, dtype: str = "float32", turns: bool = False
+) -> Kind:  # fmt: skip
     """Returns the kind of cache for a mesh. `turns` is True if responses may take turns in the slots. On CPU, the cache is paged only if `turns` is True, a
     page or cache size is set, or the dtype is 8-bit."""
     platform = mesh.devices.flat[0].platform
     if platform == "tpu":
         return "tpu"
-    if platform == "gpu" and gpu_cache.kernel() is not None:
+    if platform == "gpu" and not gpu_cache.without_kernel(head_dim, dtype):
         return "gpu"
     asked = page_tokens or cache_tokens or turns or dtype in cache.EIGHT_BITS
     return "slots" if platform == "cpu" and not asked else "pages"
 
 
-def without_kernel(mesh: Mesh) -> str:
-    """Returns a warning if decoding runs on a GPU and this JAX version has no kernel for it, else an empty string."""
+def without_kernel(mesh: Mesh, head_dim: int, dtype: str) -> str:
+    """Returns a warning if decoding runs on a GPU and attention uses XLA operations instead of a kernel, else an empty string."""
     device = mesh.devices.flat[0]
-    if device.platform != "gpu" or gpu_cache.kernel() is not None:
+    if device.platform != "gpu" or not (reason := gpu_cache.without_kernel(head_dim, dtype)):
         return ""
-    return (
-        f"decoding on {device.device_kind} has no kernel for a paged KV cache, because jax {jax.__version__} no longer includes it: "
-        "attention uses XLA operations instead, which are slower; an older jax has the kernel"
-    )
+    return f"decoding on {device.device_kind} uses XLA operations for attention, which are slower than a kernel: {reason}"
 
 
 def token_bytes(config: DecoderConfig, mesh: Mesh, *, dtype: str, kind: Kind) -> int:

@@ -125,8 +125,10 @@ class DecoderEngine:
         self.slots, self.capacity, self.stop_ids = slots, capacity, tuple(stop_ids)
         self.steps_per_call = steps_per_call
         self._config, self._dtype, self._cache_dtype = config, compute_dtype, cache_dtype or compute_dtype
+        # On a GPU, the host would read each condition that depends on data, and a branch would copy the whole cache in every step.
+        self._fixed_steps = mesh.devices.flat[0].platform == "gpu"
         asked: Any = {"page_tokens": page_tokens, "cache_tokens": cache_tokens, "dtype": self._cache_dtype}
-        kind = cache or kind_for(mesh, **asked, turns=in_flight > 0 or batch_invariant or has_turns)
+        kind = cache or kind_for(mesh, config.head_dim, **asked, turns=in_flight > 0 or batch_invariant or has_turns)
         parks = has_turns and not batch_invariant
         holders = max(slots * (1 + parks), -(-in_flight // spread) * spread)
         self._takes_turns, self._reads_again = in_flight > slots, in_flight > 0 or has_turns
@@ -408,6 +410,8 @@ class DecoderEngine:
 
         def going(carry: _Carry) -> Array:
             step, state, _ = carry
+            if self._fixed_steps:
+                return step < self.steps_per_call
             live = self._drawing(state, call.until).sum(dtype=jnp.int32)
             return (step < self.steps_per_call) & (live > 0) & ((step == 0) | (live >= min_live))
 
@@ -456,7 +460,10 @@ class DecoderEngine:
         live = state.live & ~stopped & (generated < state.limits)
         # The forward pass is skipped once the last response has ended. A slot that pauses here still needs logits for its next token.
         given = call.params, state, call.rope, call.tables, drawing, tokens
-        state = lax.cond((live & drawing).any(), self._forward, lambda _, state, *__: state, *given)
+        if self._fixed_steps:
+            state = self._forward(*given)
+        else:
+            state = lax.cond((live & drawing).any(), self._forward, lambda _, state, *__: state, *given)
         counts = {"lengths": state.lengths + taken, "generated": generated, "live": live, **fed}
         return replace(state, **lax.with_sharding_constraint(counts, self._rows))
 

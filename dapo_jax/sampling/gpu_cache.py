@@ -4,11 +4,13 @@ The kernel would return NaN if a page contained a NaN after a slot's tokens, bec
 go unnoticed, because the logits of the same token are also NaN.
 """
 
+import functools
 import warnings
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -36,15 +38,34 @@ _PART_TOKENS = 2048
 """Maximum number of tokens per part of a sequence. Parts are read in parallel, so that a few long sequences still use the whole device."""
 
 
+@functools.cache
 def kernel() -> Any:
-    """Returns JAX's paged-attention kernel, or None if this JAX version does not include it. JAX has announced that it will remove the kernel."""
+    """Returns JAX's paged-attention kernel, or None if this JAX version cannot import or lower it. JAX has announced that it will remove the kernel."""
+    struct = jax.ShapeDtypeStruct
+    pages, table = struct((1, 1, SMALLEST_PAGE, 64), jnp.bfloat16), struct((1, 1), jnp.int32)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
-    except ImportError:
+
+            small = jax.jit(partial(paged_attention, k_splits=1)).trace(
+                struct((1, 1, 64), jnp.bfloat16), pages, pages, table, struct((1,), jnp.int32)
+            )
+            small.lower(lowering_platforms=("cuda",))
+    except Exception:  # the error depends on how JAX removes the kernel
         return None
     return paged_attention
+
+
+def without_kernel(head_dim: int, dtype: str) -> str:
+    """Returns the reason why the kernel cannot be used with a cache of this dtype, or an empty string if it can."""
+    # On an H100, bfloat16 results were wrong with 8 and 16 dimensions and right with 64; float32 results were right with 32.
+    least = 32 if dtype == "float32" else 64
+    if head_dim < least:
+        return f"jax's kernel for a paged KV cache needs head_dim of at least {least} in {dtype}, and the model has {head_dim}"
+    if kernel() is None:
+        return f"jax {jax.__version__} no longer includes a kernel for a paged KV cache; an older jax has it"
+    return ""
 
 
 def empty(pages: int, kv_heads: int, page_tokens: int, head_dim: int, dtype: str) -> LayerCache:

@@ -208,6 +208,30 @@ def test_generate_comes_back_as_soon_as_too_few_slots_live(engine, weights):
         assert np.asarray(result.valid).sum(axis=1).max() == lengths[4 - min_live]
 
 
+@pytest.mark.parametrize("how", [{}, {"cache": "pages", "has_turns": True}], ids=["slots", "turns"])
+def test_a_fixed_number_of_steps_samples_the_same_tokens(mesh, weights, how):
+    """As on a GPU: slots whose responses have ended, or pause, keep their state while the call runs to its end."""
+    asked = [prompts(4)[0]] * 4
+
+    def drawn(fixed):
+        engine = made(mesh, steps_per_call=3, **how)
+        engine._fixed_steps = fixed
+        state, generate = started(
+            engine, prefilled(engine, weights, asked), range(4), range(4), limits=[2, 4, 5, 11]
+        )
+        calls, min_live = [], 4
+        while np.asarray(state.live).any():
+            state, result = generate(weights, state, decoding(temperature=0.5), min_live)
+            calls.append(result)
+        tokens = [np.concatenate(rows) for rows in zip(*map(drawn_by, calls), strict=True)]
+        return len(calls), tokens, np.asarray(state.lengths), np.asarray(state.generated)
+
+    (few, *fixed), (many, *free) = drawn(True), drawn(False)
+    assert few == 4 < many, "11 tokens, three at a time"
+    for one, other in zip(jax.tree.leaves(fixed), jax.tree.leaves(free), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.parametrize(("slots", "steps"), [([3], [0, 0, 0, 1]), ([], [0, 0, 0, 0])])
 def test_one_step_is_taken_when_fewer_slots_live_than_asked_for(engine, weights, slots, steps):
     prefix = prefilled(engine, weights, prompts(4))

@@ -3,6 +3,9 @@
 The kernels are interpreted here; with `-m tpu` or `-m gpu` the same tests run on the accelerator.
 """
 
+import sys
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,7 +69,10 @@ class Filled:
         rows = [
             part.transpose(1, 3, 0, 2).reshape(kv_heads, head_dim, -1) for part in (self.keys, self.values)
         ]
-        out, grown = jax.device_get(step(*rows, self.tables, np.asarray(lengths, np.int32), live, *new))
+        # A GPU would otherwise round float32 operands to TF32.
+        with jax.default_matmul_precision("highest" if self.kind == "gpu" else None):
+            found = step(*rows, self.tables, np.asarray(lengths, np.int32), live, *new)
+        out, grown = jax.device_get(found)
         if isinstance(grown, tpu_cache.Pairs):
             parts = np.split(np.asarray(grown.pairs, np.float32), 2, axis=-1)
             scales = (None, None) if grown.scales is None else (grown.scales[:, :, 0], grown.scales[:, :, 1])
@@ -236,8 +242,8 @@ def test_the_cache_is_the_one_for_the_meshs_platform():
     """On CPU pages are slower than whole slots, so they are used only on request."""
     mesh = make_mesh(devices=jax.devices("cpu")[:1])
     how = {"kv_heads": 2, "head_dim": 8, "cache_dtype": "float32", "compute_dtype": "float32"}
-    assert kind_for(mesh) == "slots"
-    assert kind_for(mesh, page_tokens=16) == kind_for(mesh, cache_tokens=512) == "pages"
+    assert kind_for(mesh, 8) == "slots"
+    assert kind_for(mesh, 8, page_tokens=16) == kind_for(mesh, 8, cache_tokens=512) == "pages"
     assert cache_for("slots", mesh, slot_pages(4, 24), **how) is dense.DENSE
     sizes = sizes_for("tpu", mesh, holders=4, capacity=24)
     assert cache_for("tpu", mesh, sizes, **how).empty is tpu_cache.empty
@@ -291,10 +297,31 @@ class Gpu:
     platform, device_kind, process_index, id = "gpu", "NVIDIA H100", 0, 0
 
 
-def test_a_gpu_without_a_kernel_is_reported(monkeypatch):
-    here = make_mesh(devices=jax.devices("cpu")[:1])
-    gpu = Mesh(np.array([Gpu()]), ("data",))
-    assert (without_kernel(here), without_kernel(gpu), kind_for(gpu)) == ("", "", "gpu")
-    monkeypatch.setattr(gpu_cache, "kernel", lambda: None)
-    assert "decoding on NVIDIA H100 has no kernel" in without_kernel(gpu)
-    assert kind_for(gpu) == "pages"
+GPU = Mesh(np.array([Gpu()]), ("data",))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "least"),
+    [(16, "float32", 32), (32, "float32", 0), (32, "bfloat16", 64), (32, "int8", 64), (64, "bfloat16", 0)],
+)
+def test_heads_for_which_the_kernel_on_gpu_is_wrong_use_xla(head_dim, dtype, least):
+    """As measured on an H100: see `gpu_cache.without_kernel`."""
+    assert kind_for(GPU, head_dim, dtype=dtype) == ("pages" if least else "gpu")
+    reported = without_kernel(GPU, head_dim, dtype)
+    assert (f"head_dim of at least {least} in {dtype}" in reported) if least else reported == ""
+    assert without_kernel(make_mesh(devices=jax.devices("cpu")[:1]), head_dim, dtype) == ""
+
+
+@pytest.mark.parametrize("gone", ["the import", "the lowering"])
+def test_without_the_kernel_decoding_on_a_gpu_uses_xla_and_reports_it(gone, monkeypatch):
+    theirs = "jax.experimental.pallas.ops.gpu.paged_attention"
+
+    def removed(*_, **__):
+        raise NotImplementedError("the Triton backend has been removed")
+
+    lowers_no_more = types.ModuleType(theirs)
+    lowers_no_more.paged_attention = removed
+    monkeypatch.setitem(sys.modules, theirs, None if gone == "the import" else lowers_no_more)
+    monkeypatch.setattr(gpu_cache, "kernel", gpu_cache.kernel.__wrapped__)  # without its cache
+    assert kind_for(GPU, 64, dtype="bfloat16") == "pages"
+    assert f"jax {jax.__version__} no longer includes" in without_kernel(GPU, 64, "bfloat16")
