@@ -61,8 +61,8 @@ class Chip:
 
 
 def _gpu(
-    name: str, kind: str, *, capability: tuple[int, int], cores: int, ghz: float, l2_mib: float, gib: float,
-    tflops: float, gb_s: float, link_gb_s: float,
+    name: str, kind: str, *, capability: tuple[int, int], cores: int, ghz: float, l2_mib: float | int, gib: float,
+    tflops: float | int, gb_s: float | int, link_gb_s: float | int,
 ) -> Chip:  # fmt: skip
     """Returns a GPU from its data sheet. `kind` is the name that JAX reports, `gib` the memory that the driver reports, and `link_gb_s` is one direction.
 
