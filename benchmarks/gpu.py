@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks import report, systems
 from benchmarks.pool import WorkerError, end_workers_on_sigterm
 from benchmarks.workload import Workload
+from dapo_jax.parallel import gpu_settings
 
 if TYPE_CHECKING:
     from dapo_jax.models.presets import DecoderConfig
@@ -34,7 +35,9 @@ def main(words: Sequence[str] | None = None) -> None:
     """Measures, prints the table, writes the JSON file."""
     arguments = _arguments(words)
     end_workers_on_sigterm()
-    # Before jax is imported: this process makes the model and leaves the GPU to the others.
+    # Before jax is imported: our worker gets the settings of a run, and this process makes the model without the GPU.
+    os.environ["JAX_PLATFORMS"] = arguments.platforms
+    gpu_settings.apply()
     os.environ["JAX_PLATFORMS"] = "cpu"
     from dapo_jax.models.presets import PRESETS
 
@@ -63,7 +66,7 @@ def main(words: Sequence[str] | None = None) -> None:
     report.write(arguments.out / "gpu.json", {"options": options, "card": card, "results": results})
 
 
-def write_model(folder: Path, decoder: DecoderConfig) -> None:
+def write_model(folder: Path, decoder: "DecoderConfig") -> None:
     """Writes a folder that transformers and vLLM load: random weights, and a tokenizer whose token i is the number i."""
     import jax
     import tokenizers
@@ -82,7 +85,7 @@ def write_model(folder: Path, decoder: DecoderConfig) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(kinds))
 
 
-def least_seconds(what: str, workload: Workload, decoder: DecoderConfig, chip: Chip) -> float:
+def least_seconds(what: str, workload: Workload, decoder: "DecoderConfig", chip: "Chip") -> float:
     """The shortest time of a round by the card's data sheet.
 
     A rollout takes one decode step for each token of a response. A step reads the weights, and keys and values of all tokens before it.
@@ -106,7 +109,7 @@ def least_seconds(what: str, workload: Workload, decoder: DecoderConfig, chip: C
     )
 
 
-def _chip(card: str | None) -> Chip:
+def _chip(card: str | None) -> "Chip":
     from dapo_jax.plan.topologies import CHIPS
 
     if card not in CHIPS:

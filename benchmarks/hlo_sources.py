@@ -1,7 +1,7 @@
 """From an operation of a compiled program to the function of this library that it comes from.
 
-XLA's text of an optimised program lists the Python stack of every operation, in four tables at the top. XLA makes many fusions and
-calls without a stack. They, and all others, count for the matrix products in them, or for their own stack, or for the other operations in them.
+XLA's text of an optimised program lists the Python stack of every operation, in four tables at the top. A fusion counts for the matrix
+products in it if there are any. An operation that XLA adds, such as a copy, counts for the operation or the loop that reads its result.
 
     python -m benchmarks.hlo_sources gsm8k_qwen3_0.6b --topology h100:1
 

@@ -27,7 +27,9 @@ class _Trainer(GRPOTrainer):
         return [[int(part) for part in text.split()] for text in prompts], None, {}
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        return self.made_up or super()._generate_and_score_completions(inputs)
+        if self.made_up is None:
+            return super()._generate_and_score_completions(inputs)
+        return {name: value.to(self.accelerator.device) for name, value in self.made_up.items()}
 
 
 class _Gate(TrainerCallback):

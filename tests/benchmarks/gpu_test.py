@@ -13,7 +13,9 @@ from dapo_jax.plan.topologies import CHIPS
 def test_one_command_measures_our_system_and_leaves_out_those_that_are_not_installed(
     tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # the command sets it for its own process
+    # The command sets these for its own process.
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setattr(gpu, "end_workers_on_sigterm", lambda: None)
     sizes = [
         "--size",
         "tiny",

@@ -19,7 +19,9 @@ from dapo_jax.sampling.engine import DecoderEngine
 pytest.importorskip("jax_cuda12_plugin", reason="the extra cuda-plan")
 
 QWEN3, SLOTS, CAPACITY, STEPS = preset("qwen3-0.6b"), 256, 384, 16
-FREE = "parameter constant tuple get-tuple-element bitcast after-all copy-done async-done optimization-barrier"
+FREE = (
+    "parameter constant tuple get-tuple-element bitcast after-all copy-done async-done optimization-barrier"
+)
 """Instructions that start no kernel."""
 
 
