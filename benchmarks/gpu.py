@@ -96,7 +96,7 @@ def least_seconds(what: str, workload: Workload, decoder: "DecoderConfig", chip:
 
     prompt, new, responses = workload.prompt_tokens, workload.new_tokens, workload.sequences
     if what == "rollout":
-        config = TrainConfig(model=ModelConfig(compute_dtype=DTYPE))
+        config = TrainConfig(run_dir="none", model=ModelConfig(compute_dtype=DTYPE))
         cached = responses * (prompt + (new - 1) / 2) * roofline.cache_bytes_per_token(config, decoder)
         weights = roofline.decode_weight_parameters(decoder) * roofline.item(DTYPE)
         return new * (weights + cached) / chip.device_hbm_bytes_s
@@ -176,9 +176,13 @@ def _measured(
     name: str, what: str, workload: Workload, arguments: argparse.Namespace
 ) -> dict[str, Any] | None:
     """The seconds of each round; None, with a printed reason, if the system is not there or fails."""
+    venv = systems.SYSTEMS[name].venv
+    if venv and not (python := arguments.peers.expanduser() / venv / "bin" / "python").exists():
+        print(f"{name} is left out: {python} is missing; benchmarks/README.md has the command", flush=True)
+        return None
     try:
         worker, known = systems.start(name, workload, arguments, {"JAX_PLATFORMS": arguments.platforms})
-    except (SystemExit, WorkerError) as error:
+    except WorkerError as error:
         print(f"{name} is left out: {error}", flush=True)
         return None
     try:

@@ -16,29 +16,8 @@ def test_one_command_measures_our_system_and_leaves_out_those_that_are_not_insta
     # The command sets these for its own process.
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setattr(gpu, "end_workers_on_sigterm", lambda: None)
-    sizes = [
-        "--size",
-        "tiny",
-        "--rollout",
-        "2,4,8,8",
-        "--update",
-        "2,4,8,8",
-        "--rows-per-microbatch",
-        "4",
-        "--rounds",
-        "2",
-    ]
-    where = [
-        "--platforms",
-        "cpu",
-        "--card",
-        "h100",
-        "--peers",
-        str(tmp_path / "none"),
-        "--out",
-        str(tmp_path),
-    ]
-    gpu.main([*sizes, *where])
+    words = "--size tiny --rollout 2,4,8,8 --update 2,4,8,8 --rows-per-microbatch 4 --rounds 2 --platforms cpu --card h100"
+    gpu.main([*words.split(), "--peers", str(tmp_path / "none"), "--out", str(tmp_path)])
     printed = capsys.readouterr().out
     assert "vllm is left out" in printed
     assert "trl is left out" in printed
