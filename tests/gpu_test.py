@@ -7,15 +7,12 @@ import json
 import os
 import subprocess
 import sys
-from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from dapo_jax.config import load_config
-from dapo_jax.models.attention import causal_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -101,44 +98,3 @@ def test_an_update_takes_the_memory_that_was_planned_without_the_device(tmp_path
     [memory] = [program["memory"] for program in programs if program["name"] == "update"]
     added = memory["outputs"] - memory["aliased"] + memory["temporaries"]
     assert abs(found["bytes"] - added) <= 0.05 * added + 2**25
-
-
-def test_packed_rows_with_shared_prompts_attend_by_cudnn_as_by_xla():
-    """Weights and results are rounded to bfloat16, by 2^-8 each: 2^-7 of the norm. A gradient also has the rounding of its cotangent: 2^-6."""
-    from dapo_jax.models.cudnn import packed_attention
-
-    ids, prefixes = np.zeros((2, 2, 2048), np.int32)
-    # Prompts and their responses; the last prompt has none.
-    for row, groups in enumerate([[(300, 500, 40, 700), (90, 17), (33,)], [(1, 1000, 900), (128, 1)]]):
-        at = segment = 0
-        for group in groups:
-            prompt = segment + 1
-            for length in group:
-                segment += 1
-                ids[row, at : at + length], prefixes[row, at : at + length] = segment, prompt
-                at += length
-    rng = np.random.default_rng(0)
-    parts = [
-        jnp.asarray(rng.normal(size=(heads, 128, 2, 2048)), jnp.bfloat16).astype(jnp.float32)
-        for heads in (4, 2, 2)
-    ]
-    along = jnp.asarray(rng.normal(size=parts[0].shape) * (ids > 0), jnp.bfloat16).astype(jnp.float32)
-
-    real, packed = jnp.asarray(ids > 0)[None, None], (jnp.asarray(ids), jnp.asarray(prefixes))
-
-    def by_xla(*parts):
-        flat = (part.reshape(*part.shape[:2], -1) for part in parts)
-        return causal_attention(*flat, *packed).reshape(along.shape)
-
-    def by_cudnn(*parts):
-        return packed_attention(*parts, *packed, dtype="bfloat16")
-
-    def both(function, *parts):
-        out, back = jax.vjp(function, *parts)
-        return [jnp.where(real, out, 0.0), *back(along)]
-
-    found = jax.jit(partial(both, by_cudnn))(*parts)
-    with jax.default_matmul_precision("highest"):
-        expected = jax.jit(partial(both, by_xla))(*parts)
-    for one, other, bound in zip(found, expected, [2**-7, *[2**-6] * 3], strict=True):
-        assert np.linalg.norm(one - other) <= bound * np.linalg.norm(other)
