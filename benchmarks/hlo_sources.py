@@ -1,18 +1,40 @@
 """From an operation of a compiled program to the function of this library that it comes from.
 
-XLA's text dump of an optimised program lists the Python stack of every operation, in four tables at the top.
+XLA's text of an optimised program lists the Python stack of every operation, in four tables at the top. A fusion counts for the matrix
+products in it if there are any. An operation that XLA adds, such as a copy, counts for the operation or the loop that reads its result.
+
+    python -m benchmarks.hlo_sources gsm8k_qwen3_0.6b --topology h100:1
+
+compiles the programs of a configuration for a described GPU or TPU, and prints how many of their kernels have a known function.
 """
 
+import argparse
 import re
-from dataclasses import dataclass
-from functools import cache
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from pathlib import Path
 
+from benchmarks import report
+
 PACKAGE = "dapo_jax"
+PRODUCTS = ("dot", "convolution", "ragged-dot", "custom-call")
+"""Operations that take most of the time of a fusion. A matrix product is a convolution on a TPU, and on a GPU it may be a call of cuBLAS."""
+WITHOUT_KERNEL = frozenset(
+    ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional", "after-all",
+     "partition-id", "replica-id", "async-start", "async-update", "async-done", "copy-start", "copy-done", "opt-barrier")
+)  # fmt: skip
+"""Operations that run no kernel of their own."""
 _FILE = re.compile(r'^(\d+) "(.*)"$')
 _LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) function_name_id=(\d+)")
 _FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
-_OPERATION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*metadata=\{(.*?)\}")
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
+_OPERATION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = .*? ([a-z][\w\-]*)\((.*?)\)")
+_CALLS = re.compile(r"\b(?:calls|to_apply)=%?([\w.\-]+)")
+_REGIONS = re.compile(r"\b(?:body|condition|(?:true|false|branch)_computations?)=\{?((?:%[\w.\-]+(?:, )?)+)")
+_METADATA = re.compile(r"metadata=\{(.*?)\}")
+_KERNEL = re.compile(r'\bname ?[=:] ?\\?"([^"\\]+)\\?"')
 
 
 @dataclass(frozen=True)
@@ -20,9 +42,93 @@ class Source:
     """Where an operation comes from."""
 
     function: str | None
-    """`file.py:function`, of the innermost frame in this library; None if XLA made the operation itself."""
+    """`file.py:function`, of the innermost frame in this library; None if XLA made the operation and everything in it."""
     backward: bool
     """It belongs to a backward pass."""
+
+
+ANY = "module_"
+"""In place of a program: all of them. If several have an operation of that name, the largest counts."""
+
+UNKNOWN = Source(None, False)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One line of a compiled program."""
+
+    name: str
+    opcode: str
+    own: Source
+    """Of its own stack."""
+    inside: str | None
+    """The computation that it calls."""
+    regions: tuple[str, ...]
+    """The computations of a loop or a branch."""
+    operands: tuple[str, ...]
+    kernel: str
+    """The name of its kernel on a GPU, which a trace has in place of the operation."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """The operations of a compiled program, by computation."""
+
+    computations: dict[str, list[Operation]]
+
+    def source(self, operation: Operation) -> Source:
+        """The most frequent source of the matrix products in the operation, else its own, else the most frequent of all in it.
+
+        An operation that XLA added, such as a copy, counts for the operations or the loop that read its result.
+        """
+        return self._within(operation) or _most(self._of_readers(operation)) or UNKNOWN
+
+    @property
+    def operations(self) -> list[Operation]:
+        """The operations of all computations."""
+        return [one for part in self.computations.values() for one in part]
+
+    def kernels(self) -> list[Operation]:
+        """The operations that run as kernels: all except those in the computations that fusions and reductions call."""
+        called = {one.inside for one in self.operations if one.opcode != "call" and one.inside}
+        parts = (part for name, part in self.computations.items() if name not in called)
+        return [one for part in parts for one in part if one.opcode not in WITHOUT_KERNEL]
+
+    def by_name(self) -> dict[str, Source]:
+        """The source of every operation, under its name and the name of its kernel."""
+        found: dict[str, Source] = {}
+        for operation in self.operations:
+            source = self.source(operation)
+            found[operation.name] = source
+            found.setdefault(operation.kernel, source)
+        return found
+
+    def _within(self, operation: Operation) -> Source | None:
+        inside = list(self._inside(operation))
+        products = [one.own for one in inside if one.opcode in PRODUCTS]
+        return _most(products) or _most([operation.own]) or _most(one.own for one in inside)
+
+    def _inside(self, operation: Operation) -> Iterable[Operation]:
+        for one in self.computations.get(operation.inside or "", ()):
+            yield one
+            yield from self._inside(one)
+
+    def _of_readers(self, operation: Operation) -> Iterable[Source]:
+        for one in self._readers[operation.name]:
+            if found := self._within(one):
+                yield found
+            else:
+                yield from self._of_readers(one)
+
+    @cached_property
+    def _readers(self) -> dict[str, list[Operation]]:
+        """The operations that read the result of each. A loop or a branch reads the results of its computations."""
+        found: dict[str, list[Operation]] = defaultdict(list)
+        for operation in self.operations:
+            results = [self.computations[region][-1].name for region in operation.regions]
+            for name in (*operation.operands, *results):
+                found[name].append(operation)
+        return found
 
 
 class Sources:
@@ -33,16 +139,19 @@ class Sources:
         self._program = cache(self._read)
 
     def of(self, program: str, operation: str) -> Source:
-        """The source of an operation; `program` is as in the dump's file names, `module_0004.jit_f`."""
-        return self._program(program).get(operation, Source(None, False))
+        """The source of an operation or a kernel; `program` is as in the dump's file names, `module_0004.jit_f`, or `ANY`."""
+        return self._program(program).get(operation, UNKNOWN)
 
     def _read(self, program: str) -> dict[str, Source]:
-        found = list(self._folder.glob(f"{program}.*after_optimizations.txt"))
-        return _operations(found[0].read_text()) if found else {}
+        found = self._folder.glob(f"{program}*.*after_optimizations.txt")
+        largest_last = sorted(found, key=lambda path: path.stat().st_size)
+        return {
+            name: source for path in largest_last for name, source in read(path.read_text()).by_name().items()
+        }
 
 
-def _operations(text: str) -> dict[str, Source]:
-    """Every operation of a program with its source."""
+def read(text: str) -> Program:
+    """The operations of a program with their sources."""
     tables: dict[str, list[str]] = {}
     current = None
     lines = text.splitlines()
@@ -57,29 +166,50 @@ def _operations(text: str) -> dict[str, Source]:
     functions = _matched(_FILE, tables.get("FunctionNames", []))
     locations = _matched(_LOCATION, tables.get("FileLocations", []))
     frames = _matched(_FRAME, tables.get("StackFrames", []))
+    # XLA prints the number after the parent's, so that the first frame, which has no parent, seems to be its own.
+    after = 1 if frames.get("1", ("", ""))[1] == "1" else 0
 
     @cache
     def ours(frame: str) -> str | None:
         """The innermost function of this library on a stack that says what a product is for."""
-        seen: set[str] = set()
-        while frame in frames and frame not in seen:
-            seen.add(frame)
+        while frame in frames:
             location, parent = frames[frame]
             file, function = locations[location]
             path = Path(names[file][0])
             if PACKAGE in path.parts and path.name != "precision.py":
                 return f"{path.name}:{_plain(functions[function][0])}"
-            frame = parent or ""
+            frame = str(int(parent or 0) - after)
         return None
 
-    found = {}
+    computations: dict[str, list[Operation]] = {}
+    part: list[Operation] = []
     for line in lines:
-        if match := _OPERATION.match(line):
-            name, metadata = match.groups()
-            frame = re.search(r"stack_frame_id=(\d+)", metadata)
-            backward = "transpose(" in metadata
-            found[name] = Source(ours(frame.group(1)) if frame else None, backward)
-    return found
+        if match := _COMPUTATION.match(line):
+            part = computations.setdefault(match[1], [])
+        elif match := _OPERATION.match(line):
+            metadata = _METADATA.search(line)
+            said = metadata[1] if metadata else ""
+            frame, calls = re.search(r"stack_frame_id=(\d+)", said), _CALLS.search(line)
+            own = Source(ours(frame[1]) if frame else None, "transpose(" in said)
+            kernel = _KERNEL.search(line) if match[2] == "custom-call" else None
+            name = re.sub(r"\W", "_", kernel[1] if kernel else match[1])
+            operands = tuple(re.findall(r"%([\w.\-]+)", match[3]))
+            regions = tuple(re.findall(r"%([\w.\-]+)", " ".join(_REGIONS.findall(line))))
+            inside = calls[1] if calls else None
+            part.append(Operation(match[1], match[2], own, inside, regions, operands, name))
+    return Program(computations)
+
+
+def unattributed(text: str) -> tuple[int, int]:
+    """The kernels of a program whose function is unknown, and all its kernels."""
+    program = read(text)
+    kernels = program.kernels()
+    return sum(program.source(one).function is None for one in kernels), len(kernels)
+
+
+def _most(sources: Iterable[Source]) -> Source | None:
+    counted = Counter(source for source in sources if source.function)
+    return counted.most_common(1)[0][0] if counted else None
 
 
 def _matched(pattern: re.Pattern[str], lines: list[str]) -> dict[str, tuple[str, ...]]:
@@ -90,3 +220,38 @@ def _matched(pattern: re.Pattern[str], lines: list[str]) -> dict[str, tuple[str,
 def _plain(function: str) -> str:
     """`Block._project.<locals>.<genexpr>` -> `Block._project`."""
     return function.split(".<locals>")[0]
+
+
+def main() -> None:
+    """Prints a table for the programs of a configuration."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], prog="python -m benchmarks.hlo_sources"
+    )
+    parser.add_argument("config")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--topology", required=True, help="as for `dapo-jax plan`, such as h100:1 or v6e-8")
+    parser.add_argument("--only", nargs="+", help="programs whose names begin with these words")
+    arguments = parser.parse_args()
+    from dapo_jax.config import load_config
+    from dapo_jax.plan.programs import Programs
+    from dapo_jax.plan.sizes import decoder_of
+    from dapo_jax.plan.topologies import devices_of, parse
+    from dapo_jax.plan.workload import Assumptions, workload_of
+    from dapo_jax.run.policy import lora_of
+
+    config, made = load_config(arguments.config, arguments.overrides), parse(arguments.topology)
+    devices, host = devices_of(made), devices_of(made.one_host) if made.hosts > 1 else None
+    decoder = replace(decoder_of(config.model), lora=lora_of(config.lora))
+    work = workload_of(config, Assumptions())
+    programs = Programs(config, decoder, work, devices, host, made.chip.device_hbm_bytes)
+    rows = []
+    for name, lower in programs.lowered().items():
+        if name.startswith(tuple(arguments.only or ("",))):
+            unknown, all_of_them = unattributed(lower().compile().as_text())
+            rows.append([name, str(all_of_them), str(unknown), f"{unknown / max(1, all_of_them):.1%}"])
+            print(name, flush=True)
+    print("\n" + report.table(["program", "kernels", "of an unknown function", "share"], rows))
+
+
+if __name__ == "__main__":
+    main()

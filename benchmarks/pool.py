@@ -51,9 +51,9 @@ class Worker:
         environment: dict[str, str] | None = None,
     ) -> None:
         self.module, self.log = module, log
-        cpus = sorted(os.sched_getaffinity(0))[: workload.threads]
-        if len(cpus) < workload.threads:
-            raise ValueError(f"--threads {workload.threads}: this process may use {len(cpus)} CPUs")
+        cpus = len(os.sched_getaffinity(0))
+        if cpus < workload.threads:
+            raise ValueError(f"--threads {workload.threads}: this process may use {cpus} CPUs")
         threads = {name: str(workload.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "JAX_PLATFORMS": "cpu"}
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,6 @@ class Worker:
                 stderr=errors,
                 text=True,
                 start_new_session=True,
-                preexec_fn=lambda: os.sched_setaffinity(0, cpus),
             )
         self._peak = 0.0
 

@@ -3,7 +3,8 @@
 JAX's profiler says when each operation of the compiled programs ran; XLA's dump of these programs says which function of
 this library it comes from. Wall time is cut wherever an operation begins or ends: operations that run at the same time
 share it, and time in which none runs is the host's. So the shares add up to 100%. A fused operation counts for the
-function of its last part, and reading weights from memory counts for the product that needs them.
+matrix products in it if there are any, and otherwise for the function of its last part (`hlo_sources`). Reading weights
+from memory counts for the product that needs them. On a GPU, the operations are its kernels.
 
 (The file is not called profile.py: Python has a module of that name, which others import.)
 """
@@ -18,14 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report, systems
-from benchmarks.hlo_sources import Sources
+from benchmarks.hlo_sources import ANY, Source, Sources
 from benchmarks.trace import Slice, shares
 
-HOST, LOOPS, OTHER = (
+HOST, LOOPS, OTHER, CUBLAS = (
     "host: Python, transfers, waiting",
     "between operations of a loop",
     "XLA's own: copies, layouts",
+    "cuBLAS, for a function that the trace does not give",
 )
+
+GPU = "/device:GPU"
+"""How the profiler's planes of GPUs begin."""
 
 SMALL = 0.005
 """Parts with a smaller share are printed as one; the file has them all."""
@@ -36,6 +41,7 @@ PARTS = {
     "cache.py:append": "cache update",
     "cache.py:fill": "cache update",
     "decoding.py": "drawing tokens",
+    "decoder.py:Block._product": "products with the layers' weights",
     "decoder.py:Block._project": "products with the layers' weights",
     "decoder.py:Block._queries_keys_values": "activations, residuals",
     "decoder.py:Block.__call__": "activations, residuals",
@@ -48,7 +54,8 @@ PARTS = {
     "logprobs.py": "unembedding and log-probabilities",
     "losses.py": "objective",
     "decoder.py:Decoder.__call__": "scan over layers, residuals",
-    "update.py:Updater._apply": "optimizer",
+    "update.py:Updater._apply_program": "optimizer",
+    "update.py:Updater._add_program": "sums of gradients",
 }
 """File, or file and function, of the innermost frame -> what the table calls it. Others appear under their own name."""
 
@@ -113,38 +120,50 @@ def _profile(run: Callable[[], Any], folder: Path, sources: Sources) -> dict[str
             parts[HOST if operation == "none" else LOOPS] += seconds
             continue
         source = sources.of(program, operation)
-        parts[_part(source.function, source.backward)] += seconds
+        parts[_part(source, operation)] += seconds
         operations[f"{operation} ({source.function or 'XLA'}; {program.partition('.')[2]})"] += seconds
     longest = sorted(operations.items(), key=lambda item: -item[1])[:12]
     return {"seconds": sum(parts.values()), "parts": dict(parts), "longest": dict(longest)}
 
 
-def _part(function: str | None, backward: bool) -> str:
+def _part(source: Source, operation: str) -> str:
+    function = source.function
     if function is None:
-        return OTHER
+        return CUBLAS if operation.startswith(("nvjet", "cutlass", "cublas")) else OTHER
     name = PARTS.get(function) or PARTS.get(function.partition(":")[0]) or function
-    return f"{name}, backward" if backward else name
+    return f"{name}, backward" if source.backward else name
 
 
 def _read(profile: Any) -> tuple[list[Slice], tuple[float, float]]:
-    """When each operation ran, and when the measured run began and ended, in ns."""
+    """When each operation ran, and when the measured run began and ended, in ns.
+
+    A GPU has a plane with one line for each stream. If an event there lacks its operation, as in a CUDA graph, the kernel's name takes its place.
+    """
     slices: list[Slice] = []
     span = None
-    for plane in profile.planes:
+    planes = list(profile.planes)
+    on_gpu = any(plane.name.startswith(GPU) for plane in planes)
+    for plane in planes:
         for line in plane.lines:
+            kernels = plane.name.startswith(GPU) and line.name.startswith("Stream")
             for event in line.events:
                 if event.name == "measured":
                     span = (event.start_ns, event.start_ns + event.duration_ns)
-                stats = dict(event.stats) if event.duration_ns else {}
-                if "hlo_op" not in stats:
+                stats = dict(event.stats) if event.duration_ns and kernels == on_gpu else {}
+                if "hlo_op" in stats and "program_id" in stats:
+                    program, name = (
+                        f"module_{int(stats['program_id']):04d}.{stats['hlo_module']}",
+                        stats["hlo_op"],
+                    )
+                elif kernels and event.duration_ns:
+                    program, name = ANY, event.name
+                else:
                     continue
-                program = f"module_{int(stats['program_id']):04d}.{stats['hlo_module']}"
-                end = event.start_ns + event.duration_ns
-                slices.append(Slice(event.start_ns, end, program, str(stats["hlo_op"])))
+                slices.append(Slice(event.start_ns, event.start_ns + event.duration_ns, program, str(name)))
     if span is None or not slices:
         raise RuntimeError(
             f"the profiler recorded {len(slices)} operations and {'no' if span is None else 'the'} measured run; this table "
-            "needs the operations of JAX's CPU runtime"
+            "needs the operations of JAX's CPU runtime, or the kernels of a GPU"
         )
     return slices, span
 

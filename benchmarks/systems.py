@@ -74,8 +74,13 @@ def workload_of(arguments: argparse.Namespace, **more: Any) -> Workload:
     )
 
 
-def start(name: str, workload: Workload, arguments: argparse.Namespace) -> tuple[Worker, dict[str, Any]]:
-    """Starts a system, waits until it is loaded and puts it to sleep; returns what is known of it too."""
+def start(
+    name: str, workload: Workload, arguments: argparse.Namespace, environment: dict[str, str] | None = None
+) -> tuple[Worker, dict[str, Any]]:
+    """Starts a system, waits until it is loaded and puts it to sleep; returns its version and loading time too.
+
+    `environment` has more variables for its process. Without it, vLLM gets the variables that its guide for CPUs recommends.
+    """
     system = SYSTEMS[name]
     if system.venv is None:
         python = Path(sys.executable)
@@ -87,13 +92,15 @@ def start(name: str, workload: Workload, arguments: argparse.Namespace) -> tuple
                 f"{python} is missing: `python -m benchmarks.make_peers {arguments.peers}` makes it; or leave {name} "
                 "out of --systems"
             )
+    if environment is None and name == "vllm":
+        environment = _vllm_environment(python)
     label = f"{name}-{workload.dtype}"
     worker = Worker(
         system.module,
         python,
         workload,
         log=arguments.out / "logs" / f"{label}.log",
-        environment=_vllm_environment(python) if name == "vllm" else None,
+        environment=environment,
     )
     try:
         ready = worker.ready()

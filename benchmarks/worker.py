@@ -17,6 +17,8 @@ from benchmarks.workload import Workload
 def main() -> None:
     """Loads the system, says so, then answers until the requests end."""
     name, workload = sys.argv[1], Workload.from_json(sys.argv[2])
+    # Not in the process that starts this one: a fork could deadlock if that process has initialized jax.
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: workload.threads])
     requests, replies = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)

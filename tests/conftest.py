@@ -9,6 +9,8 @@ import tempfile
 # Two workers on a small machine: one compute thread each, or JAX's thread pools fight over the cores.
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# On a GPU, the processes that tests start need memory too.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 # Tests compile far more than they compute. What XLA does to make a program fast is left out, which takes a third off the time of
 # compiling; `JAX_DISABLE_MOST_OPTIMIZATIONS=0 pytest` tests the programs as users run them.

@@ -6,17 +6,18 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 import dapo_jax
 from benchmarks.workload import Workload, reward_of
+from dapo_jax.config import BatchConfig, ModelConfig
 from dapo_jax.dapo.batching import example_weights, training_examples
 from dapo_jax.dapo.losses import dapo_loss
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
-from dapo_jax.models.decoder import Decoder
+from dapo_jax.models.decoder import graph_of
 from dapo_jax.models.folder import load_model
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.weights import WeightTransfer
+from dapo_jax.run.training_pass import training_pass
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
@@ -40,10 +41,13 @@ class System:
         self.transfer = WeightTransfer(params, self.mesh, dtype=workload.dtype)
         if options.get("for_training"):
             optimizer = make_optimizer()
-            graph = _graph(self.config, workload.dtype, options.get("remat", "none"))
+            model = ModelConfig(compute_dtype=workload.dtype, remat=options.get("remat", "none"))
+            row_tokens = workload.prompt_tokens + self._together * workload.new_tokens
+            self.passed = training_pass(model, BatchConfig(), self.mesh, row_tokens=row_tokens)
+            how = {"compute_dtype": workload.dtype, "remat": model.remat, "layout": self.passed.layout}
             chunk = options.get("logprob_chunk_vocab", 2048)
             self.updater = Updater(
-                graph,
+                graph_of(self.config, **how),
                 params,
                 optimizer,
                 self.mesh,
@@ -98,6 +102,18 @@ class System:
         """Mean change of the first layer's query weight since the start."""
         return float(np.abs(np.asarray(self._weight()) - self._first_weight).mean())
 
+    def card(self) -> str | None:
+        """The name of this machine's GPU in the library's table; None for other devices."""
+        from dapo_jax.plan.topologies import here
+
+        found = here()
+        return found.chip.name if found else None
+
+    @property
+    def _together(self) -> int:
+        """Responses that share a prompt in a row."""
+        return min(8, self.workload.samples)
+
     def _weight(self) -> jax.Array:
         return self.state.params["blocks"]["query"][...][0]
 
@@ -140,25 +156,18 @@ class System:
     def _update(self, groups: list[Group]) -> dict[str, float]:
         start, workload = time.perf_counter(), self.workload
         rows = training_examples(groups)
-        # Rows in which eight responses share their prompt; as many responses in a microbatch as the others have.
-        together = min(8, workload.samples)
+        # As many responses in a microbatch as the others have.
         microbatches = pack(
             rows,
             example_weights(rows),
-            row_tokens=workload.prompt_tokens + together * workload.new_tokens,
-            rows_per_microbatch=max(1, workload.options.get("rows_per_microbatch", 16) // together),
+            row_tokens=self.passed.row_tokens,
+            rows_per_microbatch=max(1, workload.options.get("rows_per_microbatch", 16) // self._together),
+            **self.passed.packing,
         )
         [minibatch] = self.updater.prepare(self.state, [microbatches])
         self.state, _ = self.updater.update(self.state, minibatch, learning_rate=1e-6, first=True)
         jax.block_until_ready(self.state)
         return {"update_s": time.perf_counter() - start}
-
-
-def _graph(config: Any, compute_dtype: str, remat: str) -> nnx.GraphDef[Any]:
-    def make() -> Decoder:
-        return Decoder(config, rngs=nnx.Rngs(0), compute_dtype=compute_dtype, remat=remat)
-
-    return nnx.split(nnx.eval_shape(make))[0]
 
 
 def _prompts(workload: Workload) -> list[Prompt]:

