@@ -49,7 +49,7 @@ def training_pass(
         mesh: mesh of the trainer.
         row_tokens: number of tokens in a row. Rounded up to a multiple that mesh and attention can split, unless `batch.row_tokens` is set.
         head_dim: number of dimensions of an attention head.
-        device: a device like those of the run. Defaults to a device of the mesh.
+        device: device whose attention kernel is used. Defaults to the first device of the mesh.
 
     Raises:
         ConfigError: row length, mesh and attention do not fit together.
