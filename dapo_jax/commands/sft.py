@@ -67,7 +67,8 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
     shares = sharing(meshes, config.sampling, dtype=config.model.compute_dtype, remat=config.model.remat)
     policy = load_policy(config.model, lora=lora_of(config.lora), seed=config.seed, mesh=mesh, shares=shares)
     check_trains(policy, config.lora, config.model.source)
-    how = training_pass(config.model, config.batch, mesh, row_tokens=config.row_tokens)
+    head_dim = policy.decoder.head_dim
+    how = training_pass(config.model, config.batch, mesh, row_tokens=config.row_tokens, head_dim=head_dim)
     optimizer = optimizer_of(config.optimizer)
     prompts, _ = training_prompts(config.data, policy.tokenizer, seed=config.seed)
     longest = config.max_response_tokens

@@ -46,8 +46,8 @@ class ModelConfig(Section, at="model"):
     )
     """Dtype of activations and matrix products: float32 or bfloat16. Master weights are always float32."""
     attention: str = key("auto", choices=["auto", "xla", "splash", "cudnn"], may_change=True)
-    """Attention implementation for training. xla runs on every platform. splash is a TPU kernel. cudnn is an NVIDIA GPU kernel that needs batch.packing=false and
-    bfloat16. With splash and cudnn, packed responses cannot share the computation of their prompt. auto selects splash on a TPU, cudnn on a GPU with these two settings, and xla otherwise."""
+    """Attention implementation for training. xla runs on every platform. splash is a TPU kernel, with which packed responses cannot share the computation of their
+    prompt. cudnn is an NVIDIA GPU kernel for bfloat16. auto selects splash on a TPU, cudnn on a GPU of compute capability 9.0 or higher in bfloat16 without parallel.context, and xla otherwise."""
     remat: str = key(
         "none",
         choices=["none", "full", "dots"],
@@ -609,13 +609,9 @@ class RunConfig(Section):
     def check_shared(self, response_tokens: int, response_key: str) -> None:
         """Checks that every changed key has an effect, and that attention and row length fit the other keys. `response_key` is the key that limits the response length."""
         self.check_effects()
-        if self.model.attention == "cudnn":
-            if self.batch.packing:
-                remedy = "set batch.packing=false (one rollout per row), or model.attention=xla"
-                self.refuse("model.attention", "rows with one rollout", remedy)
-            if self.model.compute_dtype != "bfloat16":
-                remedy = "set it to bfloat16, or model.attention=xla"
-                self.refuse("model.compute_dtype", "bfloat16 for model.attention = 'cudnn'", remedy)
+        if self.model.attention == "cudnn" and self.model.compute_dtype != "bfloat16":
+            remedy = "set it to bfloat16, or model.attention=xla"
+            self.refuse("model.compute_dtype", "bfloat16 for model.attention = 'cudnn'", remedy)
         row, prompt = self.batch.row_tokens, self.data.max_prompt_tokens
         if 0 < row < (longest := prompt + response_tokens):
             remedy = (

@@ -1,7 +1,6 @@
-"""Attention with JAX's kernels: splash attention on TPUs, and cuDNN attention on NVIDIA GPUs.
+"""Splash attention, JAX's attention kernel for TPUs.
 
-Neither kernel stores the scores in memory, and neither supports a prompt that several responses share. Splash attention supports
-packed segments, but cuDNN attention needs one rollout per row.
+The kernel does not store the scores in memory. It supports packed segments, but not a prompt that several responses share.
 """
 
 from collections.abc import Callable
@@ -55,16 +54,3 @@ def splash_attention(
     q, k, v = (part.astype(dtype).transpose(2, 0, 3, 1) for part in (scaled, key, value))
     out = jax.vmap(kernel)(q, k, v, splash.SegmentIds(own_ids, segment_ids))
     return out.transpose(1, 3, 0, 2).astype(query.dtype)
-
-
-def cudnn_attention(
-    query: Float[Array, "heads head_dim batch seq"],
-    key: Float[Array, "kv_heads head_dim batch seq"],
-    value: Float[Array, "kv_heads head_dim batch seq"],
-    *,
-    dtype: str,
-) -> Float[Array, "heads head_dim batch seq"]:
-    """Computes causal attention over whole rows. Padding comes after the rollout, so no token of the rollout attends to it."""
-    q, k, v = (part.astype(dtype).transpose(2, 3, 0, 1) for part in (query, key, value))
-    out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
-    return out.transpose(2, 3, 0, 1).astype(query.dtype)

@@ -23,7 +23,8 @@ from dapo_jax.dapo.logprobs import chunked_logprobs
 from dapo_jax.dapo.precision import WeightSharding, gathered
 from dapo_jax.dapo.segments import looked_up
 from dapo_jax.models.attention import row_attention
-from dapo_jax.models.kernels import cudnn_attention, splash_attention, splash_kernel
+from dapo_jax.models.cudnn import packed_attention
+from dapo_jax.models.kernels import splash_attention, splash_kernel
 from dapo_jax.models.layout import Layout
 from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.parallel.sharding import TRAINER_RULES, shardings
@@ -109,7 +110,7 @@ class MeshLayout(Layout):
         segments = lax.all_gather(own, "context", axis=1, tiled=True)
         parts = self.mesh.shape["context"]
         if self.attention == "cudnn":
-            out = cudnn_attention(q, k, v, dtype=dtype)
+            out = packed_attention(q, k, v, own, prefix, dtype=dtype)
         elif self.attention == "xla":
             first = lax.axis_index("context") * own.shape[1] if parts > 1 else None
             out = row_attention(q, k, v, own, prefix, segments, first=first, dtype=dtype)

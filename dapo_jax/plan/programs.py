@@ -189,8 +189,10 @@ class Programs:
 
     @cached_property
     def _pass(self) -> TrainingPass:
-        config = self.config
-        return training_pass(config.model, config.batch, self.meshes.train, row_tokens=config.row_tokens)
+        config, mesh, head_dim = self.config, self.meshes.train, self.decoder.head_dim
+        return training_pass(
+            config.model, config.batch, mesh, row_tokens=config.row_tokens, head_dim=head_dim
+        )
 
     @cached_property
     def engine(self) -> DecoderEngine:

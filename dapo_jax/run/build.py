@@ -78,7 +78,8 @@ class Run:
             shares=sharing(meshes, config.sampling, dtype=model.compute_dtype, remat=model.remat),
         )
         check_trains(self.policy, config.lora, model.source)
-        how = training_pass(model, config.batch, self._mesh, row_tokens=config.row_tokens)
+        head_dim = self.policy.decoder.head_dim
+        how = training_pass(model, config.batch, self._mesh, row_tokens=config.row_tokens, head_dim=head_dim)
         self._optimizer = optimizer_of(config.optimizer)
         say("preparing prompts")
         self._prompts, asked = training_prompts(data, self.policy.tokenizer, seed=config.seed, rows=prompts)

@@ -14,7 +14,7 @@ from dapo_jax.dapo.rollouts import Group
 from dapo_jax.models.kernels import SPLASH_TOKENS
 from dapo_jax.models.layout import Layout
 from dapo_jax.models.presets import DecoderConfig
-from dapo_jax.parallel.mesh import BATCH_AXES
+from dapo_jax.parallel.mesh import BATCH_AXES, AnyDevice
 from dapo_jax.parallel.training_layout import layout_of
 from dapo_jax.training.row_packing import pack
 
@@ -38,7 +38,8 @@ def training_pass(
     mesh: Mesh,
     *,
     row_tokens: int,
-    platform: str | None = None,
+    head_dim: int,
+    device: AnyDevice | None = None,
 ) -> TrainingPass:
     """Returns the training pass for `model` and `batch`.
 
@@ -47,18 +48,14 @@ def training_pass(
         batch: the `batch` section of the configuration.
         mesh: mesh of the trainer.
         row_tokens: number of tokens in a row. Rounded up to a multiple that mesh and attention can split, unless `batch.row_tokens` is set.
-        platform: platform of the devices. Defaults to the platform of the mesh's devices.
+        head_dim: number of dimensions of an attention head.
+        device: device whose attention kernel is used. Defaults to the first device of the mesh.
 
     Raises:
         ConfigError: row length, mesh and attention do not fit together.
     """
-    platform = platform or mesh.devices.flat[0].platform
-    attention = _attention(model, batch, platform, whole_rows=mesh.shape["context"] == 1)
     context, tensor = mesh.shape["context"], mesh.shape["tensor"]
-    if attention == "cudnn" and context > 1:
-        raise ConfigError(
-            f"model.attention=cudnn needs whole rows; found parallel.context={context}: set it to 1, or set model.attention=xla"
-        )
+    attention = _attention(model, device or mesh.devices.flat[0], head_dim, context)
     multiple = context * tensor if attention != "splash" else context * SPLASH_TOKENS * tensor
     filled = -(-row_tokens // multiple) * multiple
     if batch.row_tokens and filled != row_tokens:
@@ -73,7 +70,7 @@ def training_pass(
         row_tokens=filled,
         packing={
             "spread": math.prod(mesh.shape[axis] for axis in BATCH_AXES),
-            "share_prompts": attention == "xla",
+            "share_prompts": attention != "splash",
             "alone": not batch.packing,
             "shorter_rows": tuple(tokens for tokens in halves if SHORTEST_ROW <= tokens < filled),
         },
@@ -89,9 +86,8 @@ def for_mesh(decoder: DecoderConfig, *meshes: Mesh) -> DecoderConfig:
     return decoder
 
 
-def _attention(
-    model: ModelConfig, batch: BatchConfig | SftBatchConfig, platform: str, *, whole_rows: bool
-) -> str:
+def _attention(model: ModelConfig, device: AnyDevice, head_dim: int, context: int) -> str:
+    platform, width = device.platform, head_dim % 8 == 0 and head_dim <= 256
     if model.attention != "auto":
         needed = {"splash": "tpu", "cudnn": "gpu"}.get(model.attention, platform)
         if platform != needed:
@@ -99,11 +95,19 @@ def _attention(
                 f"model.attention={model.attention} is a kernel for platform {needed}, but the devices are {platform}: set "
                 "model.attention=auto or model.attention=xla"
             )
+        if model.attention == "cudnn" and (context > 1 or not width):
+            raise ConfigError(
+                f"model.attention=cudnn needs parallel.context=1 and a head_dim that is a multiple of 8, at most 256; found "
+                f"parallel.context={context} and head_dim={head_dim}: set model.attention=xla"
+            )
         return model.attention
     if platform == "tpu":
         return "splash"
-    able = not batch.packing and model.compute_dtype == "bfloat16" and whole_rows
-    return "cudnn" if platform == "gpu" and able else "xla"
+    # AMD GPUs have names instead of numbers here.
+    capability = getattr(device, "compute_capability", "")
+    hopper = capability[:1].isdigit() and float(capability) >= 9.0
+    able = model.compute_dtype == "bfloat16" and context == 1 and width
+    return "cudnn" if platform == "gpu" and hopper and able else "xla"
 
 
 class StepBatches:

@@ -97,8 +97,7 @@ sampling.temperature=0 -> sampling.temperature: found 0.0; eval.temperature
 lora.rank=2 lora.targets=[qproj] -> lora.targets: found ['qproj']; write q_proj
 loss.aggregation=token-mean -> loss.aggregation: found 'token-mean'; did you mean token_mean?
 loss.aggregation=xyz -> 'xyz'; token_mean or prompt_mean or sequence_mean or token_sum_norm; write one
-model.attention=cudnn -> model.attention: found 'cudnn'; batch.packing=false
-model.attention=cudnn batch.packing=false -> model.compute_dtype: found 'float32'; bfloat16
+model.attention=cudnn -> model.compute_dtype: found 'float32'; bfloat16
 model.source= -> model.source: found ''
 data.template_date=26.7.2024 -> data.template_date; 26.7.2024; YEAR-MONTH-DAY
 data.prompt_template=Solve -> data.prompt_template: found 'Solve'; {prompt}
@@ -238,7 +237,7 @@ def test_a_grader_and_a_list_of_graders_are_refused(path):
 @pytest.mark.parametrize(("key", "words"), sorted(CHOICES.items()))
 def test_every_choice_of_a_key_loads(path, key, words):
     needs = {
-        "cudnn": ["batch.packing=false", "model.compute_dtype=bfloat16"],
+        "cudnn": ["model.compute_dtype=bfloat16"],
         "stop": ["guard.max_mismatch_kl=0.01"],
         "turn": ["environment.source=guess"],
         "int8": ["loss.importance_cap=2"],

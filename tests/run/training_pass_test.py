@@ -1,13 +1,13 @@
 """Attention, rows and packing fit together or are refused with the arithmetic. Eight virtual CPU devices."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 import pytest
 
 from dapo_jax.config import BatchConfig, ConfigError, ModelConfig
 from dapo_jax.models.layout import Layout
-from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.parallel.mesh import Absent, make_mesh
 from dapo_jax.parallel.training_layout import MeshLayout
 from dapo_jax.run.training_pass import for_mesh, training_pass
 from dapo_jax.testing import tiny_decoder_config
@@ -15,12 +15,25 @@ from dapo_jax.testing import tiny_decoder_config
 BF16 = ModelConfig(compute_dtype="bfloat16")
 
 
+@dataclass(frozen=True)
+class Card(Absent):
+    """A GPU that is not present, of a compute capability."""
+
+    compute_capability: str
+
+
+DEVICES = {platform: Absent(0, 0, platform, "") for platform in ("cpu", "tpu")}
+CAPABILITIES = {"gpu": "9.0", "b200": "10.0", "a100": "8.0", "mi300": "gfx942"}
+DEVICES |= {name: Card(0, 0, "gpu", "", capability) for name, capability in CAPABILITIES.items()}
+
+
 def chips(**axes):
     return make_mesh(fsdp=-1, **axes)
 
 
-def passed(mesh, model=BF16, *, row_tokens=1000, platform="cpu", **batch):
-    return training_pass(model, BatchConfig(**batch), mesh, row_tokens=row_tokens, platform=platform)
+def passed(mesh, model=BF16, *, row_tokens=1000, head_dim=128, platform="cpu", **batch):
+    how = {"row_tokens": row_tokens, "head_dim": head_dim, "device": DEVICES[platform]}
+    return training_pass(model, BatchConfig(**batch), mesh, **how)
 
 
 def test_one_device_has_the_plain_layout_and_packs_everything():
@@ -36,9 +49,12 @@ def test_one_device_has_the_plain_layout_and_packs_everything():
     ("platform", "context", "batch", "attention", "packing"),
     [
         ("tpu", 1, {}, "splash", {"share_prompts": False, "alone": False}),
-        ("gpu", 1, {}, "xla", {"share_prompts": True, "alone": False}),
-        ("gpu", 1, {"packing": False}, "cudnn", {"share_prompts": False, "alone": True}),
-        ("gpu", 2, {"packing": False}, "xla", {"share_prompts": True, "alone": True}),
+        ("gpu", 1, {}, "cudnn", {"share_prompts": True, "alone": False}),
+        ("b200", 1, {}, "cudnn", {"share_prompts": True, "alone": False}),
+        ("gpu", 1, {"packing": False}, "cudnn", {"share_prompts": True, "alone": True}),
+        ("gpu", 2, {}, "xla", {"share_prompts": True, "alone": False}),
+        ("a100", 1, {}, "xla", {"share_prompts": True, "alone": False}),
+        ("mi300", 1, {}, "xla", {"share_prompts": True, "alone": False}),
         ("cpu", 1, {}, "xla", {"share_prompts": True, "alone": False}),
     ],
 )
@@ -57,8 +73,12 @@ def test_long_rows_may_be_halved_four_times_down_to_1024():
     assert passed(chips(), row_tokens=2000).packing["shorter_rows"] == ()
 
 
-def test_in_float32_a_gpu_has_no_kernel():
-    assert passed(chips(), ModelConfig(), platform="gpu", packing=False).layout.attention == "xla"
+def test_in_float32_or_with_unusual_heads_a_gpu_has_no_kernel():
+    assert passed(chips(), ModelConfig(), platform="gpu").layout.attention == "xla"
+    widths = {
+        width: passed(chips(), platform="gpu", head_dim=width).layout.attention for width in (8, 36, 256, 264)
+    }
+    assert widths == {8: "cudnn", 36: "xla", 256: "cudnn", 264: "xla"}
 
 
 def test_default_rows_are_rounded_up_to_a_multiple_that_can_be_split():
@@ -71,23 +91,26 @@ def test_default_rows_are_rounded_up_to_a_multiple_that_can_be_split():
 def test_configured_rows_that_cannot_be_split_are_refused():
     asked = BatchConfig(row_tokens=1030)
     with pytest.raises(ConfigError, match=r"row_tokens=1030 .* = 8, .* 1032"):
-        training_pass(BF16, asked, chips(context=2, tensor=4), row_tokens=1030)
+        training_pass(BF16, asked, chips(context=2, tensor=4), row_tokens=1030, head_dim=128)
+    on_tpu = {"row_tokens": 1030, "head_dim": 128, "device": DEVICES["tpu"]}
     with pytest.raises(ConfigError, match=r"x 128 \(model.attention=splash\) = 512, .* 1536"):
-        training_pass(BF16, asked, chips(tensor=4), row_tokens=1030, platform="tpu")
+        training_pass(BF16, asked, chips(tensor=4), **on_tpu)
 
 
-def test_cudnn_takes_no_split_rows():
+def test_cudnn_takes_no_split_rows_and_no_unusual_heads():
     model = replace(BF16, attention="cudnn")
-    with pytest.raises(ConfigError, match=r"parallel.context=2.*model.attention=xla"):
-        passed(chips(context=2), model, platform="gpu", packing=False)
+    with pytest.raises(ConfigError, match=r"parallel.context=2 .*model.attention=xla"):
+        passed(chips(context=2), model, platform="gpu")
+    with pytest.raises(ConfigError, match=r"multiple of 8, at most 256.*head_dim=36.*model.attention=xla"):
+        passed(chips(), model, platform="gpu", head_dim=36)
 
 
 @pytest.mark.parametrize(("attention", "needed"), [("splash", "tpu"), ("cudnn", "gpu")])
 def test_a_kernel_is_refused_where_its_chip_is_not(attention, needed):
     model = replace(BF16, attention=attention)
     with pytest.raises(ConfigError, match=f"attention={attention} .* {needed}, .* cpu"):
-        passed(chips(), model, packing=False)
-    found = passed(chips(), model, platform=needed, packing=False, row_tokens=1024)
+        passed(chips(), model)
+    found = passed(chips(), model, platform=needed, row_tokens=1024)
     assert found.layout.attention == attention
 
 

@@ -1,0 +1,225 @@
+"""Packed rows through cuDNN's calls. A plain implementation of these two calls replaces them here; with `-m gpu`, cuDNN itself runs."""
+
+import importlib.util
+import json
+import math
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dapo_jax.models import cudnn
+from dapo_jax.models.attention import causal_attention
+from dapo_jax.parallel.gpu_settings import FLAGS
+from dapo_jax.plan.topologies import devices_of, parse
+from tests.plan.repeatability import not_repeatable
+
+HEADS, KV_HEADS = 4, 2
+
+
+def scores_of(q, k, lengths):
+    """Scores [batch, heads, room, room] of the pairs that attend, and minus infinity elsewhere."""
+    at = jnp.arange(q.shape[1])[None, None]
+    seen = (at.transpose(0, 2, 1) >= at) & (at < lengths[:, None, None])
+    keys = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, keys) * q.shape[-1] ** -0.5
+    return jnp.where(seen[:, None], scores, -jnp.inf)
+
+
+def up_to_the_end(x, lengths):
+    """NaN after the end of a sequence, where the results are undefined."""
+    ended = jnp.arange(x.shape[1])[None] >= lengths[:, None]
+    return jnp.where(ended[..., None, None], jnp.nan, x)
+
+
+def attend(q, k, v, lengths):
+    scores = scores_of(q, k, lengths)
+    values = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)
+    out = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), values)
+    ended = jnp.arange(q.shape[1])[None] >= lengths[:, None]
+    sums = jnp.where(ended[:, None], jnp.nan, jax.nn.logsumexp(scores, axis=-1))
+    return up_to_the_end(out, lengths), sums
+
+
+def attend_backward(q, k, v, sums, d_out, out, lengths):
+    """The gradients, from the given log-sum-exps and results instead of recomputed ones. Queries after the end count for nothing."""
+    here = jnp.arange(q.shape[1])[None] < lengths[:, None]
+    group = q.shape[2] // k.shape[2]
+    weights = jnp.exp(scores_of(q, k, lengths) - jnp.where(here[:, None], sums, jnp.inf)[..., None])
+    d = jnp.where(here[..., None, None], d_out, 0)
+    change = jnp.where(here[..., None, None], d * out, 0).sum(-1).transpose(0, 2, 1)[..., None]
+    keys, values = (jnp.repeat(x, group, axis=2) for x in (k, v))
+    d_scores = weights * (jnp.einsum("bqhd,bkhd->bhqk", d, values) - change) * q.shape[-1] ** -0.5
+    each = jnp.einsum("bhqk,bqhd->bkhd", d_scores, q), jnp.einsum("bhqk,bqhd->bkhd", weights, d)
+    others = (x.reshape(*k.shape[:3], group, k.shape[3]).sum(3) for x in each)
+    grads = (jnp.einsum("bhqk,bkhd->bqhd", d_scores, keys), *others)
+    return tuple(up_to_the_end(grad, lengths) for grad in grads)
+
+
+def rows_of(*rows, seq):
+    """Segment and prefix ids of rows. A row is a list of groups, each a tuple of a prompt's length and its responses' lengths, or of one length if nothing is shared."""
+    ids, prefixes = np.zeros((2, len(rows), seq), np.int32)
+    for row, groups in enumerate(rows):
+        at = segment = 0
+        for lengths in groups:
+            head = segment + 1
+            for length in lengths:
+                segment += 1
+                ids[row, at : at + length], prefixes[row, at : at + length] = segment, head
+                at += length
+        assert at <= seq
+    return ids, prefixes
+
+
+CASES = {
+    "one room": rows_of([(10, 12, 20)], [(7,), (12, 9, 3, 1)], seq=48),
+    "three rooms": rows_of([(20, 100, 5, 60), (2, 55), (4, 3)], [(256,)], seq=256),
+    "short segments": rows_of([(3, 2, 1), (4,), (1, 1)] * 20, [(4, 1), (1, 64), (65, 17, 1)], seq=256),
+    "a length that no room divides": rows_of([(30, 17, 20)], [(70,)], seq=70),
+    "no segment": rows_of([], [(5, 6, 7)], seq=24),
+}
+
+
+def both(packed, width, dtype, seed=0):
+    """Result and gradients with cuDNN's calls and with XLA in float32, on the same rounded inputs. The cotangent of padding is 0."""
+    ids, prefixes = map(jnp.asarray, packed)
+    rng = np.random.default_rng(seed)
+    real = packed[0][None, None] > 0
+    *parts, along = (
+        jnp.asarray(rng.normal(size=(heads, width, *ids.shape)), dtype).astype(jnp.float32)
+        for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    )
+
+    def by_cudnn(*parts):
+        return cudnn.packed_attention(*parts, ids, prefixes, dtype=dtype)
+
+    def plainly(*parts):
+        flat = (part.reshape(*part.shape[:2], -1) for part in parts)
+        return jnp.where(real, causal_attention(*flat, ids, prefixes).reshape(parts[0].shape), 0)
+
+    def all_of(attention):
+        out, back = jax.vjp(attention, *parts)
+        return out, *back(jnp.where(real, along, 0))
+
+    with jax.default_matmul_precision("highest"):
+        return jax.jit(lambda: all_of(by_cudnn))(), jax.jit(lambda: all_of(plainly))()
+
+
+@pytest.mark.parametrize(
+    ("case", "tokens"), [*((case, 64) for case in CASES), ("three rooms", 16_384), ("short segments", 16_384)]
+)
+def test_packed_rows_attend_as_with_xla(case, tokens, monkeypatch):
+    """In float32, only the order of sums differs. With 64 tokens, the copies of a prompt are in several batches."""
+    monkeypatch.setattr(cudnn, "BATCH_TOKENS", tokens)
+    monkeypatch.setattr(cudnn, "_SHORTEST", 16)
+    monkeypatch.setattr(cudnn, "attend", attend)
+    monkeypatch.setattr(cudnn, "attend_backward", attend_backward)
+    found, expected = both(CASES[case], 8, "float32")
+    for one, other in zip(found, expected, strict=True):
+        assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other)
+    assert not np.asarray(found[0])[:, :, CASES[case][0] == 0].any()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_packed_rows_attend_as_with_xla():
+    """Weights, results and their cotangents are rounded by 2^-8 each, which is 2^-6 of a gradient's norm in total."""
+    rows = [(200, 700, 300, 40), (31, 9), (500,)], [(2048,)]
+    found, expected = both(rows_of(*rows, seq=2048), 128, "bfloat16")
+    for one, other in zip(found, expected, strict=True):
+        assert np.linalg.norm(one - other) < 2**-6 * np.linalg.norm(other)
+
+
+compiles = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None, reason="the extra cuda-plan"
+)
+
+
+def lowered(attention, rows, seq, heads, kv_heads, width):
+    """The result and the gradients, for a described H100."""
+    placed = jax.sharding.SingleDeviceSharding(devices_of(parse("h100:1"))[0])
+    ids = jax.ShapeDtypeStruct((rows, seq), jnp.int32, sharding=placed)
+    parts = [
+        jax.ShapeDtypeStruct((count, width, rows * seq), jnp.float32, sharding=placed)
+        for count in (heads, kv_heads, kv_heads, heads)
+    ]
+
+    def all_of(q, k, v, along, ids, prefixes):
+        out, back = jax.vjp(lambda *parts: attention(*parts, ids, prefixes, dtype="bfloat16"), q, k, v)
+        return out, *back(along)
+
+    return jax.jit(all_of).lower(*parts, ids, ids)
+
+
+def by_cudnn(query, key, value, ids, prefixes, dtype):
+    parts = (part.reshape(*part.shape[:2], *ids.shape) for part in (query, key, value))
+    return cudnn.packed_attention(*parts, ids, prefixes, dtype=dtype).reshape(query.shape)
+
+
+def largest(text):
+    """The number of elements of the largest array in a compiled program."""
+    return max(
+        math.prod(map(int, sizes.split(","))) for sizes in re.findall(r"[a-z]+[0-9]+\[([0-9,]+)\]", text)
+    )
+
+
+@compiles
+def test_compiled_for_an_h100_it_has_cudnn_s_calls_and_no_array_of_scores():
+    """The scores of a single head would have 1024^2 elements, four times as many as the queries."""
+    text = lowered(by_cudnn, 1, 1024, 4, 2, 64).compile().as_text()
+    targets = re.findall(r'custom_call_target="(\S+)"', text)
+    assert {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"} == set(targets)
+    assert largest(text) == 1024 * 4 * 64
+    assert not_repeatable(text, flags=FLAGS) == []
+
+
+@compiles
+@pytest.mark.slow  # XLA's attention takes minutes to compile.
+def test_at_long_rows_temporaries_are_a_fifth_of_xla_s():
+    """The heads of Qwen3-0.6B. cuDNN's workspace is not compiled: 8 bytes for each element of a batch's queries, as measured on one H100 80GB with jax 0.11.2."""
+    shape = 2, 16_384, 16, 8, 128
+    programs = {
+        name: lowered(each, *shape).compile()
+        for name, each in (("xla", causal_attention), ("cudnn", by_cudnn))
+    }
+    found = {name: each.memory_analysis().temp_size_in_bytes for name, each in programs.items()}
+    workspace = 8 * 16_384 * 16 * 128
+    assert 5 * (found["cudnn"] + workspace) <= found["xla"]
+    assert largest(programs["cudnn"].as_text()) == 2 * 16_384 * 16 * 128
+
+
+def calls(text):
+    """The names, the descriptions, the operands and the results of cuDNN's calls in a lowered program."""
+    found = []
+    for line in text.splitlines():
+        if "@__cudnn" in line:
+            config = json.loads(re.search(r'backend_config = "(.*?)"', line)[1].replace("\\22", '"'))
+            layouts = re.findall(r"dense<\S+> : tensor<\S+>", line)
+            found.append((re.search(r"@(\S+)\(%", line)[1], config, layouts, line.split("} : ")[1]))
+    return found
+
+
+@compiles
+@pytest.mark.skipif(
+    not (importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cudnn")),
+    reason="nvidia-cudnn-cu12",
+)
+def test_its_calls_are_those_of_jax():
+    placed = jax.sharding.SingleDeviceSharding(devices_of(parse("h100:1"))[0])
+    q, k, d = (jax.ShapeDtypeStruct((3, 96, n, 64), jnp.bfloat16, sharding=placed) for n in (4, 2, 4))
+    lengths = jax.ShapeDtypeStruct((3,), jnp.int32, sharding=placed)
+
+    def by_jax(q, k, v, d_out, lengths):
+        how = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths, "implementation": "cudnn"}
+        out, back = jax.vjp(partial(jax.nn.dot_product_attention, is_causal=True, **how), q, k, v)
+        return out, *back(d_out)
+
+    def ours(q, k, v, d_out, lengths):
+        out, logs = cudnn.attend(q, k, v, lengths)
+        return out, *cudnn.attend_backward(q, k, v, logs, d_out, out, lengths)
+
+    expected, found = (calls(jax.jit(each).lower(q, k, k, d, lengths).as_text()) for each in (by_jax, ours))
+    assert [call[0] for call in found] == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
+    assert found == expected
