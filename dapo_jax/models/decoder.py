@@ -273,12 +273,15 @@ class Decoder(nnx.Module):
             dtype, layout = self.ends.compute_dtype, self.ends.layout
             return layout.attend(query, key, value, segment_ids, prefix_ids, dtype), None
 
-        graph, apart, stacked = nnx.split(self.blocks, _is_tuple, ...)
+        graph, apart, stacked = nnx.split(self.blocks, lambda _, leaf: _is_tuple(leaf.get_value()), ...)
+
+        def chosen(at: int) -> nnx.State:
+            return jax.tree.map(lambda arrays: arrays[at], apart, is_leaf=_is_tuple)
 
         def layer(x: Array, given: tuple[Array | None, nnx.State]) -> tuple[Array, None]:
             index, weights = given
             if apart:
-                choices = [partial(_of_layer, apart, at) for at in range(self.ends.config.layers)]
+                choices = [partial(chosen, at) for at in range(self.ends.config.layers)]
                 weights = nnx.merge_state(weights, jax.lax.switch(index, choices))
             return nnx.merge(graph, weights)(x, rope, attend)
 
@@ -312,23 +315,9 @@ def is_apart(params: nnx.State) -> bool:
 
 def in_tuples(params: nnx.State) -> nnx.State:
     """Converts the result of `unstacked` to the structure of `Decoder`. Each variable of the blocks contains a tuple with the array of each layer."""
-    first, *others = (layer for _, layer in sorted(params["blocks"].items()))
-
-    def joined(*layers: nnx.Variable) -> nnx.Variable:
-        return layers[0].replace(tuple(layer[...] for layer in layers))
-
-    blocks = jax.tree.map(joined, first, *others, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-    return nnx.State({**params, "blocks": blocks})
+    layers = [params["blocks"][index] for index in range(len(params["blocks"]))]
+    return nnx.State({**params, "blocks": jax.tree.map(lambda *arrays: arrays, *layers)})
 
 
-def _is_tuple(_: Any, variable: Any) -> bool:
-    return isinstance(variable.get_value(), tuple)
-
-
-def _of_layer(params: nnx.State, index: int) -> nnx.State:
-    """Returns the weights of one layer from variables that contain tuples (see `in_tuples`)."""
-
-    def chosen(variable: nnx.Variable) -> nnx.Variable:
-        return variable.replace(variable.get_value()[index])
-
-    return jax.tree.map(chosen, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+def _is_tuple(value: Any) -> bool:
+    return isinstance(value, tuple)
