@@ -64,7 +64,7 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
         raise ConfigError(f"run_dir={config.run_dir} already holds a run; choose another run_dir")
     mesh = mesh_of(config.parallel, rows_per_microbatch=config.batch.rows_per_microbatch)
     meshes = meshes_of(config.parallel, mesh)
-    shares = sharing(meshes, config.sampling, dtype=config.model.compute_dtype, remat=config.model.remat)
+    shares = sharing(meshes, config.sampling, dtype=config.model.compute_dtype)
     policy = load_policy(config.model, lora=lora_of(config.lora), seed=config.seed, mesh=mesh, shares=shares)
     check_trains(policy, config.lora, config.model.source)
     head_dim = policy.decoder.head_dim

@@ -38,6 +38,8 @@ RopeTables = tuple[Array, Array]
 WHOLE = Layout()
 
 REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
+    # A reshaped weight would be stored for each layer.
+    "none": lambda primitive, *_, **__: primitive is not jax.lax.reshape_p,
     "full": None,
     "dots": jax.checkpoint_policies.save_only_these_names("projection"),
 }
@@ -242,7 +244,6 @@ class Decoder(nnx.Module):
         compute_dtype: str = "float32",
         remat: str = "none",
         layout: Layout = WHOLE,
-        apart: bool = False,
     ) -> None:
         """Initializes random weights in float32.
 
@@ -252,16 +253,11 @@ class Decoder(nnx.Module):
             compute_dtype: dtype of matrix products.
             remat: `none` stores all activations, `full` recomputes layers in the backward pass, `dots` stores only the results of projections.
             layout: layout of arrays over devices.
-            apart: store the arrays of each layer separately, so that a sampler can use the same arrays. Compile time then grows with depth.
         """
         self.remat = remat
         how: dict[str, Any] = {"compute_dtype": compute_dtype, "layout": layout}
         self.ends = EmbeddingAndHead(config, rngs=rngs, **how)
-        self.blocks = (
-            nnx.List([Block(config, rngs=rngs, **how) for _ in range(config.layers)])
-            if apart
-            else nnx.vmap(lambda keys: Block(config, rngs=keys, **how))(rngs.split(config.layers))
-        )
+        self.blocks = nnx.vmap(lambda keys: Block(config, rngs=keys, **how))(rngs.split(config.layers))
 
     def __call__(
         self,
@@ -277,19 +273,25 @@ class Decoder(nnx.Module):
             dtype, layout = self.ends.compute_dtype, self.ends.layout
             return layout.attend(query, key, value, segment_ids, prefix_ids, dtype), None
 
-        def layer(graph: nnx.GraphDef[Any], x: Array, weights: nnx.State) -> tuple[Array, None]:
+        graph, apart, stacked = nnx.split(self.blocks, lambda _, leaf: _is_tuple(leaf.get_value()), ...)
+
+        def chosen(at: int) -> nnx.State:
+            return jax.tree.map(lambda arrays: arrays[at], apart, is_leaf=_is_tuple)
+
+        def layer(x: Array, given: tuple[Array | None, nnx.State]) -> tuple[Array, None]:
+            index, weights = given
+            if apart:
+                choices = [partial(chosen, at) for at in range(self.ends.config.layers)]
+                weights = nnx.merge_state(weights, jax.lax.switch(index, choices))
             return nnx.merge(graph, weights)(x, rope, attend)
 
-        if self.remat != "none":
-            layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat], static_argnums=0)
+        # Without `jax.checkpoint`, the backward pass would get a stack of the chosen weights.
+        if self.remat != "none" or apart:
+            layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat])
         # With a single token axis, the backward pass on CPU is 1.6 times as fast as with two axes.
         x = self.ends.embed(tokens.reshape(-1))
-        if isinstance(self.blocks, nnx.List):
-            for graph, weights in map(nnx.split, self.blocks):
-                x, _ = layer(graph, x, weights)
-        else:
-            graph, weights = nnx.split(self.blocks)
-            x, _ = jax.lax.scan(partial(layer, graph), x, weights)
+        index = jnp.arange(self.ends.config.layers, dtype=jnp.int32) if apart else None
+        x, _ = jax.lax.scan(layer, x, (index, stacked))
         return self.ends.layout.rows(self.ends.normed(x), tokens.shape, self.ends.compute_dtype)
 
 
@@ -299,7 +301,7 @@ def graph_of(config: DecoderConfig, **how: Any) -> nnx.GraphDef[Any]:
 
 
 def unstacked(params: nnx.State) -> nnx.State:
-    """Converts parameters with stacked layers to parameters with separate arrays per layer (see `apart` in `Decoder`)."""
+    """Converts parameters with stacked layers to parameters with separate arrays per layer, which a sampler can use too."""
     blocks = params["blocks"]
     count = len(jax.tree.leaves(blocks)[0])
     layers = {index: jax.tree.map(lambda leaf, index=index: leaf[index], blocks) for index in range(count)}
@@ -307,5 +309,15 @@ def unstacked(params: nnx.State) -> nnx.State:
 
 
 def is_apart(params: nnx.State) -> bool:
-    """Returns whether the parameters have separate arrays per layer (see `apart` in `Decoder`)."""
+    """Returns whether the parameters have separate arrays per layer (see `unstacked`)."""
     return 0 in params["blocks"]
+
+
+def in_tuples(params: nnx.State) -> nnx.State:
+    """Converts the result of `unstacked` to the structure of `Decoder`. Each variable of the blocks contains a tuple with the array of each layer."""
+    layers = [params["blocks"][index] for index in range(len(params["blocks"]))]
+    return nnx.State({**params, "blocks": jax.tree.map(lambda *arrays: arrays, *layers)})
+
+
+def _is_tuple(value: Any) -> bool:
+    return isinstance(value, tuple)

@@ -44,7 +44,7 @@ def load_model(
         shardings: a function from the shapes of all parameters to their shardings. None: all parameters are on the default device.
         dtype: dtype of the parameters in memory, except norms, which are always float32.
         by_rows: pass `dapo_jax.parallel.sharding.read_by_rows` for a folder in a bucket, so that no two processes read the same rows.
-        apart: store the arrays of each layer separately, as in `Decoder`. False: layers are stacked.
+        apart: store the arrays of each layer separately, as in `unstacked`. False: layers are stacked.
 
     Raises:
         ValueError: a file is missing or damaged, or the decoder does not support the model. The message names

@@ -153,7 +153,7 @@ def place(
         shardings: a function from the shapes of all parameters to their shardings. None: all parameters are on the default device.
         dtype: dtype of all parameters except norms, which are float32.
         by_rows: function that reads a share of the rows (see `ByRows`).
-        apart: store the arrays of each layer separately, as in `Decoder`. False: layers are stacked.
+        apart: store the arrays of each layer separately, as in `unstacked`. False: layers are stacked.
 
     Raises:
         ValueError: a tensor is missing, is unexpected, has the wrong shape, or cannot be read.

@@ -159,8 +159,7 @@ class Programs:
         if self.decoder.lora is None:
             return False
         frozen = frozen_structs(self._decoder, self.meshes.train, dtype=self._dtype, apart=False)
-        remat = self.config.model.remat
-        return sharing(self.meshes, self.config.sampling, dtype=self._dtype, remat=remat)(frozen)
+        return sharing(self.meshes, self.config.sampling, dtype=self._dtype)(frozen)
 
     @cached_property
     def _decoder(self) -> DecoderConfig:

@@ -75,7 +75,7 @@ class Run:
             mesh=self._mesh,
             sampler=meshes.sampler,
             weights=has_weights,
-            shares=sharing(meshes, config.sampling, dtype=model.compute_dtype, remat=model.remat),
+            shares=sharing(meshes, config.sampling, dtype=model.compute_dtype),
         )
         check_trains(self.policy, config.lora, model.source)
         head_dim = self.policy.decoder.head_dim

@@ -88,8 +88,7 @@ class Policy:
 
     def graph(self, *, compute_dtype: str, remat: str, layout: Layout = WHOLE) -> nnx.GraphDef[Any]:
         """Returns the decoder's graph definition, which `nnx.merge` combines with parameters into a module."""
-        apart = bool(self.frozen) and is_apart(self.frozen)
-        return graph_of(self.decoder, compute_dtype=compute_dtype, remat=remat, layout=layout, apart=apart)
+        return graph_of(self.decoder, compute_dtype=compute_dtype, remat=remat, layout=layout)
 
     def save(self, folder: str | AnyPath, *, dtype: str = "float32", merge: bool = False) -> int:
         """Writes a model folder that `load_policy` and transformers can load. Returns the size of its tensors in bytes.

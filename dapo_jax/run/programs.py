@@ -16,7 +16,7 @@ from jax.stages import Lowered
 
 from dapo_jax.config import SamplingConfig, TrainConfig
 from dapo_jax.dapo.losses import dapo_loss
-from dapo_jax.models.decoder import graph_of, is_apart
+from dapo_jax.models.decoder import graph_of
 from dapo_jax.models.layout import Layout
 from dapo_jax.models.lora import parted
 from dapo_jax.models.presets import DecoderConfig
@@ -99,16 +99,12 @@ def _transfer(
     return WeightTransfer(moved, meshes, dtype=dtype, eight_bit=eight_bit, merged_by=factor)
 
 
-def sharing(
-    meshes: Meshes, sampling: SamplingConfig, *, dtype: str, remat: str = "none"
-) -> Callable[[nnx.State], bool]:
+def sharing(meshes: Meshes, sampling: SamplingConfig, *, dtype: str) -> Callable[[nnx.State], bool]:
     """Returns a function that takes the shapes of a LoRA base, and returns whether a sampler with this `dtype` shares the trainer's arrays (see `shares_base`).
 
-    Arrays are not shared if adapters are merged, if the sampler's weights are int8, or on CPU with rematerialization, where sharing needs more memory:
-    shared layers are not in a loop, so XLA keeps all activations (SmolLM2-135M with 1,024 tokens: 2.3 GB instead of 0.7 GB).
+    Arrays are not shared if adapters are merged, or if the sampler's weights are int8.
     """
-    in_a_loop = remat != "none" and meshes.train.devices.flat[0].platform == "cpu"
-    if sampling.merge_lora or sampling.weight_dtype or in_a_loop:
+    if sampling.merge_lora or sampling.weight_dtype:
         return lambda frozen: False
     return partial(shares_base, meshes=meshes, dtype=dtype)
 
@@ -165,9 +161,8 @@ def _new_updater(
 ) -> Updater:
     low, high, dual = clips
     clipped = partial(dapo_loss, clip_ratio_low=low, clip_ratio_high=high, dual_clip=dual)
-    apart = bool(frozen) and is_apart(frozen)
     return Updater(
-        graph_of(decoder, compute_dtype=compute_dtype, remat=remat, layout=layout, apart=apart),
+        graph_of(decoder, compute_dtype=compute_dtype, remat=remat, layout=layout),
         parted(shapes_of(decoder))[0],
         optimizer,
         mesh,

@@ -25,7 +25,7 @@ from dapo_jax.dapo.losses import dapo_loss, k3, kl_penalty
 from dapo_jax.dapo.metrics import Max, Mean, Metric, token_mean
 from dapo_jax.dapo.microbatch import Microbatch, blank_microbatch
 from dapo_jax.dapo.segments import looked_up
-from dapo_jax.models.decoder import is_apart, unstacked
+from dapo_jax.models.decoder import in_tuples, is_apart
 from dapo_jax.parallel.sharding import by_row, replicated
 from dapo_jax.parallel.together import Together
 from dapo_jax.rewards.sample import name_of
@@ -295,7 +295,7 @@ class Updater:
     def _decoder(self, weights: Weights) -> Any:
         trained, frozen = weights
         if frozen and is_apart(frozen):
-            trained = unstacked(trained)
+            frozen = in_tuples(frozen)
         return nnx.merge(self._graph, trained, frozen)
 
     def _score_program(self, weights: Weights, stack: Stack) -> Float[Array, "capacity rows seq"]:

@@ -1,5 +1,6 @@
 """The gradient of adapters compared with float64 and the chain rule, on one device and on eight."""
 
+import math
 from dataclasses import replace
 from functools import cache
 
@@ -10,7 +11,7 @@ import pytest
 from flax import nnx
 
 from dapo_jax.dapo.batching import Example
-from dapo_jax.models.decoder import graph_of, unstacked
+from dapo_jax.models.decoder import REMAT_POLICIES, graph_of, unstacked
 from dapo_jax.models.lora import lora_shape, merged, parted, put_together
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.sharding import shardings
@@ -117,7 +118,7 @@ def gradient(mesh, *, packed=True, apart=False, remat="none"):
     layout = layout_of(mesh, attention="xla")
     frozen = jax.device_put(FROZEN, shardings(FROZEN, mesh))
     updater = Updater(
-        graph_of(CONFIG, layout=layout, apart=apart, remat=remat), ADAPTERS, KEEP_GRADIENT, mesh,
+        graph_of(CONFIG, layout=layout, remat=remat), ADAPTERS, KEEP_GRADIENT, mesh,
         options=UpdateOptions(logprob_chunk_vocab=8, old_logprobs="sampler"),
         frozen=unstacked(frozen) if apart else frozen,
     )  # fmt: skip
@@ -163,6 +164,53 @@ def test_a_base_with_separate_layers_gives_the_same_gradient(remat):
 
 def test_a_base_with_separate_layers_can_be_sharded():
     assert_exact(gradient(make_mesh(data=4, fsdp=1, tensor=2), apart=True))
+
+
+def update_of(layers, *, apart, remat="none"):
+    """Returns the updater of a model with `layers` layers, its state, and a prepared minibatch."""
+    config = replace(CONFIG, layers=layers)
+    adapters, frozen = parted(moved(tiny_params(config), 1, 0.1))
+    updater = Updater(
+        graph_of(config, remat=remat), adapters, KEEP_GRADIENT, one_device(),
+        options=UpdateOptions(logprob_chunk_vocab=8, old_logprobs="sampler"),
+        frozen=unstacked(frozen) if apart else frozen,
+    )  # fmt: skip
+    state = init_state(adapters, KEEP_GRADIENT, one_device())
+    [prepared] = updater.prepare(state, [microbatches(packed=True)])
+    return updater, state, prepared
+
+
+@pytest.mark.parametrize(
+    "remat", ["none", *(pytest.param(slow, marks=pytest.mark.slow) for slow in ("full", "dots"))]
+)
+def test_separate_layers_give_the_same_bits_as_a_stack(remat):
+    results = []
+    for apart in (False, True):
+        updater, state, prepared = update_of(3, apart=apart, remat=remat)
+        results.append(updater.update(state, prepared, learning_rate=1.0, first=False))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+@pytest.mark.parametrize("remat", REMAT_POLICIES)
+def test_separate_layers_add_no_products_and_no_stack_of_weights_to_the_update(remat):
+    """The program has one loop over layers, in which the weights of one layer are chosen."""
+
+    def lowered(layers, *, apart):
+        updater, state, _ = update_of(layers, apart=apart, remat=remat)
+        return updater.programs(state, capacity=1, rows=1, lengths=[48])["update"]().as_text()
+
+    def stacks(text):
+        weights = FROZEN["blocks"].values()
+        shapes = [weight.shape[1:] for weight in weights if weight.ndim > 2]
+        flat = [(shape[0], math.prod(shape[1:])) for shape in shapes]
+        return {shape for shape in shapes + flat if f"tensor<{'x'.join(map(str, (8, *shape)))}xf32>" in text}
+
+    shallow, deep, stacked = lowered(4, apart=True), lowered(8, apart=True), lowered(8, apart=False)
+    products = [text.count("stablehlo.dot_general") for text in (shallow, deep, stacked)]
+    assert len(set(products)) == 1
+    assert len(deep) < 1.2 * len(shallow)
+    assert stacks(stacked)
+    assert not stacks(deep)
 
 
 def test_some_ratios_are_clipped():
