@@ -5,6 +5,7 @@
 
 import argparse
 import errno
+import os
 import sys
 from dataclasses import replace
 
@@ -59,6 +60,7 @@ def plan(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     from rich.console import Console
 
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # The CUDA compiler logs slow programs.
     with silent_libraries():
         from dapo_jax.plan import output, remedies, topologies
         from dapo_jax.plan import plan as planning

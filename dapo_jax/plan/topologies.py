@@ -299,7 +299,6 @@ def describe_only() -> None:
     """Restricts this process to the CPU and to compiling for other devices. It must be called before JAX initializes its devices."""
     os.environ.update(WITHOUT_TPU)
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # The CUDA compiler logs slow programs.
     jax.config.update("jax_platforms", "cpu")
 
 
