@@ -5,7 +5,6 @@ import re
 from collections import Counter
 from dataclasses import replace
 
-import jax
 import pytest
 
 from dapo_jax.models.presets import preset
@@ -34,12 +33,9 @@ def compiled(layers):
         config, slots=SLOTS, capacity=CAPACITY, steps_per_call=STEPS, stop_ids=[1], mesh=mesh, compute_dtype="bfloat16",
     )  # fmt: skip
     weights = WeightTransfer(shapes_of(config), mesh, dtype="bfloat16").shapes
-    before = jax.config.jax_disable_most_optimizations
-    jax.config.update("jax_disable_most_optimizations", False)
-    try:
-        return engine.programs(weights, decoding())["generate"]().compile()
-    finally:
-        jax.config.update("jax_disable_most_optimizations", before)
+    # The tests' configuration leaves most optimizations out.
+    whole = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+    return engine.programs(weights, decoding())["generate"]().compile(compiler_options=whole)
 
 
 def computations(text):
