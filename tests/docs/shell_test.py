@@ -37,7 +37,14 @@ NOT_HERE = {
 }
 """Programs that no test can run -> why."""
 
-ENVIRONMENT = ("JAX_PLATFORMS", "XLA_FLAGS", "DAPO_JAX_SMOLLM2", "DAPO_JAX_DATA", "DAPO_JAX_API_KEY", "PYTHON")
+ENVIRONMENT = (
+    "JAX_PLATFORMS",
+    "XLA_FLAGS",
+    "DAPO_JAX_SMOLLM2",
+    "DAPO_JAX_DATA",
+    "DAPO_JAX_API_KEY",
+    "PYTHON",
+)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LINES = sorted({(page.relative_to(ROOT).as_posix(), line) for page in PAGES for line in shell_lines(page)})
 

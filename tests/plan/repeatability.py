@@ -25,7 +25,7 @@ def not_repeatable(text: str, *, flags: dict[str, str]) -> list[str]:
 def _scatters(text: str) -> Iterator[str]:
     roots, inside = {}, ""
     for line in text.splitlines():
-        if begins := re.match(r"%([\w.-]+) \(.*\{$", line):
+        if begins := re.match(r"(?:ENTRY )?%([\w.-]+) \(.*\{$", line):
             inside = begins[1]
         elif line.startswith("  ROOT "):
             roots[inside] = line
