@@ -288,21 +288,17 @@ CACHES = ["slots", "pages", "tpu", "gpu"]
 
 
 @pytest.mark.parametrize(
-    ("cache", "config", "most"),
+    ("cache", "config"),
     [
-        *((cache, CONFIG, 0.75) for cache in CACHES),
-        pytest.param("gpu", WIDE, 0.75, id="gpu's kernel interpreted, heads of 64"),
-        pytest.param(None, CONFIG, 0.75, marks=pytest.mark.tpu, id="tpu"),
-        pytest.param(None, CONFIG, 1.0, marks=pytest.mark.gpu, id="gpu"),
-        pytest.param(None, WIDE, 1.0, marks=pytest.mark.gpu, id="gpu, heads of 64"),
+        *((cache, CONFIG) for cache in CACHES),
+        pytest.param("gpu", WIDE, id="gpu's kernel interpreted, heads of 64"),
+        pytest.param(None, CONFIG, marks=pytest.mark.tpu, id="tpu"),
+        pytest.param(None, CONFIG, marks=pytest.mark.gpu, id="gpu"),
+        pytest.param(None, WIDE, marks=pytest.mark.gpu, id="gpu, heads of 64"),
     ],
 )
-def test_sampler_and_trainer_agree_in_bfloat16(mesh, cache, config, most):
-    """Their log-probabilities differ by less than the trainer's own in bfloat16 and float32 (here 0.005 nats).
-
-    If two errors of the same size were independent, they would differ by sqrt(2) of that size; if half of their variance is shared, by 1. The rounding of
-    weights, keys and values is shared. On a GPU, activations are rounded too, in different places: the ratio of Qwen3-0.6B on one H100 was 0.69.
-    """
+def test_sampler_and_trainer_agree_in_bfloat16(mesh, cache, config):
+    """Their log-probabilities differ by less than the trainer's own in bfloat16 and float32 (here 0.005 nats). The ratio of Qwen3-0.6B on one H100 was 0.69."""
     engine = made(mesh, config, compute_dtype="bfloat16", cache=cache)
     weights = WeightTransfer(shapes_of(config), mesh, dtype="bfloat16")(tiny_params(config))
     asked = prompts(8, 3, 6, 5)
@@ -321,7 +317,7 @@ def test_sampler_and_trainer_agree_in_bfloat16(mesh, cache, config, most):
     assert len(sampled) > 20
     assert result.logprobs.dtype == jnp.float32
     assert {leaf.dtype for leaf in jax.tree.leaves(state.layers)} == {jnp.dtype(jnp.bfloat16)}
-    assert np.abs(sampled - trained).mean() < most * np.abs(trained - exact).mean()
+    assert np.abs(sampled - trained).mean() < 0.75 * np.abs(trained - exact).mean()
 
 
 @pytest.mark.parametrize("cache", CACHES)
