@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractDevice, AbstractMesh
 from jaxtyping import Array
 
 from dapo_jax.sampling import cache as plain
@@ -38,23 +39,34 @@ _PART_TOKENS = 2048
 """Maximum number of tokens per part of a sequence. Parts are read in parallel, so that a few long sequences still use the whole device."""
 
 
-@functools.cache
 def kernel() -> Any:
-    """Returns JAX's paged-attention kernel, or None if this JAX version cannot import or lower it. JAX has announced that it will remove the kernel."""
-    struct = jax.ShapeDtypeStruct
-    pages, table = struct((1, 1, SMALLEST_PAGE, 64), jnp.bfloat16), struct((1, 1), jnp.int32)
+    """Returns JAX's paged-attention kernel, or None if this JAX version does not include it. JAX has announced that it will remove the kernel."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
-
-            small = jax.jit(partial(paged_attention, k_splits=1)).trace(
-                struct((1, 1, 64), jnp.bfloat16), pages, pages, table, struct((1,), jnp.int32)
-            )
-            small.lower(lowering_platforms=("cuda",))
-    except Exception:  # the error depends on how JAX removes the kernel
+    except ImportError:
         return None
     return paged_attention
+
+
+@functools.cache
+def _lowers(attention: Any) -> bool:
+    """Returns whether this JAX version can lower the kernel `attention` for a GPU, which does not have to be present."""
+    struct, h100 = jax.ShapeDtypeStruct, AbstractDevice("NVIDIA H100 80GB HBM3", None, platform="gpu")
+    query, lengths = struct((1, 1, 64), jnp.bfloat16), struct((1,), jnp.int32)
+    pages, table = struct((1, 1, SMALLEST_PAGE, 64), jnp.bfloat16), struct((1, 1), jnp.int32)
+    try:
+        with (
+            jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=h100)),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore", DeprecationWarning)
+            small = jax.jit(partial(attention, k_splits=1)).trace(query, pages, pages, table, lengths)
+            small.lower(lowering_platforms=("cuda",))
+    except Exception:  # the error depends on how JAX removes the kernel
+        return False
+    return True
 
 
 def without_kernel(head_dim: int, dtype: str) -> str:
@@ -63,7 +75,7 @@ def without_kernel(head_dim: int, dtype: str) -> str:
     least = 32 if dtype == "float32" else 64
     if head_dim < least:
         return f"jax's kernel for a paged KV cache needs head_dim of at least {least} in {dtype}, and the model has {head_dim}"
-    if kernel() is None:
+    if (attention := kernel()) is None or not _lowers(attention):
         return f"jax {jax.__version__} no longer includes a kernel for a paged KV cache; an older jax has it"
     return ""
 
