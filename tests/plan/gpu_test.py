@@ -43,12 +43,10 @@ def compiled_texts(name):
     decoder = replace(decoder_of(config.model), lora=lora_of(config.lora))
     memory = made.chip.device_hbm_bytes
     programs = Programs(config, decoder, workload_of(config, Assumptions()), devices_of(made), memory=memory)
-    before = jax.config.jax_disable_most_optimizations
-    jax.config.update("jax_disable_most_optimizations", False)
-    try:
-        return {program: lower().compile().as_text() for program, lower in programs.lowered().items()}
-    finally:
-        jax.config.update("jax_disable_most_optimizations", before)
+    # The tests' own settings leave most optimizations out.
+    whole = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+    lowered = programs.lowered().items()
+    return {program: lower().compile(compiler_options=whole).as_text() for program, lower in lowered}
 
 
 @pytest.fixture(scope="module", params=CONFIGURATIONS)
