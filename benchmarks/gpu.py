@@ -178,7 +178,7 @@ def _measured(
     """The seconds of each round; None, with a printed reason, if the system is not there or fails."""
     venv = systems.SYSTEMS[name].venv
     if venv and not (python := arguments.peers.expanduser() / venv / "bin" / "python").exists():
-        print(f"{name} is left out: {python} is missing; benchmarks/README.md has the command", flush=True)
+        print(f"{name} is left out: {python} is missing; see benchmarks/README.md", flush=True)
         return None
     try:
         worker, known = systems.start(name, workload, arguments, {"JAX_PLATFORMS": arguments.platforms})
@@ -203,3 +203,7 @@ def _measured(
         return None
     finally:
         worker.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -13,6 +13,7 @@ import importlib.util
 import math
 import os
 import re
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -274,7 +275,8 @@ def devices_of(made: Topology) -> list[jax.Device]:
     from jax.experimental import topologies
 
     try:
-        with silent_libraries():
+        # libtpu names an unknown flag on standard error before it ends the process.
+        with silent_libraries() if made.chip.target else nullcontext():
             found = topologies.get_topology_desc(topology_name=made.name, **described)
     except jax.errors.JaxRuntimeError as error:
         raise ConfigError(f"--topology {made.name}: {error}") from error

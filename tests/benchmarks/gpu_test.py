@@ -1,6 +1,8 @@
 """The benchmark for a GPU, with a tiny model on the CPU."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -8,19 +10,24 @@ from benchmarks import gpu
 from benchmarks.workload import Workload
 from dapo_jax.models.presets import PRESETS
 from dapo_jax.plan.topologies import CHIPS
+from tests.several import ROOT
 
 
-def test_one_command_measures_our_system_and_leaves_out_those_that_are_not_installed(
-    tmp_path, capsys, monkeypatch
-):
-    # The command sets these for its own process.
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.setattr(gpu, "end_workers_on_sigterm", lambda: None)
+def test_one_command_measures_our_system_and_leaves_out_those_that_are_not_installed(tmp_path):
     words = "--size tiny --rollout 2,4,8,8 --update 2,4,8,8 --rows-per-microbatch 4 --rounds 2 --platforms cpu --card h100"
-    gpu.main([*words.split(), "--peers", str(tmp_path / "none"), "--out", str(tmp_path)])
-    printed = capsys.readouterr().out
-    assert "vllm is left out" in printed
-    assert "trl is left out" in printed
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu",
+        *words.split(),
+        "--peers",
+        tmp_path / "none",
+        "--out",
+        tmp_path,
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "vllm is left out" in done.stdout
+    assert "trl is left out" in done.stdout
     found = json.loads((tmp_path / "gpu.json").read_text())["results"]
     assert set(found) == {"rollout:ours", "update:ours"}
     for result in found.values():
