@@ -142,7 +142,9 @@ def plan(
         devices, host = devices_of(topology), devices_of(topology.one_host) if topology.hosts > 1 else None
         memory = topology.chip.device_hbm_bytes
         config, resized = _resized(config, len(devices))
-        notes = (*resized, *topology.notes)
+        counted = "the CUDA compiler counts offloaded moments as device memory"
+        offloaded = config.optimizer.offload and bool(topology.chip.target)
+        notes = (*resized, *topology.notes, *[counted] * offloaded)
     work = workload_of(config, assumed or Assumptions())
     work = replace(work, notes=(*work.notes, *notes))
     # JAX cannot place arrays in the host memory of absent devices, so offloaded moments are subtracted below.

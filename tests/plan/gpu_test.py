@@ -76,6 +76,14 @@ def test_no_program_adds_in_arbitrary_order(texts):
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
+@pytest.mark.parametrize("offload", [True, False])
+def test_a_plan_with_offloaded_moments_says_that_they_are_counted(offload):
+    """The compiled arguments of a described GPU include arrays in host memory, and the compiler reports none apart."""
+    config = load_config("quickstart", [f"optimizer.offload={str(offload).lower()}"])
+    made = plan(config, topology=parse("h100:1"), only=("init",))
+    assert any("offloaded moments" in note for note in made.work.notes) == offload
+
+
 @pytest.fixture(scope="module")
 def small():
     """A small run on two machines with one GPU each."""
