@@ -1,8 +1,8 @@
 """KV cache of the decoding slots: the `Cache` interface, and a dense implementation for CPU in which each slot is one page.
 
-`caches` chooses between this implementation, `paged_cache`, `tpu_cache` and `gpu_cache`. The axis orders in `LayerCache` let both products of attention read
-memory row by row. On CPU, attention was 12 times slower with the axis order [slots, capacity, kv_heads, head_dim], and scores took twice as long if head_dim
-was the last axis of the keys.
+`caches` chooses between this implementation, `paged_cache`, `tpu_cache` and `gpu_cache`. The axis orders in `LayerCache` let both matrix products of attention
+read contiguous memory. On CPU, attention was 12 times slower with the axis order [slots, capacity, kv_heads, head_dim], and the scores took twice as long to
+compute if head_dim was the last axis of the keys.
 """
 
 from collections.abc import Callable
@@ -23,15 +23,15 @@ PerSlot = Int[Array, " slots"]
 Live = Bool[Array, " slots"]
 Queries = Float[Array, "heads head_dim slots"]
 NewHeads = Float[Array, "kv_heads head_dim slots"]
-"""Keys or values of one token per slot."""
+"""Keys or values of one new token for each slot."""
 RowHeads = Float[Array, "kv_heads head_dim tokens"]
 """Keys or values of prefilled rows, concatenated along the token axis."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cache:
-    """The functions of one KV cache implementation, which are documented in this module. Each implementation has its own types for the cache and for the data
-    of a decoding step."""
+    """The functions that implement one kind of KV cache. This module documents each function. The types of the cache and of a decoding step's data depend on
+    the implementation."""
 
     empty: Callable[..., Any]
     of_rows: Callable[..., Any]
@@ -43,7 +43,7 @@ class Cache:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's keys and values."""
+    """The cached keys and values of one layer."""
 
     keys: Num[Array, "pages kv_heads head_dim page_tokens"] | Any
     """In `gpu_cache`, the shape is [pages, kv_heads, page_tokens, head_dim]."""
@@ -60,10 +60,10 @@ class CacheStep:
 
     tables: Tables | Any
     lengths: PerSlot | Any
-    """Number of tokens in the cache, without the new token."""
+    """Number of cached tokens in each slot, excluding the new token."""
     live: Live | Any
     page: PerSlot | Any
-    """The result of `page_of_new`; () in a cache that does not need it."""
+    """The page that receives each slot's new token, from `page_of_new`; () in a cache that does not use it."""
 
 
 EIGHT_BITS = {"int8": 127.0, "float8_e4m3fn": 448.0}
@@ -100,7 +100,7 @@ def of_rows(keys: RowHeads, values: RowHeads, rows: int, dtype: str) -> LayerCac
 
 
 def of_row(part: Any, rows: int) -> Any:
-    """Reshapes concatenated rows [kv_heads, ..., tokens] to [rows, kv_heads, ..., tokens per row]. If there is no `part`, returns None."""
+    """Reshapes concatenated rows [kv_heads, ..., tokens] to [rows, kv_heads, ..., tokens per row]. Returns None if `part` is None."""
     if part is None:
         return None
     return jnp.moveaxis(part.reshape(*part.shape[:-1], rows, -1), -2, 0)
@@ -120,7 +120,7 @@ def fill(
 
 def fill_page(into: Any, source: Any, page: Scalar, row: Scalar, start: Scalar, *, axis: int) -> Any:
     """Returns `into` [pages, kv_heads, ...] with one page replaced by tokens from row `row` of `source` [rows, kv_heads, ...], starting at index `start`.
-    `axis` is the token axis. If there is no `into`, returns None."""
+    `axis` is the token axis. Returns None if `into` is None."""
     if into is None:
         return None
     tokens = into.shape[axis]
@@ -132,7 +132,7 @@ def fill_page(into: Any, source: Any, page: Scalar, row: Scalar, start: Scalar, 
 
 
 def page_of_new(tables: Tables, lengths: PerSlot, live: Live, *, page_tokens: int) -> PerSlot:
-    """Returns the page that receives each slot's new token, or an out-of-range page number if the slot is not live. All numbers are different."""
+    """Returns the page that receives each slot's new token. Slots that are not live get out-of-range page numbers. No two slots get the same number."""
     page = jnp.take_along_axis(tables, lengths[:, None] // page_tokens, axis=1, mode="clip")[:, 0]
     return jnp.where(live, page, jnp.iinfo(jnp.int32).max - jnp.arange(len(page), dtype=jnp.int32))
 
@@ -140,7 +140,7 @@ def page_of_new(tables: Tables, lengths: PerSlot, live: Live, *, page_tokens: in
 def append_to_pages(
     cache: LayerCache, page: PerSlot, lengths: PerSlot, key: NewHeads, value: NewHeads, *, keys_axis: int = 3
 ) -> LayerCache:
-    """Appends one token to each slot, after its `lengths` tokens. `page` is the result of `page_of_new`; if it is out of range, the token is dropped."""
+    """Appends one token to each slot, after its `lengths` tokens. `page` is the result of `page_of_new`. Tokens for out-of-range pages are dropped."""
     dtype, offset = cache.values.dtype.name, lengths % cache.values.shape[2]
     (key, key_scale), (value, value_scale) = stored(key, dtype), stored(value, dtype)
     at = page, slice(None), offset
@@ -158,7 +158,7 @@ def append_to_pages(
 def extend(
     cache: LayerCache, now: CacheStep, query: Queries, key: NewHeads, value: NewHeads
 ) -> tuple[Queries, LayerCache]:
-    """Appends one token to each slot. In a live slot, the query attends to all tokens, including the new token; in other slots, it attends to nothing."""
+    """Appends one token to each slot and computes attention. The query of a live slot attends to all of its tokens, including the new one."""
 
     def append(into: Array, new: Array, axis: int) -> Array:
         def one_slot(into: Array, new: Array, at: Array) -> Array:

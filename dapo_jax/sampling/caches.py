@@ -1,4 +1,4 @@
-"""Chooses the KV cache for a mesh by its platform."""
+"""Chooses the KV cache implementation for the platform of a mesh, and the sizes of the cache."""
 
 from functools import partial
 from typing import Any, Literal
@@ -18,14 +18,14 @@ Kind = Literal["slots", "pages", "tpu", "gpu"]
 kernel for that platform."""
 
 DEFAULT_PAGE_TOKENS = {"tpu": 128}
-"""Default number of tokens per page by platform; 64 on other platforms. On TPU, a page has as many tokens as a register has lanes."""
+"""Default number of tokens per page by platform; 64 on other platforms. The TPU default is the number of lanes in a register."""
 
 
 def kind_for(
     mesh: Mesh, head_dim: int, *, page_tokens: int = 0, cache_tokens: int = 0, dtype: str = "float32", turns: bool = False
 ) -> Kind:  # fmt: skip
-    """Returns the kind of cache for a mesh. `turns` is True if responses may take turns in the slots. On CPU, the cache is paged only if `turns` is True, a
-    page or cache size is set, or the dtype is 8-bit."""
+    """Returns the kind of cache for a mesh. `turns` is True if responses may leave their slots and keep their cached tokens. On CPU, the cache is paged
+    only if `turns` is True, a page or cache size is set, or the dtype is 8-bit."""
     platform = mesh.devices.flat[0].platform
     if platform == "tpu":
         return "tpu"
@@ -59,15 +59,15 @@ def sizes_for(
     Args:
         kind: the result of `kind_for`.
         mesh: the sampler's mesh.
-        holders: number of sequences that may hold pages: one per slot, or more if sequences take turns in the slots.
+        holders: number of sequences that can have pages at the same time. One per slot, or more if sequences take turns in the slots.
         capacity: maximum number of tokens in a prompt and its response together.
         page_tokens: tokens per page. 0 means the platform's default.
-        cache_tokens: total number of tokens in all pools. 0 means as many as fit on the devices.
+        cache_tokens: total number of tokens in all pools. 0 means as many tokens as fit on the devices.
         dtype: dtype of keys and values.
-        room_tokens: number of tokens that fit in device memory next to other arrays. None means that all holders fit at full length.
+        room_tokens: number of tokens that fit in device memory next to other arrays. None means that every holder gets room for `capacity` tokens.
 
     Raises:
-        ValueError: a pool cannot hold one sequence of `capacity` tokens, the page size does not suit the kernel, or a page is longer than any sequence.
+        ValueError: a pool cannot hold one sequence of `capacity` tokens, the kernel does not support the page size, or a page is longer than any sequence.
     """
     if kind == "slots":
         return slot_pages(holders, capacity)
@@ -115,8 +115,8 @@ def sizes_for(
 def cache_for(
     kind: Kind, mesh: Mesh, sizes: PageSizes, *, kv_heads: int, head_dim: int, cache_dtype: str, compute_dtype: str
 ) -> Cache:  # fmt: skip
-    """Returns the functions of a cache of this kind, which stores keys and values in `cache_dtype` and computes products in `compute_dtype`. A kernel runs in
-    the slow interpret mode on any platform other than its own.
+    """Returns the functions of a cache of kind `kind`. Keys and values are stored in `cache_dtype`, and attention products are computed in `compute_dtype`.
+    On any platform other than its own, a kernel runs in the slow interpret mode.
 
     Raises:
         ValueError: the key-value heads cannot be split over the mesh.
@@ -139,7 +139,7 @@ def cache_for(
         reading = partial(reading, at_once=at_once)
     if kind != "pages":
         extend = partial(extend, interpret=mesh.devices.flat[0].platform != kind)
-    # Page numbers are local to a device's pool, and XLA cannot partition a kernel, so each device processes its own slots and heads.
+    # Each device processes its own slots and heads, because its page numbers refer to its own pool and XLA cannot partition a kernel.
     spread = partial(jax.shard_map, mesh=mesh, check_vma=False)
     return Cache(
         empty=pages.empty,

@@ -15,13 +15,13 @@ from dapo_jax.sampling.interface import Engine
 from dapo_jax.sampling.requests import EpisodeLimits, Request, by_context
 
 Draw = Callable[[int], Sequence[Prompt]]
-"""Function that returns up to n prompts. After an empty result, it is called again until no responses are left to sample; then sampling ends."""
+"""Function that returns up to n prompts to sample next. Sampling ends when it returns an empty list and all earlier responses have ended."""
 
 _LOOK_S = 1.0
 """Interval in seconds at which a sampler calls `on_look` while it waits for environments."""
 
 Answer = Future[Continuation | None]
-"""The environment's tokens before the next turn, or None if the episode is over or was lost."""
+"""Future of an environment's answer: the tokens to add before the next turn, or None if the episode is over or was lost."""
 
 
 @runtime_checkable
@@ -32,19 +32,19 @@ class Environments(Protocol):
     turn_tokens: int
     """Maximum number of tokens in a turn. 0 means that only the episode's limit applies."""
     episode_tokens: int
-    """Maximum number of tokens in an episode. 0 means that the limit of a response applies."""
+    """Maximum number of tokens in an episode. 0 means that the limit on response tokens applies."""
 
     def start(self, prompt: Prompt, index: int) -> Answer:
-        """Begins an episode. The tokens of the answer, if any, precede the first turn; they follow the prompt or replace it."""
+        """Begins an episode. The answer may contain tokens to add before the first turn; they are appended to the prompt or replace it."""
         ...
 
     def step(self, prompt: Prompt, index: int, turn: DrawnTurn) -> Answer:
-        """Passes a finished turn to its environment."""
+        """Passes a finished turn to its environment and returns a future of the answer."""
         ...
 
 
 def limits_of(environments: Environments, *, max_response_tokens: int, capacity: int) -> EpisodeLimits:
-    """Returns the limits of episodes whose contexts have at most `capacity` tokens."""
+    """Returns the limits that `environments` set, with the sampler's limits as defaults. A context has at most `capacity` tokens."""
     return EpisodeLimits(
         max_turns=environments.max_turns,
         turn_tokens=environments.turn_tokens,
@@ -54,7 +54,7 @@ def limits_of(environments: Environments, *, max_response_tokens: int, capacity:
 
 
 class Sampler:
-    """Samples groups of responses with an engine."""
+    """Samples groups of responses with an engine, by continuous batching."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Sampler:
         version: int = 0,
         environments: Environments | None = None,
     ) -> Iterator[tuple[Prompt, tuple[Response, ...]]]:
-        """Yields each prompt with its responses as soon as all of them have ended. `version` is the version of `params`.
+        """Yields each prompt with its responses as soon as all responses to it have ended. `version` is the version of `params`.
 
         Responses depend only on `params`, `key`, the ordinals, `decoding` and `stop`, not on slots, order or timing. With an 8-bit KV cache, they also depend
         on which responses are preempted, because a re-prefill attends to keys that are not yet rounded.
@@ -150,9 +150,9 @@ class Sampler:
 
 
 class TurnTaking:
-    """Passes finished turns to their environments, if the sampler runs every response to its end. Answers are prefilled or fed before the next turn.
+    """Passes finished turns to environments and resumes episodes with the answers, for a sampler that runs every response to its end.
 
-    While its environment works, an episode has no slot, and it keeps its pages only until other responses need them. No text is tokenized twice.
+    While its environment works, an episode has no slot, and it keeps its pages only until other responses need them. Answers are prefilled or fed.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class TurnTaking:
         self._continuing: list[Request] = []
         self._pending = 0
         self.starting = 0
-        """Number of episodes whose environment has not returned its first answer."""
+        """Number of episodes that wait for their environment's first answer."""
 
     @property
     def busy(self) -> bool:
@@ -179,29 +179,29 @@ class TurnTaking:
             self._await(request, self._environments.start(request.prompt, request.index))
 
     def end_turn(self, request: Request, reason: FinishReason) -> None:
-        """Ends the current turn with the finish reason `reason`, and passes the turn to the environment."""
+        """Ends the request's current turn with the finish reason `reason`, and passes the turn to the environment."""
         turn = request.end_turn(reason)
         self._await(request, self._environments.step(request.prompt, request.index, turn))
 
     def resume(self, resumed: Callable[[Request], bool]) -> None:
-        """Calls `resumed` for each episode that continues. If it returns False, the episode must be prefilled; see `continuing`."""
+        """Calls `resumed` for each episode that has an answer to continue with. If `resumed` returns False, `continuing` returns the episode for prefill."""
         self._take()
         self._continuing = [request for request in self._continuing if not resumed(request)]
 
     def continuing(self, resumed: Callable[[Request], bool]) -> list[list[Request]]:
-        """Calls `resume`. Returns the episodes that must be prefilled, in one list per context."""
+        """Calls `resume`, and returns the episodes that must be prefilled, in one list per context."""
         self.resume(resumed)
         continuing, self._continuing = self._continuing, []
         return by_context(continuing)
 
     def ended(self) -> list[Request]:
-        """Returns the episodes that are over."""
+        """Returns the episodes that have ended since the last call."""
         self._take()
         ended, self._ended = self._ended, []
         return ended
 
     def wait(self) -> None:
-        """Waits until an environment has answered."""
+        """Waits until at least one environment has answered."""
         while self._pending and not (self._continuing or self._ended):
             try:
                 self._took(*self._arrived.get(timeout=_LOOK_S))

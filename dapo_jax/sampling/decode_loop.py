@@ -23,10 +23,10 @@ from dapo_jax.sampling.requests import NOTHING, Reading, Request, StopRule
 from dapo_jax.sampling.slots import Slots
 
 PARKED: PyTree = object()
-"""Replaces the prefix of a response whose pages already contain its context, except for the tokens that will be fed."""
+"""Used in place of a prefix if the pages of a response already contain its context, except for the tokens to feed."""
 
 _DEARER = 4
-"""Number of tokens that can be prefilled in the time of one decoding step, in which only one token can be fed."""
+"""Number of tokens that can be prefilled in the time that it takes to feed one token, which is one decoding step."""
 
 Unread = Sequence[Sequence[Request]]
 """Requests to prefill, in one list per context."""
@@ -68,11 +68,11 @@ class DecodeLoop:
         self._state = engine.init_decode_state()
         self.slots = Slots(engine)
         self.waiting: deque[Request] = deque()
-        # There are two, so that a preempted response can be re-prefilled while the prefill of new prompts is unfinished.
+        # New prompts and preempted responses are prefilled separately, so a re-prefill need not wait for the prefill of new prompts.
         self._reading, self._again = Reading(engine, params), Reading(engine, params)
 
     def resume(self, request: Request) -> bool:
-        """Queues an episode for its next turn, at the head of the queue. The tokens missing from its pages will be fed before the turn. Returns False,
+        """Queues an episode for its next turn, at the head of the queue. Context tokens that its pages do not contain are fed first. Returns False,
         without queueing the episode, if it must be re-prefilled instead."""
         fed = len(request.fed)
         long = not 0 < fed <= self._engine.feed_tokens or fed * _DEARER > request.length
@@ -97,7 +97,7 @@ class DecodeLoop:
         # If responses are waiting, `generate` returns once enough slots are free; otherwise it runs all of its steps.
         min_live = live - max(1, round(live * self._refill_frac)) + 1 if self._has_work else 1
         if interrupted:
-            min_live = live + 1  # The call ends after one token.
+            min_live = live + 1  # so that the call ends after one step
         self._on_look()
         options = [None if owner is None else owner.options for owner in slots.owners]
         decoding = self._decoding
@@ -153,7 +153,7 @@ class DecodeLoop:
         return bool(self.waiting) or self._reading.busy or self._again.busy
 
     def _prefill(self) -> bool:
-        """Prefills until the queue contains a response that cannot start yet. With an empty queue, `generate` would not return when slots become free.
+        """Prefills until a queued response cannot start yet. If the queue were empty, `generate` would not return early when slots become free.
 
         Returns True if prefill was interrupted to let running responses sample a token, although slots are idle and prompts wait.
         """
@@ -170,7 +170,7 @@ class DecodeLoop:
                     if not (unread := self._more()):
                         if not waiting:
                             break
-                        self._start()  # `more` may have queued some requests
+                        self._start()  # `more` may have queued requests for their next turn
                         if waiting:
                             break
                         continue

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, UInt32
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-3, 1e3
 """Bounds of a nonzero temperature. Within these bounds, logits divided by the temperature stay finite."""
 MOST_TOP_K = 2**31 - 1
-"""Limit of top-k, which is a 32-bit integer on the devices."""
+"""Maximum value of top-k, because top-k is a 32-bit integer on the devices."""
 
 _Bits = UInt32[Array, "slots vocab"]
 _SlotBits = UInt32[Array, " slots"]
@@ -27,7 +27,7 @@ _SlotFloats = Float[Array, " slots"]
 _SlotInts = Int[Array, " slots"]
 
 _FIRST_TURN = np.uint32(1 << 31)
-"""Offset that is added to a turn index before it is folded into a key, so that the sum is larger than any position."""
+"""Offset added to a turn index before it is folded into a key. The result is larger than any token position, so keys of turns and tokens differ."""
 
 _BLOCK = 256
 """Number of vocabulary entries per block. To sample a token, first a block and then an entry in the block is chosen."""
@@ -178,8 +178,8 @@ def _ordered(values: _Scores) -> _Bits:
 
 
 def _threshold(keys: _Bits, enough: Callable[[_Masks], _SlotMask]) -> _SlotBits:
-    """Returns each slot's highest threshold for which the keys at or above it satisfy `enough`, or 0 if not even all keys together satisfy it. The threshold
-    is found bit by bit, from the highest bit."""
+    """Returns, for each slot, the highest threshold such that the mask of keys at or above it satisfies `enough`, or 0 if no threshold does. The threshold
+    is found bit by bit, starting with the highest bit."""
 
     def next_bit(place: Array, found: _SlotBits) -> _SlotBits:
         trial = found | jnp.uint32(1 << 31) >> place.astype(jnp.uint32)
@@ -189,13 +189,13 @@ def _threshold(keys: _Bits, enough: Callable[[_Masks], _SlotMask]) -> _SlotBits:
 
 
 def _kept(logits: _Scores, above: _Masks, equal: _Masks, wanted: _SlotInts) -> _Scores:
-    """Keeps the logits in the mask `above` and the first `wanted` logits (at least 1) in the mask `equal`. All other logits become -inf."""
+    """Keeps the logits in the mask `above` and the first max(`wanted`, 1) logits in the mask `equal`. All other logits become -inf."""
     wanted = jnp.maximum(wanted, 1)
 
     def first() -> _Masks:
         return equal & (jnp.cumsum(equal, axis=-1, dtype=jnp.int32) <= wanted[:, None])
 
-    # Usually exactly one entry equals the threshold, so nothing has to be counted.
+    # Usually exactly one entry equals the threshold, so entries are counted only if a slot has more ties than needed.
     tied = (equal.sum(-1, dtype=jnp.int32) > wanted).any()
     return jnp.where(above | jax.lax.cond(tied, first, lambda: equal), logits, -jnp.inf)
 
@@ -203,7 +203,7 @@ def _kept(logits: _Scores, above: _Masks, equal: _Masks, wanted: _SlotInts) -> _
 def draw(
     logits: _Scores, keys: Key[Array, " slots"], positions: _SlotInts, decoding: Decoding
 ) -> tuple[_SlotInts, _SlotFloats]:
-    """Returns one token per slot, and its log-probability in nats under the whole tempered distribution.
+    """Samples one token per slot. Returns the tokens and their log-probabilities in nats.
 
     `keys` are the keys of the responses, and `positions` are the indices of the new tokens in their responses, from 0. The log-probability comes from the
     tempered softmax before top-k and top-p, or from the untempered softmax if decoding is greedy.
@@ -224,12 +224,12 @@ def draw(
 
         def shortened() -> tuple[Array, Array]:
             left = _blocks(truncate(scaled, decoding.top_p, decoding.top_k))
-            # The masses of slots without truncation stay bit-identical.
+            # Slots without truncation keep their masses, so that their tokens do not depend on the options of other slots.
             return left, jnp.where(cut[:, None], jnp.exp(left - top[:, None, None]).sum(-1), mass)
 
         candidates, masses = jax.lax.cond(cut.any(), shortened, lambda: (tempered, mass))
     folded = jax.vmap(jax.random.fold_in)(keys, positions)
-    # `uniform` returns multiples of 2^-23. Half a step is added, so that 0 does not represent all numbers below 2^-23.
+    # `uniform` returns multiples of 2^-23, including 0. Half a step is added, so that every number is strictly between 0 and 1.
     uniform = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(folded) + jnp.float32(2**-24)
     block = _reached(masses, uniform[:, 0])
     inside = jnp.exp(_pick(candidates, block) - top[:, None])
@@ -254,7 +254,7 @@ def _pick(rows: Float[Array, " slots count *rest"], index: _SlotInts) -> Float[A
 
 
 def _reached(mass: Float[Array, "slots count"], share: _SlotFloats) -> _SlotInts:
-    """Returns the first entry at which the cumulative mass exceeds the total times `share`, which is in (0, 1). An entry without mass is never returned."""
+    """Returns each slot's first entry at which the cumulative mass exceeds `share` times the total, with 0 < `share` < 1. Its mass is never 0."""
     running = jnp.where(mass > 0, jnp.cumsum(mass, axis=-1), 0.0)
     whole = running.max(-1)
     target = jnp.minimum(share * whole, jnp.nextafter(whole, jnp.zeros_like(whole)))

@@ -1,4 +1,4 @@
-"""A decoder with slots and the operations of JetStream's `Engine`: prefill, insert and generate.
+"""A decoding engine with a fixed number of slots and the operations of JetStream's `Engine`: prefill, insert and generate.
 
 Each call receives a decode state and returns the new state. Weights are an argument, so new weights trigger no recompilation. A step first samples and then
 runs the forward pass, so each slot keeps the logits of its next token. Therefore, one prefill serves all responses to a prompt, and each response samples its
@@ -53,11 +53,11 @@ class DecodeState:
     fed: Int[Array, "slots feed_tokens"] | Any = ()
     """Tokens to feed to each slot before it samples, right-aligned; () if the engine does not feed tokens."""
     to_feed: Int[Array, " slots"] | Any = ()
-    """Number of tokens still to be fed."""
+    """Number of tokens that still have to be fed to each slot."""
 
 
 _ROWS, _TOKENS = 4, 4096
-"""Default number of rows and of tokens per prefill call."""
+"""Default maximum numbers of rows and tokens per prefill call."""
 
 FEED_TOKENS = 64
 """Maximum number of tokens to feed one at a time between turns. Each token costs a decoding step, so longer inputs are prefilled instead."""
@@ -90,15 +90,15 @@ class DecoderEngine:
 
         Args:
             page_tokens, cache_tokens: see `sizes_for`.
-            cache_bytes: bytes for the cache on each device if `cache_tokens` is 0. If None, the cache has room for all slots at full length.
+            cache_bytes: size of the cache in bytes on each device, used if `cache_tokens` is 0. If None, the cache has room for all slots at full length.
             cache_dtype: dtype of keys and values. Defaults to `compute_dtype`.
             cache: the kind of cache. Defaults to the kind for the platform.
             prefill: rows and tokens per prefill call. Defaults to at most 4 rows and 4,096 tokens.
-            in_flight: number of responses in flight, which may all hold pages. If there are fewer slots, responses take turns in the slots. Responses are
-                re-prefilled when the weights change.
-            batch_invariant: no bit of a response depends on the number of slots or on other requests. If `prefill` is given, its `alone` must be True.
+            in_flight: number of responses in flight. Each may have pages in the cache. If there are fewer slots, responses take turns in the slots. All
+                responses are re-prefilled when the weights change.
+            batch_invariant: no bit of a response may depend on the number of slots or on other requests. If `prefill` is given, its `alone` must be True.
             has_turns: responses are multi-turn episodes. While its environment works, an episode keeps its pages until other responses need them; at most
-                `slots` episodes can do so. The new tokens are then fed to it. A batch-invariant engine re-prefills instead, because feeding rounds differently.
+                `slots` episodes can. The answer's tokens are then fed. A batch-invariant engine re-prefills instead, because feeding rounds differently.
 
         Raises:
             ValueError: the slots cannot be split evenly over the mesh, sequences are longer than the model's maximum position, or the cache cannot hold one
@@ -125,7 +125,7 @@ class DecoderEngine:
         self.slots, self.capacity, self.stop_ids = slots, capacity, tuple(stop_ids)
         self.steps_per_call = steps_per_call
         self._config, self._dtype, self._cache_dtype = config, compute_dtype, cache_dtype or compute_dtype
-        # On a GPU, the host would read each condition that depends on data, and a branch would copy the whole cache in every step.
+        # On a GPU, a call always runs all steps: the host would have to read each data-dependent condition, and a branch would copy the cache.
         self._fixed_steps = mesh.devices.flat[0].platform == "gpu"
         asked: Any = {"page_tokens": page_tokens, "cache_tokens": cache_tokens, "dtype": self._cache_dtype}
         kind = cache or kind_for(
@@ -189,7 +189,7 @@ class DecoderEngine:
     def insert(
         self, prefix: Prefix, state: DecodeState, insertion: Insertion, key: PRNGKeyArray
     ) -> DecodeState:
-        """Inserts prefilled prompts into slots. One program inserts up to `slots` responses and writes up to `slots` pages; another writes further pages."""
+        """Inserts prefilled prompts into slots. One program inserts all responses and writes up to `slots` pages. Another program writes any further pages."""
         fills = insertion.fills
         for start in range(self.slots, len(fills), self.slots):
             pages = self._pages(fills[start : start + self.slots])
@@ -202,7 +202,7 @@ class DecoderEngine:
         return self._insert(prefix, state, pages, (rows, *self._feeding(insertion.fed)), count, key)
 
     def _pages(self, fills: Sequence[tuple[int, Fill]]) -> tuple[np.ndarray, np.int32]:
-        """Returns an array with the prompt, first token and page of up to `slots` fills, and the number of fills."""
+        """Converts up to `slots` fills to an array with one column (prompt, first token, page) per fill. Also returns the number of fills."""
         columns = [(prompt, fill.first, fill.page) for prompt, fill in fills]
         return self._padded(np.array(columns, np.int32).reshape(-1, 3).T), np.int32(len(fills))
 
@@ -224,7 +224,7 @@ class DecoderEngine:
         return Prefix(layers=(), logits=logits, rows=zeros, starts=zeros, lengths=lengths)
 
     def parked(self, lengths: Sequence[int]) -> Prefix:
-        """See `Engine.parked`. The prefix needs no logits, because feeding tokens computes them."""
+        """Implements `Engine.parked`. The logits are placeholders, because feeding tokens computes new logits."""
         zeros, held = np.zeros(self.slots, np.int32), self._padded(np.array(lengths))
         return Prefix(layers=(), logits=self._no_logits, rows=zeros, starts=zeros, lengths=held)
 
@@ -248,7 +248,7 @@ class DecoderEngine:
         """Maps the name of each sampling program to a function that lowers the program. `params` and `decoding` may be shape structs."""
         again, slots = self.page_sizes.runs_out or self._reads_again, self.slots
         shapes = (), (slots,), (3, slots), (7, slots), (slots, self.page_sizes.table_pages)
-        # Host arrays have no sharding.
+        # These arguments are host arrays, so their structs have no sharding.
         number, column, fills, rows, tables = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
         key, state = jax.eval_shape(lambda: jax.random.key(0)), self.state_structs
         rope = (self._struct((self._config.head_dim // 2, self.capacity), jnp.float32),) * 2
@@ -289,7 +289,7 @@ class DecoderEngine:
         padded[..., : values.shape[-1]] = values
         return padded
 
-    # The programs are pure functions of their arguments; the methods above only convert the arguments.
+    # The programs below are pure functions of their arguments. The methods above only convert the arguments.
 
     def _init_program(self) -> DecodeState:
         config, slots, sizes = self._config, self.slots, self.page_sizes
@@ -353,7 +353,7 @@ class DecoderEngine:
         return replace(state, live=state.live.at[at].set(False, mode="drop", unique_indices=True))
 
     def _first(self, slots: Array, count: Array) -> Array:
-        """Replaces all but the first `count` entries by different out-of-range slots, so that updates with mode "drop" skip them."""
+        """Replaces all entries after the first `count` by distinct out-of-range slot numbers, so that updates with mode="drop" skip them."""
         place = jnp.arange(self.slots, dtype=jnp.int32)
         return jnp.where(place < count, slots, self.slots + place)
 
@@ -366,7 +366,7 @@ class DecoderEngine:
             return state, ResultTokens(**drawn, live=state.live)
         drawing = self._drawing(state, until)
         total = jnp.maximum(drawing.sum(dtype=jnp.int32), 1)
-        # The number of blocks is dynamic. If it were static, XLA would compile a single block differently from several blocks.
+        # The number of blocks is traced. If it were static, XLA would compile one block differently from several, and results could differ.
         used = drawing.reshape(self._spread, self._blocks, -1).any((0, 2))
         count = jnp.where(used, jnp.arange(1, self._blocks + 1, dtype=jnp.int32), 0).max()
 
@@ -445,7 +445,7 @@ class DecoderEngine:
         return state.live & (state.generated < until)
 
     def _take(self, call: _Call, state: DecodeState, tokens: Array) -> DecodeState:
-        """Returns the state after every slot has processed its sampled or fed token. A slot has then either stopped or has new logits."""
+        """Processes the sampled or fed token of each slot. In the returned state, each of these slots has either stopped or has new logits."""
         drawing, fed = self._drawing(state, call.until), {}
         taken = drawing.astype(jnp.int32)
         stopped = drawing & (tokens[:, None] == jnp.asarray(self.stop_ids, jnp.int32)[None]).any(-1)
@@ -460,7 +460,7 @@ class DecoderEngine:
         else:
             generated = state.generated + taken
         live = state.live & ~stopped & (generated < state.limits)
-        # The forward pass is skipped once the last response has ended. A slot that pauses here still needs logits for its next token.
+        # The forward pass is skipped once all responses have ended. If a slot only pauses, it still needs logits for its next token.
         given = call.params, state, call.rope, call.tables, drawing, tokens
         if self._fixed_steps:
             state = self._forward(*given)

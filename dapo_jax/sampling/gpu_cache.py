@@ -1,7 +1,7 @@
 """The paged KV cache on NVIDIA GPUs, with JAX's own kernel for paged attention (Pallas, Triton).
 
-The kernel would return NaN if a page contained a NaN after a slot's tokens, because 0 x NaN is NaN. So NaNs in keys and values are stored as 0. They do not
-go unnoticed, because the logits of the same token are also NaN.
+The kernel would return NaN if a page contained a NaN after a slot's tokens, because 0 x NaN is NaN. So NaNs in keys and values are stored as 0. Such a
+NaN is still noticed, because the logits of the same token are also NaN.
 """
 
 import functools
@@ -33,7 +33,7 @@ SMALLEST_PAGE = 16
 """Minimum number of tokens per page. The kernel's block sizes are powers of two and at least this large."""
 
 _BLOCK_TOKENS = 128
-"""Number of tokens that the kernel reads at a time: several whole pages, or one page if it is larger."""
+"""Number of tokens that the kernel reads at a time, in whole pages. If a page is larger, the kernel reads one page at a time."""
 
 _PART_TOKENS = 2048
 """Maximum number of tokens per part of a sequence. Parts are read in parallel, so that a few long sequences still use the whole device."""
@@ -52,7 +52,7 @@ def kernel() -> Any:
 
 @functools.cache
 def _lowers(attention: Any) -> bool:
-    """Returns whether this JAX version can lower the kernel `attention` for a GPU, which does not have to be present."""
+    """Returns whether this JAX version can lower the kernel `attention` for GPUs. No GPU has to be present."""
     struct, h100 = jax.ShapeDtypeStruct, AbstractDevice("NVIDIA H100 80GB HBM3", None, platform="gpu")
     query, lengths = struct((1, 1, 64), jnp.bfloat16), struct((1,), jnp.int32)
     pages, table = struct((1, 1, SMALLEST_PAGE, 64), jnp.bfloat16), struct((1, 1), jnp.int32)
@@ -64,14 +64,14 @@ def _lowers(attention: Any) -> bool:
             warnings.simplefilter("ignore", DeprecationWarning)
             small = jax.jit(partial(attention, k_splits=1)).trace(query, pages, pages, table, lengths)
             small.lower(lowering_platforms=("cuda",))
-    except Exception:  # the error depends on how JAX removes the kernel
+    except Exception:  # any error, because its type depends on how JAX removes the kernel
         return False
     return True
 
 
 def without_kernel(head_dim: int, dtype: str) -> str:
     """Returns the reason why the kernel cannot be used with a cache of this dtype, or an empty string if it can."""
-    # Measured on one H100 80GB, jax 0.11.2: bfloat16 is wrong with 8 and 16 dimensions and right with 64; float32 is right with 32, up to TF32.
+    # Measured on one H100 80GB, jax 0.11.2: bfloat16 is wrong for head_dim 8 and 16 and correct for 64; float32 is correct for 32, up to TF32.
     least = 32 if dtype == "float32" else 64
     if head_dim < least:
         return f"jax's kernel for a paged KV cache needs head_dim of at least {least} in {dtype}, and the model has {head_dim}"
@@ -94,7 +94,7 @@ fill = partial(plain.fill, keys_axis=2)
 
 
 def reading(tables: Tables, lengths: PerSlot, live: Live, *, page_tokens: int) -> CacheStep:
-    """Returns the data of a decoding step. `lengths` is 0 for a slot that is not live."""
+    """Returns the data of a decoding step, in which `lengths` is 0 for slots that are not live."""
     page = page_of_new(tables, lengths, live, page_tokens=page_tokens)
     return CacheStep(tables, jnp.where(live, lengths, 0), live, page)
 

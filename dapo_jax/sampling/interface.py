@@ -21,7 +21,7 @@ class ResultTokens:
     logprobs: Float[Array, "slots steps"] | Any
     valid: Bool[Array, "slots steps"] | Any
     live: Bool[Array, " slots"] | Any
-    """Whether the slot's response continues, perhaps after a pause."""
+    """True if the slot's response has not ended. It may be paused."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """A paged KV cache built from XLA operations that all platforms support. Each row of the page table lists the pages of one slot's tokens.
 
 Pages are created and filled as in `cache`; only append and attention differ. A step reads the first page of all slots, then the second page of all slots that
-have one, and so on. Slots are sorted by length, so groups of slots that have no such page are skipped. Each slot reads its own pages in order, so its result
+have one, and so on. Slots are sorted by length, so groups of slots without such a page are skipped. Each slot reads its own pages in order, so its result
 does not depend on other slots, not even in the last bit.
 """
 
@@ -35,13 +35,13 @@ _AT_ONCE = 16
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PagedStep(CacheStep):
-    """A decoding step with the order in which pages are read. The rows of `tables` are in the order of `order`, and padded to a multiple of the number of
-    slots that are read together."""
+    """Data of a decoding step, with the order in which pages are read. The rows of `tables` are sorted like `order`, and padded to a multiple of the number
+    of slots that are read together."""
 
     order: Int[Array, " padded"] | Any
-    """Slot numbers, from the most to the fewest tokens, followed by padding."""
+    """Slot numbers, sorted by decreasing number of tokens, followed by padding."""
     counts: Int[Array, " padded"] | Any
-    """Number of tokens in each slot, in the order of `order`, including the new token; 0 if the slot is not live."""
+    """Number of tokens in each slot, including the new token, sorted like `order`; 0 if the slot is not live."""
     ends: Int[Array, " table_pages"] | Any
     """Entry i is the number of loop iterations after which page i of every slot has been read."""
 
@@ -69,9 +69,9 @@ def reading(tables: Tables, lengths: PerSlot, live: Live, *, page_tokens: int) -
 def extend(
     cache: LayerCache, now: PagedStep, query: Queries, key: NewHeads, value: NewHeads, *, dtype: str
 ) -> tuple[Queries, LayerCache]:
-    """Implements `cache.extend`, except that a slot that is not live gets no token and an attention output of 0. Products are computed in `dtype`.
+    """Implements `cache.extend`, but slots that are not live get no token, and their attention output is 0. Products are computed in `dtype`.
 
-    Entries of a page after a slot's tokens are never multiplied, so a NaN from the page's previous owner has no effect.
+    Page entries after a slot's last token are masked, so a NaN that the page's previous owner left there has no effect.
     """
     cache = append_to_pages(cache, now.page, now.lengths, key, value)
     heads, head_dim, slots = query.shape

@@ -1,6 +1,6 @@
 """Host-side bookkeeping of KV-cache pages: free pages, owners and reference counts.
 
-A holder is a slot, or a response that takes turns with others in the slots. Its row in `tables` lists the pages of its tokens in order, so memory grows with
+A holder is a slot, or a response that takes turns with other responses. Its row in `tables` lists the pages of its tokens in order, so memory grows with
 the tokens present, not with the longest possible response. All responses to a prompt share its full pages (prefix caching). A page is freed when its last
 holder releases it.
 
@@ -30,9 +30,9 @@ class PageSizes:
     """Maximum number of tokens per holder, prompt and response together."""
     page_tokens: int
     pools: int
-    """Number of independent pools; the holders are divided among them in order."""
+    """Number of independent pools. Each pool serves a contiguous range of holders."""
     pool_pages: int
-    """Pages per pool."""
+    """Number of pages in each pool."""
 
     @property
     def table_pages(self) -> int:
@@ -50,7 +50,7 @@ class PageSizes:
         return self.pools * self.pool_pages < self.holders * self.table_pages
 
     def pool_of(self, holder: int) -> int:
-        """Returns the pool of a holder."""
+        """Returns the index of the pool that contains a holder's pages."""
         return holder * self.pools // self.holders
 
 
@@ -83,7 +83,7 @@ class Pages:
         self._holders = np.zeros((sizes.pools, sizes.pool_pages), np.int32)
         self._held = [list[int]() for _ in range(sizes.holders)]
         self._shares: dict[int, Hashable] = {}
-        """The prompt whose pages each holder shares."""
+        """For each holder with shared pages, the prompt to which these pages belong."""
         self._prompts: dict[tuple[int, Hashable], list[int]] = {}
 
     def free(self, pool: int) -> int:
@@ -104,7 +104,7 @@ class Pages:
         prompt_tokens: int = 0,
         spare: int = 0,
     ) -> list[Fill] | None:
-        """Assigns pages for `tokens` tokens to a new holder. The first `read` tokens are already prefilled, and the caller writes them now.
+        """Assigns pages for `tokens` tokens to a new holder. The first `read` tokens are already prefilled, and the caller now writes them to the pages.
 
         Holders with the same `prompt` begin with the same `prompt_tokens` tokens and share the prompt's full pages. Returns the pages to write; a shared page
         is written only by its first holder. Returns None, without any change, if fewer than `spare` free pages would be left.

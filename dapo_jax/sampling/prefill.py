@@ -45,16 +45,16 @@ Read = list[tuple[int, Prefix, int]]
 
 
 class Prefill:
-    """The prefill programs on one mesh."""
+    """Prefills prompts with jitted programs on one mesh."""
 
     def __init__(
         self, config: DecoderConfig, mesh: Mesh, cache: Cache, *, block: nnx.GraphDef[Block], ends: nnx.GraphDef[EmbeddingAndHead],
         shape: PrefillShape, capacity: int, cache_dtype: str, compute_dtype: str,
     ) -> None:  # fmt: skip
-        """Builds the programs. `block` is the graph definition of a layer, `ends` of the embedding and the head. `capacity` is the maximum sequence length."""
+        """Builds the programs. `block` is a layer's graph definition, and `ends` defines the embedding and head. `capacity` is the maximum sequence length."""
         self.shape, self._config, self._cache, self._block, self._ends = shape, config, cache, block, ends
         self._dtype, self._cache_dtype = compute_dtype, cache_dtype
-        # The CPU runtime may hang if many programs with collectives are queued.
+        # Each program is awaited, because the CPU runtime may hang if many programs with collectives are queued.
         self._waits = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
         self._room = -(-capacity // shape.width) * shape.width
         whole, row, buffer = (
@@ -84,7 +84,7 @@ class Prefill:
     ) -> tuple[dict[str, Callable[[], Lowered]], dict[str, Prefix]]:
         """Returns functions that lower the programs in use, and, for each call shape in use, a prefix that consists of shape structs with shardings.
 
-        `params` may be shape structs. With `again`, the programs for re-prefilling are included: a preempted response may be longer than any prompt.
+        `params` may be shape structs. With `again`, programs for re-prefilling are included, because a preempted response may be longer than any prompt.
         """
         made: dict[str, Callable[[], Lowered]] = {}
         prefixes, layer, ends = dict[str, Prefix](), params["layers"][0], params["ends"]
@@ -94,7 +94,7 @@ class Prefill:
             used["part"] = 1
         for name, rows in used.items():
             shapes = (rows * width,), (rows, width), (rows * row_prompts,)
-            # Host arrays have no sharding.
+            # These arguments are host arrays, so their structs have no sharding.
             tokens, segments, last = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
             x, rope = self._embed.eval_shape(ends, tokens), self._angles.eval_shape(tokens, self._config)
             if name == "part":
@@ -149,7 +149,7 @@ class Prefill:
     def _awaited(self, made: Any) -> Any:
         return jax.block_until_ready(made) if self._waits else made
 
-    # The programs are pure functions of their arguments.
+    # The programs below are pure functions of their arguments.
 
     def _embed_program(self, ends: nnx.State, tokens: Array) -> Array:
         return nnx.merge(self._ends, ends).embed(tokens)

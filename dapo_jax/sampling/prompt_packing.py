@@ -26,7 +26,7 @@ class PrefillShape:
     rows: int
     width: int
     longest: int
-    """Length of the longest prompt, which may exceed a row. A re-prefilled response may be even longer."""
+    """Number of tokens in the longest prompt. It may be longer than a row, and a re-prefilled response may be even longer."""
     alone: bool = False
     """If True, each prompt is prefilled alone, so no bit of its result depends on other prompts."""
 
@@ -57,7 +57,7 @@ class PackedPrompts:
     tokens: Int[np.ndarray, "rows width"]
     positions: Int[np.ndarray, "rows width"]
     segment_ids: Int[np.ndarray, "rows width"]
-    """1, 2, ... for the prompts of a row; 0 for padding."""
+    """Segment number of each token: 1, 2, ... for the prompts in a row, and 0 for padding."""
     rows: Int[np.ndarray, " prompts"]
     starts: Int[np.ndarray, " prompts"]
     """Each prompt's first position in its row."""

@@ -21,7 +21,7 @@ from dapo_jax.sampling.decoding import DecodingOptions
 from dapo_jax.sampling.interface import Engine
 
 NOTHING = np.zeros(0, np.int32)
-"""No tokens."""
+"""An empty token array."""
 
 _FIRST_TOKENS = 256
 """Initial size of a response's token buffer."""
@@ -90,13 +90,13 @@ class Request:
     target: int = 0
     """Number of tokens at which the response pauses. Defaults to the limit."""
     version: int = 0
-    """Version of the weights that sample it: the number of steps done."""
+    """Version of the weights that sample the response now: the number of training steps done."""
     drawn: int = 0
-    """Number of tokens so far, including tokens from the environment."""
+    """Number of tokens in the response so far, including tokens from the environment."""
     begun: int = 0
-    """Number of tokens before the current turn."""
+    """Number of response tokens before the current turn."""
     spans: tuple[Span, ...] = ()
-    """Versions of the weights that sampled its tokens; empty if it has no tokens."""
+    """Versions of the weights that sampled the response's tokens; empty if there are no tokens."""
     turns: tuple[TurnSpan, ...] = ()
     """Turns of an episode that have ended."""
     reasons: tuple[FinishReason, ...] = ()
@@ -115,17 +115,17 @@ class Request:
     prefix: PyTree = None
     """The prefix to insert. None before the context is prefilled and after the prefix is inserted."""
     place: int = 0
-    """Index of its context in `prefix`."""
+    """Index of the request's context in `prefix`."""
     order: int = -1
-    """Position in the order in which responses started; -1 if it has not started."""
+    """Position in the order in which responses started; -1 if the response has not started."""
     row: int | None = None
-    """Its row of the page table, or None if it holds no pages."""
+    """The request's row in the page table, or None if it has no pages."""
     fed: Int[np.ndarray, " fed"] = field(default_factory=lambda: NOTHING)
-    """Tokens that are missing from its pages, and are fed before it samples."""
+    """Context tokens that the request's pages do not contain. They are fed before it samples."""
     options: OwnOptions | None = None
     """The request's own options, or None if it uses the loop's options."""
     dropped: bool = False
-    """Whether its caller has stopped waiting for it."""
+    """Whether the caller has abandoned the request."""
 
     def __post_init__(self) -> None:
         self.target = self.target or self.limit
@@ -152,21 +152,21 @@ class Request:
 
     @property
     def paused(self) -> bool:
-        """Whether it has reached `target`, so it does not sample for now."""
+        """Whether the response has reached `target` and therefore does not sample for now."""
         return self.drawn >= self.target
 
     @property
     def waits(self) -> bool:
-        """Whether it is an episode in flight that does not sample because its environment is working."""
+        """Whether the request is an episode in flight whose environment is working, so it does not sample."""
         return self.due is not None
 
     def room(self, steps: int) -> int:
-        """Maximum number of tokens in its context after a call that samples `steps` tokens."""
+        """Maximum number of tokens in the request's context after a call that samples `steps` tokens."""
         return self.ahead + min(self.drawn + steps, self.target)
 
     @property
     def sequence(self) -> Int[np.ndarray, " length"]:
-        """Its context: the prompt and the response so far, or the current context if an environment replaced them."""
+        """The tokens of the request's context: the prompt and the response so far, or the context with which an environment replaced them."""
         if self.context_start is not None:
             return self.tokens[self.context_start : self.drawn]
         if not self.drawn:
@@ -174,7 +174,7 @@ class Request:
         return np.concatenate([self.prompt.tokens, self.tokens[: self.drawn]])
 
     def append(self, tokens: Int[np.ndarray, " new"], logprobs: Float[np.ndarray, " new"]) -> None:
-        """Appends new tokens."""
+        """Appends new tokens and their log-probabilities to the response."""
         place = slice(self.drawn, self.drawn + len(tokens))
         if place.stop > len(self.tokens):  # buffers grow on demand, because most requests are only waiting
             room = max(place.stop, 2 * len(self.tokens), min(self.limit, _FIRST_TOKENS))
@@ -215,7 +215,7 @@ class Request:
             self.contexts = (*self.contexts, ContextSpan(self.drawn, self.drawn + len(before.tokens)))
         last = self.drawn - 1
         self.append(before.tokens, np.zeros(len(before.tokens), np.float32))
-        # The last sampled token is in the pages only if other responses were still running, so it is always fed.
+        # The last sampled token is fed too: if no other response was running, its forward pass was skipped.
         self.fed = self.tokens[last : self.drawn].copy() if self.turns and not before.new_context else NOTHING
         self.begun = self.drawn
         self.limit = self.target = limits.turn_end(self)
@@ -279,7 +279,7 @@ class Reading:
         self._work = self._engine.prefill(self._params, [same[0].sequence for same in requests])
 
     def advance(self) -> list[Request]:
-        """Makes one prefill call. Returns the requests that can start now."""
+        """Runs one prefill call. Returns the requests that can start now."""
         new: list[Request] = []
         for index, prefix, place in next(self._work):
             self._unread.remove(index)

@@ -44,8 +44,8 @@ class RoundSampler:
         on_look: Callable[[], None] = lambda: None,
         limits: EpisodeLimits | None = None,
     ) -> None:
-        """For the parameters, see `Sampler`. Prompts are prefilled, and so are tokens that earlier weights sampled. With `limits`, responses are episodes,
-        and a round samples at most one turn of each."""
+        """For the parameters, see `Sampler`. A prefill covers the prompt and all tokens that earlier weights sampled. With `limits`, responses are
+        episodes, and a round samples at most one turn of each episode."""
         self._engine, self._limit, self._limits = engine, max_response_tokens, limits
         self._unread: list[Request] = []
         self._between: set[Request] = set()
@@ -88,7 +88,7 @@ class RoundSampler:
         ]
 
     def close(self) -> None:
-        """Frees the cache and the weights, which would otherwise stay in memory until the garbage collector finds the cycle."""
+        """Frees the cache and the weights. Otherwise, a reference cycle would keep them in memory until garbage collection."""
         self._loop.close()
 
     def _line_up(self, requests: Sequence[Request]) -> None:
@@ -105,6 +105,6 @@ class RoundSampler:
                 self._unread.append(request)
 
     def _more(self) -> list[list[Request]]:
-        # All requests can be returned together: the loop starts prefilled requests before it prefills more, and prefills none while one cannot start.
+        # All requests are returned at once. The loop does not prefill further requests while a prefilled request waits to start.
         unread, self._unread = self._unread, []
         return by_context(unread)

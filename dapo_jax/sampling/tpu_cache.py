@@ -42,7 +42,7 @@ _BLOCK_BYTES = 1 << 20
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Pairs:
-    """One layer's keys and values."""
+    """The cached keys and values of one layer."""
 
     pairs: Num[Array, "pages kv_heads page_tokens pair"] | Any
     """The key of each token, followed by its value."""
@@ -58,10 +58,10 @@ def tile_rows(dtype: str) -> int:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TpuStep(CacheStep):
-    """A decoding step in the kernel's format."""
+    """Data of a decoding step in the format that the kernel expects."""
 
     count: Int[Array, "1"] | Any
-    """Number of kernel steps: one for each block of pages that a live slot has begun, but at least one in total."""
+    """Number of kernel steps: one per block of pages of each live slot (including a partly filled block), but at least one in total."""
     slot_of: Int[Array, " most"] | Any
     """The slot of each kernel step."""
     starts: PerSlot | Any
@@ -213,9 +213,9 @@ def extend(
 def _kernel(
     slot_of: Any, starts: Any, lengths: Any, tables: Any, any_live: Any, query: Any, *refs: Any, heads: int, page_tokens: int, pools: int
 ) -> None:  # fmt: skip
-    """Computes one block of one slot. `out`, `top` and `total` store the slot's running softmax, and `tiles` the rows (and scales) with its new token.
+    """Computes one block of one slot. `out`, `top` and `total` store the slot's running softmax. `tiles` store the rows and scales with its new token.
 
-    `pages` have room for two blocks: the current block, and the next block, which is transferred meanwhile.
+    `pages` are buffers with room for two blocks: the current block, and the next block, which is transferred meanwhile.
     """
     (new, *new_scales), sources, refs = refs[:pools], refs[pools : 2 * pools], refs[2 * pools :]
     out, tiles, (top, total, arrived, *pages) = refs[0], refs[1 : 1 + pools], refs[1 + pools :]
@@ -278,7 +278,7 @@ def _kernel(
     if new_scales:
         weights = jnp.where(position < length, weights * pages[1][step % 2, :, 1:], 0.0)
     values = there[..., head_dim:]
-    # Rows after the slot's tokens have arbitrary contents, and 0 x NaN is NaN.
+    # Rows after the slot's tokens may contain NaN. They are set to 0, because 0 x NaN is NaN.
     row = index * block + lax.broadcasted_iota(jnp.int32, values.shape, 1)
     values = jnp.where(row < length, values, jnp.zeros_like(values))
     out[0] = out[0] * shrink + product("hgc,hcd->hgd", weights.astype(values.dtype), values)
