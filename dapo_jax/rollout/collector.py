@@ -1,5 +1,5 @@
-"""The sampling of one step under the virtual clock: which responses start, which groups are complete, and which groups the step trains on. All bookkeeping is on the host
-and is identical in every process."""
+"""Tracks the sampling of one step under the virtual clock: which responses start, which groups are complete, and which groups the step trains on. This bookkeeping runs on
+the host and is identical in every process."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
@@ -18,9 +18,9 @@ class InFlight:
     """Rollouts in flight between two steps, as a checkpoint stores them. Groups that are ready for training are stored separately."""
 
     clock: VirtualClock
-    """Do not modify it: `Collector.after` makes a copy."""
+    """Do not modify this clock; `Collector.after` copies it."""
     responses: Mapping[ResponseId, Request]
-    """The started responses of groups without a verdict, as returned by `Request.rest`. Do not modify the requests either."""
+    """The started responses of groups without a verdict, as copies from `Request.rest`. Do not modify these copies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +39,8 @@ class Position:
 
 @dataclass(kw_only=True)
 class Collector:
-    """The sampling of one step. In rounds: while `goes_on` is True, call `start`, sample a round, call `take` and `end_round`, and call `end_group` for each group whose
-    verdict is due. If responses are episodes, also call `answer` for each of `answers_due`, after `start` and after `take`.
+    """Tracks the sampling of one step. In rounds: while `goes_on` is True, call `start`, sample a round, call `take` and `end_round`, and call `end_group` for each group
+    whose verdict is due. If responses are episodes, also call `answer` for each of `answers_due`, after `start` and after `take`.
 
     In waves: call `start` until it returns an empty list, and `end_group` for each group when its verdict arrives. In both modes, call `finish` last.
     """
@@ -55,7 +55,7 @@ class Collector:
     ready: dict[int, Group]
     """Informative groups that wait for training, by ordinal."""
     max_groups: int | None = None
-    """Maximum number of groups that a step samples in waves, or whose verdicts it takes in rounds. If None, there is no limit."""
+    """In waves, the maximum number of groups that a step samples. In rounds, the number of verdicts after which a step samples no further round. None means no limit."""
     metric: str = "correct"
     enabled: bool = True
     """Whether dynamic sampling is enabled. If False, all groups are trained on, informative or not."""
@@ -106,7 +106,7 @@ class Collector:
 
     @property
     def cursor(self) -> int:
-        """The first ordinal with no started response."""
+        """The ordinal of the first prompt for which no response has started."""
         return self.clock.following.ordinal + (self.clock.following.index > 0)
 
     @property
@@ -128,7 +128,7 @@ class Collector:
         return within and not self.clock.step_ends
 
     def start(self) -> list[ResponseId]:
-        """Returns the responses that start now, in order. Episodes first wait for their environments. For waves, see `VirtualClock.start`."""
+        """Returns the responses that start now, in order. Episodes first wait for their environment's first answer. For waves, see `VirtualClock.start`."""
         if self.clock.sizes.waves:
             within = self.max_groups is None or (self.waves + 1) * self._wave <= self.max_groups
             started = self.clock.start() if within else []
@@ -168,7 +168,7 @@ class Collector:
                 request.due = self._now + self.clock.sizes.answer_rounds
 
     def answers_due(self) -> list[ResponseId]:
-        """Returns the episodes whose environment's answer must be taken now, in order."""
+        """Returns the episodes to which an environment's answer must be applied now, in order."""
         due = ((one, self.responses[one].due) for one in self.clock.in_flight())
         return [one for one, at in due if at is not None and at <= self._now]
 
@@ -208,7 +208,7 @@ class Collector:
         return not self.enabled or is_informative(group, metric=self.metric)
 
     def end_group(self, group: Group) -> None:
-        """Adds a graded group whose verdict is due; in waves, any graded group."""
+        """Adds a graded group. In rounds, the group's verdict must be due."""
         ordinal, informative = group.prompt.ordinal, self.informative(group)
         self.clock.end_group(ordinal, informative=informative)
         self._judged.append(group)

@@ -33,21 +33,21 @@ from dapo_jax.rollout.scheduler import ResponseId
 from dapo_jax.sampling.round_sampler import Drawn
 
 _HEAD_BYTES = 1024
-"""Bytes in a round's buffer in addition to its tokens. Longer messages, for example with a long error text, are sent in several buffers."""
+"""Number of bytes in a round's buffer in addition to the tokens. Longer messages, for example with a long error text, are sent in several buffers."""
 
 _Result = TypeVar("_Result")
 
 Answered = tuple[Continuation | None, Standing]
-"""An environment's answer: the tokens before the next turn, or None if the episode is over or was lost, and the rewards and metrics of the episode so far."""
+"""An environment's answer, and the episode's rewards and metrics so far. The answer is the tokens before the next turn, or None if the episode is over or lost."""
 
 
 class Exchange:
-    """This process's share of the sampling, and the data that it exchanges with the other processes."""
+    """Decides which prompts this process samples and grades, and exchanges data with the other processes."""
 
     def __init__(
         self, meshes: Meshes, stop: Stop, watch: Watch, *, in_flight: int, round_tokens: int
     ) -> None:
-        """The buffer of a round has room for all tokens of one sampler's share of `in_flight` responses, so its shape never changes."""
+        """The buffer of a round has room for all tokens of one sampler's share of `in_flight` responses, so the buffer's shape never changes."""
         self.index, self.count, self._stop, self._watch = meshes.index, meshes.count, stop, watch
         members = {device.process_index for device in meshes.sampler.devices.flat}
         self._shared = len(members) > 1
@@ -58,22 +58,22 @@ class Exchange:
         self._failed = ""
 
     def takes(self, ordinal: int) -> bool:
-        """Returns whether the prompt belongs to this sampler. The processes of the sampler then grade the responses and, in waves, also sample them."""
+        """Returns whether the prompt is assigned to this process's sampler. The sampler's processes then grade the responses and, in waves, also sample them."""
         return ordinal % self.count == self.index
 
     def grades_group(self, ordinal: int) -> bool:
-        """Returns whether this process grades the group and communicates with its environments."""
+        """Returns whether this process grades the group and communicates with the group's environments."""
         return self.grades and self.takes(ordinal)
 
     def attempt(self, work: Callable[[], _Result]) -> _Result | None:
-        """Returns the result of `work`, in which this process samples, grades, or waits for environments. With several processes, a stop or a failed reward function ends
+        """Runs `work`, which samples, grades or waits for environments, and returns its result. With several processes, a stop or a failed reward function ends
         `work`. The result is then None, and the next exchange raises the error in all processes.
 
         Raises:
             StoppedError: the run was asked to stop, and this is the only process.
             RewardError: a reward function failed, and this is the only process.
         """
-        # A process that shares its sampler does not stop at once, because the others would wait for it in the sampler's programs.
+        # A process that shares its sampler does not stop at once, because the sampler's other processes would wait for it in their programs.
         interruptible = self._stop.held() if self._shared else self._stop.abandonable()
         try:
             with interruptible:
@@ -91,7 +91,7 @@ class Exchange:
         """Returns the groups that this process graded. The list is empty if another process of the same sampler grades, or after a stop or a failure (see `attempt`)."""
         groups = self.attempt(lambda: list(grade(sampled)) if self.grades else [])
         if self._shared:
-            self.attempt(lambda: deque(sampled, maxlen=0))  # takes part in the sampler's programs
+            self.attempt(lambda: deque(sampled, maxlen=0))  # all processes must run the sampler's programs
         return groups or []
 
     def groups(
@@ -143,7 +143,7 @@ class Exchange:
         """Returns the new tokens of every response in flight.
 
         Args:
-            asked: the responses of each sampler, in order.
+            asked: for each sampler, the responses that it samples in this round, in order.
             sampled: the new tokens of the responses of this process's sampler, in order.
 
         Raises the same errors as `groups`.

@@ -36,7 +36,7 @@ _LOOK_S = 1.0
 
 
 class GroupSampling:
-    """Samples prompts and grades their responses, for one run."""
+    """Samples responses to prompts and grades them, for the steps and evaluations of one run."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class GroupSampling:
         self._sampler.compile(*options)
 
     def close(self) -> None:
-        """Ends the grading workers and their event loop."""
+        """Stops the grading workers and their event loop."""
         self._grading.close()
 
     def collector(self, position: Position) -> Collector:
@@ -108,7 +108,7 @@ class GroupSampling:
         )
 
     def groups(self, weights: PyTree, collector: Collector) -> Iterator[Group]:
-        """Yields the graded groups of a step as their verdicts arrive: in waves in any order, with rollouts in flight by round and ordinal.
+        """Yields the graded groups of a step as their verdicts arrive. In waves, the order is arbitrary. With rollouts in flight, groups are sorted by round and ordinal.
 
         Raises:
             StoppedError: the run was asked to stop. Raised in every process.
@@ -157,7 +157,7 @@ class GroupSampling:
 
         def prompts(count: int) -> list[Prompt]:
             if alone and not mine:
-                mine.extend(certain())  # the next wave then overlaps the last responses of this wave
+                mine.extend(certain())  # so that the next wave overlaps the last responses of this wave
             self._watch.note("reading prompts")
             return [self._stream.at(mine.popleft()) for _ in range(min(count, len(mine)))]
 
@@ -191,7 +191,7 @@ class GroupSampling:
             self._grade(ordinal, collector)
         try:
             while collector.goes_on:
-                if sampler is None:  # not needed if enough groups are ready
+                if sampler is None:  # created only if a round is needed
                     sampler = self._sampler.rounds(
                         weights,
                         decoding=decoding(temperature=self._config.sampling.temperature),
@@ -293,10 +293,10 @@ class TurnsInFlight:
         self._episodes, self._exchange, self._watch = episodes, exchange, watch
         self._asked: dict[ResponseId, Answer] = {}
         self._known: set[ResponseId] = set()
-        """The open episodes of this process."""
+        """Episodes that this process has opened in their environments."""
 
     def ask(self, collector: Collector) -> None:
-        """Sends all new starts and turns to the environments. Reopens episodes that are not open in this process, for example after a resume."""
+        """Starts new episodes in the environments and sends finished turns to them. Reopens episodes that are not open in this process, for example after a resume."""
         for one, request in collector.responses.items():
             is_known = one in self._known
             if not self._exchange.grades_group(one.ordinal) or (

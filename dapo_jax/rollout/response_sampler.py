@@ -24,7 +24,7 @@ TRAINING, EVALUATION = 0, 1
 
 Sampled = Iterator[tuple[Prompt, tuple[Response, ...]]]
 Grade = Callable[[Sampled], Iterable[Group]]
-"""Grades responses, like `Grading.groups`."""
+"""Function that grades sampled responses, for example `Grading.groups`."""
 
 
 class ResponseSampler:
@@ -51,7 +51,7 @@ class ResponseSampler:
             seed: the seed of all random numbers.
             max_response_tokens: maximum number of tokens in a response.
             prompts_at_once: number of prompts to request together.
-            stop: finds stop strings.
+            stop: finds the stop string at which a response ends. None if there are no stop strings.
             compile_for: compiles the programs for a list of decoding options.
             notes: messages that a run shows when it starts.
             on_look: called before every engine call that samples tokens.
@@ -79,8 +79,8 @@ class ResponseSampler:
         version: int = 0,
         environments: Environments | None = None,
     ) -> Sampled:
-        """Yields each prompt with its responses when all of them have ended; see `Sampler.sample`. `version` is the version of the weights. Random keys depend on `domain`
-        and on the numbers in `within`. With `environments`, responses are episodes."""
+        """Yields each prompt with its responses when all responses to it have ended; see `Sampler.sample`. `version` is the version of the weights. Random keys depend on
+        `domain` and on the numbers in `within`. With `environments`, responses are episodes."""
         key = reduce(jax.random.fold_in, (domain, *within), self._key)
         return self._sampler.sample(
             weights,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 
 class ResponseId(NamedTuple):
-    """One response of a run."""
+    """Identifies a response by the ordinal of its prompt and its index in the group."""
 
     ordinal: int
     index: int
@@ -33,13 +33,13 @@ class ClockSizes:
     needed: int
     """Number of informative groups that a step trains on."""
     answer_rounds: int = 1
-    """Number of rounds after which an answer is taken: from the end of a group's last response until its verdict, and from the end of an episode's turn until its
-    environment's answer. If 0, it is taken at once."""
+    """Number of rounds between the end of a group's last response and the group's verdict, and between the end of an episode's turn and the environment's answer.
+    If 0, verdicts and answers are used at once."""
     max_age_steps: int = 0
     """The age bound S. A step waits for every group whose first response started S steps ago. No group starts while S + 1 steps' worth of groups are in progress or ready.
     So groups older than 2 S + 1 steps are never trained on. If 0, there is no bound."""
     waves: bool = False
-    """If True, whole waves of `in_flight` responses start, each as soon as it is certain to be needed, and a step ends when nothing is in flight."""
+    """If True, responses start in waves of `in_flight` responses. A wave starts as soon as it is certain to be needed, and a step ends when nothing is in flight."""
 
 
 @dataclass
@@ -127,7 +127,7 @@ class VirtualClock:
 
     @property
     def step_ends(self) -> bool:
-        """Whether there are enough groups to train on, and no older group that the step must wait for."""
+        """Whether there are enough groups to train on, and there is no older group for which the step must wait."""
         bound = self.sizes.max_age_steps
         waited_for = self.groups.values() if bound or self.sizes.waves else ()
         return len(self.ready) >= self.sizes.needed and not any(
@@ -135,8 +135,8 @@ class VirtualClock:
         )
 
     def end_step(self) -> dict[int, int]:
-        """Ends the step. Returns the groups to train on, which are the first by ordinal, with the age of each group's oldest token in steps. The next version of the
-        weights samples all later tokens."""
+        """Ends the step. Returns the ordinals of the groups to train on, mapped to the age of each group's oldest token in steps. These are the first groups by ordinal.
+        All later tokens are sampled by the next version of the weights."""
         taken = sorted(self.ready)[: self.sizes.needed]
         ages = {ordinal: self.version - self.ready.pop(ordinal) for ordinal in taken}
         self.version += 1
