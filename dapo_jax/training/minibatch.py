@@ -62,7 +62,7 @@ class Placing:
         self._capacity: dict[int, int] = {}
 
     def put(self, minibatches: Sequence[Sequence[Microbatch]]) -> list[Minibatch]:
-        """Transfers minibatches to the mesh, and returns the stacks of each. All stacks with the same row length have the same capacity."""
+        """Transfers minibatches to the mesh, and returns the stacks of each minibatch. All stacks with the same row length have the same capacity."""
         stacks: list[dict[int, list[Microbatch]]] = []
         for minibatch in minibatches:
             stacks.append({})
@@ -70,7 +70,7 @@ class Placing:
                 tokens = one.tokens.shape[1]
                 same = stacks[-1].setdefault(tokens, [])
                 same.append(one)
-                # The capacity never shrinks, because each new capacity costs a compilation.
+                # The capacity for a row length never shrinks, because each new capacity costs a compilation.
                 self._capacity[tokens] = max(self._capacity.get(tokens, 1), stack_capacity(len(same)))
         return [
             tuple(self._stack(same, self._capacity[tokens]) for tokens, same in by_length.items())

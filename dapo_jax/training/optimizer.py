@@ -16,7 +16,7 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Returns global-norm clipping followed by AdamW with learning rate 1. `Updater` multiplies the resulting change by the step's learning rate.
 
-    Weight decay applies to all matrices and vectors, as in PyTorch's AdamW. Calls with equal arguments return the same object, so compilations are shared.
+    Weight decay applies to all matrices and vectors, as in PyTorch's AdamW. Calls with the same arguments return the same object and share compiled programs.
     """
     adamw = optax.adamw(1.0, b1=beta1, b2=beta2, eps=epsilon, weight_decay=weight_decay)
     return optax.chain(optax.clip_by_global_norm(max_grad_norm), adamw)

@@ -1,7 +1,7 @@
 """Packs examples into rows, and rows into microbatches.
 
-A padding token costs as much compute as a real token, so packing minimizes padding. The attention cost of a row is its number of attention pairs, where a
-pair is a token and a token that it attends to. A microbatch takes as long as its slowest row, so its rows should have similar lengths and attention costs.
+A padding token costs as much compute as a real token, so packing minimizes padding. The attention cost of a row is its number of attention pairs: each
+token is paired with each token to which it attends. A microbatch takes as long as its slowest row, so its rows should have similar lengths and costs.
 """
 
 from bisect import bisect_left, insort
@@ -69,7 +69,7 @@ def pack(
         spread: number of device groups that share a microbatch. The first `rows_per_microbatch / spread` rows go to the first group, and so on. All
             groups get about the same attention cost.
         share_prompts: set to False if the attention implementation cannot attend to a second segment. Each example then gets its own copy of the prompt.
-        alone: pack one example per row, for attention implementations that do not support segments.
+        alone: set to True to pack one example per row, for attention implementations that do not support segments.
         pad_id: token id of padding.
 
     Raises:
@@ -227,12 +227,12 @@ def _length(rows: Sequence[PackedRow], lengths: Sequence[int]) -> int:
 def _least_padding(
     pieces: Sequence[Piece], lengths: Sequence[int], rows_per_microbatch: int
 ) -> list[list[PackedRow]]:
-    """Returns one list with all rows of the longest length, and one list per microbatch of shorter rows. The length of each list is a multiple of `rows_per_microbatch`."""
+    """Packs pieces with little padding. Returns one list of rows per row length in use, each with a multiple of `rows_per_microbatch` rows."""
     room = lengths[0]
     even = even_rows(pieces, room=room, multiple=rows_per_microbatch)
     if len(lengths) == 1:
         return [even]
-    # Every microbatch gathers the weights again, so an additional short microbatch must save about 1/64 of a full microbatch.
+    # Every microbatch gathers the weights again, so an additional short microbatch must save at least 1/64 of a full microbatch.
     fee = room // 64
     ordered = sorted(even, key=filled_tokens, reverse=True)
     most = sum(
@@ -241,7 +241,7 @@ def _least_padding(
     )
     least = (
         filled_tokens(list(pieces)) / rows_per_microbatch
-    )  # a lower bound, as if there were no padding and every prompt occurred once
+    )  # a lower bound on the total length: no padding, and every prompt only once
     ways = (pieces, _bundled(pieces, room, least=room - room // 32))
     mixes = []
     for short in chain.from_iterable(combinations(lengths[1:], count) for count in range(1, len(lengths))):
@@ -262,7 +262,7 @@ def _least_padding(
 
 
 def _fewest(pieces: Sequence[Piece], room: int) -> list[PackedRow]:
-    """Tries two packings and returns the better one. The first bundles all responses to a prompt. The second keeps only bundles that almost fill a row."""
+    """Tries two packings and returns the one with fewer rows. The first bundles the responses to each prompt. The second keeps only bundles that almost fill a row."""
     ways = (_best_fit(_bundled(pieces, room, least=least), room) for least in (0, room - room // 32))
     return min(ways, key=lambda rows: (len(rows), sum(map(filled_tokens, rows))))
 
@@ -317,7 +317,7 @@ def _best_fit(pieces: Sequence[Piece], room: int, opened: Sequence[int] = ()) ->
     rows: list[PackedRow] = [[] for _ in opened]
     left = list(opened)
     free = sorted((tokens, row) for row, tokens in enumerate(opened))
-    """Sorted (free tokens, row) pairs."""
+    """Pairs (free tokens, row index), in ascending order."""
     having: dict[Hashable, list[int]] = {}
     for piece in sorted(pieces, key=lambda piece: -piece.tokens):
         need = piece.response_tokens

@@ -92,7 +92,7 @@ def _kind(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateOptions:
-    """Options of an update."""
+    """Options of an optimizer update."""
 
     temperature: float = 1.0
     """The sampling temperature, which is also used for the trainer's log-probabilities."""
@@ -141,7 +141,7 @@ class Updater:
             frozen: parameters of the base model, if `params` are adapters.
 
         Raises:
-            ValueError: `reference` is missing although `kl_coef` needs it, or is given although `kl_coef` is 0.
+            ValueError: `reference` is missing although `kl_coef` is not 0, or is given although `kl_coef` is 0.
         """
         self._graph, self._reference = graph, reference
         self._frozen = nnx.State({}) if frozen is None else frozen
@@ -322,7 +322,7 @@ class Updater:
             (grads, total), metrics = so_far
             (value, measured), new = jax.value_and_grad(loss, has_aux=True)(params, i)
             grads = lax.with_sharding_constraint(jax.tree.map(jnp.add, grads, new), self._shardings)
-            # Metrics are added on the host in float64: float32 counts are inexact beyond 2^24 tokens.
+            # Metrics are stored per microbatch and added on the host in float64, because float32 counts are inexact beyond 2^24.
             kept = jax.tree.map(lambda all_, one: all_.at[i].set(one), metrics, measured)
             return (grads, total + value), kept
 
@@ -399,7 +399,7 @@ class Updater:
         squares = [jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(grads)]
         norm = jnp.sqrt(sum(squares))
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
-        with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes: it raises floats to integer powers
             changes, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
         params = jax.tree.map(lambda leaf, change: leaf + learning_rate * change, state.params, changes)
         new = TrainState(params, opt_state)
