@@ -1,6 +1,6 @@
 """The program that runs in a worker process. `Worker` starts it as `python -m dapo_jax.workers.inside ARGUMENTS`.
 
-ARGUMENTS is JSON that names a load function as `module:function`. This function receives the worker's setup, loads the user's code, and returns
+ARGUMENTS is a JSON object that specifies a load function as `module:function`. This function receives the worker's setup, loads the user's code, and returns
 the first answer and a function `serve(calls, answer)`. `serve` answers the numbered calls until there are no more.
 """
 
@@ -76,7 +76,7 @@ def _private_pipes() -> tuple[int, int]:
 
 
 def _end_with(parent: int) -> None:
-    """Makes this process end when `parent` ends, even while the user's code is running."""
+    """Ensures that this process exits when the process `parent` exits, even while the user's code is running."""
 
     def wait() -> None:
         while os.getppid() == parent:
@@ -94,7 +94,7 @@ def _end_with(parent: int) -> None:
 def _limit_memory(memory_mb: int) -> None:
     """Limits the address space to its current size plus `memory_mb`. Allocating more raises MemoryError."""
     if not _STATM.exists():
-        return  # not Linux: only the time limit applies
+        return  # not Linux: there is no memory limit, only a time limit
     pages = int(_STATM.read_text().split()[0])
     limit = pages * resource.getpagesize() + memory_mb * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

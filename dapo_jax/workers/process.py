@@ -21,13 +21,13 @@ from concurrent.futures import Future
 from typing import Any, Literal
 
 START_S = 120.0
-"""Maximum seconds for loading the user's code. A busy machine imports a large package slowly."""
+"""Maximum time in seconds for loading the user's code. Importing a large package may take long on a busy machine."""
 
 MOST_BYTES = 1 << 25
 """Maximum size of an answer in bytes. A longer line means that some other code has written to the pipe."""
 
 _ENDING_S = 2.0
-"""Seconds that a process has to exit after its pipe is closed, before it is killed."""
+"""Time in seconds that a process has to exit after its pipe is closed. Then it is killed."""
 
 
 class EndedError(Exception):
