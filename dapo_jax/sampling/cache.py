@@ -100,7 +100,7 @@ def of_rows(keys: RowHeads, values: RowHeads, rows: int, dtype: str) -> LayerCac
 
 
 def of_row(part: Any, rows: int) -> Any:
-    """Reshapes concatenated rows [kv_heads, ..., tokens] to [rows, kv_heads, ..., tokens per row]. Returns None if `part` is None."""
+    """Reshapes concatenated rows [kv_heads, ..., tokens] to [rows, kv_heads, ..., tokens per row]. If `part` is missing, returns None."""
     if part is None:
         return None
     return jnp.moveaxis(part.reshape(*part.shape[:-1], rows, -1), -2, 0)
@@ -120,7 +120,7 @@ def fill(
 
 def fill_page(into: Any, source: Any, page: Scalar, row: Scalar, start: Scalar, *, axis: int) -> Any:
     """Returns `into` [pages, kv_heads, ...] with one page replaced by tokens from row `row` of `source` [rows, kv_heads, ...], starting at index `start`.
-    `axis` is the token axis. Returns None if `into` is None."""
+    `axis` is the token axis. If `into` is missing, returns None."""
     if into is None:
         return None
     tokens = into.shape[axis]

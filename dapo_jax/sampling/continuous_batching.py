@@ -152,7 +152,7 @@ class Sampler:
 class TurnTaking:
     """Passes finished turns to environments and resumes episodes with the answers, for a sampler that runs every response to its end.
 
-    While its environment works, an episode has no slot, and it keeps its pages only until other responses need them. Answers are prefilled or fed.
+    While its environment works, an episode has no slot, and it keeps its pages only until other responses need them. No text is tokenized twice.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ _BLOCK = 256
 """Number of vocabulary entries per block. To sample a token, first a block and then an entry in the block is chosen."""
 
 _SHORTLIST = 512
-"""Number of likely tokens that are sorted to find the end of a nucleus (top-p). If their total probability is below top-p, the whole vocabulary is searched."""
+"""Number of most likely tokens that are sorted to find the end of a nucleus (top-p). If their total probability is below top-p, the whole vocabulary is searched."""
 
 
 @jax.tree_util.register_dataclass

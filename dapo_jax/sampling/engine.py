@@ -353,7 +353,7 @@ class DecoderEngine:
         return replace(state, live=state.live.at[at].set(False, mode="drop", unique_indices=True))
 
     def _first(self, slots: Array, count: Array) -> Array:
-        """Replaces all entries after the first `count` by distinct out-of-range slot numbers, so that updates with mode="drop" skip them."""
+        """Replaces all entries after the first `count` with distinct out-of-range slot numbers, so that updates with mode="drop" skip them."""
         place = jnp.arange(self.slots, dtype=jnp.int32)
         return jnp.where(place < count, slots, self.slots + place)
 
@@ -390,7 +390,7 @@ class DecoderEngine:
         return state, ResultTokens(**drawn, live=state.live)
 
     def _of_block(self, slots: Array, index: Array) -> Array:
-        """Returns the entries of one block, which are adjacent slots on each device, from an array over all slots."""
+        """Selects the entries of one block from an array over all slots. On each device, a block is a range of adjacent slots."""
         devices = slots.reshape(self._spread, -1, *slots.shape[1:])
         part = lax.dynamic_slice_in_dim(devices, index * BLOCK_SLOTS, BLOCK_SLOTS, axis=1)
         return part.reshape(-1, *slots.shape[1:])

@@ -64,7 +64,7 @@ def _lowers(attention: Any) -> bool:
             warnings.simplefilter("ignore", DeprecationWarning)
             small = jax.jit(partial(attention, k_splits=1)).trace(query, pages, pages, table, lengths)
             small.lower(lowering_platforms=("cuda",))
-    except Exception:  # any error, because its type depends on how JAX removes the kernel
+    except Exception:  # any error, because the type depends on how JAX removes the kernel
         return False
     return True
 

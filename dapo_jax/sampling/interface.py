@@ -87,7 +87,7 @@ class Engine(Protocol):
         """Runs up to `steps_per_call` decoding steps. Returns earlier if fewer than `min_live` slots are still sampling,
         except on a GPU, where leaving the loop early would cost more time than it saves.
 
-        `tables` contains the row of `Pages.tables` for each slot. Each sampling slot needs pages for its tokens and for `steps_per_call` more tokens. A slot
+        `tables` contains the row of `Pages.tables` for each slot. Each sampling slot must have pages for its tokens and for `steps_per_call` more tokens. A slot
         pauses when its response reaches the number of tokens in `until`. Without `until`, no slot pauses.
         """
         ...

@@ -1,4 +1,4 @@
-"""Prefills several rows of prompts per call, and prompts that are longer than a row in chunks.
+"""Prefills several rows of prompts per call. Prompts that are longer than a row are prefilled in chunks.
 
 Each program computes one layer and is called for every layer, so it compiles in seconds instead of minutes. There are three call shapes: all rows, one row,
 and one chunk of a sequence that attends to the earlier chunks.

@@ -21,7 +21,7 @@ _ROW_PROMPTS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillShape:
-    """The shape of one prefill call. A run has three programs: for all rows, for one row, and for one chunk of a longer prompt."""
+    """The shape of one prefill call. A run prefills with three call shapes: all rows, one row, and one chunk of a longer prompt."""
 
     rows: int
     width: int

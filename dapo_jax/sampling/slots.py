@@ -130,7 +130,7 @@ class Slots:
         self.aside.append(self.leave(slot))
 
     def others_idle(self, request: Request) -> bool:
-        """Returns whether the only free slots are in pools other than the one with the request's pages."""
+        """Returns whether there are free slots, but not in the pool that contains the request's pages."""
         assert request.row is not None
         return not self._idle[self.pages.sizes.pool_of(request.row)] and any(self._idle)
 

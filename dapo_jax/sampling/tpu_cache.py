@@ -76,7 +76,7 @@ def pages_at_once(kv_heads: int, page_tokens: int, head_dim: int, dtype: str) ->
 
 
 def _parts(kv_heads: int) -> int:
-    """Returns the number of parts into which heads are split. Two parts keep both cores of a two-core chip busy; other chips run them in sequence."""
+    """Returns the number of parts into which the kernel splits the heads. Two parts keep both cores of a two-core chip busy; other chips run them in sequence."""
     return 2 - kv_heads % 2
 
 
