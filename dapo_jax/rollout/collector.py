@@ -47,11 +47,11 @@ class Collector:
 
     clock: VirtualClock
     prompt_at: Callable[[int], Prompt] | None = None
-    """Maps an ordinal to its prompt. Not needed in waves."""
+    """Maps an ordinal to its prompt. Not used if the run samples in waves."""
     limits: EpisodeLimits | None = None
     """None if responses have no environment."""
     responses: dict[ResponseId, Request] = field(default_factory=dict)
-    """The started responses of groups without a verdict; empty in waves."""
+    """The started responses of groups without a verdict; empty if the run samples in waves."""
     ready: dict[int, Group]
     """Informative groups that wait for training, by ordinal."""
     max_groups: int | None = None
@@ -68,9 +68,9 @@ class Collector:
     waves: int = 0
     """Number of waves in this step."""
     rounds: int = 0
-    """Number of rounds in this step; 0 in waves."""
+    """Number of rounds in this step; 0 if the run samples in waves."""
     drawn_tokens: int = 0
-    """Number of tokens sampled in this step; 0 in waves."""
+    """Number of tokens sampled in this step; 0 if the run samples in waves."""
     _judged: list[Group] = field(default_factory=list)
     _ended: list[ResponseId] = field(default_factory=list)
     """Responses that ended since the last `end_round`."""

@@ -255,7 +255,7 @@ class Places:
     """Assigns each response in flight to a sampler. The assignment does not affect any result."""
 
     def __init__(self, in_flight: int, samplers: int, going: Mapping[ResponseId, int]) -> None:
-        """Distributes the responses that continue from the last step. All of them must be re-prefilled. `going` maps each response to its number of tokens.
+        """Assigns the responses that continue from the last step to samplers. All of them must be re-prefilled. `going` maps each response to its number of tokens.
 
         The longest responses are dealt out first, back and forth, so that all samplers hold and prefill about the same number of tokens. If responses were assigned by
         ordinal, the first sampler would get all the old, long responses. They would not fit in its pages, and the other samplers would wait for it at the end of each

@@ -28,7 +28,7 @@ Grade = Callable[[Sampled], Iterable[Group]]
 
 
 class ResponseSampler:
-    """An engine and the settings that stay fixed during a run: seed, lengths and stop strings. `run.sampler_setup` creates it."""
+    """Samples with one engine and with settings that stay fixed during a run: seed, lengths and stop strings. `run.sampler_setup` creates it."""
 
     def __init__(
         self,
