@@ -15,7 +15,7 @@ from dapo_jax.sampling.interface import Engine
 from dapo_jax.sampling.requests import EpisodeLimits, Request, by_context
 
 Draw = Callable[[int], Sequence[Prompt]]
-"""Function that returns up to n prompts to sample next. Sampling ends when it returns an empty list and all earlier responses have ended."""
+"""Function that receives n and returns up to n prompts to sample next. Sampling ends when it returns an empty list and all earlier responses have ended."""
 
 _LOOK_S = 1.0
 """Interval in seconds at which a sampler calls `on_look` while it waits for environments."""
@@ -85,7 +85,7 @@ class Sampler:
         """Yields each prompt with its responses as soon as all responses to it have ended. `version` is the version of `params`.
 
         Responses depend only on `params`, `key`, the ordinals, `decoding` and `stop`, not on slots, order or timing. With an 8-bit KV cache, they also depend
-        on which responses are preempted, because a re-prefill attends to keys that are not yet rounded.
+        on which responses are preempted, because a re-prefill attends to keys that are not yet rounded to 8 bits.
 
         `stop` ends a response at a stop string. With `environments`, each response is an episode of several turns, and `stop` ends a turn. An episode
         has at most `max_response_tokens` tokens, including tokens from the environment, unless the environments set another limit.

@@ -1,4 +1,4 @@
-"""The host-side sampling loop: prefilled responses start in free slots, all slots sample, and finished responses leave.
+"""The host-side sampling loop: prefilled responses start in free slots, all slots sample, and finished responses leave their slots.
 
 A device call returns to the host after `steps_per_call` tokens, or earlier if enough slots are free to be worth refilling.
 
@@ -33,7 +33,7 @@ Unread = Sequence[Sequence[Request]]
 
 
 Ended = list[tuple[Request, FinishReason]]
-"""The responses, or episode turns, that have ended, with their finish reasons."""
+"""The responses, or the episode turns, that ended in a step, each with its finish reason."""
 
 
 class DecodeLoop:

@@ -103,5 +103,5 @@ class Engine(Protocol):
         ...
 
     def release(self, state: PyTree, slots: Sequence[int]) -> PyTree:
-        """Ends the responses in `slots`."""
+        """Ends the responses in `slots`, so that these slots stop sampling."""
         ...

@@ -24,10 +24,10 @@ NOTHING = np.zeros(0, np.int32)
 """An empty token array."""
 
 _FIRST_TOKENS = 256
-"""Initial size of a response's token buffer."""
+"""Initial size of a response's token buffer, in tokens."""
 
 StopRule = Callable[[np.ndarray, int], int | None]
-"""Takes a response's tokens, and their number before the last engine call. Returns the length at which the response ends, or None if it continues."""
+"""Function that takes a response's tokens and their number before the last engine call. Returns the length at which the response ends, or None."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +86,11 @@ class Request:
     prompt: Prompt
     index: int
     limit: int
-    """Number of tokens at which the response, or the current turn of an episode, ends."""
+    """Number of response tokens at which the response, or the current turn of an episode, must end."""
     target: int = 0
-    """Number of tokens at which the response pauses. Defaults to the limit."""
+    """Number of response tokens at which the response pauses. Defaults to `limit`."""
     version: int = 0
-    """Version of the weights that sample the response now: the number of training steps done."""
+    """Version of the weights that now sample the response, which is the number of completed training steps."""
     drawn: int = 0
     """Number of tokens in the response so far, including tokens from the environment."""
     begun: int = 0
@@ -102,18 +102,18 @@ class Request:
     reasons: tuple[FinishReason, ...] = ()
     """Finish reason of each turn in `turns`."""
     contexts: tuple[ContextSpan, ...] = ()
-    """Contexts from the environment. Each replaced the prompt and all earlier tokens."""
+    """Contexts that the environment supplied. Each context replaced the prompt and all earlier tokens."""
     due: int | None = None
-    """For an episode in flight, the round after which the environment's answer is taken. None while a turn is being sampled, or once the episode is over."""
+    """For an episode in flight, the round after which the environment's answer is applied. None while a turn is being sampled, or once the episode is over."""
     standing: Standing = field(default_factory=Standing)
     """The environment's rewards and metrics so far, for an episode in flight."""
     finish_reason: FinishReason | None = None
     """None until the response, or the whole episode, has ended."""
     tokens: Int[np.ndarray, " room"] = field(default_factory=lambda: NOTHING)
-    """A buffer. Its first `drawn` entries are the response."""
+    """Token buffer. Its first `drawn` entries are the tokens of the response."""
     logprobs: Float[np.ndarray, " room"] = field(default_factory=lambda: np.zeros(0, np.float32))
     prefix: PyTree = None
-    """The prefix to insert. None before the context is prefilled and after the prefix is inserted."""
+    """The prefilled context to insert into a slot. None before the context is prefilled and after it is inserted."""
     place: int = 0
     """Index of the request's context in `prefix`."""
     order: int = -1
@@ -166,7 +166,7 @@ class Request:
 
     @property
     def sequence(self) -> Int[np.ndarray, " length"]:
-        """The tokens of the request's context: the prompt and the response so far, or the context with which an environment replaced them."""
+        """The tokens of the request's context: the prompt and the response so far or, if an environment replaced them, all tokens since then."""
         if self.context_start is not None:
             return self.tokens[self.context_start : self.drawn]
         if not self.drawn:

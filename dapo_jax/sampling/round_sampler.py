@@ -26,7 +26,7 @@ class Drawn:
     logprobs: Float[np.ndarray, " new"]
     """Log-probabilities in nats, at the sampling temperature and under the weights of the round."""
     finish_reason: FinishReason | None
-    """None if the response, or the current turn of an episode, continues."""
+    """None if the response, or the current turn of an episode, has not ended."""
 
 
 class RoundSampler:
