@@ -28,11 +28,11 @@ class Position:
     """The position of a run between two steps: everything that a checkpoint needs in addition to the train state."""
 
     step: int = 0
-    """Number of steps done."""
+    """Number of completed training steps."""
     cursor: int = 0
-    """The ordinal of the next prompt."""
+    """The ordinal of the next prompt to sample."""
     carry: Sequence[Group] = ()
-    """Informative groups that are ready for training."""
+    """Informative groups from earlier steps that are ready for training."""
     in_flight: InFlight | None = None
     """None if the run samples in waves, or if nothing has started."""
 
@@ -79,7 +79,7 @@ class Collector:
 
     @classmethod
     def after(cls, position: Position, sizes: ClockSizes, **options: Any) -> "Collector":
-        """Returns the collector of the step after `position`. `options` are values for other fields."""
+        """Returns the collector for the step after `position`. `options` are values for other fields."""
         ready = {group.prompt.ordinal: group for group in position.carry}
         if (before := position.in_flight) is not None:
             responses = {one: request.rest() for one, request in before.responses.items()}

@@ -140,7 +140,7 @@ class Exchange:
     def round(
         self, asked: Sequence[Sequence[ResponseId]], sampled: Sequence[Drawn]
     ) -> dict[ResponseId, Drawn]:
-        """Returns the new tokens of every response in flight.
+        """Exchanges the tokens of a round. Returns the new tokens of every response in flight.
 
         Args:
             asked: for each sampler, the responses that it samples in this round, in order.
@@ -158,7 +158,7 @@ class Exchange:
         return found
 
     def answers(self, answers: Mapping[ResponseId, Answered]) -> dict[ResponseId, Answered]:
-        """Returns the environments' answers from all processes.
+        """Exchanges the environments' answers that each process received. Returns the answers from all processes.
 
         Raises the same errors as `groups`.
         """

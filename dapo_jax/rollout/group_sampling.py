@@ -93,7 +93,7 @@ class GroupSampling:
         self._grading.close()
 
     def collector(self, position: Position) -> Collector:
-        """Returns the collector of the step after `position`."""
+        """Returns the collector for the step after `position`."""
         config, dynamic = self._config, self._config.dynamic_sampling
         return Collector.after(
             position,
@@ -239,7 +239,7 @@ class GroupSampling:
                 self._pending[ordinal] = begun
 
     def _verdicts(self, due: Sequence[int], collector: Collector) -> list[Group]:
-        """Returns the graded groups whose verdicts are due, in every process."""
+        """Waits for the verdicts that are due, and returns their graded groups in every process."""
         if not due:
             return []
         pending = self._pending
@@ -280,13 +280,13 @@ class Places:
             at.difference_update(ended)
 
     def of(self, sampler: int) -> list[ResponseId]:
-        """Returns the responses of a sampler, in order."""
+        """Returns the responses that are assigned to a sampler, in order."""
         return sorted(self._at[sampler])
 
 
 class TurnsInFlight:
-    """Passes turns and answers between episodes in flight and their environments. The process that grades a group communicates with its environments. Every process takes
-    an answer a fixed number of rounds after the turn. So tokens depend on the answers, but not on how long an environment takes."""
+    """Passes turns and answers between episodes in flight and their environments. The process that grades a group communicates with its environments. Every process
+    applies an answer a fixed number of rounds after the turn. So tokens depend on the answers, but not on how long an environment takes."""
 
     def __init__(self, episodes: Episodes, exchange: Exchange, watch: Watch) -> None:
         """`watch` is notified at least every second while environments work."""

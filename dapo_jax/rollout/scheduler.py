@@ -47,11 +47,11 @@ class GroupInFlight:
     """A group, from the start of its first response to its verdict."""
 
     version: int
-    """Number of steps done when its first response started: the weight version of its oldest token."""
+    """Number of completed steps when the group's first response started. This is the weight version of its oldest token."""
     left: set[int]
     """Indices of the responses that have not ended."""
     due: int = -1
-    """The round after which its verdict is due; -1 until all responses have ended."""
+    """The round after which the group's verdict is due; -1 until all of its responses have ended."""
 
 
 @dataclass
@@ -64,9 +64,9 @@ class VirtualClock:
 
     sizes: ClockSizes
     version: int = 0
-    """Number of steps done: the version of the weights that sample."""
+    """Number of completed steps, which is the version of the weights that sample."""
     rounds: int = 0
-    """Number of rounds since the run began."""
+    """Number of rounds sampled since the start of the run."""
     following: ResponseId = field(default_factory=lambda: ResponseId(0, 0))
     """The response that starts next."""
     groups: dict[int, GroupInFlight] = field(default_factory=dict)
