@@ -338,7 +338,7 @@ class Updater:
         learning_rate: Float[Array, ""],
         first: Bool[Array, ""],
     ) -> tuple[TrainState, dict[str, Metric]]:
-        """Computes the gradient of a stack and applies it, in one program."""
+        """Computes the gradient of a stack of microbatches and applies it, in one program."""
         nothing, total = self._nothing_program(state.params)
         start = (lax.with_sharding_constraint(nothing, self._shardings), total)
         sums, metrics = self._add_program((state.params, frozen), start, stack, first)
