@@ -20,11 +20,11 @@ from typing import Any
 from dapo_jax.terminal import lasting_streams
 
 Answer = Callable[[int, Mapping[str, Any]], None]
-"""answer(number, content) sends the answer to the call with this number."""
+"""Function `answer(number, content)`, which sends the answer to the call with this number."""
 Serve = Callable[[Iterable[dict[str, Any]], Answer], None]
-"""serve(calls, answer) answers calls until there are no more."""
+"""Function `serve(calls, answer)`, which answers calls until there are no more."""
 Load = Callable[[Mapping[str, Any]], tuple[Mapping[str, Any], Serve]]
-"""load(setup) returns the first answer and `serve`. It raises ValueError if the user's code cannot be loaded."""
+"""Function `load(setup)`, which returns the first answer and a `Serve` function. It raises ValueError if the user's code cannot be loaded."""
 
 _STATM = Path("/proc/self/statm")
 _PR_SET_PDEATHSIG = 1

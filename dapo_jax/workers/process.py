@@ -1,4 +1,4 @@
-"""The parent's handle for a worker process, which accepts calls and may answer them in any order.
+"""The parent process's handle for a worker process. The worker accepts calls and may answer them in any order.
 
 Calls and answers are JSON objects, one per line, on two pipes. `dapo_jax.workers.inside` runs at the other end.
 
