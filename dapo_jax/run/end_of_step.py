@@ -1,4 +1,4 @@
-"""The end of a step: metrics, evaluation and checkpoint. Also saves a checkpoint if a run ends early."""
+"""Ends each step: writes its metrics, evaluates and saves a checkpoint. Also saves a checkpoint if a run ends early."""
 
 import json
 import os
@@ -64,7 +64,7 @@ class EndOfStep(Observer):
         """Stores the objects of the run.
 
         The run begins or resumes at `start`. `identity` is stored in checkpoints. `check` raises an error if the run has lost the lock on its
-        folder and must not write to it any more. Only the first process writes `records`; the others pass None.
+        folder and must not write to it any more. Only the first process writes metrics, so `records` is None in all other processes.
         """
         self._config, self._run_dir, self._evaluate, self._ratios = config, run_dir, evaluate, ratios
         self._checkpointer, self._records, self._shown = checkpointer, records, shown
@@ -122,7 +122,7 @@ class EndOfStep(Observer):
             raise
         except Exception as error:
             if isinstance(error, GuardError) and (whole := error.whole) is not None:
-                # The step is finished and its metrics are written, but it has not been evaluated.
+                # The guard stopped the run before the evaluation of this step, so a resumed run must evaluate first.
                 self._now = ResumePoint(state=whole.state, position=whole.position, unfinished=whole.metrics)
             lost = self._rescue(error)
             error.add_note(self._where_to_resume() + (f" ({lost})" if lost else ""))
@@ -146,7 +146,7 @@ class EndOfStep(Observer):
                     f"step {step} was not saved: some processes may still be waiting in the save that failed"
                 )
         try:
-            with suppress(CheckpointError):  # if the save of an earlier step failed
+            with suppress(CheckpointError):  # an earlier save may have failed
                 self._checkpointer.wait()
             if step > self._last():
                 self._save(None)
@@ -188,7 +188,7 @@ class EndOfStep(Observer):
             self._records.step(step, metrics)
 
     def _evaluated(self, evaluate: Evaluate) -> tuple[dict[str, float], float | None]:
-        """Returns metrics, and the score that selects the best checkpoint: avg@k on the first dataset, or the mean reward if `metric` is `score`."""
+        """Evaluates the policy. Returns metrics and the score that rates the checkpoint: avg@k, or the mean reward for `metric=score`, on the first dataset."""
         self._shown.phase("evaluate")
         began, step = time.perf_counter(), self._now.position.step
         counts = self._config.dynamic_sampling.metric == "correct"

@@ -55,7 +55,7 @@ class Observer:
     def before_updates(self, minibatches: Sequence[Minibatch]) -> Sequence[Minibatch]:
         """Called when the minibatches of the step are on the device, with old and reference log-probabilities (see `Updater.prepare`).
 
-        The first minibatch has old log-probabilities only if they come from the sampler. Otherwise its update computes them.
+        If the old log-probabilities are not the sampler's, the first minibatch contains none, because the first update computes them.
 
         Returns:
             The minibatches to update on, either unchanged or replaced.
@@ -92,7 +92,7 @@ def run_steps(
         state: initial parameters and optimizer moments.
         position: position of `state` in the run.
         steps: number of the last step.
-        sampling: samples and grades groups with given weights.
+        sampling: samples groups with the given weights and grades them.
         batches: converts the groups of a step to minibatches.
         updater: updates the state with a minibatch.
         learning_rate: returns the learning rate of a step.

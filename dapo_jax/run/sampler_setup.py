@@ -19,7 +19,7 @@ from dapo_jax.sampling.prompt_packing import PrefillShape, prefill_shape
 from dapo_jax.text.stop_strings import StopStrings, stop_ids
 
 _TURNS_AT_ONCE = 16
-"""Minimum number of contexts in one prefill, for episodes of several turns, because their contexts are many and short."""
+"""Minimum number of contexts to prefill together if episodes have several turns, because their contexts are many and short."""
 
 KNOWN_SHARE = 0.9
 """Fraction of a device's memory for arrays of known size, like vLLM's `gpu_memory_utilization`. The rest is for temporary arrays and fragmentation."""
@@ -191,7 +191,7 @@ def room_for_cache(
         and shape.longest <= shape.width
         and room - rows >= sampling.slots // spread * capacity * each
     ):
-        return room - rows  # with room for all slots, nothing is ever re-prefilled
+        return room - rows  # all slots fit, so no response is re-prefilled and chunked prefill is not used
     return room - max(rows, rows // 2 + parts)
 
 
