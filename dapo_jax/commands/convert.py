@@ -114,7 +114,7 @@ def _from_gguf(path: Path, folder: AnyPath, dtype: str) -> tuple[DecoderConfig, 
 
 
 def _from_folder(source: AnyPath, folder: AnyPath, dtype: str) -> tuple[DecoderConfig, int]:
-    """Copies a model folder. Only the dtype in config.json changes."""
+    """Copies a model folder, and converts its tensors to `dtype`. In config.json, only the dtype changes."""
     config = read_config(source)
     tensors = _tensors(config, SafetensorsFolder(source))
     folder.mkdir(parents=True, exist_ok=True)

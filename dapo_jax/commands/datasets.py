@@ -30,13 +30,13 @@ def prepare(data: DataConfig) -> str:
     lines = []
     for split, rows in splits.items():
         lines.append(f"{split}: {rows.note or f'{data.source}: {len(rows):,} prompts'}")
-        if rows.note:  # a dataset from files; the references of other datasets can always be parsed
+        if rows.note:  # only datasets from files have notes, and only their references may be unparsable
             lines += [f"{split}: {line}" for line in _unread_references(rows)]
     return visible("\n".join([*lines, f"kept in {data.data_dir}"]) + "\n")
 
 
 def _unread_references(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns a line for each grader that cannot parse all references completely. The line quotes the first such references."""
+    """Returns one line for each grader that cannot fully parse every reference answer. The line quotes the first such answers."""
     lines = []
     for grader, unread_by in UNREAD_BY.items():
         unread = [row for row in rows if row.get("answer") and unread_by(row["answer"])]
@@ -48,7 +48,7 @@ def _unread_references(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def show(data: DataConfig, *, split: str = "", model: str = "", count: int = 3) -> str:
-    """Returns the number and lengths of a split's prompts, and the first `count` prompts as a model receives them.
+    """Returns text with the number and lengths of the prompts in a split, and the first `count` prompts as a model receives them.
 
     Args:
         data: the dataset and the format of its prompts.

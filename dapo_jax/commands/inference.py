@@ -49,7 +49,7 @@ class Evaluation:
     scores: dict[str, float]
     """Metrics such as `eval/NAME/avg@32`, from `evaluation.summarize`."""
     groups: dict[str, list[Group]]
-    """Dataset name -> its graded groups."""
+    """Maps the name of each dataset to its graded groups."""
     metric: str = "correct"
     """`score` if the training run's `dynamic_sampling.metric` is `score` and the grader returned scores, else `correct`."""
 
@@ -118,7 +118,7 @@ def evaluate(
 def _configured(
     model: str, config: EvaluateConfig | str | Path | None, overrides: Sequence[str]
 ) -> tuple[EvaluateConfig, str]:
-    """Returns the evaluation configuration (`config`, or the configuration of the run `model`), and the `dynamic_sampling.metric` of training.
+    """Returns the evaluation configuration (from `config`, or from the run `model`), and the `dynamic_sampling.metric` that training used.
 
     Raises:
         ConfigError: `load_evaluation` failed, or there are overrides but the configuration is not a file.

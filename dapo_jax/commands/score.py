@@ -28,7 +28,7 @@ class Scores:
     rows: Sequence[Mapping[str, Any]]
     """The rollouts, as `read_rollouts` returns them."""
     verdicts: Mapping[str, Sequence[Verdict]]
-    """Grader -> one verdict per row. The saved verdicts are included under the name `recorded`."""
+    """Maps each grader to its verdicts, one per row. The saved verdicts are included under the name `recorded`."""
 
     def accuracy(self, grader: str) -> float:
         """Returns the fraction of responses that a grader judges correct. A score above 0 counts as correct."""

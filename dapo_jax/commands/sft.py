@@ -128,7 +128,7 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
                     groups = sampler.evaluate(weights, asked, graders.groups, config.eval, **place)
                     metrics |= summarize(groups, name=name)
                     shown.evaluation(name, metrics, step)
-                del weights  # frees memory before the next update
+                del weights  # frees the sampler's copy before the next update
             lock.check()
             tracker.log(step, metrics)
     trained = replace(policy, params=state.params)
@@ -141,7 +141,7 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
 def _minibatch(
     config: SftConfig, policy: Policy, how: TrainingPass, pairs: PairSource, step: int
 ) -> list[Microbatch]:
-    """Returns the packed pairs for step `step` (the first step is 1)."""
+    """Packs the prompt / response pairs of step `step` (counted from 1) into the microbatches of one update."""
     size = config.batch.pairs_per_step
     examples: list[Example] = []
     for place in range((step - 1) * size, step * size):
