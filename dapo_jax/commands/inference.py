@@ -79,7 +79,7 @@ def evaluate(
     config, metric = _configured(model, config, overrides)
     kept = None if keep is None else place_of(keep, key="keep", write=True)
     use_compilation_cache(config.compilation_cache)
-    check_graders(config.reward, reward=reward)  # before the slow loading of the model
+    check_graders(config.reward, reward=reward)  # an invalid grader should fail before the model loads
     environment = environment_of(config.environment, reward=reward)
     policy, sampler_of = _loaded(model, config.parallel, config.sampling, config.compute_dtype)
     config = replace(config, data=dated(config.data, like=data_of_run(model)))
