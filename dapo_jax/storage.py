@@ -154,7 +154,7 @@ def _raise_listing(error: OSError) -> None:
 
 
 def _check_file(path: Path) -> None:
-    """Raises OSError if a path is not a regular file, because reading a pipe or a device may never end."""
+    """Raises OSError if a path is not a regular file, because reading from a pipe or a device may block forever."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "it is not a file", str(path))
 

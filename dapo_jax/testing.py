@@ -90,7 +90,7 @@ class ScriptedEngine:
     def prefill(
         self, params: PyTree, prompts: Sequence[Int[np.ndarray, " _"]]
     ) -> Iterator[list[tuple[int, Int[np.ndarray, " prompts"], int]]]:
-        """Records the prompts and yields a single batch with their lengths, which `insert` needs."""
+        """Records the prompts and yields one batch with their lengths, which must be passed to `insert`."""
         self.prefills.append(list(prompts))
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         yield [(index, lengths, index) for index in range(len(prompts))]
@@ -157,7 +157,7 @@ class ScriptedEngine:
         return np.array([slot.drawn for slot in state], np.int32)
 
     def parked(self, lengths: Sequence[int]) -> Int[np.ndarray, " responses"]:
-        """Returns the number of tokens in the pages of each response."""
+        """Returns a prefix for responses whose pages already contain `lengths` tokens. In this engine, the prefix is `lengths`."""
         return np.array(lengths, np.int32)
 
     def release(self, state: PyTree, slots: Sequence[int]) -> tuple[ScriptedSlot, ...]:

@@ -24,7 +24,7 @@ _OPTIONS = {
 
 
 def add_to(commands: Commands) -> None:
-    """Adds the commands."""
+    """Adds the commands `data`, `score` and `convert` to the parser."""
     text = "Prepare or inspect a dataset."
     verbs = commands.add_parser("data", help=text, description=text)
     verbs = verbs.add_subparsers(dest="verb", required=True, metavar="VERB")

@@ -21,7 +21,7 @@ from dapo_jax.config import ConfigError
 from dapo_jax.terminal import visible
 
 API_KEY = "DAPO_JAX_API_KEY"
-"""Environment variable with the API key that HTTP requests must send."""
+"""Environment variable that contains the API key. HTTP requests must send this key."""
 
 SHORT = {
     "k": "eval.samples_per_prompt",
@@ -40,7 +40,7 @@ SHORT = {
 
 
 def add_to(commands: Commands) -> None:
-    """Adds the commands."""
+    """Adds the commands `eval`, `sample` and `serve` to the parser."""
     made = command(commands, "eval", evaluate)
     made.add_argument("model", help=MODEL)
     add_overrides(made)

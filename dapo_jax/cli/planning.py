@@ -1,4 +1,4 @@
-"""The commands `plan` and `doctor`, which check whether a configuration can train on devices that it names or on this machine, and `report` for a page about runs.
+"""The commands `plan` and `doctor`, which check whether a run fits on given devices or on this machine, and `report`, which creates a page about runs.
 
 `plan` returns 1 if the run does not fit, and `doctor` returns 1 if training cannot start.
 """
@@ -17,7 +17,7 @@ PROGRAMS = ("generate", "prefill", "fill", "insert", "transfer", "update", "scor
 
 
 def add_to(commands: Commands) -> None:
-    """Adds the commands."""
+    """Adds the commands `plan`, `doctor` and `report` to the parser."""
     made = command(commands, "plan", plan)
     add_config(made)
     text = "TPU slice: v5p:4x4x8, v5p-256, v5litepod-64, v6e-8, ... (extra tpu), or NVIDIA GPUs: h100:8, h100x4:16 for machines of 4, ... (extra cuda-plan)"
@@ -60,7 +60,7 @@ def plan(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     from rich.console import Console
 
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # The CUDA compiler logs slow programs.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # hides logs of the CUDA compiler
     with silent_libraries():
         from dapo_jax.plan import output, remedies, topologies
         from dapo_jax.plan import plan as planning
@@ -107,7 +107,7 @@ def plan(arguments: argparse.Namespace) -> int:
 
 
 def _lengths(text: str) -> tuple[float, float]:
-    """Parses MEAN or MEAN,STD."""
+    """Parses response lengths: `MEAN`, or `MEAN,STD` with a standard deviation."""
     try:
         mean, _, std = text.partition(",")
         return float(mean), float(std or 0)

@@ -11,7 +11,7 @@ from dapo_jax.config.loading import changed_yaml
 
 
 def add_to(commands: Commands) -> None:
-    """Adds the commands."""
+    """Adds the commands `train`, `sft` and `config` to the parser."""
     made = command(commands, "train", train)
     add_config(made)
     option(made, "--resume", "resume from the last checkpoint in run_dir")
