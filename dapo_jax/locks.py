@@ -216,7 +216,7 @@ class _Lease(Lock):
         except self._failures as error:
             raise LockLostError(
                 f"{self._name} was not renewed for {LEASE_S:.0f} s and cannot be now ({error}), so another run may have it. "
-                f"{_LEAVES}; resume from the last checkpoint when the bucket answers"
+                f"{_LEAVES}; resume from the last checkpoint once the bucket can be reached"
             ) from error
 
     def release(self) -> None:

@@ -67,9 +67,9 @@ def add_to(commands: Commands) -> None:
     made.add_argument("model", help=MODEL)
     text = "serve HTTP instead of gRPC: token ids at /inference/v1/generate, messages at /v1/chat/completions"
     option(made, "--http", text)
-    text = f"network interface to listen on; [::]: all; over HTTP, all except this machine's own need an API key in {API_KEY}"
+    text = f"address to listen on; [::]: all addresses; over HTTP, all except loopback addresses require an API key in {API_KEY}"
     option(made, "--host", text, default="127.0.0.1")
-    option(made, "--port", "port to listen on; 0: any free port", default=9000)
+    option(made, "--port", "port to listen on; 0: a free port", default=9000)
     text = "switch to each new checkpoint of the run folder, and look for new checkpoints every SECONDS (default 5)"
     option(made, "--follow", text, "SECONDS", dest="follow_s", type=float, nargs="?", const=5.0)
     option(made, "--slots", "number of responses that are decoded in parallel", default=16)
@@ -77,12 +77,12 @@ def add_to(commands: Commands) -> None:
     option(made, "--max-prompt-tokens", text, type=int)
     text = "maximum number of tokens per response (default 64; over HTTP 1024, or the model's limit)"
     option(made, "--max-response-tokens", text, type=int)
-    text = "temperature of all requests; over HTTP, of requests that set none; 0: greedy (default 0; over HTTP 1)"
+    text = "sampling temperature; over HTTP, only for requests without a temperature; 0: greedy (default 0; over HTTP 1)"
     option(made, "--temperature", text, type=float)
     _add_cuts(made)
-    option(made, "--seed", "random seed of requests that set none", default=0)
+    option(made, "--seed", "random seed for requests without a seed", default=0)
     add_conversation(made)
-    option(made, "--model-name", "over HTTP: name of the model in requests (default MODEL)", "NAME")
+    option(made, "--model-name", "over HTTP: name that requests use for the model (default MODEL)", "NAME")
     text = "maximum number of waiting responses; further requests are asked to retry (default 1024)"
     option(made, "--queue", text, "RESPONSES", type=int)
     text = "make responses bitwise independent of other requests; needs a multiple of 8 slots per device"
@@ -131,7 +131,7 @@ def sample(arguments: argparse.Namespace) -> int:
 
 
 def _add_cuts(made: argparse.ArgumentParser) -> None:
-    option(made, "--top-p", "nucleus sampling; 1: off", default=1.0)
+    option(made, "--top-p", "probability mass for nucleus sampling; 1: off", default=1.0)
     option(made, "--top-k", "number of most likely tokens to sample from; 0: off", default=0)
 
 

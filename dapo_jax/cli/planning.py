@@ -33,7 +33,7 @@ def add_to(commands: Commands) -> None:
     option(made, "--sweep", "try every mesh of fsdp x tensor, and rank the meshes that fit")
     text = "compile only programs whose names begin with this word; may be given several times (default all)"
     option(made, "--only", text, "PROGRAM", action="append", choices=PROGRAMS)
-    text = "time limit in seconds of the search for changes that make a run fit; 0: no search"
+    text = "time limit in seconds for the search for changes that make a run fit; 0: no search"
     option(made, "--suggest-s", text, "SECONDS", default=600.0)
     option(made, "--json", "also write JSON; -: to standard output, and tables to standard error", "FILE")
     made = command(commands, "doctor", doctor)
@@ -88,7 +88,7 @@ def plan(arguments: argparse.Namespace) -> int:
         made = replace(made, network_bytes_s=network * 1e9 / 8)
     if arguments.sweep:
         if made is None:
-            raise ConfigError("--sweep compares the meshes of a topology: name it with --topology")
+            raise ConfigError("--sweep compares the meshes of a topology: specify it with --topology")
         found = remedies.sweep(config, made, assumed=assumed, only=arguments.only, say=say)
         output.show_sweep(found, console)
         if arguments.json:
@@ -147,7 +147,7 @@ def report(arguments: argparse.Namespace) -> int:
     if arguments.watch:
         return _watch(arguments)
     if arguments.port is not None:
-        raise ConfigError(f"--port {arguments.port} goes with --watch; an HTML file has no port")
+        raise ConfigError(f"--port {arguments.port} can only be used with --watch; an HTML file has no port")
     from dapo_jax.report import report
     from dapo_jax.storage import path_of
 
@@ -172,7 +172,7 @@ def _watch(arguments: argparse.Namespace) -> int:
     for name in ("out", "png", "rollout_steps"):
         if getattr(arguments, name) is not None:
             raise ConfigError(
-                f"--{name.replace('_', '-')} {getattr(arguments, name)} is for a page in a file, but --watch does not write a file: omit one of the two options"
+                f"--{name.replace('_', '-')} {getattr(arguments, name)} is for a page that is written to a file, but --watch does not write a file: omit one of the two options"
             )
     watch(*arguments.runs, port=arguments.port or 0)
     return 0

@@ -32,7 +32,7 @@ def prepare(data: DataConfig) -> str:
         lines.append(f"{split}: {rows.note or f'{data.source}: {len(rows):,} prompts'}")
         if rows.note:  # only datasets from files have notes, and only their references may be unparsable
             lines += [f"{split}: {line}" for line in _unread_references(rows)]
-    return visible("\n".join([*lines, f"kept in {data.data_dir}"]) + "\n")
+    return visible("\n".join([*lines, f"stored in {data.data_dir}"]) + "\n")
 
 
 def _unread_references(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -43,7 +43,7 @@ def _unread_references(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         if unread:
             first = ", ".join(f"{row['answer']!r:.60} ({row['source_row']})" for row in unread[:SHOWN])
             more = ", ..." if len(unread) > SHOWN else ""
-            lines.append(f"{len(unread):,} references that {grader} cannot read as a whole: {first}{more}")
+            lines.append(f"{len(unread):,} references that {grader} cannot parse completely: {first}{more}")
     return lines
 
 

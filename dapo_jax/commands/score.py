@@ -113,7 +113,7 @@ def _shares(scores: Scores, names: Sequence[str], width: int) -> list[str]:
     """Returns a table with each grader's accuracy and its agreement with every grader."""
     columns = ["correct", *names]
     lines = [
-        f"{len(scores.rows)} responses; the share that a grader judges correct (a score: above 0), and the share on which two graders agree",
+        f"{len(scores.rows)} responses. Each row contains the share that a grader judges correct (score above 0), and its agreement with each grader",
         "",
         "  ".join([" " * width, *(f"{name:>7}" for name in columns)]),
     ]
@@ -154,6 +154,6 @@ def _rows(named: str | AnyPath) -> list[dict[str, Any]]:
         raise ConfigError(f"cannot read rollouts: {error}") from error
     if not rows:
         raise ConfigError(
-            f"{named} holds no rollouts; give a run's rollouts/ folder, a JSONL file in it, or the folder of dapo-jax eval --keep"
+            f"{named} contains no rollouts; specify a run's rollouts/ folder, a JSONL file in it, or the folder of dapo-jax eval --keep"
         )
     return rows

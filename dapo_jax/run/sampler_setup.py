@@ -214,7 +214,7 @@ def cache_note(sizes: PageSizes, *, room: int, memory: int) -> str:
     if tokens == most:
         holds = f"all {sizes.holders} responses of up to {sizes.capacity:,} tokens"
     else:
-        holds = f"{tokens:,} tokens, but all {sizes.holders} responses may have {most:,}: responses wait or are preempted when it is full"
+        holds = f"{tokens:,} tokens, but all {sizes.holders} responses may need {most:,}: responses wait or are preempted when the cache is full"
     return (
         f"the KV cache has room for {holds}; {room / 2**30:.2f} of a device's {memory / 2**30:.2f} GiB were available for it "
         "(to change its size, set sampling.cache_tokens)"
