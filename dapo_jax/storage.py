@@ -206,7 +206,7 @@ def range_bytes(path: AnyPath, start: int, stop: int) -> bytes:
 
 
 def _asked(path: AnyPath, ask: Callable[[], _Found]) -> _Found:
-    """Returns the result of a storage request about an object. Raises OSError if the object is missing or the request fails."""
+    """Sends the storage request `ask` for the object `path` and returns the result. Raises OSError if the object is missing or the request fails."""
     try:
         return ask()
     except FileNotFoundError as error:

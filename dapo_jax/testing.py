@@ -179,7 +179,7 @@ class ScriptedEngine:
 
 
 def tiny_decoder_config(**changes: Any) -> DecoderConfig:
-    """Returns a Llama-like configuration with two layers and a vocabulary of 20 tokens, in which `changes` override fields. All sizes are even."""
+    """Returns a Llama-like configuration with 2 layers, a vocabulary of 20 tokens, and even sizes that can be sharded. `changes` override fields."""
     sizes: dict[str, Any] = {
         "vocab_size": 20, "embed_dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "mlp_dim": 48,
         "max_positions": 64,
@@ -188,7 +188,7 @@ def tiny_decoder_config(**changes: Any) -> DecoderConfig:
 
 
 def tiny_params(config: DecoderConfig, *, seed: int = 0) -> nnx.State:
-    """Returns random decoder parameters, in which norms differ from 1 and biases from 0. Nothing is compiled."""
+    """Returns random decoder parameters without compiling. No norm weight is 1 and no bias is 0, so a test fails if one of them is ignored."""
     rng = np.random.default_rng(seed)
 
     def fill(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:

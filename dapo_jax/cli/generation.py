@@ -44,7 +44,7 @@ def add_to(commands: Commands) -> None:
     made = command(commands, "eval", evaluate)
     made.add_argument("model", help=MODEL)
     add_overrides(made)
-    option(made, "--config", "configuration file (default: the run folder's own)", "FILE")
+    option(made, "--config", "configuration file (default: the run's configuration)", "FILE")
     option(made, "--data", "dataset to evaluate on", "NAME")
     option(made, "--path", "file or folder of the dataset; without --data, loaded as `jsonl`", "PATH")
     option(made, "--split", "split of the dataset (default test, or the only split)", "SPLIT")
@@ -85,14 +85,14 @@ def add_to(commands: Commands) -> None:
     option(made, "--model-name", "over HTTP: name that requests use for the model (default MODEL)", "NAME")
     text = "maximum number of waiting responses; further requests are asked to retry (default 1024)"
     option(made, "--queue", text, "RESPONSES", type=int)
-    text = "make responses bitwise independent of other requests; needs a multiple of 8 slots per device"
+    text = "make responses bitwise independent of other requests; requires a multiple of 8 slots per device"
     option(made, "--batch-invariant", text)
     option(made, "--steps-per-call", "tokens per streamed message", default=4)
     text = "tokens per page of the KV cache; 0: a default for the platform"
     option(made, "--page-tokens", text, default=0)
     text = "dtype of activations and matrix products"
     option(made, "--compute-dtype", text, choices=("float32", "bfloat16"), default="float32")
-    option(made, "--compilation-cache", "for compiled programs", "FOLDER", default="~/.cache/dapo_jax/xla")
+    option(made, "--compilation-cache", "cache for XLA programs", "FOLDER", default="~/.cache/dapo_jax/xla")
 
 
 def evaluate(arguments: argparse.Namespace) -> int:

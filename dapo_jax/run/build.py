@@ -56,7 +56,7 @@ class Run:
     ) -> None:
         """Loads the model and the data, and starts the graders. Reports progress through `say`.
 
-        If `resumes` is True, `start` will restore a checkpoint, so initial weights that only a new run needs are not loaded.
+        Set `resumes` if `start` will restore a checkpoint: then initial weights that only a new run would use are not loaded.
         """
         self.config, model, data = config, config.model, config.data
         self._mesh = mesh_of(config.parallel, rows_per_microbatch=config.batch.rows_per_microbatch)

@@ -72,7 +72,7 @@ class EndOfStep(Observer):
         self._now, self._saved = start, start.position.step
 
     def start(self) -> None:
-        """Runs the evaluation before training or, in a resumed run, an evaluation that was interrupted. Must be called before the first step.
+        """Evaluates the initial policy or, in a resumed run, repeats an interrupted evaluation. Must be called before the first step.
 
         Raises:
             StoppedError: the run was asked to stop.

@@ -35,7 +35,7 @@ ASYNC_CALLS = 64
 """Maximum number of concurrent calls of async reward functions."""
 
 WORKER_MEMORY_MB = 2048
-"""Memory limit of a worker in MiB, in addition to the loaded grader or environment. Enforced only on Linux."""
+"""Maximum memory in MiB that a worker may use in addition to its loaded grader or environment. Enforced only on Linux."""
 
 Close = Callable[[], None]
 

@@ -1,6 +1,6 @@
 """The guard of a run detects skipped updates, non-finite weights and a mismatch between sampler and trainer. It also runs the watchdogs.
 
-At the end of each step, it decides whether to stop the run. It uses only numbers that are equal in all processes, so that all of them stop together.
+At the end of each step, it decides whether to stop the run. It uses only numbers that are the same in every process, so that all processes stop together.
 """
 
 import functools

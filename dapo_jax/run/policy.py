@@ -68,7 +68,7 @@ class Policy:
 
     decoder: DecoderConfig
     params: nnx.State
-    """The trained parameters: the adapters with LoRA, otherwise all parameters."""
+    """The trained parameters: only the adapters if LoRA is used, otherwise all parameters."""
     tokenizer: Tokenizer
     frozen: nnx.State = field(default_factory=lambda: nnx.State({}))
     """The base weights under LoRA adapters. Layers are stacked unless the sampler shares their arrays (`parallel.weights.shares_base`)."""

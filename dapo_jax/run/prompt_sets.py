@@ -141,7 +141,7 @@ def joined(lists: Sequence[GivenRows]) -> LoadedRows:
 
     def read(index: int) -> Mapping[str, Any]:
         which = int(np.searchsorted(ends, index, side="right"))
-        return lists[which][index - int(ends[which])]  # a negative index, which counts from the end
+        return lists[which][index - int(ends[which])]  # the index is negative
 
     return LoadedRows(range(int(ends[-1])), read=read)
 

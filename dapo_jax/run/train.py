@@ -99,7 +99,7 @@ def train(
     first = is_first()
     metric = config.dynamic_sampling.metric
     shown = progress or Progress(config.steps, metric=metric, console=Console(quiet=not first))
-    # There are two stacks, because the folder must stay locked until the model is written, which happens after everything else is closed.
+    # There are two stacks, because the folder must stay locked until everything else is closed and the model is written.
     with ExitStack() as held, ExitStack() as stack:
         run_dir, config, lock = claim_run_dir(config, resume=resume, overwrite=overwrite, held=held, lost=end)
         # `tell_others` must run before each exit callback that may wait for the other processes, so it is pushed again after each such callback.

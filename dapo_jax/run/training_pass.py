@@ -29,7 +29,7 @@ class TrainingPass:
     layout: Layout
     row_tokens: int
     packing: dict[str, Any]
-    """Arguments of `row_packing.pack`: the number of device groups, whether prompts may be shared, and the shorter row lengths."""
+    """Keyword arguments for `row_packing.pack`: the number of device groups, whether prompts may be shared, and the shorter row lengths."""
 
 
 def training_pass(
@@ -103,7 +103,7 @@ def _attention(model: ModelConfig, device: AnyDevice, head_dim: int, context: in
         return model.attention
     if platform == "tpu":
         return "splash"
-    # AMD GPUs have names instead of numbers here.
+    # The compute capability of an AMD GPU is a name, not a number.
     capability = getattr(device, "compute_capability", "")
     hopper = capability[:1].isdigit() and float(capability) >= 9.0
     able = model.compute_dtype == "bfloat16" and context == 1 and width
