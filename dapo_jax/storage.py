@@ -91,7 +91,7 @@ def check_access(folder: AnyPath, *, write: bool) -> None:
             _objects().pipe_file(probe, b"")
             deed = f"deleting from {folder}"
             _objects().rm_file(probe)
-    except Exception as error:  # each client has its own error classes
+    except Exception as error:  # the storage clients have no common error class
         raise ValueError(
             f"{deed} failed: {_message(error)}; the bucket must exist, and this user needs "
             f"{'roles/storage.objectUser' if write else 'roles/storage.objectViewer'} and storage.buckets.get "
@@ -211,7 +211,7 @@ def _asked(path: AnyPath, ask: Callable[[], _Found]) -> _Found:
         return ask()
     except FileNotFoundError as error:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from error
-    except Exception as error:  # each client has its own error classes
+    except Exception as error:  # the storage clients have no common error class
         why = _message(error)
         if "storage.objects." in why:
             why += "; this user needs roles/storage.objectViewer on the bucket"

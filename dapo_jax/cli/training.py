@@ -49,7 +49,7 @@ def train(arguments: argparse.Namespace) -> int:
 def _held_out(lines: Sequence[Mapping[str, float | int]], *, metric: str) -> Iterator[str]:
     """Yields a line for each score in the last evaluation. The line also contains the score in the first evaluation, if it is available.
 
-    The score is not available if the evaluation settings were changed when the run was resumed.
+    The first score is not available if the evaluation settings were changed when the run was resumed.
     """
     from dapo_jax.evaluation import score_text
 

@@ -15,13 +15,13 @@ from dapo_jax.text.formatting import PromptFormat
 from dapo_jax.text.tokenizers import ByteTokenizer, load_tokenizer
 
 SHOWN = 5
-"""Maximum number of unparsable references to show per grader."""
+"""Maximum number of reference answers to show per grader that the grader cannot parse."""
 
 _QUANTILES = {"min": 0.0, "median": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
 
 
 def prepare(data: DataConfig) -> str:
-    """Prepares the dataset if needed. Returns a report with the number of rows, the rows left out, and the references that graders cannot parse.
+    """Prepares the dataset if needed. Returns a report with the number of rows, the rows left out, and the reference answers that graders cannot parse.
 
     Raises:
         ConfigError: the dataset cannot be loaded. The message names the file and line of an invalid row.

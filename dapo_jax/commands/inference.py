@@ -44,7 +44,7 @@ _NO_SHAPING = OverlongConfig(enabled=False)
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The result of `evaluate`."""
+    """The scores and graded responses, returned by `evaluate`."""
 
     scores: dict[str, float]
     """Metrics such as `eval/NAME/avg@32`, from `evaluation.summarize`."""
@@ -71,7 +71,7 @@ def evaluate(
         overrides: strings `key=value`, which override configuration keys.
         rows: rows with `prompt` and `answer` to evaluate on, instead of a dataset.
         reward: function that grades one `rewards.Sample`. Defaults to `config.reward.grader`.
-        keep: folder for all rollouts (FOLDER/NAME/step_000000.jsonl) and problems (FOLDER/problems/NAME.jsonl).
+        keep: folder to which all rollouts (FOLDER/NAME/step_000000.jsonl) and the scores of each problem (FOLDER/problems/NAME.jsonl) are written.
 
     Raises:
         ConfigError: there is no such model, dataset or grader, or a value cannot be used.

@@ -60,7 +60,7 @@ def score(
 
     Args:
         rollouts: a JSONL file, or a folder of such files: a run's `rollouts/`, or the folder of `dapo-jax eval --keep`.
-        graders: graders, each in the form of `reward.grader`.
+        graders: the graders to apply, each in the same format as `reward.grader`.
         answer_marker: answer marker for the grader `exact`.
         workers: number of processes for graders that may hang. 0 means that all graders run in this process.
         timeout_s: time limit in seconds for one response.

@@ -35,7 +35,7 @@ from dapo_jax.training.update import UpdateOptions, Updater
 
 @dataclass(frozen=True, kw_only=True)
 class SftResult:
-    """The result of `sft`."""
+    """The trained policy and the last metrics, returned by `sft`."""
 
     policy: Policy
     metrics: dict[str, float]
@@ -45,7 +45,7 @@ class SftResult:
 def sft(config: SftConfig | str | Path, *, progress: Progress | None = None) -> SftResult:
     """Trains a model on prompt / response pairs and writes it to `run_dir/model`.
 
-    The loss is the negative log-likelihood of the responses, including the end token, averaged over all tokens.
+    The loss is the negative log-likelihood of the responses, including the end token, averaged over all response tokens.
 
     Raises:
         ConfigError: the configuration cannot be run, or another process is training in the same folder. Training has not started.

@@ -25,7 +25,7 @@ class Found:
     details: tuple[str, ...] = ()
     """Further lines to print below the table of results."""
     seconds: float = field(default=0.0, compare=False)
-    """How long the check took."""
+    """Duration of the check."""
 
 
 @dataclass(frozen=True)

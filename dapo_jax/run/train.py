@@ -35,7 +35,7 @@ from dapo_jax.training.update import Objective, check_objective
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """The result of `train`."""
+    """The run's folder, trained policy and metrics, returned by `train`."""
 
     run_dir: AnyPath
     """The run's folder. A local path is absolute."""
