@@ -39,7 +39,7 @@ from dapo_jax.training.update import Objective
 
 
 class Run:
-    """The objects of a training run, built from its configuration."""
+    """A training run's policy, prompts, sampler, graders and updater, built from its configuration."""
 
     def __init__(
         self,

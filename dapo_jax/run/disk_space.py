@@ -13,7 +13,7 @@ STATE_BYTES, EXPORT_BYTES = 12, 4
 """Bytes per parameter: 12 in a checkpoint (float32 weights and two optimizer moments), and 4 in the model that is written after the last step."""
 
 SPARE = 2**30
-"""Spare bytes in addition to the bytes that a run writes. If a disk has less free space, a warning is shown."""
+"""Number of bytes that should stay free on a disk after a run. If fewer would, a warning is shown."""
 
 _LEAST = 2**20
 """Minimum free bytes on each disk, for a run's metrics, logs and configuration."""
@@ -48,7 +48,7 @@ def written_by(config: TrainConfig, parameters: int) -> dict[str, tuple[str, int
     checkpoint, evaluates = config.checkpoint, config.checkpoint.keep_best and config.eval.every_steps
     saved = 1 + (config.steps // checkpoint.every_steps if checkpoint.every_steps else 0)
     saved += config.steps // config.eval.every_steps if evaluates else 0
-    most = checkpoint.keep + 1 + bool(evaluates)  # + 1: a checkpoint being written; bool: the best one
+    most = checkpoint.keep + 1 + bool(evaluates)  # a save in progress, and the best checkpoint
     size = parameters * (min(saved, most) * STATE_BYTES + EXPORT_BYTES)
     if not in_bucket(config.run_dir):
         folders = [path_of(config.run_dir) / name for name in ("checkpoints", "model")]

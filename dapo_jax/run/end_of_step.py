@@ -63,7 +63,7 @@ class EndOfStep(Observer):
     ) -> None:
         """Stores the objects of the run.
 
-        The run begins or resumes at `start`. `identity` is stored in checkpoints. `check` raises an error if the run has lost the lock on its
+        The run starts or resumes at `start`. `identity` is stored in checkpoints. `check` raises an error if the run has lost the lock on its
         folder and must not write to it any more. Only the first process writes metrics, so `records` is None in all other processes.
         """
         self._config, self._run_dir, self._evaluate, self._ratios = config, run_dir, evaluate, ratios
@@ -103,7 +103,7 @@ class EndOfStep(Observer):
     def kept(self) -> Iterator[None]:
         """Returns a context manager that saves the last finished step if the run stops or fails inside the block.
 
-        A note on the error names the checkpoint from which `--resume` continues.
+        A note is added to the error with the checkpoint from which `--resume` continues.
 
         Raises:
             CheckpointError: the run was asked to stop, but its last step could not be saved.

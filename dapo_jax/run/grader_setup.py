@@ -50,7 +50,7 @@ def grading(
     episodes: Episodes | None = None,
     on_submit: Callable[[], None] = lambda: None,
 ) -> Grading:
-    """Builds the grading of a run. The caller must close it.
+    """Builds the `Grading` object that grades a run's responses. The caller must close it.
 
     Args:
         config: configures the graders and reward shaping.

@@ -65,7 +65,7 @@ class Update:
     metrics: Mapping[str, Metric]
 
     def flags(self) -> dict[str, list[int]]:
-        """Maps each non-finite quantity to the affected microbatches' indices or, for the gradient, the parameters'. Empty if the update was applied."""
+        """Maps each non-finite quantity to the indices of the affected microbatches (for the gradient, parameters). Empty if the update was applied."""
         largest = {name: each.value for name, each in self.metrics.items() if isinstance(each, Max)}
         found = jax.device_get(largest)
         places = {name: np.flatnonzero(found.get(_FLAG + name, 0.0) > 0).tolist() for name in WORDS}
@@ -106,7 +106,7 @@ class GuardError(RuntimeError):
     """The guard stopped the run, because further steps would be useless. The message states the cause."""
 
     def __init__(self, message: str, *, whole: StepResult | None = None) -> None:
-        """If `whole`, the result of the last step, is given, a checkpoint of that step is saved, so that the run can resume from it."""
+        """`whole` is the last step's result, if its weights can still be used. A checkpoint of that step is then saved, so that the run can resume."""
         super().__init__(message)
         self.whole = whole
 
@@ -147,9 +147,9 @@ class Guard(Observer):
         """Checks the step, and adds the guard's metrics to `result.metrics`.
 
         Raises:
-            GuardError: the weights are not finite, or a limit in `config.guard` is exceeded. The metrics of the step are written first.
+            GuardError: the weights are not finite, or a limit in `config.guard` is exceeded. The step's metrics have been written.
         """
-        self._check()  # comes before this and later observers write to the folder
+        self._check()  # first, because this observer and later ones write to the folder
         metrics, step = result.metrics, result.position.step
         skipped, drifted = self._skipped(result), self._drifted(step, metrics)
         bad = nonfinite_leaves(result.state.params)
@@ -166,7 +166,7 @@ class Guard(Observer):
             raise GuardError(found, whole=None if ruined or drifted else result)
 
     def before_sampling(self, position: Position, collector: Collector) -> None:
-        """Clears the list of groups with non-finite log-probabilities, which are recorded for one step only."""
+        """Clears the previous step's list of groups with non-finite log-probabilities."""
         self._strange = []
 
     def on_group(self, group: Group, collector: Collector) -> None:
@@ -186,7 +186,7 @@ class Guard(Observer):
     def after_update(
         self, minibatch: Minibatch, metrics: Mapping[str, Metric], *, learning_rate: float
     ) -> None:
-        """Stores the update until the end of the step."""
+        """Stores the update, which is checked at the end of the step."""
         self._updates.append(Update(minibatch, learning_rate, metrics))
 
     def _skipped(self, result: StepResult) -> str:

@@ -26,7 +26,7 @@ from dapo_jax.training.update import Updater
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """The result of a finished step."""
+    """The position, train state, groups and metrics at the end of a finished step."""
 
     position: Position
     state: TrainState
@@ -41,7 +41,7 @@ class Observer:
     """
 
     def before_sampling(self, position: Position, collector: Collector) -> None:
-        """Called when a step begins. `position` is the end of the previous step, and `collector` is empty."""
+        """Called when a step starts. `position` is the end of the previous step, and `collector` is empty."""
 
     def on_group(self, group: Group, collector: Collector) -> None:
         """Called after a group was sampled, graded and added to `collector`. Groups may arrive in a different order than their prompts."""
@@ -63,7 +63,7 @@ class Observer:
         return minibatches
 
     def before_update(self, state: TrainState, minibatch: Minibatch, *, index: int, count: int) -> None:
-        """Called before each of the `count` updates in the step. `index` is the number of the update, from 0. The update donates `state`."""
+        """Called before each of the `count` updates in the step. `index` counts the updates of the step from 0. The update donates `state`."""
 
     def after_update(
         self, minibatch: Minibatch, metrics: Mapping[str, Metric], *, learning_rate: float
