@@ -103,7 +103,7 @@ class StepProgress(Observer):
         self._warned = self._warned_lost = False
 
     def before_sampling(self, position: Position, collector: Collector) -> None:
-        """Shows that sampling has begun."""
+        """Shows that sampling has started."""
         self._step, self._began, self._now = position.step + 1, position.cursor, collector
         self._first_wave = 0
         self._example: tuple[Group, int] | None = None

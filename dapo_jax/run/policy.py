@@ -100,7 +100,7 @@ class Policy:
         base, adapters = (self.params, None) if decoder.lora is None else (self.frozen, self.params)
         alone = adapters is not None and not merge
         if not is_first():
-            # All processes must take part in gathering a tensor.
+            # Gathering a sharded tensor is a collective operation, so all processes must take part.
             tensors = adapter_tensors(decoder, adapters) if alone else exported(decoder, base, adapters)
             return sum(tensor.fetch().size for tensor in tensors) * jnp.dtype(dtype).itemsize
         # The tokenizer is written first, because a folder with config.json or adapter_config.json is treated as a complete model.
@@ -236,7 +236,7 @@ def _read_base(model: ModelConfig, adapter: "_Adapter | None", read: Callable[[M
 
 
 class _Adapter(NamedTuple):
-    """An adapter folder, if `model.source` is one, and the base model that its configuration specifies."""
+    """The adapter in an adapter folder, and the base model that the adapter's configuration specifies."""
 
     shape: LoraShape
     file: TensorFile
@@ -287,7 +287,7 @@ def find_policy(
     config = load_config(run / "config.yaml")
     # The configured mesh is not used, because this machine may have different devices.
     mesh = mesh_of(ParallelConfig()) if mesh is None else mesh
-    # With LoRA, a checkpoint contains only adapters, so the base weights are loaded from the base model.
+    # With LoRA, a checkpoint does not contain the base weights, so they are loaded from the base model.
     weights, lora = config.lora.rank > 0, lora_of(config.lora)
     policy = load_policy(config.model, lora=lora, seed=config.seed, mesh=mesh, weights=weights, shares=shares)
     target = state_structs(policy.params, optimizer_of(config.optimizer), mesh)

@@ -125,7 +125,7 @@ def updater_of(
     reference: nnx.State | None = None,
     frozen: nnx.State | None = None,
 ) -> Updater:
-    """Returns the updater that `config` describes. Runs with the same options share one, unless it has a custom objective, a reference policy or a LoRA base.
+    """Returns the updater that `config` describes. Runs share it, unless they have a custom objective, a reference policy or a LoRA base.
 
     Raises:
         ValueError: `loss.kl_coef` is set without a reference policy, or there is a reference policy without `loss.kl_coef`.
