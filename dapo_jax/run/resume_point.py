@@ -41,7 +41,7 @@ class ResumePoint:
         """Returns the JSON data for a checkpoint, with the run's `identity`. Carried groups and responses in flight are stored separately, as arrays."""
         progress: dict[str, Any] = {"cursor": self.position.cursor, IDENTITY: dict(identity)}
         if self.unfinished is not None:
-            progress[UNFINISHED] = json.dumps(self.unfinished)  # text, because `progress` must not contain NaN
+            progress[UNFINISHED] = json.dumps(self.unfinished)  # as text, because NaN is not valid JSON
         return progress
 
 
@@ -121,7 +121,7 @@ def model_files(folder: AnyPath | None, *, weights: bool) -> dict[str, str]:
 
 
 def with_weights_of(own: Mapping[str, Any], progress: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds to the identity `own` the digests of the initial weights in the checkpoint's `progress`, because a resumed run does not always load those weights."""
+    """Adds to `own` the digests of the initial weights in the checkpoint's `progress`, because a resumed run does not always load those weights."""
     began = {name: each for name, each in progress[IDENTITY]["model"].items() if name.endswith(_WEIGHTS)}
     return {**own, "model": {**began, **own["model"]}}
 

@@ -41,7 +41,7 @@ def prefill_of(
     in_flight: int = 0,
     has_turns: bool = False,
 ) -> PrefillShape:
-    """Returns the shape of one prefill. Contexts may be as long as a prompt and its response if there are responses in flight or episodes."""
+    """Returns the shape of one prefill. With responses in flight or episodes, a context may contain a prompt and its whole response."""
     capacity = max_prompt_tokens + sampling.max_response_tokens
     prompts = prompts_at_once(sampling, group_size)
     return prefill_shape(
@@ -78,7 +78,7 @@ def response_sampler(
         max_prompt_tokens: maximum length of a prompt.
         compute_dtype: dtype of matrix products. Also the dtype of weights and KV cache, unless `sampling` sets another.
         group_size: number of responses to a prompt.
-        in_flight: maximum number of responses in flight in this sampler. If 0, each response is sampled to its end.
+        in_flight: maximum number of responses in flight in this sampler. If 0, no response is carried over to a later step.
         has_turns: whether responses are episodes of several turns.
         resident: memory in use on each device during sampling, in bytes, without the sampler's weights and cache.
         memory: memory of a device in bytes. Defaults to the amount that the devices report. CPUs do not report an amount.

@@ -62,7 +62,7 @@ def train(
 
     Args:
         config: a configuration, or the path of a configuration file.
-        reward: a reward function. It gets one `rewards.Sample`, or with `rewards.whole_group` a list of all samples of a group, and returns a
+        reward: a reward function. It receives one `rewards.Sample`, or with `rewards.whole_group` a list of all samples of a group, and returns a
             bool, a number or a `Verdict` for each sample. It may be `async`. Alternatively a list of (function or grader's name, weight)
             pairs, which are combined into a weighted sum; the first entry decides correctness. Defaults to `config.reward`.
         prompts: rows with `prompt` and `answer` to train on. Defaults to the dataset `config.data.source`.
@@ -85,7 +85,7 @@ def train(
         StoppedError: the run was asked to stop.
 
     Before an error is raised, the last finished step is saved if possible. A note on the error (`__notes__`, shown in the traceback)
-    names the checkpoint from which `resume` continues. After a KeyboardInterrupt, nothing is saved, but a save in progress is finished.
+    specifies the checkpoint from which `resume` continues. After a KeyboardInterrupt, nothing is saved, but a save in progress is finished.
     """
     config = config if isinstance(config, TrainConfig) else load_config(config)
     if objective is not None:
