@@ -113,7 +113,7 @@ def _shares(scores: Scores, names: Sequence[str], width: int) -> list[str]:
     """Returns a table with each grader's accuracy and its agreement with every grader."""
     columns = ["correct", *names]
     lines = [
-        f"{len(scores.rows)} responses. Each row contains the share that a grader judges correct (score above 0), and its agreement with each grader",
+        f"{len(scores.rows)} responses; each row contains the share that a grader judges correct (score above 0), and its agreement with each grader",
         "",
         "  ".join([" " * width, *(f"{name:>7}" for name in columns)]),
     ]

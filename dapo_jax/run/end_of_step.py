@@ -64,7 +64,7 @@ class EndOfStep(Observer):
         """Stores the objects of the run.
 
         The run starts or resumes at `start`. `identity` is stored in checkpoints. `check` raises an error if the run has lost the lock on its
-        folder and must not write to it any more. Only the first process writes metrics, so `records` is None in all other processes.
+        folder and must not write to it any more. Only the first process writes metrics; all other processes pass `records=None`.
         """
         self._config, self._run_dir, self._evaluate, self._ratios = config, run_dir, evaluate, ratios
         self._checkpointer, self._records, self._shown = checkpointer, records, shown

@@ -430,7 +430,7 @@ def description_of(
 ) -> tuple[DecoderConfig, Tokenizer, AnyPath | None]:
     """Returns the decoder configuration, the tokenizer and the model folder. Never reads weights, but downloads them from the hub if `weights` is True.
 
-    For a preset, the folder is None, and the tokenizer determines the vocabulary size.
+    For a preset, returns None as the folder, and uses the vocabulary size of the tokenizer.
 
     Raises:
         ValueError: the model does not exist, or its configuration or tokenizer cannot be read.
