@@ -61,7 +61,7 @@ def consensus(group: Group) -> float:
 def problem_scores(group: Group) -> dict[str, float]:
     """Returns `avg@k`, `pass@j`, `cons@k` and `reward` of one problem with k responses.
 
-    j is k or a power of two between 2 and k, for example 2, 4 or 8 for k = 8. pass@1 is omitted except for k = 1, because it equals avg@k.
+    There is one `pass@j` for j = k and for each power of two from 2 up to k. pass@1 is omitted except for k = 1, because it equals avg@k.
     The reward is the mean over the responses, without the overlong penalty.
     """
     k = len(group.rollouts)
@@ -129,8 +129,8 @@ def responses_kept(problems: int, responses: int = LOGGED_RESPONSES) -> list[int
 def problem_record(group: Group, responses: int = 0) -> dict[str, Any]:
     """Returns a log record of one problem as JSON-serializable values: its scores, and the data from which they are computed.
 
-    `place` is the index of the row in its file, if known. `extracted` lists the extracted answers (null if missing), most frequent first, each with
-    the number of responses and of correct responses. `responses` contains the first `responses` responses with their verdicts.
+    In the record, `place` is the index of the row in its file, if known. `extracted` lists the extracted answers (null if missing), most frequent first,
+    each with its number of responses and of correct responses. `responses` contains the first few responses and their verdicts; the argument sets the number.
     """
     rollouts = group.rollouts
     given = Counter(rollout.verdict.extracted for rollout in rollouts)

@@ -4,7 +4,7 @@ In a local folder, the lock is `flock` on the file `.lock`. The operating system
 removed or renamed, another run could lock a new file. So the holder checks that the file still exists before it writes.
 
 In a bucket, the lock is a lease: an object `.lock` that a thread renews every `RENEW_S` seconds. It expires if it is not renewed for
-`LEASE_S` seconds by the storage's clock. Each write to the lease names the object generation that it replaces. So only one of two runs can
+`LEASE_S` seconds by the storage's clock. Each write to the lease specifies the object generation that it replaces. So only one of two runs can
 take over an expired lease, and a holder that was suspended for too long detects that it has lost the lease.
 """
 
@@ -178,7 +178,7 @@ class _FileLock(Lock):
                 self._path.unlink()
                 self._path.parent.rmdir()
         with suppress(OSError):
-            fcntl.flock(self._file, fcntl.LOCK_UN)  # another process may have inherited the open file
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # closing is not enough if a child process inherited it
         self._close()
 
     def _close(self) -> None:
@@ -216,20 +216,20 @@ class _Lease(Lock):
         except self._failures as error:
             raise LockLostError(
                 f"{self._name} was not renewed for {LEASE_S:.0f} s and cannot be now ({error}), so another run may have it. "
-                f"{_LEAVES}; resume from the last checkpoint when the bucket answers"
+                f"{_LEAVES}; resume from the last checkpoint once the bucket can be reached"
             ) from error
 
     def release(self) -> None:
         if self._ended.is_set() or os.getpid() != self._process:
             return
         self._ended.set()
-        with self._turn, suppress(Exception):  # if this fails, another run has the lease, or it will expire
+        with self._turn, suppress(Exception):  # harmless: another run has the lease, or it expires
             self._bucket.blob(self._object).delete(if_generation_match=self._generation, timeout=RENEW_S)
 
     def _take(self) -> None:
         probe = self._bucket.blob(f"{self._object}-{secrets.token_hex(4)}")
         probe.upload_from_string(b"")
-        ahead_s = probe.updated.timestamp() - time.monotonic()  # how far the storage's clock is ahead
+        ahead_s = probe.updated.timestamp() - time.monotonic()  # offset of the storage's clock
         probe.delete()
         first = 0
         while True:
@@ -277,9 +277,9 @@ class _Lease(Lock):
             self._generation = int(blob.generation)
         except self._errors.PreconditionFailed:
             there, _, holder = self._found()
-            if not there:  # the lease was deleted manually
+            if not there:  # the lease was deleted by hand, so a new lease is written
                 return bool(generation) and self._write(0, **how)
-            if holder != self._me:  # otherwise this retries a write that has already succeeded
+            if holder != self._me:  # if equal, an earlier attempt of this write has already succeeded
                 return False
             self._generation = there
         self._renewed = began
@@ -288,7 +288,7 @@ class _Lease(Lock):
     def _found(self) -> tuple[int, float, bytes]:
         """Returns the lease's generation, renewal time by the storage's clock, and contents. If there is no lease, they are 0, 0 and empty."""
         while (blob := self._bucket.get_blob(self._object)) is not None:
-            with suppress(self._errors.NotFound, self._errors.PreconditionFailed):  # changed since `get_blob`
+            with suppress(self._errors.NotFound, self._errors.PreconditionFailed):  # try again if it changed
                 data = blob.download_as_bytes(if_generation_match=blob.generation)
                 return int(blob.generation), blob.updated.timestamp(), data
         return 0, 0.0, b""

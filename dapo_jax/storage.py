@@ -91,7 +91,7 @@ def check_access(folder: AnyPath, *, write: bool) -> None:
             _objects().pipe_file(probe, b"")
             deed = f"deleting from {folder}"
             _objects().rm_file(probe)
-    except Exception as error:  # each client has its own error classes
+    except Exception as error:  # the storage clients have no common error class
         raise ValueError(
             f"{deed} failed: {_message(error)}; the bucket must exist, and this user needs "
             f"{'roles/storage.objectUser' if write else 'roles/storage.objectViewer'} and storage.buckets.get "
@@ -154,7 +154,7 @@ def _raise_listing(error: OSError) -> None:
 
 
 def _check_file(path: Path) -> None:
-    """Raises OSError if a path is not a regular file, because reading a pipe or a device may never end."""
+    """Raises OSError if a path is not a regular file, because reading from a pipe or a device may block forever."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "it is not a file", str(path))
 
@@ -206,12 +206,12 @@ def range_bytes(path: AnyPath, start: int, stop: int) -> bytes:
 
 
 def _asked(path: AnyPath, ask: Callable[[], _Found]) -> _Found:
-    """Returns the result of a storage request about an object. Raises OSError if the object is missing or the request fails."""
+    """Sends the storage request `ask` for the object `path` and returns the result. Raises OSError if the object is missing or the request fails."""
     try:
         return ask()
     except FileNotFoundError as error:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from error
-    except Exception as error:  # each client has its own error classes
+    except Exception as error:  # the storage clients have no common error class
         why = _message(error)
         if "storage.objects." in why:
             why += "; this user needs roles/storage.objectViewer on the bucket"

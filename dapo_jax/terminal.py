@@ -99,7 +99,7 @@ class _Descriptor(io.FileIO):
     def __init__(self, number: int, gone: Callable[[], None]) -> None:
         super().__init__(number, "w", closefd=False)
         self._gone = gone
-        device = stat.S_ISCHR(os.fstat(number).st_mode)  # must be checked while the terminal is open
+        device = stat.S_ISCHR(os.fstat(number).st_mode)  # cannot be checked once the terminal is closed
         self._no_reader = (*_NO_READER, errno.EIO) if device else _NO_READER
 
     def write(self, data: Any) -> int | None:

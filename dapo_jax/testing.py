@@ -90,7 +90,7 @@ class ScriptedEngine:
     def prefill(
         self, params: PyTree, prompts: Sequence[Int[np.ndarray, " _"]]
     ) -> Iterator[list[tuple[int, Int[np.ndarray, " prompts"], int]]]:
-        """Records the prompts and yields a single batch with their lengths, which `insert` needs."""
+        """Records the prompts and yields one batch with their lengths, which must be passed to `insert`."""
         self.prefills.append(list(prompts))
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         yield [(index, lengths, index) for index in range(len(prompts))]
@@ -157,7 +157,7 @@ class ScriptedEngine:
         return np.array([slot.drawn for slot in state], np.int32)
 
     def parked(self, lengths: Sequence[int]) -> Int[np.ndarray, " responses"]:
-        """Returns the number of tokens in the pages of each response."""
+        """Returns a prefix for responses whose pages already contain `lengths` tokens. In this engine, the prefix is `lengths`."""
         return np.array(lengths, np.int32)
 
     def release(self, state: PyTree, slots: Sequence[int]) -> tuple[ScriptedSlot, ...]:
@@ -179,7 +179,7 @@ class ScriptedEngine:
 
 
 def tiny_decoder_config(**changes: Any) -> DecoderConfig:
-    """Returns a Llama-like configuration with two layers and a vocabulary of 20 tokens, in which `changes` override fields. All sizes are even."""
+    """Returns a Llama-like configuration with 2 layers, a vocabulary of 20 tokens, and even sizes that can be sharded. `changes` override fields."""
     sizes: dict[str, Any] = {
         "vocab_size": 20, "embed_dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "mlp_dim": 48,
         "max_positions": 64,
@@ -188,7 +188,7 @@ def tiny_decoder_config(**changes: Any) -> DecoderConfig:
 
 
 def tiny_params(config: DecoderConfig, *, seed: int = 0) -> nnx.State:
-    """Returns random decoder parameters, in which norms differ from 1 and biases from 0. Nothing is compiled."""
+    """Returns random decoder parameters without compiling. No norm weight is 1 and no bias is 0, so a test fails if one of them is ignored."""
     rng = np.random.default_rng(seed)
 
     def fill(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:

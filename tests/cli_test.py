@@ -466,7 +466,7 @@ def test_data_prepare_names_references_that_a_grader_cannot_read_as_a_whole(caps
     assert main(["data", "prepare", "jsonl", *where]) == 0
     math, gsm8k = capsys.readouterr().out.splitlines()[1:3]
     assert math.startswith(
-        "train: 6 references that math cannot read as a whole: '2516_8' (own.jsonl, line 2), '0_7' (own.jsonl, line 5), "
+        "train: 6 references that math cannot parse completely: '2516_8' (own.jsonl, line 2), '0_7' (own.jsonl, line 5), "
     )
     assert math.endswith("'3_7' (own.jsonl, line 8), ...")
     assert gsm8k.startswith("train: 7 references that gsm8k cannot")

@@ -55,12 +55,12 @@ SCHEMA_VERSION = 1
 """Version of the layout above and of the `meta` item. Increase it for changes that older versions of dapo_jax cannot read."""
 
 Check = Callable[[str, Mapping[str, Any]], None]
-"""Checks a checkpoint by its name (for messages) and progress. Raises DamagedError, or ConfigError if it belongs to another run."""
+"""Called with a checkpoint's name (for messages) and its progress. Raises DamagedError, or ConfigError if the checkpoint belongs to another run."""
 
 _Read = TypeVar("_Read")
 
 _AGREED = (DamagedError, CheckpointError, ConfigError, ValueError)
-"""Errors that are raised in all processes if they occur in one process. Subclasses come first."""
+"""Errors that are raised in all processes if they occur in one process. A subclass precedes its base class."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class Checkpointer:
     Args:
         folder: the folder of all steps, local or in a bucket (see `dapo_jax.storage`).
         keep: number of most recent checkpoints to keep. At least 1.
-        keep_best: also keep the checkpoint with the highest score. If several have this score, the latest is kept.
+        keep_best: also keep the checkpoint with the highest score. If several checkpoints share the highest score, the latest is kept.
 
     Raises:
         CheckpointError: `folder` cannot be listed.
@@ -162,7 +162,7 @@ class Checkpointer:
             if not self._cleaned and jax.process_index() == 0:
                 remove_unfinished(self.folder)
             self._cleaned = True
-            self._manager.reload()  # steps may have been added or set aside since Orbax listed them
+            self._manager.reload()  # updates Orbax's list, because steps may have been added or set aside
             if score is not None:
                 self._known_scores()[step] = score
             # Without `force`, Orbax silently skips a step that it considers unnecessary.
@@ -182,7 +182,7 @@ class Checkpointer:
             raise self._failure(error) from error
 
     def failure(self) -> str:
-        """Returns the error message of the last save if it failed, but only once. Returns an empty string if it succeeded or is in progress. Does not wait."""
+        """Returns the error message if the last save failed, but only on the first call. Otherwise, and during a save, returns an empty string at once."""
         if not self._manager.is_saving_in_progress():
             try:
                 self.wait()
@@ -303,11 +303,11 @@ class Checkpointer:
 
     def best(self) -> tuple[int, float] | None:
         """Returns (step, score) of the checkpoint with the highest score, preferring later steps, or None if there are no scores."""
-        self.wait()  # so that all processes see the same steps
+        self.wait()  # during a save, processes could see different steps
         return self._best()
 
     def close(self) -> None:
-        """Waits for the save in progress and ends Orbax's threads."""
+        """Waits for the save in progress and stops Orbax's threads."""
         try:
             self.wait()
         finally:
@@ -355,10 +355,10 @@ class Checkpointer:
         """Removes the files of a failed save, and returns the error to raise."""
         if self.folder.exists():
             if jax.process_index() == 0:
-                with suppress(OSError):  # the next save tries again
+                with suppress(OSError):  # the next save tries again to remove them
                     remove_unfinished(self.folder)
             self._cleaned = False
-            self._manager.reload()  # Orbax's list no longer contains the oldest step, but the disk does
+            self._manager.reload()  # Orbax's list lacks the oldest step, which is still on the disk
         full = os.strerror(errno.ENOSPC)
         why = f"the disk is full ({full})" if full in str(error) else str(error)
         return CheckpointError(f"saving checkpoint step {self._sealing.step} in {self.folder} failed: {why}")
@@ -394,13 +394,13 @@ class Keeping(PreservationPolicy):
 
 @functools.cache
 def quiet_orbax() -> None:
-    """Hides log messages of Orbax, which repeat the errors that it raises, and messages of asyncio and TensorStore about the writes of a failed save."""
+    """Hides Orbax's log messages, because its errors contain the same text, and the messages of asyncio and TensorStore about writes of a failed save."""
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(_not_from_orbax)
     shown = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
-        # Only errors from C code, such as TensorStore, have no object.
+        # TensorStore's errors are recognised by the missing object, because they are raised in C code.
         if unraisable.object is not None or str(unraisable.exc_value) != "Event loop is closed":
             shown(unraisable)
 

@@ -1,4 +1,4 @@
-"""The files of a checkpoint, their manifest with each file's name, size and sha256, and the errors about damaged checkpoints.
+"""The files of a checkpoint, their manifest with each file's name, size and sha256, and the errors for damaged checkpoints.
 
 Orbax does not check array data, so it restores flipped bits without an error. Therefore every step has a manifest, which is compared
 with the files before anything is restored.
@@ -59,9 +59,9 @@ class DamagedError(CheckpointError):
 
 
 def unreadable(folder: epath.Path, error: Exception) -> CheckpointError:
-    """Returns the error to raise if a checkpoint cannot be read: a DamagedError, so that a resume tries the previous checkpoint.
+    """Returns the error to raise if a checkpoint cannot be read: usually a DamagedError, after which a resuming run tries the previous checkpoint.
 
-    If memory, permissions or the disk caused the failure, the checkpoint may be intact, so the error is a CheckpointError, which ends the resume.
+    If memory, permissions or the disk caused the failure, the checkpoint may be intact. The error is then a CheckpointError, which stops the run.
     """
     where = f"checkpoint {folder} cannot be read: {str(error) or type(error).__name__}"
     number = getattr(error, "errno", None)
@@ -169,7 +169,7 @@ def write_manifest(folder: epath.Path, known: Mapping[str, SealedFile]) -> None:
 
 def digested(folder: epath.Path, names: Set[str] | None = None) -> dict[str, SealedFile]:
     """Hashes the files `names` in `folder`, by default all files, and returns their manifest entries by path."""
-    # Files are listed before they are read. If an object is replaced in between, its md5 differs from the entry, so a restore checks its sha256.
+    # The md5s are listed before the files are read. So if an object is replaced in between, its md5 mismatches, and a restore checks its sha256.
     there = stored_files(folder)
     digests = _digests(folder, there.keys() if names is None else names)
     return {name: SealedFile(there[name][0], digest, there[name][1]) for name, digest in digests.items()}
@@ -245,7 +245,7 @@ def _digests(folder: epath.Path, names: Collection[str]) -> dict[str, str]:
 
 
 class Sealing:
-    """Writes the manifests of the steps in one folder. `step` must be set before Orbax begins to save a step."""
+    """Writes the manifest of each step that Orbax saves in a folder. Before each save, set the attribute `step`."""
 
     def __init__(self, folder: epath.Path) -> None:
         self._folder, self.step = folder, -1
@@ -314,7 +314,7 @@ def unpack_arrays(
     start = 0
     for name, entry in layout.items():
         stop = start + entry["bytes"]
-        # Converted through bytes, because `start` may not be aligned to the dtype.
+        # The bytes are copied first, because `start` may not be aligned for the dtype.
         flat = np.frombuffer(packed[start:stop].tobytes(), np.dtype(entry["dtype"]))
         arrays[name] = flat.reshape(entry["shape"]).copy()
         start = stop
@@ -330,7 +330,7 @@ def flattened(tree: PyTree) -> dict[str, jax.Array | jax.ShapeDtypeStruct]:
     flat: dict[str, jax.Array | jax.ShapeDtypeStruct] = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if keys and keys[-1] == jax.tree_util.GetAttrKey("value"):
-            keys = keys[:-1]  # omits the attribute of Flax's variable wrapper
+            keys = keys[:-1]  # omits `.value`, an attribute of Flax's variable class
         path = jax.tree_util.keystr(keys, simple=True, separator=".")
         if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
             raise ValueError(f"state leaf {path} is a {type(leaf).__name__}, needs a JAX array")
@@ -378,7 +378,7 @@ def check_shapes(
 
 
 def checked_json(progress: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a deep copy made by encoding and decoding JSON. Raises ValueError if the copy differs."""
+    """Encodes `progress` as JSON and returns the decoded copy. Raises ValueError if the copy differs from `progress`."""
     with suppress(TypeError, ValueError):
         copy = json.loads(json.dumps(progress, allow_nan=False))
         if copy == progress:

@@ -28,10 +28,10 @@ TOGETHER = ("train",)
 """Commands that can run as several processes."""
 
 ALONE = ("doctor", "sft", "eval", "sample", "serve", "convert")
-"""Commands that use a model and run as a single process. Commands in neither tuple need no devices."""
+"""Commands that use a model and run as a single process. Commands that are neither here nor in `TOGETHER` do not use JAX devices."""
 
 LASTING = ("train", "sft", "serve")
-"""Long-running commands. They print a message if their output no longer has a reader."""
+"""Long-running commands. They print a message once the reading end of their output is closed."""
 
 NO_BACKEND = "Unable to initialize backend"
 """Beginning of JAX's error message if no requested platform has a device."""
@@ -52,7 +52,7 @@ def _report_gone(stream: str, name: str) -> None:
     message = f"dapo-jax {name}: {stream} has no reader any more; the command continues, and its files will be complete\n"
     with suppress(OSError):
         if name in LASTING:
-            os.write(2, message.encode())  # written directly, because a stream has just failed
+            os.write(2, message.encode())  # bypasses sys.stderr, which may be the stream that failed
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -73,7 +73,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if name in TOGETHER + ALONE:
             keep_quiet()
         status = arguments.command(arguments)
-        sys.stdout.flush()  # so that an error, such as a full disk, is raised here and handled
+        sys.stdout.flush()  # raises write errors, such as a full disk, here, where they are handled
         processes.leave()
         return status
     except StoppedError as error:
@@ -158,7 +158,7 @@ class _Parser(argparse.ArgumentParser):
     """An argument parser that suggests the most similar valid choice if a choice is invalid."""
 
     def error(self, message: str) -> NoReturn:
-        message = message.replace(", key=value", "")  # argparse lists optional overrides as missing arguments
+        message = message.replace(", key=value", "")  # optional, but argparse lists it as a missing argument
         if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
             near = nearest(found[1], re.findall(r"[\w-]+", found[2]))
             message += f"; did you mean {near[0]!r}?" if near else ""

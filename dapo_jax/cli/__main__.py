@@ -1,4 +1,4 @@
-"""`python -m dapo_jax.cli`."""
+"""Runs the command line for `python -m dapo_jax.cli`."""
 
 import sys
 

@@ -12,7 +12,7 @@ from dapo_jax.config.keys import without_secrets
 from dapo_jax.terminal import visible
 
 LONGEST_MESSAGE = 1800
-"""Maximum length of a printed error message. Longer messages are possible if they quote a file."""
+"""Maximum number of characters to print of an error message. Messages that quote a file can be longer, and are shortened."""
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -31,7 +31,7 @@ def command(commands: Commands, name: str, function: Callable[..., int]) -> argp
 def option(
     made: argparse.ArgumentParser, name: str, text: str, metavar: str | None = None, **how: Any
 ) -> None:
-    """Adds an option, which is a flag if neither `metavar` nor `how` is given. If the default is a number, values are converted to the same type."""
+    """Adds an option, which is a flag if neither `metavar` nor `how` is given. If the default is a number, values are converted to its type."""
     given: dict[str, Any] = {"metavar": metavar, **how} if metavar or how else {"action": "store_true"}
     if (default := how.get("default")) not in (None, "", [], {}):
         text = (
@@ -94,7 +94,7 @@ def write_json(where: str, content: Any) -> None:
 def printable(message: str) -> str:
     """Removes secrets and control characters from a message, and the middle of a very long message.
 
-    The beginning usually names the place of the error, and the end the remedy.
+    The beginning and the end are kept, because they usually contain the location of the error and the remedy.
     """
     message = visible(without_secrets(message))
     if len(message) <= LONGEST_MESSAGE:

@@ -24,7 +24,7 @@ _OPTIONS = {
 
 
 def add_to(commands: Commands) -> None:
-    """Adds the commands."""
+    """Adds the commands `data`, `score` and `convert` to the parser."""
     text = "Prepare or inspect a dataset."
     verbs = commands.add_parser("data", help=text, description=text)
     verbs = verbs.add_subparsers(dest="verb", required=True, metavar="VERB")
@@ -33,7 +33,7 @@ def add_to(commands: Commands) -> None:
     _add_dataset(shown)
     option(shown, "--split", "split to show (default train, or the only split)", default="")
     option(shown, "--model", "model whose tokenizer and chat template are used (default: bytes)", default="")
-    option(shown, "--prompt-template", "text around the question, or dapo", "TEXT", default="{prompt}")
+    option(shown, "--prompt-template", "template with {prompt}, or dapo", "TEXT", default="{prompt}")
     add_conversation(shown)
     option(shown, "-n", "number of prompts to show", default=3)
     made = command(commands, "score", score)
@@ -58,7 +58,7 @@ def _add_dataset(made: argparse.ArgumentParser) -> None:
     option(made, "--from", "file or folder of the dataset", "PATH", dest="path", default="")
     option(made, "--options", 'for jsonl: {"prompt": "question"}', "JSON", type=json_object, default={})
     option(made, "--on-bad-row", "action if a row is invalid", choices=("error", "skip"), default="error")
-    option(made, "--keep-repeated", "keep all rows that have the same question")
+    option(made, "--keep-repeated", "keep rows that repeat the question of an earlier row")
     option(made, "--data-dir", "folder for prepared datasets", default="~/.cache/dapo_jax/datasets")
 
 

@@ -21,7 +21,7 @@ from dapo_jax.config import ConfigError
 from dapo_jax.terminal import visible
 
 API_KEY = "DAPO_JAX_API_KEY"
-"""Environment variable with the API key that HTTP requests must send."""
+"""Environment variable that contains the API key. HTTP requests must send this key."""
 
 SHORT = {
     "k": "eval.samples_per_prompt",
@@ -40,11 +40,11 @@ SHORT = {
 
 
 def add_to(commands: Commands) -> None:
-    """Adds the commands."""
+    """Adds the commands `eval`, `sample` and `serve` to the parser."""
     made = command(commands, "eval", evaluate)
     made.add_argument("model", help=MODEL)
     add_overrides(made)
-    option(made, "--config", "configuration file (default: the run folder's own)", "FILE")
+    option(made, "--config", "configuration file (default: the run's configuration)", "FILE")
     option(made, "--data", "dataset to evaluate on", "NAME")
     option(made, "--path", "file or folder of the dataset; without --data, loaded as `jsonl`", "PATH")
     option(made, "--split", "split of the dataset (default test, or the only split)", "SPLIT")
@@ -67,9 +67,9 @@ def add_to(commands: Commands) -> None:
     made.add_argument("model", help=MODEL)
     text = "serve HTTP instead of gRPC: token ids at /inference/v1/generate, messages at /v1/chat/completions"
     option(made, "--http", text)
-    text = f"network interface to listen on; [::]: all; over HTTP, all except this machine's own need an API key in {API_KEY}"
+    text = f"address to listen on; [::]: all addresses; over HTTP, all except loopback addresses require an API key in {API_KEY}"
     option(made, "--host", text, default="127.0.0.1")
-    option(made, "--port", "port to listen on; 0: any free port", default=9000)
+    option(made, "--port", "port to listen on; 0: a free port", default=9000)
     text = "switch to each new checkpoint of the run folder, and look for new checkpoints every SECONDS (default 5)"
     option(made, "--follow", text, "SECONDS", dest="follow_s", type=float, nargs="?", const=5.0)
     option(made, "--slots", "number of responses that are decoded in parallel", default=16)
@@ -77,22 +77,22 @@ def add_to(commands: Commands) -> None:
     option(made, "--max-prompt-tokens", text, type=int)
     text = "maximum number of tokens per response (default 64; over HTTP 1024, or the model's limit)"
     option(made, "--max-response-tokens", text, type=int)
-    text = "temperature of all requests; over HTTP, of requests that set none; 0: greedy (default 0; over HTTP 1)"
+    text = "sampling temperature; over HTTP, only for requests without a temperature; 0: greedy (default 0; over HTTP 1)"
     option(made, "--temperature", text, type=float)
     _add_cuts(made)
-    option(made, "--seed", "random seed of requests that set none", default=0)
+    option(made, "--seed", "random seed for requests without a seed", default=0)
     add_conversation(made)
-    option(made, "--model-name", "over HTTP: name of the model in requests (default MODEL)", "NAME")
+    option(made, "--model-name", "over HTTP: name that requests use for the model (default MODEL)", "NAME")
     text = "maximum number of waiting responses; further requests are asked to retry (default 1024)"
     option(made, "--queue", text, "RESPONSES", type=int)
-    text = "make responses bitwise independent of other requests; needs a multiple of 8 slots per device"
+    text = "make responses bitwise independent of other requests; requires a multiple of 8 slots per device"
     option(made, "--batch-invariant", text)
     option(made, "--steps-per-call", "tokens per streamed message", default=4)
     text = "tokens per page of the KV cache; 0: a default for the platform"
     option(made, "--page-tokens", text, default=0)
     text = "dtype of activations and matrix products"
     option(made, "--compute-dtype", text, choices=("float32", "bfloat16"), default="float32")
-    option(made, "--compilation-cache", "for compiled programs", "FOLDER", default="~/.cache/dapo_jax/xla")
+    option(made, "--compilation-cache", "cache for XLA programs", "FOLDER", default="~/.cache/dapo_jax/xla")
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
@@ -131,7 +131,7 @@ def sample(arguments: argparse.Namespace) -> int:
 
 
 def _add_cuts(made: argparse.ArgumentParser) -> None:
-    option(made, "--top-p", "nucleus sampling; 1: off", default=1.0)
+    option(made, "--top-p", "probability mass for nucleus sampling; 1: off", default=1.0)
     option(made, "--top-k", "number of most likely tokens to sample from; 0: off", default=0)
 
 

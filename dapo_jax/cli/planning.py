@@ -1,4 +1,4 @@
-"""The commands `plan` and `doctor`, which check whether a configuration can train on devices that it names or on this machine, and `report` for a page about runs.
+"""The commands `plan` and `doctor`, which check whether a run fits on given devices or on this machine, and `report`, which creates a page about runs.
 
 `plan` returns 1 if the run does not fit, and `doctor` returns 1 if training cannot start.
 """
@@ -17,7 +17,7 @@ PROGRAMS = ("generate", "prefill", "fill", "insert", "transfer", "update", "scor
 
 
 def add_to(commands: Commands) -> None:
-    """Adds the commands."""
+    """Adds the commands `plan`, `doctor` and `report` to the parser."""
     made = command(commands, "plan", plan)
     add_config(made)
     text = "TPU slice: v5p:4x4x8, v5p-256, v5litepod-64, v6e-8, ... (extra tpu), or NVIDIA GPUs: h100:8, h100x4:16 for machines of 4, ... (extra cuda-plan)"
@@ -33,7 +33,7 @@ def add_to(commands: Commands) -> None:
     option(made, "--sweep", "try every mesh of fsdp x tensor, and rank the meshes that fit")
     text = "compile only programs whose names begin with this word; may be given several times (default all)"
     option(made, "--only", text, "PROGRAM", action="append", choices=PROGRAMS)
-    text = "time limit in seconds of the search for changes that make a run fit; 0: no search"
+    text = "time limit in seconds for the search for changes that make a run fit; 0: no search"
     option(made, "--suggest-s", text, "SECONDS", default=600.0)
     option(made, "--json", "also write JSON; -: to standard output, and tables to standard error", "FILE")
     made = command(commands, "doctor", doctor)
@@ -60,7 +60,7 @@ def plan(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     from rich.console import Console
 
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # The CUDA compiler logs slow programs.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # hides logs of the CUDA compiler
     with silent_libraries():
         from dapo_jax.plan import output, remedies, topologies
         from dapo_jax.plan import plan as planning
@@ -88,7 +88,7 @@ def plan(arguments: argparse.Namespace) -> int:
         made = replace(made, network_bytes_s=network * 1e9 / 8)
     if arguments.sweep:
         if made is None:
-            raise ConfigError("--sweep compares the meshes of a topology: name it with --topology")
+            raise ConfigError("--sweep compares the meshes of a topology: specify it with --topology")
         found = remedies.sweep(config, made, assumed=assumed, only=arguments.only, say=say)
         output.show_sweep(found, console)
         if arguments.json:
@@ -107,7 +107,7 @@ def plan(arguments: argparse.Namespace) -> int:
 
 
 def _lengths(text: str) -> tuple[float, float]:
-    """Parses MEAN or MEAN,STD."""
+    """Parses response lengths: `MEAN`, or `MEAN,STD` with a standard deviation."""
     try:
         mean, _, std = text.partition(",")
         return float(mean), float(std or 0)
@@ -147,7 +147,7 @@ def report(arguments: argparse.Namespace) -> int:
     if arguments.watch:
         return _watch(arguments)
     if arguments.port is not None:
-        raise ConfigError(f"--port {arguments.port} goes with --watch; an HTML file has no port")
+        raise ConfigError(f"--port {arguments.port} can only be used with --watch; an HTML file has no port")
     from dapo_jax.report import report
     from dapo_jax.storage import path_of
 
@@ -172,7 +172,7 @@ def _watch(arguments: argparse.Namespace) -> int:
     for name in ("out", "png", "rollout_steps"):
         if getattr(arguments, name) is not None:
             raise ConfigError(
-                f"--{name.replace('_', '-')} {getattr(arguments, name)} is for a page in a file, but --watch does not write a file: omit one of the two options"
+                f"--{name.replace('_', '-')} {getattr(arguments, name)} is for a page that is written to a file, but --watch does not write a file: omit one of the two options"
             )
     watch(*arguments.runs, port=arguments.port or 0)
     return 0

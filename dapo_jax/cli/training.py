@@ -11,7 +11,7 @@ from dapo_jax.config.loading import changed_yaml
 
 
 def add_to(commands: Commands) -> None:
-    """Adds the commands."""
+    """Adds the commands `train`, `sft` and `config` to the parser."""
     made = command(commands, "train", train)
     add_config(made)
     option(made, "--resume", "resume from the last checkpoint in run_dir")
@@ -49,7 +49,7 @@ def train(arguments: argparse.Namespace) -> int:
 def _held_out(lines: Sequence[Mapping[str, float | int]], *, metric: str) -> Iterator[str]:
     """Yields a line for each score in the last evaluation. The line also contains the score in the first evaluation, if it is available.
 
-    The score is not available if the evaluation settings were changed when the run was resumed.
+    The first score is not available if the evaluation settings were changed when the run was resumed.
     """
     from dapo_jax.evaluation import score_text
 

@@ -1,4 +1,4 @@
-"""The Python functions for all commands that use models, graders or datasets, except `train`."""
+"""Python functions that implement the commands for models, graders and datasets, except `train`."""
 
 from dapo_jax.commands.inference import evaluate, sample
 from dapo_jax.commands.sft import sft

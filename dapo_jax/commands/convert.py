@@ -25,13 +25,13 @@ _COPIED = (*TOKENIZER_FILES, "added_tokens.json", "vocab.json", "merges.txt", "c
 
 @dataclass(frozen=True, kw_only=True)
 class Converted:
-    """The result of `convert`."""
+    """Describes the model folder that `convert` wrote."""
 
     folder: AnyPath
     family: str
     """The model_type in config.json. For an adapter, the model_type of its base model."""
     adapter: bool
-    """True for an adapter folder."""
+    """Whether the folder contains only adapters instead of a complete model."""
     parameters: int
     dtype: str
     tensor_bytes: int
@@ -114,7 +114,7 @@ def _from_gguf(path: Path, folder: AnyPath, dtype: str) -> tuple[DecoderConfig, 
 
 
 def _from_folder(source: AnyPath, folder: AnyPath, dtype: str) -> tuple[DecoderConfig, int]:
-    """Copies a model folder. Only the dtype in config.json changes."""
+    """Copies a model folder, and converts its tensors to `dtype`. In config.json, only the dtype changes."""
     config = read_config(source)
     tensors = _tensors(config, SafetensorsFolder(source))
     folder.mkdir(parents=True, exist_ok=True)

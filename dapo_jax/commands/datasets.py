@@ -15,13 +15,13 @@ from dapo_jax.text.formatting import PromptFormat
 from dapo_jax.text.tokenizers import ByteTokenizer, load_tokenizer
 
 SHOWN = 5
-"""Maximum number of unparsable references to show per grader."""
+"""Maximum number of reference answers to show per grader that the grader cannot parse."""
 
 _QUANTILES = {"min": 0.0, "median": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
 
 
 def prepare(data: DataConfig) -> str:
-    """Prepares the dataset if needed. Returns a report with the number of rows, the rows left out, and the references that graders cannot parse.
+    """Prepares the dataset if needed. Returns a report with the number of rows, the rows left out, and the reference answers that graders cannot parse.
 
     Raises:
         ConfigError: the dataset cannot be loaded. The message names the file and line of an invalid row.
@@ -30,25 +30,25 @@ def prepare(data: DataConfig) -> str:
     lines = []
     for split, rows in splits.items():
         lines.append(f"{split}: {rows.note or f'{data.source}: {len(rows):,} prompts'}")
-        if rows.note:  # a dataset from files; the references of other datasets can always be parsed
+        if rows.note:  # only datasets from files have notes, and only their references may be unparsable
             lines += [f"{split}: {line}" for line in _unread_references(rows)]
-    return visible("\n".join([*lines, f"kept in {data.data_dir}"]) + "\n")
+    return visible("\n".join([*lines, f"stored in {data.data_dir}"]) + "\n")
 
 
 def _unread_references(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns a line for each grader that cannot parse all references completely. The line quotes the first such references."""
+    """Returns one line for each grader that cannot fully parse every reference answer. The line quotes the first such answers."""
     lines = []
     for grader, unread_by in UNREAD_BY.items():
         unread = [row for row in rows if row.get("answer") and unread_by(row["answer"])]
         if unread:
             first = ", ".join(f"{row['answer']!r:.60} ({row['source_row']})" for row in unread[:SHOWN])
             more = ", ..." if len(unread) > SHOWN else ""
-            lines.append(f"{len(unread):,} references that {grader} cannot read as a whole: {first}{more}")
+            lines.append(f"{len(unread):,} references that {grader} cannot parse completely: {first}{more}")
     return lines
 
 
 def show(data: DataConfig, *, split: str = "", model: str = "", count: int = 3) -> str:
-    """Returns the number and lengths of a split's prompts, and the first `count` prompts as a model receives them.
+    """Returns text with the number and lengths of the prompts in a split, and the first `count` prompts as a model receives them.
 
     Args:
         data: the dataset and the format of its prompts.

@@ -44,12 +44,12 @@ _NO_SHAPING = OverlongConfig(enabled=False)
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The result of `evaluate`."""
+    """The scores and graded responses, returned by `evaluate`."""
 
     scores: dict[str, float]
     """Metrics such as `eval/NAME/avg@32`, from `evaluation.summarize`."""
     groups: dict[str, list[Group]]
-    """Dataset name -> its graded groups."""
+    """Maps the name of each dataset to its graded groups."""
     metric: str = "correct"
     """`score` if the training run's `dynamic_sampling.metric` is `score` and the grader returned scores, else `correct`."""
 
@@ -71,7 +71,7 @@ def evaluate(
         overrides: strings `key=value`, which override configuration keys.
         rows: rows with `prompt` and `answer` to evaluate on, instead of a dataset.
         reward: function that grades one `rewards.Sample`. Defaults to `config.reward.grader`.
-        keep: folder for all rollouts (FOLDER/NAME/step_000000.jsonl) and problems (FOLDER/problems/NAME.jsonl).
+        keep: folder to which all rollouts (FOLDER/NAME/step_000000.jsonl) and the scores of each problem (FOLDER/problems/NAME.jsonl) are written.
 
     Raises:
         ConfigError: there is no such model, dataset or grader, or a value cannot be used.
@@ -79,7 +79,7 @@ def evaluate(
     config, metric = _configured(model, config, overrides)
     kept = None if keep is None else place_of(keep, key="keep", write=True)
     use_compilation_cache(config.compilation_cache)
-    check_graders(config.reward, reward=reward)  # before the slow loading of the model
+    check_graders(config.reward, reward=reward)  # an invalid grader should fail before the model loads
     environment = environment_of(config.environment, reward=reward)
     policy, sampler_of = _loaded(model, config.parallel, config.sampling, config.compute_dtype)
     config = replace(config, data=dated(config.data, like=data_of_run(model)))
@@ -118,7 +118,7 @@ def evaluate(
 def _configured(
     model: str, config: EvaluateConfig | str | Path | None, overrides: Sequence[str]
 ) -> tuple[EvaluateConfig, str]:
-    """Returns the evaluation configuration (`config`, or the configuration of the run `model`), and the `dynamic_sampling.metric` of training.
+    """Returns the evaluation configuration (from `config`, or from the run `model`), and the `dynamic_sampling.metric` that training used.
 
     Raises:
         ConfigError: `load_evaluation` failed, or there are overrides but the configuration is not a file.

@@ -28,7 +28,7 @@ class Scores:
     rows: Sequence[Mapping[str, Any]]
     """The rollouts, as `read_rollouts` returns them."""
     verdicts: Mapping[str, Sequence[Verdict]]
-    """Grader -> one verdict per row. The saved verdicts are included under the name `recorded`."""
+    """Maps each grader to its verdicts, one per row. The saved verdicts are included under the name `recorded`."""
 
     def accuracy(self, grader: str) -> float:
         """Returns the fraction of responses that a grader judges correct. A score above 0 counts as correct."""
@@ -60,7 +60,7 @@ def score(
 
     Args:
         rollouts: a JSONL file, or a folder of such files: a run's `rollouts/`, or the folder of `dapo-jax eval --keep`.
-        graders: graders, each in the form of `reward.grader`.
+        graders: the graders to apply, each in the same format as `reward.grader`.
         answer_marker: answer marker for the grader `exact`.
         workers: number of processes for graders that may hang. 0 means that all graders run in this process.
         timeout_s: time limit in seconds for one response.
@@ -113,7 +113,7 @@ def _shares(scores: Scores, names: Sequence[str], width: int) -> list[str]:
     """Returns a table with each grader's accuracy and its agreement with every grader."""
     columns = ["correct", *names]
     lines = [
-        f"{len(scores.rows)} responses; the share that a grader judges correct (a score: above 0), and the share on which two graders agree",
+        f"{len(scores.rows)} responses; each row contains the share that a grader judges correct (score above 0), and its agreement with each grader",
         "",
         "  ".join([" " * width, *(f"{name:>7}" for name in columns)]),
     ]
@@ -154,6 +154,6 @@ def _rows(named: str | AnyPath) -> list[dict[str, Any]]:
         raise ConfigError(f"cannot read rollouts: {error}") from error
     if not rows:
         raise ConfigError(
-            f"{named} holds no rollouts; give a run's rollouts/ folder, a JSONL file in it, or the folder of dapo-jax eval --keep"
+            f"{named} contains no rollouts; specify a run's rollouts/ folder, a JSONL file in it, or the folder of dapo-jax eval --keep"
         )
     return rows

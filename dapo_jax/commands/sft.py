@@ -35,7 +35,7 @@ from dapo_jax.training.update import UpdateOptions, Updater
 
 @dataclass(frozen=True, kw_only=True)
 class SftResult:
-    """The result of `sft`."""
+    """The trained policy and the last metrics, returned by `sft`."""
 
     policy: Policy
     metrics: dict[str, float]
@@ -45,7 +45,7 @@ class SftResult:
 def sft(config: SftConfig | str | Path, *, progress: Progress | None = None) -> SftResult:
     """Trains a model on prompt / response pairs and writes it to `run_dir/model`.
 
-    The loss is the negative log-likelihood of the responses, including the end token, averaged over all tokens.
+    The loss is the negative log-likelihood of the responses, including the end token, averaged over all response tokens.
 
     Raises:
         ConfigError: the configuration cannot be run, or another process is training in the same folder. Training has not started.
@@ -128,7 +128,7 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
                     groups = sampler.evaluate(weights, asked, graders.groups, config.eval, **place)
                     metrics |= summarize(groups, name=name)
                     shown.evaluation(name, metrics, step)
-                del weights  # frees memory before the next update
+                del weights  # frees the sampler's copy before the next update
             lock.check()
             tracker.log(step, metrics)
     trained = replace(policy, params=state.params)
@@ -141,7 +141,7 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
 def _minibatch(
     config: SftConfig, policy: Policy, how: TrainingPass, pairs: PairSource, step: int
 ) -> list[Microbatch]:
-    """Returns the packed pairs for step `step` (the first step is 1)."""
+    """Packs the prompt / response pairs of step `step` (counted from 1) into the microbatches of one update."""
     size = config.batch.pairs_per_step
     examples: list[Example] = []
     for place in range((step - 1) * size, step * size):

@@ -25,7 +25,7 @@ class Found:
     details: tuple[str, ...] = ()
     """Further lines to print below the table of results."""
     seconds: float = field(default=0.0, compare=False)
-    """How long the check took."""
+    """Duration of the check."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def examine(
                 found = check.look(subject)
             except ConfigError as error:
                 found = Found(shortened(str(error)), "failed")
-            except Exception as error:  # a run would fail with the same error
+            except Exception as error:  # reported, because it would also end a run
                 notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
                 message = shortened(f"{type(error).__name__}: {error}") + notes
                 found = Found(message, "failed", check.remedy)

@@ -19,7 +19,7 @@ from dapo_jax.doctor.tiny_step import TinyStep
 from dapo_jax.terminal import visible
 
 OWN_MODEL = {"cpu": 10**9, "gpu": 10**10, "tpu": 10**10}
-"""Platform -> maximum number of parameters for a tiny step with the run's model. A larger model is replaced by a tiny model, unless `full` is set."""
+"""Maximum number of parameters, by platform, for which the tiny step uses the run's own model. Larger models are replaced, unless `full` is set."""
 
 _DRIVER = "set JAX_PLATFORMS=cpu, or repair the driver that the message names"
 _GRADER = "fix the reward function, or set another reward.grader"
@@ -128,7 +128,7 @@ def show(results: Mapping[str, Found], console: Console, *, configured: bool) ->
 
 
 def as_data(results: Mapping[str, Found], *, configured: bool) -> dict[str, Any]:
-    """Returns the data that `--json` prints."""
+    """Returns the results and the verdict as JSON-serializable data, which `--json` prints."""
     good, sentence = verdict(results, configured=configured)
     return {
         "schema_version": 2,

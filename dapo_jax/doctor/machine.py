@@ -35,7 +35,7 @@ PACKAGES = (
 """The packages that training needs, followed by optional packages that the extras install."""
 
 _PLUGINS = {"jax-cuda12-plugin": "cuda", "jax-cuda13-plugin": "cuda", "libtpu": "tpu"}
-"""Python distribution -> the JAX platform that it provides."""
+"""Maps Python distributions to the JAX platforms that they provide."""
 
 _NVIDIA = Path("/proc/driver/nvidia/version")
 """This file exists if an NVIDIA driver is loaded."""

@@ -75,7 +75,7 @@ def grader(subject: Subject) -> Found:
             verdicts.append(submit(samples).result())
             if lost := next((verdict for verdict in verdicts[-1] if verdict.lost), None):
                 remedy = f"fix the grader, or raise reward.timeout_s (now {config.reward.timeout_s:g})"
-                # Every further prompt could take just as long, so the check stops here.
+                # The check stops here, because the grader could run into the time limit for every further prompt too.
                 return Found(f"a response got no verdict: {lost.reason}", "failed", remedy)
         seconds = time.monotonic() - began
     finally:

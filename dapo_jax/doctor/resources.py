@@ -49,7 +49,7 @@ def memory(subject: Subject) -> Found:
     there, pages, updates = planned.resident, planned.pages, planned.work.updates
     cache = there.decode_state
     if pages.runs_out and not subject.config.sampling.cache_tokens:
-        # The KV cache takes the remaining memory, but it must hold at least one sequence per pool.
+        # The KV cache is sized to fit the memory, so only its minimum is counted: one full sequence per pool.
         cache = cache * pages.table_pages // pages.pool_pages
     # The gradient is as large as the parameters, because both are float32.
     there = replace(there, decode_state=cache, gradient=there.state - there.moments)

@@ -1,4 +1,4 @@
-"""The configuration that the checks examine, with the model, data and plan that several checks use."""
+"""The configuration that the checks examine, and the model, data and plan that several checks share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -64,7 +64,7 @@ class Subject:
     def planned(self) -> Plan:
         """The run's plan for this machine's devices, computed from shapes without compiling."""
         model, folder = self.config.model, self.described[2]
-        if folder is not None:  # given a repository name, `plan` would use a preset's shapes
+        if folder is not None:  # given a hub name, `plan` would use the shapes of a preset
             model = replace(model, source=str(folder), revision="")
         return plan(replace(self.config, model=model), assumed=Assumptions(informative=1.0))
 

@@ -195,7 +195,7 @@ class TinyStep(ExitStack, Observer):
         before, began = _digests(self._state), time.monotonic()
         self._checkpointer.save(1, self._state, {"cursor": 0, IDENTITY: self._run.identity}, {})
         self._checkpointer.wait()
-        del self._state  # memory may have room for only one train state
+        del self._state  # two train states may not fit in memory
         self._state = self._started(resume=True)
         seconds = time.monotonic() - began
         changed = [name for name, digest in _digests(self._state).items() if digest != before[name]]
@@ -240,7 +240,7 @@ def half_are_right(samples: Sequence[Sample]) -> list[bool]:
 
 
 def reduced(config: TrainConfig, prompts: Sequence[Prompt]) -> TrainConfig:
-    """Returns a copy of the configuration for a step on `prompts`, with short responses, few slots and few rows."""
+    """Returns a copy of the configuration for a tiny step on `prompts`: with short responses, few slots and few rows."""
     mesh = mesh_of(config.parallel)
     rows, slots = batch_shards(mesh.shape), batch_shards(meshes_of(config.parallel, mesh).sampler.shape)
     slots *= BLOCK_SLOTS if config.sampling.batch_invariant else 1
@@ -248,7 +248,7 @@ def reduced(config: TrainConfig, prompts: Sequence[Prompt]) -> TrainConfig:
     return replaced(
         config,
         {
-            "environment": EnvironmentConfig(),  # `TinyStep.grade` tests the environment
+            "environment": EnvironmentConfig(),  # none, because `TinyStep.grade` tests it separately
             "data.max_prompt_tokens": max(len(prompt.tokens) for prompt in prompts),
             "sampling.max_response_tokens": limit,
             "sampling.slots": -(-SLOTS // slots) * slots,

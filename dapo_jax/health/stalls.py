@@ -66,7 +66,7 @@ class Watch:
         self._thread = threading.Thread(target=self._watch, name="stalls", daemon=True)
 
     def note(self, what: str, *, for_others: bool = False) -> None:
-        """Reports progress, and names the next activity, such as "reading prompts". `for_others` marks a wait for other processes."""
+        """Reports progress and the next activity, such as "reading prompts". Set `for_others` if the process will wait for other processes."""
         self._now = _Doing(self._now.count + 1, what, for_others, time.monotonic())
 
     def phase(self, name: str, done: int | None, total: int | None) -> None:
@@ -111,7 +111,7 @@ class Watch:
             faulthandler.cancel_dump_traceback_later()
 
     def _back_up(self) -> None:
-        """Postpones the time at which faulthandler ends the process. Unlike a Python thread, it can do so without the GIL."""
+        """Postpones the time at which faulthandler ends the process. Unlike a Python thread, faulthandler does not need the GIL."""
         if sys.__stderr__ is not None:
             with suppress(ValueError, OSError):  # a stream without a file
                 limit = self._timeout_s + _BACK_UP_S

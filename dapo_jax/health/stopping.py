@@ -42,11 +42,11 @@ class StoppedError(BaseException):
 
 
 def first_reason(reasons: Mapping[int, str], process: int) -> str:
-    """Returns the reason for stopping a run with several processes, as `process` words it, or an empty string if the run does not stop.
+    """Returns the reason for stopping a run with several processes, or an empty string if no process was asked to stop.
 
     Args:
         reasons: process -> its `Stop.reason`, which may already name the process where the stop was requested.
-        process: the process that reports.
+        process: the process that reports the reason. If another process was asked to stop, the returned reason names it.
     """
     for index, reason in sorted(reasons.items()):
         if reason:
@@ -58,7 +58,7 @@ class Stop:
     """Stores whether a stop was requested, and whether the run may be interrupted now."""
 
     def __init__(self, wake: Callable[[], None] | None = None) -> None:
-        """Other threads call `wake` to make the main thread call `note`."""
+        """`wake` is called in other threads. It must make the main thread call `note`."""
         self.reason = ""
         """The source of the request, for example SIGTERM. Empty if no stop was requested."""
         self.failed = ""
@@ -72,7 +72,7 @@ class Stop:
         self.reason = self.reason or reason
 
     def tell(self, reason: str) -> None:
-        """Requests a stop from another thread. This does not count as a signal, so the next signal is still the first."""
+        """Requests a stop from another thread. The request does not count as a signal, so the next signal is still the first."""
         if not self.reason:
             self.ask(reason)
             if self._wake is not None:
@@ -143,7 +143,7 @@ def stopped_by_signals(end: Callable[[int, str], None]) -> Iterator[Stop]:
     def handle(number: int, _: FrameType | None) -> None:
         nonlocal hung_up
         if number == HANGUP and hung_up:
-            return  # an exception would interrupt the stop itself
+            return  # the run is already stopping, and must not be interrupted while it saves
         hung_up = hung_up or number == HANGUP
         stop.note("" if number == _WAKE else signal.Signals(number).name)
 
@@ -182,7 +182,7 @@ def _listen(stop: Stop, seen: socket.socket, end: Callable[[int, str], None]) ->
         if number not in (*SIGNALS, HANGUP) and not (number == _WAKE and stop.reason):
             continue
         name = stop.reason if number == _WAKE else signal.Signals(number).name
-        stop.ask(name)  # the main thread may be in compiled code
+        stop.ask(name)  # the handler runs later if the main thread is in compiled code
         # Some programs, such as `timeout`, send the same signal both to the process and to its group.
         repeated = number == first and time.monotonic() - came < REPEATED_S
         first, came = (first, came) if first else (number, time.monotonic())

@@ -1,7 +1,7 @@
-"""Warnings about runs that continue without learning. They are pure functions of the step metrics.
+"""Warns about runs that continue without learning. The warnings depend only on the metrics of the steps so far.
 
 Several conditions may hold at once, because one can cause another. For example, a policy without entropy leads to flat groups, which
-lead to a constant reward. In this case, only the first warning in the order of `NAMES` is raised.
+lead to a constant reward. In such cases, only the first warning in the order of `NAMES` is raised.
 """
 
 import math
@@ -16,7 +16,7 @@ START, RECENT = 3, 3
 """Number of steps over which a metric is averaged for its first value and for its current value."""
 
 WINDOW = 10
-"""Number of steps after which a reward may count as stuck. The warning about flat groups needs half as many."""
+"""Minimum number of steps before a warning about a stuck reward. Half as many suffice for a warning about flat groups."""
 
 MIN_ENTROPY = 0.05
 MIN_LENGTH_FRAC = 0.333
@@ -52,7 +52,7 @@ class Watchdogs:
     """Raises warnings step by step. They depend only on metrics, so a resumed run that loads its earlier metrics raises the same warnings."""
 
     def __init__(self, *, metric: str = "correct", history: Iterable[StepMetrics] = ()) -> None:
-        """`metric` is `dynamic_sampling.metric`; `history` has the metrics of earlier steps."""
+        """`metric` is `dynamic_sampling.metric`; `history` contains the metrics of earlier steps."""
         self._metric = metric
         self._seen: dict[str, list[float]] = defaultdict(list)
         for step in history:

@@ -1,4 +1,4 @@
-"""Training runs: modules that build the objects of a run from its configuration, and train."""
+"""Training runs: modules that build a run's objects from its configuration and run the training loop."""
 
 from dapo_jax.run.train import train
 

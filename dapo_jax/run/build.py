@@ -39,7 +39,7 @@ from dapo_jax.training.update import Objective
 
 
 class Run:
-    """The objects of a training run, built from its configuration."""
+    """A training run's policy, prompts, sampler, graders and updater, built from its configuration."""
 
     def __init__(
         self,
@@ -56,17 +56,17 @@ class Run:
     ) -> None:
         """Loads the model and the data, and starts the graders. Reports progress through `say`.
 
-        If `resumes` is True, `start` will restore a checkpoint, so initial weights that only a new run needs are not loaded.
+        Set `resumes` if `start` will restore a checkpoint: then initial weights that only a new run would use are not loaded.
         """
         self.config, model, data = config, config.model, config.data
         self._mesh = mesh_of(config.parallel, rows_per_microbatch=config.batch.rows_per_microbatch)
         meshes = meshes_of(config.parallel, self._mesh)
         stop = stop or Stop()
         watch = watch or Watch(0.0, end=lambda status, why: None)
-        check_graders(config.reward, reward=reward)  # before the slow loading of the model
+        check_graders(config.reward, reward=reward)  # an invalid grader should fail before the model loads
         environment = environment_of(config.environment, reward=reward)
         say(f"loading {model.source}")
-        # A resumed run needs the initial weights only as the reference policy of a KL penalty, or as the base of adapters.
+        # A resumed run uses the initial weights only as the reference policy for a KL penalty or as the base model under LoRA adapters.
         has_weights = not resumes or config.loss.kl_coef > 0 or config.lora.rank > 0
         self.policy = load_policy(
             model,
@@ -91,7 +91,7 @@ class Run:
             self.notes.append(slower)
         files = model_files(self.policy.folder, weights=has_weights)
         self.identity = identity_of(config, prompts=asked.identity, model=files)
-        """Identity of this run, which is stored in checkpoints (see `identity_of`)."""
+        """Stored in every checkpoint to recognise the run that saved it (see `identity_of`)."""
         episodes = episodes_of(environment, config, self.policy)
         # Memory in use on each device during sampling: train state, reference policy, and a LoRA base that is not shared.
         offload, sizes = config.optimizer.offload, self._mesh.shape
@@ -123,7 +123,7 @@ class Run:
         )
         self.notes += sampler.notes
         self.held_out = {}
-        """The prompts of each evaluation dataset by name. Empty if the run has no evaluation."""
+        """Maps the name of each evaluation dataset to its prompts. Empty if the run has no evaluation."""
         if prompts is None or eval_rows is not None:
             self.held_out = held_out_prompts(data, config.eval, self.policy.tokenizer, rows=eval_rows)
         elif config.eval.every_steps:
@@ -140,7 +140,7 @@ class Run:
             episodes=episodes,
         )
         self.batches = StepBatches(config, how, pad_id=self.policy.tokenizer.pad_id)
-        # The reference policy is the initial policy. With LoRA, this is the base model, so the adapters of the reference are zeros.
+        # The KL penalty's reference policy has the initial weights. With LoRA, it is the base model, which corresponds to adapters of zeros.
         reference = self.policy.params if config.loss.kl_coef else None
         if config.lora.rank and reference is not None:
             reference = jax.tree.map(jnp.zeros_like, reference)
@@ -158,7 +158,7 @@ class Run:
     def start(self, checkpointer: Checkpointer, *, resume: bool, say: Callable[[str], None]) -> ResumePoint:
         """Returns the point from which training starts: the last intact checkpoint if `resume` is True and there is a checkpoint, otherwise step 0.
 
-        `policy.params` is replaced with shapes, so that only the returned state holds trained weights. With a KL penalty, the initial weights stay in
+        `policy.params` is replaced with shapes, so that only the returned state contains trained weights. With a KL penalty, the initial weights stay in
         memory as the reference policy. Damaged checkpoints are renamed and reported through `say`.
 
         Raises:

@@ -10,17 +10,17 @@ from dapo_jax.parallel.together import by_first
 from dapo_jax.storage import AnyPath, files_below, in_bucket, path_of, size_of
 
 STATE_BYTES, EXPORT_BYTES = 12, 4
-"""Bytes per parameter in a checkpoint (float32 weights and two moments), and in the model that is written at the end."""
+"""Bytes per parameter: 12 in a checkpoint (float32 weights and two optimizer moments), and 4 in the model that is written after the last step."""
 
 SPARE = 2**30
-"""Bytes that should stay free in addition to the bytes that a run writes."""
+"""Number of bytes that should stay free on a disk after a run. If fewer would, a warning is shown."""
 
 _LEAST = 2**20
-"""Bytes that every run needs for its metrics, logs and configuration."""
+"""Minimum free bytes on each disk, for a run's metrics, logs and configuration."""
 
 
 class Room(NamedTuple):
-    """A report to the user about the free space on the disks."""
+    """The result of comparing the free disk space with the bytes that a run writes, as text for the user."""
 
     message: str
     state: Literal["ok", "warning", "failed"]
@@ -44,11 +44,11 @@ def check_room(config: TrainConfig, parameters: int) -> str:
 
 
 def written_by(config: TrainConfig, parameters: int) -> dict[str, tuple[str, int]]:
-    """Returns, for each configuration key that names a folder, the folder and the estimated number of bytes that the run has yet to write there."""
+    """Returns a dict from each configuration key for a folder, such as `run_dir`, to the folder and the estimated bytes still to be written there."""
     checkpoint, evaluates = config.checkpoint, config.checkpoint.keep_best and config.eval.every_steps
     saved = 1 + (config.steps // checkpoint.every_steps if checkpoint.every_steps else 0)
     saved += config.steps // config.eval.every_steps if evaluates else 0
-    most = checkpoint.keep + 1 + bool(evaluates)  # plus the checkpoint being written, and the best one
+    most = checkpoint.keep + 1 + bool(evaluates)  # a save in progress, and the best checkpoint
     size = parameters * (min(saved, most) * STATE_BYTES + EXPORT_BYTES)
     if not in_bucket(config.run_dir):
         folders = [path_of(config.run_dir) / name for name in ("checkpoints", "model")]

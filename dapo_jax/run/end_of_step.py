@@ -1,4 +1,4 @@
-"""The end of a step: metrics, evaluation and checkpoint. Also saves a checkpoint if a run ends early."""
+"""Ends each step: writes its metrics, evaluates and saves a checkpoint. Also saves a checkpoint if a run ends early."""
 
 import json
 import os
@@ -63,8 +63,8 @@ class EndOfStep(Observer):
     ) -> None:
         """Stores the objects of the run.
 
-        The run begins or resumes at `start`. `identity` is stored in checkpoints. `check` raises an error if the run has lost the lock on its
-        folder and must not write to it any more. Only the first process writes `records`; the others pass None.
+        The run starts or resumes at `start`. `identity` is stored in checkpoints. `check` raises an error if the run has lost the lock on its
+        folder and must not write to it any more. Only the first process writes metrics; all other processes pass `records=None`.
         """
         self._config, self._run_dir, self._evaluate, self._ratios = config, run_dir, evaluate, ratios
         self._checkpointer, self._records, self._shown = checkpointer, records, shown
@@ -72,7 +72,7 @@ class EndOfStep(Observer):
         self._now, self._saved = start, start.position.step
 
     def start(self) -> None:
-        """Runs the evaluation before training or, in a resumed run, an evaluation that was interrupted. Must be called before the first step.
+        """Evaluates the initial policy or, in a resumed run, repeats an interrupted evaluation. Must be called before the first step.
 
         Raises:
             StoppedError: the run was asked to stop.
@@ -103,7 +103,7 @@ class EndOfStep(Observer):
     def kept(self) -> Iterator[None]:
         """Returns a context manager that saves the last finished step if the run stops or fails inside the block.
 
-        A note on the error names the checkpoint from which `--resume` continues.
+        A note is added to the error with the checkpoint from which `--resume` continues.
 
         Raises:
             CheckpointError: the run was asked to stop, but its last step could not be saved.
@@ -122,7 +122,7 @@ class EndOfStep(Observer):
             raise
         except Exception as error:
             if isinstance(error, GuardError) and (whole := error.whole) is not None:
-                # The step is finished and its metrics are written, but it has not been evaluated.
+                # The guard stopped the run before the evaluation of this step, so a resumed run must evaluate first.
                 self._now = ResumePoint(state=whole.state, position=whole.position, unfinished=whole.metrics)
             lost = self._rescue(error)
             error.add_note(self._where_to_resume() + (f" ({lost})" if lost else ""))
@@ -146,7 +146,7 @@ class EndOfStep(Observer):
                     f"step {step} was not saved: some processes may still be waiting in the save that failed"
                 )
         try:
-            with suppress(CheckpointError):  # if the save of an earlier step failed
+            with suppress(CheckpointError):  # an earlier save may have failed
                 self._checkpointer.wait()
             if step > self._last():
                 self._save(None)
@@ -188,7 +188,7 @@ class EndOfStep(Observer):
             self._records.step(step, metrics)
 
     def _evaluated(self, evaluate: Evaluate) -> tuple[dict[str, float], float | None]:
-        """Returns metrics, and the score that selects the best checkpoint: avg@k on the first dataset, or the mean reward if `metric` is `score`."""
+        """Evaluates the policy. Returns metrics and the score that rates the checkpoint: avg@k, or the mean reward for `metric=score`, on the first dataset."""
         self._shown.phase("evaluate")
         began, step = time.perf_counter(), self._now.position.step
         counts = self._config.dynamic_sampling.metric == "correct"

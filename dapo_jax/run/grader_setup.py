@@ -35,7 +35,7 @@ ASYNC_CALLS = 64
 """Maximum number of concurrent calls of async reward functions."""
 
 WORKER_MEMORY_MB = 2048
-"""Memory limit of a worker in MiB, in addition to the loaded grader or environment. Enforced only on Linux."""
+"""Maximum memory in MiB that a worker may use in addition to its loaded grader or environment. Enforced only on Linux."""
 
 Close = Callable[[], None]
 
@@ -50,7 +50,7 @@ def grading(
     episodes: Episodes | None = None,
     on_submit: Callable[[], None] = lambda: None,
 ) -> Grading:
-    """Builds the grading of a run. The caller must close it.
+    """Builds the `Grading` object that grades a run's responses. The caller must close it.
 
     Args:
         config: configures the graders and reward shaping.
@@ -73,13 +73,13 @@ def grading(
         buffer_tokens=overlong.buffer_tokens,
         penalty_factor=overlong.penalty_factor,
     )
-    # In an episode, a stop string ends only a turn.
+    # In an episode, a stop string ends a turn but not the response, so the text after it must be kept.
     tokenizer = StopStrings(policy.tokenizer, stop) if stop and episodes is None else policy.tokenizer
     return Grading(submit=submit, tokenizer=tokenizer, shaping=shaping, on_submit=on_submit, on_close=close)
 
 
 def submit_of(config: RewardConfig, *, reward: Rewards | None = None) -> tuple[Submit, Close | None]:
-    """Returns a function that submits a group to the graders, and a function that stops their workers and event loop, if there are any.
+    """Returns a function that submits a group to the graders, and a function that stops the graders' workers and event loop (None if nothing was started).
 
     `reward` replaces the graders in the configuration.
 
@@ -132,7 +132,7 @@ class ConfiguredGrader(NamedTuple):
     spec: str | None
     """The name by which a worker loads the grader, or None for a function that was passed from Python."""
     weight: float | None
-    """The weight in the sum of several graders, or None for a single grader."""
+    """The grader's weight in the weighted sum of rewards, or None if it is the only grader."""
 
 
 def check_graders(config: RewardConfig, *, reward: Rewards | None = None) -> list[ConfiguredGrader]:
@@ -231,7 +231,7 @@ def episodes_of(
         max_turns=limits.max_turns,
         turn_tokens=limits.turn_tokens,
         episode_tokens=limits.episode_tokens,
-        timeout_s=math.inf if in_workers else limits.timeout_s,  # because workers enforce the limit
+        timeout_s=math.inf if in_workers else limits.timeout_s,  # workers enforce the limit themselves
         name=limits.source,
         on_close=environment.close if in_workers else lambda: None,
     )

@@ -1,6 +1,6 @@
 """The guard of a run detects skipped updates, non-finite weights and a mismatch between sampler and trainer. It also runs the watchdogs.
 
-At the end of each step, it decides whether to stop the run. It uses only numbers that are equal in all processes, so that all of them stop together.
+At the end of each step, it decides whether to stop the run. It uses only numbers that are the same in every process, so that all processes stop together.
 """
 
 import functools
@@ -49,7 +49,7 @@ WORDS = {
     "loss": "loss",
     "gradient": "gradient",
 }
-"""Quantities in the order in which a step computes them. If several are not finite, the first is usually the cause of the others."""
+"""The checked quantities and their names in messages, in the order in which a step computes them. The first non-finite one usually causes the others."""
 
 _FLAG = "nonfinite/"
 _SHOWN = 3
@@ -65,7 +65,7 @@ class Update:
     metrics: Mapping[str, Metric]
 
     def flags(self) -> dict[str, list[int]]:
-        """Returns, for each non-finite quantity, the indices of the affected microbatches (parameters for the gradient). Empty if the update was applied."""
+        """Maps each non-finite quantity to the indices of the affected microbatches (for the gradient, parameters). Empty if the update was applied."""
         largest = {name: each.value for name, each in self.metrics.items() if isinstance(each, Max)}
         found = jax.device_get(largest)
         places = {name: np.flatnonzero(found.get(_FLAG + name, 0.0) > 0).tolist() for name in WORDS}
@@ -81,7 +81,7 @@ class Update:
     def named(
         self, flags: Mapping[str, Sequence[int]], groups: Sequence[Group], parameters: Sequence[str]
     ) -> dict[str, dict[str, Any]]:
-        """Converts the indices from `flags()` to parameter names for the gradient, and to (stack, microbatch) pairs for other quantities.
+        """Converts the indices from `flags()` to parameter names for the gradient, and to (stack, microbatch) pairs for all other quantities.
 
         For advantages, the result also contains the affected prompts; for the sampler's log-probabilities, the affected responses and tokens.
         """
@@ -106,7 +106,7 @@ class GuardError(RuntimeError):
     """The guard stopped the run, because further steps would be useless. The message states the cause."""
 
     def __init__(self, message: str, *, whole: StepResult | None = None) -> None:
-        """`whole` is the result of the finished step. If given, its state is saved, so that the run can resume from it."""
+        """`whole` is the last step's result, if its weights can still be used. A checkpoint of that step is then saved, so that the run can resume."""
         super().__init__(message)
         self.whole = whole
 
@@ -147,9 +147,9 @@ class Guard(Observer):
         """Checks the step, and adds the guard's metrics to `result.metrics`.
 
         Raises:
-            GuardError: the weights are not finite, or a limit in `config.guard` is exceeded. The metrics of the step are written first.
+            GuardError: the weights are not finite, or a limit in `config.guard` is exceeded. The step's metrics have been written.
         """
-        self._check()  # must precede all writes to the folder, also by later observers
+        self._check()  # first, because this observer and later ones write to the folder
         metrics, step = result.metrics, result.position.step
         skipped, drifted = self._skipped(result), self._drifted(step, metrics)
         bad = nonfinite_leaves(result.state.params)
@@ -166,11 +166,11 @@ class Guard(Observer):
             raise GuardError(found, whole=None if ruined or drifted else result)
 
     def before_sampling(self, position: Position, collector: Collector) -> None:
-        """Forgets the groups noted in the previous step."""
+        """Clears the previous step's list of groups with non-finite log-probabilities."""
         self._strange = []
 
     def on_group(self, group: Group, collector: Collector) -> None:
-        """Notes the group if any of its log-probabilities are not finite, for `on_shortfall`."""
+        """Records the group for `on_shortfall` if any of its log-probabilities are not finite."""
         if strange_responses([group]):
             self._strange.append(group.prompt.ordinal)
 
@@ -186,11 +186,11 @@ class Guard(Observer):
     def after_update(
         self, minibatch: Minibatch, metrics: Mapping[str, Metric], *, learning_rate: float
     ) -> None:
-        """Stores the update until the end of the step."""
+        """Stores the update, which is checked at the end of the step."""
         self._updates.append(Update(minibatch, learning_rate, metrics))
 
     def _skipped(self, result: StepResult) -> str:
-        """Counts, reports and writes skipped updates. Returns a reason to stop the run, or an empty string."""
+        """Counts and reports skipped updates, and writes their batches to disk. Returns a reason to stop the run, or an empty string."""
         updates, self._updates = self._updates, []
         longest, last, step = 0, "", result.position.step
         for index, update in enumerate(updates):
@@ -228,7 +228,7 @@ class Guard(Observer):
         return str(path_of(self._config.run_dir) / place)
 
     def _drifted(self, step: int, metrics: Mapping[str, float | int]) -> str:
-        """Compares the mismatch between sampler and trainer with the limit. Returns a reason to stop the run, or an empty string."""
+        """Compares KL(sampler || trainer) with `guard.max_mismatch_kl`. Returns a reason to stop the run, or an empty string."""
         guard, kl, before = self._config.guard, metrics.get(KL), self._over
         if guard.max_mismatch_kl is None:
             return ""

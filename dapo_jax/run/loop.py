@@ -26,7 +26,7 @@ from dapo_jax.training.update import Updater
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """The result of a finished step."""
+    """The position, train state, groups and metrics at the end of a finished step."""
 
     position: Position
     state: TrainState
@@ -41,7 +41,7 @@ class Observer:
     """
 
     def before_sampling(self, position: Position, collector: Collector) -> None:
-        """Called when a step begins. `position` is the end of the previous step, and `collector` is empty."""
+        """Called when a step starts. `position` is the end of the previous step, and `collector` is empty."""
 
     def on_group(self, group: Group, collector: Collector) -> None:
         """Called after a group was sampled, graded and added to `collector`. Groups may arrive in a different order than their prompts."""
@@ -55,7 +55,7 @@ class Observer:
     def before_updates(self, minibatches: Sequence[Minibatch]) -> Sequence[Minibatch]:
         """Called when the minibatches of the step are on the device, with old and reference log-probabilities (see `Updater.prepare`).
 
-        The first minibatch has old log-probabilities only if they come from the sampler. Otherwise its update computes them.
+        If the old log-probabilities are not the sampler's, the first minibatch contains none, because the first update computes them.
 
         Returns:
             The minibatches to update on, either unchanged or replaced.
@@ -63,7 +63,7 @@ class Observer:
         return minibatches
 
     def before_update(self, state: TrainState, minibatch: Minibatch, *, index: int, count: int) -> None:
-        """Called before each of the `count` updates in the step. `index` is the number of the update, from 0. The update donates `state`."""
+        """Called before each of the `count` updates in the step. `index` counts the updates of the step from 0. The update donates `state`."""
 
     def after_update(
         self, minibatch: Minibatch, metrics: Mapping[str, Metric], *, learning_rate: float
@@ -92,7 +92,7 @@ def run_steps(
         state: initial parameters and optimizer moments.
         position: position of `state` in the run.
         steps: number of the last step.
-        sampling: samples and grades groups with given weights.
+        sampling: samples groups with the given weights and grades them.
         batches: converts the groups of a step to minibatches.
         updater: updates the state with a minibatch.
         learning_rate: returns the learning rate of a step.

@@ -31,10 +31,10 @@ class Ratios(Observer):
         self._wanted: set[int] = set()
         self._groups: list[list[Group]] = []
         self.found: dict[tuple[int, int], Float[np.ndarray, " response"] | None] = {}
-        """The `TokenRatios` of the last step. Empty if the rollouts of this step are not logged."""
+        """The `TokenRatios` of the last step. Empty if the rollouts of that step are not logged."""
 
     def after_sampling(self, step: int, collected: Collected) -> None:
-        """Finds the trained rollouts that will be logged, and the groups of each update."""
+        """Selects the trained rollouts to log, and splits the step's groups into one list for each update."""
         due = self._config.logs_rollouts(step)
         self._wanted = {group.prompt.ordinal for group in collected.logged(LOGGED_GROUPS)}
         trained = [group for group in collected.groups if due and group.prompt.ordinal in self._wanted]
@@ -48,7 +48,7 @@ class Ratios(Observer):
         if not wanted:
             return
         ratios = self._updater.ratios(state, minibatch, first=index == 0)
-        # Identical responses to the same prompt have the same ratios, wherever they are in the minibatch.
+        # Ratios are looked up by tokens, because identical responses to the same prompt have the same ratios.
         of_text = {
             tokens.tobytes(): values
             for stack, found in zip(minibatch, on_host(ratios), strict=True)
@@ -103,7 +103,7 @@ class StepProgress(Observer):
         self._warned = self._warned_lost = False
 
     def before_sampling(self, position: Position, collector: Collector) -> None:
-        """Shows that sampling has begun."""
+        """Shows that sampling has started."""
         self._step, self._began, self._now = position.step + 1, position.cursor, collector
         self._first_wave = 0
         self._example: tuple[Group, int] | None = None

@@ -68,7 +68,7 @@ class Policy:
 
     decoder: DecoderConfig
     params: nnx.State
-    """The trained parameters: the adapters with LoRA, otherwise all parameters."""
+    """The trained parameters: only the adapters if LoRA is used, otherwise all parameters."""
     tokenizer: Tokenizer
     frozen: nnx.State = field(default_factory=lambda: nnx.State({}))
     """The base weights under LoRA adapters. Layers are stacked unless the sampler shares their arrays (`parallel.weights.shares_base`)."""
@@ -79,7 +79,7 @@ class Policy:
     step: int = 0
     """The training step of the checkpoint from which the weights were loaded."""
     folder: AnyPath | None = None
-    """The model folder of the weights, or of the configuration if no weights were loaded. None for a preset."""
+    """The model folder from which the weights, or only the configuration, were loaded. None for a preset."""
 
     @property
     def unshared(self) -> nnx.State:
@@ -100,10 +100,10 @@ class Policy:
         base, adapters = (self.params, None) if decoder.lora is None else (self.frozen, self.params)
         alone = adapters is not None and not merge
         if not is_first():
-            # All processes must take part in gathering a tensor.
+            # Gathering a sharded tensor is a collective operation, so all processes must take part.
             tensors = adapter_tensors(decoder, adapters) if alone else exported(decoder, base, adapters)
             return sum(tensor.fetch().size for tensor in tensors) * jnp.dtype(dtype).itemsize
-        # The tokenizer is written first, because the folder counts as a model once it contains config.json or adapter_config.json.
+        # The tokenizer is written first, because a folder with config.json or adapter_config.json is treated as a complete model.
         path.mkdir(parents=True, exist_ok=True)
         save_tokenizer(self.tokenizer, folder)
         if alone:
@@ -125,7 +125,7 @@ def load_policy(
     weights: bool = True,
     shares: Callable[[nnx.State], bool] = lambda frozen: False,
 ) -> Policy:
-    """Loads or initializes the policy that `model.source` names.
+    """Loads or initializes the policy that `model.source` specifies.
 
     Args:
         model: the source and, for a preset, the tokenizer.
@@ -135,7 +135,7 @@ def load_policy(
         mesh: mesh over which the weights are sharded, as in training. If None, they are placed on the default device.
         sampler: mesh of the sampler. The vocabulary is padded so that it can be split over both meshes.
         weights: whether to load or initialize weights. If False, `params` contains only shapes.
-        shares: takes the shapes of a LoRA base, and returns whether the sampler uses it without a copy (`parallel.weights.shares_base`).
+        shares: takes the shapes of a LoRA base, and returns whether the sampler uses the trainer's arrays of this base (`parallel.weights.shares_base`).
 
     Raises:
         ConfigError: the preset, shipped model or folder does not exist, or the adapter does not match `lora`.
@@ -236,18 +236,17 @@ def _read_base(model: ModelConfig, adapter: "_Adapter | None", read: Callable[[M
 
 
 class _Adapter(NamedTuple):
-    """An adapter that `model.source` names."""
+    """The adapter in an adapter folder, and the base model that the adapter's configuration specifies."""
 
     shape: LoraShape
     file: TensorFile
     base: ModelConfig
-    """The base model."""
     key: str
-    """The file, key and value that name the base model, for error messages."""
+    """The file, key and value that specify the base model, for error messages."""
 
 
 def _adapter_of(model: ModelConfig, *, weights: bool) -> _Adapter | None:
-    """Returns the adapter that `model.source` names, or None if it is a whole model."""
+    """Returns the adapter if `model.source` is an adapter folder, or None if it is a whole model."""
     if model.source.startswith(("preset:", "shipped:")):
         return None
     folder = folder_of(model, weights=weights)
@@ -288,7 +287,7 @@ def find_policy(
     config = load_config(run / "config.yaml")
     # The configured mesh is not used, because this machine may have different devices.
     mesh = mesh_of(ParallelConfig()) if mesh is None else mesh
-    # With LoRA, the checkpoint does not contain the base, so its weights are loaded from the model.
+    # With LoRA, a checkpoint does not contain the base weights, so they are loaded from the base model.
     weights, lora = config.lora.rank > 0, lora_of(config.lora)
     policy = load_policy(config.model, lora=lora, seed=config.seed, mesh=mesh, weights=weights, shares=shares)
     target = state_structs(policy.params, optimizer_of(config.optimizer), mesh)
@@ -309,13 +308,13 @@ def find_policy(
 
 
 def check_of_readers(config: TrainConfig, policy: Policy) -> Check:
-    """Returns a check for checkpoints that raises an error if the configuration or model was changed. Prompts are not compared."""
+    """Returns a function that raises an error if a checkpoint was saved with another configuration or model. Prompts are not compared."""
     files = model_files(policy.folder, weights=policy.decoder.lora is not None)
     return partial(check_identity, own=identity_of(config, prompts=None, model=files))
 
 
 def run_at(source: str) -> AnyPath | None:
-    """Returns the folder of the training run that `source` names, or None if it names a model.
+    """Returns the folder of the training run if `source` is a run, or None if it is a model.
 
     Raises:
         ConfigError: the folder cannot be read, or is neither a run nor a model.
@@ -335,16 +334,16 @@ def run_at(source: str) -> AnyPath | None:
 
 
 def data_of_run(source: str) -> DataConfig | None:
-    """Returns the data section of the training run that `source` names, or None if it names a model."""
+    """Returns the `data` section of the configuration if `source` is a training run, or None if it is a model."""
     run = run_at(source)
     return None if run is None else load_config(run / "config.yaml").data
 
 
 def folder_of(model: ModelConfig, *, weights: bool) -> AnyPath:
-    """Returns the model folder of `model.source`, and downloads it if it is on the hub.
+    """Returns the folder of the model `model.source`. If the model is on the hub, downloads it first.
 
     Args:
-        model: its `source` names the folder.
+        model: its `source` specifies the folder.
         weights: whether to download weights too, if the model is on the hub.
 
     Raises:
@@ -431,7 +430,7 @@ def description_of(
 ) -> tuple[DecoderConfig, Tokenizer, AnyPath | None]:
     """Returns the decoder configuration, the tokenizer and the model folder. Never reads weights, but downloads them from the hub if `weights` is True.
 
-    A preset has no folder, and its tokenizer determines its vocabulary size.
+    For a preset, returns None as the folder, and uses the vocabulary size of the tokenizer.
 
     Raises:
         ValueError: the model does not exist, or its configuration or tokenizer cannot be read.
@@ -452,7 +451,7 @@ def _random(
     where: Callable[[nnx.State], PyTree] | None,
     made: Callable[[nnx.State], nnx.State],
 ) -> nnx.State:
-    """Initializes random parameters, and returns only the result of `made(parameters)`, for example some of them."""
+    """Initializes random parameters and returns `made(parameters)`, for example a subset of the parameters or a copy in another dtype."""
 
     def program() -> nnx.State:
         return made(nnx.state(Decoder(decoder, rngs=nnx.Rngs(seed))))

@@ -54,7 +54,7 @@ class Lowering(Protocol):
 
 
 def compile_sampling(engine: Lowering, weights: SamplerWeights, decodings: Iterable[Decoding]) -> None:
-    """Compiles all sampling programs of `engine` in parallel, and waits for all processes. `weights` and `decodings` may be shapes.
+    """Compiles all sampling programs of `engine` in parallel, then waits for all other processes. `weights` and `decodings` may be shapes.
 
     Without this wait, a process could time out in a collective while another process is still compiling.
     """
@@ -70,7 +70,7 @@ def _compiled(engine: Lowering, structure: Any, leaves: tuple[Any, ...]) -> None
     lowered = [lower() for lower in engine.programs(*jax.tree.unflatten(structure, leaves)).values()]
     with ThreadPoolExecutor(max_workers=_AT_ONCE) as threads:
         for _ in threads.map(Lowered.compile, lowered):
-            pass  # raises the compiler's errors
+            pass  # the iteration raises errors from the threads
 
 
 Transfer = WeightTransfer | AdapterTransfer
@@ -125,7 +125,7 @@ def updater_of(
     reference: nnx.State | None = None,
     frozen: nnx.State | None = None,
 ) -> Updater:
-    """Returns the updater that `config` describes. Runs share updaters, except with a custom objective, a reference policy or a LoRA base.
+    """Returns the updater that `config` describes. Runs share it, unless they have a custom objective, a reference policy or a LoRA base.
 
     Raises:
         ValueError: `loss.kl_coef` is set without a reference policy, or there is a reference policy without `loss.kl_coef`.

@@ -90,7 +90,7 @@ def training_prompts(
 
 
 def asked_too_often(config: TrainConfig, rows: int) -> tuple[str, str] | None:
-    """Returns a description of the problem and a remedy if more prompts are sampled together than the dataset has, otherwise None."""
+    """If more prompts are sampled together than the dataset contains, returns a description of the problem and a remedy. Otherwise returns None."""
     count = config.prompts_per_wave if config.dynamic_sampling.enabled else config.batch.prompts_per_step
     if count <= rows:
         return None
@@ -141,7 +141,7 @@ def joined(lists: Sequence[GivenRows]) -> LoadedRows:
 
     def read(index: int) -> Mapping[str, Any]:
         which = int(np.searchsorted(ends, index, side="right"))
-        return lists[which][index - int(ends[which])]  # a negative index, which counts from the end
+        return lists[which][index - int(ends[which])]  # the index is negative
 
     return LoadedRows(range(int(ends[-1])), read=read)
 
@@ -178,10 +178,10 @@ def _reading(data: DataConfig, source: SourceConfig) -> dict[str, Any]:
 
 @contextmanager
 def _named(source: SourceConfig, *, given: bool = False) -> Iterator[None]:
-    """Returns a context manager that converts errors to ConfigErrors. Their messages name the dataset, or mention the rows given from Python."""
+    """Returns a context manager that converts errors to ConfigErrors, and adds the dataset's name or a note about rows from Python to the message."""
     try:
         yield
-    except (ValueError, RuntimeError) as error:  # RuntimeError: the dataset cannot be stored
+    except (ValueError, RuntimeError) as error:  # RuntimeError is raised if a dataset cannot be stored
         if given:
             raise ConfigError(f"the rows given from Python: {error}") from error
         split = f", split {source.split!r}" if source.split else ""

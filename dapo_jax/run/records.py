@@ -84,7 +84,7 @@ class Records:
         self._trackers.log(step, metrics)
 
     def rollouts(self, step: int, collected: Collected, ratios: TokenRatios) -> None:
-        """Writes the rollouts of a step if they are due, both as JSON lines and as readable text."""
+        """Writes the rollouts of a step if this step is logged, both as JSON lines and as readable text."""
         if not self._config.logs_rollouts(step):
             return
         groups, normalize = collected.logged(LOGGED_GROUPS), self._config.loss.normalize_std

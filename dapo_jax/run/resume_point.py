@@ -38,10 +38,10 @@ class ResumePoint:
     """The metrics of the last step, if its evaluation has not run yet."""
 
     def progress(self, identity: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the progress to store in a checkpoint, with the run's `identity`, but without groups and responses in flight, which are stored as arrays."""
+        """Returns the JSON data for a checkpoint, with the run's `identity`. Carried groups and responses in flight are stored separately, as arrays."""
         progress: dict[str, Any] = {"cursor": self.position.cursor, IDENTITY: dict(identity)}
         if self.unfinished is not None:
-            progress[UNFINISHED] = json.dumps(self.unfinished)  # as a string, because metrics may be NaN
+            progress[UNFINISHED] = json.dumps(self.unfinished)  # as text, because NaN is not valid JSON
         return progress
 
 
@@ -121,7 +121,7 @@ def model_files(folder: AnyPath | None, *, weights: bool) -> dict[str, str]:
 
 
 def with_weights_of(own: Mapping[str, Any], progress: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds to the identity `own` the digests of the initial weights in the checkpoint's `progress`, because a resumed run may not load those weights."""
+    """Adds to `own` the digests of the initial weights in the checkpoint's `progress`, because a resumed run does not always load those weights."""
     began = {name: each for name, each in progress[IDENTITY]["model"].items() if name.endswith(_WEIGHTS)}
     return {**own, "model": {**began, **own["model"]}}
 
@@ -146,9 +146,9 @@ def check_identity(where: str, progress: Mapping[str, Any], own: Mapping[str, An
     ]
     if own["prompts"] is not None and kept["prompts"] != own["prompts"]:
         problems.append(f"the prompts were {_described(kept['prompts'])}, are {_described(own['prompts'])}")
-    else:  # the prompts are the same, so the date does not matter
+    else:  # the prompts are the same, so the date in chat templates does not matter
         problems = [problem for problem in problems if not problem.startswith("data.template_date ")]
-    # The initial weights matter only for a KL penalty, and for adapters, which depend on their base.
+    # The initial weights still matter only for a KL penalty and for adapters, which are added to the base weights.
     needs_weights = own["config"]["loss.kl_coef"] or own["config"]["lora.rank"]
     for name, digest in own["model"].items():
         if (needs_weights or not name.endswith(_WEIGHTS)) and kept["model"].get(name) != digest:

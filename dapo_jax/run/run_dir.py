@@ -1,4 +1,4 @@
-"""Access to the folders that a configuration or command names, their locks, and the checks of a run's folder before the run begins."""
+"""Opens and locks the folders that a configuration or command specifies, and checks a run's folder before the run starts."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def claim_run_dir(
     taken: list[Lock] = []
 
     def checked() -> bytes:
-        check_trackers(config.log)  # before locking, which creates the folder
+        check_trackers(config.log)  # must come before locking, which creates the folder
         place = place_of(config.run_dir, key="run_dir", write=True)
         # The checks below need the lock, because another run could be writing to the folder.
         taken.append(held.enter_context(locked(place, value=config.run_dir, key="run_dir", lost=lost)))
@@ -90,12 +90,12 @@ def _dated(config: TrainConfig, day: str) -> TrainConfig:
 
 
 def check_run_dir(run_dir: AnyPath, config: TrainConfig, *, resume: bool, overwrite: bool = False) -> None:
-    """Checks that a run may begin or resume in `run_dir`.
+    """Checks that a run may start or resume in `run_dir`.
 
     Raises:
         ConfigError: `run_dir` contains a run, but neither `resume` nor `overwrite` is True; or a file or a broken link is in place of a folder
             that the run needs. If `overwrite` is True: the folder contains a file that runs do not write. If `resume` is True: a changed key
-            of the configuration would affect training, or the folder is empty and there is a run with a similar name.
+            in the configuration would affect training, or the folder is empty and there is a run with a similar name.
     """
     if resume and overwrite:
         raise ConfigError("resume=True continues a run, but overwrite=True removes it; set only one of them")
@@ -131,11 +131,11 @@ def check_run_dir(run_dir: AnyPath, config: TrainConfig, *, resume: bool, overwr
             f"run_dir={config.run_dir}: there is no run to resume, but there is a run in {near}; use that run_dir, or omit "
             "--resume to start a new run"
         )
-    if kept.exists() and has_saved:  # before the first checkpoint, any key may change
+    if kept.exists() and has_saved:  # without a checkpoint, the run starts over, so any key may change
         changed = changed_keys(load_config(kept).resolved(), config.resolved())
         bad = {key: pair for key, pair in changed.items() if not key.startswith(FREE_TO_CHANGE)}
         if "" in bad.get("data.template_date", ()):
-            del bad["data.template_date"]  # `dapo-jax doctor` does not set the run's date
+            del bad["data.template_date"]  # `dapo-jax doctor` leaves the date empty
         if bad:
             lines = "; ".join(f"{key} was {old!r}, is {new!r}" for key, (old, new) in bad.items())
             raise ConfigError(
@@ -151,7 +151,7 @@ def _similar_run(run_dir: AnyPath) -> AnyPath | None:
 
 
 def place_of(value: str | AnyPath, *, key: str, write: bool) -> AnyPath:
-    """Returns the folder that `value` names, and checks access to it. A local path becomes absolute, because a reward function may call os.chdir.
+    """Converts `value` to a folder and checks access to it. A local path becomes absolute, because a reward function may call os.chdir.
 
     Args:
         value: a local path, or `gs://BUCKET/FOLDER`.

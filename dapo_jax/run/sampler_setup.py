@@ -19,7 +19,7 @@ from dapo_jax.sampling.prompt_packing import PrefillShape, prefill_shape
 from dapo_jax.text.stop_strings import StopStrings, stop_ids
 
 _TURNS_AT_ONCE = 16
-"""Minimum number of contexts in one prefill, for episodes of several turns, because their contexts are many and short."""
+"""Minimum number of contexts to prefill together if episodes have several turns, because their contexts are many and short."""
 
 KNOWN_SHARE = 0.9
 """Fraction of a device's memory for arrays of known size, like vLLM's `gpu_memory_utilization`. The rest is for temporary arrays and fragmentation."""
@@ -41,7 +41,7 @@ def prefill_of(
     in_flight: int = 0,
     has_turns: bool = False,
 ) -> PrefillShape:
-    """Returns the shape of one prefill. Contexts may be as long as a prompt and its response if there are responses in flight or episodes."""
+    """Returns the shape of one prefill. With responses in flight or episodes, a context may contain a prompt and its whole response."""
     capacity = max_prompt_tokens + sampling.max_response_tokens
     prompts = prompts_at_once(sampling, group_size)
     return prefill_shape(
@@ -78,7 +78,7 @@ def response_sampler(
         max_prompt_tokens: maximum length of a prompt.
         compute_dtype: dtype of matrix products. Also the dtype of weights and KV cache, unless `sampling` sets another.
         group_size: number of responses to a prompt.
-        in_flight: maximum number of responses in flight in this sampler. If 0, each response is sampled to its end.
+        in_flight: maximum number of responses in flight in this sampler. If 0, no response is carried over to a later step.
         has_turns: whether responses are episodes of several turns.
         resident: memory in use on each device during sampling, in bytes, without the sampler's weights and cache.
         memory: memory of a device in bytes. Defaults to the amount that the devices report. CPUs do not report an amount.
@@ -191,7 +191,7 @@ def room_for_cache(
         and shape.longest <= shape.width
         and room - rows >= sampling.slots // spread * capacity * each
     ):
-        return room - rows  # with room for all slots, nothing is ever re-prefilled
+        return room - rows  # all slots fit, so no response is re-prefilled and chunked prefill is not used
     return room - max(rows, rows // 2 + parts)
 
 
@@ -214,7 +214,7 @@ def cache_note(sizes: PageSizes, *, room: int, memory: int) -> str:
     if tokens == most:
         holds = f"all {sizes.holders} responses of up to {sizes.capacity:,} tokens"
     else:
-        holds = f"{tokens:,} tokens, but all {sizes.holders} responses may have {most:,}: responses wait or are preempted when it is full"
+        holds = f"{tokens:,} tokens, but all {sizes.holders} responses may need {most:,}: responses wait or are preempted when the cache is full"
     return (
         f"the KV cache has room for {holds}; {room / 2**30:.2f} of a device's {memory / 2**30:.2f} GiB were available for it "
         "(to change its size, set sampling.cache_tokens)"

@@ -35,7 +35,7 @@ from dapo_jax.training.update import Objective, check_objective
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """The result of `train`."""
+    """The run's folder, trained policy and metrics, returned by `train`."""
 
     run_dir: AnyPath
     """The run's folder. A local path is absolute."""
@@ -62,7 +62,7 @@ def train(
 
     Args:
         config: a configuration, or the path of a configuration file.
-        reward: a reward function. It gets one `rewards.Sample`, or with `rewards.whole_group` a list of all samples of a group, and returns a
+        reward: a reward function. It receives one `rewards.Sample`, or with `rewards.whole_group` a list of all samples of a group, and returns a
             bool, a number or a `Verdict` for each sample. It may be `async`. Alternatively a list of (function or grader's name, weight)
             pairs, which are combined into a weighted sum; the first entry decides correctness. Defaults to `config.reward`.
         prompts: rows with `prompt` and `answer` to train on. Defaults to the dataset `config.data.source`.
@@ -85,7 +85,7 @@ def train(
         StoppedError: the run was asked to stop.
 
     Before an error is raised, the last finished step is saved if possible. A note on the error (`__notes__`, shown in the traceback)
-    names the checkpoint from which `resume` continues. After a KeyboardInterrupt, nothing is saved, but a save in progress is finished.
+    specifies the checkpoint from which `resume` continues. After a KeyboardInterrupt, nothing is saved, but a save in progress is finished.
     """
     config = config if isinstance(config, TrainConfig) else load_config(config)
     if objective is not None:
@@ -99,7 +99,7 @@ def train(
     first = is_first()
     metric = config.dynamic_sampling.metric
     shown = progress or Progress(config.steps, metric=metric, console=Console(quiet=not first))
-    # There are two stacks, because the folder must stay locked until the model is written, which happens after everything else is closed.
+    # There are two stacks, because the folder must stay locked until everything else is closed and the model is written.
     with ExitStack() as held, ExitStack() as stack:
         run_dir, config, lock = claim_run_dir(config, resume=resume, overwrite=overwrite, held=held, lost=end)
         # `tell_others` must run before each exit callback that may wait for the other processes, so it is pushed again after each such callback.

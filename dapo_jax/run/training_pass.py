@@ -19,17 +19,17 @@ from dapo_jax.parallel.training_layout import layout_of
 from dapo_jax.training.row_packing import pack
 
 SHORTEST_ROW = 1024
-"""Minimum number of tokens in shorter rows, which have 1/2 to 1/16 of the full length. Each length needs its own compiled program."""
+"""Rows of 1/2 to 1/16 of the full length are used only if they have at least this many tokens, because each length requires its own compiled program."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPass:
-    """The layout and shapes that the update and row packing share."""
+    """The layout and row lengths that row packing and the update must agree on."""
 
     layout: Layout
     row_tokens: int
     packing: dict[str, Any]
-    """Arguments of `row_packing.pack`: the number of device groups, whether prompts may be shared, and the shorter row lengths."""
+    """Keyword arguments for `row_packing.pack`: the number of device groups, whether prompts may be shared, and the shorter row lengths."""
 
 
 def training_pass(
@@ -103,7 +103,7 @@ def _attention(model: ModelConfig, device: AnyDevice, head_dim: int, context: in
         return model.attention
     if platform == "tpu":
         return "splash"
-    # AMD GPUs have names instead of numbers here.
+    # The compute capability of an AMD GPU is a name, not a number.
     capability = getattr(device, "compute_capability", "")
     hopper = capability[:1].isdigit() and float(capability) >= 9.0
     able = model.compute_dtype == "bfloat16" and context == 1 and width
@@ -117,13 +117,13 @@ class StepBatches:
         self._config, self._pass, self._pad_id = config, training_pass, pad_id
 
     def split(self, groups: Sequence[Group], step: int) -> list[list[Group]]:
-        """Returns the groups of each update in a step."""
+        """Shuffles the groups of a step and splits them into one list for each update."""
         config, filtered = self._config, self._config.reward.overlong.filter_truncated
         split = split_minibatches(
             groups, groups_per_update=config.batch.groups_per_update, seed=(config.seed, step)
         )
         # Minibatches without tokens in the loss are dropped, because their updates would only apply weight decay. Such minibatches occur if
-        # overlong filtering removes all responses, or if every episode was lost before its first turn.
+        # overlong filtering removes all their responses, or if every episode in them was lost before its first turn.
         return [
             minibatch
             for minibatch in split
@@ -135,7 +135,7 @@ class StepBatches:
         ]
 
     def minibatches(self, groups: Sequence[Group], step: int) -> list[list[Microbatch]]:
-        """Returns the microbatches of each update in a step, on the host."""
+        """Splits the groups of a step into updates, and returns the packed microbatches of each update, on the host."""
         config, packed = self._config, []
         for minibatch in self.split(groups, step):
             examples = training_examples(

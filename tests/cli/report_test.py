@@ -59,7 +59,7 @@ def test_a_run_in_a_bucket_has_its_page_there(run, bucket):
         (["nowhere"], "nowhere is not a run: there is no such folder"),
         (["RUN", "RUN"], "is named twice"),
         (["RUN", "--rollout-steps", "-2"], "rollout_steps: found -2"),
-        (["RUN", "--port", "8000"], "--port 8000 goes with --watch"),
+        (["RUN", "--port", "8000"], "--port 8000 can only be used with --watch"),
         (["RUN", "--watch", "--out", "page.html"], "--out page.html"),
         (["RUN", "--watch", "--port", "-1"], "port: found -1, needs 0 (any free port) to 65535"),
         (["RUN/config.yaml", "--watch"], "config.yaml is not a run: it is a file"),

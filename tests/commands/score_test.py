@@ -143,7 +143,7 @@ def test_what_cannot_be_scored_is_named(rollouts, tmp_path, capsys):
         score(tmp_path / "none.jsonl", ["dapo"])
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(ConfigError, match="empty holds no rollouts"):
+    with pytest.raises(ConfigError, match="empty contains no rollouts"):
         score(empty, ["dapo"])
     (empty / "step_000001.jsonl").write_text("{}\n")
     assert main(["score", str(empty), "--grader", "dapo"]) == 2
@@ -156,5 +156,5 @@ def test_the_problems_next_to_kept_rollouts_are_not_graded(rollouts):
     assert len(score(rollouts, ["dapo"]).rows) == 8
     with pytest.raises(ConfigError, match=r"arithmetic\.jsonl, line 1 is not a rollout"):
         score(problems, ["dapo"])
-    with pytest.raises(ConfigError, match=r"problems holds no rollouts"):
+    with pytest.raises(ConfigError, match=r"problems contains no rollouts"):
         score(problems.parent, ["dapo"])
