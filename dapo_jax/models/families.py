@@ -39,7 +39,7 @@ _COVERED_VALUES: dict[str, tuple[Any, ...]] = {
     # Importance ratios compare log-probabilities, which must not depend on dropout.
     "attention_dropout": (0.0,),
 }
-"""Keys that change the network, with their supported values. null is always supported."""
+"""Supported values of the config.json keys that change the network. null is always supported."""
 
 _ORIGINAL = "original_max_position_embeddings"
 _SCALING_KINDS: dict[str, tuple[str, ...]] = {
@@ -47,7 +47,7 @@ _SCALING_KINDS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", _ORIGINAL, "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", _ORIGINAL, "beta_fast", "beta_slow", "attention_factor"),
 }
-"""The settings of each kind of RoPE scaling. They are named like the fields of `RopeScaling`, except that `_ORIGINAL` is called original_max_positions."""
+"""The keys of each kind of RoPE scaling in config.json. `RopeScaling` has fields with the same names, except original_max_positions for `_ORIGINAL`."""
 _NEUTRAL = {"partial_rotary_factor": 1.0, "truncate": True}
 """RoPE settings that have no effect at these values."""
 
