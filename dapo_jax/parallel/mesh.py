@@ -24,7 +24,7 @@ BATCH_AXES = ("data", "fsdp")
 
 @dataclass(frozen=True)
 class Absent:
-    """Placeholder for a device that this machine does not have. Shapes can be placed on it, but nothing can be compiled for it."""
+    """Placeholder for a device that this machine does not have. Shapes can be placed on it, but programs cannot be compiled for it."""
 
     id: int
     process_index: int

@@ -1,4 +1,4 @@
-"""Coordination of all processes: barriers, programs that no process runs before all have compiled them, and exchange of bytes.
+"""Coordination of all processes: barriers, programs that no process runs before all processes have compiled them, and the exchange of bytes.
 
 A collective fails if a process arrives too late (after half a minute with Gloo on CPU). A process can be late by more than this time if
 it has extra work, or if its compilation takes longer. Such a collective therefore comes after a barrier with a longer limit.
@@ -25,7 +25,7 @@ _numbers = itertools.count()
 
 
 class Together:
-    """A jitted program that all processes must call, and in the same order as other collectives. With a single process, the wrapper has no overhead."""
+    """A jitted program with collectives. All processes must call all such programs in the same order. For a single process, the wrapper has no overhead."""
 
     def __init__(self, program: Any) -> None:
         self._program = program

@@ -85,13 +85,13 @@ class WeightTransfer:
         return {"layers": tuple(layers), "ends": ends}
 
     def with_base(self, frozen: nnx.State) -> "WeightTransfer":
-        """Returns a transfer whose calls receive adapters alone, and join them with the base `frozen`. The layers of `frozen` are stacked."""
+        """Returns a transfer that is called with adapters alone, and joins them with the base `frozen`. The layers of `frozen` are stacked."""
         joined = copy(self)
         joined._frozen = frozen
         return joined
 
     def shared(self, params: nnx.State) -> SamplerWeights:
-        """Returns sampler weights that use the arrays of `params`. These must be separate per layer and have the sampler's shardings (see `shares_base`)."""
+        """Returns sampler weights that share the arrays of `params`, which must be separate per layer and sharded as in the sampler (see `shares_base`)."""
         layers = tuple(local(params["blocks"][index], self._sampler["layer"]) for index in range(self._count))
         return {"layers": layers, "ends": local(_ends(params), self._sampler["ends"])}
 
