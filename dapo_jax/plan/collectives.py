@@ -70,7 +70,7 @@ def collectives(text: str, *, trips: Sequence[int] = (), per_machine: int = 0) -
 
     `text` is `compiled.as_text()`. `trips` lists the trip counts that the text does not contain, outermost loop first; the default is 1.
     `per_machine` consecutive devices are on one machine, and machines are connected by a network. 0: there is no such network. The
-    devices of a group on one machine each receive an equal part of the bytes from other machines, and exchange these parts by their links.
+    devices of a group on one machine each receive an equal part of the bytes from other machines, and exchange these parts over their links.
     """
     head = text.partition("\n")[0]
     devices = math.prod(map(int, re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", head)))

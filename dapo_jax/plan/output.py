@@ -158,7 +158,7 @@ def show_sweep(plans: Sequence[tuple[str, Plan | str]], console: Console) -> Non
 
 
 def size(count: int | float | None) -> str:
-    """Formats bytes in the largest unit that gives at least 1.
+    """Formats a number of bytes in the largest unit in which the number is at least 1.
 
     >>> size(3 * 2**29), size(2048), size(7), size(None)
     ('1.50 GiB', '2.0 KiB', '7 B', 'unknown')

@@ -77,7 +77,7 @@ def held_in(made: Plan, program: str) -> list[ResidentPart]:
 
 
 def _ways(made: Plan, part: str, held: int, over: int) -> Iterator[Way]:
-    """Yields changes that shrink `part`, which takes `held` bytes, for a program that exceeds the limit by `over` bytes."""
+    """Yields changes that shrink `part`, which occupies `held` bytes, for a program that exceeds the limit by `over` bytes."""
     config, sizes = made.config, made.sizes
     match part:
         case "train state" | "gradient" | "frozen weights":
@@ -221,7 +221,7 @@ def sweep(
 
     A microbatch has one row per device of the batch axes, or a multiple of this if `batch.rows_per_microbatch` is larger.
     """
-    decoder_of(config.model)  # raises an error for an unsupported model before a compiler is loaded
+    decoder_of(config.model)  # so that an unsupported model raises an error before a compiler is loaded
     planned = partial(plan, topology=topology, assumed=assumed, only=only, say=say)
     found: list[tuple[str, Plan | str]] = []
     devices, context, data = len(devices_of(topology)), config.parallel.context, max(config.parallel.data, 1)

@@ -53,7 +53,7 @@ class Bound:
 
 
 def bound(work: Work, topology: Topology) -> Bound:
-    """Divides `work` by the peak rates of the devices."""
+    """Returns the minimum time of a phase: its `work`, divided by the peak rates of the topology's devices."""
     chip = topology.chip
     times = {
         "compute": work.flops / chip.device_flops,
@@ -252,20 +252,20 @@ def _trained(config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes:
     scored = work.updates - 1 if config.loss.old_logprobs == "trainer" else 0
     scored += work.updates if config.loss.kl_coef else 0
     own = forward_flops(decoder, tokens=count, pairs=work.trained * work.attended, logits=count)
-    # These numbers include padding. Attention is causal over the whole row.
+    # The numbers of tokens and of query-key pairs include padding, and attention is causal over the whole row.
     tokens = float(work.microbatches * work.microbatch_tokens)
     pairs = tokens * (config.row_tokens + 1) / 2
     one = forward_flops(decoder, tokens=tokens, pairs=pairs, logits=tokens)
     # The backward pass has two matrix products for each one in the forward pass. Full rematerialisation repeats the forward pass.
     passes = 4 if config.model.remat == "full" else 3
-    # Each pass over a microbatch reads the weights in the compute dtype, sharded over the tensor axis only.
+    # Each pass over a microbatch reads the gathered weights in the compute dtype. They remain sharded over the tensor axis.
     used = decoder.parameters - (0 if decoder.tied_embeddings else _unembedding_parameters(decoder))
     used += 0 if decoder.lora is None else decoder.trained_parameters
     weights = item(config.model.compute_dtype) * used / sizes.train["tensor"]
     held = decoder.trained_parameters / (sizes.train["fsdp"] * sizes.train["tensor"])
     # Each microbatch reads, adds to and writes float32 gradients; AdamW reads 4 arrays and writes 3.
     optimizer = work.microbatches * 3 * 4 * held + 7 * 4 * held
-    # The gradients of frozen base matrices are not computed.
+    # The gradients of frozen base matrices are not computed, so their operations are subtracted.
     frozen = 0 if decoder.lora is None else matrix_parameters(decoder.base) + _unembedding_parameters(decoder)
     updates = Work(
         phase="update",

@@ -1,8 +1,8 @@
-"""Defines TPU slices and machines with NVIDIA GPUs by name, with their chips and with the devices that a compiler describes. Any machine can compile programs for these devices.
+"""Defines TPU slices and machines with NVIDIA GPUs by name, with their peak rates. Any machine can compile programs for their devices.
 
 The peak rates of TPUs are from Google's pages (https://cloud.google.com/tpu/docs/v4, .../v5e, .../v5p, .../v6e, .../tpu7x). The peak rates
 of GPUs are from NVIDIA's data sheets (https://www.nvidia.com/en-us/data-center/h100, .../h200, .../a100, .../l40s, and the pages on HGX B200
-and RTX PRO 6000 Blackwell), without sparsity. The pages add up the interconnect bandwidth of both directions, but this
+and RTX PRO 6000 Blackwell), without sparsity. The pages give the interconnect bandwidth as the sum of both directions, but this
 module uses one direction.
 
 `hbm_gib` of a TPU is the memory that libtpu 0.0.42 allows a program, as its error messages show: "exceeds available HBM (15.75G)". For a
@@ -27,7 +27,7 @@ from dapo_jax.parallel.libtpu import WITHOUT_TPU
 from dapo_jax.terminal import silent_libraries
 
 MACHINE_GPUS = 8
-"""Number of GPUs of a machine, unless a topology's name gives another number. It is also the largest number."""
+"""Default number of GPUs per machine, if the topology's name does not contain this number. It is also the maximum."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ def _gpu(
     name: str, kind: str, *, capability: tuple[int, int], cores: int, ghz: float, l2_mib: int | float, gib: float,
     tflops: int | float, gb_s: int, link_gb_s: int,
 ) -> Chip:  # fmt: skip
-    """Returns a GPU from its data sheet. `kind` is the name that JAX reports, `gib` the memory that the driver reports, and `link_gb_s` is one direction.
+    """Returns a GPU model from its data sheet. `kind` is JAX's name, `gib` the memory reported by the driver, `link_gb_s` the link bandwidth in one direction.
 
     The limits of each compute capability are in the CUDA programming guide: shared memory per multiprocessor in KiB, threads per
     multiprocessor, and float32 units per multiprocessor.
@@ -122,7 +122,7 @@ CHIPS: dict[str, Chip] = {
         # 2307 TFLOP/s, 192 GiB, 7380 GB/s, 1200 GB/s both ways; two devices per chip.
         Chip(name="tpu7x", aliases=(), counts_cores=True, axes=3, hbm_gib=94.75, device_flops=2307e12 / 2,
              device_hbm_bytes_s=7380e9 / 2, device_ici_bytes_s=600e9 / 2),
-        # NVLink: 900 GB/s both ways for H100 and H200, 600 GB/s for A100, 1800 GB/s for B200. The last two have PCIe: Gen5 and Gen4 x16.
+        # NVLink: 900 GB/s both ways for H100 and H200, 600 GB/s for A100, 1800 GB/s for B200. The last two GPUs use PCIe Gen5 x16 and Gen4 x16.
         _gpu("h100", "NVIDIA H100 80GB HBM3", capability=(9, 0), cores=132, ghz=1.98, l2_mib=50, gib=79.1,
              tflops=989.4, gb_s=3350, link_gb_s=450),
         _gpu("h200", "NVIDIA H200", capability=(9, 0), cores=132, ghz=1.98, l2_mib=50, gib=139.8,
@@ -170,7 +170,7 @@ class Topology:
 
     @property
     def host(self) -> tuple[int, int, int]:
-        """The grid of chips on one host. A 2D slice of up to 8 chips is a single host; all other hosts of TPUs have 4 chips."""
+        """The grid of chips on one host. A 2D slice of up to 8 chips is a single host; all other TPU hosts have 4 chips."""
         if self.chip.target:
             return (1, self.shape[1], 1)
         small = self.chip.axes == 2 and self.chips <= 8
@@ -193,7 +193,7 @@ class Topology:
 
     @property
     def has_network(self) -> bool:
-        """Whether some devices are connected by a network only. The links of a TPU slice connect all hosts."""
+        """Whether some devices are connected only by a network, as with GPUs on several machines. The links of a TPU slice connect all hosts."""
         return bool(self.chip.target) and self.hosts > 1
 
     @property
@@ -235,7 +235,7 @@ def parse(name: str) -> Topology:
 
 
 def _machines(name: str, chip: Chip, each: int, count: int) -> Topology:
-    """Returns `count` GPUs on one machine, or on machines of `each`."""
+    """Returns a topology of `count` GPUs, on one machine or on machines with `each` GPUs."""
     if not count or not 1 <= each <= MACHINE_GPUS:
         raise ConfigError(
             f"--topology {name!r}: found {count} GPUs on machines of {each}, needs at least 1 GPU and machines of 1 to {MACHINE_GPUS}; "
@@ -275,7 +275,7 @@ def devices_of(made: Topology) -> list[jax.Device]:
     from jax.experimental import topologies
 
     try:
-        # libtpu names an unknown flag on standard error before it ends the process.
+        # Output of libtpu stays visible, because libtpu prints an unknown flag before it ends the process.
         with silent_libraries() if made.chip.target else nullcontext():
             found = topologies.get_topology_desc(topology_name=made.name, **described)
     except jax.errors.JaxRuntimeError as error:
