@@ -187,7 +187,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike[str]) -> None
     Raises:
         ValueError: the tokenizer is neither from this module nor from a Hugging Face folder.
     """
-    from dapo_jax.text.huggingface import HuggingFaceTokenizer  # needs the `tokenizers` library
+    from dapo_jax.text.huggingface import HuggingFaceTokenizer  # loads the `tokenizers` library
 
     place = path_of(folder)
     place.mkdir(parents=True, exist_ok=True)
