@@ -30,7 +30,7 @@ from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.rope import rope_frequencies
 
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
-"""A function from (query, key, value), each [heads, head_dim, tokens], to the attention output and a value of this layer that `Block` returns to its caller."""
+"""A function that maps query, key and value, each [heads, head_dim, tokens], to the attention output and a second value, which `Block` returns unchanged."""
 
 RopeTables = tuple[Array, Array]
 """Cosine and sine of the RoPE angles, each [head_dim / 2, tokens]."""
@@ -48,7 +48,7 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
 def rms_norm(
     x: Float[Array, "dim tokens"], weight: Float[Array, " dim"], eps: float
 ) -> Float[Array, "dim tokens"]:
-    """Applies RMS normalization over the first axis. It is computed in float32, and returned in the dtype of `x`."""
+    """Applies RMS normalization over the first axis. The computation is in float32, and the result has the dtype of `x`."""
     wide = x.astype(jnp.float32)
     scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=0, keepdims=True) + eps)
     return (scaled * weight.astype(jnp.float32)[:, None]).astype(x.dtype)

@@ -66,7 +66,7 @@ def family_of(config: DecoderConfig) -> str:
 
 
 def describe(config: DecoderConfig, *, dtype: str = "float32") -> dict[str, Any]:
-    """Returns the content of config.json. RoPE settings are included in the formats of both transformers 4 and 5."""
+    """Returns the content of a decoder's config.json. RoPE settings are included in the formats of both transformers 4 and 5."""
     family = family_of(config)
     described = {theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()}
     scaling = None
@@ -178,7 +178,7 @@ def _rope(described: Mapping[str, Any], where: object) -> dict[str, Any]:
 
 
 def _completed(rope: Mapping[str, Any], described: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the RoPE settings in `rope`, completed with settings that are stored outside of `rope` and with defaults."""
+    """Returns the RoPE settings in `rope`. Missing settings are filled in from other keys of config.json, and from defaults."""
     inside = _present(rope)
     old_name = inside.pop("type", "default")
     elsewhere = _present(described.get("rope_parameters") or {}) | _present(described)

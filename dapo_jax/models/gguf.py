@@ -68,7 +68,7 @@ class GgufFile:
         except (ValueError, NotImplementedError) as error:
             raise ValueError(f"cannot read {tensor.name} from {self.where}: {error}") from error
         if self._family == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
-            # In Llama's GGUF files, the rows i and i + dim / 2 of each head are interleaved.
+            # Restores the row order: Llama's GGUF files interleave the rows i and i + dim / 2 of each head.
             heads = self._size("attention.head_count")
             if name.endswith("k_proj.weight"):
                 heads = self._size("attention.head_count_kv", heads)

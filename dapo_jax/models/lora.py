@@ -27,7 +27,7 @@ MATRICES = {
 """The linear layers of a block, as a mapping from their names in transformers and PEFT to their names in `Block`."""
 
 LORA_PARTS = ("lora_a", "lora_b")
-"""Suffixes of an adapter's parameters. Their full names are the name of the matrix, an underscore, and the suffix."""
+"""Suffixes of an adapter's parameter names. The matrix name and an underscore precede the suffix, as in `query_lora_a`."""
 
 SETS = {"all": tuple(MATRICES), "attention": tuple(MATRICES)[:4], "mlp": tuple(MATRICES)[4:]}
 """Names for groups of linear layers, which `lora_shape` accepts as targets."""
@@ -40,11 +40,11 @@ class LoraShape:
     rank: int
     alpha: float
     targets: tuple[str, ...]
-    """Keys of `MATRICES`, in the order of `MATRICES`."""
+    """The adapted matrices, as keys of `MATRICES` in the same order."""
 
     @property
     def scale(self) -> float:
-        """The factor by which B A is multiplied."""
+        """The factor alpha / rank, by which the product B A is multiplied."""
         return self.alpha / self.rank
 
 

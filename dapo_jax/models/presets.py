@@ -29,9 +29,9 @@ class DecoderConfig:
     tied_embeddings: bool = True
     """If True, the unembedding uses the embedding matrix."""
     qkv_bias: bool = False
-    """Biases on the query, key and value projections (Qwen2)."""
+    """Whether the query, key and value projections have biases (Qwen2)."""
     qk_norm: bool = False
-    """RMS norm on the queries and keys of each head (Qwen3)."""
+    """Whether RMS normalization is applied to the queries and keys of each head (Qwen3)."""
     vocab_multiple: int = 1
     """The rows of the embedding and the unembedding are padded to a multiple of this number, so that they can be split over devices."""
     lora: LoraShape | None = None

@@ -26,8 +26,8 @@ Cut = tuple[slice, ...]
 Rows = Callable[[int, int], np.ndarray]
 """A function that returns the rows from `start` to `stop` of a tensor. Rows after the tensor's last row are zeros."""
 ByRows = Callable[[Rows, Shape, Shape, NamedSharding], jax.Array]
-"""A function that creates an array from a tensor in a file. Each process reads only some of the tensor's rows. Its arguments are a `Rows` function, the shape of
-the tensor, the shape of the array (which has the same values in the same order) and the array's sharding. All processes must make the same calls."""
+"""A function that creates an array from a tensor in a file. Each process reads only some of the tensor's rows. The arguments are a `Rows` function, the shape
+of the tensor, the shape of the array (which has the same values in the same order) and the array's sharding. All processes must make the same calls."""
 
 _LAYER_TENSORS = {
     "attention_norm": "input_layernorm.weight",
