@@ -54,7 +54,7 @@ def meet() -> None:
 
 
 def coordination_service() -> Any:
-    """Returns JAX's connection to the other processes, with `client`, `process_id` and `num_processes`. JAX has no public API for this."""
+    """Returns JAX's internal state of the connection to the other processes: `client`, `process_id` and `num_processes`. It has no public API."""
     from jax._src import distributed
 
     return distributed.global_state

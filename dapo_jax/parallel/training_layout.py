@@ -40,7 +40,7 @@ def layout_of(mesh: Mesh, *, attention: str = "xla") -> Layout:
 
 @dataclass(frozen=True)
 class MeshLayout(Layout):
-    """Layout for a mesh with the axes `data`, `fsdp`, `tensor` and `context`, of any sizes. The methods other than `shard` must be called in a program that `shard` runs."""
+    """Layout for a mesh with the axes `data`, `fsdp`, `tensor` and `context`. Methods other than `shard` must be called in a program that `shard` runs."""
 
     mesh: Mesh
     attention: str = "xla"
