@@ -22,7 +22,7 @@ _LEAST = 0.005
 
 Say = Callable[[str], None]
 Changes = dict[str, Any]
-"""New values by configuration key."""
+"""A configuration change, as a mapping from keys to new values."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Way:
     frees: int | None = None
     """Bytes freed on each device; None if they are only known after compiling."""
     tries: Changes = field(default_factory=dict)
-    """The change for `suggestions` to try; empty if it needs more devices or changes the training method."""
+    """The same change as a mapping, for `suggestions` to try; empty if the change requires more devices or affects the training method."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -106,23 +106,23 @@ def _gpu(
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
-        # 275 TFLOP/s, 32 GB, 1228 GB/s; 6 links of 50 GB/s each way. libtpu describes the two cores as separate devices;
-        # on a v4 host they are one device with twice the memory.
+        # Per chip: 275 TFLOP/s, 32 GB, 1228 GB/s; 6 links of 50 GB/s in each direction. libtpu describes the two cores
+        # of a chip as separate devices, but on a v4 host, they are one device with twice the memory.
         Chip(name="v4", aliases=("v4",), counts_cores=True, axes=3, hbm_gib=15.25, device_flops=275e12 / 2,
              device_hbm_bytes_s=1228e9 / 2, device_ici_bytes_s=300e9 / 2),
-        # 197 TFLOP/s, 16 GB, 819 GB/s (800 GiB/s on some pages), 400 GB/s both ways.
+        # Per chip: 197 TFLOP/s, 16 GB, 819 GB/s (800 GiB/s on some pages); links 400 GB/s in both directions together.
         Chip(name="v5e", aliases=("v5litepod", "v5e"), counts_cores=False, axes=2, hbm_gib=15.75, device_flops=197e12,
              device_hbm_bytes_s=819e9, device_ici_bytes_s=200e9),
-        # 459 TFLOP/s, 95 GiB, 2765 GB/s, 1200 GB/s both ways.
+        # Per chip: 459 TFLOP/s, 95 GiB, 2765 GB/s; links 1200 GB/s in both directions together.
         Chip(name="v5p", aliases=("v5p",), counts_cores=True, axes=3, hbm_gib=95.74, device_flops=459e12,
              device_hbm_bytes_s=2765e9, device_ici_bytes_s=600e9),
-        # 918 TFLOP/s, 32 GB, 1638 GB/s, 800 GB/s both ways.
+        # Per chip: 918 TFLOP/s, 32 GB, 1638 GB/s; links 800 GB/s in both directions together.
         Chip(name="v6e", aliases=("v6e",), counts_cores=False, axes=2, hbm_gib=31.25, device_flops=918e12,
              device_hbm_bytes_s=1638e9, device_ici_bytes_s=400e9),
-        # 2307 TFLOP/s, 192 GiB, 7380 GB/s, 1200 GB/s both ways; two devices per chip.
+        # Per chip of two devices: 2307 TFLOP/s, 192 GiB, 7380 GB/s; links 1200 GB/s in both directions together.
         Chip(name="tpu7x", aliases=(), counts_cores=True, axes=3, hbm_gib=94.75, device_flops=2307e12 / 2,
              device_hbm_bytes_s=7380e9 / 2, device_ici_bytes_s=600e9 / 2),
-        # NVLink: 900 GB/s both ways for H100 and H200, 600 GB/s for A100, 1800 GB/s for B200. The last two GPUs use PCIe Gen5 x16 and Gen4 x16.
+        # NVLink, both directions together: 900 GB/s (H100, H200), 600 GB/s (A100), 1800 GB/s (B200). The last two GPUs use PCIe Gen5 x16 and Gen4 x16.
         _gpu("h100", "NVIDIA H100 80GB HBM3", capability=(9, 0), cores=132, ghz=1.98, l2_mib=50, gib=79.1,
              tflops=989.4, gb_s=3350, link_gb_s=450),
         _gpu("h200", "NVIDIA H200", capability=(9, 0), cores=132, ghz=1.98, l2_mib=50, gib=139.8,
@@ -153,7 +153,7 @@ class Topology:
     shape: tuple[int, ...]
     """The grid of chips. For GPUs, the number of machines and the number of GPUs in each."""
     network_bytes_s: float = 50e9
-    """Bytes per second that one GPU can receive from other machines. The default is a network of 400 Gbit/s per GPU, as in DGX H100. TPU slices do not use it."""
+    """Bytes per second that one GPU can receive from other machines. The default is 400 Gbit/s, as in DGX H100. This is not used for TPU slices."""
 
     @property
     def name(self) -> str:
@@ -305,7 +305,7 @@ def describe_only() -> None:
 
 
 def _known() -> dict[str, Topology]:
-    """Returns the slices that Google's pages list and the usual numbers of GPUs, smallest first, under each of their names."""
+    """Maps each topology name to the topology: the slices on Google's pages, and common numbers of GPUs, smallest first."""
     known: dict[str, Topology] = {}
     for chip in CHIPS.values():
         if chip.target:
