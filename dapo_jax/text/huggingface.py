@@ -44,11 +44,11 @@ class HuggingFaceTokenizer:
     def __init__(
         self, files: Mapping[str, bytes], *, model: Mapping[str, Any] | None = None, place: str = "the folder"
     ) -> None:
-        """Parses the files.
+        """Parses the tokenizer's files.
 
         Args:
             files: contents by file name: `tokenizer.json` and any others of `TOKENIZER_FILES`.
-            model: the parsed config.json of the model, which may name further special tokens.
+            model: the parsed config.json of the model, which may define further special tokens.
             place: the folder's name for error messages.
 
         Raises:

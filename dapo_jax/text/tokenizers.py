@@ -90,7 +90,7 @@ class _Plain:
 
 @dataclass(frozen=True)
 class ByteTokenizer(_Plain):
-    """Uses one token per UTF-8 byte: 2 special ids and 256 bytes. It encodes any text and needs no training.
+    """Uses one token per UTF-8 byte, so it encodes any text without training. The vocabulary consists of 2 special ids and 256 bytes.
 
     >>> ByteTokenizer().encode("A=").tolist()
     [67, 63]
