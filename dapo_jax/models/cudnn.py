@@ -1,10 +1,10 @@
 """cuDNN's flash attention for packed rows, on NVIDIA GPUs.
 
-cuDNN computes attention for a batch of sequences. Here, a sequence is a segment of a packed row. If responses share a prompt, each response
-gets its own copy of the prompt's queries, keys and values before it, so a causal mask is sufficient. Only attention is repeated for each copy.
+cuDNN computes attention for a batch of sequences. Here, a sequence is a segment of a packed row. If responses share a prompt, each response gets
+its own copy of the prompt's queries, keys and values before it, so a causal mask is sufficient. Only attention is repeated for each copy.
 
-Sequences of similar length form batches of a fixed size, which are processed one after the other. Memory therefore does not grow with the number of segments, and
-the number of batches depends on the data. The gradient of a prompt is the sum over its copies.
+Sequences of similar length form batches of a fixed size, which are processed one after the other. Memory therefore does not grow with the number of
+segments, but the number of batches depends on the data. The gradient of a prompt is the sum over its copies.
 """
 
 import json

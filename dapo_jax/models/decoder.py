@@ -207,7 +207,7 @@ class EmbeddingAndHead(nnx.Module):
             self.lm_head = _table(rngs, config)
 
     def embed(self, tokens: Int[Array, " tokens"]) -> Float[Array, "embed part"]:
-        """Returns the token embeddings."""
+        """Returns the embeddings of `tokens`, which are the initial residual stream."""
         table = self.embedding[...]
         if isinstance(table, Quantized):
             return rounded(table.rows(tokens), self.compute_dtype).T

@@ -56,7 +56,7 @@ _TABLES = ("embedding", "lm_head")
 
 @runtime_checkable
 class TensorFile(Protocol):
-    """Named tensors that are read on access."""
+    """A weight file of any format. Its tensors are read on access."""
 
     where: str
     """The path of the file, for error messages."""
