@@ -21,7 +21,7 @@ from dapo_jax.health.stopping import Stop, StoppedError, first_reason
 from dapo_jax.terminal import visible
 
 JAX_HEARTBEAT_S = 20
-"""Seconds without a heartbeat from a process after which JAX ends the other processes. Heartbeats come from C++, so they continue while Python is blocked."""
+"""Seconds without a heartbeat from a process after which JAX ends the other processes. C++ code sends them, so they continue while Python is blocked."""
 
 GRACE_S = 3.0
 """Maximum time in seconds for a process to exit on its own, after it or another process has failed."""
@@ -229,11 +229,11 @@ class _Processes:
         self._stop_passed = bool(self._stop.reason)
 
     def _failures(self) -> dict[int, tuple[int, str]]:
-        """Returns a mapping from each other process that has failed to its exit status and message."""
+        """Returns the exit status and the message of each other process that has failed, by process index."""
         return {index: tuple(json.loads(record)) for index, record in self._others("failed").items()}
 
     def _wait_for_failure(self, *, of: int | None = None) -> dict[int, tuple[int, str]]:
-        """Waits up to `GRACE_S` for another process (process `of`, if given) to fail, and returns `_failures`."""
+        """Waits up to `GRACE_S` until another process fails, and returns `_failures`. If `of` is given, waits until process `of` fails."""
         end = time.monotonic() + GRACE_S
         while True:
             failures = self._failures()

@@ -1,10 +1,10 @@
 """Coordination of all processes: barriers, programs that no process runs before all processes have compiled them, and the exchange of bytes.
 
 A collective fails if a process arrives too late (after half a minute with Gloo on CPU). A process can be late by more than this time if
-it has extra work, or if its compilation takes longer. Such a collective therefore comes after a barrier with a longer limit.
+it has extra work, or if its compilation takes longer. Such a collective is therefore preceded by a barrier with a longer limit.
 
-An all-gather needs the same shape in all processes, and is compiled for each new shape. So messages are split into buffers of a fixed
-size, and every process sends as many buffers as the longest message needs.
+An all-gather requires the same shape in all processes, and is compiled for each new shape. So messages are split into buffers of a fixed
+size, and every process sends as many buffers as the longest message requires.
 """
 
 import itertools

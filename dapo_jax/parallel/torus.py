@@ -40,7 +40,7 @@ def _cost(places: Int[np.ndarray, "data fsdp tensor context 4"]) -> tuple[float,
 
     Wrap-around links of the slice are not considered, because devices do not report them.
     """
-    chips = places[..., :3]  # two devices on the same chip have the same coordinates
+    chips = places[..., :3]  # without the core, because devices of one chip need no link
 
     def links(axis: int) -> float:
         return round(float(np.abs(np.roll(chips, -1, axis) - chips).sum(-1).mean()), 6)

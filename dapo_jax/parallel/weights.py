@@ -96,7 +96,7 @@ class WeightTransfer:
         return {"layers": layers, "ends": local(_ends(params), self._sampler["ends"])}
 
     def lower(self, params: nnx.State) -> dict[str, jax.stages.Lowered]:
-        """Lowers the two programs of a call for the shapes of `params`: `layer`, which runs for each layer, and `ends`."""
+        """Lowers the two programs that a call executes, for the shapes of `params`: `layer`, which runs once per layer, and `ends`."""
         placed = jax.tree.map(_shaped, put_together(params, self._frozen), self._placed)
         return {
             "layer": self._layer.lower(placed["blocks"], np.int32(0)),
@@ -140,7 +140,7 @@ class AdapterTransfer:
         self._moved: SamplerWeights | None = None
         self.base_shapes = base.shapes
         self.shapes = _joined(base.shapes, adapters.shapes)
-        """Shapes and shardings of the transferred weights. `base_shapes` contains only the base."""
+        """Shapes and shardings of the transferred weights. The attribute `base_shapes` contains only the base."""
 
     def __call__(self, params: nnx.State) -> SamplerWeights:
         """Transfers the adapters in `params`, as a collective call. Every call returns the same base arrays."""
