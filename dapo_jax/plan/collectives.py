@@ -133,7 +133,7 @@ def _network_share(made: Instruction, devices: int, per_machine: int) -> float:
 
 
 def _group(rest: str, devices: int) -> list[int]:
-    """Returns the devices of the first replica group, from any HLO notation. If the text lists no groups, all devices form one group."""
+    """Returns the devices of the first replica group, which may be written in any HLO notation. If the text lists no groups, all devices form one group."""
     if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", rest):
         return [int(device) for device in listed[1].split(",")]
     if shaped := re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
@@ -157,7 +157,7 @@ def _group(rest: str, devices: int) -> list[int]:
 
 
 def _transposed(sizes: str, axes: str | None) -> list[int]:
-    """Returns the numbers from 0 in the order of a grid of these sizes after its axes are permuted."""
+    """Numbers the places of a grid from 0, permutes the grid's axes, and returns the numbers in the new order. Sizes and axes are HLO text."""
     grid = np.arange(math.prod(shape := [int(size) for size in sizes.split(",")])).reshape(shape)
     return grid.transpose([int(axis) for axis in axes.split(",")] if axes else None).reshape(-1).tolist()
 
@@ -194,7 +194,7 @@ def _walk(
 
 
 def _loop(computations: Computations, where: str, loop: Instruction) -> tuple[str, int | None]:
-    """Returns the name of a loop's body and the loop's trip count; a count that the text does not contain is returned as None.
+    """Returns the name of a loop's body and the loop's trip count, or None for a count that the text does not contain.
 
     In TPU programs, the count follows from the loop condition, which compares a counter with a constant. The counter increases by 1 per
     trip, and starts at 0 or at a constant in the loop's operand.

@@ -219,7 +219,7 @@ def _sizes(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _fullest(found: Sequence[Phase]) -> list[Phase]:
-    """Returns one phase for each phase name: the phase with the most bytes on a device."""
+    """Returns, for each phase name, the phase that uses the most bytes on a device."""
     by_name: dict[str, Phase] = {}
     for phase in found:
         by_name[phase.name] = max(by_name.get(phase.name, phase), phase, key=lambda one: one.total)

@@ -137,7 +137,7 @@ def plan(
     notes = tuple[str, ...]()
     if topology is None:
         devices, host = _devices_of_run(config.parallel), None
-        memory = present_bytes()  # Absent devices have the same kind as these, so the same memory.
+        memory = present_bytes()  # Absent devices are of the same kind, so they have as much.
     else:
         devices, host = devices_of(topology), devices_of(topology.one_host) if topology.hosts > 1 else None
         memory = topology.chip.device_hbm_bytes
@@ -185,7 +185,7 @@ def _resized(config: TrainConfig, devices: int) -> tuple[TrainConfig, tuple[str,
     fsdp, data, rows = config.parallel.fsdp, config.parallel.data, config.batch.rows_per_microbatch
     others = math.prod(sizes) // fsdp
     if -1 in sizes or math.prod(sizes) == devices or devices % others:
-        return config, ()  # If the axes do not fit the devices, creating the mesh raises the error.
+        return config, ()  # If the axes do not fit the devices, creating the mesh raises an error.
     changes = {
         "parallel.fsdp": devices // others,
         "batch.rows_per_microbatch": devices // others * data * max(1, rows // (data * fsdp)),

@@ -141,7 +141,7 @@ def _smaller_cache(made: Plan, held: int, over: int) -> Iterator[Way]:
         frees = held * (config.slots - half) // config.slots
         yield _way({"sampling.slots": half}, f" (of {config.slots})", frees=frees)
     if not config.cache_dtype:
-        # In int8, each number takes one byte, and each head of a token has a scale of 4 bytes.
+        # In int8, each number occupies one byte, and each head of a token has a scale of 4 bytes.
         head_dim = made.decoder.head_dim
         share = 1 - (head_dim + 4) / (item(made.config.model.compute_dtype) * head_dim)
         frees = int(tokens // spread * made.token_bytes * share)

@@ -107,7 +107,7 @@ def work_of(
 
 
 def prefill_shape_of(config: TrainConfig) -> PrefillShape:
-    """Returns the shape of one prefill call."""
+    """Returns the shape of one prefill call, such as its number of rows and their width."""
     return prefill_of(
         config.sampling,
         config.batch.group_size,
@@ -148,10 +148,10 @@ def matrix_parameters(decoder: DecoderConfig) -> int:
 def forward_flops(
     decoder: DecoderConfig, *, tokens: int | float = 0, pairs: int | float = 0, logits: int | float = 0
 ) -> int | float:
-    """Returns the operations of a forward pass. A matrix product of [m, k] and [k, n] takes 2 m k n operations.
+    """Returns the operations of a forward pass. A matrix product of [m, k] and [k, n] requires 2 m k n operations.
 
     `tokens` is the number of tokens that pass through the layers, and `logits` the number of tokens for which logits are computed.
-    `pairs` is the number of query-key pairs. Each pair takes one product with a key and one with a value in every head.
+    `pairs` is the number of query-key pairs. Each pair requires one product with a key and one with a value in every head.
     """
     attention = 4 * decoder.layers * decoder.heads * decoder.head_dim
     unembedding = _unembedding_parameters(decoder)

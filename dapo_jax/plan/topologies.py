@@ -35,15 +35,15 @@ class Chip:
     """One TPU generation or GPU model. Peak rates are per JAX device, which is a chip or one of its two cores."""
 
     name: str
-    """The name in libtpu's topologies, or the name of a GPU in this module's topologies."""
+    """The chip's name in topology names, such as v5p or h100. For a TPU, this is also libtpu's name."""
     aliases: tuple[str, ...] = ()
     """Prefixes of Google Cloud's slice names, such as v5litepod in v5litepod-16."""
     counts_cores: bool = False
     """True if the number in a slice's name counts cores, two per chip, rather than chips."""
     axes: int = 2
-    """Number of dimensions of the interconnect grid. The grid of GPUs is machines x GPUs of a machine."""
+    """Number of dimensions of the interconnect grid. GPUs form a grid of machines x GPUs per machine."""
     kind: str = ""
-    """The beginning of a GPU's `device_kind` in JAX. Empty for a TPU."""
+    """Prefix of a GPU's `device_kind` in JAX. Empty for a TPU."""
     target: str = ""
     """XLA's description of a GPU, as the text of a `GpuTargetConfigProto`. Empty for a TPU."""
     links: str = "ICI"
@@ -275,7 +275,7 @@ def devices_of(made: Topology) -> list[jax.Device]:
     from jax.experimental import topologies
 
     try:
-        # Output of libtpu stays visible, because libtpu prints an unknown flag before it ends the process.
+        # Output of libtpu stays visible, because libtpu prints the name of an unknown flag before it exits.
         with silent_libraries() if made.chip.target else nullcontext():
             found = topologies.get_topology_desc(topology_name=made.name, **described)
     except jax.errors.JaxRuntimeError as error:
