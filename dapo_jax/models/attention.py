@@ -50,7 +50,7 @@ def row_attention(
     first: Int[Array, ""] | None = None,
     dtype: str = "float32",
 ) -> Float[Array, "heads head_dim batch part"]:
-    """Computes `causal_attention` for consecutive queries of each row, from column `first` on. If `first` is None, these are all queries of the row.
+    """Computes `causal_attention` for consecutive queries of each row, from column `first` on. Without `first`, these are all queries of the row.
 
     Queries are processed in blocks. For a whole row, each block uses only the keys up to the end of the block, so nearly half
     of the scores are never computed.
