@@ -25,22 +25,22 @@ _COVERED_VALUES: dict[str, tuple[Any, ...]] = {
     "use_dora": (False,),
     "use_qalora": (False,),
     "lora_bias": (False,),
-    # PiSSA, OLoRA, CorDA and LoftQ also change the base model at initialization.
+    # Other values (PiSSA, OLoRA, CorDA, LoftQ) are not supported, because they also modify the base model.
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }
-"""Keys that change the network, with their supported values. null, an empty list and an empty object are always supported."""
+"""Supported values of the adapter_config.json keys that change the network. null, an empty list and an empty object are always supported."""
 
 _SKIPPED = (
     "r", "lora_alpha", "target_modules", "base_model_name_or_path", "revision", "inference_mode", "lora_dropout", "auto_mapping", "peft_version",
     "megatron_core", "qalora_group_size", "loftq_config", "eva_config", "corda_config", "ensure_weight_tying",
 )  # fmt: skip
-"""Keys that are not checked here, because they are handled below, affect only training with PEFT, or describe only the adapter's origin."""
+"""Keys that may have any value here: `read_adapter` handles them, or they affect only training with PEFT or describe the adapter's origin."""
 
 _ADAPTED = re.compile(r"base_model\.model\.model\.layers\.\d+\.\w+\.(\w+)\.lora_[AB]\.weight")
 
 
 class Adapter(NamedTuple):
-    """The description of an adapter folder."""
+    """Settings from an adapter folder: rank, alpha and adapted matrices (`shape`), and the base model."""
 
     shape: LoraShape
     base: str
@@ -54,7 +54,7 @@ def is_adapter(folder: AnyPath) -> bool:
 
 
 def read_adapter(folder: AnyPath) -> tuple[Adapter, SafetensorsFolder]:
-    """Returns the description of an adapter and its tensor file. Only the names and shapes of the tensors are read.
+    """Returns an adapter's settings and its tensors. Only the names and shapes of the tensors are loaded.
 
     Raises:
         ValueError: a file is missing or damaged, or a setting is not supported. The message names the key.
@@ -69,7 +69,7 @@ def read_adapter(folder: AnyPath) -> tuple[Adapter, SafetensorsFolder]:
             needs = ", ".join(map(repr, covered))
             raise ValueError(f"{path}: {key}={value!r} is not supported (only {needs})")
     file = SafetensorsFolder(folder, single=ADAPTER_TENSORS)
-    # Tensors with other names are reported when the weights are loaded.
+    # Tensors whose names do not match are reported later, when the weights are loaded.
     targets = sorted({match[1] for name in file.shapes if (match := _ADAPTED.fullmatch(name))})
     rank, alpha = found.get("r"), found.get("lora_alpha")
     if not isinstance(rank, int) or not isinstance(alpha, int | float):
@@ -101,7 +101,7 @@ def save_adapter(
         adapters: parameters of the adapters, on any devices. They are gathered on the host one tensor at a time.
         base: value of PEFT's base_model_name_or_path.
         revision: revision of the base model, if it is on the Hugging Face hub.
-        dtype: type in the file: float32, float16 or bfloat16.
+        dtype: dtype of the tensors in the file: float32, float16 or bfloat16.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ADAPTER_CONFIG).unlink(missing_ok=True)

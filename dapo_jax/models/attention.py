@@ -50,7 +50,7 @@ def row_attention(
     first: Int[Array, ""] | None = None,
     dtype: str = "float32",
 ) -> Float[Array, "heads head_dim batch part"]:
-    """Computes `causal_attention` for a part of each row's queries that begins at column `first`. None means that the part is the whole row.
+    """Computes `causal_attention` for consecutive queries of each row, from column `first` on. Without `first`, these are all queries of the row.
 
     Queries are processed in blocks. For a whole row, each block uses only the keys up to the end of the block, so nearly half
     of the scores are never computed.
@@ -81,7 +81,7 @@ def _attend(
 ) -> Float[Array, "kv_heads group head_dim batch block"]:
     scores = product("kdbt,kgdbs->bkgst", k, grouped, dtype)
     scores = jnp.where(mask[:, None, None], scores, MASKED)
-    # As in decoding, attention weights are rounded before they are divided by their sum.
+    # Attention weights are rounded before they are divided by their sum, so that results match decoding.
     weights = jnp.exp(scores - lax.stop_gradient(scores.max(-1, keepdims=True)))
     total = weights.sum(-1).transpose(1, 2, 0, 3)[:, :, None]
     return product("kdbt,bkgst->kgdbs", v, weights, dtype) / total
@@ -95,9 +95,9 @@ def part_attention(
     *,
     dtype: str = "float32",
 ) -> Float[Array, "heads head_dim part"]:
-    """Computes causal attention for one chunk of a sequence in chunked prefill. The chunk begins at token `start`. `room` is a multiple of `part`.
+    """Computes causal attention for one chunk of a sequence in chunked prefill. The chunk has `part` tokens, from token `start` on.
 
-    Keys are processed in chunks of the same size, up to and including the chunk that contains the queries.
+    Keys are processed in chunks of `part` tokens, up to and including the chunk of the queries. `room` is a multiple of `part`.
     """
     _, head_dim, part = query.shape
     grouped = (query * head_dim**-0.5).reshape(len(keys), -1, head_dim, part)

@@ -1,10 +1,10 @@
 """cuDNN's flash attention for packed rows, on NVIDIA GPUs.
 
-cuDNN attends within a batch of sequences. Here, a sequence is a segment of a packed row. If several responses share a prompt, each response is a
-sequence with its own copy of the prompt's queries, keys and values before it, so a causal mask is enough. All other computation of the prompt is shared.
+cuDNN computes attention for a batch of sequences. Here, a sequence is a segment of a packed row. If responses share a prompt, each response gets
+its own copy of the prompt's queries, keys and values before it, so a causal mask is sufficient. Only attention is repeated for each copy.
 
-Sequences of similar length form batches of a fixed size, which are processed one after the other. Memory therefore does not grow with the number of segments, and
-the number of batches depends on the data. The gradient of a prompt is the sum over its copies.
+Sequences of similar length form batches of a fixed size, which are processed one after the other. Memory therefore does not grow with the number of
+segments, but the number of batches depends on the data. The gradient of a prompt is the sum over its copies.
 """
 
 import json
@@ -17,10 +17,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 BATCH_TOKENS = 16_384
-"""Number of tokens in a batch if the rows are not longer."""
+"""Maximum number of tokens in a batch, including padding. A sequence that is padded to more tokens forms a batch by itself."""
 
 _RATIO, _SHORTEST = 4, 128
-"""The rooms for a sequence in a batch are the length of a row and its quotients by powers of `_RATIO` that are at least `_SHORTEST`."""
+"""A sequence is padded to the row length, or to the row length divided by a power of `_RATIO`, but at least to `_SHORTEST` tokens."""
 
 Heads = Float[Array, "tokens _ head_dim"]
 Ids = Int[Array, "batch seq"]
@@ -49,25 +49,25 @@ def packed_attention(
 
 
 class _Batch(NamedTuple):
-    """Sequences with the same room for tokens."""
+    """A batch of sequences that are padded to the same length, `room`."""
 
     lengths: Int[Array, " batch"]
     token: Int[Array, "batch room"]
     """Index of each token in the concatenated rows."""
     own: Bool[Array, "batch room"]
-    """True for the tokens of the segment itself."""
+    """True for tokens of the sequence's own segment, and False for its copy of a shared prompt and for padding."""
     prompt: Bool[Array, "batch room"]
-    """True for the tokens of the prompt. A segment that does not attend to another one is its own prompt."""
+    """True for tokens of the prompt. A segment without a shared prompt is its own prompt."""
     first: Bool[Array, "batch batch"]
-    """Entry (a, b) is True if sequences a and b have the same prompt, and a is the first in the batch that has it."""
+    """Entry (a, b) is True if sequences a and b have the same prompt, and a is the first sequence in the batch with this prompt."""
 
     def target(self, where: Bool[Array, "batch room"], tokens: int) -> Int[Array, "batch room"]:
-        """Returns the index of each token, and different indices beyond the rows if `where` is False."""
+        """Returns indices for a scatter: the index of each token, or a unique out-of-range index if `where` is False, so that the value is dropped."""
         beyond = jnp.arange(tokens, tokens + where.size, dtype=jnp.int32).reshape(where.shape)
         return jnp.where(where, self.token, beyond)
 
     def summed(self, grad: Sequences) -> Sequences:
-        """Returns a gradient in float32, in which the first copy of each prompt has the sum of the gradients of all copies in the batch."""
+        """Sums a gradient over all copies of each prompt in the batch, in float32. The first copy gets the sum, and the other copies get zero."""
         prompt = self.prompt[..., None, None]
         copies = {"preferred_element_type": jnp.float32}
         total = jnp.einsum(
@@ -79,7 +79,7 @@ class _Batch(NamedTuple):
 BatchOf = Callable[[Array], _Batch]
 
 _ONCE: dict[str, Any] = {"mode": "drop", "unique_indices": True}
-"""Options of a scatter that needs no atomic operations, with which sums would depend on the order of threads."""
+"""Scatter options that avoid atomic operations. With atomic operations, sums would depend on the order of threads."""
 
 
 @jax.custom_vjp
@@ -130,7 +130,7 @@ _attention.defvjp(_forward, _backward)
 
 
 def _batches(ids: Ids, prefixes: Ids) -> Iterator[tuple[BatchOf, Int[Array, ""]]]:
-    """Yields, for each room that a sequence may have, a function from an index to a batch, and the number of batches."""
+    """Yields, for each padded length, a function that returns the batch with a given index, and the number of batches of this length."""
     tokens, at = ids.size, jnp.arange(ids.size, dtype=jnp.int32)
     start, stop = _runs(ids)
     head, _ = _runs(prefixes)
@@ -139,7 +139,7 @@ def _batches(ids: Ids, prefixes: Ids) -> Iterator[tuple[BatchOf, Int[Array, ""]]
     rooms = [ids.shape[1]]
     while rooms[-1] // _RATIO >= _SHORTEST:
         rooms.append(-(-rooms[-1] // _RATIO))
-    # The segments, by their smallest room: the number of rooms in which they fit. Other tokens have 0.
+    # Segments are sorted by the number of padded lengths in which they fit. Tokens that do not begin a segment have 0.
     begins = (ids.reshape(-1) > 0) & (start == at)
     fits = sum((begins & (length <= room)).astype(jnp.int32) for room in rooms)
     order = jnp.argsort(fits, stable=True).astype(jnp.int32)
@@ -172,7 +172,7 @@ def _batches(ids: Ids, prefixes: Ids) -> Iterator[tuple[BatchOf, Int[Array, ""]]
 
 
 def _runs(ids: Ids) -> tuple[PerToken, PerToken]:
-    """Returns, for each token, the first token of its run of equal ids in a row, and the token after the last one."""
+    """Finds the runs of equal ids in each row. Returns the index of the run's first token, and the index after its last token, for each token."""
     at = jnp.arange(ids.size, dtype=jnp.int32)
     new = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True).reshape(-1)
     ends = jnp.append(new[1:], True)
@@ -182,7 +182,7 @@ def _runs(ids: Ids) -> tuple[PerToken, PerToken]:
 def attend(
     q: Sequences, k: Sequences, v: Sequences, lengths: Int[Array, " batch"]
 ) -> tuple[Sequences, Float[Array, "batch heads room"]]:
-    """Calls cuDNN for causal attention. Returns the result and the log-sum-exps of the scores, which are undefined after the end of a sequence."""
+    """Calls cuDNN for causal attention. Returns the output and the log-sum-exp of the scores. Values after the end of a sequence are undefined."""
     logs = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
     products = {"bmm1": (3, 2, 3, 2), "bmm2": (3, 1, 1, 2)}
     [out], logs = _call("Softmax", (q, k, v, lengths, lengths), (q,), [logs], products)
@@ -193,7 +193,7 @@ def attend_backward(
     q: Sequences, k: Sequences, v: Sequences, logs: Float[Array, "batch heads room"], d_out: Sequences, out: Sequences,
     lengths: Int[Array, " batch"],
 ) -> tuple[Sequences, Sequences, Sequences]:  # fmt: skip
-    """Calls cuDNN for the gradients of q, k and v, given the results of `attend`. They are undefined after the end of a sequence."""
+    """Calls cuDNN for the gradients of q, k and v, given the results of `attend`. Gradients after the end of a sequence are undefined."""
     products = {
         "bmm1_grad_gemm1": (2, 1, 1, 2), "bmm1_grad_gemm2": (3, 1, 1, 2),
         "bmm2_grad_gemm1": (2, 1, 1, 2), "bmm2_grad_gemm2": (3, 2, 3, 2),
@@ -207,9 +207,9 @@ def _call(
     name: str, operands: tuple[Array, ...], like: tuple[Sequences, ...], others: list[jax.ShapeDtypeStruct],
     products: dict[str, tuple[int, int, int, int]],
 ) -> tuple[list[Sequences], Any]:  # fmt: skip
-    """Calls a function of XLA, described as `jax.nn.dot_product_attention` does, which needs a present GPU.
+    """Calls cuDNN's attention through XLA, with the same options as `jax.nn.dot_product_attention`. That function can be traced only if a GPU is present.
 
-    `products` has the contracting and the second batch dimension of each product's left operand, and then of its right operand.
+    `products` maps each matrix product to the contracting dimension and the second batch dimension, first of its left and then of its right operand.
     """
     batch, room, heads, head_dim = operands[0].shape
     unknown = "PRIMITIVE_TYPE_INVALID"

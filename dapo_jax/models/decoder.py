@@ -2,7 +2,7 @@
 
 A `Block` does not implement attention, but passes queries, keys and values to a function `attend`. In training, this function
 attends within a row. In prefill, it also stores keys and values. In decoding, it attends to the KV cache. In this way, trainer
-and sampler share one definition of the network. The sampler's weights may be `Quantized`.
+and sampler use the same definition of the network. The sampler's weights may be `Quantized`.
 
 In activations, features are the first dimension and tokens the last. In weights, outputs are the first dimension, as in
 transformers. With few tokens, as in decoding, XLA on CPU is about 1.15 times as fast with this order as with the opposite
@@ -30,7 +30,7 @@ from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.rope import rope_frequencies
 
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
-"""A function from (query, key, value), each [heads, head_dim, tokens], to the attention output and a value of this layer that `Block` returns to its caller."""
+"""A function that maps query, key and value, each [heads, head_dim, tokens], to the attention output and a second value, which `Block` returns unchanged."""
 
 RopeTables = tuple[Array, Array]
 """Cosine and sine of the RoPE angles, each [head_dim / 2, tokens]."""
@@ -38,7 +38,7 @@ RopeTables = tuple[Array, Array]
 WHOLE = Layout()
 
 REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
-    # A reshaped weight would be stored for each layer.
+    # Reshapes are not stored, because they include a copy of a weight in each layer.
     "none": lambda primitive, *_, **__: primitive is not jax.lax.reshape_p,
     "full": None,
     "dots": jax.checkpoint_policies.save_only_these_names("projection"),
@@ -48,7 +48,7 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
 def rms_norm(
     x: Float[Array, "dim tokens"], weight: Float[Array, " dim"], eps: float
 ) -> Float[Array, "dim tokens"]:
-    """Applies RMS normalization over the first axis. It is computed in float32, and returned in the dtype of `x`."""
+    """Applies RMS normalization over the first axis. The computation is in float32, and the result has the dtype of `x`."""
     wide = x.astype(jnp.float32)
     scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=0, keepdims=True) + eps)
     return (scaled * weight.astype(jnp.float32)[:, None]).astype(x.dtype)
@@ -82,14 +82,14 @@ def _filled(value: float, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.
 
 
 def _table(rngs: nnx.Rngs, config: DecoderConfig) -> nnx.Param[Array]:
-    """Returns a table with one row per vocabulary entry. The initial values do not depend on the number of padding rows."""
+    """Returns an embedding table with one row per vocabulary entry. The initial values do not depend on the number of padding rows."""
     initial = jax.random.normal(rngs.params(), (config.vocab_size, config.embed_dim)) * config.embed_dim**-0.5
     rows = ((0, config.vocab_rows - config.vocab_size), (0, 0))
     return nnx.Param(jnp.pad(initial, rows), axes=("vocab", "embed"))
 
 
 class Block(nnx.Module):
-    """One transformer layer: attention and a gated MLP. Each of the two is preceded by a norm, and its result is added to the residual stream."""
+    """One transformer layer: attention and a gated MLP. Both have a norm before them, and both add their output to the residual stream."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class Block(nnx.Module):
     def __call__(
         self, x: Float[Array, "embed part"], rope: RopeTables, attend: Attend
     ) -> tuple[Float[Array, "embed part"], Any]:
-        """Returns the layer's output and the second result of `attend`. `rope` is the result of `rope_tables` for the tokens' positions."""
+        """Returns the layer's output and the second result of `attend`. `rope` contains the RoPE tables for the tokens' positions."""
         eps, dtype = self.config.norm_eps, self.compute_dtype
         inner, outer = partial(self.layout.inner, dtype=dtype), partial(self.layout.outer, dtype=dtype)
         normed = inner(rms_norm(x, self.attention_norm[...], eps))
@@ -167,7 +167,7 @@ class Block(nnx.Module):
     def _project(self, name: str, x: Float[Array, "inputs tokens"], axes: tuple[str, ...]) -> Array:
         """Multiplies `x` by the weight `name`, and adds the contribution of its adapter, if there is one.
 
-        The result is named for `jax.checkpoint` policies. `axes` are the weight's logical axes, and the product sums over the last of them.
+        The result is named so that a `jax.checkpoint` policy can select it. `axes` are the weight's logical axes; the product sums over the last axis.
         """
         spec = "hde,et->hdt" if len(axes) == 3 else "oi,it->ot"
         weight, in_parts = getattr(self, name)[...], self.layout.in_parts(axes[-1])
@@ -207,7 +207,7 @@ class EmbeddingAndHead(nnx.Module):
             self.lm_head = _table(rngs, config)
 
     def embed(self, tokens: Int[Array, " tokens"]) -> Float[Array, "embed part"]:
-        """Returns the token embeddings."""
+        """Returns the embeddings of `tokens`, which are the initial residual stream."""
         table = self.embedding[...]
         if isinstance(table, Quantized):
             return rounded(table.rows(tokens), self.compute_dtype).T
@@ -252,7 +252,7 @@ class Decoder(nnx.Module):
             rngs: random keys.
             compute_dtype: dtype of matrix products.
             remat: `none` stores all activations, `full` recomputes layers in the backward pass, `dots` stores only the results of projections.
-            layout: layout of arrays over devices.
+            layout: how arrays are distributed over devices.
         """
         self.remat = remat
         how: dict[str, Any] = {"compute_dtype": compute_dtype, "layout": layout}
@@ -285,7 +285,7 @@ class Decoder(nnx.Module):
                 weights = nnx.merge_state(weights, jax.lax.switch(index, choices))
             return nnx.merge(graph, weights)(x, rope, attend)
 
-        # Without `jax.checkpoint`, the backward pass would get a stack of the chosen weights.
+        # Without `jax.checkpoint`, the scan would store a copy of each chosen layer's weights for the backward pass.
         if self.remat != "none" or apart:
             layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat])
         # With a single token axis, the backward pass on CPU is 1.6 times as fast as with two axes.
@@ -301,7 +301,7 @@ def graph_of(config: DecoderConfig, **how: Any) -> nnx.GraphDef[Any]:
 
 
 def unstacked(params: nnx.State) -> nnx.State:
-    """Converts parameters with stacked layers to parameters with separate arrays per layer, which a sampler can use too."""
+    """Converts parameters with stacked layers to parameters with separate arrays per layer, as the sampler stores them."""
     blocks = params["blocks"]
     count = len(jax.tree.leaves(blocks)[0])
     layers = {index: jax.tree.map(lambda leaf, index=index: leaf[index], blocks) for index in range(count)}
@@ -314,7 +314,7 @@ def is_apart(params: nnx.State) -> bool:
 
 
 def in_tuples(params: nnx.State) -> nnx.State:
-    """Converts the result of `unstacked` to the structure of `Decoder`. Each variable of the blocks contains a tuple with the array of each layer."""
+    """Converts the result of `unstacked` to the structure of `Decoder`. Each block variable contains a tuple with one array per layer."""
     layers = [params["blocks"][index] for index in range(len(params["blocks"]))]
     return nnx.State({**params, "blocks": jax.tree.map(lambda *arrays: arrays, *layers)})
 

@@ -39,7 +39,7 @@ _COVERED_VALUES: dict[str, tuple[Any, ...]] = {
     # Importance ratios compare log-probabilities, which must not depend on dropout.
     "attention_dropout": (0.0,),
 }
-"""Keys that change the network, with their supported values. null is always supported."""
+"""Supported values of the config.json keys that change the network. null is always supported."""
 
 _ORIGINAL = "original_max_position_embeddings"
 _SCALING_KINDS: dict[str, tuple[str, ...]] = {
@@ -47,7 +47,7 @@ _SCALING_KINDS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", _ORIGINAL, "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", _ORIGINAL, "beta_fast", "beta_slow", "attention_factor"),
 }
-"""The settings of each kind of RoPE scaling. They are named like the fields of `RopeScaling`, except that `_ORIGINAL` is called original_max_positions."""
+"""The keys of each kind of RoPE scaling in config.json. `RopeScaling` has fields with the same names, except original_max_positions for `_ORIGINAL`."""
 _NEUTRAL = {"partial_rotary_factor": 1.0, "truncate": True}
 """RoPE settings that have no effect at these values."""
 
@@ -66,7 +66,7 @@ def family_of(config: DecoderConfig) -> str:
 
 
 def describe(config: DecoderConfig, *, dtype: str = "float32") -> dict[str, Any]:
-    """Returns the content of config.json. RoPE settings are included in the formats of both transformers 4 and 5."""
+    """Returns the content of a decoder's config.json. RoPE settings are included in the formats of both transformers 4 and 5."""
     family = family_of(config)
     described = {theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()}
     scaling = None
@@ -178,7 +178,7 @@ def _rope(described: Mapping[str, Any], where: object) -> dict[str, Any]:
 
 
 def _completed(rope: Mapping[str, Any], described: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the RoPE settings in `rope`, completed with settings that are stored outside of `rope` and with defaults."""
+    """Returns the RoPE settings in `rope`. Missing settings are filled in from other keys of config.json, and from defaults."""
     inside = _present(rope)
     old_name = inside.pop("type", "default")
     elsewhere = _present(described.get("rope_parameters") or {}) | _present(described)

@@ -38,8 +38,8 @@ def load_model(
     """Loads a model folder tensor by tensor. The tensors may be float32, float16 or bfloat16.
 
     Args:
-        folder: contains config.json, and model.safetensors or several files with model.safetensors.index.json. From a folder in a
-            bucket (`dapo_jax.storage`), only the needed byte ranges are read.
+        folder: folder with config.json, and with model.safetensors or several shards and model.safetensors.index.json. If the
+            folder is in a bucket (`dapo_jax.storage`), only the needed byte ranges are read.
         config: the result of `read_config`, possibly with a larger `vocab_multiple`. None: config.json is read.
         shardings: a function from the shapes of all parameters to their shardings. None: all parameters are on the default device.
         dtype: dtype of the parameters in memory, except norms, which are always float32.
@@ -82,7 +82,7 @@ def save_model(
         config: sizes and architecture options.
         params: the decoder's parameters, on any devices. They are gathered on the host one tensor at a time.
         adapters: adapters to merge into their matrices.
-        dtype: type in the files: float32, float16 or bfloat16.
+        dtype: dtype of the tensors in the files: float32, float16 or bfloat16.
         max_shard_bytes: maximum size of a file.
         token_ids: ids of special tokens by their keys in config.json, such as `eos_token_id`.
     """
@@ -104,7 +104,7 @@ def write_model(
 
     config.json is written last, so that an interrupted export is not mistaken for a model.
     """
-    check_dtype(dtype)  # must come before the files of an earlier model are removed
+    check_dtype(dtype)  # before anything is removed, so that an invalid dtype leaves an earlier model intact
     path = path_of(folder)
     path.mkdir(parents=True, exist_ok=True)
     (path / CONFIG).unlink(missing_ok=True)

@@ -68,7 +68,7 @@ class GgufFile:
         except (ValueError, NotImplementedError) as error:
             raise ValueError(f"cannot read {tensor.name} from {self.where}: {error}") from error
         if self._family == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
-            # In Llama's GGUF files, the rows i and i + dim / 2 of each head are interleaved.
+            # Restores the row order: Llama's GGUF files interleave the rows i and i + dim / 2 of each head.
             heads = self._size("attention.head_count")
             if name.endswith("k_proj.weight"):
                 heads = self._size("attention.head_count_kv", heads)
@@ -77,7 +77,7 @@ class GgufFile:
         return value[cut].astype(np.float32, copy=False)
 
     def _number(self, key: str, default: Any = None) -> Any:
-        """Returns the metadata number with the key `{architecture}.{key}`."""
+        """Returns the number that the metadata contains under the key `{architecture}.{key}`, or `default`."""
         value = self.metadata.get(f"{self._family}.{key}", default)
         if not isinstance(value, int | float):
             raise ValueError(
@@ -142,7 +142,7 @@ class GgufFile:
         return RopeScaling(kind="yarn", factor=factor, original_max_positions=original)
 
     def _llama3(self, head_dim: int, theta: float) -> RopeScaling:
-        """Reconstructs Llama 3's RoPE scaling. The file stores only the divisor of each frequency.
+        """Reconstructs Llama 3's RoPE scaling, because the file stores only the divisor of each frequency.
 
         The last divisor equals `factor`, because the lowest frequency is always divided by the full factor. The other three
         settings are the same in all Llama 3 releases. The divisors computed from these settings must equal the divisors in the file.

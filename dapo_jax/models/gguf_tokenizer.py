@@ -43,7 +43,7 @@ def tokenizer_files(metadata: Mapping[str, Any], where: object) -> dict[str, str
 
 
 def special_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the bos, eos and pad ids by their keys in config.json. eos is a list if a turn and a text have different end tokens."""
+    """Returns the bos, eos and pad ids by their keys in config.json. eos is a list if the end tokens of a turn and of a text differ."""
     bos, eos, turn, pad = (
         metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos", "eot", "padding")
     )
@@ -66,7 +66,7 @@ def _tokenizer(metadata: Mapping[str, Any], where: object, begins: str | None) -
         )
     tokens = metadata["tokenizer.ggml.tokens"]
     kinds = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
-    # Unused ids only pad the embedding, so they need no token.
+    # Unused ids only pad the embedding, so they are not part of the tokenizer's vocabulary.
     vocabulary = {
         token: i for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != _UNUSED
     }
@@ -74,7 +74,7 @@ def _tokenizer(metadata: Mapping[str, Any], where: object, begins: str | None) -
     try:
         # Llama 3 encodes a word that is itself a token directly, without applying merges.
         made = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=split == "llama-bpe"))
-    except Exception as error:  # `tokenizers` raises plain Exceptions
+    except Exception as error:  # `tokenizers` does not raise a more specific type
         raise ValueError(f"{where}: tokens and merges do not match: {error}") from error
     expression = _SPLITS[split]
     if expression is None:

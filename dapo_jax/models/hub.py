@@ -43,7 +43,7 @@ def download(name: str, *, revision: str | None = None, weights: bool = True) ->
 def look_up(name: str, *, revision: str | None = None) -> tuple[Path, int]:
     """Returns a local folder with a model's configuration and tokenizer, and the size of its weights in bytes. The weights are not downloaded.
 
-    If the hub cannot be reached, both are taken from the model in the cache.
+    If the hub cannot be reached, the folder and the size are taken from the cached model.
 
     Raises:
         ValueError: for the same reasons as in `download`.
@@ -53,7 +53,7 @@ def look_up(name: str, *, revision: str | None = None) -> tuple[Path, int]:
             listed = _client().HfApi().model_info(name, revision=revision, files_metadata=True).siblings or []
     except ValueError:
         raise
-    except Exception:  # The hub cannot be reached. The error type depends on its HTTP client.
+    except Exception:  # raised if the hub cannot be reached; the type depends on the HTTP client
         folder = download(name, revision=revision)
         return folder, sum(file.stat().st_size for file in folder.glob(_WEIGHTS))
     sizes = [

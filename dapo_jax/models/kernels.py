@@ -11,14 +11,14 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jaxtyping import Array, Float, Int
 
 _BLOCKS = (1024, 512, 256, 128)
-"""Block sizes of splash attention in tokens. The largest size that divides the row is used. All of them fit in the memory of a TPU core."""
+"""Block sizes of splash attention in tokens. The largest size that divides the row is used. Blocks of every size fit in the memory of a TPU core."""
 
 SPLASH_TOKENS = _BLOCKS[-1]
 """Splash attention supports only rows whose number of tokens is a multiple of this number."""
 
 
 def splash_kernel(heads: int, seq: int, *, parts: int = 1, interpret: bool = False) -> Any:
-    """Returns the kernel for causal attention with `heads` heads over rows of `seq` tokens. The queries of a row are split into `parts` parts.
+    """Returns the kernel for causal attention with `heads` heads over rows of `seq` tokens. Each row's queries are sharded over `parts` devices.
 
     Raises:
         ValueError: the rows cannot be split into blocks.

@@ -12,7 +12,7 @@ from dapo_jax.models.attention import causal_attention
 
 
 def output_dimensions(axes: tuple[str, ...]) -> int:
-    """Returns the number of leading dimensions that are outputs, for a matrix with these logical axes. A product sums over the remaining dimensions."""
+    """Returns how many leading dimensions of a matrix with these logical axes are output dimensions. A matrix product sums over all other dimensions."""
     return 2 if axes[1] == "head_dim" else 1
 
 
@@ -33,7 +33,7 @@ class Layout:
         return False
 
     def inner(self, x: Float[Array, "features part"], dtype: str) -> Float[Array, "features tokens"]:
-        """Gathers the tokens that are distributed over devices, for a product with weights in `dtype`."""
+        """Gathers the tokens that are sharded over devices, as input of a product with weights in `dtype`."""
         return x
 
     def outer(self, x: Float[Array, "features tokens"], dtype: str) -> Float[Array, "features part"]:
@@ -49,7 +49,7 @@ class Layout:
     def lookup(
         self, table: Float[Array, "entries shard"], tokens: Int[Array, " tokens"], dtype: str
     ) -> Float[Array, "embed part"]:
-        """Looks up the embeddings of `tokens` in `table`, rounded to `dtype` and transposed. They are the initial residual stream."""
+        """Looks up the embeddings of `tokens` in `table`, rounded to `dtype` and transposed. The result is the initial residual stream."""
         return rounded(looked_up(table, tokens), dtype).T
 
     def attend(
@@ -61,7 +61,7 @@ class Layout:
         prefix_ids: Int[Array, "batch seq"] | None,
         dtype: str,
     ) -> Float[Array, "heads head_dim tokens"]:
-        """Computes `dapo_jax.models.attention.causal_attention`."""
+        """Computes causal attention within segments (see `dapo_jax.models.attention.causal_attention`)."""
         return causal_attention(query, key, value, segment_ids, prefix_ids, dtype=dtype)
 
     def logprobs(
@@ -75,7 +75,7 @@ class Layout:
         chunk_vocab: int,
         dtype: str,
     ) -> tuple[Float[Array, " tokens"], Float[Array, " tokens"]]:
-        """Computes `chunked_logprobs`. The rows of the unembedding beyond `vocab_size` are padding."""
+        """Computes the log-probabilities of `targets` with `chunked_logprobs`. The rows of the unembedding beyond `vocab_size` are padding."""
         return chunked_logprobs(
             before,
             unembedding,
@@ -89,10 +89,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class PlacedLayout(Layout):
-    """The layout for arrays that the compiler places, including weights that are split over devices."""
+    """The layout for weights that are sharded over devices if the compiler places all other arrays."""
 
     split: frozenset[str]
-    """The logical axes over which weights are split."""
+    """The logical axes of weights that are split over devices."""
 
     def in_parts(self, axis: str) -> bool:
         return axis in self.split

@@ -27,10 +27,10 @@ MATRICES = {
 """The linear layers of a block, as a mapping from their names in transformers and PEFT to their names in `Block`."""
 
 LORA_PARTS = ("lora_a", "lora_b")
-"""Suffixes of an adapter's parameters. Their full names are the name of the matrix, an underscore, and the suffix."""
+"""Suffixes of an adapter's parameter names. The matrix name and an underscore precede the suffix, as in `query_lora_a`."""
 
 SETS = {"all": tuple(MATRICES), "attention": tuple(MATRICES)[:4], "mlp": tuple(MATRICES)[4:]}
-"""Short names for several linear layers."""
+"""Names for groups of linear layers, which `lora_shape` accepts as targets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +40,11 @@ class LoraShape:
     rank: int
     alpha: float
     targets: tuple[str, ...]
-    """Keys of `MATRICES`, in the order of `MATRICES`."""
+    """The adapted matrices, as keys of `MATRICES` in the same order."""
 
     @property
     def scale(self) -> float:
-        """The factor by which B A is multiplied."""
+        """The factor alpha / rank, by which the product B A is multiplied."""
         return self.alpha / self.rank
 
 
@@ -95,7 +95,7 @@ def lora_delta(
 ) -> Array:
     """Returns scale B A x, which a layer adds to the product W x of its frozen weight.
 
-    `spec` and `axes` are the einsum and the logical axes of W. If inputs are split over devices, each device has a partial sum, as for W.
+    `spec` and `axes` are the einsum and the logical axes of W. If inputs are split over devices, each device computes a partial sum, as for W x.
     """
     outputs = spec.split("->")[1].removesuffix("t")
     low = product("ri,it->rt", a.reshape(len(a), -1), x, ("rank", axes[-1]))
@@ -109,7 +109,7 @@ def parted(params: nnx.State) -> tuple[nnx.State, nnx.State]:
 
 
 def put_together(trained: nnx.State, frozen: nnx.State) -> nnx.State:
-    """Joins the parameters that `parted` split."""
+    """Joins the trained and frozen parameters that `parted` separated."""
     return nnx.merge_state(frozen, trained)
 
 
@@ -118,7 +118,7 @@ def merged(layer: nnx.State, scale: float) -> nnx.State:
     adapters, base = nnx.split_state(layer, nnx.LoRAParam, ...)
     whole: dict[Any, Any] = dict(base)
     pairs: dict[Any, Any] = dict(adapters)
-    for name in sorted({name.rsplit("_lora_", 1)[0] for name in pairs}):  # in the same order in all processes
+    for name in sorted({name.rsplit("_lora_", 1)[0] for name in pairs}):  # the same order in every process
         a, b = (pairs[f"{name}_{part}"][...] for part in LORA_PARTS)
         change = jnp.einsum("or,ri->oi", b.reshape(-1, b.shape[-1]), a.reshape(len(a), -1))
         weight = whole[name]

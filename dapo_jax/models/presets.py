@@ -29,9 +29,9 @@ class DecoderConfig:
     tied_embeddings: bool = True
     """If True, the unembedding uses the embedding matrix."""
     qkv_bias: bool = False
-    """Biases on the query, key and value projections (Qwen2)."""
+    """Whether the query, key and value projections have biases (Qwen2)."""
     qk_norm: bool = False
-    """RMS norm on the queries and keys of each head (Qwen3)."""
+    """Whether RMS normalization is applied to the queries and keys of each head (Qwen3)."""
     vocab_multiple: int = 1
     """The rows of the embedding and the unembedding are padded to a multiple of this number, so that they can be split over devices."""
     lora: LoraShape | None = None
@@ -75,7 +75,7 @@ class DecoderConfig:
 
     @property
     def base(self) -> "DecoderConfig":
-        """The same decoder without adapters."""
+        """The configuration of the same decoder without adapters."""
         return replace(self, lora=None)
 
 
@@ -104,7 +104,7 @@ _QWEN3 = DecoderConfig(
 # The sizes are from config.json in the publishers' repositories: HuggingFaceTB/SmolLM2-135M, meta-llama/Llama-3.2-1B,
 # Qwen/Qwen2.5-*, Qwen/Qwen3-*. Tests check the number of parameters of each preset.
 PRESETS: dict[str, DecoderConfig] = {
-    # About half a million parameters and a character vocabulary. It learns arithmetic on a laptop CPU.
+    # About half a million parameters and a character vocabulary. It can be trained to do arithmetic on a laptop CPU.
     "tiny": DecoderConfig(
         vocab_size=32, embed_dim=128, layers=4, heads=4, kv_heads=2, head_dim=32, mlp_dim=256, max_positions=512
     ),

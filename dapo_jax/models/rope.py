@@ -1,4 +1,4 @@
-"""Angles of rotary position embedding (RoPE), optionally scaled for contexts that are longer than the contexts seen in training."""
+"""Angles of rotary position embedding (RoPE), optionally scaled for contexts that are longer than in the original training."""
 
 import math
 from dataclasses import dataclass

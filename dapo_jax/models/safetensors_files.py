@@ -117,7 +117,7 @@ class SafetensorsFolder:
                 raise ValueError(f"{self.where} lists {name!r} in {file}, which does not contain it")
 
     def read(self, name: str, cut: Cut) -> np.ndarray:
-        """Returns the part `cut` of a tensor, in the type that it has in the file."""
+        """Returns the part `cut` of a tensor, in the dtype stored in the file."""
         path = self._tensors[name].path
         try:
             if in_bucket(path):
@@ -130,7 +130,7 @@ class SafetensorsFolder:
 
 
 def _read_index(folder: AnyPath) -> dict[str, str]:
-    """Returns the file name of each tensor."""
+    """Returns the file name of each tensor, from the folder's index."""
     path = folder / INDEX
     there = {entry.name for entry in entries(folder)} if folder.exists() else set()
     if INDEX not in there:
@@ -156,7 +156,7 @@ def _local_tensors(path: AnyPath) -> dict[str, StoredTensor]:
 
 
 def write_tensors(folder: AnyPath, tensors: Sequence[Tensor], *, dtype: str, max_shard_bytes: int) -> int:
-    """Writes tensors to one file, or to several files with an index if they are larger than `max_shard_bytes`.
+    """Writes tensors to one file, or to several files with an index if their total size exceeds `max_shard_bytes`.
 
     Only one tensor at a time is on the host. Files of an earlier model are removed first. A file gets its final name only when it is
     complete. Returns the size of all tensors in bytes. Raises the errors of `write_file`.

@@ -24,10 +24,10 @@ from dapo_jax.models.presets import DecoderConfig
 Shape = tuple[int, ...]
 Cut = tuple[slice, ...]
 Rows = Callable[[int, int], np.ndarray]
-"""A function from (start, stop) to these rows of a tensor. Rows after the last row of the tensor are zeros."""
+"""A function that returns the rows from `start` to `stop` of a tensor. Rows after the tensor's last row are zeros."""
 ByRows = Callable[[Rows, Shape, Shape, NamedSharding], jax.Array]
-"""A function that creates an array from a tensor in a file. Each process reads only some of the tensor's rows. Its arguments are a `Rows` function, the shape of
-the tensor, the shape of the array (which has the same values in the same order) and the array's sharding. All processes must make the same calls."""
+"""A function that creates an array from a tensor in a file. Each process reads only some of the tensor's rows. The arguments are a `Rows` function, the shape
+of the tensor, the shape of the array (which has the same values in the same order) and the array's sharding. All processes must make the same calls."""
 
 _LAYER_TENSORS = {
     "attention_norm": "input_layernorm.weight",
@@ -56,7 +56,7 @@ _TABLES = ("embedding", "lm_head")
 
 @runtime_checkable
 class TensorFile(Protocol):
-    """Named tensors that are read on access."""
+    """A weight file of any format. Its tensors are read on access."""
 
     where: str
     """The path of the file, for error messages."""
@@ -64,7 +64,7 @@ class TensorFile(Protocol):
     """The shape of every tensor."""
 
     def read(self, name: str, cut: Cut) -> np.ndarray:
-        """Returns the part `cut` of a tensor, in the type that it has in the file.
+        """Returns the part `cut` of a tensor, in the dtype stored in the file.
 
         Raises:
             ValueError: the tensor cannot be read. The message contains the path.
@@ -86,7 +86,7 @@ def shapes_of(config: DecoderConfig) -> nnx.State:
 
 
 def tensor_names(layers: int) -> list[str]:
-    """Returns the names of all tensors that a decoder of any family with this number of layers may have."""
+    """Returns the names of all tensors that can occur in a decoder with this number of layers, whatever its model family."""
     of_layers = [_layer_name(name, layer) for layer in range(layers) for name in _LAYER_TENSORS]
     return [*_END_TENSORS.values(), *of_layers]
 
@@ -111,7 +111,7 @@ def checked(config: DecoderConfig, file: TensorFile) -> None:
     # Some publishers store the matrix of tied embeddings twice.
     twice = config.tied_embeddings and again in file.shapes
     _check_names(file, wanted | ({again: wanted[matrix]} if twice else {}))
-    # The two matrices are compared in parts, because in most models no tensor is larger.
+    # In most models, these matrices are the largest tensors, so they are compared in parts to save memory.
     for start in range(0, config.vocab_size if twice else 0, 8192):
         cut = (slice(start, min(start + 8192, config.vocab_size)), slice(None))
         if (file.read(matrix, cut).astype(np.float32) != file.read(again, cut).astype(np.float32)).any():
@@ -191,7 +191,7 @@ def exported(config: DecoderConfig, params: nnx.State, adapters: nnx.State | Non
     """Yields decoder parameters as tensors. A tensor is copied to the host only when its `fetch` is called.
 
     Args:
-        config: sizes of the decoder, and the scale of `adapters`.
+        config: configuration of the decoder, including the scale of `adapters`.
         params: all parameters except adapters, with any sharding, and with layers stacked or separate.
         adapters: adapters to merge into their matrices, in float32.
     """
@@ -268,12 +268,12 @@ def place_adapters(
 
 
 def _adapter_shape(name: str, shape: Shape) -> Shape:
-    """Converts the shape of A or B in one layer to its shape in PEFT."""
+    """Converts the shape of one layer's A or B to its shape in PEFT, where both are two-dimensional."""
     return (shape[0], math.prod(shape[1:])) if name.endswith("_a") else (math.prod(shape[:-1]), shape[-1])
 
 
 def _stored_as(name: str, dtype: str) -> str:
-    """Returns float32 for norms, and `dtype` for all other parameters."""
+    """Returns the dtype in which the parameter `name` is stored: float32 for norms, and `dtype` for all other parameters."""
     return "float32" if name.endswith("norm") else dtype
 
 
@@ -377,7 +377,7 @@ def _gathered(value: Array, layer: int | None = None, shape: Shape | None = None
 
 
 def _merged(name: str) -> int | None:
-    """Returns the index of the parameter's heads axis, or None. Transformers merges the heads axis with the head_dim axis after it."""
+    """Returns the index of the parameter's heads axis, if it has one. Transformers merges this axis with the head_dim axis after it."""
     return {"query": 0, "key": 0, "value": 0, "output": 1}.get(name.removesuffix("_bias"))
 
 
@@ -387,7 +387,7 @@ def _theirs_shape(name: str, shape: Shape) -> Shape:
 
 
 def _theirs_cut(name: str, shape: Shape, whole: Cut) -> Cut:
-    """Converts `whole`, a part of the parameter `name`, to the corresponding part of transformers' tensor."""
+    """Converts `whole`, slices of the parameter `name` (of shape `shape`), to the corresponding slices of transformers' tensor."""
     axis = _merged(name)
     if axis is None:
         return whole

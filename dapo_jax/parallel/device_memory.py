@@ -1,4 +1,4 @@
-"""The memory limit of a device, and the memory per device that sharded arrays need."""
+"""Computes the memory limit of a device, and the memory that sharded arrays need on each device."""
 
 import math
 from collections.abc import Mapping

@@ -6,18 +6,18 @@ import re
 from pathlib import Path
 
 MEMORY_FRACTION = 0.9
-"""Fraction of a GPU's memory that JAX reserves. JAX's default is 0.75. NVIDIA's "Tips for High-Performance LLMs with JAX and XLA" set 0.9 or 0.8."""
+"""Fraction of a GPU's memory that JAX reserves. JAX's default is 0.75. NVIDIA's "Tips for High-Performance LLMs with JAX and XLA" use 0.9 or 0.8."""
 
 FLAGS = {
-    # Two equal runs then give equal results. XLA chooses matrix products without timing them, and cuDNN's attention does not use atomics.
+    # Makes runs reproducible: XLA selects matmul kernels without timing them, and cuDNN's attention does not use atomic operations.
     "xla_gpu_exclude_nondeterministic_ops": "true",
-    # Overlaps collectives with other kernels: JAX's "GPU performance tips". NVIDIA's JAX images set it too.
+    # Overlaps collectives with other kernels (see JAX's "GPU performance tips"). NVIDIA's JAX images set this flag too.
     "xla_gpu_enable_latency_hiding_scheduler": "true",
 }
-"""Flags of XLA. Command buffers and NCCL keep their defaults: XLA enables command buffers, and NVIDIA's JAX images set no variable of NCCL."""
+"""XLA flags. Command buffers and NCCL keep their defaults, because XLA enables command buffers, and NVIDIA's JAX images set no NCCL variable."""
 
 _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-"""The variable for the memory fraction, and its former name. jaxlib refuses both together."""
+"""The environment variable for the memory fraction, and its former name. jaxlib raises an error if both are set."""
 
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 _DEVICES = Path("/dev")
@@ -26,7 +26,7 @@ _PATTERNS = ("nvidia[0-9]*", "nvidiactl", "dxg")
 
 
 def apply() -> None:
-    """Sets the memory fraction and the flags that the environment does not set yet. Call this before JAX initializes its devices.
+    """Sets environment variables for the memory fraction and the XLA flags, unless they are already set. Call this before JAX initializes its devices.
 
     This has no effect without an NVIDIA GPU and JAX's plugin for it, or if JAX_PLATFORMS excludes GPUs.
     """
@@ -38,12 +38,12 @@ def apply() -> None:
     if not any(name in os.environ for name in _FRACTIONS):
         os.environ[_FRACTIONS[0]] = str(MEMORY_FRACTION)
     given = os.environ.get("XLA_FLAGS", "").strip()
-    if not given or given.startswith("-"):  # otherwise XLA reads the flags from a file of this name
+    if not given or given.startswith("-"):  # otherwise this is the name of a file with flags
         mine = [f"--{name}={value}" for name, value in FLAGS.items() if name not in re.findall(r"\w+", given)]
         os.environ["XLA_FLAGS"] = " ".join([*given.split(), *mine])
 
 
 def in_effect() -> dict[str, str]:
-    """Returns the environment variables that configure JAX's devices and XLA, as far as they are set."""
+    """Returns all environment variables that are set and that configure JAX's devices or XLA, by name."""
     names = ("JAX_PLATFORMS", "XLA_FLAGS", *_FRACTIONS, "LIBTPU_INIT_ARGS")
     return {name: os.environ[name] for name in names if os.environ.get(name)}

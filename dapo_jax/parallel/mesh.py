@@ -24,7 +24,7 @@ BATCH_AXES = ("data", "fsdp")
 
 @dataclass(frozen=True)
 class Absent:
-    """Placeholder for a device that this machine does not have. Shapes can be placed on it, but nothing can be compiled for it."""
+    """Placeholder for a device that this machine does not have. Shapes can be placed on it, but programs cannot be compiled for it."""
 
     id: int
     process_index: int
@@ -102,7 +102,7 @@ def make_meshes(train: Mesh, *, sampler_tensor: int = 0, sampler_hosts: int = 1)
     hosts = len({device.process_index for device in flat})
     if hosts % sampler_hosts:
         raise ConfigError(
-            f"parallel.sampler_hosts={sampler_hosts} must divide the {hosts} processes of the run, so that all samplers have the same number"
+            f"parallel.sampler_hosts={sampler_hosts} must divide the {hosts} processes of the run, so that each sampler has the same number of processes"
         )
     rows = flat.reshape(hosts // sampler_hosts, -1)
     for row in rows:

@@ -21,14 +21,14 @@ from dapo_jax.health.stopping import Stop, StoppedError, first_reason
 from dapo_jax.terminal import visible
 
 JAX_HEARTBEAT_S = 20
-"""Seconds without a heartbeat from a process after which JAX ends the other processes. Heartbeats come from C++, so they continue while Python is blocked."""
+"""Seconds without a heartbeat from a process after which JAX ends the other processes. C++ code sends them, so they continue while Python is blocked."""
 
 GRACE_S = 3.0
-"""Seconds that a process has to end on its own, after it or another process has failed."""
+"""Maximum time in seconds for a process to exit on its own, after it or another process has failed."""
 
 _POLL_S = 0.5
 _LOST_CONNECTION = re.compile(r"Gloo|UNAVAILABLE|closed by peer|reset by peer")
-"""Matches error messages that may be a consequence of the end of another process."""
+"""Matches error messages that may be caused by the exit of another process."""
 
 
 def wanted(environment: Mapping[str, str] = os.environ) -> bool:
@@ -62,7 +62,7 @@ def described(error: BaseException) -> str:
 
 
 class _Processes:
-    """Connects this process to the other processes of the run, if there are any, and runs a thread that listens to them."""
+    """Connects this process to the other processes of the run, if there are any, and runs a thread that polls for their messages."""
 
     def __init__(self) -> None:
         self._client: Any = None
@@ -109,17 +109,17 @@ class _Processes:
             return
         import jax
 
-        jax.distributed.shutdown()  # waits at a barrier; the listener still notices errors from other processes
+        jax.distributed.shutdown()  # a barrier, during which the listener still notices errors
         self._leaving.set()
         # If this thread were still in C++ when the interpreter exits, it would abort the process.
         self._listener.join()
 
     def broadcast(self, text: str) -> None:
-        """Publishes a text that other processes get from `received`. It replaces this process's previous text."""
+        """Publishes a text to the other processes, where `received` returns it. It replaces this process's previous text."""
         self._put("doing", text)
 
     def received(self) -> dict[int, str]:
-        """Returns the last text that each other process published with `broadcast`."""
+        """Returns the latest text that each other process has published with `broadcast`, by process index."""
         return self._others("doing")
 
     def resume_by(self, remedy: str) -> None:
@@ -156,7 +156,7 @@ class _Processes:
         self._exit(*self._tell(status, message))
 
     def all_say(self, text: str) -> bool:
-        """Returns whether every process calls this method with the same text within `GRACE_S`. If so, all processes can act together."""
+        """Returns whether every process has called this method with the same text within `GRACE_S`, so that all processes can act together."""
         if self._client is None:
             return True
         self._put("ready", text)
@@ -166,7 +166,7 @@ class _Processes:
         return len(found) == self._count and set(found.values()) == {text}
 
     def tell_others(self, _: object, error: BaseException | None, __: object) -> None:
-        """Notifies the other processes of an error other than a stop. Push this onto an `ExitStack` last, so that it runs before exits that may wait."""
+        """Notifies the other processes of an error, unless it is a stop request. Push this onto an `ExitStack` last, so that it runs before slow exits."""
         if error is not None and not isinstance(error, StoppedError):
             self._tell(2 if isinstance(error, ConfigError) else 1, described(error))
 
@@ -212,7 +212,7 @@ class _Processes:
             if self._told.is_set() or not (failures := self._failures()):
                 continue
             if self._leaving.wait(GRACE_S):
-                return  # this process had the same error, or noticed by itself that another process ended
+                return  # this process raised the same error, or noticed the failure and exits on its own
             status, message = self._because(failures)
             self._stop.fail(message)  # interrupts the main thread, if it is running Python code
             if not self._leaving.wait(GRACE_S):
@@ -229,11 +229,11 @@ class _Processes:
         self._stop_passed = bool(self._stop.reason)
 
     def _failures(self) -> dict[int, tuple[int, str]]:
-        """Returns a mapping from each other process that has failed to its exit status and message."""
+        """Returns the exit status and the message of each other process that has failed, by process index."""
         return {index: tuple(json.loads(record)) for index, record in self._others("failed").items()}
 
     def _wait_for_failure(self, *, of: int | None = None) -> dict[int, tuple[int, str]]:
-        """Waits up to `GRACE_S` for another process (process `of`, if given) to fail, and returns `_failures`."""
+        """Waits up to `GRACE_S` until another process fails, and returns `_failures`. If `of` is given, waits until process `of` fails."""
         end = time.monotonic() + GRACE_S
         while True:
             failures = self._failures()

@@ -119,7 +119,7 @@ def _mover(stored: Shape, shape: Shape, target: NamedSharding) -> Together:
     if len(shape) > len(stored):
         columns.pop(next(axis for axis, size in enumerate(stored) if shape[axis] != size))
     rows = tuple(axis for axis in target.mesh.axis_names if axis not in sum(columns, ()))
-    # First, the mesh axes of the columns move from the rows to the columns. Without this stage, the compiler could gather the whole array on every device.
+    # First, shard the columns over their mesh axes, and the rows over all other axes. Otherwise, the compiler could gather the whole array on every device.
     between = NamedSharding(target.mesh, PartitionSpec(rows, *(axes or None for axes in columns)))
 
     def move(spread: Array) -> Array:

@@ -1,10 +1,10 @@
-"""Coordination of all processes: barriers, programs that no process runs before all have compiled them, and exchange of bytes.
+"""Coordination of all processes: barriers, programs that no process runs before all processes have compiled them, and the exchange of bytes.
 
 A collective fails if a process arrives too late (after half a minute with Gloo on CPU). A process can be late by more than this time if
-it has extra work, or if its compilation takes longer. Such a collective therefore comes after a barrier with a longer limit.
+it has extra work, or if its compilation takes longer. Such a collective is therefore preceded by a barrier with a longer limit.
 
-An all-gather needs the same shape in all processes, and is compiled for each new shape. So messages are split into buffers of a fixed
-size, and every process sends as many buffers as the longest message needs.
+An all-gather requires the same shape in all processes, and is compiled for each new shape. So messages are split into buffers of a fixed
+size, and every process sends as many buffers as the longest message requires.
 """
 
 import itertools
@@ -25,7 +25,7 @@ _numbers = itertools.count()
 
 
 class Together:
-    """A jitted program that all processes must call, and in the same order as other collectives. With a single process, the wrapper has no overhead."""
+    """A jitted program with collectives. All processes must call all such programs in the same order. For a single process, the wrapper has no overhead."""
 
     def __init__(self, program: Any) -> None:
         self._program = program
@@ -54,7 +54,7 @@ def meet() -> None:
 
 
 def coordination_service() -> Any:
-    """Returns JAX's connection to the other processes, with `client`, `process_id` and `num_processes`. JAX has no public API for this."""
+    """Returns JAX's internal state of the connection to the other processes: `client`, `process_id` and `num_processes`. It has no public API."""
     from jax._src import distributed
 
     return distributed.global_state

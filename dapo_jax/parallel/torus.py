@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Int
 
 _DIGIT = tuple[int, int, int]
-"""Part of a path, along one dimension of the grid: (dimension, step size, number of places)."""
+"""A part of a path that runs along one dimension of the grid: (dimension, step size, number of places)."""
 
 
 def along_links(devices: Sequence[Any], shape: Sequence[int]) -> list[Any]:
@@ -36,11 +36,11 @@ def along_links(devices: Sequence[Any], shape: Sequence[int]) -> list[Any]:
 
 
 def _cost(places: Int[np.ndarray, "data fsdp tensor context 4"]) -> tuple[float, ...]:
-    """Returns the mean number of links between neighbours along each axis. The first and last device of an axis are neighbours.
+    """Returns the mean number of links between neighbouring devices along each mesh axis. The first and last device of an axis count as neighbours.
 
     Wrap-around links of the slice are not considered, because devices do not report them.
     """
-    chips = places[..., :3]  # devices on the same chip need no link
+    chips = places[..., :3]  # without the core, because devices of one chip need no link
 
     def links(axis: int) -> float:
         return round(float(np.abs(np.roll(chips, -1, axis) - chips).sum(-1).mean()), 6)
@@ -90,9 +90,9 @@ def _orders(
 
 
 def _shared_out(digits: list[_DIGIT], shape: Sequence[int]) -> list[list[_DIGIT]] | None:
-    """Distributes the parts of a path, fastest-changing part first, over the mesh axes, beginning with the last axis. Parts may be split.
+    """Distributes the parts of a path over the mesh axes. The fastest-changing parts are assigned to the last axis. A part may be split between axes.
 
-    Returns None if the parts cannot be split to match the sizes in `shape`.
+    Returns None if the parts cannot be split to match the axis sizes in `shape`.
     """
     axes: list[list[_DIGIT]] = []
     left = list(digits)
@@ -111,7 +111,7 @@ def _shared_out(digits: list[_DIGIT], shape: Sequence[int]) -> list[list[_DIGIT]
 
 
 def _way(digits: list[_DIGIT], dimensions: int) -> Int[np.ndarray, "size dimensions"]:
-    """Returns the places along one mesh axis. `digits` begins with the fastest-changing part. The path turns back at each end, so that neighbours are linked."""
+    """Returns the places along one mesh axis. `digits` lists parts, fastest-changing first. The path turns back at each end, so that neighbours are linked."""
     number = np.arange(math.prod(steps for _, _, steps in digits))
     places = np.zeros((len(number), dimensions), int)
     before = 1

@@ -34,13 +34,13 @@ ROWS = PartitionSpec(BATCH_AXES, "context")
 
 
 def layout_of(mesh: Mesh, *, attention: str = "xla") -> Layout:
-    """Returns the layout for a mesh, or the default layout for a single device without an attention kernel."""
+    """Returns the layout for a mesh. For a single device without an attention kernel, this is the default `Layout`."""
     return MeshLayout(mesh, attention) if mesh.size > 1 or attention != "xla" else Layout()
 
 
 @dataclass(frozen=True)
 class MeshLayout(Layout):
-    """Layout for a mesh with the axes `data`, `fsdp`, `tensor` and `context`, of any sizes. The methods other than `shard` must be called in a program that `shard` runs."""
+    """Layout for a mesh with the axes `data`, `fsdp`, `tensor` and `context`. Methods other than `shard` must be called in a program that `shard` runs."""
 
     mesh: Mesh
     attention: str = "xla"
@@ -174,7 +174,7 @@ class MeshLayout(Layout):
 
 
 def _rounded(x: Array, dtype: str, collective: Callable[[Array], Array]) -> Array:
-    """Calls a collective on an array that is cast to `dtype`, the precision of matrix products (see `product`). On CPU, the array is not cast."""
+    """Casts an array to `dtype`, the precision of matrix products (see `product`), and calls a collective on it. On CPU, the array is not cast."""
     if np.dtype(dtype) == x.dtype:
         return collective(x)
     return lax.platform_dependent(

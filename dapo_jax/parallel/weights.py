@@ -85,18 +85,18 @@ class WeightTransfer:
         return {"layers": tuple(layers), "ends": ends}
 
     def with_base(self, frozen: nnx.State) -> "WeightTransfer":
-        """Returns a transfer whose calls receive adapters alone, and join them with the base `frozen`. The layers of `frozen` are stacked."""
+        """Returns a transfer that is called with adapters alone, and joins them with the base `frozen`. The layers of `frozen` are stacked."""
         joined = copy(self)
         joined._frozen = frozen
         return joined
 
     def shared(self, params: nnx.State) -> SamplerWeights:
-        """Returns sampler weights that use the arrays of `params`. These must be separate per layer and have the sampler's shardings (see `shares_base`)."""
+        """Returns sampler weights that share the arrays of `params`, which must be separate per layer and sharded as in the sampler (see `shares_base`)."""
         layers = tuple(local(params["blocks"][index], self._sampler["layer"]) for index in range(self._count))
         return {"layers": layers, "ends": local(_ends(params), self._sampler["ends"])}
 
     def lower(self, params: nnx.State) -> dict[str, jax.stages.Lowered]:
-        """Lowers the two programs of a call for the shapes of `params`: `layer`, which runs for each layer, and `ends`."""
+        """Lowers the two programs that a call executes, for the shapes of `params`: `layer`, which runs once per layer, and `ends`."""
         placed = jax.tree.map(_shaped, put_together(params, self._frozen), self._placed)
         return {
             "layer": self._layer.lower(placed["blocks"], np.int32(0)),
@@ -140,7 +140,7 @@ class AdapterTransfer:
         self._moved: SamplerWeights | None = None
         self.base_shapes = base.shapes
         self.shapes = _joined(base.shapes, adapters.shapes)
-        """Shapes and shardings of the transferred weights. `base_shapes` contains only the base."""
+        """Shapes and shardings of the transferred weights. The attribute `base_shapes` contains only the base."""
 
     def __call__(self, params: nnx.State) -> SamplerWeights:
         """Transfers the adapters in `params`, as a collective call. Every call returns the same base arrays."""

@@ -1,1 +1,1 @@
-"""Estimates a run's memory, traffic and minimum time from shapes, or from programs compiled for a TPU slice."""
+"""Estimates a run's memory, traffic and minimum time from shapes, or from programs compiled for a TPU slice or GPUs."""

@@ -70,7 +70,7 @@ def collectives(text: str, *, trips: Sequence[int] = (), per_machine: int = 0) -
 
     `text` is `compiled.as_text()`. `trips` lists the trip counts that the text does not contain, outermost loop first; the default is 1.
     `per_machine` consecutive devices are on one machine, and machines are connected by a network. 0: there is no such network. The
-    devices of a group on one machine each receive an equal part of the bytes from other machines, and exchange these parts by their links.
+    devices of a group on one machine each receive an equal part of the bytes from other machines, and exchange these parts over their links.
     """
     head = text.partition("\n")[0]
     devices = math.prod(map(int, re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", head)))
@@ -133,7 +133,7 @@ def _network_share(made: Instruction, devices: int, per_machine: int) -> float:
 
 
 def _group(rest: str, devices: int) -> list[int]:
-    """Returns the devices of the first replica group, from any HLO notation. If the text lists no groups, all devices form one group."""
+    """Returns the devices of the first replica group, which may be written in any HLO notation. If the text lists no groups, all devices form one group."""
     if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", rest):
         return [int(device) for device in listed[1].split(",")]
     if shaped := re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
@@ -157,7 +157,7 @@ def _group(rest: str, devices: int) -> list[int]:
 
 
 def _transposed(sizes: str, axes: str | None) -> list[int]:
-    """Returns the numbers from 0 in the order of a grid of these sizes after its axes are permuted."""
+    """Numbers the places of a grid from 0, permutes the grid's axes, and returns the numbers in the new order. Sizes and axes are HLO text."""
     grid = np.arange(math.prod(shape := [int(size) for size in sizes.split(",")])).reshape(shape)
     return grid.transpose([int(axis) for axis in axes.split(",")] if axes else None).reshape(-1).tolist()
 
@@ -194,7 +194,7 @@ def _walk(
 
 
 def _loop(computations: Computations, where: str, loop: Instruction) -> tuple[str, int | None]:
-    """Returns the name of a loop's body and the loop's trip count; a count that the text does not contain is returned as None.
+    """Returns the name of a loop's body and the loop's trip count, or None for a count that the text does not contain.
 
     In TPU programs, the count follows from the loop condition, which compares a counter with a constant. The counter increases by 1 per
     trip, and starts at 0 or at a constant in the loop's operand.

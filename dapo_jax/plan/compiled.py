@@ -24,7 +24,7 @@ class ProgramMemory:
     """Bytes of outputs that reuse the memory of donated arguments."""
     temporaries: int
     code: int | None
-    """None if the compiler does not report it. The CUDA compiler does not."""
+    """Bytes of the program's code, or None if the compiler does not report them, as with CUDA."""
 
     @property
     def needed(self) -> int:
@@ -56,7 +56,7 @@ class Program:
 
 
 def compile_program(name: str, lower: Callable[[], Any], **counting: Any) -> Program:
-    """Compiles the program that `lower` returns, and records its memory and its `collectives`, with the arguments `counting`."""
+    """Compiles the program that `lower` returns, and records its memory and its collectives. `counting` contains arguments for `collectives`."""
     began = time.monotonic()
     try:
         compiled = lower().compile()

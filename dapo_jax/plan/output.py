@@ -158,7 +158,7 @@ def show_sweep(plans: Sequence[tuple[str, Plan | str]], console: Console) -> Non
 
 
 def size(count: int | float | None) -> str:
-    """Formats bytes in the largest unit that gives at least 1.
+    """Formats a number of bytes in the largest unit in which the number is at least 1.
 
     >>> size(3 * 2**29), size(2048), size(7), size(None)
     ('1.50 GiB', '2.0 KiB', '7 B', 'unknown')
@@ -219,7 +219,7 @@ def _sizes(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _fullest(found: Sequence[Phase]) -> list[Phase]:
-    """Returns one phase for each phase name: the phase with the most bytes on a device."""
+    """Returns, for each phase name, the phase that uses the most bytes on a device."""
     by_name: dict[str, Phase] = {}
     for phase in found:
         by_name[phase.name] = max(by_name.get(phase.name, phase), phase, key=lambda one: one.total)

@@ -23,7 +23,7 @@ from dapo_jax.run.sampler_setup import logits_bytes
 from dapo_jax.sampling.pages import PageSizes
 
 HOST_DEVICES = 4
-"""Assumed number of devices per host if the devices are absent. It is the number on a TPU VM. Machines with GPUs are assumed to be like this one."""
+"""Assumed number of devices per host if the devices are absent, as on a TPU VM. Absent GPU machines are assumed to have as many GPUs as this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +137,7 @@ def plan(
     notes = tuple[str, ...]()
     if topology is None:
         devices, host = _devices_of_run(config.parallel), None
-        memory = present_bytes()  # Absent devices have the same kind, so the same memory.
+        memory = present_bytes()  # Absent devices are of the same kind, so they have as much.
     else:
         devices, host = devices_of(topology), devices_of(topology.one_host) if topology.hosts > 1 else None
         memory = topology.chip.device_hbm_bytes
@@ -152,7 +152,7 @@ def plan(
     programs, compiled = Programs(placed, decoder, work, devices, host, memory), list[Program]()
     per_machine = topology.host_chips if topology is not None and topology.has_network else 0
     try:
-        there = programs.resident  # builds trainer and sampler from shapes
+        there = programs.resident  # also builds trainer and sampler from shapes
     except ValueError as error:  # raised if the configuration contains an invalid size
         raise ConfigError(str(error)) from error
     if config.optimizer.offload:
@@ -185,7 +185,7 @@ def _resized(config: TrainConfig, devices: int) -> tuple[TrainConfig, tuple[str,
     fsdp, data, rows = config.parallel.fsdp, config.parallel.data, config.batch.rows_per_microbatch
     others = math.prod(sizes) // fsdp
     if -1 in sizes or math.prod(sizes) == devices or devices % others:
-        return config, ()  # An axis that does not divide the devices is an error of the mesh.
+        return config, ()  # If the axes do not fit the devices, creating the mesh raises an error.
     changes = {
         "parallel.fsdp": devices // others,
         "batch.rows_per_microbatch": devices // others * data * max(1, rows // (data * fsdp)),

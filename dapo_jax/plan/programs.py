@@ -34,7 +34,7 @@ Lower = Callable[[], Lowered]
 
 @dataclass(frozen=True)
 class Programs:
-    """The programs of a configuration, for present devices or for devices that a compiler describes."""
+    """The programs that a run executes, for present devices or for devices that a compiler describes."""
 
     config: TrainConfig
     decoder: DecoderConfig
@@ -42,7 +42,7 @@ class Programs:
     devices: Sequence[AnyDevice]
     """The run's devices. If they are absent, programs cannot be lowered."""
     host: list[jax.Device] | None = None
-    """Devices of a one-host topology. The sampler's programs are compiled for them, because the compiler rejects some hosts of a larger slice."""
+    """Devices of a one-host topology, used to compile the sampler's programs. The compiler rejects some hosts that are part of a larger slice."""
     memory: int | None = None
     """Bytes of a device's memory. None: the amount that the devices report. CPUs do not report it."""
 

@@ -22,7 +22,7 @@ _LEAST = 0.005
 
 Say = Callable[[str], None]
 Changes = dict[str, Any]
-"""New values by configuration key."""
+"""A configuration change, as a mapping from keys to new values."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Way:
     frees: int | None = None
     """Bytes freed on each device; None if they are only known after compiling."""
     tries: Changes = field(default_factory=dict)
-    """The change for `suggestions` to try; empty if it needs more devices or changes the training method."""
+    """The same change as a mapping, for `suggestions` to try; empty if the change requires more devices or affects the training method."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ def held_in(made: Plan, program: str) -> list[ResidentPart]:
 
 
 def _ways(made: Plan, part: str, held: int, over: int) -> Iterator[Way]:
-    """Yields changes that shrink `part`, which takes `held` bytes, for a program that exceeds the limit by `over` bytes."""
+    """Yields changes that shrink `part`, which occupies `held` bytes, for a program that exceeds the limit by `over` bytes."""
     config, sizes = made.config, made.sizes
     match part:
         case "train state" | "gradient" | "frozen weights":
@@ -141,7 +141,7 @@ def _smaller_cache(made: Plan, held: int, over: int) -> Iterator[Way]:
         frees = held * (config.slots - half) // config.slots
         yield _way({"sampling.slots": half}, f" (of {config.slots})", frees=frees)
     if not config.cache_dtype:
-        # In int8, each number takes one byte, and each head of a token has a scale of 4 bytes.
+        # In int8, each number occupies one byte, and each head of a token has a scale of 4 bytes.
         head_dim = made.decoder.head_dim
         share = 1 - (head_dim + 4) / (item(made.config.model.compute_dtype) * head_dim)
         frees = int(tokens // spread * made.token_bytes * share)
@@ -221,7 +221,7 @@ def sweep(
 
     A microbatch has one row per device of the batch axes, or a multiple of this if `batch.rows_per_microbatch` is larger.
     """
-    decoder_of(config.model)  # raises an error for an unsupported model before a compiler is loaded
+    decoder_of(config.model)  # so that an unsupported model raises an error before a compiler is loaded
     planned = partial(plan, topology=topology, assumed=assumed, only=only, say=say)
     found: list[tuple[str, Plan | str]] = []
     devices, context, data = len(devices_of(topology)), config.parallel.context, max(config.parallel.data, 1)

@@ -53,7 +53,7 @@ class Bound:
 
 
 def bound(work: Work, topology: Topology) -> Bound:
-    """Divides `work` by the peak rates of the devices."""
+    """Returns the minimum time of a phase: its `work`, divided by the peak rates of the topology's devices."""
     chip = topology.chip
     times = {
         "compute": work.flops / chip.device_flops,
@@ -107,7 +107,7 @@ def work_of(
 
 
 def prefill_shape_of(config: TrainConfig) -> PrefillShape:
-    """Returns the shape of one prefill call."""
+    """Returns the shape of one prefill call, such as its number of rows and their width."""
     return prefill_of(
         config.sampling,
         config.batch.group_size,
@@ -148,10 +148,10 @@ def matrix_parameters(decoder: DecoderConfig) -> int:
 def forward_flops(
     decoder: DecoderConfig, *, tokens: int | float = 0, pairs: int | float = 0, logits: int | float = 0
 ) -> int | float:
-    """Returns the operations of a forward pass. A matrix product of [m, k] and [k, n] takes 2 m k n operations.
+    """Returns the operations of a forward pass. A matrix product of [m, k] and [k, n] requires 2 m k n operations.
 
     `tokens` is the number of tokens that pass through the layers, and `logits` the number of tokens for which logits are computed.
-    `pairs` is the number of query-key pairs. Each pair takes one product with a key and one with a value in every head.
+    `pairs` is the number of query-key pairs. Each pair requires one product with a key and one with a value in every head.
     """
     attention = 4 * decoder.layers * decoder.heads * decoder.head_dim
     unembedding = _unembedding_parameters(decoder)
@@ -252,20 +252,20 @@ def _trained(config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes:
     scored = work.updates - 1 if config.loss.old_logprobs == "trainer" else 0
     scored += work.updates if config.loss.kl_coef else 0
     own = forward_flops(decoder, tokens=count, pairs=work.trained * work.attended, logits=count)
-    # These numbers include padding. Attention is causal over the whole row.
+    # The numbers of tokens and of query-key pairs include padding, and attention is causal over the whole row.
     tokens = float(work.microbatches * work.microbatch_tokens)
     pairs = tokens * (config.row_tokens + 1) / 2
     one = forward_flops(decoder, tokens=tokens, pairs=pairs, logits=tokens)
     # The backward pass has two matrix products for each one in the forward pass. Full rematerialisation repeats the forward pass.
     passes = 4 if config.model.remat == "full" else 3
-    # Each pass over a microbatch reads the weights in the compute dtype, sharded over the tensor axis only.
+    # Each pass over a microbatch reads the gathered weights in the compute dtype. They remain sharded over the tensor axis.
     used = decoder.parameters - (0 if decoder.tied_embeddings else _unembedding_parameters(decoder))
     used += 0 if decoder.lora is None else decoder.trained_parameters
     weights = item(config.model.compute_dtype) * used / sizes.train["tensor"]
     held = decoder.trained_parameters / (sizes.train["fsdp"] * sizes.train["tensor"])
     # Each microbatch reads, adds to and writes float32 gradients; AdamW reads 4 arrays and writes 3.
     optimizer = work.microbatches * 3 * 4 * held + 7 * 4 * held
-    # The gradients of frozen base matrices are not computed.
+    # The gradients of frozen base matrices are not computed, so their operations are subtracted.
     frozen = 0 if decoder.lora is None else matrix_parameters(decoder.base) + _unembedding_parameters(decoder)
     updates = Work(
         phase="update",

@@ -19,7 +19,7 @@ _REPOSITORIES = {
 
 
 def decoder_of(model: ModelConfig) -> DecoderConfig:
-    """Returns the shapes of `model.source`. `vocab_size` is the number of rows in the model's embedding.
+    """Returns the decoder configuration of `model.source`. Its `vocab_size` is the number of rows in the model's embedding.
 
     Hub models are looked up among the presets. An unknown preset, folder or repository raises ConfigError.
     """

@@ -1,8 +1,8 @@
-"""Defines TPU slices and machines with NVIDIA GPUs by name, with their chips and with the devices that a compiler describes. Any machine can compile programs for these devices.
+"""Defines TPU slices and machines with NVIDIA GPUs by name, with their peak rates. Any machine can compile programs for their devices.
 
 The peak rates of TPUs are from Google's pages (https://cloud.google.com/tpu/docs/v4, .../v5e, .../v5p, .../v6e, .../tpu7x). The peak rates
 of GPUs are from NVIDIA's data sheets (https://www.nvidia.com/en-us/data-center/h100, .../h200, .../a100, .../l40s, and the pages on HGX B200
-and RTX PRO 6000 Blackwell), without sparsity. The pages add up the interconnect bandwidth of both directions, but this
+and RTX PRO 6000 Blackwell), without sparsity. The pages give the interconnect bandwidth as the sum of both directions, but this
 module uses one direction.
 
 `hbm_gib` of a TPU is the memory that libtpu 0.0.42 allows a program, as its error messages show: "exceeds available HBM (15.75G)". For a
@@ -27,7 +27,7 @@ from dapo_jax.parallel.libtpu import WITHOUT_TPU
 from dapo_jax.terminal import silent_libraries
 
 MACHINE_GPUS = 8
-"""Number of GPUs of a machine, unless a topology's name gives another number. It is also the largest number."""
+"""Default number of GPUs per machine, if the topology's name does not contain this number. It is also the maximum."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,15 +35,15 @@ class Chip:
     """One TPU generation or GPU model. Peak rates are per JAX device, which is a chip or one of its two cores."""
 
     name: str
-    """The name in libtpu's topologies, or the name of a GPU in this module's topologies."""
+    """The chip's name in topology names, such as v5p or h100. For a TPU, this is also libtpu's name."""
     aliases: tuple[str, ...] = ()
     """Prefixes of Google Cloud's slice names, such as v5litepod in v5litepod-16."""
     counts_cores: bool = False
     """True if the number in a slice's name counts cores, two per chip, rather than chips."""
     axes: int = 2
-    """Number of dimensions of the interconnect grid. The grid of GPUs is machines x GPUs of a machine."""
+    """Number of dimensions of the interconnect grid. GPUs form a grid of machines x GPUs per machine."""
     kind: str = ""
-    """The beginning of a GPU's `device_kind` in JAX. Empty for a TPU."""
+    """Prefix of a GPU's `device_kind` in JAX. Empty for a TPU."""
     target: str = ""
     """XLA's description of a GPU, as the text of a `GpuTargetConfigProto`. Empty for a TPU."""
     links: str = "ICI"
@@ -66,7 +66,7 @@ def _gpu(
     name: str, kind: str, *, capability: tuple[int, int], cores: int, ghz: float, l2_mib: int | float, gib: float,
     tflops: int | float, gb_s: int, link_gb_s: int,
 ) -> Chip:  # fmt: skip
-    """Returns a GPU from its data sheet. `kind` is the name that JAX reports, `gib` the memory that the driver reports, and `link_gb_s` is one direction.
+    """Returns a GPU model from its data sheet. `kind` is JAX's name, `gib` the memory reported by the driver, `link_gb_s` the link bandwidth in one direction.
 
     The limits of each compute capability are in the CUDA programming guide: shared memory per multiprocessor in KiB, threads per
     multiprocessor, and float32 units per multiprocessor.
@@ -106,23 +106,23 @@ def _gpu(
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
-        # 275 TFLOP/s, 32 GB, 1228 GB/s; 6 links of 50 GB/s each way. libtpu describes the two cores as separate devices;
-        # on a v4 host they are one device with twice the memory.
+        # Per chip: 275 TFLOP/s, 32 GB, 1228 GB/s; 6 links of 50 GB/s in each direction. libtpu describes the two cores
+        # of a chip as separate devices, but on a v4 host, they are one device with twice the memory.
         Chip(name="v4", aliases=("v4",), counts_cores=True, axes=3, hbm_gib=15.25, device_flops=275e12 / 2,
              device_hbm_bytes_s=1228e9 / 2, device_ici_bytes_s=300e9 / 2),
-        # 197 TFLOP/s, 16 GB, 819 GB/s (800 GiB/s on some pages), 400 GB/s both ways.
+        # Per chip: 197 TFLOP/s, 16 GB, 819 GB/s (800 GiB/s on some pages); links 400 GB/s in both directions together.
         Chip(name="v5e", aliases=("v5litepod", "v5e"), counts_cores=False, axes=2, hbm_gib=15.75, device_flops=197e12,
              device_hbm_bytes_s=819e9, device_ici_bytes_s=200e9),
-        # 459 TFLOP/s, 95 GiB, 2765 GB/s, 1200 GB/s both ways.
+        # Per chip: 459 TFLOP/s, 95 GiB, 2765 GB/s; links 1200 GB/s in both directions together.
         Chip(name="v5p", aliases=("v5p",), counts_cores=True, axes=3, hbm_gib=95.74, device_flops=459e12,
              device_hbm_bytes_s=2765e9, device_ici_bytes_s=600e9),
-        # 918 TFLOP/s, 32 GB, 1638 GB/s, 800 GB/s both ways.
+        # Per chip: 918 TFLOP/s, 32 GB, 1638 GB/s; links 800 GB/s in both directions together.
         Chip(name="v6e", aliases=("v6e",), counts_cores=False, axes=2, hbm_gib=31.25, device_flops=918e12,
              device_hbm_bytes_s=1638e9, device_ici_bytes_s=400e9),
-        # 2307 TFLOP/s, 192 GiB, 7380 GB/s, 1200 GB/s both ways; two devices per chip.
+        # Per chip of two devices: 2307 TFLOP/s, 192 GiB, 7380 GB/s; links 1200 GB/s in both directions together.
         Chip(name="tpu7x", aliases=(), counts_cores=True, axes=3, hbm_gib=94.75, device_flops=2307e12 / 2,
              device_hbm_bytes_s=7380e9 / 2, device_ici_bytes_s=600e9 / 2),
-        # NVLink: 900 GB/s both ways for H100 and H200, 600 GB/s for A100, 1800 GB/s for B200. The last two have PCIe: Gen5 and Gen4 x16.
+        # NVLink, both directions together: 900 GB/s (H100, H200), 600 GB/s (A100), 1800 GB/s (B200). The last two GPUs use PCIe Gen5 x16 and Gen4 x16.
         _gpu("h100", "NVIDIA H100 80GB HBM3", capability=(9, 0), cores=132, ghz=1.98, l2_mib=50, gib=79.1,
              tflops=989.4, gb_s=3350, link_gb_s=450),
         _gpu("h200", "NVIDIA H200", capability=(9, 0), cores=132, ghz=1.98, l2_mib=50, gib=139.8,
@@ -153,7 +153,7 @@ class Topology:
     shape: tuple[int, ...]
     """The grid of chips. For GPUs, the number of machines and the number of GPUs in each."""
     network_bytes_s: float = 50e9
-    """Bytes per second that one GPU can receive from other machines. The default is a network of 400 Gbit/s per GPU, as in DGX H100. TPU slices do not use it."""
+    """Bytes per second that one GPU can receive from other machines. The default is 400 Gbit/s, as in DGX H100. This is not used for TPU slices."""
 
     @property
     def name(self) -> str:
@@ -170,7 +170,7 @@ class Topology:
 
     @property
     def host(self) -> tuple[int, int, int]:
-        """The grid of chips on one host. A 2D slice of up to 8 chips is a single host; all other hosts of TPUs have 4 chips."""
+        """The grid of chips on one host. A 2D slice of up to 8 chips is a single host; all other TPU hosts have 4 chips."""
         if self.chip.target:
             return (1, self.shape[1], 1)
         small = self.chip.axes == 2 and self.chips <= 8
@@ -193,7 +193,7 @@ class Topology:
 
     @property
     def has_network(self) -> bool:
-        """Whether some devices are connected by a network only. The links of a TPU slice connect all hosts."""
+        """Whether some devices are connected only by a network, as with GPUs on several machines. The links of a TPU slice connect all hosts."""
         return bool(self.chip.target) and self.hosts > 1
 
     @property
@@ -235,7 +235,7 @@ def parse(name: str) -> Topology:
 
 
 def _machines(name: str, chip: Chip, each: int, count: int) -> Topology:
-    """Returns `count` GPUs on one machine, or on machines of `each`."""
+    """Returns a topology of `count` GPUs, on one machine or on machines with `each` GPUs."""
     if not count or not 1 <= each <= MACHINE_GPUS:
         raise ConfigError(
             f"--topology {name!r}: found {count} GPUs on machines of {each}, needs at least 1 GPU and machines of 1 to {MACHINE_GPUS}; "
@@ -275,7 +275,7 @@ def devices_of(made: Topology) -> list[jax.Device]:
     from jax.experimental import topologies
 
     try:
-        # libtpu names an unknown flag on standard error before it ends the process.
+        # Output of libtpu stays visible, because libtpu prints the name of an unknown flag before it exits.
         with silent_libraries() if made.chip.target else nullcontext():
             found = topologies.get_topology_desc(topology_name=made.name, **described)
     except jax.errors.JaxRuntimeError as error:
@@ -305,7 +305,7 @@ def describe_only() -> None:
 
 
 def _known() -> dict[str, Topology]:
-    """Returns the slices that Google's pages list and the usual numbers of GPUs, smallest first, under each of their names."""
+    """Maps each topology name to the topology: the slices on Google's pages, and common numbers of GPUs, smallest first."""
     known: dict[str, Topology] = {}
     for chip in CHIPS.values():
         if chip.target:

@@ -50,10 +50,10 @@ class Assumptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The work of one step."""
+    """The work of one step: its prompts, responses, tokens and microbatches."""
 
     prompts: int
-    """Number of sampled prompts in all waves."""
+    """Number of prompts sampled in one step, over all waves."""
     waves: int
     """Number of waves; 0 if rollouts are in flight."""
     responses: int
@@ -93,7 +93,7 @@ class Workload:
 
     @property
     def between(self) -> float:
-        """Mean length of an episode between two turns, in tokens and including the prompt, if all turns have the same length."""
+        """Mean number of tokens in an episode when it waits between two turns, including the prompt. All turns are assumed to have the same length."""
         return self.prompt_mean + self.response_mean / 2
 
     @property
@@ -138,7 +138,7 @@ def workload_of(config: TrainConfig, assumed: Assumptions) -> Workload:
 
 
 def _reprefills(config: TrainConfig, turns: int | float | None, again: float, notes: list[str]) -> float:
-    """Returns the number of re-prefills per episode. Re-prefilling all episodes of a step once takes `again` tokens."""
+    """Returns the number of re-prefills per episode. If all episodes of a step are re-prefilled once, these are `again` tokens."""
     most = config.environment.max_turns
     if not config.environment.source:
         if turns is not None:
@@ -170,7 +170,7 @@ def _length(option: str, given: int | float | None, key: str, limit: int, notes:
 
 
 def _sampled(config: TrainConfig, informative: int | float, notes: list[str]) -> tuple[int, int]:
-    """Returns the number of prompts and the number of waves per step."""
+    """Returns the number of prompts to sample per step, and the number of waves in which they are sampled."""
     dynamic, needed, wave = config.dynamic_sampling, config.batch.prompts_per_step, config.prompts_per_wave
     flight = config.rollout.in_flight
     if not dynamic.enabled:

@@ -55,8 +55,8 @@ class ChatTemplate:
         Args:
             messages: the messages, oldest first.
             variables: further template variables by name, such as Qwen3's `enable_thinking`.
-            today: the current date as the template sees it; the time is midnight. The system clock is never used, so the same
-                conversation always renders to the same text.
+            today: the date that the template gets as the current date, at midnight. The system clock is never used, so the
+                same conversation always renders to the same text.
 
         Raises:
             ValueError: the template is not valid Jinja, refuses these messages, fails, tries to leave the sandbox, or outputs
@@ -76,7 +76,7 @@ class ChatTemplate:
             raise ValueError(f"chat template {self.name} tries to leave its sandbox: {error}") from error
         except _RefusedError as error:
             raise ValueError(f"chat template {self.name} refuses the messages: {error}") from error
-        except Exception as error:  # a template may raise anything
+        except Exception as error:  # a template may raise any exception
             raise ValueError(
                 f"chat template {self.name} fails with {type(error).__name__}: {error}; set its variables in data.chat_template_kwargs"
             ) from error

@@ -21,7 +21,7 @@ _ESCAPED_GUARD = re.compile(r"\\udbf[c-f]\\ud[c-f]", re.IGNORECASE)
 
 
 class Guarding:
-    """Guards the messages of one conversation, so that they cannot spell out special tokens, and limits their size."""
+    """Guards the messages of one conversation (see `Guards`), so that they cannot spell out special tokens, and limits their size."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._characters = tokenizer, 0

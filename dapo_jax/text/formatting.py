@@ -16,7 +16,7 @@ from dapo_jax.text.tokenizers import Tokenizer
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """Adds the template text and further messages to a question, as the configuration section `data` specifies."""
+    """Builds prompts from questions, with the template, the examples and the chat settings in the configuration section `data`."""
 
     data: DataConfig = field(default_factory=DataConfig)
 

@@ -44,11 +44,11 @@ class HuggingFaceTokenizer:
     def __init__(
         self, files: Mapping[str, bytes], *, model: Mapping[str, Any] | None = None, place: str = "the folder"
     ) -> None:
-        """Parses the files.
+        """Parses the tokenizer's files.
 
         Args:
             files: contents by file name: `tokenizer.json` and any others of `TOKENIZER_FILES`.
-            model: the parsed config.json of the model, which may name further special tokens.
+            model: the parsed config.json of the model, which may define further special tokens.
             place: the folder's name for error messages.
 
         Raises:
@@ -64,14 +64,14 @@ class HuggingFaceTokenizer:
             raise ValueError(
                 f"{place}/{_TOKENIZER}: its dropout is {dropout}, so tokenization would be random; set it to null in this file"
             )
-        # Files from a training script may enable truncation or padding.
+        # A tokenizer.json from a training script may enable truncation or padding, which would change prompts.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         config = {**self._json(_SPECIAL_TOKENS), **self._json(_CONFIG)}
         generation, model = self._json(_GENERATION), model or {}
         self._special_tokens = {}
         for key, value in config.items():
-            text = value.get("content") if isinstance(value, Mapping) else value  # an object in older files
+            text = value.get("content") if isinstance(value, Mapping) else value  # objects: older files
             if key.endswith("_token") and isinstance(text, str) and text:
                 self._special_tokens[key] = text
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -96,7 +96,7 @@ class HuggingFaceTokenizer:
         """The ids that `decode` omits."""
         guards = Guards(self._added.values())
         self.guarded, self._restored = guards.guarded, guards.restored
-        """See `Guards`."""
+        """The methods of a `Guards` object for all added tokens of this tokenizer."""
         self.chat_template = self._template(config.get("chat_template"))
         """The folder's chat template, or None. If the folder has several templates, the template named `default` is used."""
 
@@ -298,7 +298,7 @@ def _kind(step: Any) -> str:
 
 @cache
 def _byte_level() -> Mapping[str, int]:
-    """Maps each character of byte-level vocabularies to its byte. Printable bytes keep their characters; all other characters begin at U+0100."""
+    """Maps each character of byte-level vocabularies to its byte. Printable bytes map to themselves; the other bytes use characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {

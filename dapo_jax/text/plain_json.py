@@ -39,7 +39,7 @@ def read_object(content: bytes, where: object) -> dict[str, Any]:
     """
     try:
         read = json.loads(content.decode("utf-8-sig"))
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+    except ValueError as error:  # also JSONDecodeError and UnicodeDecodeError
         raise ValueError(f"{where} is not a JSON file: {error}") from error
     if not isinstance(read, dict):
         raise ValueError(f"{where} contains a {type(read).__name__}; it must contain a JSON object")

@@ -26,7 +26,7 @@ class Guards:
         self._firsts = {guard: first for first, guard in self._guards.items()}
 
     def guarded(self, text: str) -> str:
-        """Returns the text with guards in place of all characters that can begin a special token.
+        """Replaces each character that can begin a special token by its guard.
 
         Raises:
             ValueError: the text contains a lone surrogate, `FIRST_GUARD`, or a later character.
@@ -39,5 +39,5 @@ class Guards:
         return text.translate(self._guards)
 
     def restored(self, text: str) -> str:
-        """Returns the text with each guard replaced by the character that it represents."""
+        """Replaces each guard by the character that it represents."""
         return text.translate(self._firsts)

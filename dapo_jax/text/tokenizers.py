@@ -90,7 +90,7 @@ class _Plain:
 
 @dataclass(frozen=True)
 class ByteTokenizer(_Plain):
-    """Uses one token per UTF-8 byte: 2 special ids and 256 bytes. It encodes any text and needs no training.
+    """Uses one token per UTF-8 byte, so it encodes any text without training. The vocabulary consists of 2 special ids and 256 bytes.
 
     >>> ByteTokenizer().encode("A=").tolist()
     [67, 63]
@@ -187,7 +187,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike[str]) -> None
     Raises:
         ValueError: the tokenizer is neither from this module nor from a Hugging Face folder.
     """
-    from dapo_jax.text.huggingface import HuggingFaceTokenizer  # needs the `tokenizers` library
+    from dapo_jax.text.huggingface import HuggingFaceTokenizer  # loads the `tokenizers` library
 
     place = path_of(folder)
     place.mkdir(parents=True, exist_ok=True)
