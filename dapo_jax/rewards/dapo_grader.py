@@ -16,7 +16,7 @@ BOX_CHARACTERS = 100
 """Number of characters at the end of a response that `dapo_boxed` searches for `\\boxed{}`."""
 
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
-"""Matches from `Answer:` to the end of the line, so a second `Answer:` on a line is part of the first match, as in the released code."""
+"""Matches from `Answer:` to the end of the line, so a second `Answer:` on the same line belongs to the first match, as in the released code."""
 _BOX = r"\boxed{"
 
 _REWRITTEN = (
@@ -69,7 +69,7 @@ def dapo_grader(response: str, answer: str) -> Verdict:
 
 
 def dapo_boxed_grader(response: str, answer: str) -> Verdict:
-    r"""Grades by a later version of the rule: if a response has no `Answer:`, the content of its last `\boxed{}` is compared."""
+    r"""Like `dapo_grader`, but if a response has no `Answer:`, compares the content of its last `\boxed{}`, as in a later version of the released code."""
     verdict = dapo_grader(response, answer)
     if verdict.extracted is not None:
         return verdict

@@ -29,13 +29,13 @@ RewardFunction = (
     Callable[[Sample], Judged | Awaitable[Judged]]
     | Callable[[Sequence[Sample]], Sequence[Judged] | Awaitable[Sequence[Judged]]]
 )
-"""A user-defined reward function, sync or async. It grades one sample, or a whole group if it is marked with `whole_group`."""
+"""A user-defined reward function, sync or async. It grades one sample, or a whole group if it is decorated with `whole_group`."""
 Rewards = RewardFunction | Sequence[tuple[str | RewardFunction, int | float]]
 """The `reward` argument of `train`: one function, or `(function or grader name, weight)` pairs whose weighted rewards are summed."""
 GradeFunction = Callable[[Sequence[Sample]], list[Verdict]]
 """The function that `grade_group` calls with all responses to one prompt. It returns a verdict for each response."""
 Submit = Callable[[Sequence[Sample]], Future[list[Verdict]]]
-"""A function that submits the responses to one prompt for grading. Its future returns their verdicts in the same order."""
+"""A function that submits the responses to one prompt for grading. It returns a future of the verdicts, in the order of the responses."""
 
 _ABSENT = object()
 
@@ -60,7 +60,7 @@ class LoadedReward:
 
     function: Callable[..., Any]
     name: str
-    """Name used in messages."""
+    """Name of the function in messages."""
     on_nonfinite: str = "error"
     """Handling of scores that are not finite: `error` or `lost`, see `load_reward`."""
 
@@ -79,7 +79,7 @@ class LoadedReward:
         return [samples] if self.is_whole_group else [[sample] for sample in samples]
 
     def grade(self, samples: Sequence[Sample]) -> list[Verdict]:
-        """Returns the verdicts on a group's samples, in the same order. See `grade_function` for the exceptions."""
+        """Returns the verdicts on a group's samples, in the order of the samples. Raises the exceptions of `grade_function`."""
         found = []
         for call in self.calls(samples):
             try:
@@ -96,8 +96,8 @@ class LoadedReward:
         try:
             result = await self.function(self._argument(call))
         except asyncio.CancelledError:
-            raise  # the event loop handles cancellation
-        except BaseException as error:  # including KeyboardInterrupt: Ctrl-C only reaches the main thread, so the user's code raised it
+            raise  # a cancelled call is not a failure of the function
+        except BaseException as error:  # even KeyboardInterrupt, as Ctrl-C only reaches the main thread
             raise self._failure(error, call) from error
         return self._verdicts(result, call)
 
@@ -144,7 +144,7 @@ def joined(
     parts: Sequence[Future[list[Verdict]]],
     join: Callable[[list[list[Verdict]]], Any] = lambda found: [*chain(*found)],
 ) -> Future[Any]:
-    """Returns a future of `join(results of all parts)`. If any part is cancelled or raises, so does this future."""
+    """Returns a future whose result is `join` of the list of all parts' results. If a part raises or is cancelled, this future does the same."""
     whole: Future[Any] = Future()
     lock, waiting = threading.Lock(), len(parts)
 
@@ -193,14 +193,14 @@ def grade_function(
 def load_reward(
     spec: str | RewardFunction, *, answer_marker: str = "=", on_nonfinite: str = "error"
 ) -> LoadedReward:
-    """Loads the reward function named by a built-in grader, `module:function` or `path/to/file.py:function`, or wraps a given function.
+    """Loads a reward function from its name (a built-in grader, `module:function` or `path/to/file.py:function`), or wraps a given function.
 
-    The prefix `trl:` or `verl:` marks a function that was written for that trainer, see `rewards.adapters`.
+    Names of functions that were written for TRL or verl have the prefix `trl:` or `verl:` (see `rewards.adapters`).
 
     Args:
         spec: the value of `reward.grader`, or a function.
         answer_marker: only used by the `exact` grader, see `exact_grader`.
-        on_nonfinite: handling of a score that is NaN, infinite or beyond `MAX_SCORE`. `error` raises RewardError. With `lost`, the
+        on_nonfinite: handling of a score that is NaN, infinite or larger than `MAX_SCORE` in magnitude. `error` raises RewardError. With `lost`, the
             response has no verdict and counts as wrong, and the other responses of its group keep their verdicts.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Parses numbers in common notations for the graders `math` and `gsm8k`. Values are exact, and a text is parsed as a whole."""
+"""Parses numbers in common notations for the graders `math` and `gsm8k`. Values are exact. A text that is not a number as a whole is not parsed."""
 
 import re
 from decimal import Decimal
@@ -13,7 +13,7 @@ def _fraction(sign: str) -> str:
 
 _PLAIN = str.maketrans(
     {
-        # First hyphens, dashes and minus signs, then spaces.
+        # Hyphens, dashes and minus signs are in the first line, spaces in the second.
         **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2212\ufe63\uff0d", "-"),
         **dict.fromkeys("\u00a0\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f", " "),
         **dict.fromkeys("\u00d7\u00b7\u22c5\u2217\u2219", "*"),
