@@ -40,7 +40,7 @@ _UNWRAPPED = (
     (re.compile(r"frac([^{])(.)"), r"frac{\1}{\2}"),
     (re.compile(r"sqrt([^{])"), r"sqrt{\1}"),
 )
-"""Patterns that are applied last. They keep only the text inside dollar signs or wrappers such as \\text{}, and add missing braces to \\frac12."""
+"""Patterns that are applied last. They keep only the text inside dollar signs or wrappers such as \\text{}, and add the missing braces in \\frac12."""
 
 
 @lru_cache(maxsize=4096)

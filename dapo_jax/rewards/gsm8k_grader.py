@@ -63,7 +63,7 @@ def unread_by_gsm8k(answer: str) -> bool:
 
 
 def _stated(text: str, *, alone: bool) -> tuple[str, Fraction | None] | None:
-    """Returns the last run (see `_RUN`) and its value. The value is None if the run is not a number or, with `alone`, not the only run."""
+    """Returns the last run (see `_RUN`) and its value. Instead of a value, returns None if the run is not a number or, with `alone`, not the only run."""
     text = re.sub(r"(?<=[0-9])\s*[xX]\s*(?=[0-9])", "*", plain(text))
     runs = [run for run in _RUN.finditer(text) if re.search("[0-9]", run[0])]
     if not runs:

@@ -140,7 +140,7 @@ def _at_points(expressions: tuple[Any, ...]) -> list[list[Any]]:
 
 
 def _value_of(relation: Relation, *, interval: bool) -> Any:
-    """Returns the value that a relation states, such as 5 for x = 5, or None if there is none. With `interval`, the value of a < x < b is an interval."""
+    """Returns the value that a relation states, such as 5 for x = 5, or None if it states no value. With `interval`, a < x < b has an interval as its value."""
     first, last = relation.sides[0], relation.sides[-1]
     if set(relation.signs) == {"="}:
         if is_name(last) and not is_name(first):
