@@ -1,4 +1,4 @@
-"""Calls the user's environment code. Calls have a time limit, and their results are checked, because the code is untrusted."""
+"""Calls the user's environment code. Calls have a time limit and their results are checked, because the code may hang or return invalid values."""
 
 import asyncio
 import inspect
@@ -30,7 +30,7 @@ _STEP_FIELDS: tuple[tuple[str, Any, str], ...] = (
     ("done", bool | np.bool_, "True or False"),
     ("correct", bool | np.bool_ | None, "True, False or None"),
 )
-"""Names and types of a step's fields, with the type in words for error messages. `Rendering` checks the field `append`."""
+"""Name and type of each field of a step, with a description of the type for error messages. `Rendering` checks the field `append`."""
 
 TOO_LATE = "no answer from the environment within {:g} s"
 
@@ -69,7 +69,7 @@ async def outcome(call: Callable[..., Any], *arguments: Any) -> tuple[Any, BaseE
         is_async = inspect.iscoroutinefunction(call)
         found = call(*arguments) if is_async else await asyncio.to_thread(call, *arguments)
         return await found if inspect.isawaitable(found) else found, None
-    except BaseException as error:  # including SystemExit, which would stop the event loop
+    except BaseException as error:  # even SystemExit, which would stop the event loop
         return None, error
 
 

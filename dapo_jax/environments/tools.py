@@ -1,6 +1,6 @@
 """A tool environment: the policy may call Python functions, and its final answer is graded.
 
-A turn with calls is answered with their results, as messages with the role `tool`. A turn without calls is the final answer and ends
+The answer to a turn with calls consists of the results, as messages with the role `tool`. A turn without calls is the final answer and ends
 the episode. Malformed calls, unknown tools, invalid arguments, and tools that raise or take too long are reported to the policy as
 errors, and the episode continues.
 """
@@ -25,7 +25,7 @@ Grade = Callable[[str, Mapping[str, Any]], Any]
 
 
 class Tools:
-    """A set of functions with their schemas. Calls the functions and converts their results to text."""
+    """The functions that the policy may call, with their schemas. Calls the functions and converts their results to text."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Tools:
 
         Args:
             functions: the tools. A function without `async def` runs in a separate thread.
-            most_characters: maximum length of a call's result. Longer results are cut off, with a note at the end.
+            most_characters: maximum length of a call's result. A longer result is cut off and ends with a note.
             timeout_s: time limit of a call in seconds. If the calls of a turn together exceed `environment.timeout_s`, the episode is lost.
 
         Raises:
@@ -89,7 +89,7 @@ class ToolEpisode:
     """A tool episode, created by a `ToolEnvironment`. A subclass may override `finish`, which grades the final answer."""
 
     def __init__(self, tools: Tools, row: Mapping[str, Any], grade: Grade | None = None) -> None:
-        """Stores the arguments. The row's `prompt` is a text or a list of messages. `grade` is only needed if `finish` is not overridden."""
+        """Stores the arguments. The row's `prompt` is a text or a list of messages. `grade` is required unless a subclass overrides `finish`."""
         self.tools, self.row, self._grade = tools, row, grade
         self.calls, self.errors = 0, 0
 
@@ -105,7 +105,7 @@ class ToolEpisode:
             metrics = {**self.metrics(), **ended.metrics}
             return Step(reward=ended.reward, done=True, correct=ended.correct, metrics=metrics)
         messages: list[Message] = []
-        for call in found:  # sequentially, because a call may depend on the previous one
+        for call in found:  # one at a time, because a call may depend on the previous one
             text, is_error = await self.tools.result(call)
             self.calls, self.errors = self.calls + 1, self.errors + is_error
             named = {"name": call.name} if isinstance(call, ToolCall) and not is_error else {}

@@ -1,8 +1,8 @@
-"""Tinker-cookbook environments: `tinker:PLACE:Builder` names a function or class that creates an `EnvGroupBuilder` from a row.
+"""Tinker-cookbook environments. In `tinker:PLACE:Builder`, `Builder` is a function or class that creates an `EnvGroupBuilder` from a row.
 
 In tinker-cookbook 0.6.1, actions are token ids, and `to_ints()` returns the token ids of an observation. So no chat template is used, and
 neither tinker nor torch is imported. If an observation begins with the previous context and the turn, only the rest is appended.
-Otherwise, it becomes a new context. The environment's stop conditions are ignored: a turn ends at an end token or at `sampling.stop`.
+Otherwise, the observation becomes a new context. The environment's stop conditions are ignored: a turn ends at an end token or at `sampling.stop`.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class TinkerEnvironment:
 
 
 class _BuilderEpisodes:
-    """A prompt's builder, and environments that it has created for episodes that have not begun yet."""
+    """A prompt's builder, and the environments that the builder created for episodes that have not started yet."""
 
     def __init__(self, builder: Any) -> None:
         self.builder, self.making, self.held = builder, asyncio.Lock(), 0
