@@ -1,7 +1,7 @@
-"""Base class of the TFDS builders that read files. Each builder's module selects the question and the answer from a row.
+"""Base class of the TFDS builders that read files. Subclasses select the question and the answer from each row.
 
 All rows are read, checked and deduplicated first, so a bad row is reported before anything is written. The name of the prepared
-dataset contains a hash of the files' bytes and the options. If either changes, a new dataset is prepared.
+dataset contains a hash of the files' bytes and of the options, so a new dataset is prepared if either changes.
 """
 
 import hashlib
@@ -19,9 +19,9 @@ from dapo_jax.data.own_builder import OwnBuilder
 from dapo_jax.data.rows import checked_row
 
 FORMAT = 1
-"""Version of the format of prepared rows. If it changes, all datasets are prepared again."""
+"""Format version of prepared rows. If the version changes, all datasets are prepared again."""
 SHOWN = 5
-"""Maximum number of skipped rows that the note about a dataset lists. Further skipped rows are only counted."""
+"""The note about a dataset lists at most this many skipped rows. Further skipped rows are only counted."""
 
 _SPLITS = {"train": "train", "test": "test", "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation"}  # fmt: skip
 _SPLIT = re.compile(rf"({'|'.join(_SPLITS)})(?![a-z])", re.IGNORECASE)
@@ -38,7 +38,7 @@ class SplitRows:
     counts: dict[str, Any] = field(
         default_factory=lambda: {"rows": 0, "skipped": 0, "skipped_rows": [], "repeated": 0, "conflicting": 0}
     )
-    """Metadata of the prepared dataset: the numbers of all rows, bad rows, repeated prompts, and repeated prompts with a different answer."""
+    """Metadata of the prepared dataset: the number of rows, of bad rows, of repeated prompts, and of repeated prompts with a different answer."""
 
 
 class FileBuilder(OwnBuilder, skip_registration=True):
@@ -47,7 +47,7 @@ class FileBuilder(OwnBuilder, skip_registration=True):
     DESCRIPTION = "Questions and answers from files, one JSON object per row."
     TEXTS = ("row",)
     SPLIT: ClassVar[str] = "train"
-    """The split of a file whose name does not begin with a split name."""
+    """The split for files whose name does not begin with a split name."""
     OPTIONS: ClassVar[tuple[str, ...]] = ()
     """Names of the options that `data.source_options` may set."""
 
@@ -70,7 +70,7 @@ class FileBuilder(OwnBuilder, skip_registration=True):
 
     @classmethod
     def get_builder_config(cls, name: str, version: Any = None) -> tfds.core.BuilderConfig:
-        """Returns a configuration with this name. By default, TFDS accepts only names from a fixed list."""
+        """Returns a configuration with any name. TFDS itself only accepts names from a fixed list."""
         return tfds.core.BuilderConfig(name=name)
 
     def example(self, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class FileBuilder(OwnBuilder, skip_registration=True):
         """
         found: dict[str, SplitRows] = {}
         for file in self._files:
-            # The file's name begins with the split, for example `train-00000-of-00002.parquet`.
+            # A file's name may begin with its split, for example `train-00000-of-00002.parquet`.
             named = _SPLIT.match(file.name)
             split = _SPLITS[named[1].lower()] if named else self.SPLIT
             self._read(file, found.setdefault(split, SplitRows()))
@@ -102,7 +102,7 @@ class FileBuilder(OwnBuilder, skip_registration=True):
         return {split: one.rows for split, one in kept.items()}
 
     def _read(self, file: Path, into: SplitRows) -> None:
-        """Adds the rows of a file to its split. With `deduplicate`, skips prompts that the split already has."""
+        """Adds the rows of a file to its split. If `deduplicate` is set, skips prompts that the split already contains."""
         for place, fields in file_rows(file):
             into.counts["rows"] += 1
             try:

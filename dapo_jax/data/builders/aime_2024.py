@@ -1,7 +1,7 @@
 """AIME 2024 as published with DAPO (https://huggingface.co/datasets/BytedTsinghua-SIA/AIME-2024): 30 problems, repeated 32 times.
 
-This builder keeps each problem once; set `eval.samples_per_prompt: 32` to sample 32 responses to each. The questions have no
-instructions; set `data.prompt_template: dapo` to add the instructions of the DAPO recipe.
+This builder keeps each problem once. To sample 32 responses to each, set `eval.samples_per_prompt: 32`. The questions have no
+instructions. Set `data.prompt_template: dapo` to add the instructions of the DAPO recipe.
 """
 
 from collections.abc import Mapping

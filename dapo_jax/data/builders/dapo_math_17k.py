@@ -2,7 +2,7 @@
 with integer answers.
 
 The published file contains each prompt about a hundred times, so it is deduplicated. The instructions of the DAPO recipe are
-removed from prompts that have them; set `data.prompt_template: dapo` to add them to all prompts.
+removed from prompts that have them. To add the instructions to all prompts, set `data.prompt_template: dapo`.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class Builder(FileBuilder):
 
 
 def question_of(prompt: Any) -> Any:
-    """Returns the question from a text or a single user message, without the instructions. Other prompts are returned unchanged; `checked_row` checks them."""
+    """Returns the question, without the instructions, from a text or a single user message. Returns other prompts unchanged for `checked_row` to check."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], Mapping):
         message = prompt[0]
         if message.get("role") == "user" and isinstance(message.get("content"), str):

@@ -1,6 +1,6 @@
 """GSM8K (https://github.com/openai/grade-school-math, MIT): grade-school word problems with step-by-step solutions.
 
-The answer is the text after `####`. The whole solution is kept as `response`, for a warm start.
+The answer is the text after `####`. The whole solution is stored as `response`, which a supervised warm start can use.
 """
 
 from collections.abc import Mapping

@@ -7,7 +7,7 @@ from dapo_jax.data.file_builder import FileBuilder, field_of
 
 
 class Builder(FileBuilder):
-    """The fields are `prompt` and `answer`, unless `source_options` sets others: `{prompt: question, answer: reward_model.ground_truth}`."""
+    """The fields are `prompt` and `answer` unless `source_options` sets others, for example `{prompt: question, answer: reward_model.ground_truth}`."""
 
     name = "jsonl"
     OPTIONS = ("prompt", "answer")

@@ -10,7 +10,7 @@ from dapo_jax.data.file_builder import FileBuilder, field_of
 
 
 class Builder(FileBuilder):
-    """The question is `problem`, and the answer is `answer`. The step-by-step `solution` is kept."""
+    """The question is `problem`, and the answer is `answer`. Rows also have the step-by-step `solution`."""
 
     name = "math_500"
     SPLIT = "test"
