@@ -15,7 +15,7 @@ class OwnInfo(tfds.core.DatasetInfo):
     """Dataset information that is loaded from the prepared dataset only, never from the network."""
 
     def initialize_from_bucket(self) -> None:
-        """Does nothing. TFDS itself would search Google's published datasets, and each search would leave behind a temporary folder."""
+        """Does nothing. TFDS itself would search Google's published datasets, and each search would create a temporary folder."""
 
 
 class OwnBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):

@@ -128,7 +128,7 @@ def _builder(name: str, root: str, files: Files) -> "OwnBuilder":
     cls = importlib.import_module(f"{builders.__name__}.{name}").Builder
     if not issubclass(cls, FileBuilder):
         if files.path or files.options:
-            raise ValueError(f"{name!r} has no options and no path: remove data.source_options and data.path")
+            raise ValueError(f"dataset {name!r} does not read files and has no options; remove these keys")
         return cls(data_dir=root, file_format="array_record")
     if not files.path:
         raise ValueError(f"dataset {name!r} is loaded from your own file or folder: set data.path to it")
