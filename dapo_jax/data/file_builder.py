@@ -34,7 +34,7 @@ class SplitRows:
     rows: list[dict[str, str]] = field(default_factory=list)
     """Prepared rows, in the order of the files."""
     answers: dict[str, str] = field(default_factory=dict)
-    """The answer to each prompt that has been read so far."""
+    """Maps each prompt that has been loaded so far to its answer."""
     counts: dict[str, Any] = field(
         default_factory=lambda: {"rows": 0, "skipped": 0, "skipped_rows": [], "repeated": 0, "conflicting": 0}
     )
@@ -52,7 +52,7 @@ class FileBuilder(OwnBuilder, skip_registration=True):
     """Names of the options that `data.source_options` may set."""
 
     def __init__(self, files: Files, *, data_dir: str, file_format: str) -> None:
-        """Finds the files. The dataset's name contains a hash of their bytes.
+        """Finds the files, and computes the hash of their bytes for the dataset's name.
 
         Raises:
             ValueError: the file or folder does not exist, or there is no file with a supported extension.
@@ -74,7 +74,7 @@ class FileBuilder(OwnBuilder, skip_registration=True):
         return tfds.core.BuilderConfig(name=name)
 
     def example(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns `prompt`, `answer` and any other fields to add to a row, given the row's fields in the file.
+        """Returns `prompt`, `answer` and any other fields to add to a row. `fields` are the row's fields in the file.
 
         Raises:
             ValueError: a field is missing or has the wrong type.

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 KINDS = (".parquet", ".jsonl", ".ndjson", ".jsonl.gz")
 _ROWS_AT_ONCE = 1024
-"""Number of rows that are decoded at once from a parquet file."""
+"""Number of rows per batch when a parquet file is decoded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ def _fields(line: bytes) -> Mapping[str, Any] | Exception:
 
 
 def _parquet_rows(path: Path) -> Iterator[FileRow]:
-    """Decodes one row group at a time, so memory use is bounded by the largest row group."""
+    """Yields the rows of a parquet file. Decodes one row group at a time, so the largest row group limits the memory use."""
     import pyarrow
     from pyarrow import parquet
 
@@ -96,7 +96,7 @@ def _parquet_rows(path: Path) -> Iterator[FileRow]:
 def _python_rows(batch: Any) -> Iterator[Mapping[str, Any] | Exception]:
     """Yields the rows of a record batch. For a row with invalid UTF-8 or an impossible date, yields an exception."""
     try:
-        yield from batch.to_pylist()  # much faster than one row at a time
+        yield from batch.to_pylist()  # much faster than row by row
     except (ValueError, OverflowError):
         for place in range(batch.num_rows):
             try:

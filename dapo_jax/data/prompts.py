@@ -61,13 +61,13 @@ class PromptSource:
 
     def stream(self, start: int, *, stride: int, ahead: int) -> Iterator[Prompt]:
         """Yields the prompts at start, start + stride, ... Threads load and tokenize up to `ahead` prompts in advance."""
-        import grain  # importing it takes more than a second
+        import grain  # imported only if used, because it takes more than a second
 
         options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=ahead)
         return iter(self._order.map_with_index(self._prompt)[start::stride].to_iter_dataset(options))
 
     def row_index(self, ordinal: int) -> int:
-        """Returns the index of the row at `ordinal`."""
+        """Returns the index of the row for the prompt at `ordinal`."""
         index = self._order[ordinal]
         assert index is not None  # Grain returns None only for filtered rows
         return index
@@ -99,7 +99,7 @@ def row_order(
     Raises:
         ValueError: a part has no rows.
     """
-    import grain  # importing it takes more than a second
+    import grain  # imported only if used, because it takes more than a second
 
     if not parts or not all(len(part) for part in parts):
         raise ValueError("there are no rows to sample from; the split or the list of rows is empty")
@@ -147,7 +147,7 @@ def held_out(
     prompt_format: PromptFormat = AS_IT_STANDS,
     limit: int = 0,
 ) -> list[Prompt]:
-    """Returns prompts for the first `limit` rows, or for all rows if `limit` is 0, in the order of the rows and with ordinals 0, 1, ...
+    """Returns evaluation prompts for the first `limit` rows, or for all rows if `limit` is 0. Their order is the order of the rows, with ordinals 0, 1, ...
 
     Raises:
         ValueError: a prompt is too long.
@@ -214,7 +214,7 @@ class PairSource:
     def __init__(
         self, prompts: PromptSource, tokenizer: Tokenizer, *, seed: int, max_response_tokens: int
     ) -> None:
-        """Stores the prompts. `max_response_tokens` includes the end token."""
+        """Stores the source of the prompts. `max_response_tokens` includes the end token."""
         self._prompts, self._tokenizer, self._seed = prompts, tokenizer, seed
         self._max_response_tokens = max_response_tokens
 

@@ -17,7 +17,7 @@ PREFIX = "reasoning_gym:"
 _TRIES = 4
 """Questions repeat, so up to this many are generated for each question needed. If too many repeat, a split is smaller than requested."""
 _OURS: dict[str, Any] = {"seed": 0, "train_questions": 4096, "test_questions": 256}
-"""This module's own options, with their defaults. All other options are passed to the task."""
+"""Options of this module, with their defaults. All other options are passed to the reasoning-gym task."""
 _SPLIT = re.compile(r"(train|test)(?:\[:([0-9]+)\])?")
 
 

@@ -79,14 +79,14 @@ def dataset_splits(
     options: Mapping[str, Any] = MappingProxyType({}),
     **reading: Any,
 ) -> list[str]:
-    """Returns the names of a dataset's splits, after preparing the dataset if necessary. Arguments and errors are as for `load_rows`."""
+    """Returns the names of a dataset's splits. Prepares the dataset first if necessary. The arguments and errors are the same as in `load_rows`."""
     if source_name.startswith(PREFIX):
         return ["test", "train"]
     return sorted(_prepared(source_name, data_dir, Files(options=options, **reading)).info.splits)
 
 
 def _prepared(name: str, data_dir: str | os.PathLike[str], files: Files) -> "OwnBuilder":
-    """Returns the builder of a dataset, after preparing the dataset under `data_dir` if it is not there yet."""
+    """Returns the builder of a dataset. Prepares the dataset under `data_dir` first if it is not there yet."""
     root = os.path.expanduser(data_dir)
     try:
         builder = _builder(name, root, files)
@@ -107,7 +107,7 @@ def _prepare(builder: "OwnBuilder") -> None:
     If two processes do this at the same time, the second rename fails because the destination already exists. This is
     harmless, because both processes generate the same data.
     """
-    import tensorflow_datasets as tfds  # importing it takes more than a second
+    import tensorflow_datasets as tfds  # imported only if used, because it takes more than a second
 
     assert builder.rows
     try:

@@ -201,12 +201,12 @@ class Episodes:
         return found
 
     def _soon(self, closing: Coroutine[Any, Any, None]) -> Future[None]:
-        """Schedules a coroutine that ends by closing episodes. `Episodes.close` waits for this coroutine."""
+        """Schedules a coroutine that closes episodes when it ends. `Episodes.close` waits for this coroutine."""
         self._closings.append(self._loop.submit(closing))
         return self._closings[-1]
 
     def _judge(self, opened: Sequence[_Open], found: Future[list[Verdict]]) -> None:
-        """Sets the verdicts on the episodes of one prompt as the result of `found`."""
+        """Sets the result of the future `found` to the verdicts on the episodes of one prompt."""
         self._judged, self._prompts_judged = self._judged + len(opened), self._prompts_judged + 1
         self._all_lost = self._all_lost and all(one.standing.lost for one in opened)
         if self._all_lost and self._prompts_judged >= _PROMPTS and self._judged >= _EPISODES:

@@ -17,7 +17,7 @@ from typing import Any
 from dapo_jax.text.plain_json import read_numbers
 
 MOST_CALLS = 16
-"""Maximum number of calls in a turn. The first call beyond it becomes a `BrokenCall`, and further calls are ignored."""
+"""Maximum number of calls in a turn. The first call over this limit becomes a `BrokenCall`, and further calls are ignored."""
 
 _BEGIN, _END, _TAG = "<tool_call>", "</tool_call>", "<|python_tag|>"
 
@@ -81,7 +81,7 @@ def _tagged(text: str) -> list[ToolCall | BrokenCall]:
 def _bare(text: str) -> list[ToolCall | BrokenCall]:
     meant = text.startswith(_TAG)
     text = text.removeprefix(_TAG).strip()
-    # Any other JSON object is a final answer.
+    # A JSON object without these keys is a final answer, not a call.
     if not meant and not (text.startswith("{") and '"name"' in text and '"parameters"' in text):
         return []
     found: list[ToolCall | BrokenCall] = []

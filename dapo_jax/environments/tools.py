@@ -52,7 +52,7 @@ class Tools:
         self._most_characters, self._timeout_s = most_characters, timeout_s
 
     async def result(self, call: ToolCall | BrokenCall) -> tuple[str, bool]:
-        """Runs a call. Returns the text of its result, and whether it is an error."""
+        """Runs a tool call. Returns the result as text, and whether it is an error."""
         text, error = await self._outcome(call)
         text = f"error: {error}" if error else text
         if (left_out := len(text) - self._most_characters) > 0:
@@ -60,7 +60,7 @@ class Tools:
         return text, bool(error)
 
     async def _outcome(self, call: ToolCall | BrokenCall) -> tuple[str, str]:
-        """Runs a call. Returns the text of its result and an empty string, or an empty string and the error."""
+        """Runs a tool call. Returns `(text of the result, "")`, or `("", error message)` if the call failed."""
         if isinstance(call, BrokenCall):
             return "", f"the call cannot be parsed: {call.reason}"
         if call.name not in self._tools:
@@ -130,7 +130,7 @@ class ToolEpisode:
         return Step(reward=reward, correct=verdict.correct, metrics=verdict.parts)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the number of calls (`tool_calls`) and the number of calls with an error (`tool_errors`)."""
+        """Returns the metrics `tool_calls`, the number of calls, and `tool_errors`, the number of calls with an error."""
         return {"tool_calls": float(self.calls), "tool_errors": float(self.errors)}
 
 

@@ -1,6 +1,6 @@
 """Converts turns and steps to JSON and back, for messages to and from environment workers.
 
-Appended values are not checked here, so that `Rendering` reports the same errors with and without workers.
+Appended values are not checked here, but in `Rendering`, so that the errors are the same with and without workers.
 """
 
 from collections.abc import Mapping

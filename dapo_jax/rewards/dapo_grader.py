@@ -31,7 +31,7 @@ _DROPPED = (
     r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3", "\\text{\n}", r"\text{}",
     r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots",
 )  # fmt: skip
-"""Units, filler words and spacing commands to remove next, in this order. They are removed even inside longer words, as in the released code."""
+"""Units, filler words and spacing commands, which are removed after `_REWRITTEN`, in this order and even inside longer words, as in the released code."""
 
 _UNWRAPPED = (
     (re.compile(r".*?\$(.*?)\$.*"), r"$\1$"),

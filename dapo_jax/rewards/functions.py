@@ -24,7 +24,7 @@ from dapo_jax.rewards.graders import GRADERS, ROW_GRADERS, exact_grader
 from dapo_jax.rewards.sample import Sample, handed_over, is_async, is_whole_group, name_of
 
 Judged = Verdict | bool | float
-"""A reward function's result for one response."""
+"""Types that a reward function may return for one response."""
 RewardFunction = (
     Callable[[Sample], Judged | Awaitable[Judged]]
     | Callable[[Sequence[Sample]], Sequence[Judged] | Awaitable[Sequence[Judged]]]
@@ -43,7 +43,7 @@ _OF_THE_RUN = (KeyboardInterrupt, StoppedError)
 """Exceptions raised by Ctrl-C and by signals that stop the run. All other exceptions come from the user's code."""
 
 MAX_SCORE = 1e30
-"""Maximum magnitude of a score, and of a sum of scores. Training squares differences between scores, which would otherwise overflow."""
+"""Maximum magnitude of a score, and of a sum of scores. Training squares the differences between scores, and squares of larger differences could overflow."""
 
 
 class RewardError(RuntimeError):
@@ -62,7 +62,7 @@ class LoadedReward:
     name: str
     """Name of the function in messages."""
     on_nonfinite: str = "error"
-    """Handling of scores that are not finite: `error` or `lost`, see `load_reward`."""
+    """Handling of scores that are NaN, infinite or too large: `error` or `lost`, see `load_reward`."""
 
     @property
     def is_async(self) -> bool:
@@ -167,7 +167,7 @@ def joined(
 
 
 def _named(call: Sequence[Sample]) -> str:
-    """Describes a call in a message: its prompt, and its response or number of responses."""
+    """Returns a description of a call for messages, with its prompt, and its response or number of responses."""
     prompt = call[0].prompt
     responses = f"{len(call)} responses" if len(call) > 1 else f"response {call[0].response[:60]!r}"
     return f"prompt {prompt.ordinal} ({prompt.text[:60]!r}), {responses}"

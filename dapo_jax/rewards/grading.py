@@ -31,11 +31,11 @@ class Grading:
     tokenizer: TextDecoder
     shaping: Shaping
     on_submit: Callable[[], None] = lambda: None
-    """Called before the responses to a prompt are submitted."""
+    """Function that is called before the responses to a prompt are submitted."""
     on_close: Callable[[], None] | None = None
 
     def close(self) -> None:
-        """Ends the grading workers and the event loop, if there are any."""
+        """Ends the grading workers and the event loop of async graders, if there are any."""
         if self.on_close is not None:
             self.on_close()
 

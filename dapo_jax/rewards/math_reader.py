@@ -77,7 +77,7 @@ _COMMANDS = {
     "div": "/", "lt": "<", "gt": ">", "approx": "≈", "pm": "±", "mp": "∓", "in": "∈", "cup": UNION, "infty": "∞", "pi": "π",
     "degree": "°", "imath": "i", "lbrace": r"\{", "rbrace": r"\}", "varnothing": r"\emptyset",
 }  # fmt: skip
-"""Replacements for LaTeX commands, by command name. Other commands are kept."""
+"""Replacements for LaTeX commands, by command name. Commands that are not listed are kept."""
 _NATURAL = ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "exp", "asin", "acos", "atan")
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: getattr(sympy, name) for name in _NATURAL},
@@ -98,7 +98,7 @@ _SMALL_UNITS = _each(
     "GBP st nd rd th pts pcs sq cup egg hen bus box car boy way row ton bag dog cat pen man",
     "",
 )
-"""Units and nouns with two or three letters, which are ignored. Other short words outside sentences are products of variables."""
+"""Units and nouns with two or three letters, which are ignored. Other words of this length, unless in a sentence, are products of variables."""
 _UNIT_LETTERS = frozenset("mgshLlJNWVACKF")
 """One-letter units in upright type, as in \\text{m}. A letter in italics is a variable."""
 

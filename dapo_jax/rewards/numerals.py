@@ -31,7 +31,7 @@ NUMERAL = re.compile(rf"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+){_EXPONENT}")
 GROUPED = re.compile(
     rf"[1-9][0-9]{{0,2}}(?:[, ][0-9]{{3}})+(?![0-9]|,[0-9])(?:\.[0-9]+)?{_EXPONENT}|{NUMERAL.pattern}"
 )
-"""Like `NUMERAL`, but also matches commas or spaces between groups of three digits."""
+"""Like `NUMERAL`, but also matches numbers with commas or spaces between groups of three digits."""
 _NUMBER = re.compile(
     rf"(?P<sign>[-+]?)\s*(?:(?P<whole>[0-9]+)\s+(?=[0-9]+\s*/))?(?P<over>{GROUPED.pattern})"
     rf"(?:\s*/\s*(?P<under>{GROUPED.pattern}))?"

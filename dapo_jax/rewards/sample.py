@@ -121,7 +121,7 @@ def call_of(samples: Sequence[Sample]) -> list[dict[str, Any]]:
 
 
 def sample_of(part: Mapping[str, Any]) -> Sample:
-    """Converts a dict from `call_of`, or a saved rollout, which has the same fields, to a `Sample`."""
+    """Converts a dict from `call_of` to a `Sample`. Also accepts a saved rollout, because it has the same fields."""
     prompt = Prompt(
         ordinal=part["ordinal"],
         tokens=np.array(part["prompt_token_ids"], np.int32),

@@ -22,7 +22,7 @@ class TextDecoder(Protocol):
 
 
 def samples_of(prompt: Prompt, responses: Sequence[Response], *, tokenizer: TextDecoder) -> list[Sample]:
-    """Returns the arguments for a grader, with the responses decoded to text without special tokens."""
+    """Returns a grader's arguments, one `Sample` per response. Responses are decoded to text without special tokens."""
     return [
         Sample(
             prompt=prompt,

@@ -18,7 +18,7 @@ class Builder(FileBuilder):
     SPLIT = "test"
 
     def example(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """See `FileBuilder.example`."""
+        """Returns the question and the answer of a row, see `FileBuilder.example`."""
         extra = fields.get("extra_info")
         bare = isinstance(extra, Mapping) and "raw_problem" in extra
         asked = (

@@ -29,7 +29,7 @@ TRAIN_PAIRS = 7100
 STYLE_WEIGHTS = {"direct": 0.6, "working": 0.15, "rechecked": 0.25}
 """Probability of each response style: only the answer, reasoning steps before the answer, or the same steps repeated before the answer."""
 RECHECK_AGAIN = 0.5
-"""Probability of another recheck after each recheck. The number of rechecks is geometric, so response lengths have a long tail."""
+"""Probability of another recheck after each recheck. The number of rechecks has a geometric distribution, so response lengths have a long tail."""
 MAX_RECHECKS = 4
 DEMONSTRATIONS = {"train": 4, "test": 1}
 """Number of demonstrations per pair, by split."""
@@ -64,7 +64,7 @@ def response_text(left: int, right: int, style: str, rechecks: int = 0) -> str:
 
 
 def draw_style(pair: int, draw: int = 0) -> tuple[str, int]:
-    """Returns the style and the number of rechecks for demonstration number `draw` of a pair. `pair` is `pair_number(left, right)`."""
+    """Returns the response style and the number of rechecks for demonstration number `draw` of a pair. `pair` is `pair_number(left, right)`."""
     style = chosen(STYLE_WEIGHTS, uniform("style", SPLIT_SEED, pair, draw))
     if style != "rechecked":
         return style, 0
@@ -79,7 +79,7 @@ def demonstrations(left: int, right: int, *, count: int) -> list[tuple[str, str]
 
 
 def pair_number(left: int, right: int) -> int:
-    """Returns the index of the pair among all ordered pairs, 0 to 8099."""
+    """Returns the index of a pair of operands among all ordered pairs, from 0 to 8099."""
     return (left - OPERANDS.start) * len(OPERANDS) + right - OPERANDS.start
 
 
@@ -91,7 +91,7 @@ def split_pairs() -> dict[str, list[tuple[int, int]]]:
 
 
 class Builder(OwnBuilder):
-    """TFDS builder for the sums. Rows are in the order of `split_pairs`."""
+    """TFDS builder for the sums of two numbers. Rows are in the order of `split_pairs`."""
 
     name = "arithmetic"
     DESCRIPTION = "Sums of two two-digit numbers with demonstrations in several styles."

@@ -1,4 +1,4 @@
-"""Generated sums of 2 to 12 labelled digits, from trivial to impossible for a very small model, with demonstrations for a warm start.
+"""Generated sums of 2 to 12 labelled digits, with demonstrations for a warm start. For a very small model, they range from trivial to impossible.
 
 A prompt is `a7b5c8`, and the answer is the last digit of 7 + 5 + 8. A response ends in `=0`, and a grader uses the text after
 the `=`. There are four styles:
@@ -29,7 +29,7 @@ TERMS = range(2, 13)
 """Possible numbers of terms in a sum. Each occurs in the same number of rows. There are few distinct sums of two or three terms, so these
 sums are repeated, and `warm_start` and `train` share the sums of two terms."""
 LONG = 9
-"""Minimum number of terms in a long sum."""
+"""Sums with at least this many terms use `LONG_STYLE_WEIGHTS`."""
 SPLIT_SEED = 0
 QUESTIONS = {"warm_start": 3000, "train": 400, "test": 24}
 """Number of rows in each split for each number of terms. Except for sums of two terms, `warm_start` and `train` share no questions,
@@ -41,7 +41,7 @@ DEMONSTRATIONS = {"warm_start": 2, "train": 1, "test": 1}
 """Number of demonstrations per question, by split."""
 
 Question = tuple[int, ...]
-"""The terms of a sum."""
+"""A question, as the terms of its sum."""
 
 
 def prompt_text(terms: Question) -> str:
@@ -78,7 +78,7 @@ def response_text(terms: Question, style: str, repeats: int = 0) -> str:
 
 
 def draw_style(terms: Question, draw: int) -> tuple[str, int]:
-    """Returns the style and the number of repeats for demonstration number `draw` of a question."""
+    """Returns the response style and the number of repeated steps for demonstration number `draw` of a question."""
     weights = LONG_STYLE_WEIGHTS if len(terms) >= LONG else STYLE_WEIGHTS
     style = chosen(weights, uniform("style", SPLIT_SEED, prompt_text(terms), draw))
     if style != "rambling":

@@ -1,7 +1,7 @@
 """DAPO-Math-17k (https://huggingface.co/datasets/BytedTsinghua-SIA/DAPO-Math-17k, Apache-2.0): competition mathematics
 with integer answers.
 
-The published file contains each prompt about a hundred times, so it is deduplicated. The instructions of the DAPO recipe are
+The published file contains each prompt about a hundred times, so the rows are deduplicated. The instructions of the DAPO recipe are
 removed from prompts that have them. To add the instructions to all prompts, set `data.prompt_template: dapo`.
 """
 
@@ -18,7 +18,7 @@ class Builder(FileBuilder):
     name = "dapo_math_17k"
 
     def example(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """See `FileBuilder.example`."""
+        """Returns the question and the answer of a row, see `FileBuilder.example`."""
         return {
             "prompt": question_of(field_of(fields, "prompt")),
             "answer": field_of(fields, "reward_model.ground_truth"),

@@ -17,7 +17,7 @@ class Builder(FileBuilder):
     name = "gsm8k"
 
     def example(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """See `FileBuilder.example`."""
+        """Returns the question, the answer and the solution of a row, see `FileBuilder.example`."""
         worked = str(field_of(fields, "answer"))
         _, found, answer = worked.rpartition(MARK)
         if not found or not answer.strip():

@@ -16,5 +16,5 @@ class Builder(FileBuilder):
     SPLIT = "test"
 
     def example(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """See `FileBuilder.example`."""
+        """Returns the question and the answer of a row, see `FileBuilder.example`."""
         return {"prompt": field_of(fields, "problem"), "answer": field_of(fields, "answer")}

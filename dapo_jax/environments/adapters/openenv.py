@@ -22,7 +22,7 @@ class OpenEnvironment:
     """Creates a client session for each response."""
 
     def __init__(self, place: str) -> None:
-        """Stores the URL, or loads the function.
+        """Stores the server's URL, or loads the function that creates a client.
 
         Raises:
             ValueError: the package is missing, or the function cannot be loaded.
@@ -73,7 +73,7 @@ class OpenEpisode:
         return Step(reward=reward, done=done, append=[{"role": "user", "content": text}], metrics=metrics)
 
     async def close(self) -> None:
-        """Ends the session and frees its slot on the server."""
+        """Ends the client session, which frees its slot on the server."""
         await self._client.close()
 
 

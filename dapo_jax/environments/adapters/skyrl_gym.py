@@ -67,7 +67,7 @@ class SkyRLEpisode:
         return Step(reward=float(given["reward"]), done=done, append=list(observed), metrics=metrics)
 
     async def close(self) -> None:
-        """Closes the instance."""
+        """Closes the SkyRL-Gym instance."""
         await asyncio.to_thread(self._instance.close)
 
 

@@ -19,7 +19,7 @@ class TinkerEnvironment:
     """Creates a builder for each prompt. The builder creates the environments for the prompt's responses."""
 
     def __init__(self, place: str) -> None:
-        """Loads `PLACE:Builder`.
+        """Loads the builder function or class, `PLACE:Builder`.
 
         Raises:
             ValueError: the builder cannot be loaded.
@@ -28,7 +28,7 @@ class TinkerEnvironment:
         self._groups: WeakValueDictionary[int, _BuilderEpisodes] = WeakValueDictionary()
 
     async def episode(self, row: Mapping[str, Any], seed: int) -> "TinkerEpisode":
-        """Creates the episode for a response. Responses to a prompt have the same seed and share a builder."""
+        """Creates the episode for a response. All responses to a prompt have the same seed and share one builder."""
         group = self._groups.get(seed)
         if group is None:
             group = self._groups[seed] = _BuilderEpisodes(self._make(row))
@@ -38,7 +38,7 @@ class TinkerEnvironment:
             return TinkerEpisode(group.free.pop(0), group)
 
     async def group_rewards(self, episodes: Sequence["TinkerEpisode"]) -> list[float]:
-        """Returns each episode's reward: the sum of its turn rewards plus its group reward from the builder."""
+        """Returns each episode's reward, which is the sum of its turn rewards and of its group reward from the builder."""
         played = [SimpleNamespace(transitions=each.turns, final_ob=each.last) for each in episodes]
         envs = [each.env for each in episodes]
         given = await episodes[0].group.builder.compute_group_rewards(played, envs) if episodes else []

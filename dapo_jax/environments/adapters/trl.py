@@ -20,7 +20,7 @@ class TrlEnvironment:
     """Creates an instance of the TRL class for each response."""
 
     def __init__(self, place: str) -> None:
-        """Loads `PLACE:Class` or `PLACE:Class+function`.
+        """Loads the class, and the reward function if `place` contains one.
 
         Raises:
             ValueError: the class cannot be loaded, has no `reset` method, or has no reward.
@@ -52,7 +52,7 @@ class TrlEnvironment:
         }
         columns.pop("prompt", None)
         given = await _result(self._function(**named_arguments(self._function, columns)))
-        # As in TRL, None means that the function does not apply to this episode.
+        # A reward function may return None for an episode, as in TRL, if it does not apply to that episode.
         return [total + float(score or 0.0) for total, score in zip(totals, given, strict=True)]
 
 
