@@ -90,7 +90,7 @@ def needed(one: "dataclasses.Field[Any]") -> bool:
 
 
 _PLACES = ("run_dir", "compilation_cache", "source", "path", "data_dir")
-"""Names of keys whose value is a folder, a file or a model, without their section."""
+"""Names, without the section, of the keys whose value is a folder, a file or a model."""
 _PASSWORD = re.compile(r"(://[^/\s:@]*:)[^/\s@]+@")
 
 SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")

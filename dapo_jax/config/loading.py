@@ -96,7 +96,7 @@ def changed_keys(a: AnyConfig, b: AnyConfig) -> dict[str, tuple[Any, Any]]:
 
 
 def leaf_values(config: AnyConfig) -> dict[str, Any]:
-    """Returns the value of every dotted key of a configuration."""
+    """Returns the values in a configuration, as a mapping from their dotted keys."""
     return {key: attrgetter(key)(config) for key in leaf_types(type(config))}
 
 

@@ -63,7 +63,7 @@ LORA_TARGETS = (
     "mlp",
     *["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
 )
-"""Allowed values in `lora.targets`: linear layers, by their names in transformers and PEFT, and names for groups of linear layers."""
+"""Allowed values in `lora.targets`: the names of linear layers in transformers and PEFT, and names for groups of these layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +182,7 @@ class RewardConfig(Section, at="reward"):
     """List of graders to use instead of `grader`, for example [{grader: math}, {grader: "my.py:brief", weight: 0.5}]. The reward is the weighted sum of the graders' rewards.
     Only the first grader decides whether a response is correct. The other graders only shape the reward."""
     answer_marker: str = "="
-    """The exact grader compares the text after the last answer marker in the response with the reference answer. If empty, it compares the whole response."""
+    """The exact grader compares the text after the last answer marker in the response with the reference answer. If the marker is empty, the grader compares the whole response."""
     workers: int = key(2, may_change=True)
     """Number of worker processes per grader. If 0, graders run in the main process, without a time limit. Graders that only compare text (exact, dapo, dapo_boxed, gsm8k),
     reasoning_gym, async functions and functions passed from Python always run in the main process."""
@@ -491,7 +491,7 @@ class EvalConfig(Section, at="eval"):
     top_p: float = key(0.7, range=TOP_P)
     """Nucleus sampling: sample from the smallest set of tokens whose total probability reaches this value. 1 means all tokens. (Section 4.1)"""
     top_k: int = key(0, range=TOP_K)
-    """Number of most likely tokens to sample from. 0 means all tokens."""
+    """Top-k sampling: sample from this many of the most likely tokens. 0 means all tokens."""
 
     def check_together(self) -> None:
         parts = entries("eval.datasets", self.datasets, SourceConfig)
@@ -672,7 +672,7 @@ class TrainConfig(RunConfig):
         return every > 0 and (step in (1, self.steps) or due(step, every))
 
     def resolved(self) -> "TrainConfig":
-        """Returns the configuration that a run saves, and that is compared with the saved one on resume, with `dynamic_sampling.prompts_per_wave` resolved to a number."""
+        """Returns the configuration to save and to compare on resume, in which `dynamic_sampling.prompts_per_wave` is resolved to a number."""
         dynamic = replace(self.dynamic_sampling, prompts_per_wave=self.prompts_per_wave)
         return replace(self, dynamic_sampling=dynamic)
 

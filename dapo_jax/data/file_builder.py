@@ -1,4 +1,4 @@
-"""Base class of the TFDS builders that read files. Subclasses select the question and the answer from each row.
+"""Base class of the TFDS builders that load rows from files. Subclasses select the question and the answer from each row.
 
 All rows are read, checked and deduplicated first, so a bad row is reported before anything is written. The name of the prepared
 dataset contains a hash of the files' bytes and of the options, so a new dataset is prepared if either changes.
@@ -42,7 +42,7 @@ class SplitRows:
 
 
 class FileBuilder(OwnBuilder, skip_registration=True):
-    """A dataset that is read from files. Each row has `prompt`, `answer`, its position in the files, and all fields from the file."""
+    """A dataset that is loaded from files. Each row has `prompt`, `answer`, its position in the files, and all fields from the file."""
 
     DESCRIPTION = "Questions and answers from files, one JSON object per row."
     TEXTS = ("row",)

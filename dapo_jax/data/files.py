@@ -1,4 +1,4 @@
-"""Reads rows from the user's parquet and JSON-lines files."""
+"""Loads rows from the user's parquet and JSON Lines files."""
 
 import gzip
 import json
@@ -15,10 +15,10 @@ _ROWS_AT_ONCE = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """The files that a builder reads, and the settings for reading them."""
+    """The files that a builder loads, and the settings for loading them."""
 
     path: str = ""
-    """A parquet or JSON-lines file, or a folder of such files."""
+    """A parquet or JSON Lines file, or a folder of such files."""
     options: Mapping[str, Any] = field(default_factory=dict)
     on_bad_row: str = "error"
     """`error` to raise at the first bad row, or `skip` to leave out bad rows and count them."""

@@ -29,7 +29,7 @@ class OwnBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     """Names of the fields that are lists of texts."""
 
     def splits(self) -> Mapping[str, Iterable[Mapping[str, Any]]]:
-        """Returns the rows of each split, as a mapping from the split's name."""
+        """Returns a mapping from the name of each split to its rows."""
         raise NotImplementedError
 
     @cached_property
@@ -52,7 +52,7 @@ class OwnBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         return {split: enumerate(rows) for split, rows in self.rows.items()}
 
     def _generate_examples(self, *_: Any) -> Iterator[tuple[int, dict[str, str]]]:
-        raise NotImplementedError  # abstract in TFDS, but never called
+        raise NotImplementedError  # abstract in TFDS, but never called here
 
 
 def uniform(*place: str | int) -> float:

@@ -115,7 +115,7 @@ def row_order(
 def measured_prompts(
     rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, prompt_format: PromptFormat
 ) -> tuple[Int64[np.ndarray, " rows"], list[bytes]]:
-    """Returns the prompt length of each row in tokens, and a hash of each row's prompt tokens and of the fields that graders receive.
+    """Returns each row's prompt length in tokens, and a hash of each row's prompt tokens and grader fields.
 
     Raises:
         ValueError: a prompt cannot be tokenized.

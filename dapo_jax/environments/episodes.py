@@ -40,10 +40,10 @@ HELD_S = 10.0
 """Number of seconds that an environment may block the event loop before a warning is printed."""
 
 _PROMPTS, _EPISODES = 4, 32
-"""If every episode so far was lost, the run stops once there were at least this many prompts and episodes."""
+"""If every episode so far was lost, the run stops, but only after at least this many prompts and episodes."""
 
 _CLOSINGS = 4096
-"""`close` waits for the episodes of at most this many groups, the most recent."""
+"""`Episodes.close` waits until the episodes of this many most recent groups are closed."""
 
 _NO_ROOM = (
     "the episode begins{begins}, which leaves no room for a turn: an episode has at most sampling.max_response_tokens tokens after the prompt (or "
@@ -143,7 +143,7 @@ class Episodes:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """A context, for example for an evaluation, whose episodes are kept separate from outer episodes with the same prompt ordinals."""
+        """Context manager, for example for an evaluation. Episodes inside are kept separate from outer episodes with the same prompt ordinals."""
         opened, self._open = self._open, {}
         try:
             yield

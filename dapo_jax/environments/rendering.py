@@ -1,6 +1,6 @@
-"""Converts values that episodes append (texts, messages or token ids) to token ids.
+"""Tokenizes the texts and messages that episodes append to the context.
 
-Of rendered messages, only the text that the chat template adds after an assistant's answer is appended. Some
+When messages are appended, only the text that the chat template renders after the assistant's answer is used. Some
 templates also rewrite earlier turns. For example, Qwen3's template removes the thinking from them. Such changes are ignored, so the tokens
 of earlier turns stay the same. Only text that the template itself writes can become special tokens. Text inside messages never does, even in nested fields.
 """

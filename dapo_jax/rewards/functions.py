@@ -51,7 +51,7 @@ class RewardError(RuntimeError):
 
 
 class NonFiniteScoreError(ValueError):
-    """A reward function returned NaN, an infinity, or a number beyond `MAX_SCORE`."""
+    """A reward function returned NaN, an infinity, or a number larger than `MAX_SCORE` in magnitude."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +232,7 @@ def as_verdict(result: Any, *, name: str) -> Verdict:
     configured rewards for correct and incorrect responses apply. A number is a score that becomes the reward, and a score above 0 is correct.
 
     Raises:
-        NonFiniteScoreError: the score is NaN, infinite or beyond `MAX_SCORE`. This is a subclass of ValueError.
+        NonFiniteScoreError: the score is NaN, infinite or larger than `MAX_SCORE` in magnitude. This is a subclass of ValueError.
         ValueError: the result has any other type, or is a lost verdict that is marked as correct.
     """
     if isinstance(result, Verdict):

@@ -1,4 +1,4 @@
-r"""Parses an answer as mathematics. The answer must match as a whole.
+r"""Parses answers as mathematics. An answer is parsed as a whole or not at all.
 
 The notations below are supported. An answer with any other notation is not parsed, so that a part is never mistaken for the whole answer:
 
@@ -46,7 +46,7 @@ class Several:
 
 @dataclass(frozen=True)
 class Relation:
-    """A relation such as a < b <= c, with one sign between each pair of neighboring sides."""
+    """A relation such as a < b <= c, with one sign between each pair of adjacent sides."""
 
     sides: tuple[Any, ...]
     signs: tuple[str, ...]

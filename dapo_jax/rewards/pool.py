@@ -27,7 +27,7 @@ CALLS_A_DEATH = 100
 
 
 class GradingPool:
-    """A pool of worker processes that grade samples. `close` ends them."""
+    """A pool of worker processes that grade samples. `close` stops the workers."""
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 A prompt is `a7b5c8`, and the answer is the last digit of 7 + 5 + 8. A response ends in `=0`, and a grader uses the text after
 the `=`. There are four styles:
 
-    direct      =0                     the answer alone, the most frequent style; with many terms, it is a guess (1 in 10)
+    direct      =0                     the answer alone, the most frequent style; with many terms, a guess (10% correct)
     brief       :b2c0=0                the last digit of each running total, 2 characters per term
     careful     :b7+5>2,c2+8>0=0       each addition in full, 7 characters per term
     rambling    the careful steps several times, separated by `?`

@@ -1,6 +1,6 @@
 """MATH-500 (https://huggingface.co/datasets/HuggingFaceH4/MATH-500, MIT): 500 problems from MATH, with LaTeX answers.
 
-Use the grader `math`, because the same answer can be written in many ways.
+Use the `math` grader, because the same answer can be written in many ways.
 """
 
 from collections.abc import Mapping

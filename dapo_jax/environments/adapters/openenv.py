@@ -44,7 +44,7 @@ class OpenEnvironment:
 
 
 class OpenEpisode:
-    """Adapts a client session to the `Episode` interface."""
+    """Adapts an OpenEnv client session to the `Episode` interface."""
 
     def __init__(self, client: Any, field: str, row: Mapping[str, Any], seed: int) -> None:
         self._client, self._field, self._row, self._seed = client, field, row, seed

@@ -57,7 +57,7 @@ class _BuilderEpisodes:
 
 
 class TinkerEpisode:
-    """Adapts an `Env` to the `Episode` interface."""
+    """Adapts a Tinker-cookbook `Env` to the `Episode` interface."""
 
     def __init__(self, env: Any, group: _BuilderEpisodes) -> None:
         self.env, self.group, self.last = env, group, None
