@@ -28,7 +28,7 @@ def said(tmp_path, monkeypatch, capsys):
 
 
 MESSAGES = {
-    "no such file": (None, [], "no file or folder data.jsonl (looked from "),
+    "no such file": (None, [], "no file or folder data.jsonl (current folder: "),
     "an empty file": (b"", [], "data.jsonl: no rows"),
     "a program's binary": (b"\x7fELF\x02\xff", [], "data.jsonl, line 1: not JSON: 'utf-8' codec can't decode"),
     "no question": (b'{"prompt": [{"role": "system", "content": "2"}], "answer": "2"}', [], "no message has the role 'user'"),

@@ -1,4 +1,4 @@
-"""Configuration keys. A key is a dataclass field with a default and with rules for its value, which this module checks. The docstring below the field documents the key."""
+"""Configuration keys. A key is a dataclass field with a default and with rules. This module checks values against these rules. The docstring below the field documents the key."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ class ConfigError(ValueError):
 
 
 class Range(NamedTuple):
-    """The numbers that a key allows, in words and as a predicate."""
+    """A range of allowed numbers, as a description for messages and as a predicate."""
 
     needs: str
     holds: Callable[[float], bool]
@@ -42,17 +42,17 @@ class Rules:
     """Rules for the value of a key, in addition to its type."""
 
     range: Range | None = NOT_NEGATIVE
-    """Allowed numbers. If None, any number is allowed. Values of other types are not affected."""
+    """Range of allowed numbers. If None, any number is allowed. Values that are not numbers are not affected."""
     choices: Sequence[str] = ()
     """Allowed strings. If empty, any string is allowed."""
     not_empty: bool = False
-    """Whether an empty string is refused."""
+    """Whether an empty string is an error."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Maps names of the key in verl, TRL or open-instruct to notes. A note is empty unless the quantity differs or could be confused with another."""
     may_change: bool = False
     """Whether the value may change on `--resume`. Such a key affects the training result only by rounding, if at all."""
     only_with: str = ""
-    """Name of another key without which this key has no effect. On a section, it applies to all other keys of the section."""
+    """Another key that must be set, because this key has no effect without it. For a section, this applies to all of its other keys."""
 
 
 _NO_RULES = Rules()
@@ -70,7 +70,7 @@ def key(
     Args:
         default: the default value. If neither `default` nor `default_factory` is given, the key is required.
         default_factory: function that creates the default list, mapping or section.
-        aliases: names of the key in other libraries, separated by spaces, or a mapping from such names to notes.
+        aliases: names of the key in other libraries, separated by spaces, or a mapping from these names to notes (see `Rules`).
         rules: the other fields of `Rules`. `may_change` on a section applies to all of its keys.
     """
     noted = {aliases: ""} if isinstance(aliases, str) else aliases
@@ -90,7 +90,7 @@ def needed(one: "dataclasses.Field[Any]") -> bool:
 
 
 _PLACES = ("run_dir", "compilation_cache", "source", "path", "data_dir")
-"""Last parts of the dotted keys whose value is a folder, a file or a model."""
+"""Names, without the section, of the keys whose value is a folder, a file or a model."""
 _PASSWORD = re.compile(r"(://[^/\s:@]*:)[^/\s@]+@")
 
 SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
@@ -106,7 +106,7 @@ def without_secrets(text: str) -> str:
 
 
 def refuse(key: str, value: object, needs: str, remedy: str) -> NoReturn:
-    """Raises a ConfigError whose message names the value found, the value needed, and the remedy."""
+    """Raises a ConfigError whose message contains the value found, the requirement (`needs`) and the remedy."""
     raise ConfigError(f"{key}: found {shown(value)}, needs {needs}; {remedy}")
 
 
@@ -145,7 +145,7 @@ def check_value(key: str, value: object, expected: Any, rules: Rules = _NO_RULES
 
 
 def _check_type(key: str, value: object, expected: Any) -> None:
-    """Checks that the value has the annotated type. A float key also accepts an integer. No other type is converted."""
+    """Checks that the value has the annotated type. A float key also accepts an integer, but there are no other conversions."""
     optional = NoneType in get_args(expected)
     kind = next(arg for arg in get_args(expected) or (expected,) if arg is not NoneType)
     needs = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]

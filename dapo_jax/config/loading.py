@@ -41,7 +41,7 @@ def load_config(
 ) -> AnyConfig:
     """Loads a YAML file, applies `section.key=value` overrides in order (the last one wins), and checks the result.
 
-    The value of an override is parsed as YAML. For a text key, however, it is used literally, so `data.prompt_template=Q: {prompt}` needs no
+    The value of an override is parsed as YAML. For a text key, however, the value is used literally, so `data.prompt_template=Q: {prompt}` needs no
     quotes beyond the shell's. If a key is a mapping, a single entry can be set: `data.chat_template_kwargs.enable_thinking=false`.
 
     Args:
@@ -96,14 +96,14 @@ def changed_keys(a: AnyConfig, b: AnyConfig) -> dict[str, tuple[Any, Any]]:
 
 
 def leaf_values(config: AnyConfig) -> dict[str, Any]:
-    """Returns the value of every dotted key of a configuration."""
+    """Returns the values in a configuration, as a mapping from their dotted keys."""
     return {key: attrgetter(key)(config) for key in leaf_types(type(config))}
 
 
 def _load(
     name: str | PathLike[str] | None, overrides: Sequence[str], schemas: Sequence[type[AnyConfig]]
 ) -> AnyConfig:
-    """Builds a configuration from a file (if `name` is given) and overrides. Uses the first schema that has all top-level names of the file, or else `schemas[0]`."""
+    """Builds a configuration from a file (if `name` is given) and overrides. Uses the first of `schemas` that contains all top-level names of the file, or else `schemas[0]`."""
     if isinstance(overrides, str):
         raise ConfigError(f"overrides: found the text {overrides!r}, needs a list; write [{overrides!r}]")
     path, content = None, dict[Any, Any]()
@@ -134,7 +134,7 @@ def _load(
 
 @contextmanager
 def _prefixed(place: object) -> Iterator[None]:
-    """Adds the file or the override to the beginning of a ConfigError's message."""
+    """If the block raises a ConfigError, adds the file or the override to the beginning of its message."""
     try:
         yield
     except ConfigError as error:
@@ -159,7 +159,7 @@ def _check_names(
 
 
 def _refuse_unknown(key: str, value: object, kinds: Mapping[str, Any]) -> NoReturn:
-    """Raises ConfigError for a key that is not in the schema. For an unknown section, the error names the first key in it that has a known remedy, or else its first key."""
+    """Raises ConfigError for a key that is not in the schema. For an unknown section, the error is about the first key in it that has a known remedy, or else about its first key."""
     if key in kinds or _is_section(key, kinds):
         nested = ": ".join(key.split("."))
         raise ConfigError(f"{key}: dotted keys are for overrides; in a file, write it nested: {nested}: ...")
@@ -200,7 +200,7 @@ def _parse_override(override: str, kinds: Mapping[str, Any]) -> tuple[str, Any]:
     mappings = [f"{each}." for each, kind in kinds.items() if get_origin(kind) is dict]
     if key not in kinds and not key.startswith(tuple(mappings)):
         _refuse_unknown(key, text, kinds)
-    # Null and quoted values are parsed as YAML even if the key is a text key.
+    # For a text key, null and quoted values are still parsed as YAML.
     quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
     if kinds.get(key) is str and text not in ("null", "~") and not quoted:
         return key, text
@@ -220,7 +220,7 @@ def _set(values: dict[str, Any], key: str, value: object) -> None:
         inner = values.get(part, {})
         if not isinstance(inner, dict):
             refuse(part, inner, "a mapping", f"remove it, or leave out {key}")
-        values[part] = dict(inner)  # copied, because YAML anchors can make several keys share this mapping
+        values[part] = dict(inner)  # copied, because keys may share this mapping through a YAML anchor
         values = values[part]
     values[name] = value
 

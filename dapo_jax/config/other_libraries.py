@@ -12,7 +12,7 @@ ALIASES = {alias: ours for ours, rules in _RULES.items() for alias in rules.alia
 """Maps names in verl, TRL or open-instruct to our keys. If several names match, for example `rollout.n` and `n`, the longest is used."""
 
 NOTES = {alias: note for rules in _RULES.values() for alias, note in rules.aliases.items() if note}
-"""Maps aliases to notes, if the quantity differs from ours or could be confused with another."""
+"""Maps an alias to a note if its quantity differs from ours or could be confused with another quantity."""
 
 _NO_KEY = {
     "num_iterations ppo_epochs": "each response is trained on once; for several updates per step, set `batch.groups_per_update` to less than "
@@ -63,7 +63,7 @@ def of_another_library(key: str, known: Collection[str]) -> str | None:
 def nearest_keys(key: str, known: Collection[str], *, least: float = 1.1) -> list[str]:
     """Returns up to three dotted keys that are most similar to `key`, best first.
 
-    The similarity ranges from 0 to 2 (equal). Keys with a similarity below `least` are left out. A correct name in the wrong section
+    The similarity ranges from 0 to 2 (the same key). Keys with a similarity below `least` are left out. A correct name in the wrong section
     counts about as much as a misspelt name in the correct section.
 
     >>> nearest_keys("temperature", ["sampling.temperature", "eval.temperature", "seed"])
@@ -81,10 +81,10 @@ def nearest_keys(key: str, known: Collection[str], *, least: float = 1.1) -> lis
 
 
 def unknown_key(key: str, known: Collection[str]) -> str:
-    """Returns the remedy for an unknown key: our equivalent of it, the most similar keys, or all top-level names."""
+    """Returns the remedy for an unknown key: our equivalent of the key, the most similar keys, or all top-level names."""
     if answer := of_another_library(key, known):
         return answer
-    # The key may be inside a mapping whose name is misspelt.
+    # If no key is similar, the key may be inside a mapping whose name is misspelt.
     if near := nearest_keys(key, known) or nearest_keys(key.rpartition(".")[0], known, least=1.5):
         return f"did you mean {_either(near)}?"
     top = sorted({candidate.split(".", 1)[0] for candidate in known})

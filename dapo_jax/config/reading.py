@@ -56,7 +56,7 @@ def read_yaml(text: str) -> Any:
 
 
 def write_yaml(values: Mapping[str, Any]) -> str:
-    """Writes values as YAML that `read_yaml` parses to equal values. Single values come first, followed by sections."""
+    """Returns values as YAML, which `read_yaml` parses back to the same values. Scalars and lists come first, followed by sections."""
     ordered = dict(sorted(values.items(), key=lambda item: isinstance(item[1], dict)))
     return yaml.dump(ordered, Dumper=_Dumper, allow_unicode=True, sort_keys=False)
 

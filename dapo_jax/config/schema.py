@@ -46,7 +46,7 @@ class ModelConfig(Section, at="model"):
     )
     """Dtype of activations and matrix products: float32 or bfloat16. Master weights are always float32."""
     attention: str = key("auto", choices=["auto", "xla", "splash", "cudnn"], may_change=True)
-    """Attention implementation for training. xla runs on every platform. splash is a TPU kernel, with which packed responses cannot share the computation of their
+    """Attention implementation for training. xla runs on every platform. splash is a TPU kernel. With splash, packed responses cannot share the computation of their
     prompt. cudnn is an NVIDIA GPU kernel for bfloat16. auto selects splash on a TPU, cudnn on a GPU of compute capability 9.0 or higher in bfloat16 without parallel.context, and xla otherwise."""
     remat: str = key(
         "none",
@@ -54,7 +54,7 @@ class ModelConfig(Section, at="model"):
         aliases={"gradient_checkpointing enable_gradient_checkpointing": "none, full or dots"},
         may_change=True,
     )
-    """Gradient checkpointing: the backward pass recomputes activations instead of storing them. none recomputes nothing, full recomputes all activations, and dots all except the results of matrix products."""
+    """Gradient checkpointing: the backward pass recomputes activations instead of storing them. none recomputes nothing. full recomputes all activations. dots recomputes all activations except the results of matrix products."""
 
 
 LORA_TARGETS = (
@@ -63,7 +63,7 @@ LORA_TARGETS = (
     "mlp",
     *["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
 )
-"""Allowed values in `lora.targets`: linear layers, by their names in transformers and PEFT, and names for groups of linear layers."""
+"""Allowed values in `lora.targets`: the names of linear layers in transformers and PEFT, and names for groups of these layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +72,9 @@ class LoraConfig(Section, at="lora"):
 
     rank: int = key(0, aliases={"lora_rank lora_r": "", "peft_config": "and lora.alpha, lora.targets"})
     """Rank of each adapter. 0 means that there are no adapters and all weights are trained. With adapters, the model's own weights are frozen and stored in `model.compute_dtype`. Only the adapters are
-    saved; their size is about rank / width of the model's size. The reference policy for a KL penalty is then the model without adapters."""
+    saved, and their size is about rank / width of the model's size. The reference policy for a KL penalty is then the model without adapters."""
     alpha: float = key(32.0, range=POSITIVE, aliases="lora_alpha")
-    """Scale of the adapters: their output is multiplied by alpha / rank. The same learning rate then suits every rank: about ten times the learning rate for full training."""
+    """Scale of the adapters: their output is multiplied by alpha / rank. Because of this scaling, one learning rate suits every rank: about ten times the learning rate for full training."""
     targets: list[str] = key(default_factory=lambda: ["all"], aliases="target_modules lora_target_modules")
     """Linear layers that get an adapter: all, attention, mlp, or single layers by their transformers names: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj or down_proj."""
 
@@ -91,7 +91,7 @@ class SamplingConfig(Section, at="sampling"):
     """Sampling of responses."""
 
     temperature: float = key(1.0, range=TEMPERATURE)
-    """Softmax temperature, both for sampling and for the log-probabilities in training. (Section 4.1)"""
+    """Softmax temperature for sampling, and for log-probabilities in training. (Section 4.1)"""
     max_response_tokens: int = key(
         20480, range=SIZE, aliases="max_completion_length max_response_length max_new_tokens response_length"
     )
@@ -114,8 +114,8 @@ class SamplingConfig(Section, at="sampling"):
         },
         may_change=True,
     )
-    """Number of tokens that a sampler's KV cache can store, over all of its devices. If the cache is full, the most recently started response is preempted and later
-    re-prefilled. 0 means as many tokens as fit into device memory next to the weights and the training state (a run logs this number when it starts). On CPU, 0 means enough tokens for all slots."""
+    """Capacity of a sampler's KV cache in tokens, over all of the sampler's devices. If the cache is full, the most recently started response is preempted and later
+    re-prefilled. 0 means as many tokens as fit into device memory next to the weights and the training state. A run logs this number when it starts. On CPU, 0 means enough tokens for all slots."""
     cache_dtype: str = key(
         "", choices=["", "int8", "float8_e4m3fn"], aliases="kv_cache_dtype", may_change=True
     )
@@ -149,7 +149,7 @@ class OverlongConfig(Section, at="reward.overlong"):
     buffer_tokens: int = key(4096, aliases="overlong_buffer.len")
     """L_cache, the number of tokens before the length limit over which the penalty grows."""
     penalty_factor: float = key(1.0)
-    """The largest penalty, which a response at the length limit receives. (Eq. 13)"""
+    """Maximum penalty, for responses at the length limit. (Eq. 13)"""
     filter_truncated: bool = key(False, aliases="mask_truncated_completions")
     """Overlong filtering: exclude the tokens of truncated responses from the loss. Their rewards still count in the statistics of their groups."""
 
@@ -161,12 +161,12 @@ class OverlongConfig(Section, at="reward.overlong"):
 
 @dataclass(frozen=True, kw_only=True)
 class GraderConfig:
-    """An entry of `reward.graders`: a grader and its weight."""
+    """One of several graders, with its weight."""
 
     grader: str = key(not_empty=True)
     """The grader, in the same form as `reward.grader`."""
     weight: float = key(1.0, range=Range("a number that is not 0", lambda v: v != 0))
-    """Factor by which this grader's reward is multiplied in the sum. A negative weight turns the reward into a penalty."""
+    """Weight of this grader's reward in the sum of rewards. A negative weight turns the reward into a penalty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +182,7 @@ class RewardConfig(Section, at="reward"):
     """List of graders to use instead of `grader`, for example [{grader: math}, {grader: "my.py:brief", weight: 0.5}]. The reward is the weighted sum of the graders' rewards.
     Only the first grader decides whether a response is correct. The other graders only shape the reward."""
     answer_marker: str = "="
-    """The exact grader compares the text after the last answer marker in the response with the reference answer. If empty, it compares the whole response."""
+    """The exact grader compares the text after the last answer marker in the response with the reference answer. If the marker is empty, the grader compares the whole response."""
     workers: int = key(2, may_change=True)
     """Number of worker processes per grader. If 0, graders run in the main process, without a time limit. Graders that only compare text (exact, dapo, dapo_boxed, gsm8k),
     reasoning_gym, async functions and functions passed from Python always run in the main process."""
@@ -219,7 +219,7 @@ class EnvironmentConfig(Section, at="environment"):
     turn_tokens: int = key(0)
     """Maximum number of tokens per turn. 0 means that only the episode's limit applies."""
     episode_tokens: int = key(0)
-    """Maximum number of tokens per episode, including the environment's tokens. 0 means `sampling.max_response_tokens`. A larger limit needs an environment that starts new contexts, because
+    """Maximum number of tokens per episode, including the environment's tokens. 0 means `sampling.max_response_tokens`. A larger limit requires an environment that starts new contexts, because
     each context has at most `data.max_prompt_tokens` + `sampling.max_response_tokens` tokens. The overlong penalty and filter use this limit."""
     timeout_s: float = key(30.0, range=POSITIVE)
     """Time limit in seconds for one response from the environment. If the environment takes longer or raises an error, the episode is lost. A lost episode counts as wrong. Its reward
@@ -228,8 +228,8 @@ class EnvironmentConfig(Section, at="environment"):
     """Number of worker processes for the environment, per training process. If 0, the environment runs in the training process. If an environment in a worker blocks, runs out of
     memory or exits, only its own episode is lost, because a new worker replays the turns of the other episodes."""
     credit: str = key("episode", choices=["episode", "turn"])
-    """Credit assignment to turns. episode: all turns get the advantage of the episode's reward. turn: the advantage of a turn is its reward-to-go, minus the mean reward-to-go of the group's episodes that reached
-    this turn, divided by the standard deviation of the group's rewards. If an environment compares episodes (`group_rewards`), the reward from this comparison replaces the turn rewards, and is credited to the last turn."""
+    """Credit assignment to turns. episode: all turns get the advantage of the episode's reward. turn: the advantage of a turn is (reward-to-go - mean) / std. The mean is over the group's episodes that reached
+    this turn, and std is the standard deviation of the group's rewards. If an environment compares episodes (`group_rewards`), the reward from this comparison replaces the turn rewards, and is credited to the last turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,17 +237,17 @@ class DynamicSamplingConfig(Section, at="dynamic_sampling"):
     """Dynamic sampling: sample until enough groups are neither all correct nor all wrong (Eq. 11, Algorithm 1)."""
 
     enabled: bool = key(True, aliases="filter_groups.enable active_sampling filter_zero_std_samples")
-    """Use dynamic sampling. If false, each step samples `batch.prompts_per_step` prompts in one wave, and trains on all of their groups, even groups without signal."""
+    """Use dynamic sampling. If false, each step samples `batch.prompts_per_step` prompts in one wave, and trains on all of their groups, including groups without signal."""
     prompts_per_wave: int = key(0, aliases={"gen_batch_size": "both count prompts, not responses"})
     """Number of prompts per wave. 0 means three times `batch.prompts_per_step`, as in the released recipe (1536 prompts for a step of 512). The run's config.yaml contains the resolved number."""
     max_waves: int = key(10, aliases="max_num_gen_batches")
-    """Maximum number of waves per step. The default is the released recipe's."""
+    """Maximum number of waves per step. The default is the value in the released recipe."""
     on_shortfall: str = key("error", choices=["error", "train_fewer"], may_change=True)
-    """Action if there are too few informative groups after `max_waves` waves: error, or train_fewer (train on the groups that were found)."""
+    """Action if there are too few informative groups after `max_waves` waves: error, or train_fewer, which trains on the groups that were found."""
     surplus: str = key("discard", choices=["discard", "carry"])
-    """Treatment of informative groups that a step does not need: discard them (as in the released recipe), or carry them over to the next step, which then needs fewer new groups."""
+    """Treatment of informative groups that a step does not need. discard drops them, as in the released recipe. carry keeps them for the next step, which then needs fewer new groups."""
     metric: str = key("correct", choices=["correct", "score"], aliases="filter_groups.metric")
-    """Value that makes a group informative: a group is kept if its responses do not all have the same value. correct: the verdict, from the first grader if there are several.
+    """Value that decides whether a group is informative. A group is kept if its responses do not all have the same value. correct: the verdict, from the first grader if there are several.
     If the grader returns a number, a response with a number above 0 counts as correct. score: the numeric score, summed over the graders if there are several. With score, the
     terminal, the watchdogs and the best checkpoint also use rewards instead of verdicts, even if `enabled` is false."""
 
@@ -259,17 +259,17 @@ class DynamicSamplingConfig(Section, at="dynamic_sampling"):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig(Section, at="rollout"):
-    """Partial rollouts: responses that continue from one step to the next. A virtual clock schedules them, in rounds that depend only on lengths and verdicts, not on real time."""
+    """Partial rollouts, in which unfinished responses continue in the next step. A virtual clock schedules responses in rounds that depend only on lengths and verdicts, not on real time."""
 
     in_flight: int = key(0, aliases="max_concurrent_rollouts")
-    """Number of responses in flight in all processes together: a multiple of `batch.group_size`. Each finished response is replaced, and unfinished responses continue with the
-    next step's weights, so no step has to wait for a slow response. Surplus groups are kept for later steps. 0 means sampling in waves, in which all responses are sampled to their end."""
+    """Total number of responses in flight over all processes, a multiple of `batch.group_size`. Each finished response is replaced, and unfinished responses continue with the
+    next step's weights, so no step has to wait for a slow response. Surplus groups are kept for later steps. 0 means sampling in waves, in which every response is finished before training."""
     round_tokens: int = key(256, range=SIZE)
-    """Number of tokens sampled per round for each response in flight. At the end of a round, finished responses are replaced, and the step may end."""
+    """Number of tokens that are sampled per round for each response in flight. At the end of a round, finished responses are replaced, and the step may end."""
     answer_rounds: int = key(1, range=ROUNDS)
-    """Number of rounds that graders and environments have to answer, during which other responses are sampled. If 0, sampling waits for each answer."""
+    """Number of rounds within which graders and environments must answer. Other responses are sampled meanwhile. If 0, sampling waits for each answer."""
     max_age_steps: int = key(0, aliases="max_staleness staleness_threshold max_off_policy_steps")
-    """Bound n on staleness, in steps. A step waits for groups in flight that began n steps ago. No group begins while there are enough unfinished or unused groups for n + 1 steps.
+    """Bound n on staleness, in steps. Each step waits for the groups in flight that started n steps earlier. No group starts while the unfinished and unused groups suffice for n + 1 steps.
     Training data is then rarely older than n steps, and never older than 2n + 1 steps. 0 means no bound."""
 
 
@@ -288,7 +288,7 @@ class PackedRowsConfig(Section, at="batch"):
     )
     """Number of packed rows per forward and backward pass."""
     row_tokens: int = key(0, aliases="pack_length ppo_max_token_len_per_gpu", may_change=True)
-    """Number of tokens per packed row. 0 means the longest prompt plus the longest response. In longer rows, more responses share a prompt, which is then computed only once.
+    """Number of tokens per packed row. 0 means the longest prompt plus the longest response. In longer rows, more responses can share a prompt, so that it is computed less often.
     However, the cost of attention grows with the square of the row length."""
     packing: bool = key(True, may_change=True)
     """Pack several responses into each row. If false, each row contains one response."""
@@ -349,7 +349,7 @@ IMPORTANCE_RANGES = {"mask": (0.5, 2.0), "mask_responses": (0.99, 1.01)}
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig(Section, at="loss"):
-    """Options for the loss (`dapo_jax.dapo_loss`), and for the advantages, old log-probabilities and importance weights that it uses."""
+    """Options for the loss (`dapo_jax.dapo_loss`), and for the advantages, old log-probabilities and importance weights in the loss."""
 
     clip_ratio_low: float = key(
         0.2,
@@ -461,15 +461,15 @@ class OptimizerConfig(Section, at="optimizer"):
     beta1: float = key(
         0.9, range=BETA, aliases={"adam_beta1": "", "betas": "and optimizer.beta2, each a number"}
     )
-    """Decay rate of the first moment. The default is PyTorch's."""
+    """Decay rate of the first moment. The default is the same as in PyTorch."""
     beta2: float = key(0.999, range=BETA, aliases="adam_beta2")
-    """Decay rate of the second moment. The default is PyTorch's."""
+    """Decay rate of the second moment. The default is the same as in PyTorch."""
     epsilon: float = key(1e-8, range=POSITIVE, aliases="adam_epsilon")
     """Constant that is added to the square root of the second moment."""
     weight_decay: float = key(0.1)
-    """Weight decay for all parameters, which is multiplied by the learning rate. The default is the released recipe's."""
+    """Weight decay, applied to all parameters and multiplied by the learning rate. The default is the value in the released recipe."""
     max_grad_norm: float = key(1.0, range=POSITIVE, aliases="grad_clip clip_grad clip_grad_norm")
-    """Maximum global norm of the gradient. A larger gradient is scaled down to this norm. The default is the released recipe's."""
+    """Maximum global norm of the gradient. A larger gradient is scaled down to this norm. The default is the value in the released recipe."""
     offload: bool = key(False, may_change=True)
     """Keep the optimizer moments in host memory between updates. This saves 8 bytes of device memory per parameter, but transfers the moments twice per update."""
 
@@ -485,13 +485,13 @@ class EvalConfig(Section, at="eval"):
     prompts: int = key(0)
     """Number of prompts to use, from the beginning of each dataset. 0 means all prompts."""
     samples_per_prompt: int = key(32, range=SIZE, aliases="val_kwargs.n num_generations_eval")
-    """Number of responses per prompt, k in avg@k. (Section 4.1)"""
+    """Number of responses per prompt, which is k in avg@k. (Section 4.1)"""
     temperature: float = key(1.0, range=TEMPERATURE)
     """Softmax temperature. 0 means greedy decoding. (Section 4.1)"""
     top_p: float = key(0.7, range=TOP_P)
     """Nucleus sampling: sample from the smallest set of tokens whose total probability reaches this value. 1 means all tokens. (Section 4.1)"""
     top_k: int = key(0, range=TOP_K)
-    """Number of most likely tokens to sample from. 0 means all tokens."""
+    """Top-k sampling: sample from this many of the most likely tokens. 0 means all tokens."""
 
     def check_together(self) -> None:
         parts = entries("eval.datasets", self.datasets, SourceConfig)
@@ -519,17 +519,17 @@ class CheckpointConfig(Section, at="checkpoint"):
     keep_best: bool = True
     """Also save and keep the best checkpoint, by avg@k on the first evaluation dataset, or by mean reward on it if dynamic_sampling.metric=score."""
     grace_s: float = key(25.0, range=POSITIVE)
-    """Seconds that a run may take to save a checkpoint after a stop signal (SIGTERM, SIGINT, SIGHUP). If it takes longer, the run ends without saving."""
+    """Maximum number of seconds for saving a checkpoint after a stop signal (SIGTERM, SIGINT, SIGHUP). If it takes longer, the run ends without saving."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig(Section, at="log"):
-    """Logs in addition to metrics.jsonl."""
+    """Logs that are written in addition to metrics.jsonl."""
 
     rollouts_every_steps: int = key(10, aliases="log_completions")
     """Number of steps between logs of readable rollouts. Each log contains four groups. The first and the last step are also logged. If 0, no rollouts are logged."""
     profile_steps: list[int] = key(default_factory=list)
-    """Steps to profile. Their xprof traces are written to `run_dir/profile`. Avoid the first steps, which spend most of their time on compilation."""
+    """Steps to profile. Their xprof traces are written to `run_dir/profile`. Do not profile the first steps, because they spend most of their time on compilation."""
     tensorboard: bool = False
     """Write TensorBoard events (needs the extra `tensorboard`). Not available if the run folder is in a bucket."""
     wandb: bool = key(False, aliases={"report_to": "true or false; also log.tensorboard"})
@@ -583,7 +583,7 @@ class RunConfig(Section):
     run_dir: str = key(not_empty=True, aliases="output_dir default_local_dir", may_change=True)
     """Run folder: a local folder, or `gs://BUCKET/FOLDER` (needs the extra `gcs`)."""
     seed: int = key(0, range=SEED)
-    """Random seed for prompt order, sampling, shuffling and random weights."""
+    """Random seed for the order of prompts, for sampling, for shuffling and for random weights."""
     steps: int = key(
         100,
         range=STEPS,
@@ -607,7 +607,7 @@ class RunConfig(Section):
     parallel: ParallelConfig = key(default_factory=ParallelConfig, may_change=True)
 
     def check_shared(self, response_tokens: int, response_key: str) -> None:
-        """Checks that every changed key has an effect, and that attention and row length fit the other keys. `response_key` is the key that limits the response length."""
+        """Checks that every changed key has an effect, and that attention and row length are compatible with the other keys. `response_key` is the key that limits the response length."""
         self.check_effects()
         if self.model.attention == "cudnn" and self.model.compute_dtype != "bfloat16":
             remedy = "set it to bfloat16, or model.attention=xla"
@@ -625,8 +625,8 @@ class TrainConfig(RunConfig):
     """Complete configuration of a DAPO training run."""
 
     stall_timeout_s: float = key(1800.0, may_change=True)
-    """Seconds without progress (in data, sampling, grading, updates, files or other processes) after which the run ends with a report on every thread
-    and process. It must be longer than the longest compilation. 0 means no limit."""
+    """Number of seconds without progress (in data, sampling, grading, updates, files or other processes) after which the run ends with a report on
+    every thread and process. It must be longer than the longest compilation. 0 means no limit."""
     environment: EnvironmentConfig = key(default_factory=EnvironmentConfig, only_with="environment.source")
     dynamic_sampling: DynamicSamplingConfig = key(
         default_factory=DynamicSamplingConfig, aliases="filter_groups"
@@ -672,7 +672,7 @@ class TrainConfig(RunConfig):
         return every > 0 and (step in (1, self.steps) or due(step, every))
 
     def resolved(self) -> "TrainConfig":
-        """Returns the configuration that a run saves and compares on resume, with `dynamic_sampling.prompts_per_wave` resolved to a number."""
+        """Returns the configuration to save and to compare on resume, in which `dynamic_sampling.prompts_per_wave` is resolved to a number."""
         dynamic = replace(self.dynamic_sampling, prompts_per_wave=self.prompts_per_wave)
         return replace(self, dynamic_sampling=dynamic)
 
@@ -769,7 +769,7 @@ class SftConfig(RunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(Section):
-    """Complete configuration of an evaluation, except the model."""
+    """Complete configuration of an evaluation. The model is chosen separately."""
 
     seed: int = key(0, range=SEED)
     """Random seed for sampling."""

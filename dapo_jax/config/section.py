@@ -37,7 +37,7 @@ class Section:
         self.check_together()
 
     def check_together(self) -> None:
-        """Checks rules that involve several values. Sections with such rules override this method."""
+        """Checks rules that involve more than one value. Sections with such rules override this method."""
 
     def check_effects(self) -> None:
         """Raises ConfigError if a key is changed but has no effect, because the key that it depends on (`Rules.only_with`) is not set."""
@@ -61,7 +61,7 @@ class Section:
 
 
 def due(step: int, every: int) -> bool:
-    """Returns True if an action that runs every `every` steps (0: never) is due after `step`, counted from 1."""
+    """Returns True if an action that runs every `every` steps (or never, if 0) is due after step number `step`, counted from 1."""
     return every > 0 and step % every == 0
 
 

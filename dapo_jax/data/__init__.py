@@ -1,6 +1,6 @@
-"""Sources of prompts, and of supervised pairs of a prompt and a response.
+"""Sources of prompts for training and evaluation, and of prompt / response pairs for a supervised warm start.
 
-Importing this package is fast, because Grain and TensorFlow Datasets are imported only when rows are first read.
+Importing this package is fast, because Grain and TensorFlow Datasets are only imported when rows are first loaded.
 """
 
 from dapo_jax.data.prompts import PairSource, PromptSource, held_out

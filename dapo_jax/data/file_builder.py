@@ -1,7 +1,7 @@
-"""Base class of the TFDS builders that read files. Each builder's module selects the question and the answer from a row.
+"""Base class of the TFDS builders that load rows from files. Subclasses select the question and the answer from each row.
 
 All rows are read, checked and deduplicated first, so a bad row is reported before anything is written. The name of the prepared
-dataset contains a hash of the files' bytes and the options. If either changes, a new dataset is prepared.
+dataset contains a hash of the files' bytes and of the options, so a new dataset is prepared if either changes.
 """
 
 import hashlib
@@ -19,9 +19,9 @@ from dapo_jax.data.own_builder import OwnBuilder
 from dapo_jax.data.rows import checked_row
 
 FORMAT = 1
-"""Version of the format of prepared rows. If it changes, all datasets are prepared again."""
+"""Format version of prepared rows. If the version changes, all datasets are prepared again."""
 SHOWN = 5
-"""Maximum number of skipped rows that the note about a dataset lists. Further skipped rows are only counted."""
+"""The note about a dataset lists at most this many skipped rows. Further skipped rows are only counted."""
 
 _SPLITS = {"train": "train", "test": "test", "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation"}  # fmt: skip
 _SPLIT = re.compile(rf"({'|'.join(_SPLITS)})(?![a-z])", re.IGNORECASE)
@@ -34,25 +34,25 @@ class SplitRows:
     rows: list[dict[str, str]] = field(default_factory=list)
     """Prepared rows, in the order of the files."""
     answers: dict[str, str] = field(default_factory=dict)
-    """The answer to each prompt that has been read so far."""
+    """Maps each prompt that has been loaded so far to its answer."""
     counts: dict[str, Any] = field(
         default_factory=lambda: {"rows": 0, "skipped": 0, "skipped_rows": [], "repeated": 0, "conflicting": 0}
     )
-    """Metadata of the prepared dataset: the numbers of all rows, bad rows, repeated prompts, and repeated prompts with a different answer."""
+    """Metadata of the prepared dataset: the number of rows, of bad rows, of repeated prompts, and of repeated prompts with a different answer."""
 
 
 class FileBuilder(OwnBuilder, skip_registration=True):
-    """A dataset that is read from files. Each row has `prompt`, `answer`, its position in the files, and all fields from the file."""
+    """A dataset that is loaded from files. Each row has `prompt`, `answer`, its position in the files, and all fields from the file."""
 
     DESCRIPTION = "Questions and answers from files, one JSON object per row."
     TEXTS = ("row",)
     SPLIT: ClassVar[str] = "train"
-    """The split of a file whose name does not begin with a split name."""
+    """The split for files whose name does not begin with a split name."""
     OPTIONS: ClassVar[tuple[str, ...]] = ()
     """Names of the options that `data.source_options` may set."""
 
     def __init__(self, files: Files, *, data_dir: str, file_format: str) -> None:
-        """Finds the files. The dataset's name contains a hash of their bytes.
+        """Finds the files, and computes the hash of their bytes for the dataset's name.
 
         Raises:
             ValueError: the file or folder does not exist, or there is no file with a supported extension.
@@ -70,11 +70,11 @@ class FileBuilder(OwnBuilder, skip_registration=True):
 
     @classmethod
     def get_builder_config(cls, name: str, version: Any = None) -> tfds.core.BuilderConfig:
-        """Returns a configuration with this name. By default, TFDS accepts only names from a fixed list."""
+        """Returns a configuration with any name. TFDS itself only accepts names from a fixed list."""
         return tfds.core.BuilderConfig(name=name)
 
     def example(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns `prompt`, `answer` and any other fields to add to a row, given the row's fields in the file.
+        """Returns `prompt`, `answer` and any other fields to add to a row. `fields` are the row's fields in the file.
 
         Raises:
             ValueError: a field is missing or has the wrong type.
@@ -89,7 +89,7 @@ class FileBuilder(OwnBuilder, skip_registration=True):
         """
         found: dict[str, SplitRows] = {}
         for file in self._files:
-            # The file's name begins with the split, for example `train-00000-of-00002.parquet`.
+            # A file's name may begin with its split, for example `train-00000-of-00002.parquet`.
             named = _SPLIT.match(file.name)
             split = _SPLITS[named[1].lower()] if named else self.SPLIT
             self._read(file, found.setdefault(split, SplitRows()))
@@ -102,7 +102,7 @@ class FileBuilder(OwnBuilder, skip_registration=True):
         return {split: one.rows for split, one in kept.items()}
 
     def _read(self, file: Path, into: SplitRows) -> None:
-        """Adds the rows of a file to its split. With `deduplicate`, skips prompts that the split already has."""
+        """Adds the rows of a file to its split. If `deduplicate` is set, skips prompts that the split already contains."""
         for place, fields in file_rows(file):
             into.counts["rows"] += 1
             try:

@@ -1,4 +1,4 @@
-"""Reads rows from the user's parquet and JSON-lines files."""
+"""Loads rows from the user's parquet and JSON Lines files."""
 
 import gzip
 import json
@@ -10,28 +10,28 @@ from typing import Any, TypeAlias
 
 KINDS = (".parquet", ".jsonl", ".ndjson", ".jsonl.gz")
 _ROWS_AT_ONCE = 1024
-"""Number of rows that are decoded at once from a parquet file."""
+"""Number of rows per batch when a parquet file is decoded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """The files that a builder reads, and the settings for reading them."""
+    """The files that a builder loads, and the settings for loading them."""
 
     path: str = ""
-    """A parquet or JSON-lines file, or a folder of such files."""
+    """A parquet or JSON Lines file, or a folder of such files."""
     options: Mapping[str, Any] = field(default_factory=dict)
     on_bad_row: str = "error"
-    """`error` to stop at the first bad row, or `skip` to leave out bad rows and count them."""
+    """`error` to raise at the first bad row, or `skip` to leave out bad rows and count them."""
     deduplicate: bool = True
-    """Keep only the first of the rows in a split that have the same prompt."""
+    """If several rows in a split have the same prompt, keep only the first of them."""
 
 
 FileRow: TypeAlias = tuple[str, Mapping[str, Any] | Exception]
-"""The position of a row in error messages, such as `train.jsonl, line 17` (counted from 1), and its fields. A bad row has an exception instead of fields."""
+"""A row's position for error messages, such as `train.jsonl, line 17` (counted from 1), and the row's fields, or an exception if the row is bad."""
 
 
 def data_files(path: Path) -> list[Path]:
-    """Returns the file `path`, or if it is a folder, the files in it that end in one of `KINDS`, sorted by name.
+    """Returns the data files at `path`: the file itself, or if it is a folder, all files in it with an extension in `KINDS`, sorted by name.
 
     Raises:
         ValueError: the file or folder does not exist, or there is no file with a supported extension.
@@ -42,17 +42,17 @@ def data_files(path: Path) -> list[Path]:
             raise ValueError(f"the folder {path} has no data file; data files end in {', '.join(KINDS)}")
         return found
     if not path.is_file():
-        raise ValueError(f"there is no file or folder {path} (looked from {Path.cwd()})")
+        raise ValueError(f"there is no file or folder {path} (current folder: {Path.cwd()})")
     if not path.name.endswith(KINDS):
         raise ValueError(f"{path.name} is not a data file; data files end in {', '.join(KINDS)}")
     return [path]
 
 
 def file_rows(path: Path) -> Iterator[FileRow]:
-    """Yields all rows of one file in order. A bad row has an exception instead of fields.
+    """Yields all rows of one file in order. For a bad row, yields an exception instead of the fields.
 
     Raises:
-        ValueError: the file is damaged, for example half-written.
+        ValueError: the file is damaged, for example truncated.
     """
     return _parquet_rows(path) if path.suffix == ".parquet" else _line_rows(path)
 
@@ -71,13 +71,13 @@ def _line_rows(path: Path) -> Iterator[FileRow]:
 def _fields(line: bytes) -> Mapping[str, Any] | Exception:
     try:
         value = json.loads(line.rstrip(b"\r\n").decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # a UnicodeDecodeError is a ValueError too
+    except (ValueError, RecursionError) as error:  # includes UnicodeDecodeError and JSONDecodeError
         return ValueError(f"not JSON: {error}")
     return value if isinstance(value, dict) else ValueError(f"not a JSON object: a {type(value).__name__}")
 
 
 def _parquet_rows(path: Path) -> Iterator[FileRow]:
-    """Decodes one row group at a time, so memory use is bounded by the largest row group."""
+    """Yields the rows of a parquet file. Decodes one row group at a time, so the largest row group limits the memory use."""
     import pyarrow
     from pyarrow import parquet
 
@@ -94,9 +94,9 @@ def _parquet_rows(path: Path) -> Iterator[FileRow]:
 
 
 def _python_rows(batch: Any) -> Iterator[Mapping[str, Any] | Exception]:
-    """Yields the rows of a record batch. A row with invalid UTF-8 or an impossible date is yielded as an exception."""
+    """Yields the rows of a record batch. For a row with invalid UTF-8 or an impossible date, yields an exception."""
     try:
-        yield from batch.to_pylist()  # much faster than one row at a time
+        yield from batch.to_pylist()  # much faster than row by row
     except (ValueError, OverflowError):
         for place in range(batch.num_rows):
             try:

@@ -12,10 +12,10 @@ import tensorflow_datasets as tfds
 
 
 class OwnInfo(tfds.core.DatasetInfo):
-    """Dataset information that is read only from the prepared dataset."""
+    """Dataset information that is loaded from the prepared dataset only, never from the network."""
 
     def initialize_from_bucket(self) -> None:
-        """Does nothing. By default, TFDS would search Google's published datasets, and each search would leave a temporary folder."""
+        """Does nothing. TFDS itself would search Google's published datasets, and each search would create a temporary folder."""
 
 
 class OwnBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
@@ -29,7 +29,7 @@ class OwnBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     """Names of the fields that are lists of texts."""
 
     def splits(self) -> Mapping[str, Iterable[Mapping[str, Any]]]:
-        """Returns the rows of each split."""
+        """Returns a mapping from the name of each split to its rows."""
         raise NotImplementedError
 
     @cached_property
@@ -52,7 +52,7 @@ class OwnBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         return {split: enumerate(rows) for split, rows in self.rows.items()}
 
     def _generate_examples(self, *_: Any) -> Iterator[tuple[int, dict[str, str]]]:
-        raise NotImplementedError  # TFDS requires this method, but `_split_generators` returns the rows
+        raise NotImplementedError  # abstract in TFDS, but never called here
 
 
 def uniform(*place: str | int) -> float:
@@ -73,10 +73,10 @@ def chosen(weights: Mapping[str, float], luck: float) -> str:
     """
     edges = [*itertools.accumulate(weights.values())]
     place = bisect.bisect(edges, luck * edges[-1])
-    return [*weights][min(place, len(edges) - 1)]  # because of rounding, the product may equal the last edge
+    return [*weights][min(place, len(edges) - 1)]  # rounding may yield the last edge
 
 
 def named(kind: str, *constants: Any) -> list[tfds.core.BuilderConfig]:
-    """Returns a generated dataset's only configuration. Its name has a hash of the constants, so a new dataset is prepared if a constant changes."""
+    """Returns a generated dataset's only configuration. Its name contains a hash of the constants, so changing a constant prepares a new dataset."""
     digest = hashlib.blake2b(json.dumps(constants).encode(), digest_size=4).hexdigest()
     return [tfds.core.BuilderConfig(name=f"{kind}_{digest}")]

@@ -1,4 +1,4 @@
-"""Creates prompts from rows, in an order that every host can compute for any position in the run.
+"""Creates prompts from rows. Every host can compute the prompt at any position in the run.
 
 A prompt's `ordinal` is its position in the run's sequence of prompts. `PromptSource` is a pure function of
 (rows, seed, ordinal), so the state of the data pipeline is a single integer, the ordinal of the next prompt.
@@ -38,7 +38,7 @@ class PromptSource:
         parts: Sequence[Sequence[int]] = (),
         weights: Sequence[float] = (),
     ) -> None:
-        """Builds the order of the rows without reading any row.
+        """Determines the order of the rows without loading any row.
 
         Args:
             rows: mappings with a `prompt` and an `answer`, from `load_rows` or `checked_rows`.
@@ -46,8 +46,8 @@ class PromptSource:
             seed: determines the order of every epoch.
             max_prompt_tokens: maximum number of tokens in a prompt, including the template.
             prompt_format: adds the template text to a row's question.
-            shuffle: visit the rows in a new random order in each epoch, instead of in the given order.
-            parts: for each dataset of a mixture, its indices in `rows`. Other rows are never used. If empty, all rows are one dataset.
+            shuffle: whether to visit the rows in a new random order in each epoch. If false, the given order is used.
+            parts: for each dataset of a mixture, its indices in `rows`. Rows without an index are not used. If empty, all rows form one dataset.
             weights: the sampling weight of each part. If empty, all parts have equal weights.
 
         Raises:
@@ -61,15 +61,15 @@ class PromptSource:
 
     def stream(self, start: int, *, stride: int, ahead: int) -> Iterator[Prompt]:
         """Yields the prompts at start, start + stride, ... Threads load and tokenize up to `ahead` prompts in advance."""
-        import grain  # importing it takes more than a second
+        import grain  # imported only if used, because it takes more than a second
 
         options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=ahead)
         return iter(self._order.map_with_index(self._prompt)[start::stride].to_iter_dataset(options))
 
     def row_index(self, ordinal: int) -> int:
-        """Returns the index of the row at `ordinal`."""
+        """Returns the index of the row for the prompt at `ordinal`."""
         index = self._order[ordinal]
-        assert index is not None  # Grain returns None for a filtered row, but no rows are filtered here
+        assert index is not None  # Grain returns None only for filtered rows
         return index
 
     def __getitem__(self, ordinal: int) -> Prompt:
@@ -84,7 +84,7 @@ class PromptSource:
 def row_order(
     parts: Sequence[Sequence[int]], *, weights: Sequence[float] = (), seed: int, shuffle: bool
 ) -> "grain.MapDataset[int]":
-    """Returns the endless order of the rows: `order[place]` is the index of the row at any position `place` >= 0.
+    """Returns the endless order in which rows are used: `order[place]` is the index of the row at position `place` >= 0.
 
     With one part, position p is in epoch p // len(part), and each epoch visits every row once. With `shuffle`, the order of an
     epoch depends on the seed and the epoch number. With several parts, each part has its own epochs. In any n consecutive
@@ -94,12 +94,12 @@ def row_order(
         parts: the row indices of each dataset.
         weights: one weight per part. If empty, all parts have equal weights.
         seed: determines every epoch of every part.
-        shuffle: visit a part's rows in a new random order in each epoch, instead of in the given order.
+        shuffle: whether to visit a part's rows in a new random order in each epoch. If false, the given order is used.
 
     Raises:
         ValueError: a part has no rows.
     """
-    import grain  # importing it takes more than a second
+    import grain  # imported only if used, because it takes more than a second
 
     if not parts or not all(len(part) for part in parts):
         raise ValueError("there are no rows to sample from; the split or the list of rows is empty")
@@ -115,7 +115,7 @@ def row_order(
 def measured_prompts(
     rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, prompt_format: PromptFormat
 ) -> tuple[Int64[np.ndarray, " rows"], list[bytes]]:
-    """Returns the length of each row's prompt in tokens, and for each row a hash of its prompt tokens and of the fields that graders receive.
+    """Returns each row's prompt length in tokens, and a hash of each row's prompt tokens and grader fields.
 
     Raises:
         ValueError: a prompt cannot be tokenized.
@@ -125,7 +125,7 @@ def measured_prompts(
         row = rows[index]
         _, tokens = _encoded(row, tokenizer, index, prompt_format)
         lengths[index] = len(tokens)
-        # The position of a row in a file does not affect training.
+        # Excludes a row's position in its file from the hash, because it does not affect training.
         seen = {name: row[name] for name in sorted(row) if name != "source_row"}
         content = json.dumps(seen, default=_plain, skipkeys=True).encode()
         digests.append(hashlib.sha256(tokens.tobytes() + content).digest())
@@ -147,7 +147,7 @@ def held_out(
     prompt_format: PromptFormat = AS_IT_STANDS,
     limit: int = 0,
 ) -> list[Prompt]:
-    """Returns prompts for the first `limit` rows, or for all rows if `limit` is 0, in the order of the rows and with ordinals 0, 1, ...
+    """Returns evaluation prompts for the first `limit` rows, or for all rows if `limit` is 0. Their order is the order of the rows, with ordinals 0, 1, ...
 
     Raises:
         ValueError: a prompt is too long.
@@ -187,12 +187,12 @@ class PromptStream:
     """The prompts of host h among H hosts, with ordinals h, h + H, h + 2H, ... Threads load and tokenize prompts before the sampler needs them."""
 
     def __init__(self, source: PromptSource, *, hosts: int = 1, ahead: int = 128) -> None:
-        """Creates the stream for one of `hosts` hosts, without reading any row. Up to `ahead` prompts are tokenized in advance."""
+        """Creates the stream for one of `hosts` hosts, without loading any row. Up to `ahead` prompts are tokenized in advance."""
         self._source, self._hosts, self._ahead = source, hosts, ahead
         self._next, self._prompts = -1, iter(list[Prompt]())
 
     def at(self, ordinal: int) -> Prompt:
-        """Returns the prompt at `ordinal`, and lets threads prepare the prompts that follow it.
+        """Returns the prompt at `ordinal`. Threads then prepare the prompts that follow.
 
         Raises:
             ValueError: the row's prompt is too long or cannot be tokenized.
@@ -208,13 +208,13 @@ class PairSource:
     """An endless sequence of supervised pairs for a warm start, with random access: `source[i]` for any i >= 0.
 
     Pair i has the prompt at ordinal i, and one demonstration from the same row, followed by the end token. A row's demonstrations are its
-    `responses`, or its single `response`. The choice of the demonstration depends only on (seed, i).
+    `responses`, or its single `response`. Which demonstration is chosen depends only on (seed, i).
     """
 
     def __init__(
         self, prompts: PromptSource, tokenizer: Tokenizer, *, seed: int, max_response_tokens: int
     ) -> None:
-        """Stores the prompts. `max_response_tokens` includes the end token."""
+        """Stores the source of the prompts. `max_response_tokens` includes the end token."""
         self._prompts, self._tokenizer, self._seed = prompts, tokenizer, seed
         self._max_response_tokens = max_response_tokens
 

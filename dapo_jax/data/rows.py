@@ -1,4 +1,4 @@
-"""Rows of datasets, which are mappings with a prompt and an answer."""
+"""Rows of datasets. A row is a mapping with at least a prompt and an answer."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ class LoadedRows(Sequence[Mapping[str, Any]]):
     def __init__(
         self, rows: Sequence[Any], note: str = "", read: Callable[[Any], Mapping[str, Any]] = lambda row: row
     ) -> None:
-        """Wraps stored rows. `note` is a message about rows that were left out, and `read` decodes a stored row."""
+        """Wraps stored rows. `note` is a message that reports rows that were left out. `read` decodes a stored row."""
         self._rows, self.note, self._read = rows, note, read
 
     def __len__(self) -> int:
@@ -29,7 +29,7 @@ class LoadedRows(Sequence[Mapping[str, Any]]):
 
 
 def checked_rows(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Checks rows that were passed in Python. Each row needs a `prompt` and an `answer`. Other fields are kept.
+    """Checks rows that were passed from Python. Each row must have a `prompt` and an `answer`. Other fields are kept.
 
     A prompt is a string, or a list of messages with `role` and `content`. An integer answer is converted to decimal text.
 
@@ -57,8 +57,8 @@ def checked_row(row: Mapping[str, Any]) -> dict[str, Any]:
     prompt, answer = row["prompt"], row["answer"]
     if not isinstance(prompt, str):
         checked_messages(prompt)
-        prompt = list(prompt)  # messages are converted to canonical form when they are rendered
-    # In Python, a bool is an int, but "True" is hardly an intended answer.
+        prompt = list(prompt)  # messages are normalized later, when they are rendered
+    # A bool is an int in Python, but is not converted, because "True" is hardly an intended answer.
     if isinstance(answer, int | np.integer) and not isinstance(answer, bool):
         answer = str(int(answer))
     if not isinstance(answer, str):
@@ -72,6 +72,6 @@ def checked_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def place_of(row: Mapping[str, Any], index: int) -> str:
-    """Returns the position of a row for error messages: its position in its file, or its index if it is not from a file."""
+    """Returns a row's position for error messages: the position in its file, or its index if the row is not from a file."""
     place = row.get("source_row")
     return place if isinstance(place, str) else f"row {index}"

@@ -1,4 +1,4 @@
-"""Environments answer the turns of the policy, so that a response becomes a multi-turn episode."""
+"""Environments for multi-turn episodes. An environment answers each turn of the policy."""
 
 from dapo_jax.environments.by_name import load_environment
 from dapo_jax.environments.episodes import Episodes

@@ -1,4 +1,4 @@
-"""Loads environments by name: from this package, from another library, as `module:name` or as `path/to/file.py:name`.
+"""Loads environments by name. A name refers to this package, to another library, to `module:name` or to `path/to/file.py:name`.
 
 This package contains one environment, `guess`. The policy guesses a hidden number, and the environment replies `>` or `<`.
 """
@@ -14,7 +14,7 @@ from dapo_jax.rewards.functions import load_function, loading
 
 
 class GuessTheNumber:
-    """The number to guess is the row's `answer`, from 0 to 99. A turn is a guess such as `31`. The reply `>` means that the number is higher than the guess."""
+    """A guessing game. The number to guess is the row's `answer`, from 0 to 99. A turn is a guess such as `31`. The reply `>` means "higher"."""
 
     def episode(self, row: Mapping[str, Any], seed: int) -> "GuessEpisode":
         """Creates the episode for a response.
@@ -28,7 +28,7 @@ class GuessTheNumber:
 
 
 class GuessEpisode:
-    """An episode in which the policy searches for one number."""
+    """An episode of the guessing game."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -49,7 +49,7 @@ ENVIRONMENTS = {"guess": GuessTheNumber}
 
 
 def load_environment(source: str) -> Environment:
-    """Loads and creates the environment that `environment.source` names.
+    """Creates the environment from its name, the value of `environment.source`.
 
     Raises:
         ValueError: the name is unknown, the environment cannot be loaded or created, or it has no `episode` method.

@@ -1,4 +1,4 @@
-"""Calls the user's environment code. Calls have a time limit, and their results are checked, because the code is untrusted."""
+"""Calls the user's environment code. Calls have a time limit and their results are checked, because the code may hang or return invalid values."""
 
 import asyncio
 import inspect
@@ -30,13 +30,13 @@ _STEP_FIELDS: tuple[tuple[str, Any, str], ...] = (
     ("done", bool | np.bool_, "True or False"),
     ("correct", bool | np.bool_ | None, "True, False or None"),
 )
-"""Names and types of a step's fields, with the type in words for error messages. `Rendering` checks the field `append`."""
+"""Name and type of each field of a step, with a description of the type for error messages. `Rendering` checks the field `append`."""
 
 TOO_LATE = "no answer from the environment within {:g} s"
 
 
 class LostError(Exception):
-    """The episode is lost. The message contains the reason."""
+    """An episode is lost, so it has no reward of its own. The message contains the reason."""
 
     def __init__(self, reason: str, lost: Lost = "raised") -> None:
         super().__init__(reason)
@@ -69,12 +69,12 @@ async def outcome(call: Callable[..., Any], *arguments: Any) -> tuple[Any, BaseE
         is_async = inspect.iscoroutinefunction(call)
         found = call(*arguments) if is_async else await asyncio.to_thread(call, *arguments)
         return await found if inspect.isawaitable(found) else found, None
-    except BaseException as error:  # including SystemExit, which would stop the event loop
+    except BaseException as error:  # even SystemExit, which would stop the event loop
         return None, error
 
 
 def place_of(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """Returns the file and line of the innermost frame of the user's code, in parentheses, or an empty string if there is no such frame.
+    """Returns the file and line of the innermost frame in user code, in parentheses, or an empty string if there is no such frame.
 
     Frames of this package, the standard library and installed packages are skipped. `frames` must start with the outermost frame.
     """
@@ -84,7 +84,7 @@ def place_of(frames: Iterable[tuple[FrameType, int]]) -> str:
 
 
 def lost_by(error: BaseException) -> LostError:
-    """Converts an exception to a LostError. Any exception is possible, because a result's fields may be properties that raise."""
+    """Converts an exception to a LostError. Any exception is possible, because the fields of a user's result may be properties that raise."""
     if isinstance(error, LostError):
         return error
     if isinstance(error, asyncio.CancelledError):
@@ -126,7 +126,7 @@ def checked_step(step: Any) -> Step:
 
 
 def checked_scores(given: Any, *, count: int) -> list[float]:
-    """Returns the rewards from `group_rewards` as a list of `count` numbers, one for each episode.
+    """Checks the result of `group_rewards` and returns it as a list of `count` rewards, one for each episode.
 
     Raises:
         LostError: the number of rewards is not `count`, or a reward is not a valid number.

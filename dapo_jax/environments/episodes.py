@@ -37,13 +37,13 @@ from dapo_jax.rewards.sample import Sample, copied, read_only
 _Value = TypeVar("_Value")
 
 HELD_S = 10.0
-"""Seconds for which an environment may block the event loop before a warning is printed."""
+"""Number of seconds that an environment may block the event loop before a warning is printed."""
 
 _PROMPTS, _EPISODES = 4, 32
-"""If all episodes so far were lost, the run ends after at least this many prompts and episodes."""
+"""If every episode so far was lost, the run stops, but only after at least this many prompts and episodes."""
 
 _CLOSINGS = 4096
-"""Number of most recent groups whose episodes `close` waits for."""
+"""`Episodes.close` waits until the episodes of this many most recent groups are closed."""
 
 _NO_ROOM = (
     "the episode begins{begins}, which leaves no room for a turn: an episode has at most sampling.max_response_tokens tokens after the prompt (or "
@@ -64,7 +64,7 @@ class _Open:
     score: float | None = None
     """The episode's reward from `group_rewards`, if the environment has this method."""
     begins: str = ""
-    """Text for an error message with the number of tokens before the first turn. Empty if unknown in this process."""
+    """Phrase for an error message, with the number of tokens before the first turn. Empty if this process does not know the number."""
 
     def lose(self, error: LostError) -> None:
         """Ends the episode without a reward."""
@@ -72,7 +72,7 @@ class _Open:
 
 
 class Episodes:
-    """The episodes of a run, used by the sampler and for grading. This is a context manager; leaving it ends the thread."""
+    """The episodes of a run, used by the sampler and for grading. A context manager that stops the thread on exit."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Episodes:
             episode_tokens: maximum number of tokens per episode. If 0, the limit on a response applies.
             timeout_s: time limit of one call in seconds, not including the wait for other calls to finish.
             calls: maximum number of concurrent calls; further calls wait.
-            name: the environment's name in messages.
+            name: the environment's name in error messages.
             on_close: called after the thread has ended.
         """
         self._environment, self._rendering, self._text_of, self._seed = environment, rendering, text_of, seed
@@ -133,7 +133,7 @@ class Episodes:
         return self._submit(opened, begin)
 
     def reopen(self, prompt: Prompt, index: int, turns: Sequence[DrawnTurn], standing: Standing) -> None:
-        """Reopens an episode that an earlier process began. `turns` are the answered turns, which are replayed before the next turn."""
+        """Reopens an episode that an earlier process started. `turns` are the answered turns, which are replayed before the next turn."""
         opened = self._open[prompt.ordinal, index] = _Open(prompt, replace(standing))
         opened.unheard = [self._turn(turn, number) for number, turn in enumerate(turns)]
 
@@ -143,12 +143,12 @@ class Episodes:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Within this context, for example during an evaluation, keeps episodes separate from other episodes with the same prompt ordinals."""
+        """Context manager, for example for an evaluation. Episodes inside are kept separate from outer episodes with the same prompt ordinals."""
         opened, self._open = self._open, {}
         try:
             yield
         finally:
-            if self._open:  # the block was interrupted
+            if self._open:  # the evaluation was interrupted
                 self._soon(self._closed([*self._open.values()]))
             self._open = opened
 
@@ -193,7 +193,7 @@ class Episodes:
             await self._closed(opened)
 
         def settle(_: Future[None]) -> None:
-            if not found.done():  # the environment's code cancelled the task
+            if not found.done():  # environment code cancelled the task
                 reason = "the task that compares the rewards of a group was cancelled"
                 found.set_result([Verdict(correct=False, lost="raised", reason=reason)] * len(opened))
 
@@ -201,12 +201,12 @@ class Episodes:
         return found
 
     def _soon(self, closing: Coroutine[Any, Any, None]) -> Future[None]:
-        """Schedules a coroutine that closes episodes at its end. `close` waits for this coroutine."""
+        """Schedules a coroutine that closes episodes when it ends. `Episodes.close` waits for this coroutine."""
         self._closings.append(self._loop.submit(closing))
         return self._closings[-1]
 
     def _judge(self, opened: Sequence[_Open], found: Future[list[Verdict]]) -> None:
-        """Sets the verdicts on the episodes of one prompt as the result of `found`."""
+        """Sets the result of the future `found` to the verdicts on the episodes of one prompt."""
         self._judged, self._prompts_judged = self._judged + len(opened), self._prompts_judged + 1
         self._all_lost = self._all_lost and all(one.standing.lost for one in opened)
         if self._all_lost and self._prompts_judged >= _PROMPTS and self._judged >= _EPISODES:
@@ -220,7 +220,7 @@ class Episodes:
             found.set_result([_verdict(one.standing, one.score) for one in opened])
 
     async def _compare(self, group_rewards: Callable[..., Any], opened: Sequence[_Open]) -> None:
-        """Gets rewards from `group_rewards` for the episodes that are not lost. If the call fails, all of them are lost."""
+        """Sets the rewards from `group_rewards` for the episodes that are not lost. If the call fails, these episodes are all lost."""
         for one in opened:
             await self._guarded(one, partial(self._catch_up, one))
         kept = [one for one in opened if not one.standing.lost]
@@ -250,7 +250,7 @@ class Episodes:
         )
 
     async def _begun(self, opened: _Open) -> object:
-        """Creates the episode and returns the result of its `start`. Raises LostError if either fails."""
+        """Creates the episode, calls its `start` and returns the result. Raises LostError if either call fails."""
         prompt = opened.prompt
         seed = int(np.random.SeedSequence((self._seed, prompt.ordinal)).generate_state(1)[0])
         own = {name: copied(value) for name, value in prompt.row.items()}
@@ -261,7 +261,7 @@ class Episodes:
         return "" if begins is None else begins
 
     async def _catch_up(self, opened: _Open) -> None:
-        """If an earlier process began the episode, begins it again in this process and replays its turns."""
+        """If an earlier process started the episode, starts it again in this process and replays its turns."""
         if opened.episode is None:
             await self._begun(opened)
         assert opened.episode is not None
@@ -280,7 +280,7 @@ class Episodes:
         await asyncio.gather(*map(close, opened))
 
     def _continuation(self, follows: Any, *, after: Int[np.ndarray, " turn"] | None) -> Continuation:
-        """Returns the tokens of an appended value or of a new context. Raises LostError if it cannot be rendered."""
+        """Renders an appended value or a new context as tokens. Raises LostError if it cannot be rendered."""
         if isinstance(follows, Context):
             return Continuation(self._rendering.context_ids(follows), new_context=True)
         return Continuation(self._rendering.ids(follows, after=after))
@@ -291,7 +291,7 @@ class Episodes:
             answered = threading.Event()
             with suppress(RuntimeError):  # the loop was closed
                 self._loop.loop.call_soon_threadsafe(answered.set)
-            # If the process was suspended, the loop answers during the second wait.
+            # Waits twice: if the process was suspended, the loop answers during the second wait.
             if answered.wait(HELD_S) or answered.wait(HELD_S / 10) or self._loop.closing.is_set():
                 continue
             frame = sys._current_frames().get(self._loop.thread.ident or 0)
@@ -306,13 +306,13 @@ class Episodes:
             answered.wait()
 
     async def _guarded(self, opened: _Open, work: Callable[[], Coroutine[Any, Any, _Value]]) -> _Value | None:
-        """Returns the result of `work`, or None if the episode was lost before or is lost during `work`."""
+        """Returns the result of `work`, or None if the episode was already lost or is lost during `work`."""
         if opened.standing.lost:
             return None
         try:
             async with self._room:
                 return await work()
-        except (Exception, asyncio.CancelledError) as error:  # the environment may cancel tasks of this loop
+        except (Exception, asyncio.CancelledError) as error:  # environment code may cancel tasks
             if isinstance(error, asyncio.CancelledError) and self._loop.closing.is_set():
                 raise
             opened.lose(lost_by(error))
@@ -324,7 +324,7 @@ class Episodes:
         answered: Future[Continuation | None] = Future()
 
         def settle(done: Future[Continuation | None]) -> None:
-            if done.cancelled() or done.exception() is not None:  # cancelled by the environment
+            if done.cancelled() or done.exception() is not None:  # environment code cancelled it
                 opened.lose(lost_by(asyncio.CancelledError()))
                 answered.set_result(None)
             else:

@@ -1,4 +1,4 @@
-"""Runs episodes inside an environment worker: all episodes share one event loop, and each sync call runs in a thread."""
+"""Runs episodes inside an environment worker. All episodes share one event loop, and each sync call runs in a thread."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ def load(setup: Mapping[str, Any]) -> tuple[dict[str, Any], Serve]:
 
 
 class _Serving:
-    """The episodes of a worker."""
+    """Runs the episodes of one worker."""
 
     def __init__(self, environment: Environment, timeout_s: float) -> None:
         self._environment: Any = environment

@@ -17,29 +17,29 @@ Message = Mapping[str, Any]
 """A message with `role`, `content` and other fields that the model's chat template uses."""
 
 Appended = str | Sequence[Message] | Sequence[int] | Int[np.ndarray, " tokens"]
-"""A value to append: a text, messages for the model's chat template, or token ids. If a text or
-a message contains the name of a special token, the name is tokenized as plain text."""
+"""A value to append: a text, messages for the model's chat template, or token ids. In a text or
+a message, the name of a special token is tokenized as plain text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One turn of the policy, as an episode receives it."""
+    """One turn of the policy, which is passed to the episode."""
 
     tokens: Int[np.ndarray, " turn"]
     """The sampled token ids, including the end token if there is one."""
     logprobs: Float[np.ndarray, " turn"]
     """Log-probability of each token in nats, at the sampling temperature."""
     text: str
-    """The decoded text without special tokens, up to the stop string if one from `sampling.stop` ended the turn."""
+    """The decoded text without special tokens. If a stop string (`sampling.stop`) ended the turn, the text ends before this string."""
     finish_reason: FinishReason
-    """`length` if the turn was cut off at a token limit."""
+    """The reason why the turn ended. `length` means that it was cut off at a token limit."""
     number: int
     """Index of the turn in its episode, starting at 0."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """A new context that replaces everything before it, for example an agent's summary, or earlier turns as a chat template rewrites them.
+    """A new context that replaces everything before it, for example a summary by an agent, or earlier turns rewritten by a chat template.
 
     In training, the turns that follow form a separate row, which begins with this context.
     """
@@ -63,7 +63,7 @@ class Step:
     context: Context | None = None
     """A new context for the next turn, used instead of `append`."""
     correct: bool | None = None
-    """Whether the episode is correct so far. None keeps the previous value. If no step sets it, a reward above 0 counts as correct."""
+    """Whether the episode is correct so far. None keeps the previous value. If every step returns None, a reward above 0 counts as correct."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers that are logged as `reward/parts/NAME`. A later turn's number replaces an earlier number with the same name."""
 
@@ -82,7 +82,7 @@ class Episode(Protocol):
 
 @runtime_checkable
 class Environment(Protocol):
-    """Creates episodes. `environment.source` names a class or function that is called without arguments and returns an environment."""
+    """Creates episodes. `environment.source` is the name of a class or function that is called without arguments and returns an environment."""
 
     def episode(self, row: Mapping[str, Any], seed: int) -> Episode | Awaitable[Episode]:
         """Creates an episode for a data row. `seed` is identical for all responses of a group, so they get the same task.

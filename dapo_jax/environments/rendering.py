@@ -1,8 +1,8 @@
-"""Converts the values that episodes append to token ids.
+"""Tokenizes the texts and messages that episodes append to the context.
 
-For messages, only the text that the chat template renders after an assistant's answer is used. Some
-templates also rewrite earlier turns. For example, Qwen3's template removes their thinking. Such changes do not affect the tokens of these
-turns. Only text that the template itself writes can become special tokens. Text inside messages never does, even in nested fields.
+When messages are appended, only the text that the chat template renders after the assistant's answer is used. Some
+templates also rewrite earlier turns. For example, Qwen3's template removes the thinking from them. Such changes are ignored, so the tokens
+of earlier turns stay the same. Only text that the template itself writes can become special tokens. Text inside messages never does, even in nested fields.
 """
 
 import re
@@ -23,12 +23,12 @@ from dapo_jax.text.special_tokens import FIRST_GUARD
 from dapo_jax.text.tokenizers import Tokenizer
 
 _ANSWER = f"{FIRST_GUARD}said{FIRST_GUARD}"
-"""Placeholder for the assistant's answer. Templates do not contain it, and messages that contain it are rejected."""
+"""Placeholder for the assistant's answer. Templates do not contain this text, and messages that contain it are rejected."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rendering:
-    """Converts values that episodes append to token ids."""
+    """Renders appended values and new contexts as token ids, with the tokenizer and its chat template."""
 
     tokenizer: Tokenizer
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Rendering:
     """The date for chat templates that print the current date."""
 
     def ids(self, appended: object, *, after: Int[np.ndarray, " turn"] | None) -> Int[np.ndarray, " new"]:
-        """Returns the token ids of an appended value (`protocol.Appended`). The value follows the turn `after`, or the prompt if there is no turn yet.
+        """Returns the token ids of an appended value (`protocol.Appended`). `after` is the preceding turn, or None if the value follows the prompt.
 
         Raises:
             LostError: the value cannot be appended, has ids outside the vocabulary, or needs a chat template that the model lacks.
@@ -52,7 +52,7 @@ class Rendering:
             if isinstance(appended, Sequence) and appended and isinstance(appended[0], Mapping):
                 return self._messages(appended, after)
             return self._ids(appended)
-        except (ValueError, TypeError, OverflowError) as error:  # from NumPy or the chat template
+        except (ValueError, TypeError, OverflowError) as error:  # raised by NumPy or the chat template
             raise LostError(f"{appended!r:.200} cannot be appended: {error}") from error
 
     def _ids(self, appended: Any) -> Int[np.ndarray, " new"]:
@@ -123,13 +123,13 @@ class Rendering:
                 f"chat template {template.name} leaves out the assistant's answer, so nothing can be appended to it"
             )
         if after is None:
-            # The prompt already ends with the generation prompt for an answer.
+            # The prompt already ends with the generation prompt, so the policy's answer must come next.
             raise LostError(
                 "messages cannot follow a prompt, because it ends with the beginning of an answer: return a Context, append a text or token ids, or "
                 "add the messages to the row's prompt"
             )
         ids = guard.ids(new)
-        # The turn may already contain the end token that the template adds.
+        # If the turn contains the end token that the template adds, that token is not appended a second time.
         ended = len(after) > 0 and len(ids) > 0 and int(after[-1]) in self.tokenizer.stop_ids
         return ids[1:] if ended and int(ids[0]) == int(after[-1]) else ids
 

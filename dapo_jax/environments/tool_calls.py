@@ -17,14 +17,14 @@ from typing import Any
 from dapo_jax.text.plain_json import read_numbers
 
 MOST_CALLS = 16
-"""Maximum number of calls in a turn. The first call beyond it becomes a `BrokenCall`, and further calls are ignored."""
+"""Maximum number of calls in a turn. The first call over this limit becomes a `BrokenCall`, and further calls are ignored."""
 
 _BEGIN, _END, _TAG = "<tool_call>", "</tool_call>", "<|python_tag|>"
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A well-formed call. Its name and arguments were written by the model and are untrusted."""
+    """A well-formed tool call. The model wrote its name and arguments, so they are untrusted."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -32,7 +32,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class BrokenCall:
-    """A malformed call, with the reason why it cannot be parsed."""
+    """A malformed tool call, with the reason why it cannot be parsed."""
 
     reason: str
 
@@ -57,7 +57,7 @@ def tool_calls(text: str) -> list[ToolCall | BrokenCall]:
 def _after_thoughts(text: str) -> str:
     """Returns the text after the model's thinking, or an empty string if the thinking does not end.
 
-    The chat template may have written `<think>` itself. So `</think>` without `<think>` also ends thinking, if it precedes all calls.
+    The chat template may write `<think>` as part of the prompt. So a `</think>` without `<think>` also ends the thinking if it precedes all calls.
     """
     before, ended, after = text.partition("</think>")
     opened = text.lstrip().startswith("<think>")
@@ -81,7 +81,7 @@ def _tagged(text: str) -> list[ToolCall | BrokenCall]:
 def _bare(text: str) -> list[ToolCall | BrokenCall]:
     meant = text.startswith(_TAG)
     text = text.removeprefix(_TAG).strip()
-    # Any other JSON object is a final answer.
+    # A JSON object without these keys is a final answer, not a call.
     if not meant and not (text.startswith("{") and '"name"' in text and '"parameters"' in text):
         return []
     found: list[ToolCall | BrokenCall] = []

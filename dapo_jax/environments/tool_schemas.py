@@ -1,6 +1,6 @@
 """Creates JSON schemas of Python functions for chat templates, and validates calls against the schemas.
 
-The schemas have the format that the OpenAI API and transformers use for tools. Types come from annotations, and descriptions from the docstring.
+The schemas have the tool format of the OpenAI API and transformers. Types come from the annotations, and descriptions from the docstring.
 """
 
 import inspect
@@ -45,7 +45,7 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     name = getattr(function, "__name__", type(function).__name__)
     try:
         hints = get_type_hints(function)
-    except Exception as error:  # from evaluating the user's annotations
+    except Exception as error:  # user annotations can raise any exception
         raise ValueError(f"tool {name}: its annotations cannot be evaluated: {error}") from error
     description, described = _docstring(inspect.getdoc(function) or "")
     properties: dict[str, Any] = {}

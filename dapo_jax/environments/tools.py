@@ -1,6 +1,6 @@
 """A tool environment: the policy may call Python functions, and its final answer is graded.
 
-A turn with calls is answered with their results, as messages with the role `tool`. A turn without calls is the final answer and ends
+The answer to a turn with calls consists of the results, as messages with the role `tool`. A turn without calls is the final answer and ends
 the episode. Malformed calls, unknown tools, invalid arguments, and tools that raise or take too long are reported to the policy as
 errors, and the episode continues.
 """
@@ -25,7 +25,7 @@ Grade = Callable[[str, Mapping[str, Any]], Any]
 
 
 class Tools:
-    """A set of functions with their schemas. Calls the functions and converts their results to text."""
+    """The functions that the policy may call, with their schemas. Calls the functions and converts their results to text."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Tools:
 
         Args:
             functions: the tools. A function without `async def` runs in a separate thread.
-            most_characters: maximum length of a call's result. Longer results are cut off, with a note at the end.
+            most_characters: maximum length of a call's result. A longer result is cut off and ends with a note.
             timeout_s: time limit of a call in seconds. If the calls of a turn together exceed `environment.timeout_s`, the episode is lost.
 
         Raises:
@@ -52,7 +52,7 @@ class Tools:
         self._most_characters, self._timeout_s = most_characters, timeout_s
 
     async def result(self, call: ToolCall | BrokenCall) -> tuple[str, bool]:
-        """Runs a call. Returns the text of its result, and whether it is an error."""
+        """Runs a tool call. Returns the result as text, and whether it is an error."""
         text, error = await self._outcome(call)
         text = f"error: {error}" if error else text
         if (left_out := len(text) - self._most_characters) > 0:
@@ -60,7 +60,7 @@ class Tools:
         return text, bool(error)
 
     async def _outcome(self, call: ToolCall | BrokenCall) -> tuple[str, str]:
-        """Runs a call. Returns the text of its result and an empty string, or an empty string and the error."""
+        """Runs a tool call. Returns `(text of the result, "")`, or `("", error message)` if the call failed."""
         if isinstance(call, BrokenCall):
             return "", f"the call cannot be parsed: {call.reason}"
         if call.name not in self._tools:
@@ -89,7 +89,7 @@ class ToolEpisode:
     """A tool episode, created by a `ToolEnvironment`. A subclass may override `finish`, which grades the final answer."""
 
     def __init__(self, tools: Tools, row: Mapping[str, Any], grade: Grade | None = None) -> None:
-        """Stores the arguments. The row's `prompt` is a text or a list of messages. `grade` is only needed if `finish` is not overridden."""
+        """Stores the arguments. The row's `prompt` is a text or a list of messages. `grade` is required unless a subclass overrides `finish`."""
         self.tools, self.row, self._grade = tools, row, grade
         self.calls, self.errors = 0, 0
 
@@ -105,7 +105,7 @@ class ToolEpisode:
             metrics = {**self.metrics(), **ended.metrics}
             return Step(reward=ended.reward, done=True, correct=ended.correct, metrics=metrics)
         messages: list[Message] = []
-        for call in found:  # sequentially, because a call may depend on the previous one
+        for call in found:  # one at a time, because a call may depend on the previous one
             text, is_error = await self.tools.result(call)
             self.calls, self.errors = self.calls + 1, self.errors + is_error
             named = {"name": call.name} if isinstance(call, ToolCall) and not is_error else {}
@@ -130,7 +130,7 @@ class ToolEpisode:
         return Step(reward=reward, correct=verdict.correct, metrics=verdict.parts)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the number of calls (`tool_calls`) and the number of calls with an error (`tool_errors`)."""
+        """Returns the metrics `tool_calls`, the number of calls, and `tool_errors`, the number of calls with an error."""
         return {"tool_calls": float(self.calls), "tool_errors": float(self.errors)}
 
 

@@ -1,6 +1,6 @@
 """Converts turns and steps to JSON and back, for messages to and from environment workers.
 
-Appended values are not checked here, so that `Rendering` reports the same errors with and without workers.
+Appended values are not checked here, but in `Rendering`, so that the errors are the same with and without workers.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from dapo_jax.environments.protocol import Context, Step, Turn
 from dapo_jax.rewards.sample import plain, read_only
 
 MOST_BYTES = 1 << 24
-"""Maximum size of a worker's answer in bytes. The longest text that can be appended always fits, even if all its characters are escaped."""
+"""Maximum size of a worker's answer in bytes. Even the longest text that can be appended fits if all of its characters are escaped."""
 
 _FIELDS = ("reward", "done", "correct", "metrics")
 
@@ -24,7 +24,7 @@ def turn_as_json(turn: Turn) -> dict[str, Any]:
 
 
 def turn_of(found: Mapping[str, Any]) -> Turn:
-    """Inverse of `turn_as_json`."""
+    """Converts a dict from `turn_as_json` back to a turn."""
     tokens, logprobs = np.array(found["tokens"], np.int32), np.array(found["logprobs"], np.float32)
     fields: dict[str, Any] = {**found, "tokens": read_only(tokens), "logprobs": read_only(logprobs)}
     return Turn(**fields)
@@ -42,7 +42,7 @@ def step_as_json(step: Any) -> dict[str, Any]:
 
 
 def step_of(found: Mapping[str, Any]) -> Step:
-    """Inverse of `step_as_json`."""
+    """Converts a dict from `step_as_json` back to a step."""
     follows = appended_of(found)
     step = Step(**{name: found[name] for name in _FIELDS})
     object.__setattr__(step, "context" if isinstance(follows, Context) else "append", follows)  # unchecked
@@ -50,7 +50,7 @@ def step_of(found: Mapping[str, Any]) -> Step:
 
 
 def appended_as_json(given: Any) -> dict[str, Any]:
-    """Returns the beginning of an episode, or the value appended after a turn, as a JSON-serializable dict.
+    """Returns the value from an episode's `start`, or the value appended after a turn, as a JSON-serializable dict.
 
     Raises:
         LostError: JSON cannot represent the value.
@@ -67,7 +67,7 @@ def appended_as_json(given: Any) -> dict[str, Any]:
 
 
 def appended_of(found: Mapping[str, Any]) -> Any:
-    """Inverse of `appended_as_json`. Returns a Context, or another value to append."""
+    """Converts a dict from `appended_as_json` back to a Context or another value to append."""
     if "contents" not in found:
         return found.get("append", "")
     context = Context("")

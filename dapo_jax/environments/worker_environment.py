@@ -1,9 +1,9 @@
 """Runs an environment in worker processes. If an episode blocks, exhausts memory or ends its process, only this episode is lost.
 
 A worker runs many episodes concurrently, and the episodes of a prompt share a worker. A call that exceeds the time limit is abandoned
-inside the worker. A worker that blocks or dies is replaced. The new worker recreates an episode by replaying its turns when the episode
-is next called. Since it is unknown which call killed a worker, the calls in progress are retried one at a time. A call that also kills
-the next worker is lost.
+inside the worker. A worker that blocks or dies is replaced. At the next call to an episode, the new
+worker recreates the episode by replaying its turns. Since it is unknown which call killed a worker, the calls in progress are retried one
+at a time. A call that also kills the next worker is lost.
 """
 
 import asyncio
@@ -19,17 +19,17 @@ from dapo_jax.rewards.sample import plain_row
 from dapo_jax.workers import EndedError, Worker
 
 BLOCKED_S = 2.0
-"""A worker that has not answered this many seconds after a call's time limit is considered blocked."""
+"""If a worker has not answered this many seconds after a call's time limit, the worker is considered blocked."""
 
 
 class WorkerEnvironment:
-    """The environment that `environment.source` names, with its episodes in worker processes. A worker starts when it is first needed."""
+    """An environment whose episodes run in worker processes. Each worker starts when it is first needed."""
 
     def __init__(self, source: str, *, workers: int, timeout_s: float, memory_mb: int) -> None:
         """Checks that the environment can be loaded, using a temporary worker.
 
         Args:
-            source: see `load_environment`.
+            source: the environment's name, see `load_environment`.
             workers: number of processes.
             timeout_s: time limit of a call in seconds.
             memory_mb: megabytes that a worker may allocate after it has loaded the environment.
@@ -53,11 +53,11 @@ class WorkerEnvironment:
         self._seats = [_Seat(start, timeout_s) for _ in range(workers)]
         seats = itertools.cycle(self._seats)
         self._seat_of = lru_cache(maxsize=4096)(lambda seed: next(seats))
-        """Assigns workers to prompts round-robin. A prompt is identified by the seed of its episodes."""
+        """Returns the worker slot for a prompt, assigned round-robin. All episodes of a prompt have the same seed, which identifies the prompt."""
         self._numbers = itertools.count()
 
     async def episode(self, row: Mapping[str, Any], seed: int) -> "WorkerEpisode":
-        """Creates an episode in the worker that runs the prompt's other episodes.
+        """Creates an episode in the same worker as the prompt's other episodes.
 
         Raises:
             TypeError: the row contains a value that JSON cannot represent.
@@ -94,10 +94,10 @@ class WorkerEpisode:
         self._calls: list[dict[str, Any] | Turn] = [{"do": "episode", "row": row, "seed": seed}]
         self._worker: Worker | None = None
         self._answered = 0
-        """Number of calls that `_worker` has answered."""
+        """Number of this episode's calls that `_worker` has answered."""
 
     async def start(self) -> Any:
-        """Returns the text, messages or context with which the episode begins."""
+        """Returns the text, messages or context to insert before the first turn."""
         self._calls.append({"do": "start"})
         return appended_of(await self.seat.answer(self.replay))
 
@@ -107,7 +107,7 @@ class WorkerEpisode:
         return step_of(await self.seat.answer(self.replay))
 
     async def close(self) -> None:
-        """Closes the episode if its worker still runs."""
+        """Closes the episode if its worker is still running."""
 
         async def close(worker: Worker) -> None:
             if worker is self._worker:
@@ -117,7 +117,7 @@ class WorkerEpisode:
             await self.seat.answer(close)
 
     async def replay(self, worker: Worker) -> Any:
-        """Sends the calls that this worker has not answered yet, and returns the answer to the last call."""
+        """Sends the episode's calls that this worker has not answered yet, and returns the answer to the last call."""
         if self._worker is not worker:
             self._worker, self._answered = worker, 0
         answer = None
@@ -130,14 +130,14 @@ class WorkerEpisode:
 
 
 class _Seat:
-    """A slot for one worker. If the worker has ended, a new one starts when it is needed."""
+    """A slot for one worker process. If the process has ended, a new worker starts when it is needed."""
 
     def __init__(self, start: Callable[[], Worker], timeout_s: float) -> None:
         self._start, self._timeout_s = start, timeout_s
         self._worker: Worker | None = None
         self._closed = False
         self._suspects = 0
-        """Number of calls that were in progress when a worker ended and have not been answered since."""
+        """Number of calls that were in progress when a worker ended and whose retry has not finished."""
         self._alone = asyncio.Lock()
 
     async def answer(self, use: Callable[[Worker], Awaitable[Any]]) -> Any:

@@ -13,7 +13,7 @@ _Given = TypeVar("_Given")
 def trl_reward(function: Callable[..., Any]) -> Callable[[Sequence[Sample]], Any]:
     """Adapts a TRL reward function, `(prompts, completions, **columns) -> list of numbers`, to grade a whole group.
 
-    One call receives all responses to a prompt as lists of equal length, so the function can compare them. `columns` contains the
+    The function is called once per prompt, with all of the prompt's responses, so it can compare them. `columns` contains the
     row's other fields, and the responses' token ids as `completion_ids`. As in TRL, only columns that are parameters of the function
     are passed, unless it accepts `**kwargs`. If the row's prompt is a conversation, each response is passed as a conversation
     too: `[{"role": "assistant", "content": ...}]`.
@@ -68,7 +68,7 @@ ADAPTERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "trl": trl_reward,
     "verl": verl_reward,
 }
-"""Adapters by prefix, which is the text before the first colon in a reward function's name."""
+"""Maps the prefix of a reward function's name, for example `trl` in `trl:rewards.py:brief`, to its adapter."""
 
 
 def _adapted(

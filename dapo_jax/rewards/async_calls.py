@@ -17,7 +17,7 @@ from dapo_jax.rewards.sample import Sample
 _Value = TypeVar("_Value")
 
 ENDING_S = 5.0
-"""Seconds that `close` waits for functions that keep running after they were cancelled."""
+"""Number of seconds that `close` waits for functions that keep running after they were cancelled."""
 
 LATE_S = 0.1
 """If a timeout fires more than this many seconds late, another task has blocked the loop, so the call gets more time."""
@@ -50,7 +50,7 @@ class EventLoop:
         while not self.closing.is_set():
             try:
                 self.loop.run_forever()
-            except BaseException as error:  # a user's task raised SystemExit or KeyboardInterrupt
+            except BaseException as error:  # user code raised SystemExit, for example
                 self.loop.call_exception_handler({"message": self._message, "exception": error})
         while tasks := asyncio.all_tasks(self.loop):
             for task in tasks:
@@ -69,14 +69,14 @@ class AsyncCalls:
 
         Args:
             at_once: maximum number of concurrent calls; further calls wait.
-            timeout_s: time limit of a call in seconds, not including the wait for other calls to finish.
+            timeout_s: time limit of a call in seconds, not including the time that it waits for other calls.
         """
         self._timeout_s = timeout_s
         self._places = asyncio.Semaphore(at_once)
         self._loop = EventLoop("a task or callback of an async reward function raised")
 
     def submit(self, reward: LoadedReward, samples: Sequence[Sample]) -> Future[list[Verdict]]:
-        """Queues calls that grade the responses to one prompt. The future returns their verdicts in the same order.
+        """Queues calls that grade the responses to one prompt. The future returns the verdicts in the order of the responses.
 
         The future raises RewardError if the function raised or did not return a verdict.
         """
@@ -103,7 +103,7 @@ class AsyncCalls:
 
 
 async def ends_in_time(task: "asyncio.Task[Any]", timeout_s: float) -> bool:
-    """Returns whether a task ends within `timeout_s` seconds. If another task blocks the loop, the limit is extended once by the lost time."""
+    """Returns whether a task ends within `timeout_s` seconds. If another task blocks the loop, the limit is extended once by the time lost."""
     loop = asyncio.get_running_loop()
     due = loop.time() + timeout_s
     await asyncio.wait([task], timeout=timeout_s)
@@ -127,7 +127,7 @@ class DaemonThreads(ThreadPoolExecutor):
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(fn(*args, **kwargs))
-                except BaseException as error:  # raised again where the job is awaited, even SystemExit
+                except BaseException as error:  # including SystemExit, so that the caller gets it
                     future.set_exception(error)
 
         threading.Thread(target=work, daemon=True).start()

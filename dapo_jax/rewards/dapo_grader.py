@@ -16,7 +16,7 @@ BOX_CHARACTERS = 100
 """Number of characters at the end of a response that `dapo_boxed` searches for `\\boxed{}`."""
 
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
-"""Matches from `Answer:` to the end of the line, so a second `Answer:` on a line is part of the first match, as in the released code."""
+"""Matches from `Answer:` to the end of the line, so a second `Answer:` on the same line belongs to the first match, as in the released code."""
 _BOX = r"\boxed{"
 
 _REWRITTEN = (
@@ -31,7 +31,7 @@ _DROPPED = (
     r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3", "\\text{\n}", r"\text{}",
     r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots",
 )  # fmt: skip
-"""Units, filler words and spacing commands to remove next, in this order. They are removed even inside longer words, as in the released code."""
+"""Units, filler words and spacing commands, which are removed after `_REWRITTEN`, in this order and even inside longer words, as in the released code."""
 
 _UNWRAPPED = (
     (re.compile(r".*?\$(.*?)\$.*"), r"$\1$"),
@@ -40,7 +40,7 @@ _UNWRAPPED = (
     (re.compile(r"frac([^{])(.)"), r"frac{\1}{\2}"),
     (re.compile(r"sqrt([^{])"), r"sqrt{\1}"),
 )
-"""Patterns that are applied last. They keep only the text inside dollar signs or wrappers such as \\text{}, and add missing braces to \\frac12."""
+"""Patterns that are applied last. They keep only the text inside dollar signs or wrappers such as \\text{}, and add the missing braces in \\frac12."""
 
 
 @lru_cache(maxsize=4096)
@@ -69,7 +69,7 @@ def dapo_grader(response: str, answer: str) -> Verdict:
 
 
 def dapo_boxed_grader(response: str, answer: str) -> Verdict:
-    r"""Grades by a later version of the rule: if a response has no `Answer:`, the content of its last `\boxed{}` is compared."""
+    r"""Like `dapo_grader`, but if a response has no `Answer:`, compares the content of its last `\boxed{}`, as in a later version of the released code."""
     verdict = dapo_grader(response, answer)
     if verdict.extracted is not None:
         return verdict

@@ -24,18 +24,18 @@ from dapo_jax.rewards.graders import GRADERS, ROW_GRADERS, exact_grader
 from dapo_jax.rewards.sample import Sample, handed_over, is_async, is_whole_group, name_of
 
 Judged = Verdict | bool | float
-"""A reward function's result for one response."""
+"""Types that a reward function may return for one response."""
 RewardFunction = (
     Callable[[Sample], Judged | Awaitable[Judged]]
     | Callable[[Sequence[Sample]], Sequence[Judged] | Awaitable[Sequence[Judged]]]
 )
-"""A user-defined reward function, sync or async. It grades one sample, or a whole group if it is marked with `whole_group`."""
+"""A user-defined reward function, sync or async. It grades one sample, or a whole group if it is decorated with `whole_group`."""
 Rewards = RewardFunction | Sequence[tuple[str | RewardFunction, int | float]]
 """The `reward` argument of `train`: one function, or `(function or grader name, weight)` pairs whose weighted rewards are summed."""
 GradeFunction = Callable[[Sequence[Sample]], list[Verdict]]
 """The function that `grade_group` calls with all responses to one prompt. It returns a verdict for each response."""
 Submit = Callable[[Sequence[Sample]], Future[list[Verdict]]]
-"""A function that submits the responses to one prompt for grading. Its future returns their verdicts in the same order."""
+"""A function that submits the responses to one prompt for grading. It returns a future of the verdicts, in the order of the responses."""
 
 _ABSENT = object()
 
@@ -43,7 +43,7 @@ _OF_THE_RUN = (KeyboardInterrupt, StoppedError)
 """Exceptions raised by Ctrl-C and by signals that stop the run. All other exceptions come from the user's code."""
 
 MAX_SCORE = 1e30
-"""Maximum magnitude of a score, and of a sum of scores. Training squares differences between scores, which would otherwise overflow."""
+"""Maximum magnitude of a score, and of a sum of scores. Training squares the differences between scores, and squares of larger differences could overflow."""
 
 
 class RewardError(RuntimeError):
@@ -51,7 +51,7 @@ class RewardError(RuntimeError):
 
 
 class NonFiniteScoreError(ValueError):
-    """A reward function returned NaN, an infinity, or a number beyond `MAX_SCORE`."""
+    """A reward function returned NaN, an infinity, or a number larger than `MAX_SCORE` in magnitude."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +60,9 @@ class LoadedReward:
 
     function: Callable[..., Any]
     name: str
-    """Name used in messages."""
+    """Name of the function in messages."""
     on_nonfinite: str = "error"
-    """Handling of scores that are not finite: `error` or `lost`, see `load_reward`."""
+    """Handling of scores that are NaN, infinite or too large: `error` or `lost`, see `load_reward`."""
 
     @property
     def is_async(self) -> bool:
@@ -79,7 +79,7 @@ class LoadedReward:
         return [samples] if self.is_whole_group else [[sample] for sample in samples]
 
     def grade(self, samples: Sequence[Sample]) -> list[Verdict]:
-        """Returns the verdicts on a group's samples, in the same order. See `grade_function` for the exceptions."""
+        """Returns the verdicts on a group's samples, in the order of the samples. Raises the exceptions of `grade_function`."""
         found = []
         for call in self.calls(samples):
             try:
@@ -96,8 +96,8 @@ class LoadedReward:
         try:
             result = await self.function(self._argument(call))
         except asyncio.CancelledError:
-            raise  # the event loop handles cancellation
-        except BaseException as error:  # including KeyboardInterrupt: Ctrl-C only reaches the main thread, so the user's code raised it
+            raise  # a cancelled call is not a failure of the function
+        except BaseException as error:  # even KeyboardInterrupt, as Ctrl-C only reaches the main thread
             raise self._failure(error, call) from error
         return self._verdicts(result, call)
 
@@ -144,7 +144,7 @@ def joined(
     parts: Sequence[Future[list[Verdict]]],
     join: Callable[[list[list[Verdict]]], Any] = lambda found: [*chain(*found)],
 ) -> Future[Any]:
-    """Returns a future of `join(results of all parts)`. If any part is cancelled or raises, so does this future."""
+    """Returns a future whose result is `join` of the list of all parts' results. If a part raises or is cancelled, this future does the same."""
     whole: Future[Any] = Future()
     lock, waiting = threading.Lock(), len(parts)
 
@@ -167,7 +167,7 @@ def joined(
 
 
 def _named(call: Sequence[Sample]) -> str:
-    """Describes a call in a message: its prompt, and its response or number of responses."""
+    """Returns a description of a call for messages, with its prompt, and its response or number of responses."""
     prompt = call[0].prompt
     responses = f"{len(call)} responses" if len(call) > 1 else f"response {call[0].response[:60]!r}"
     return f"prompt {prompt.ordinal} ({prompt.text[:60]!r}), {responses}"
@@ -193,14 +193,14 @@ def grade_function(
 def load_reward(
     spec: str | RewardFunction, *, answer_marker: str = "=", on_nonfinite: str = "error"
 ) -> LoadedReward:
-    """Loads the reward function named by a built-in grader, `module:function` or `path/to/file.py:function`, or wraps a given function.
+    """Loads a reward function from its name (a built-in grader, `module:function` or `path/to/file.py:function`), or wraps a given function.
 
-    The prefix `trl:` or `verl:` marks a function that was written for that trainer, see `rewards.adapters`.
+    Names of functions that were written for TRL or verl have the prefix `trl:` or `verl:` (see `rewards.adapters`).
 
     Args:
         spec: the value of `reward.grader`, or a function.
         answer_marker: only used by the `exact` grader, see `exact_grader`.
-        on_nonfinite: handling of a score that is NaN, infinite or beyond `MAX_SCORE`. `error` raises RewardError. With `lost`, the
+        on_nonfinite: handling of a score that is NaN, infinite or larger than `MAX_SCORE` in magnitude. `error` raises RewardError. With `lost`, the
             response has no verdict and counts as wrong, and the other responses of its group keep their verdicts.
 
     Raises:
@@ -232,7 +232,7 @@ def as_verdict(result: Any, *, name: str) -> Verdict:
     configured rewards for correct and incorrect responses apply. A number is a score that becomes the reward, and a score above 0 is correct.
 
     Raises:
-        NonFiniteScoreError: the score is NaN, infinite or beyond `MAX_SCORE`. This is a subclass of ValueError.
+        NonFiniteScoreError: the score is NaN, infinite or larger than `MAX_SCORE` in magnitude. This is a subclass of ValueError.
         ValueError: the result has any other type, or is a lost verdict that is marked as correct.
     """
     if isinstance(result, Verdict):

@@ -51,7 +51,7 @@ def exact_grader(marker: str = "=") -> Grader:
 def reasoning_gym_grader(sample: Sample) -> Verdict:
     """Strips the response and grades it with the `score_answer` function of its reasoning-gym task.
 
-    A score of at least 0.99 is correct. If `score_answer` raises, it probably could not parse the answer, which then counts as wrong.
+    A score of at least 0.99 is correct. If `score_answer` raises, it probably could not parse the answer, so the answer counts as wrong.
 
     Raises:
         ValueError: the row does not come from `reasoning_gym:TASK`.
@@ -78,7 +78,7 @@ def reasoning_gym_grader(sample: Sample) -> Verdict:
 
 @cache
 def _score_answer(task: str, options: str) -> Callable[[str, Mapping[str, Any]], float]:
-    package = importlib.import_module("reasoning_gym")  # the optional dependency that generated the rows
+    package = importlib.import_module("reasoning_gym")  # an optional dependency
     return package.create_dataset(task, seed=0, size=1, **json.loads(options)).score_answer
 
 
@@ -92,13 +92,13 @@ GRADERS: dict[str, Grader] = {
 """Built-in graders by their configuration names."""
 
 UNREAD_BY: dict[str, Callable[[str], bool]] = {"math": unread_by_math, "gsm8k": unread_by_gsm8k}
-"""For each grader that parses references, a function that returns True if the grader cannot parse a reference and compares it as text."""
+"""For each grader that parses references, a function that returns True if the grader cannot parse a reference and therefore compares it as text."""
 
 TEXT_RULES = frozenset(GRADERS) - {"math"}
 """Graders that only compare text. They take microseconds and cannot hang, so they need no worker process."""
 
 ROW_GRADERS = {"reasoning_gym": reasoning_gym_grader}
-"""Built-in graders, by name, that need the data row and therefore take a `Sample`."""
+"""Built-in graders, by name, that are called with a `Sample` because they use its data row."""
 
 
 def _integer(text: str) -> str | None:

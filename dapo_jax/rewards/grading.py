@@ -31,18 +31,18 @@ class Grading:
     tokenizer: TextDecoder
     shaping: Shaping
     on_submit: Callable[[], None] = lambda: None
-    """Called before the responses to a prompt are submitted."""
+    """Function that is called before the responses to a prompt are submitted."""
     on_close: Callable[[], None] | None = None
 
     def close(self) -> None:
-        """Ends the grading workers and the event loop, if there are any."""
+        """Ends the grading workers and the event loop of async graders, if there are any."""
         if self.on_close is not None:
             self.on_close()
 
     def groups(self, sampled: Iterable[tuple[Prompt, tuple[Response, ...]]]) -> Iterator[Group]:
         """Yields the graded groups in sampling order.
 
-        Takes the next responses from `sampled` without waiting for the verdicts on earlier responses.
+        Submits the responses to the next prompt without waiting for the verdicts on earlier prompts.
 
         Raises:
             RewardError: the grader raised or did not return a verdict.
@@ -56,7 +56,7 @@ class Grading:
             yield pending.popleft().result()
 
     def begin(self, prompt: Prompt, responses: Sequence[Response]) -> Future[Group]:
-        """Submits the responses to a prompt for grading. The future returns the graded group, or raises RewardError as `groups` does."""
+        """Submits the responses to a prompt for grading. The future returns the graded group, or raises RewardError if grading fails."""
         samples = samples_of(prompt, responses, tokenizer=self.tokenizer)
         self.on_submit()
         shaped = partial(shaped_group, prompt, responses, samples, shaping=self.shaping)
@@ -65,10 +65,10 @@ class Grading:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One of several reward functions. The reward is the weighted sum of their results."""
+    """One of several reward functions whose weighted rewards are summed."""
 
     name: str
-    """Name used in metrics and reasons."""
+    """Name of the function in metrics and in `Verdict.reason`."""
     weight: float
     submit: Submit
 
@@ -85,7 +85,7 @@ def weighted_sum(parts: Sequence[Part], shaping: Shaping) -> Submit:
 def summed(parts: Sequence[Part], verdicts: Sequence[Sequence[Verdict]], shaping: Shaping) -> list[Verdict]:
     """Combines the verdicts from all parts on the responses to one prompt, and returns one verdict per response.
 
-    `correct` and `extracted` come from the first part. `score` is the sum of weight times reward. `reason` is the first part's reason,
+    `correct` and `extracted` come from the first part. `score` is the weighted sum of the rewards. `reason` is the first part's reason,
     followed by the terms of the sum. `lost` is the first non-empty `lost` of the parts. `parts` contains each part's reward before
     weighting. `Shaping.rewards` sets the reward for a lost verdict.
 

@@ -1,4 +1,4 @@
-"""The `gsm8k` grader. It compares the number after `####`, which marks answers in GSM8K, or else the last number of the response."""
+"""The `gsm8k` grader. It compares the number after `####`, the answer mark of GSM8K. In a response without this mark, it compares the last number."""
 
 import re
 from fractions import Fraction
@@ -16,7 +16,7 @@ _CHANGED_BEFORE = re.compile(
 _CHANGED_AFTER = re.compile(
     rf"[\s-]*(?:and an? )?(?i:{'|'.join(CHANGING_AFTER)})\b|[xyznkKMBπ](?![^\W\d_])|[A-Za-z]?[\^_]"
 )
-"""`_CHANGED_BEFORE` and this match words and letters next to a run that change its value, as in minus 5, 2x or 5k. Other words, as in 72 km, are units."""
+"""Like `_CHANGED_BEFORE`, matches words and letters next to a run that change its value, as in minus 5, 2x or 5k. Other words are units, as in 72 km."""
 _CURRENCY = re.compile(r"(?<![0-9])\\?[$€£¥₹]|\\?[$€£¥₹](?![0-9])")
 _WRAPPER = re.compile(r"\\(?:boxed|text|mathrm|mathbf|left|right)(?![A-Za-z])|\\[()\[\]]")
 _FRACTION = re.compile(r"\\[dtc]?frac\{([0-9]+)\}\{([0-9]+)\}")
@@ -28,7 +28,7 @@ def gsm8k_grader(response: str, answer: str) -> Verdict:
     The reference is a number, or a worked solution that ends in `#### number` as in the dataset's files
     (Cobbe et al. 2021, "Training Verifiers to Solve Math Word Problems", https://arxiv.org/abs/2110.14168).
     A response's answer is the number after its last `####`. The rest of that line may contain words, but no second number. Without `####`,
-    the answer is the last number. A number is parsed together with everything attached to it. So -5, 3e8, 1/2 and 2 2/3 are numbers, but
+    the answer is the last number. A number is parsed together with all characters attached to it. So -5, 3e8, 1/2 and 2 2/3 are numbers, but
     3-5, 3:30, 5^2, 2x and 5 thousand are compared as text. Units and currency, percent and degree signs are ignored.
 
     >>> [gsm8k_grader(response, "72").correct for response in ("3 * 24 = 72\\n#### 72", "That is $72.00.", "#### 7")]
@@ -42,7 +42,7 @@ def gsm8k_grader(response: str, answer: str) -> Verdict:
         raise ValueError(f"the gsm8k grader needs a reference with a number; got {answer!r}")
     _, marked, after = response.rpartition(_MARK)
     where = f"after the last {_MARK!r}" if marked else "the last number"
-    # The rest of the line after the mark, or the next line that is not empty.
+    # After the mark, only the rest of the line is used, or the next line that is not empty.
     found = _stated(after.strip().partition("\n")[0] if marked else after, alone=bool(marked))
     if found is None:
         where = f"after the last {_MARK!r}" if marked else "in the response"
@@ -63,7 +63,7 @@ def unread_by_gsm8k(answer: str) -> bool:
 
 
 def _stated(text: str, *, alone: bool) -> tuple[str, Fraction | None] | None:
-    """Returns the last run (see `_RUN`) and its value. There is no value (None) if the run is not a number or, with `alone`, is not the only run."""
+    """Returns the last run (see `_RUN`) and its value. Instead of a value, returns None if the run is not a number or, with `alone`, not the only run."""
     text = re.sub(r"(?<=[0-9])\s*[xX]\s*(?=[0-9])", "*", plain(text))
     runs = [run for run in _RUN.finditer(text) if re.search("[0-9]", run[0])]
     if not runs:

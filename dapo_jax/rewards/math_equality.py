@@ -103,7 +103,7 @@ class _Comparison:
             return False
         difference = gold - found
         if applied := difference.atoms(AppliedUndef):
-            # Terms such as f(x) become symbols, because a function has equal values for equal arguments.
+            # Terms such as f(x) become symbols, because equal arguments give equal values.
             names = {one: sympy.Symbol(f"{one}", real=True) for one in applied}
             return self._same_number(gold.xreplace(names), found.xreplace(names))
         if difference.free_symbols:
@@ -140,7 +140,7 @@ def _at_points(expressions: tuple[Any, ...]) -> list[list[Any]]:
 
 
 def _value_of(relation: Relation, *, interval: bool) -> Any:
-    """Returns the value that a relation states, for example 5 for x = 5, or None. With `interval`, a < x < b also states an interval."""
+    """Returns the value that a relation states, such as 5 for x = 5, or None if it states no value. With `interval`, a < x < b has an interval as its value."""
     first, last = relation.sides[0], relation.sides[-1]
     if set(relation.signs) == {"="}:
         if is_name(last) and not is_name(first):

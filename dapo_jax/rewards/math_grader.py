@@ -23,7 +23,7 @@ def math_grader(response: str, answer: str) -> Verdict:
     r"""Finds the answer stated in the response and compares its meaning with the reference.
 
     The answer is the text after the last `Answer:`, or the content of a later `\boxed{}`. Without either, a response that is a single
-    line of mathematics is itself the answer, and in other responses it is the text after words such as "the answer is". Other numbers
+    line of mathematics is itself the answer. In other responses, the answer is the text after words such as "the answer is". Other numbers
     are ignored, because they may match by accident. If the last `\boxed{` is not closed, or the last `Answer:` has no text, the
     response was cut off and has no answer.
 
@@ -71,10 +71,10 @@ def unread_by_math(answer: str) -> bool:
 
 
 def _statement(text: str) -> tuple[str | None, str]:
-    """Returns the stated answer (None if it is missing or was cut off), and the place where it was found or expected."""
+    """Returns the stated answer, or None if it is missing or was cut off. Also returns the place where it was found or expected, in words."""
     answer = last[-1].end() if (last := list(_ANSWER.finditer(text))) else None
     line_end = -1 if answer is None else text.find("\n", answer) % (len(text) + 1)
-    # The last statement is used: a box after the line of the last `Answer:`, or else that line.
+    # A box after the line of the last `Answer:` takes precedence, because it is the response's last statement.
     boxed, found = _last_box(text[line_end + 1 :])
     if found:
         return boxed, r"in the last \boxed{}"
@@ -93,7 +93,7 @@ def _statement(text: str) -> tuple[str | None, str]:
 
 
 def _last_box(text: str) -> tuple[str | None, bool]:
-    r"""Returns the content of the last outermost `\boxed{}` (None if it is not closed), and whether there is a box."""
+    r"""Returns the content of the last outermost `\boxed{}`, or None if it is not closed. Also returns whether there is a box."""
     content, at = None, 0
     while opened := _BOX.search(text, at):
         depth, content = 1, None

@@ -1,6 +1,6 @@
-r"""Parses an answer as mathematics, either as a whole or not at all.
+r"""Parses answers as mathematics. An answer is parsed as a whole or not at all.
 
-The notations below are supported. Anything else makes the answer unreadable, so that part of an answer is never mistaken for the whole:
+The notations below are supported. An answer with any other notation is not parsed, so that a part is never mistaken for the whole answer:
 
 * numbers as in `numerals.py`, mixed numbers (`2 2/3`, `2\frac23`), repeating decimals (`0.\overline{3}`), thousands separated by
   `,`, `{,}`, `,\!` or thin spaces;
@@ -26,9 +26,9 @@ import sympy
 from dapo_jax.rewards.numerals import CHANGING_AFTER, CHANGING_BEFORE, GROUPED, NUMERAL, plain, value
 
 MOST_BITS = 20_000
-"""Maximum size of a power of numbers in bits. An answer with a larger power is not parsed."""
+"""Maximum size in bits of a power such as 2^1000. An answer with a larger power is not parsed."""
 SIGNIFICANT = 6
-"""Minimum number of significant digits of a decimal that also equals the numbers that round to it."""
+"""A decimal with at least this many significant digits also equals every number that rounds to it, such as 1/3 for 0.333333."""
 
 
 class UnreadableError(ValueError):
@@ -46,7 +46,7 @@ class Several:
 
 @dataclass(frozen=True)
 class Relation:
-    """A relation such as a < b <= c, with one sign between each pair of neighboring sides."""
+    """A relation such as a < b <= c, with one sign between each pair of adjacent sides."""
 
     sides: tuple[Any, ...]
     signs: tuple[str, ...]
@@ -77,7 +77,7 @@ _COMMANDS = {
     "div": "/", "lt": "<", "gt": ">", "approx": "≈", "pm": "±", "mp": "∓", "in": "∈", "cup": UNION, "infty": "∞", "pi": "π",
     "degree": "°", "imath": "i", "lbrace": r"\{", "rbrace": r"\}", "varnothing": r"\emptyset",
 }  # fmt: skip
-"""Replacements for LaTeX commands, by command name. Other commands are kept."""
+"""Replacements for LaTeX commands, by command name. Commands that are not listed are kept."""
 _NATURAL = ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "exp", "asin", "acos", "atan")
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: getattr(sympy, name) for name in _NATURAL},
@@ -98,7 +98,7 @@ _SMALL_UNITS = _each(
     "GBP st nd rd th pts pcs sq cup egg hen bus box car boy way row ton bag dog cat pen man",
     "",
 )
-"""Units and nouns of two or three letters, which are ignored. Other short words outside sentences are products of variables."""
+"""Units and nouns with two or three letters, which are ignored. Other words of this length, unless in a sentence, are products of variables."""
 _UNIT_LETTERS = frozenset("mgshLlJNWVACKF")
 """One-letter units in upright type, as in \\text{m}. A letter in italics is a variable."""
 
@@ -172,7 +172,7 @@ def read(text: str) -> ReadAnswer | None:
 
 
 def _core(text: str) -> tuple[str, bool]:
-    """Returns the mathematics in a text without words and units, and whether it is a percentage. The text must contain exactly one formula."""
+    """Removes words and units from a text. Returns the remaining formula and whether it is a percentage. The text must contain exactly one formula."""
     text = _CONJUNCTION.sub("\2", re.sub(r"\\(?:text|mbox|mathrm)\s*\{\s*(and|or)\s*\}", r" \1 ", text))
     text = _UPRIGHT.sub(_upright, text)
     parts = _MARKS.split(text)
@@ -193,7 +193,7 @@ def _core(text: str) -> tuple[str, bool]:
         text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|°", "", text)
     pieces = [piece.strip(' "`,;:?').rstrip(". ") for piece in _UNIT_POWER.split(text)]
     where = [place for place, piece in enumerate(pieces) if re.search(r"[^\s()\[\]{}-]", piece)]
-    # Skips single letters before the last piece, which are words, or names as in "the value of x is 5".
+    # Skips single letters that are not the last piece. They are words, or names as in "the value of x is 5".
     where = [place for place in where if place == where[-1] or not re.fullmatch("[A-Za-z]", pieces[place])]
     if len(where) != 1:
         raise UnreadableError("no mathematics, or several pieces")
@@ -212,7 +212,7 @@ def _word(match: re.Match[str]) -> str:
 
 
 def _upright(match: re.Match[str]) -> str:
-    """Replaces upright text, which may be a function name, a letter or words."""
+    """Replaces upright text such as \text{...}, which may contain a function name, a letter or words."""
     style, inner = match[1], match[2].strip()
     if inner in _FUNCTIONS:
         return rf"\{inner} "
@@ -505,7 +505,7 @@ class _FormulaParser:
 
 
 def is_name(side: Any) -> bool:
-    """Returns whether a side only names a value, as in `x = 5`, `f(2) = 5`, `a + b = 5` or `x^2 = 5`, but not in `2x = 5`."""
+    """Returns whether a side of an equation is a name for the other side, as in `x = 5`, `f(2) = 5`, `a + b = 5` or `x^2 = 5`, but not in `2x = 5`."""
     if isinstance(side, Several):  # (x, y) = (1, 2)
         return all(isinstance(item, sympy.Symbol) for item in side.items)
     if not isinstance(side, sympy.Expr):

@@ -1,4 +1,4 @@
-"""Parses numbers in common notations for the graders `math` and `gsm8k`. Values are exact, and a text is parsed as a whole."""
+"""Parses numbers in common notations for the graders `math` and `gsm8k`. Values are exact. A text that is not a number as a whole is not parsed."""
 
 import re
 from decimal import Decimal
@@ -13,7 +13,7 @@ def _fraction(sign: str) -> str:
 
 _PLAIN = str.maketrans(
     {
-        # First hyphens, dashes and minus signs, then spaces.
+        # Hyphens, dashes and minus signs are in the first line, spaces in the second.
         **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2212\ufe63\uff0d", "-"),
         **dict.fromkeys("\u00a0\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f", " "),
         **dict.fromkeys("\u00d7\u00b7\u22c5\u2217\u2219", "*"),
@@ -31,7 +31,7 @@ NUMERAL = re.compile(rf"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+){_EXPONENT}")
 GROUPED = re.compile(
     rf"[1-9][0-9]{{0,2}}(?:[, ][0-9]{{3}})+(?![0-9]|,[0-9])(?:\.[0-9]+)?{_EXPONENT}|{NUMERAL.pattern}"
 )
-"""Like `NUMERAL`, but also matches commas or spaces between groups of three digits."""
+"""Like `NUMERAL`, but also matches numbers with commas or spaces between groups of three digits."""
 _NUMBER = re.compile(
     rf"(?P<sign>[-+]?)\s*(?:(?P<whole>[0-9]+)\s+(?=[0-9]+\s*/))?(?P<over>{GROUPED.pattern})"
     rf"(?:\s*/\s*(?P<under>{GROUPED.pattern}))?"

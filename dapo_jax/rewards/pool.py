@@ -1,7 +1,7 @@
 """Grades in worker processes. Each call has a time limit and a memory limit, and a worker that dies or hangs is replaced.
 
 If a call exceeds a limit or kills its worker, its verdicts are marked as lost. A thread or timer that an earlier call started may also
-kill the worker, so a call is retried once if its worker had answered other calls. If workers keep dying, calls raise RewardError.
+kill the worker, so a call is retried once if its worker had already answered other calls. If workers keep dying, calls raise RewardError.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ DEATHS_BORNE = 2
 """Number of worker deaths that are always tolerated."""
 
 CALLS_A_DEATH = 100
-"""A grader that kills its worker in at least one of this many calls is considered broken."""
+"""A grader is considered broken if its worker dies at least once per this many calls, on average."""
 
 
 class GradingPool:
-    """A pool of worker processes that grade samples. `close` ends them."""
+    """A pool of worker processes that grade samples. `close` stops the workers."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class GradingPool:
         whole_group: bool = False,
         on_nonfinite: str = "error",
     ) -> None:
-        """Starts the workers, but does not wait until they have loaded the grader.
+        """Starts the workers without waiting for them to load the grader.
 
         Args:
             grader: a name in `GRADERS`, `module:function` or `path/to/file.py:function`.
@@ -62,7 +62,7 @@ class GradingPool:
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="grading")
 
     def submit(self, samples: Sequence[Sample]) -> Future[list[Verdict]]:
-        """Queues calls that grade the responses to one prompt. The future returns their verdicts in the same order.
+        """Queues calls that grade the responses to one prompt. The future returns the verdicts in the order of the responses.
 
         The future raises RewardError if the grader raised, did not return a verdict or keeps killing its workers, or if a worker
         cannot start. It raises ValueError if the grader cannot be loaded.
@@ -71,7 +71,7 @@ class GradingPool:
         return joined([self._threads.submit(self._verdicts, call) for call in calls])
 
     def grade(self, samples: Sequence[Sample]) -> list[Verdict]:
-        """Returns the verdicts on the responses to one prompt, in the same order."""
+        """Returns the verdicts on the responses to one prompt, in the order of the responses."""
         return self.submit(samples).result()
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class GradingPool:
             self._idle.put(worker if worker.ended is None else self._start())
 
     def _answer(self, worker: Worker, call: Sequence[Sample]) -> list[Verdict]:
-        """Returns a worker's verdicts on one call. If the call exceeds a limit, the verdicts are lost and the worker is ended.
+        """Returns a worker's verdicts for one call. If the call exceeds a limit, the verdicts are lost and the worker is stopped.
 
         Raises EndedError if the worker dies.
         """
@@ -125,7 +125,7 @@ class GradingPool:
         return [Verdict(**verdict) for verdict in answer["verdicts"]]
 
     def _count_death(self, call: Sequence[Sample], how: str, *, counts: bool, gives_up: bool) -> None:
-        """Counts a worker's death if `counts` is true, and prints a message for the first few. Raises RewardError if there are too many."""
+        """Counts a worker's death if `counts` is true. Prints a message for the first few deaths, and raises RewardError if there are too many."""
         with self._lock:
             self._deaths += counts
             asked, deaths = self._asked, self._deaths
@@ -163,7 +163,7 @@ def _graded(grade: GradeFunction, call: list[Any], grader: str) -> dict[str, Any
         return {"verdicts": [asdict(verdict) for verdict in grade([sample_of(part) for part in call])]}
     except MemoryError:
         return {"memory": True}
-    except RewardError as error:  # raised by `grade`, with a message that already names the prompt
+    except RewardError as error:  # its message already contains the prompt
         is_memory = isinstance(error.__cause__, MemoryError)
         return {"memory": True} if is_memory else {"failed": f"{error}"[:10_000]}
     except BaseException as error:

@@ -24,7 +24,7 @@ class Sample:
     response: str
     """Text of the response, without special tokens."""
     tokens: Int[np.ndarray, " response"]
-    """The sampled token ids, including the end token if there is one. Read-only in reward functions, because training uses this array."""
+    """The sampled token ids, including the end token if there is one. The array is read-only in reward functions, because training uses it."""
     finish_reason: FinishReason
 
     @property
@@ -88,7 +88,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Returns the name of the function, of the function inside a `functools.partial`, or of an object's class."""
+    """Returns a function's name. For a `functools.partial`, returns the name of the wrapped function, and for other objects the name of their class."""
     called = _called(function)
     return getattr(called, "__qualname__", type(called).__qualname__)
 
@@ -121,7 +121,7 @@ def call_of(samples: Sequence[Sample]) -> list[dict[str, Any]]:
 
 
 def sample_of(part: Mapping[str, Any]) -> Sample:
-    """Converts a dict from `call_of`, or a saved rollout, which has the same fields, to a `Sample`."""
+    """Converts a dict from `call_of` to a `Sample`. Also accepts a saved rollout, because it has the same fields."""
     prompt = Prompt(
         ordinal=part["ordinal"],
         tokens=np.array(part["prompt_token_ids"], np.int32),
@@ -141,7 +141,7 @@ def plain_row(row: Mapping[str, Any], *, instead: str) -> dict[str, Any]:
     """Returns a data row with NumPy values converted to Python values, and tuples to lists.
 
     Raises:
-        TypeError: a field contains a value that JSON cannot represent. The message suggests removing the field, or else the remedy `instead`.
+        TypeError: a field contains a value that JSON cannot represent. The message suggests removing the field, or the alternative `instead`.
     """
     found = {}
     for name, value in row.items():
@@ -158,7 +158,7 @@ def plain(value: Any) -> Any:
     """Converts NumPy values to Python values and tuples to lists, recursively.
 
     Raises:
-        TypeError: JSON cannot represent a value. The message consists of the value and its type.
+        TypeError: JSON cannot represent a value. The message contains the value and its type.
         RecursionError: the value is nested too deeply, or contains itself.
     """
     if isinstance(value, np.ndarray | np.generic):

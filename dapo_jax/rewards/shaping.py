@@ -22,7 +22,7 @@ class TextDecoder(Protocol):
 
 
 def samples_of(prompt: Prompt, responses: Sequence[Response], *, tokenizer: TextDecoder) -> list[Sample]:
-    """Returns the arguments for a grader, with the responses decoded to text without special tokens."""
+    """Returns a grader's arguments, one `Sample` per response. Responses are decoded to text without special tokens."""
     return [
         Sample(
             prompt=prompt,
@@ -36,7 +36,7 @@ def samples_of(prompt: Prompt, responses: Sequence[Response], *, tokenizer: Text
 
 @dataclass(frozen=True, kw_only=True)
 class Shaping:
-    """The rules that turn a verdict into a reward."""
+    """The rules for converting a verdict to a reward."""
 
     correct: float = 1.0
     """Reward of a correct verdict without a score."""
@@ -54,7 +54,7 @@ class Shaping:
         """Returns the overlong penalty (DAPO Eq. 13) of a response, or 0 if the penalty is disabled.
 
         Raises:
-            ValueError: the lengths are inconsistent.
+            ValueError: `buffer_tokens` and `max_response_tokens` are inconsistent.
         """
         if not self.overlong:
             return 0.0
@@ -81,7 +81,7 @@ class Shaping:
 
 
 def _is_unknown(verdict: Verdict) -> bool:
-    """Returns whether a response has neither a verdict nor a score. A sum of several graders has a score even if one verdict is lost."""
+    """Returns whether a response has neither a verdict nor a score. If several graders are summed, there is a score even if one verdict is lost."""
     return bool(verdict.lost) and verdict.score is None
 
 
@@ -92,7 +92,7 @@ def shaped_group(
     verdicts: Sequence[Verdict],
     shaping: Shaping,
 ) -> Group:
-    """Returns the group of a prompt's graded responses, with the overlong penalty added to their rewards.
+    """Builds a group from a prompt's graded responses, and adds the overlong penalty to their rewards.
 
     Shaping does not change the verdict, so a correct answer stays correct at any length. With `overlong=True` and the default
     rewards, a wrong answer at the length limit gets -1 - 1 = -2. If other verdicts have scores, a lost verdict's score is set to its reward.
@@ -126,7 +126,7 @@ def grade_group(
         shaping: turns verdicts into rewards, by default +1 for a correct response and -1 otherwise (Section 2.4 of the DAPO paper).
 
     Raises:
-        ValueError: the lengths of the overlong penalty are inconsistent.
+        ValueError: the token numbers in `shaping` are inconsistent.
         RewardError: the reward function raised or did not return a verdict.
     """
     samples = samples_of(prompt, responses, tokenizer=tokenizer)

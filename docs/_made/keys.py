@@ -59,7 +59,7 @@ class Key:
         if self.rules.choices:
             return "One of " + ", ".join(f"`{choice}`" for choice in self.rules.choices) + "."
         is_number = self.kind.startswith(("integer", "number"))
-        return f"Needs: {self.rules.range.needs}." if self.rules.range and is_number else ""
+        return f"Must be {self.rules.range.needs}." if self.rules.range and is_number else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,13 +124,13 @@ def _beside(key: Key, known: Key) -> str:
 def _section(section: Section) -> str:
     said = inspect.getdoc(section.schema) or ""
     title = f"### `{section.name}`\n\n" if section.name else ""
-    each = f"Each entry of `{section.name[:-2]}`: " if section.name.endswith("[]") else ""
+    each = f" Each entry of `{section.name[:-2]}` has these keys." if section.name.endswith("[]") else ""
     rows = [[f"`{key.name}`", key.kind, _default(key), _meaning(key)] for key in section.keys]
-    return f"{title}{each}{said}\n\n{table(['key', 'type', 'default', 'meaning'], rows)}"
+    return f"{title}{said}{each}\n\n{table(['key', 'type', 'default', 'meaning'], rows)}"
 
 
 def _default(key: Key) -> str:
-    return f"`{key.default}`" if key.default else "none: it must be given"
+    return f"`{key.default}`" if key.default else "none (required)"
 
 
 def _meaning(key: Key) -> str:

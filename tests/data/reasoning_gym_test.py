@@ -68,7 +68,7 @@ def test_rows_have_the_fields_that_the_grader_needs(installed, tmp_path):
         ("letter_counting", "train", {"min_word": 3}, "no option 'min_word'; did you mean 'min_words'"),
         ("letter_counting", "train", {"seed": -1}, "seed must be a whole number of at least 0; got -1"),
         ("letter_counting", "train", {"test_questions": 0}, "test_questions must be .* at least 1; got 0"),
-        ("letter_counting", "train", {"min_words": 5, "max_words": 3}, "refuses .*min_words.*AssertionError"),
+        ("letter_counting", "train", {"min_words": 5, "max_words": 3}, "source_options=.*min_words.*AssertionError"),
     ],
 )  # fmt: skip
 def test_unknown_tasks_splits_and_options_are_refused(installed, task, split, options, message):

@@ -1,1 +1,1 @@
-"""Dataset builders. Each module defines a TFDS builder class named `Builder`. Its rows have at least the fields `prompt` and `answer`."""
+"""Dataset builders. Each module defines a TFDS builder class named `Builder`. The rows of each dataset have at least the fields `prompt` and `answer`."""

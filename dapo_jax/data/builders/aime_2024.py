@@ -1,7 +1,7 @@
 """AIME 2024 as published with DAPO (https://huggingface.co/datasets/BytedTsinghua-SIA/AIME-2024): 30 problems, repeated 32 times.
 
-This builder keeps each problem once; set `eval.samples_per_prompt: 32` to sample 32 responses to each. The questions have no
-instructions; set `data.prompt_template: dapo` to add the instructions of the DAPO recipe.
+This builder keeps each problem once. To sample 32 responses to each, set `eval.samples_per_prompt: 32`. The questions have no
+instructions. Set `data.prompt_template: dapo` to add the instructions of the DAPO recipe.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ class Builder(FileBuilder):
     SPLIT = "test"
 
     def example(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """See `FileBuilder.example`."""
+        """Returns the question and the answer of a row, see `FileBuilder.example`."""
         extra = fields.get("extra_info")
         bare = isinstance(extra, Mapping) and "raw_problem" in extra
         asked = (

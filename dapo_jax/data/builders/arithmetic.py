@@ -8,10 +8,10 @@ units first and carry as on paper:
 
 The units' sum always has two digits (`3+4=07`), so its first digit is the carry that begins the next step. Every
 character is then either copied from a known position or part of a one-digit sum, which a very small model can learn. A
-response that is cut off within the reasoning steps is never correct by accident, because the number after its last `=` is
-at most 19, but a sum of two two-digit numbers is at least 20.
+response that is cut off within the reasoning steps is never correct by accident: the number after its last `=` is
+at most 19, but the sum of two two-digit numbers is at least 20.
 
-All random choices depend only on SPLIT_SEED and the pair of operands. If a constant changes, a new dataset is prepared.
+All random choices depend only on SPLIT_SEED and the pair of operands. If a constant in this module changes, a new dataset is prepared.
 """
 
 import itertools
@@ -25,18 +25,18 @@ ALPHABET = "0123456789+=:,?"
 OPERANDS = range(10, 100)
 SPLIT_SEED = 0
 TRAIN_PAIRS = 7100
-"""Number of pairs in the train split. The test split has the other 1000 of the 90 x 90 = 8100 ordered pairs."""
+"""Number of operand pairs in the train split. The test split has the other 1000 of the 90 x 90 = 8100 ordered pairs."""
 STYLE_WEIGHTS = {"direct": 0.6, "working": 0.15, "rechecked": 0.25}
-"""Probability of each style: the answer alone, reasoning steps before the answer, or the same steps several times."""
+"""Probability of each response style: only the answer, reasoning steps before the answer, or the same steps repeated before the answer."""
 RECHECK_AGAIN = 0.5
-"""Probability of another recheck after each recheck. The number of rechecks is geometric, so response lengths have a long tail."""
+"""Probability of another recheck after each recheck. The number of rechecks has a geometric distribution, so response lengths have a long tail."""
 MAX_RECHECKS = 4
 DEMONSTRATIONS = {"train": 4, "test": 1}
 """Number of demonstrations per pair, by split."""
 
 
 def working_text(left: int, right: int) -> str:
-    """Returns the two reasoning steps of a sum, units first.
+    """Returns the two reasoning steps for a sum, with the units first.
 
     >>> working_text(47, 85), working_text(13, 24)
     ('7+5=12,1+4+8=13', '3+4=07,0+1+2=3')
@@ -64,7 +64,7 @@ def response_text(left: int, right: int, style: str, rechecks: int = 0) -> str:
 
 
 def draw_style(pair: int, draw: int = 0) -> tuple[str, int]:
-    """Returns the style and the number of rechecks for demonstration number `draw` of a pair. `pair` is `pair_number(left, right)`."""
+    """Returns the response style and the number of rechecks for demonstration number `draw` of a pair. `pair` is `pair_number(left, right)`."""
     style = chosen(STYLE_WEIGHTS, uniform("style", SPLIT_SEED, pair, draw))
     if style != "rechecked":
         return style, 0
@@ -73,13 +73,13 @@ def draw_style(pair: int, draw: int = 0) -> tuple[str, int]:
 
 
 def demonstrations(left: int, right: int, *, count: int) -> list[tuple[str, str]]:
-    """Returns the style and the response of the first `count` demonstrations for a pair."""
+    """Returns the first `count` demonstrations for a pair, each as its style and its response."""
     sampled = [draw_style(pair_number(left, right), draw) for draw in range(count)]
     return [(style, response_text(left, right, style, rechecks)) for style, rechecks in sampled]
 
 
 def pair_number(left: int, right: int) -> int:
-    """Returns the index of the pair among all ordered pairs, 0 to 8099."""
+    """Returns the index of a pair of operands among all ordered pairs, from 0 to 8099."""
     return (left - OPERANDS.start) * len(OPERANDS) + right - OPERANDS.start
 
 
@@ -91,7 +91,7 @@ def split_pairs() -> dict[str, list[tuple[int, int]]]:
 
 
 class Builder(OwnBuilder):
-    """TFDS builder for the sums. Rows are in the order of `split_pairs`."""
+    """TFDS builder for the sums of two numbers. Rows are in the order of `split_pairs`."""
 
     name = "arithmetic"
     DESCRIPTION = "Sums of two two-digit numbers with demonstrations in several styles."
@@ -104,7 +104,7 @@ class Builder(OwnBuilder):
     )
 
     def splits(self) -> dict[str, Iterator[dict[str, Any]]]:
-        """See `OwnBuilder.splits`. `response` is the first of `responses`, and `style` is its style."""
+        """Returns the rows of each split. A row's `response` is the first of its `responses`, and `style` is the style of this response."""
         return {split: _rows(pairs, DEMONSTRATIONS[split]) for split, pairs in split_pairs().items()}
 
 

@@ -1,18 +1,18 @@
-"""Generated sums of 2 to 12 labelled digits, from trivial to impossible for a very small model, with demonstrations for a warm start.
+"""Generated sums of 2 to 12 labelled digits, with demonstrations for a warm start. For a very small model, they range from trivial to impossible.
 
 A prompt is `a7b5c8`, and the answer is the last digit of 7 + 5 + 8. A response ends in `=0`, and a grader uses the text after
 the `=`. There are four styles:
 
-    direct      =0                     the most frequent style; with many terms, a guess that is correct in 1 of 10 cases
+    direct      =0                     the answer alone, the most frequent style; with many terms, a guess (10% correct)
     brief       :b2c0=0                the last digit of each running total, 2 characters per term
     careful     :b7+5>2,c2+8>0=0       each addition in full, 7 characters per term
     rambling    the careful steps several times, separated by `?`
 
-Reasoning steps help, but they are rare in the demonstrations, especially for long sums. With a limit of 48 tokens, careful
+Reasoning steps improve accuracy, but they are rare in the demonstrations, especially for long sums. With a limit of 48 tokens, careful
 steps for 8 or more terms are cut off, while brief steps always fit. A response that is cut off has no `=`, so
 it is never correct by accident.
 
-All random choices depend only on SPLIT_SEED and the question. If a constant changes, a new dataset is prepared.
+All random choices depend only on SPLIT_SEED and the question. If a constant in this module changes, a new dataset is prepared.
 """
 
 import itertools
@@ -26,14 +26,14 @@ ALPHABET = f"0123456789{LABELS}+>=:,?"
 """All characters that occur in prompts and responses."""
 DIGITS = range(1, 10)
 TERMS = range(2, 13)
-"""Possible numbers of terms in a sum. Each occurs in the same number of rows. Few distinct sums have two or three terms, so these sums
-repeat, and sums of two terms occur in both `warm_start` and `train`."""
+"""Possible numbers of terms in a sum. Each occurs in the same number of rows. There are few distinct sums of two or three terms, so these
+sums are repeated, and `warm_start` and `train` share the sums of two terms."""
 LONG = 9
-"""Minimum number of terms in a long sum."""
+"""Sums with at least this many terms use `LONG_STYLE_WEIGHTS`."""
 SPLIT_SEED = 0
 QUESTIONS = {"warm_start": 3000, "train": 400, "test": 24}
-"""Number of rows per number of terms, by split. Except for sums of two terms, `warm_start` and `train` have different questions.
-Otherwise, memorized answers would be rewarded, which would hide whether reasoning steps help."""
+"""Number of rows in each split for each number of terms. Except for sums of two terms, `warm_start` and `train` share no questions,
+because rewards for memorized answers would hide whether reasoning steps help."""
 STYLE_WEIGHTS = {"direct": 0.75, "brief": 0.10, "careful": 0.10, "rambling": 0.05}
 LONG_STYLE_WEIGHTS = {"direct": 0.94, "brief": 0.04, "careful": 0.02}
 MAX_REPEATS = 2
@@ -41,11 +41,11 @@ DEMONSTRATIONS = {"warm_start": 2, "train": 1, "test": 1}
 """Number of demonstrations per question, by split."""
 
 Question = tuple[int, ...]
-"""The terms of a sum."""
+"""A question, as the terms of its sum."""
 
 
 def prompt_text(terms: Question) -> str:
-    """Returns the question.
+    """Returns the prompt for a question.
 
     >>> prompt_text((7, 5, 8))
     'a7b5c8'
@@ -78,7 +78,7 @@ def response_text(terms: Question, style: str, repeats: int = 0) -> str:
 
 
 def draw_style(terms: Question, draw: int) -> tuple[str, int]:
-    """Returns the style and the number of repeats for demonstration number `draw` of a question."""
+    """Returns the response style and the number of repeated steps for demonstration number `draw` of a question."""
     weights = LONG_STYLE_WEIGHTS if len(terms) >= LONG else STYLE_WEIGHTS
     style = chosen(weights, uniform("style", SPLIT_SEED, prompt_text(terms), draw))
     if style != "rambling":
@@ -87,7 +87,7 @@ def draw_style(terms: Question, draw: int) -> tuple[str, int]:
 
 
 def split_questions() -> dict[str, list[Question]]:
-    """Returns the shuffled questions of each split. `test` shares no questions with other splits; `train` and `warm_start` share sums of two terms."""
+    """Returns the shuffled questions of each split. Only `train` and `warm_start` share questions, the sums of two terms."""
     found: dict[str, list[Question]] = {split: [] for split in QUESTIONS}
     for count in TERMS:
         questions = _questions_of(count)
@@ -133,7 +133,7 @@ class Builder(OwnBuilder):
     )
 
     def splits(self) -> dict[str, Iterator[dict[str, Any]]]:
-        """See `OwnBuilder.splits`."""
+        """Returns the rows of each split."""
         found = split_questions()
         return {split: _rows(questions, DEMONSTRATIONS[split]) for split, questions in found.items()}
 

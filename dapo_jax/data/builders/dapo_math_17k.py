@@ -1,8 +1,8 @@
 """DAPO-Math-17k (https://huggingface.co/datasets/BytedTsinghua-SIA/DAPO-Math-17k, Apache-2.0): competition mathematics
 with integer answers.
 
-The published file contains each prompt about a hundred times, so it is deduplicated. The instructions of the DAPO recipe are
-removed from prompts that have them; set `data.prompt_template: dapo` to add them to all prompts.
+The published file contains each prompt about a hundred times, so the rows are deduplicated. The instructions of the DAPO recipe are
+removed from prompts that have them. To add the instructions to all prompts, set `data.prompt_template: dapo`.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ class Builder(FileBuilder):
     name = "dapo_math_17k"
 
     def example(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """See `FileBuilder.example`."""
+        """Returns the question and the answer of a row, see `FileBuilder.example`."""
         return {
             "prompt": question_of(field_of(fields, "prompt")),
             "answer": field_of(fields, "reward_model.ground_truth"),
@@ -26,7 +26,7 @@ class Builder(FileBuilder):
 
 
 def question_of(prompt: Any) -> Any:
-    """Returns the question from a text or a single user message, without the instructions. Other prompts are returned unchanged; `checked_row` checks them."""
+    """Returns the question, without the instructions, from a text or a single user message. Returns other prompts unchanged for `checked_row` to check."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], Mapping):
         message = prompt[0]
         if message.get("role") == "user" and isinstance(message.get("content"), str):

@@ -1,6 +1,6 @@
 """GSM8K (https://github.com/openai/grade-school-math, MIT): grade-school word problems with step-by-step solutions.
 
-The answer is the text after `####`. The whole solution is kept as `response`, for a warm start.
+The answer is the text after `####`. The whole solution is stored as `response`, which a supervised warm start can use.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ class Builder(FileBuilder):
     name = "gsm8k"
 
     def example(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """See `FileBuilder.example`."""
+        """Returns the question, the answer and the solution of a row, see `FileBuilder.example`."""
         worked = str(field_of(fields, "answer"))
         _, found, answer = worked.rpartition(MARK)
         if not found or not answer.strip():

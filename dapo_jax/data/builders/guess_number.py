@@ -1,16 +1,16 @@
-"""Generated searches for a number, with demonstrations by an impatient player for a warm start.
+"""A generated number-guessing game, with demonstrations by an impatient player for a warm start.
 
 A prompt is the range, such as `08-70:`. In the search that follows, each guess has two digits and a `?`. The reply is `>` if the number
 is higher or `<` if it is lower, until the guess is correct:
 
     08-70:39?>55?<47?
 
-With probability `PATIENCE`, the impatient player guesses the middle of the remaining range. Otherwise, the player guesses any number in the
-whole range, and gives up if it is wrong. So the demonstrations show the format and the bisection, but only a quarter of them find the number.
+With probability `PATIENCE`, the impatient player guesses the middle of the remaining range. Otherwise, the player guesses a random number in the
+whole range, and stops if it is wrong. So the demonstrations show the format and the bisection, but only a quarter of them find the number.
 Reinforcement learning has to discover that always guessing the middle finds every number within `GUESSES` guesses.
 
-Each row is a pair of a range and a number. `train` and `test` share no pairs. `demonstrations` has all pairs, with many
-searches for each. All random choices depend only on SPLIT_SEED and the pair. If a constant changes, a new dataset is prepared.
+Each row is a (range, number) pair. `train` and `test` share no pairs. `demonstrations` has all pairs, with many searches
+for each. All random choices depend only on SPLIT_SEED and the pair. If a constant in this module changes, a new dataset is prepared.
 """
 
 import itertools
@@ -24,7 +24,7 @@ ALPHABET = "0123456789-:?<>"
 WIDTH = 63
 """Number of integers in a range: 2**6 - 1 = 63."""
 LOWS = range(0, 37, 4)
-"""The first number of each range. The highest number in any range is 36 + 62 = 98."""
+"""Possible first numbers of a range. The highest number in any range is 36 + 62 = 98."""
 GUESSES = 6
 """Maximum number of guesses. This is enough to find any of the 63 numbers if every guess is the middle of the remaining range."""
 PATIENCE = 0.75
@@ -46,7 +46,7 @@ def prompt_text(low: int) -> str:
 
 
 def demonstration(low: int, number: int, draw: int = 0, *, patience: float = PATIENCE) -> str:
-    """Returns the impatient player's search for `number` in the range that begins with `low`.
+    """Returns an impatient player's search for `number` in the range that begins with `low`. `draw` selects one of many random searches.
 
     >>> demonstration(8, 47, patience=1.0)
     '39?>55?<47?'
@@ -70,7 +70,7 @@ def demonstration(low: int, number: int, draw: int = 0, *, patience: float = PAT
 
 
 def split_pairs() -> dict[str, list[tuple[int, int]]]:
-    """Returns the shuffled pairs of each split. A pair is the first number of a range and a number in it. `demonstrations` has all pairs."""
+    """Returns the shuffled pairs of each split. A pair is the first number of a range and a number in this range. `demonstrations` has all pairs."""
     pairs = [(low, low + place) for low, place in itertools.product(LOWS, range(WIDTH))]
     pairs.sort(key=lambda pair: uniform("split", SPLIT_SEED, *pair))
     return {"train": pairs[:-TEST_PAIRS], "test": pairs[-TEST_PAIRS:], "demonstrations": pairs}
@@ -89,7 +89,7 @@ class Builder(OwnBuilder):
     )
 
     def splits(self) -> dict[str, Iterator[dict[str, Any]]]:
-        """See `OwnBuilder.splits`. `response` is the first of `responses`."""
+        """Returns the rows of each split. A row's `response` is the first of its `responses`."""
         return {split: _rows(pairs, DEMONSTRATIONS[split]) for split, pairs in split_pairs().items()}
 
 

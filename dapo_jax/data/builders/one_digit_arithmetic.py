@@ -1,9 +1,9 @@
 """Generated arithmetic for pretrained models: every one-digit sum, difference and product.
 
-A prompt is, for example, `7+5`, `7-5` or `7*5`, and the answer is its value. Differences are never negative. There are
+A prompt is an expression such as `7+5`, `7-5` or `7*5`, and the answer is its value. Differences are never negative. There are
 100 + 55 + 100 questions, few enough to memorize. Questions in the test split are never trained on. However, `3*4` may
 be in the train split while `4*3` is in the test split. So the test split measures whether a model has become reliable, not whether
-it has discovered arithmetic.
+it has learned arithmetic from scratch.
 """
 
 import hashlib
@@ -20,11 +20,11 @@ OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": oper
 OPERANDS = range(10)
 SPLIT_SEED = 0
 TEST_QUESTIONS = 100
-"""Number of questions in the test split. The other 155 of the 255 questions are the train split."""
+"""Number of questions in the test split. The train split has the other 155 of the 255 questions."""
 
 
 def questions() -> list[dict[str, str]]:
-    """Returns all questions as rows, operation by operation.
+    """Returns all questions as rows, grouped by operation.
 
     >>> len(questions()), questions()[-1]
     (255, {'prompt': '9*9', 'answer': '81', 'operation': '*'})
@@ -40,7 +40,7 @@ def split_questions() -> dict[str, list[dict[str, str]]]:
     """Returns all questions, shuffled and split into `train` and `test`."""
 
     def place(question: dict[str, str]) -> bytes:
-        # Sorting by a hash gives the same order with all library versions.
+        # Shuffles by sorting hashes, because the order is then the same in all library versions.
         return hashlib.blake2b(f"{SPLIT_SEED} {question['prompt']}".encode(), digest_size=8).digest()
 
     shuffled = sorted(questions(), key=place)
@@ -57,5 +57,5 @@ class Builder(OwnBuilder):
     BUILDER_CONFIGS: ClassVar = [tfds.core.BuilderConfig(name=f"seed_{SPLIT_SEED}_test_{TEST_QUESTIONS}")]
 
     def splits(self) -> dict[str, list[dict[str, str]]]:
-        """See `OwnBuilder.splits`."""
+        """Returns the rows of each split."""
         return split_questions()

@@ -1,4 +1,4 @@
-"""Runs environments from other libraries without changes. The part of `environment.source` before the first colon names the library.
+"""Runs environments from other libraries without changes. The part of `environment.source` before the first colon is the name of the library.
 
 A library is imported only if the source names it.
 """
@@ -17,6 +17,6 @@ ADAPTERS: dict[str, Callable[[str], Any]] = {
     "openenv": OpenEnvironment,
     "tinker": TinkerEnvironment,
 }
-"""Environment class for each prefix of `environment.source`. The class is called with the text after the first colon."""
+"""Maps a prefix of `environment.source` to an environment class. The class is instantiated with the text after the first colon."""
 
 __all__ = ["ADAPTERS"]

@@ -1,4 +1,4 @@
-"""OpenEnv environments, which run on servers: `openenv:URL`, or `openenv:PLACE:function` with a function that creates a client.
+"""OpenEnv environments, which run on servers. The name is `openenv:URL`, or `openenv:PLACE:function` with a function that creates a client.
 
 In OpenEnv 0.10, a client has a WebSocket session with `reset` and `step`, and actions and observations are objects. If the only required
 field of the server's action schema is a string, the turn's text becomes that field. Otherwise the turn must be the action as JSON. Each
@@ -22,7 +22,7 @@ class OpenEnvironment:
     """Creates a client session for each response."""
 
     def __init__(self, place: str) -> None:
-        """Stores the URL, or loads the function.
+        """Stores the server's URL, or loads the function that creates a client.
 
         Raises:
             ValueError: the package is missing, or the function cannot be loaded.
@@ -44,7 +44,7 @@ class OpenEnvironment:
 
 
 class OpenEpisode:
-    """Adapts a client session to the `Episode` interface."""
+    """Adapts an OpenEnv client session to the `Episode` interface."""
 
     def __init__(self, client: Any, field: str, row: Mapping[str, Any], seed: int) -> None:
         self._client, self._field, self._row, self._seed = client, field, row, seed
@@ -57,7 +57,7 @@ class OpenEpisode:
         return Context(conversation(self._row, f"\n\n{_text_of(first.observation)}"))
 
     async def step(self, turn: Turn) -> Step:
-        """Returns the answer to a turn. For an invalid action, the policy receives an error message, and `action_errors` is incremented."""
+        """Returns the answer to a turn. For an invalid action, the answer is an error message, and the metric `action_errors` is incremented."""
         try:
             action = {self._field: turn.text} if self._field else read_numbers(turn.text)
             if not isinstance(action, dict):
@@ -66,19 +66,19 @@ class OpenEpisode:
             text, reward, done = _text_of(given.observation), given.reward or 0.0, bool(given.done)
         except (ValueError, RuntimeError) as error:
             if type(error) is RuntimeError and "VALIDATION_ERROR" not in str(error):
-                raise  # the error is in the server and not in the action
+                raise  # an error of the server, not of the action
             self._errors += 1
             text, reward, done = f"error: this is not an action: {error!s:.500}", 0.0, False
         metrics = {"action_errors": float(self._errors)}
         return Step(reward=reward, done=done, append=[{"role": "user", "content": text}], metrics=metrics)
 
     async def close(self) -> None:
-        """Ends the session and frees its slot on the server."""
+        """Ends the client session, which frees its slot on the server."""
         await self._client.close()
 
 
 async def _text_field(url: str) -> str:
-    """Returns the name of an action's only required field if this field is a string, or else an empty string."""
+    """Fetches the action schema. Returns the name of its only required field if this field is a string, or else an empty string."""
     async with importlib.import_module("httpx").AsyncClient() as http:
         action = (await http.get(f"{url.rstrip('/')}/schema")).raise_for_status().json()["action"]
     required = action.get("required", [])

@@ -1,7 +1,7 @@
 """SkyRL-Gym environments: `skyrl_gym:ID` for a registered environment, or `skyrl_gym:PLACE:Class` for your own.
 
 In SkyRL-Gym 0.4.0, the class is instantiated with `env_config` and with the row's fields as `extras`. `init(messages)` returns the first
-messages. `step(text)` returns observations (as messages), the turn's reward, and whether the episode is over. `get_metrics()` and
+messages. `step(text)` returns observations as messages, the turn's reward, and whether the episode is over. `get_metrics()` and
 `close()` are called at the end.
 """
 
@@ -28,10 +28,10 @@ class SkyRLEnvironment:
         self._make: Callable[..., Any] = load_function(name) if ":" in name else _registered(name)
 
     def episode(self, row: Mapping[str, Any], seed: int) -> "SkyRLEpisode":
-        """Creates the episode for a response. If the row has no `reward_spec`, its `answer` is the ground truth."""
+        """Creates the episode for a response. If the row has no `reward_spec`, its `answer` is passed as the ground truth."""
         spec = {"method": "rule", "ground_truth": row.get("answer")}
         extras = {"reward_spec": spec, **{name: value for name, value in row.items() if name != "prompt"}}
-        omegaconf = importlib.import_module("omegaconf")  # a dependency of skyrl-gym
+        omegaconf = importlib.import_module("omegaconf")  # installed with skyrl-gym
         config = omegaconf.OmegaConf.create(dict(row.get("env_config") or {}))
         return SkyRLEpisode(self._make(env_config=config, extras=extras), row)
 
@@ -43,7 +43,7 @@ class SkyRLEpisode:
         self._instance, self._row = instance, row
 
     async def start(self) -> Context | None:
-        """Returns the messages from `init`, or None if they equal the row's messages."""
+        """Returns the messages from `init`, or None if they are the same as the row's messages."""
         asked = conversation(self._row)
         messages, _ = await asyncio.to_thread(self._instance.init, [dict(message) for message in asked])
         return None if messages == asked else Context(messages)
@@ -67,7 +67,7 @@ class SkyRLEpisode:
         return Step(reward=float(given["reward"]), done=done, append=list(observed), metrics=metrics)
 
     async def close(self) -> None:
-        """Closes the instance."""
+        """Closes the SkyRL-Gym instance."""
         await asyncio.to_thread(self._instance.close)
 
 

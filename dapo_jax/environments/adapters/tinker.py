@@ -1,8 +1,8 @@
-"""Tinker-cookbook environments: `tinker:PLACE:Builder` names a function or class that creates an `EnvGroupBuilder` from a row.
+"""Tinker-cookbook environments. In `tinker:PLACE:Builder`, `Builder` is a function or class that creates an `EnvGroupBuilder` from a row.
 
 In tinker-cookbook 0.6.1, actions are token ids, and `to_ints()` returns the token ids of an observation. So no chat template is used, and
 neither tinker nor torch is imported. If an observation begins with the previous context and the turn, only the rest is appended.
-Otherwise, it becomes a new context. The environment's stop conditions are ignored: a turn ends at an end token or at `sampling.stop`.
+Otherwise, the observation becomes a new context. The environment's stop conditions are ignored: a turn ends at an end token or at `sampling.stop`.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ class TinkerEnvironment:
     """Creates a builder for each prompt. The builder creates the environments for the prompt's responses."""
 
     def __init__(self, place: str) -> None:
-        """Loads `PLACE:Builder`.
+        """Loads the builder function or class, `PLACE:Builder`.
 
         Raises:
             ValueError: the builder cannot be loaded.
@@ -28,7 +28,7 @@ class TinkerEnvironment:
         self._groups: WeakValueDictionary[int, _BuilderEpisodes] = WeakValueDictionary()
 
     async def episode(self, row: Mapping[str, Any], seed: int) -> "TinkerEpisode":
-        """Creates the episode for a response. Responses to a prompt have the same seed and share a builder."""
+        """Creates the episode for a response. All responses to a prompt have the same seed and share one builder."""
         group = self._groups.get(seed)
         if group is None:
             group = self._groups[seed] = _BuilderEpisodes(self._make(row))
@@ -38,7 +38,7 @@ class TinkerEnvironment:
             return TinkerEpisode(group.free.pop(0), group)
 
     async def group_rewards(self, episodes: Sequence["TinkerEpisode"]) -> list[float]:
-        """Returns each episode's reward: the sum of its turn rewards plus its group reward from the builder."""
+        """Returns each episode's reward, which is the sum of its turn rewards and of its group reward from the builder."""
         played = [SimpleNamespace(transitions=each.turns, final_ob=each.last) for each in episodes]
         envs = [each.env for each in episodes]
         given = await episodes[0].group.builder.compute_group_rewards(played, envs) if episodes else []
@@ -49,7 +49,7 @@ class TinkerEnvironment:
 
 
 class _BuilderEpisodes:
-    """A prompt's builder, and environments that it has created for episodes that have not begun yet."""
+    """A prompt's builder, and the environments that the builder created for episodes that have not started yet."""
 
     def __init__(self, builder: Any) -> None:
         self.builder, self.making, self.held = builder, asyncio.Lock(), 0
@@ -57,7 +57,7 @@ class _BuilderEpisodes:
 
 
 class TinkerEpisode:
-    """Adapts an `Env` to the `Episode` interface."""
+    """Adapts a Tinker-cookbook `Env` to the `Episode` interface."""
 
     def __init__(self, env: Any, group: _BuilderEpisodes) -> None:
         self.env, self.group, self.last = env, group, None

@@ -1,8 +1,8 @@
 """Environments written for TRL's `environment_factory`: `trl:PLACE:Class`, or `trl:PLACE:Class+function` with a reward function.
 
-In TRL 1.16, the class is instantiated without arguments. `reset(**row)` returns None, or a text to add to the last message. The method
+In TRL 1.16, the class is instantiated without arguments. `reset(**row)` returns None, or a text to append to the last message. The method
 `get_reward()` returns a reward, and all other public methods are tools. A reward function receives the instances as `environments`. The
-episode's reward is the sum of both rewards.
+episode's reward is the sum of the rewards from both.
 """
 
 import inspect
@@ -20,7 +20,7 @@ class TrlEnvironment:
     """Creates an instance of the TRL class for each response."""
 
     def __init__(self, place: str) -> None:
-        """Loads `PLACE:Class` or `PLACE:Class+function`.
+        """Loads the class, and the reward function if `place` contains one.
 
         Raises:
             ValueError: the class cannot be loaded, has no `reset` method, or has no reward.
@@ -39,7 +39,7 @@ class TrlEnvironment:
         return TrlEpisode(self._class(), row)
 
     async def group_rewards(self, episodes: Sequence["TrlEpisode"]) -> list[float]:
-        """Returns each episode's reward: the sum of the results of `get_reward` and of the function. Truncated episodes are included."""
+        """Returns the sum of the rewards from `get_reward` and from the reward function for each episode, including truncated episodes."""
         owners = [getattr(each.instance, "get_reward", None) for each in episodes]
         totals = [0.0 if own is None else float(await _result(own())) for own in owners]
         if self._function is None or not episodes:
@@ -52,12 +52,12 @@ class TrlEnvironment:
         }
         columns.pop("prompt", None)
         given = await _result(self._function(**named_arguments(self._function, columns)))
-        # As in TRL, None means that the function does not apply to this episode.
+        # A reward function may return None for an episode, as in TRL, if it does not apply to that episode.
         return [total + float(score or 0.0) for total, score in zip(totals, given, strict=True)]
 
 
 class TrlEpisode(ToolEpisode):
-    """An episode whose tools are the public methods of an instance."""
+    """A tool episode whose tools are the public methods of a TRL environment."""
 
     def __init__(self, instance: Any, row: Mapping[str, Any]) -> None:
         methods = [name for name, _ in inspect.getmembers(type(instance), inspect.isfunction)]
