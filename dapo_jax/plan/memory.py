@@ -33,6 +33,8 @@ class Resident:
     """Trained parameters and optimizer moments."""
     moments: int = 0
     """The part of `state` that `optimizer.offload` would move to host memory; 0 if this option is already set."""
+    loaded: int = 0
+    """Offloaded moments that an update is assumed to keep on the device; 0 if the compiler counts their temporary copies."""
     reference: int = 0
     """The reference policy's parameters; 0 unless `loss.kl_coef` is set."""
     base: int = 0
@@ -119,7 +121,7 @@ def as_compiled(there: Resident, programs: Mapping[str, ProgramMemory]) -> Resid
         there = replace(there, decode_state=generate.aliased, weights=weights)
     if update is not None:
         minibatch = update.kept - there.base + there.shorter
-        there = replace(there, state=update.aliased, minibatch=minibatch)
+        there = replace(there, state=update.aliased - there.loaded, minibatch=minibatch)
     if add is not None:
         there = replace(there, gradient=add.aliased)
     if (insert := programs.get("insert_rows") or programs.get("insert_row")) is not None:
@@ -145,6 +147,7 @@ def together(program: str, there: Resident, *, updates: int) -> tuple[str, dict[
     }
     updating = {**between, "minibatches": updates * there.minibatch}
     accumulating = {**updating, "gradient": there.gradient}
+    loaded = {"offloaded moments": there.loaded}
     sampler = {**between, "sampler weights": there.weights}
     cache = {**sampler, "decode state": there.decode_state, "paused responses": there.paused}
     prompts = {**cache, "prefilled prompts": 2 * there.prefix}
@@ -169,11 +172,11 @@ def together(program: str, there: Resident, *, updates: int) -> tuple[str, dict[
         "generate": ("sampling: decode", max(prompts, ended, chunks, key=lambda parts: sum(parts.values()))),
         "score": ("log-probabilities", updating),
         "score_shortest": ("log-probabilities: shortest rows", updating),
-        "update": ("update", updating),
+        "update": ("update", {**updating, **loaded}),
         "update_begin": (f"{several}: start", updating),
         "update_add_longest": (f"{several}: longest rows", accumulating),
         "update_add_shortest": (f"{several}: shortest rows", accumulating),
-        "update_apply": (f"{several}: optimizer step", accumulating),
+        "update_apply": (f"{several}: optimizer step", {**accumulating, **loaded}),
     }
     return known.get(program) or known.get(program.partition("_")[0], ("", {}))
 

@@ -136,15 +136,15 @@ def plan(
     decoder = replace(decoder_of(config.model), lora=lora_of(config.lora))
     notes = tuple[str, ...]()
     if topology is None:
-        devices, host = _devices_of_run(config.parallel), None
-        memory = present_bytes()  # Absent devices are of the same kind, so they have as much.
+        devices, host, on_device = _devices_of_run(config.parallel), None, False
+        memory = present_bytes()  # Absent devices have the same kind, and so the same memory.
     else:
         devices, host = devices_of(topology), devices_of(topology.one_host) if topology.hosts > 1 else None
         memory = topology.chip.device_hbm_bytes
         config, resized = _resized(config, len(devices))
-        counted = "the CUDA compiler counts offloaded moments as device memory"
-        offloaded = config.optimizer.offload and bool(topology.chip.target)
-        notes = (*resized, *topology.notes, *[counted] * offloaded)
+        counted = "all offloaded moments are on the device during an update"
+        on_device = config.optimizer.offload and bool(topology.chip.target)
+        notes = (*resized, *topology.notes, *[counted] * on_device)
     work = workload_of(config, assumed or Assumptions())
     work = replace(work, notes=(*work.notes, *notes))
     # JAX cannot place arrays in the host memory of absent devices, so offloaded moments are subtracted below.
@@ -156,7 +156,9 @@ def plan(
     except ValueError as error:  # raised if the configuration contains an invalid size
         raise ConfigError(str(error)) from error
     if config.optimizer.offload:
-        there = replace(there, state=there.state - there.moments, moments=0)
+        # Described GPUs have no host memory either, so their update is compiled with all moments on the device.
+        loaded = there.moments * on_device
+        there = replace(there, state=there.state - there.moments, moments=0, loaded=loaded)
     for name, lower in (programs.lowered() if topology is not None else {}).items():
         if only is None or any(name == wanted or name.startswith(f"{wanted}_") for wanted in only):
             say(f"compiling {name}")

@@ -76,12 +76,18 @@ def test_no_program_adds_in_arbitrary_order(texts):
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
-@pytest.mark.parametrize("offload", [True, False])
-def test_a_plan_with_offloaded_moments_says_that_they_are_counted(offload):
-    """The compiled arguments of a described GPU include arrays in host memory, and the compiler reports none apart."""
-    config = load_config("quickstart", [f"optimizer.offload={str(offload).lower()}"])
-    made = plan(config, topology=parse("h100:1"), only=("init",))
-    assert any("offloaded moments" in note for note in made.work.notes) == offload
+def test_offloaded_moments_are_on_the_device_only_during_an_update():
+    """Two moments of 4 bytes per parameter, next to 4 bytes of the parameter: a third of the train state remains."""
+    found = []
+    for offload in ("true", "false"):
+        config = load_config("quickstart", [f"optimizer.offload={offload}"])
+        found.append(plan(config, topology=parse("h100:1"), only=("update", "transfer")))
+    offloaded, kept = ({phase.program: phase for phase in made.phases} for made in found)
+    for program in ("update", "transfer"):
+        state = offloaded[program].parts["train state"]
+        assert state == pytest.approx(kept[program].parts["train state"] / 3, rel=0.01)
+    assert "offloaded moments" not in offloaded["transfer"].parts
+    assert offloaded["update"].total == kept["update"].total
 
 
 @pytest.fixture(scope="module")
