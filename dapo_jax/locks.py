@@ -215,7 +215,7 @@ class _Lease(Lock):
             self._renew(retry=self._retry.with_timeout(LEASE_S))
         except self._failures as error:
             raise LockLostError(
-                f"{self._name} was not renewed for {LEASE_S:.0f} s and cannot be now ({error}), so another run may have it. "
+                f"{self._name} was not renewed for {LEASE_S:.0f} s, and renewing it failed ({error}), so another run may have it. "
                 f"{_LEAVES}; resume from the last checkpoint once the bucket can be reached"
             ) from error
 
@@ -312,5 +312,5 @@ def _name(holder: bytes) -> str:
 
 def _taken_by(holder: bytes) -> LockedError:
     return LockedError(
-        f"a run is at work there, by {_name(holder)}: wait until it ends, stop it, or choose another folder"
+        f"in use by {_name(holder)}: wait until that run ends, stop it, or choose another folder"
     )

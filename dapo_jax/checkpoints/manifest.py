@@ -74,7 +74,7 @@ def unreadable(folder: epath.Path, error: Exception) -> CheckpointError:
         remedy = "try again, and if the disk still fails, move this checkpoint away"
     else:
         return DamagedError(where)
-    return CheckpointError(f"{where}. It may be whole, and was left as it is: {remedy}")
+    return CheckpointError(f"{where}. It may be intact, so it was not changed: {remedy}")
 
 
 def step_folders(folder: epath.Path) -> list[epath.Path]:

@@ -61,7 +61,7 @@ def sft(config: SftConfig | str | Path, *, progress: Progress | None = None) -> 
 
 def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress | None) -> SftResult:
     if (run_dir / "config.yaml").exists():
-        raise ConfigError(f"run_dir={config.run_dir} already holds a run; choose another run_dir")
+        raise ConfigError(f"run_dir={config.run_dir} already contains a run; choose another run_dir")
     mesh = mesh_of(config.parallel, rows_per_microbatch=config.batch.rows_per_microbatch)
     meshes = meshes_of(config.parallel, mesh)
     shares = sharing(meshes, config.sampling, dtype=config.model.compute_dtype)

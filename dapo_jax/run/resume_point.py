@@ -155,7 +155,7 @@ def check_identity(where: str, progress: Mapping[str, Any], own: Mapping[str, An
             problems.append(f"the model's {name} has changed since the run began")
     if problems:
         raise ConfigError(
-            f"{where} is of another run, or the run was changed since: {'; '.join(problems)}. Restore the old values, or choose "
+            f"{where} belongs to another run, or the run was changed since: {'; '.join(problems)}. Restore the old values, or choose "
             "another run_dir; if the checkpoint is there by mistake, move it away"
         )
 

@@ -122,7 +122,7 @@ def check_run_dir(run_dir: AnyPath, config: TrainConfig, *, resume: bool, overwr
     has_saved = any(map(str.isdigit, saved))
     if (kept.exists() or has_saved) and not resume:
         raise ConfigError(
-            f"run_dir={config.run_dir} already holds a run; resume it with --resume (from Python: resume=True, or "
+            f"run_dir={config.run_dir} already contains a run; resume it with --resume (from Python: resume=True, or "
             "overwrite=True to start over), or choose another run_dir"
         )
     empty = all(place.name == locks.NAME for place in entries(run_dir))

@@ -113,7 +113,7 @@ def test_a_conversation_without_a_chat_template_is_refused_before_the_first_step
 
 
 def test_a_run_is_not_written_over(config, warmed):
-    with pytest.raises(ConfigError, match="already holds a run"):
+    with pytest.raises(ConfigError, match="already contains a run"):
         run(config)
 
 
@@ -137,7 +137,7 @@ def test_a_folder_in_which_another_process_is_at_work_is_refused(config, tmp_pat
     config = replace(config, run_dir=str(tmp_path), model=replace(config.model, source="shipped:nothing"))
     with (
         take(tmp_path, lost=lambda status, why: None),
-        pytest.raises(ConfigError, match=r"run_dir=.*: a run is at work there"),
+        pytest.raises(ConfigError, match=r"run_dir=.*: in use by"),
     ):
         run(config)
     with pytest.raises(ConfigError, match="no shipped model 'nothing'"):

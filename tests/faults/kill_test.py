@@ -60,7 +60,7 @@ def test_a_second_start_is_refused_and_a_killed_first_one_is_taken_over(tmp_path
             second = run.start(*options)
             output, _ = second.communicate(timeout=600)
             assert second.returncode == 2
-            assert f"a run is at work there, by process {first.pid} on" in output
+            assert f"in use by process {first.pid} on" in output
             assert "Traceback" not in output
         assert first.poll() is None
     finally:

@@ -76,7 +76,7 @@ def test_the_same_files_are_written_as_on_a_disk(resumed, finished):
 
 
 def test_commands_read_a_run_in_a_bucket(resumed, config, run_micro, finished, rows, tmp_path):
-    with pytest.raises(ConfigError, match=rf"run_dir={RUN} already holds a run; resume it with --resume"):
+    with pytest.raises(ConfigError, match=rf"run_dir={RUN} already contains a run; resume it with --resume"):
         run_micro(config)
     with pytest.raises(ConfigError, match=r"gs://runs/nothing is neither a run"):
         find_policy("gs://runs/nothing")

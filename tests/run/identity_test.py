@@ -54,7 +54,7 @@ def step_folder(run_dir, step=STEP):
 )
 def test_without_its_configuration_a_run_is_known_by_its_checkpoint(changes, message, run_dir, resumed):
     (run_dir / "config.yaml").unlink()
-    with pytest.raises(ConfigError, match=f"checkpoint .*/{STEP} is of another run, .*{message}"):
+    with pytest.raises(ConfigError, match=f"checkpoint .*/{STEP} belongs to another run, .*{message}"):
         resumed(**changes)
     assert not (run_dir / "config.yaml").exists()
 
@@ -66,7 +66,7 @@ def test_without_its_configuration_a_run_goes_on(trained, run_dir, resumed, same
 
 def test_without_its_configuration_a_run_is_not_written_over(run_dir, micro, run_micro):
     (run_dir / "config.yaml").unlink()
-    with pytest.raises(ConfigError, match="already holds a run; resume it with --resume"):
+    with pytest.raises(ConfigError, match="already contains a run; resume it with --resume"):
         run_micro(micro(run_dir, steps=STEP))
 
 
@@ -95,9 +95,9 @@ def test_a_checkpoint_of_another_run_is_refused_and_stays(trained, run_dir, micr
     other = run_micro(micro(steps=STEP, checkpoint__every_steps=1, seed=3))
     shutil.rmtree(step_folder(run_dir))
     shutil.copytree(step_folder(other.run_dir), step_folder(run_dir))
-    with pytest.raises(ConfigError, match=rf"{STEP} is of another run, .*: seed was 3, is 0"):
+    with pytest.raises(ConfigError, match=rf"{STEP} belongs to another run, .*: seed was 3, is 0"):
         resumed()
-    with pytest.raises(ConfigError, match=rf"{STEP} is of another run, .*: seed was 3, is 0"):
+    with pytest.raises(ConfigError, match=rf"{STEP} belongs to another run, .*: seed was 3, is 0"):
         find_policy(str(run_dir))
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["1", "2"]
 

@@ -163,7 +163,7 @@ def test_without_a_checkpoint_a_resumed_run_begins_at_step_0(micro, run_micro):
 
 
 def test_a_run_is_neither_written_over_nor_resumed_under_another_configuration(finished, micro, run_micro):
-    with pytest.raises(ConfigError, match="already holds a run; resume it with --resume"):
+    with pytest.raises(ConfigError, match="already contains a run; resume it with --resume"):
         run_micro(micro(finished.run_dir))
     changed = micro(finished.run_dir, optimizer__learning_rate=0.1, eval__prompts=1)
     with pytest.raises(ConfigError, match=r"optimizer\.learning_rate was 0\.05, is 0\.1") as error:
@@ -220,7 +220,7 @@ def test_a_second_train_of_one_folder_is_refused(micro, run_micro):
     config, refused = micro(steps=2), []
 
     def again(step, metrics):
-        with pytest.raises(ConfigError, match=r"run_dir=.*: a run is at work there, by this process itself"):
+        with pytest.raises(ConfigError, match=r"run_dir=.*: in use by this process itself"):
             run_micro(config, resume=True)
         refused.append(step)
 
