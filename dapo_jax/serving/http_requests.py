@@ -171,7 +171,7 @@ def _struct(given: object, kind: type[_Struct], where: str) -> _Struct:
     except msgspec.ValidationError as error:
         needed, _, path = str(error).partition(" - at `$")
         value: Any = given
-        for step in re.findall(r"\w+", path):  # field names and list indices
+        for step in re.findall(r"\w+", path):  # a step is a field name or a list index
             value = value[int(step) if isinstance(value, list) else step]
         name = path.strip(".`") or where
         raise RequestError(f"{name}: {needed}; found {value!r:.80}") from error
