@@ -84,7 +84,7 @@ def dapo_loss(
         floor = dual_clip * advantages
         dual_clipped = (advantages < 0) & (surrogate < floor)
         surrogate = jnp.where(dual_clipped, floor, surrogate)
-    loss = jnp.sum(tokens.weights(weights) * -surrogate)  # negated inside the sum, or 0.0 would become -0.0
+    loss = jnp.sum(tokens.weights(weights) * -surrogate)  # negating the sum itself would turn 0.0 into -0.0
 
     # The minimum selects the clipped term only where the ratio has already moved in the direction of the advantage. There, the gradient is 0.
     clipped_high = (advantages > 0) & (ratio > 1.0 + clip_ratio_high)
@@ -106,10 +106,10 @@ def dapo_loss(
 
 
 def k3(log_ratio: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    r"""The k3 estimator of a Kullback-Leibler divergence, $e^d - 1 - d$. It is unbiased if the token was sampled from p, and never negative.
+    r"""The k3 estimator of the Kullback-Leibler divergence KL(p || q), $e^d - 1 - d$. It is never negative, and unbiased for tokens sampled from p.
 
     Near 0 it is about $d^2 / 2$, which is far below the rounding error of $e^d$, so $e^d - 1$ is computed with `expm1`. In float32, if $d$ is about 1e-5 for
-    all tokens, their mean then has a relative error of 1e-4. With the plain formula, the error is larger than the value.
+    all tokens, the mean estimate then has a relative error of 1e-4. Without `expm1`, the error is larger than the value.
 
     Args:
         log_ratio: $d = \log q - \log p$ of a token, in nats.
@@ -171,7 +171,7 @@ def supervised_loss(
 ) -> tuple[Float[Array, ""], dict[str, Metric]]:
     """Weighted negative log-likelihood of demonstrations, in nats. It has the signature of `dapo_loss`, but ignores `old_logprobs` and `advantages`."""
     live = jnp.where(mask, logprobs, 0.0)
-    loss = (jnp.where(mask, weights, 0.0) * -live).sum()  # negated inside the sum, or 0.0 would become -0.0
+    loss = (jnp.where(mask, weights, 0.0) * -live).sum()  # negating the sum itself would turn 0.0 into -0.0
     return loss, {"sft/token_loss": Mean((-live).sum(), mask.sum(dtype=jnp.float32))}
 
 
