@@ -141,7 +141,7 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--rows-per-microbatch", type=int, default=8, help="responses in one forward and backward pass"
     )
-    parser.add_argument("--card", help="name in the table of cards (default: by the device)")
+    parser.add_argument("--card", help="name of the card (default: the device's card)")
     parser.add_argument("--platforms", default="cuda,cpu", help="JAX_PLATFORMS of our worker")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/benchmarks"), help="folder for the JSON file and the logs"

@@ -294,12 +294,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--sigma", type=float, default=0.8, help="standard deviation of the logarithm of the length"
     )
-    parser.add_argument("--max-tokens", type=int, default=448, help="longer responses are cut here")
+    parser.add_argument("--max-tokens", type=int, default=448, help="limit on a response's length")
     parser.add_argument("--steps-per-call", type=int, default=16)
     parser.add_argument("--page-tokens", type=int, default=64)
-    parser.add_argument("--most-prompts", type=int, default=512, help="prompts that there are")
+    parser.add_argument("--most-prompts", type=int, default=512, help="number of prompts available")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--seed", type=int, default=0, help="of lengths and verdicts")
+    parser.add_argument("--seed", type=int, default=0, help="seed of lengths and verdicts")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"))
     return parser.parse_args()
 

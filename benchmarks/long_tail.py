@@ -114,11 +114,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--sigma", type=float, default=0.6, help="standard deviation of the logarithm of the length"
     )
-    parser.add_argument("--max-tokens", type=int, default=448, help="longer responses are cut here")
+    parser.add_argument("--max-tokens", type=int, default=448, help="limit on a response's length")
     parser.add_argument("--steps-per-call", type=int, default=16)
     parser.add_argument("--refill-frac", type=float, default=0.125)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--seed", type=int, default=0, help="of the lengths")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the lengths")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"))
     return parser.parse_args()
 

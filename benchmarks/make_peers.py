@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="?", default=DEFAULT_PEERS)
     parser.add_argument("--only", nargs="+", choices=tuple(IMPORTS), default=list(IMPORTS))
     parser.add_argument(
-        "--torch-index", default=CPU_WHEELS, help="index with torch for CPU; '' to ask only pip's own"
+        "--torch-index", default=CPU_WHEELS, help="index with torch for CPU; '' for pip's default only"
     )
     arguments = parser.parse_args()
     for name in arguments.only:

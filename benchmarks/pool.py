@@ -121,7 +121,7 @@ class Worker:
         line = self._process.stdout.readline()
         if not line:
             code = self._process.wait()
-            raise WorkerError(f"{self.module} died (status {code}; -9 means killed, for example for lack of memory); see {self.log}")
+            raise WorkerError(f"{self.module} died ({code}; -9 often means out of memory); see {self.log}")
         answer = json.loads(line)
         if "error" in answer:
             raise WorkerError(f"{self.module}: {answer['error']}; see {self.log}")

@@ -22,9 +22,9 @@ def main() -> int:
     """Writes a run, creates its page, and opens the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--rollouts", type=int, default=64, help="of a step, in groups of 16")
+    parser.add_argument("--rollouts", type=int, default=64, help="rollouts per step, in groups of 16")
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--keep", metavar="FOLDER", help="where run and page stay")
+    parser.add_argument("--keep", metavar="FOLDER", help="folder that keeps the run and the page")
     arguments = parser.parse_args()
     if reason := missing():
         print(reason, file=sys.stderr)
