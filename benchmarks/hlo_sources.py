@@ -48,7 +48,7 @@ class Source:
 
 
 ANY = "module_"
-"""A program name that stands for all programs. If several programs have an operation of the same name, the largest program is used."""
+"""A program name that matches all programs. If several programs have an operation of the same name, the largest program is used."""
 
 UNKNOWN = Source(None, False)
 

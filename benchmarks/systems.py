@@ -79,7 +79,7 @@ def start(
 ) -> tuple[Worker, dict[str, Any]]:
     """Starts a worker, and waits until its system is loaded. Returns the worker, and the system's version and loading time.
 
-    `environment` contains more variables for the worker. If it is None, vLLM gets the variables that its CPU guide recommends.
+    `environment` contains more variables for the worker. Without it, vLLM gets the variables that its CPU guide recommends.
     """
     system = SYSTEMS[name]
     if system.venv is None:

@@ -21,7 +21,7 @@ def token_logprobs(
     *,
     temperature: float | Float[Array, ""] = 1.0,
 ) -> Float[Array, "*batch"]:
-    """Log-probability of each target under softmax(logits / temperature), in nats.
+    """Computes the log-probability of each target under softmax(logits / temperature), in nats.
 
     `chunked_logprobs` returns the same values with much less memory. The softmax is computed in float32, or in float64 if the logits are float64.
 
@@ -50,7 +50,7 @@ def chunked_logprobs(
     vocab_size: int | None = None,
     vocab_axis: str | None = None,
 ) -> tuple[Float[Array, " tokens"], Float[Array, " tokens"]]:
-    """Log-probability and entropy per token under softmax(hidden @ unembedding.T / temperature).
+    """Computes the log-probability and the entropy of each token under softmax(hidden @ unembedding.T / temperature).
 
     Neither the forward nor the backward pass stores more than `chunk_vocab` logits per token. The forward pass keeps running sums over the chunks of
     the vocabulary, relative to the largest logit so far (Milakov and Gimelshein 2018). The backward pass recomputes the logits of each chunk. On CPU

@@ -33,7 +33,7 @@ def dapo_loss(
     dual_clip: float | None = None,
     weights: Float[Array, "batch seq"] | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Metric]]:
-    r"""Token-level clipped surrogate with a higher upper clip (Eq. 8, 10 and 12).
+    r"""Computes the token-level clipped surrogate loss, with a higher upper clip (Eq. 8, 10 and 12).
 
     $$ \mathcal{L} = -\sum_{i,t} w_{i,t} \min\big(r_{i,t} \hat A_i,\;
        \mathrm{clip}(r_{i,t}, 1-\epsilon_\text{low}, 1+\epsilon_\text{high}) \hat A_i\big),
@@ -131,7 +131,7 @@ def kl_penalty(
     estimator: str = "k3",
     weights: Float[Array, "batch seq"] | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Metric]]:
-    r"""KL(policy || reference), estimated from the sampled tokens. DAPO does not use a KL penalty (Section 2.3).
+    r"""Estimates KL(policy || reference) from the sampled tokens. DAPO does not use a KL penalty (Section 2.3).
 
     Let $d = \log \pi_\text{ref} - \log \pi_\theta$ of a token sampled by the policy. `k1` is $-d$, which is unbiased
     but may be negative. `k3` is $e^d - 1 - d$ (see `k3`), which is unbiased, never negative and less noisy. To train with a
@@ -169,7 +169,7 @@ def supervised_loss(
     *,
     weights: Float[Array, "batch seq"],
 ) -> tuple[Float[Array, ""], dict[str, Metric]]:
-    """Weighted negative log-likelihood of demonstrations, in nats. It has the signature of `dapo_loss`, but ignores `old_logprobs` and `advantages`."""
+    """Computes the weighted negative log-likelihood of demonstrations in nats. Accepts the arguments of `dapo_loss`, but ignores `old_logprobs` and `advantages`."""
     live = jnp.where(mask, logprobs, 0.0)
     loss = (jnp.where(mask, weights, 0.0) * -live).sum()  # negating the sum itself would turn 0.0 into -0.0
     return loss, {"sft/token_loss": Mean((-live).sum(), mask.sum(dtype=jnp.float32))}

@@ -75,7 +75,7 @@ class ResponsePart(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnTurn:
-    """One sampled turn."""
+    """One turn of an episode that the policy has sampled."""
 
     tokens: Int[np.ndarray, " turn"]
     """The sampled tokens, including the end token if there is one."""
@@ -310,5 +310,5 @@ class Group:
 
     @property
     def accuracy(self) -> float:
-        """Fraction of correct rollouts."""
+        """Fraction of the group's rollouts that are correct."""
         return sum(rollout.correct for rollout in self.rollouts) / len(self.rollouts)

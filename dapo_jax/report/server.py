@@ -69,7 +69,7 @@ class _Followed:
 
 
 class Watched:
-    """The runs of a served page. Its methods are thread-safe."""
+    """The runs that a served page shows. All methods are thread-safe."""
 
     def __init__(self, places: Sequence[str | PathLike[str]]) -> None:
         """Loads the runs for the first time. Raises the same errors as `report`."""
@@ -154,7 +154,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers requests for the page, its state, its data and its chunks, but serves no files."""
+    """Answers requests for the page, its state, its data and its chunks. It does not serve files."""
 
     server_version, sys_version = "dapo_jax", ""
     timeout = 60

@@ -40,11 +40,11 @@ class Table:
     columns: Mapping[str, Column]
     """The columns of all metrics that have at least one number."""
     by_score: bool = False
-    """See `RunFiles.by_score`."""
+    """Whether groups are judged by their scores instead of verdicts."""
 
 
 def table_of(run: RunFiles) -> Table:
-    """Returns the columns of a run, including `REST` and `EQUAL`."""
+    """Returns a run's metrics as columns, and adds the computed columns `REST` and `EQUAL`."""
     rows = [dict(row) for row in run.rows]
     for row in rows:
         if row.get("time/step_s") is not None:

@@ -71,7 +71,7 @@ class JetStreamEngine(engine_api.Engine):
         )  # fmt: skip
 
     def load_params(self, *args: Any, **kwargs: Any) -> PyTree:
-        """Returns the weights."""
+        """Returns the weights with which this object was created."""
         return self._weights
 
     def init_decode_state(self, *args: Any, **kwargs: Any) -> DecodeState:

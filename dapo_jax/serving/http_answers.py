@@ -20,7 +20,7 @@ class GenerateAnswer:
         self._sampled = 0
 
     def add(self, new: NewTokens) -> None:
-        """Adds new tokens of a response."""
+        """Adds the new tokens of one response to the answer."""
         self._latest[new.index] = new
         self._sampled += len(new.tokens)
 

@@ -45,7 +45,7 @@ _Stop = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class _Sampling(msgspec.Struct, kw_only=True, frozen=True):
-    """The sampling options that both kinds of requests share."""
+    """Sampling options that both `/inference/v1/generate` and `/v1/chat/completions` accept."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -58,13 +58,13 @@ class _Sampling(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class _SamplingParams(_Sampling, kw_only=True, frozen=True):
-    """`sampling_params` of `/inference/v1/generate`."""
+    """The field `sampling_params` in a request to `/inference/v1/generate`."""
 
     logprobs: Annotated[int, Meta(ge=0, le=1)] | None = None
 
 
 class _GenerateBody(msgspec.Struct, kw_only=True, frozen=True):
-    """The body of `/inference/v1/generate`."""
+    """The body of a request to `/inference/v1/generate`."""
 
     token_ids: list[int]
     model: str = ""
@@ -74,7 +74,7 @@ class _GenerateBody(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class _ChatBody(_Sampling, kw_only=True, frozen=True):
-    """The body of `/v1/chat/completions`."""
+    """The body of a request to `/v1/chat/completions`."""
 
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
     model: str = ""
@@ -90,7 +90,7 @@ class _ChatBody(_Sampling, kw_only=True, frozen=True):
 
 
 class _StreamOptions(msgspec.Struct, kw_only=True, frozen=True):
-    """`stream_options` of `/v1/chat/completions`."""
+    """The field `stream_options` in a request to `/v1/chat/completions`."""
 
     include_usage: bool = False
 

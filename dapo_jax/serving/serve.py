@@ -91,7 +91,7 @@ class ServingOptions:
             raise ConfigError(str(error)) from error
 
     def decoding(self) -> DecodingOptions:
-        """Returns temperature, top-p and top-k.
+        """Returns the temperature, top-p and top-k as decoding options.
 
         Raises:
             ValueError: a value is out of range.
@@ -282,7 +282,7 @@ class Follower:
                     self._say(visible(f"no new weights: {error}"))
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Stops the thread."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()

@@ -28,7 +28,7 @@ class CheckedRequest:
     prompt: Int[np.ndarray, " prompt"]
     max_tokens: int
     count: int = 1
-    """Number of responses."""
+    """Number of responses to sample for the prompt."""
     options: OwnOptions
     """The request's own sampling options. If they contain no PRNG key, repeating the request samples different responses."""
     stop: tuple[str, ...] = ()
@@ -86,7 +86,7 @@ class ServedLimits:
         return CheckedRequest(prompt=prompt, max_tokens=max_tokens, count=count, options=options, **others)
 
     def checked_ids(self, name: str, ids: Sequence[int]) -> Sequence[int]:
-        """Checks and returns `ids`.
+        """Checks that all `ids` are in the vocabulary, and returns them.
 
         Raises:
             RequestError: an id is outside the vocabulary.
@@ -153,7 +153,7 @@ class ServerThread(ABC):
 
     @abstractmethod
     async def _close(self) -> None:
-        """Refuses new requests, gives running requests `GRACE_S` seconds to finish, and then ends the rest."""
+        """Refuses new requests, gives running requests `GRACE_S` seconds to finish, and then cancels the rest."""
 
     def __enter__(self) -> "ServerThread":
         """Starts the server.

@@ -56,7 +56,7 @@ def read_lines(path: AnyPath, *, what: str, needs: str) -> list[dict[str, Any]]:
     """Returns the rows that `write_lines` wrote, in order.
 
     Raises:
-        ValueError: a line is not a row with the key `needs`; the message contains `what`, the file and the line.
+        ValueError: a line is not a JSON object with the key `needs`. The message contains `what`, the file and the line.
     """
     return [row for row, _ in _parsed(path, file_bytes(path), what=what, needs=needs)]
 

@@ -151,7 +151,7 @@ class Progress:
         )
 
     def _cells(self) -> dict[str, str]:
-        """Returns the metrics of the last step as text."""
+        """Returns the metrics of the last step as formatted text, by their names in the view."""
         measured = self._metrics.get
         return {
             "reward": _formatted(measured("reward/mean"), ".3g"),

@@ -48,7 +48,7 @@ class WandbTracker:
         return self._run.id
 
     def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
-        """Queues one row; wandb sends it in the background."""
+        """Queues the metrics of one step, which wandb sends in the background."""
         self._run.log({"step": step, **metrics})
 
     def close(self) -> None:
