@@ -169,7 +169,7 @@ def supervised_loss(
     *,
     weights: Float[Array, "batch seq"],
 ) -> tuple[Float[Array, ""], dict[str, Metric]]:
-    """Computes the weighted negative log-likelihood of demonstrations in nats. Accepts the arguments of `dapo_loss`, but ignores `old_logprobs` and `advantages`."""
+    """Computes the weighted negative log-likelihood in nats. It has the signature of `dapo_loss`, but ignores `old_logprobs` and `advantages`."""
     live = jnp.where(mask, logprobs, 0.0)
     loss = (jnp.where(mask, weights, 0.0) * -live).sum()  # negating the sum itself would turn 0.0 into -0.0
     return loss, {"sft/token_loss": Mean((-live).sum(), mask.sum(dtype=jnp.float32))}

@@ -110,7 +110,7 @@ def check_count(runs: int) -> None:
     """Raises ConfigError if there are more runs than distinguishable colours."""
     if runs > MAX_RUNS:
         raise ConfigError(
-            f"found {runs} runs, needs at most {MAX_RUNS}, the number of distinguishable colours"
+            f"found {runs} runs; a report shows at most {MAX_RUNS}, because each needs its own colour"
         )
 
 

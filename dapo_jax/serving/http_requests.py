@@ -207,7 +207,7 @@ def _request(
 def _check_model(name: str, limits: ServedLimits) -> None:
     if name not in ("", limits.model):
         raise RequestError(
-            f"model is {name!r:.80}; this server has {limits.model!r}: use this name, or leave the field out",
+            f"model is {name!r:.80}; this server has only {limits.model!r}: use this name, or omit the field",
             status=404, code="model_not_found",
         )  # fmt: skip
 

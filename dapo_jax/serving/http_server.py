@@ -130,7 +130,7 @@ class HttpServer(ServerThread):
             )  # fmt: skip
         if error.status in (404, 405):
             return RequestError(
-                f"there is no {visible(request.method[:20])} {visible(request.path[:80])}; there are "
+                f"{visible(request.method[:20])} {visible(request.path[:80])} does not exist; the server has "
                 "POST /inference/v1/generate, POST /v1/chat/completions, GET /v1/models and GET /health",
                 status=error.status, code="not_found" if error.status == 404 else "method_not_allowed",
             )  # fmt: skip
