@@ -173,7 +173,7 @@ class Verdict:
     lost: Lost | Literal[""] = ""
     """The reason why there is no verdict; empty if there is a verdict. A response without a verdict is treated as wrong."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """With several graders, the reward from each grader before weighting. `correct` then comes from the first grader, and `score` is the weighted sum.
+    """The reward from each grader before weighting, if there are several. `correct` then comes from the first grader, and `score` is the weighted sum.
     In an episode, `parts` contains the environment's metrics."""
     turn_rewards: tuple[float, ...] = ()
     """The reward of each turn of an episode. `score` is their sum. A reward from `group_rewards` replaces these rewards and is assigned to the last turn."""

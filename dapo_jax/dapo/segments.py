@@ -39,7 +39,7 @@ def looked_up(
 def sums_by_entry(
     rows: Float[Array, "tokens embed"], index: Int[Array, " tokens"], *, entries: int
 ) -> Float[Array, "entries embed"]:
-    """Returns, for each table entry, the sum of all rows with its index, or 0 if there are none. The order of additions depends only on `index`."""
+    """Returns, for each table entry, the sum of all rows with its index, or 0 if no row has it. The order of additions depends only on `index`."""
     order = jnp.argsort(index)
     found, entry = index[order], jnp.arange(entries, dtype=index.dtype)
     sums = _running_sums(rows[order].T, found[None], 1)
