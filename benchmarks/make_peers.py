@@ -14,7 +14,7 @@ from benchmarks.systems import DEFAULT_PEERS
 
 REQUIREMENTS = Path(__file__).parent / "requirements"
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
-"""Package index with torch for CPU. PyPI has only torch for CUDA."""
+"""Package index with torch for CPU. On Linux, PyPI has torch for CUDA instead."""
 IMPORTS = {"tunix": "import tunix", "trl": "import torch, trl", "vllm": "import vllm"}
 
 
