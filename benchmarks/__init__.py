@@ -1,1 +1,1 @@
-"""Benchmarks of this library against its peers, on one workload and one machine. README.md says how to run them."""
+"""Benchmarks that compare this library with others on the same workload and the same machine. README.md explains how to run them."""

@@ -1,10 +1,10 @@
-"""Attention over a row that is split over devices: keys and values gathered at once, or passed round a ring.
+"""Compares two kinds of attention over a row that is sharded over devices: keys and values are gathered at once, or passed round a ring.
 
     JAX_PLATFORMS=cpu python -m benchmarks.context [--tokens 22528] [--topology v5p:2x2x1]
 
-Compiled for a TPU v5p slice that is only described (extra `tpu`); nothing runs. Both are forward and backward passes of one
-layer's attention with Qwen2.5-32B's heads, at the same precision, in XLA's own operations: what differs is how keys and values
-travel. Printed for each: bytes that a device receives, by kind, and its temporary memory.
+The programs are compiled for a described TPU v5p slice (extra `tpu`), but they do not run. Each is the forward and backward pass of
+one layer's attention with Qwen2.5-32B's heads, at the same precision. Only the transfer of keys and values differs. Prints the bytes
+that a device receives, by kind of collective operation, and the device's temporary memory.
 """
 
 import argparse
@@ -27,16 +27,16 @@ SPLIT = PartitionSpec(None, None, None, "context")
 
 
 def gathered(layout: MeshLayout, query: Array, key: Array, value: Array) -> Array:
-    """As the library does it."""
+    """Computes attention as the library does, by gathering the keys and values of all devices."""
     rows = jnp.ones((1, query.shape[3]), jnp.int32)
     flat = (part.reshape(*part.shape[:2], -1) for part in (query, key, value))
     return layout.attend(*flat, rows, None, "bfloat16").reshape(query.shape)
 
 
 def ring(devices: int, query: Array, key: Array, value: Array) -> Array:
-    """Each device adds what its queries make of one part of the keys after another, while the parts go round.
+    """Computes attention in a ring: in each step, a device attends to one shard of the keys and values, and passes this shard on.
 
-    Parts behind the queries are computed and masked: which they are depends on the device, and all run one program.
+    Shards after the queries are computed too, and then masked. They differ between devices, but all devices run the same program.
     """
     place, width = lax.axis_index("context"), query.shape[3]
     grouped = (query * DIM**-0.5).reshape(KV_HEADS, -1, *query.shape[1:])
@@ -75,7 +75,7 @@ def ring(devices: int, query: Array, key: Array, value: Array) -> Array:
 
 
 def report(name: str, attend: Callable[..., Array], mesh: Mesh, tokens: int) -> None:
-    """Compiles the gradient and prints what it needs."""
+    """Compiles the gradient of `attend`, and prints its temporary memory and the received bytes."""
 
     def loss(query: Array, key: Array, value: Array) -> Array:
         mapped = jax.shard_map(attend, mesh=mesh, in_specs=(SPLIT,) * 3, out_specs=SPLIT, check_vma=False)
@@ -96,7 +96,7 @@ def report(name: str, attend: Callable[..., Array], mesh: Mesh, tokens: int) -> 
 
 
 def main() -> None:
-    """Prints a line for each way."""
+    """Prints one line for each kind of attention."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=22_528)
     parser.add_argument("--topology", default="v5p:2x2x1")

@@ -1,11 +1,11 @@
-"""Decoding and updates on one GPU as shares of its limits, next to vLLM and TRL: `python -m benchmarks.gpu`.
+"""Measures decoding and updates on one GPU relative to the GPU's limits, and compares them with vLLM and TRL: `python -m benchmarks.gpu`.
 
-The model has Qwen3-0.6B's shapes and random weights, so nothing is downloaded. The systems run one after another, each in a
-process that has the GPU to itself. A system without an environment in `--peers` is left out.
+The model has Qwen3-0.6B's shapes and random weights, so nothing is downloaded. The systems run one after another, each in its own
+process with exclusive use of the GPU. A system without an environment in `--peers` is skipped.
 
-A decode step cannot take less time than to read the weights and the cached keys and values once. The share of this limit is
-printed, and the share of the peak that the matrix products of an update reach (model FLOPs utilisation). For both, the work is
-the least that the workload needs: prompts are counted once per group, and neither padding nor recomputation is counted.
+A decode step takes at least as long as reading the weights and the cached keys and values once. The table shows this limit as a share
+of the measured time. For an update, it shows the share of peak FLOP/s that its matrix products reach (model FLOPs utilisation). Both
+count the minimum work: prompts are counted once per group, and padding and recomputation are not counted.
 """
 
 import argparse
@@ -32,10 +32,10 @@ VLLM = {"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.85, "skip_tok
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Measures, prints the table, writes the JSON file."""
+    """Measures every system, prints the table, and writes the JSON file."""
     arguments = _arguments(words)
     end_workers_on_sigterm()
-    # Before jax is imported: our worker gets the settings of a run, and this process makes the model without the GPU.
+    # Set before jax is imported. Our worker inherits the GPU settings of a run, but this process creates the model on the CPU.
     os.environ["JAX_PLATFORMS"] = arguments.platforms
     gpu_settings.apply()
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -67,7 +67,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def write_model(folder: Path, decoder: "DecoderConfig") -> None:
-    """Writes a folder that transformers and vLLM load: random weights, and a tokenizer whose token i is the number i."""
+    """Writes a model folder that transformers and vLLM can load, with random weights, and a tokenizer in which token i is the number i."""
     import jax
     import tokenizers
     from flax import nnx
@@ -86,10 +86,10 @@ def write_model(folder: Path, decoder: "DecoderConfig") -> None:
 
 
 def least_seconds(what: str, workload: Workload, decoder: "DecoderConfig", chip: "Chip") -> float:
-    """The shortest time of a round by the card's data sheet.
+    """Returns the minimum duration of a round in seconds, computed from the GPU's data sheet.
 
-    A rollout takes one decode step for each token of a response. A step reads the weights, and keys and values of all tokens before it.
-    The three products of an update are one in the forward pass and two in the backward pass.
+    A rollout has one decode step per response token. Each step reads the weights, and the keys and values of all earlier tokens.
+    An update has three matrix products per weight: one in the forward pass, and two in the backward pass.
     """
     from dapo_jax.config import ModelConfig, TrainConfig
     from dapo_jax.plan import roofline
@@ -141,7 +141,7 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--rows-per-microbatch", type=int, default=8, help="responses in one forward and backward pass"
     )
-    parser.add_argument("--card", help="name in the table of cards (default: by the device)")
+    parser.add_argument("--card", help="name of the card (default: the device's card)")
     parser.add_argument("--platforms", default="cuda,cpu", help="JAX_PLATFORMS of our worker")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/benchmarks"), help="folder for the JSON file and the logs"
@@ -175,7 +175,7 @@ def _workload(what: str, folder: str, arguments: argparse.Namespace) -> Workload
 def _measured(
     name: str, what: str, workload: Workload, arguments: argparse.Namespace
 ) -> dict[str, Any] | None:
-    """The seconds of each round; None, with a printed reason, if the system is not there or fails."""
+    """Returns a system's version and the seconds of each round. If the system is missing or fails, prints the reason and returns None."""
     venv = systems.SYSTEMS[name].venv
     if venv and not (python := arguments.peers.expanduser() / venv / "bin" / "python").exists():
         print(f"{name} is left out: {python} is missing; see benchmarks/README.md", flush=True)

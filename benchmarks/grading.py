@@ -1,7 +1,7 @@
-"""Responses a second of each grader, on one core: `python -m benchmarks.grading`.
+"""Measures how many responses per second each grader judges on one core: `python -m benchmarks.grading`.
 
-Every response has 2,000 characters and ends in its answer, right for every second one. Then what hostile responses cost a pool:
-1,000 of them, of which one hangs its grader, one eats its memory and one kills its worker.
+Each response has 2,000 characters and ends with an answer, which is correct in every second response. A second measurement shows the
+cost of hostile responses: a pool grades 1,000 responses, of which three hang the grader, exhaust its memory, and kill its worker.
 """
 
 import argparse
@@ -22,11 +22,11 @@ from dapo_jax.rewards.pool import GradingPool
 CHARACTERS = 2000
 TIMEOUT_S, WORKERS = 5.0, 2
 ENDINGS = {"exact": "={}", "gsm8k": "#### {}"}
-"""Where a grader looks for the answer, if not behind `Answer:`."""
+"""The form of the answer for graders that do not look for `Answer:`."""
 
 
 def main() -> None:
-    """Measures, prints and writes the result."""
+    """Runs both measurements, prints the results, and writes them to a JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.grading")
     parser.add_argument("--responses", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=3)
@@ -67,12 +67,12 @@ def _rates(name: str, count: int, rounds: int) -> list[float]:
         right = sum(grade(response, answer).correct for response, answer in cases)
         found.append(count / (time.perf_counter() - start))
         if right != (count + 1) // 2:
-            raise RuntimeError(f"{name} found {right} of {count} right, every second one is")
+            raise RuntimeError(f"{name} accepted {right} of {count} responses, but every second is correct")
     return found
 
 
 def hostile(sample: Sample) -> bool:
-    """The reward function of the pool's measurement; run in a worker."""
+    """Reward function for the measurement with hostile responses. It runs in a worker."""
     if sample.response == "hang":
         time.sleep(10**6)
     if sample.response == "eat":

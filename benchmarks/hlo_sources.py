@@ -1,11 +1,11 @@
-"""From an operation of a compiled program to the function of this library that it comes from.
+"""Finds the function of this library from which an operation of a compiled program originates.
 
-XLA's text of an optimised program lists the Python stack of every operation, in four tables at the top. A fusion counts for the matrix
-products in it if there are any. An operation that XLA adds, such as a copy, counts for the operation or the loop that reads its result.
+XLA's text of an optimised program contains the Python stack of every operation, in four tables at the top. A fusion is attributed to its
+matrix products, if it has any. An operation that XLA adds, such as a copy, is attributed to the operation or the loop that reads its result.
 
     python -m benchmarks.hlo_sources gsm8k_qwen3_0.6b --topology h100:1
 
-compiles the programs of a configuration for a described GPU or TPU, and prints how many of their kernels have a known function.
+compiles the programs of a configuration for a described GPU or TPU, and prints how many of their kernels have no known function.
 """
 
 import argparse
@@ -20,12 +20,12 @@ from benchmarks import report
 
 PACKAGE = "dapo_jax"
 PRODUCTS = ("dot", "convolution", "ragged-dot", "custom-call")
-"""Operations that take most of the time of a fusion. A matrix product is a convolution on a TPU, and on a GPU it may be a call of cuBLAS."""
+"""Opcodes of matrix products, which take most of a fusion's time. A TPU computes products as convolutions, and a GPU may call cuBLAS."""
 WITHOUT_KERNEL = frozenset(
     ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional", "after-all",
      "partition-id", "replica-id", "async-start", "async-update", "async-done", "copy-start", "copy-done", "opt-barrier")
 )  # fmt: skip
-"""Operations that run no kernel of their own."""
+"""Opcodes of operations that do not run a kernel of their own."""
 _FILE = re.compile(r'^(\d+) "(.*)"$')
 _LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) function_name_id=(\d+)")
 _FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
@@ -39,16 +39,16 @@ _KERNEL = re.compile(r'\bname ?[=:] ?\\?"([^"\\]+)\\?"')
 
 @dataclass(frozen=True)
 class Source:
-    """Where an operation comes from."""
+    """The origin of an operation in the library's code."""
 
     function: str | None
-    """`file.py:function`, of the innermost frame in this library; None if XLA made the operation and everything in it."""
+    """`file.py:function` of the innermost frame in this library, or None if XLA added the operation and everything inside it."""
     backward: bool
-    """It belongs to a backward pass."""
+    """Whether the operation belongs to a backward pass."""
 
 
 ANY = "module_"
-"""In place of a program: all of them. If several have an operation of that name, the largest counts."""
+"""A program name that matches all programs. If several programs have an operation of the same name, the largest program is used."""
 
 UNKNOWN = Source(None, False)
 
@@ -60,42 +60,42 @@ class Operation:
     name: str
     opcode: str
     own: Source
-    """Of its own stack."""
+    """The source according to the operation's own stack."""
     inside: str | None
-    """The computation that it calls."""
+    """Name of the computation that the operation calls, or None."""
     regions: tuple[str, ...]
-    """The computations of a loop or a branch."""
+    """If the operation is a loop or a branch, the names of its computations."""
     operands: tuple[str, ...]
     kernel: str
-    """The name of its kernel on a GPU, which a trace has in place of the operation."""
+    """Name of the operation's GPU kernel, which a trace may contain instead of the operation's name."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """The operations of a compiled program, by computation."""
+    """The operations of a compiled program, grouped by computation."""
 
     computations: dict[str, list[Operation]]
 
     def source(self, operation: Operation) -> Source:
-        """The most frequent source of the matrix products in the operation, else its own, else the most frequent of all in it.
+        """Returns the most frequent source of the matrix products in an operation, else its own source, else the most frequent source inside it.
 
-        An operation that XLA added, such as a copy, counts for the operations or the loop that read its result.
+        An operation that XLA added, such as a copy, has the source of the operations or the loop that read its result.
         """
         return self._within(operation) or _most(self._of_readers(operation)) or UNKNOWN
 
     @property
     def operations(self) -> list[Operation]:
-        """The operations of all computations."""
+        """All operations of all computations."""
         return [one for part in self.computations.values() for one in part]
 
     def kernels(self) -> list[Operation]:
-        """The operations that run as kernels: all except those in the computations that fusions and reductions call."""
+        """Returns the operations that run as kernels. Operations inside the computations that fusions and reductions call are excluded."""
         called = {one.inside for one in self.operations if one.opcode != "call" and one.inside}
         parts = (part for name, part in self.computations.items() if name not in called)
         return [one for part in parts for one in part if one.opcode not in WITHOUT_KERNEL]
 
     def by_name(self) -> dict[str, Source]:
-        """The source of every operation, under its name and the name of its kernel."""
+        """Maps the name of every operation, and the name of its kernel, to the operation's source."""
         found: dict[str, Source] = {}
         for operation in self.operations:
             source = self.source(operation)
@@ -122,7 +122,7 @@ class Program:
 
     @cached_property
     def _readers(self) -> dict[str, list[Operation]]:
-        """The operations that read the result of each. A loop or a branch reads the results of its computations."""
+        """Maps an operation's name to the operations that read its result. A loop or a branch reads the results of its computations."""
         found: dict[str, list[Operation]] = defaultdict(list)
         for operation in self.operations:
             results = [self.computations[region][-1].name for region in operation.regions]
@@ -132,14 +132,14 @@ class Program:
 
 
 class Sources:
-    """The dumped programs of a folder, read when they are asked for."""
+    """The programs that XLA dumped to a folder. Each is loaded when it is first needed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._program = cache(self._read)
 
     def of(self, program: str, operation: str) -> Source:
-        """The source of an operation or a kernel; `program` is as in the dump's file names, `module_0004.jit_f`, or `ANY`."""
+        """Returns the source of an operation or a kernel. `program` is the start of the dump's file name, such as `module_0004.jit_f`, or `ANY`."""
         return self._program(program).get(operation, UNKNOWN)
 
     def _read(self, program: str) -> dict[str, Source]:
@@ -151,7 +151,7 @@ class Sources:
 
 
 def read(text: str) -> Program:
-    """The operations of a program with their sources."""
+    """Parses the text of a program into operations with their sources."""
     tables: dict[str, list[str]] = {}
     current = None
     lines = text.splitlines()
@@ -166,12 +166,12 @@ def read(text: str) -> Program:
     functions = _matched(_FILE, tables.get("FunctionNames", []))
     locations = _matched(_LOCATION, tables.get("FileLocations", []))
     frames = _matched(_FRAME, tables.get("StackFrames", []))
-    # XLA prints the number after the parent's, so that the first frame, which has no parent, seems to be its own.
+    # XLA may print the parent's number plus 1. In this case, the first frame, which has no parent, appears to be its own parent.
     after = 1 if frames.get("1", ("", ""))[1] == "1" else 0
 
     @cache
     def ours(frame: str) -> str | None:
-        """The innermost function of this library on a stack that says what a product is for."""
+        """Returns the innermost function of this library on a stack, skipping precision.py, because it does not show what a product is for."""
         while frame in frames:
             location, parent = frames[frame]
             file, function = locations[location]
@@ -201,7 +201,7 @@ def read(text: str) -> Program:
 
 
 def unattributed(text: str) -> tuple[int, int]:
-    """The kernels of a program whose function is unknown, and all its kernels."""
+    """Returns the number of kernels without a known function, and the number of all kernels in a program."""
     program = read(text)
     kernels = program.kernels()
     return sum(program.source(one).function is None for one in kernels), len(kernels)
@@ -218,12 +218,12 @@ def _matched(pattern: re.Pattern[str], lines: list[str]) -> dict[str, tuple[str,
 
 
 def _plain(function: str) -> str:
-    """`Block._project.<locals>.<genexpr>` -> `Block._project`."""
+    """Removes the local part of a function's name: `Block._project.<locals>.<genexpr>` -> `Block._project`."""
     return function.split(".<locals>")[0]
 
 
 def main() -> None:
-    """Prints a table for the programs of a configuration."""
+    """Compiles the programs of a configuration, and prints a table of their kernels."""
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], prog="python -m benchmarks.hlo_sources"
     )

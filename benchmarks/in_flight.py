@@ -1,9 +1,9 @@
-"""Rollouts in flight against waves: what a step's sampling takes where responses are of very unequal length.
+"""Compares the time to sample with rollouts in flight and in waves, for responses of very unequal length.
 
-`python -m benchmarks.in_flight MODEL`. Lengths and verdicts of all responses are given beforehand, log-normal and half of the groups informative, with a fixed seed, so
-that both ways meet the same. In waves a step draws three times the prompts that it trains on, as the paper's recipe does, waits for the longest response
-and throws away the informative groups beyond its need. In flight it goes round by round, reads again at each step what has not ended, as new weights
-ask for, and throws nothing away. Nothing is trained; the seconds are those of sampling.
+`python -m benchmarks.in_flight MODEL`. The lengths of all responses (log-normal) and their verdicts (half of the groups are informative) are fixed in advance,
+so both ways sample the same responses. In waves, a step samples three times the prompts that it trains on, as in the paper's recipe. It waits for the longest
+response, and discards surplus informative groups. In flight, a step samples in rounds and discards nothing. It re-prefills unfinished responses, as training
+with new weights requires. Nothing is trained here, so only sampling is measured.
 """
 
 import argparse
@@ -34,26 +34,26 @@ from dapo_jax.sampling.round_sampler import RoundSampler
 
 @dataclass
 class Way:
-    """One of the two ways, and what was measured of it."""
+    """One of the two ways to sample, and its measurements."""
 
     name: str
     step: Callable[[], Collected]
-    """Samples for one step."""
+    """Samples the groups of one step."""
     engine: LimitedEngine
     seconds: list[float] = field(default_factory=list)
     steps: int = 0
-    """Steps of the decoder."""
+    """Number of decode steps."""
     live: int = 0
-    """Of its slots, those that drew in these."""
+    """Number of active slots, summed over all decode steps."""
     drawn: int = 0
     trained: int = 0
-    """Tokens of the groups that were trained on."""
+    """Number of tokens in the groups that a step would train on."""
     discarded: int = 0
-    """Tokens of informative groups that were thrown away."""
+    """Number of tokens in informative groups that were discarded."""
     ages: list[int] = field(default_factory=list)
 
     def run(self) -> None:
-        """One step, measured."""
+        """Runs and measures one step."""
         self.engine.steps = self.engine.live_slot_steps = 0
         began = time.perf_counter()
         found = self.step()
@@ -69,7 +69,7 @@ class Way:
 
 
 class Task:
-    """Prompts, lengths and verdicts, by ordinal."""
+    """The prompts, response lengths and verdicts, indexed by ordinal."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
@@ -79,7 +79,7 @@ class Task:
         count = arguments.most_prompts
         rng = np.random.default_rng(arguments.seed)
         shape = (count, arguments.samples)
-        # Responses to one prompt are alike: half of the variance of the logarithm lies between prompts.
+        # Responses to one prompt have similar lengths: half of the variance of the log-lengths is between prompts.
         between = rng.normal(0, 1, (count, 1))
         logs = np.log(arguments.median_tokens) + arguments.sigma * (
             between + rng.normal(0, 1, shape)
@@ -98,14 +98,14 @@ class Task:
         ]
 
     def engine(self, **cache: int) -> LimitedEngine:
-        """An engine that counts its steps; by default its cache is what suits the platform."""
+        """Returns an engine that counts its steps. Without arguments, its cache has the platform's default form."""
         arguments = self.arguments
         engine = DecoderEngine(
             self._config,
             slots=arguments.slots,
             capacity=arguments.prompt_tokens + arguments.max_tokens,
             steps_per_call=arguments.steps_per_call,
-            stop_ids=(),  # the limits alone end a response
+            stop_ids=(),  # only the limits end a response
             mesh=self._mesh,
             compute_dtype=arguments.dtype,
             **cache,
@@ -113,7 +113,7 @@ class Task:
         return LimitedEngine(engine, self.lengths)
 
     def group(self, ordinal: int, responses: tuple[Response, ...]) -> Group:
-        """The group with its verdicts: the first response of an informative one is right."""
+        """Returns the group with its verdicts. In an informative group, only the first response is correct."""
         rollouts = tuple(
             Rollout(
                 response=response,
@@ -127,7 +127,7 @@ class Task:
 
 
 def waves(task: Task, engine: LimitedEngine) -> Way:
-    """Each step samples waves of prompts to their ends."""
+    """Samples waves of prompts in each step, until every response has ended."""
     arguments = task.arguments
     sizes = ClockSizes(
         in_flight=3 * arguments.groups * arguments.samples,
@@ -168,7 +168,7 @@ def waves(task: Task, engine: LimitedEngine) -> Way:
 
 
 def in_flight(task: Task, engine: LimitedEngine) -> Way:
-    """Each step goes on with what is in flight."""
+    """Keeps rollouts in flight, so that each step continues the unfinished responses of the last step."""
     arguments = task.arguments
     sizes = ClockSizes(
         in_flight=arguments.in_flight, samples_per_prompt=arguments.samples, needed=arguments.groups
@@ -207,11 +207,11 @@ def in_flight(task: Task, engine: LimitedEngine) -> Way:
 
 
 def main() -> None:
-    """Measures both ways in turn, step by step, prints and writes the result."""
+    """Measures both ways alternately, step by step, prints the results, and writes them to a JSON file."""
     arguments = _arguments()
     task = Task(arguments)
     engines = task.engine(), task.engine(page_tokens=arguments.page_tokens, in_flight=arguments.in_flight)
-    # A pass that compiles, of which nothing is kept.
+    # This pass compiles the programs, and its measurements are discarded.
     for way in (waves(task, engines[0]), in_flight(task, engines[1])):
         way.run()
         way.run()
@@ -228,7 +228,7 @@ def main() -> None:
 
 
 def _row(way: Way, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What is told of a way."""
+    """Returns the results to write for one way."""
     seconds = sum(way.seconds)
     return {
         "seconds": way.seconds,
@@ -294,12 +294,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--sigma", type=float, default=0.8, help="standard deviation of the logarithm of the length"
     )
-    parser.add_argument("--max-tokens", type=int, default=448, help="longer responses are cut here")
+    parser.add_argument("--max-tokens", type=int, default=448, help="limit on a response's length")
     parser.add_argument("--steps-per-call", type=int, default=16)
     parser.add_argument("--page-tokens", type=int, default=64)
-    parser.add_argument("--most-prompts", type=int, default=512, help="prompts that there are")
+    parser.add_argument("--most-prompts", type=int, default=512, help="number of prompts available")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--seed", type=int, default=0, help="of lengths and verdicts")
+    parser.add_argument("--seed", type=int, default=0, help="seed of lengths and verdicts")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"))
     return parser.parse_args()
 

@@ -1,8 +1,8 @@
-"""What the machine gives: matrix products at the shapes of a decode step, one large product, and copying memory.
+"""Measures the machine's limits: matrix products at the shapes of a decode step, one large product, and memory copies.
 
-Measured like a system, in a worker of its own, once in every round, so that a slow minute of the machine shows in the
-limit too. Each rate is the best of JAX's and numpy's, over layouts and several repetitions, with operands in the cache:
-a limit that no decode step can reach, since that must read its weights from memory.
+The limits are measured like a system, in a separate worker and once per round, so that a temporary slowdown of the machine affects
+them too. Each rate is the best of JAX and NumPy over several layouts and repetitions, with operands in the processor cache. A decode
+step cannot reach this limit, because it must read its weights from memory.
 """
 
 import time
@@ -18,13 +18,13 @@ from benchmarks.workload import Workload
 
 
 class System:
-    """The machine itself."""
+    """Measures the machine, with the same interface as the systems."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload, self.version = workload, f"jax {jax.__version__}, numpy {np.__version__}"
 
     def measure(self, dtypes: list[str]) -> dict[str, Any]:
-        """GFLOP/s by dtype and shape, what follows for tokens per second, and GB/s of copying."""
+        """Returns GFLOP/s by dtype and shape, the resulting limit in tokens per second, and GB/s of memory copies."""
         return {"copy_gb_s": self._copy_gb_s(), **{dtype: self._products(dtype) for dtype in dtypes}}
 
     def _products(self, dtype: str) -> dict[str, Any]:
@@ -43,7 +43,7 @@ class System:
         }
 
     def _copy_gb_s(self) -> float:
-        """Bytes read plus bytes written per second, all threads copying parts of 256 MB."""
+        """Returns the GB read plus the GB written per second while all threads copy parts of a 256 MB array."""
         threads = self.workload.threads
         source = np.ones(2**26, np.float32)
         target = np.zeros_like(source)
@@ -54,9 +54,9 @@ class System:
 
 
 def step_products(sizes: dict[str, Any]) -> list[tuple[str, int, int, int]]:
-    """(name, how many in a step, inner size, outer size) of the products with weights in one decode step.
+    """Returns (name, number per step, inner size, outer size) of each product with weights in a decode step.
 
-    Attention over the cache, norms, and drawing tokens are left out, so the limit is on the high side.
+    Attention over the cache, norms and token sampling are not included, so the limit is somewhat too high.
     """
     embed, mlp, layers = sizes["hidden_size"], sizes["intermediate_size"], sizes["num_hidden_layers"]
     heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
@@ -72,15 +72,15 @@ def step_products(sizes: dict[str, Any]) -> list[tuple[str, int, int, int]]:
 
 
 LAYOUTS = ("ri,io->ro", "ri,oi->ro", "oi,ir->or")
-"""Activations [rows, inner] or turned, with the weight either way round; sums are in float32."""
+"""Einsum layouts: activations [rows, inner] or transposed, and both orientations of the weight. Sums are in float32."""
 
 
 def _gflop_s(rows: int, inner: int, outer: int, dtype: str) -> float:
-    """The best of JAX's rates over `LAYOUTS` and (in float32) numpy's."""
+    """Returns the best rate of JAX over all `LAYOUTS` and, for float32, of NumPy."""
     rng = np.random.default_rng(0)
     sizes = {"r": rows, "i": inner, "o": outer}
     work = 2e-9 * rows * inner * outer
-    # About 0.3 s for each, at 200 GFLOP/s.
+    # About 0.3 s per layout, at 200 GFLOP/s.
     repeats = int(np.clip(60 / work, 3, 300))
 
     def operand(axes: str) -> np.ndarray:
@@ -99,7 +99,7 @@ def _gflop_s(rows: int, inner: int, outer: int, dtype: str) -> float:
 
 
 def _best(run: Callable[[], Any], repeats: int) -> float:
-    """The shortest of several runs, in seconds, after one that compiles."""
+    """Returns the shortest duration of several runs in seconds. A first run, which compiles, is not timed."""
     run()
     shortest = float("inf")
     for _ in range(repeats):

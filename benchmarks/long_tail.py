@@ -1,7 +1,7 @@
-"""Responses of very unequal length: continuous batching against static batches on the same engine.
+"""Compares continuous batching with static batches on the same engine, for responses of very unequal length.
 
-`python -m benchmarks.long_tail MODEL`. The length of every response is given beforehand, log-normal with a fixed seed, so
-that both ways do the same work: 256 responses through 32 slots. A static batch waits for its longest response.
+`python -m benchmarks.long_tail MODEL`. The length of every response is sampled in advance (log-normal, with a fixed
+seed), so that both ways do the same work: 256 responses in 32 slots. A static batch waits for its longest response.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from dapo_jax.sampling.interface import Insertion
 
 
 class LimitedEngine:
-    """An engine whose responses have the lengths of a table; it counts the steps of its slots, and responses that were read again."""
+    """An engine whose responses have the lengths in a table. It counts its decode steps, active slots and re-prefilled responses."""
 
     def __init__(self, engine: DecoderEngine, lengths: np.ndarray) -> None:
         self._engine, self._lengths = engine, lengths
@@ -40,14 +40,14 @@ class LimitedEngine:
         return getattr(self._engine, name)
 
     def insert(self, prefix: Any, state: Any, insertion: Insertion, key: Any) -> Any:
-        """Inserts with the table's limits in place of the sampler's single one."""
+        """Inserts prompts with the limits in the table instead of the sampler's single limit."""
         limits = self._lengths[insertion.ordinals, insertion.indices].astype(np.int32)
         self.again += int((insertion.drawn > 0).sum())
         self._waiting -= int((insertion.drawn == 0).sum())
         return self._engine.insert(prefix, state, replace(insertion, limits=limits), key)
 
     def generate(self, *arguments: Any, **named: Any) -> Any:
-        """Decodes and counts: in every step that was taken some slot was live. Busy: responses wait for a slot."""
+        """Decodes, and counts steps and active slots. The `busy` counts include only steps while responses wait for a slot."""
         state, result = self._engine.generate(*arguments, **named)
         valid = np.asarray(result.valid)
         steps, live = int(valid.any(axis=0).sum()), int(valid.sum())
@@ -59,7 +59,7 @@ class LimitedEngine:
 
 
 def main() -> None:
-    """Measures both ways in turn, prints and writes the result."""
+    """Measures both ways alternately, prints the results, and writes them to a JSON file."""
     arguments = _arguments()
     workload = Workload(
         model=str(arguments.model.expanduser().resolve()),
@@ -80,7 +80,7 @@ def main() -> None:
     results: dict[str, dict[str, Any]] = {way: {"seconds": []} for way in batches}
     for round_ in range(-1, arguments.rounds):
         for way, parts in batches.items():
-            # The round that compiles is the same but short.
+            # The first round only compiles, so its responses are short.
             asked = lengths if round_ >= 0 else np.minimum(lengths, 8)
             limited = LimitedEngine(engine, asked)
             sampler = Sampler(limited, prefill_prompts=per_batch, refill_frac=arguments.refill_frac)
@@ -114,17 +114,17 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--sigma", type=float, default=0.6, help="standard deviation of the logarithm of the length"
     )
-    parser.add_argument("--max-tokens", type=int, default=448, help="longer responses are cut here")
+    parser.add_argument("--max-tokens", type=int, default=448, help="limit on a response's length")
     parser.add_argument("--steps-per-call", type=int, default=16)
     parser.add_argument("--refill-frac", type=float, default=0.125)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--seed", type=int, default=0, help="of the lengths")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the lengths")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"))
     return parser.parse_args()
 
 
 def _lengths(arguments: argparse.Namespace) -> np.ndarray:
-    """Response tokens of each prompt and index [prompts, samples]."""
+    """Returns the number of response tokens, [prompts, samples]."""
     rng = np.random.default_rng(arguments.seed)
     shape = (arguments.prompts, arguments.samples)
     drawn = rng.lognormal(np.log(arguments.median_tokens), arguments.sigma, shape)
@@ -139,7 +139,7 @@ def _engine(workload: Workload, arguments: argparse.Namespace) -> tuple[DecoderE
         slots=arguments.slots,
         capacity=arguments.prompt_tokens + arguments.max_tokens,
         steps_per_call=arguments.steps_per_call,
-        stop_ids=(),  # the limits alone end a response
+        stop_ids=(),  # only the limits end a response
         mesh=mesh,
         compute_dtype=arguments.dtype,
     )
@@ -156,7 +156,7 @@ def _prompts(workload: Workload) -> list[Prompt]:
 def _sampled(
     sampler: Sampler, weights: Any, prompts: Sequence[Prompt], arguments: argparse.Namespace, seed: int
 ) -> int:
-    """Samples all responses to `prompts` and returns their tokens."""
+    """Samples all responses to `prompts`, and returns their number of tokens."""
     waiting = list(prompts)
 
     def draw(count: int) -> list[Prompt]:
@@ -211,7 +211,7 @@ def _print(arguments: argparse.Namespace, lengths: np.ndarray, results: dict[str
 
 
 def _first_come_steps(lengths: np.ndarray, slots: int) -> int:
-    """Steps until all have ended, if each response starts, in turn, as soon as a slot is free."""
+    """Returns the number of steps until all responses have ended, if they start in order, each as soon as a slot is free."""
     free_at = [0] * slots
     for length in lengths:
         heapq.heapreplace(free_at, free_at[0] + int(length))

@@ -1,7 +1,7 @@
-"""Makes the peers' environments: `python -m benchmarks.make_peers [FOLDER] [--only tunix trl vllm]`.
+"""Creates the environments of the other systems: `python -m benchmarks.make_peers [FOLDER] [--only tunix trl vllm]`.
 
-Each gets a virtual environment of its own with the exact versions in `requirements/`. An environment that is there and
-whole is left alone. The peers need the Python that runs this to be 3.11 or 3.12.
+Each system gets its own virtual environment with the exact versions in `requirements/`. A complete environment is left
+unchanged. Run this script with Python 3.11 or 3.12, because the other systems require one of these versions.
 """
 
 import argparse
@@ -14,17 +14,17 @@ from benchmarks.systems import DEFAULT_PEERS
 
 REQUIREMENTS = Path(__file__).parent / "requirements"
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
-"""Where torch for CPU is (PyPI has the one for CUDA)."""
+"""Package index with torch for CPU. On Linux, PyPI has torch for CUDA instead."""
 IMPORTS = {"tunix": "import tunix", "trl": "import torch, trl", "vllm": "import vllm"}
 
 
 def main() -> None:
-    """Makes the environments that are asked for and imports what they are for."""
+    """Creates the requested environments, and checks that their systems can be imported."""
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.make_peers")
     parser.add_argument("folder", type=Path, nargs="?", default=DEFAULT_PEERS)
     parser.add_argument("--only", nargs="+", choices=tuple(IMPORTS), default=list(IMPORTS))
     parser.add_argument(
-        "--torch-index", default=CPU_WHEELS, help="index with torch for CPU; '' to ask only pip's own"
+        "--torch-index", default=CPU_WHEELS, help="index with torch for CPU; '' for pip's default only"
     )
     arguments = parser.parse_args()
     for name in arguments.only:
@@ -32,11 +32,11 @@ def main() -> None:
 
 
 def make(folder: Path, name: str, torch_index: str) -> None:
-    """Makes one environment, unless its record says that it holds these requirements."""
+    """Creates one environment, unless its record shows that it already contains these requirements."""
     wanted = (REQUIREMENTS / f"{name}.txt").read_text()
     record = folder / "requirements.txt"
     if record.exists() and record.read_text() == wanted:
-        print(f"{folder}: is there")
+        print(f"{folder}: already exists")
         return
     print(f"{folder}: installing", flush=True)
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,8 +1,8 @@
-"""A cache in pages beside one of whole slots, on what it is for and on what it is not for.
+"""Compares a paged KV cache with a cache of whole slots, in a case that suits pages and in a case that does not.
 
-`python -m benchmarks.pages`. First responses of very unequal length with the memory of 32 slots of 1,024 tokens: whole slots, pages of the same memory under
-more slots, and, as a limit, as many whole slots (several times the memory). Then as many responses of one length as there are slots, where pages can win nothing.
-The lengths are given beforehand and the weights are random, so all do the same work and nothing is downloaded.
+`python -m benchmarks.pages`. In the first case, responses have very unequal lengths. It compares 32 whole slots of 1,024 tokens with pages in the same
+memory for more slots and, as a limit, with as many whole slots, which need several times the memory. In the second case, all responses have the same length and
+a slot each, so pages have no advantage. Lengths are fixed in advance and weights are random, so all caches do the same work and nothing is downloaded.
 """
 
 import argparse
@@ -31,7 +31,7 @@ PROMPT, CAPACITY, GROUP = 64, 1024, 16
 
 
 def main() -> None:
-    """Measures all ways in turn, prints and writes the result."""
+    """Measures all caches alternately, prints the results, and writes them to a JSON file."""
     arguments = _arguments()
     config, mesh = replace(preset(arguments.preset), max_positions=CAPACITY), make_mesh()
     params = jax.jit(lambda: nnx.state(Decoder(config, rngs=nnx.Rngs(0))))()
@@ -81,10 +81,10 @@ def main() -> None:
 def _rates(
     engines: dict[str, DecoderEngine], weights: Any, lengths: np.ndarray, arguments: argparse.Namespace
 ) -> dict[str, list[float]]:
-    """Tokens a second of each engine in each round; rounds are interleaved."""
+    """Returns the tokens per second of each engine in each round. The rounds of the engines are interleaved."""
     rates: dict[str, list[float]] = {way: [] for way in engines}
     for round_ in range(-1, arguments.rounds):
-        # The round that compiles is the same but short.
+        # The first round only compiles, so its responses are short.
         asked = lengths if round_ >= 0 else np.minimum(lengths, 4)
         for way, engine in engines.items():
             limited = LimitedEngine(engine, asked)
@@ -99,7 +99,7 @@ def _rates(
             if round_ >= 0:
                 rates[way].append(sampled / seconds)
                 print(
-                    f"round {round_}, {way}: {rates[way][-1]:.0f} tokens/s, {limited.again} read again",
+                    f"round {round_}, {way}: {rates[way][-1]:.0f} tokens/s, {limited.again} re-prefilled",
                     flush=True,
                 )
     return rates
@@ -126,8 +126,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.pages")
     parser.add_argument("--preset", default="smollm2-135m")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--prompts", type=int, default=16, help="of 16 responses each")
-    parser.add_argument("--slots", type=int, default=32, help="whole slots, which are the memory of all")
+    parser.add_argument("--prompts", type=int, default=16, help="prompts, with 16 responses each")
+    parser.add_argument("--slots", type=int, default=32, help="whole slots, which also set the memory")
     parser.add_argument("--paged-slots", type=int, default=128)
     parser.add_argument("--page-tokens", type=int, default=64)
     parser.add_argument("--median-tokens", type=float, default=130.0, help="median length of a response")
@@ -136,7 +136,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--equal-tokens", type=int, default=64)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--seed", type=int, default=0, help="of the lengths")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the lengths")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"))
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""Worker processes, of which one runs at a time: the others are stopped by signal, so no idle thread pool can spin."""
+"""Runs worker processes, one at a time. The other workers are stopped by a signal, so that their idle threads cannot use the CPU."""
 
 import contextlib
 import json
@@ -19,14 +19,14 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Answer:
-    """What a worker's method returned, and the seconds it took inside the worker."""
+    """The result of a worker's method, and its duration in seconds, measured inside the worker."""
 
     seconds: float
     result: Any
 
 
 def end_workers_on_sigterm() -> None:
-    """Makes SIGTERM an exception, so that the caller's `finally` ends the workers: sleeping ones cannot notice by themselves."""
+    """Turns SIGTERM into an exception, so that the caller's `finally` ends the workers. Stopped workers cannot detect that the caller has ended."""
 
     def leave(signum: int, frame: object) -> None:
         raise SystemExit(128 + signum)
@@ -35,11 +35,11 @@ def end_workers_on_sigterm() -> None:
 
 
 class WorkerError(RuntimeError):
-    """A worker answered with an error, died or ran out of time."""
+    """A worker returned an error, died or exceeded its time limit."""
 
 
 class Worker:
-    """One system in a process of its own, on the first `threads` of this process's CPUs."""
+    """Runs one system in its own process, on the first `threads` of this process's CPUs."""
 
     def __init__(
         self,
@@ -71,14 +71,14 @@ class Worker:
         self._peak = 0.0
 
     def ready(self, *, timeout_s: float = 1200.0) -> Answer:
-        """Waits until the system is loaded; the result is its version. The worker is asleep afterwards."""
+        """Waits until the system is loaded, and then stops the worker. The result is the system's version."""
         try:
             return self._answer(timeout_s)
         finally:
             self._signal(signal.SIGSTOP)
 
     def call(self, name: str, *, timeout_s: float = 1800.0, **arguments: Any) -> Answer:
-        """Wakes the worker, has it run a method and puts it to sleep again."""
+        """Resumes the worker, calls one of its methods, and stops the worker again."""
         self._signal(signal.SIGCONT)
         try:
             assert self._process.stdin is not None
@@ -98,7 +98,7 @@ class Worker:
         return self._peak
 
     def cpu_s(self) -> float:
-        """CPU seconds used so far by the process and its living children."""
+        """Returns the CPU seconds used so far by the process and its running children."""
         total = 0
         for pid in self._processes():
             fields = _stat(pid)
@@ -106,7 +106,7 @@ class Worker:
         return total / _TICKS
 
     def close(self) -> None:
-        """Ends the process and its children."""
+        """Kills the process and its children."""
         for pid in self._processes():
             _send(pid, signal.SIGKILL)
         self._process.wait()
@@ -114,21 +114,21 @@ class Worker:
     def _answer(self, timeout_s: float) -> Answer:
         assert self._process.stdout is not None
         deadline = time.monotonic() + timeout_s
-        # One line per request, so nothing is left in the buffer between two of them.
+        # `select` does not see buffered lines, but there are none, because each request has a reply of one line.
         while not select.select([self._process.stdout], [], [], 1.0)[0]:
             if time.monotonic() > deadline:
-                raise WorkerError(f"{self.module} gave no answer in {timeout_s:.0f} s; see {self.log}")
+                raise WorkerError(f"{self.module} did not answer within {timeout_s:.0f} s; see {self.log}")
         line = self._process.stdout.readline()
         if not line:
             code = self._process.wait()
-            raise WorkerError(f"{self.module} died ({code}; -9 is a kill for memory); see {self.log}")
+            raise WorkerError(f"{self.module} died ({code}; -9 often means out of memory); see {self.log}")
         answer = json.loads(line)
         if "error" in answer:
             raise WorkerError(f"{self.module}: {answer['error']}; see {self.log}")
         return Answer(answer["seconds"], answer["result"])
 
     def _processes(self) -> list[int]:
-        """The living processes of the worker's session."""
+        """Returns the ids of the running processes in the worker's session."""
         session, found = self._process.pid, []
         for entry in os.listdir("/proc"):
             fields = _stat(int(entry)) if entry.isdigit() else None
@@ -145,13 +145,13 @@ class Worker:
 
 
 def _send(pid: int, which: signal.Signals) -> None:
-    # It may have ended by itself in between.
+    # The process may have ended in the meantime.
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, which)
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat from the state on; None if the process is gone."""
+    """Returns the fields of /proc/PID/stat from the state onwards, or None if the process has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

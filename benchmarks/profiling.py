@@ -1,12 +1,12 @@
-"""Where the time of one rollout and one update goes: `python -m benchmarks.profiling MODEL`.
+"""Measures where one rollout and one update spend their time: `python -m benchmarks.profiling MODEL`.
 
-JAX's profiler says when each operation of the compiled programs ran; XLA's dump of these programs says which function of
-this library it comes from. Wall time is cut wherever an operation begins or ends: operations that run at the same time
-share it, and time in which none runs is the host's. So the shares add up to 100%. A fused operation counts for the
-matrix products in it if there are any, and otherwise for the function of its last part (`hlo_sources`). Reading weights
-from memory counts for the product that needs them. On a GPU, the operations are its kernels.
+JAX's profiler records when each operation of the compiled programs ran. XLA's dump of these programs shows from which function
+of this library an operation originates. Operations that run at the same time share the wall time, and time without any operation
+is attributed to the host, so the shares add up to 100%. A fusion is attributed to its matrix products, if it has any, otherwise to
+the function of its last part (`hlo_sources`). Reading weights from memory is attributed to the product that uses them. On a GPU,
+the operations are its kernels.
 
-(The file is not called profile.py: Python has a module of that name, which others import.)
+(The file is not called profile.py, because this name would shadow a module of Python.)
 """
 
 import argparse
@@ -30,10 +30,10 @@ HOST, LOOPS, OTHER, CUBLAS = (
 )
 
 GPU = "/device:GPU"
-"""How the profiler's planes of GPUs begin."""
+"""Prefix of the names of the profiler's GPU planes."""
 
 SMALL = 0.005
-"""Parts with a smaller share are printed as one; the file has them all."""
+"""Parts with a smaller share are printed as one line. The JSON file contains all parts."""
 
 PARTS = {
     "attention.py": "attention",
@@ -57,16 +57,16 @@ PARTS = {
     "update.py:Updater._apply_program": "optimizer",
     "update.py:Updater._add_program": "sums of gradients",
 }
-"""File, or file and function, of the innermost frame -> what the table calls it. Others appear under their own name."""
+"""Maps the innermost frame's file, or its file and function, to a name in the table. Other functions appear under their own names."""
 
 
 def main() -> None:
-    """Profiles, prints one table for each, writes the JSON file."""
+    """Profiles the rollout and the update, prints a table for each, and writes the JSON file."""
     arguments = _arguments()
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         dump = Path(folder) / "hlo"
-        # Read by XLA when the first program is compiled: before jax is imported.
+        # Set before jax is imported, because XLA reads it when it compiles the first program.
         os.environ["XLA_FLAGS"] = (
             f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text"
         ).strip()
@@ -101,7 +101,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _profile(run: Callable[[], Any], folder: Path, sources: Sources) -> dict[str, Any]:
-    """Runs once under the profiler; seconds by part, and the operations that take longest."""
+    """Calls `run` once under the profiler. Returns the seconds of each part, and the operations that take longest."""
     import jax
 
     options = jax.profiler.ProfileOptions()
@@ -135,9 +135,9 @@ def _part(source: Source, operation: str) -> str:
 
 
 def _read(profile: Any) -> tuple[list[Slice], tuple[float, float]]:
-    """When each operation ran, and when the measured run began and ended, in ns.
+    """Returns when each operation ran, and when the measured run began and ended, in ns.
 
-    A GPU has a plane with one line for each stream. If an event there lacks its operation, as in a CUDA graph, the kernel's name takes its place.
+    A GPU has a plane with one line per stream. If an event there lacks its operation, as in a CUDA graph, the kernel's name is used instead.
     """
     slices: list[Slice] = []
     span = None

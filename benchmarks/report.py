@@ -1,4 +1,4 @@
-"""Numbers of interleaved rounds, and how they are printed: medians with their range, ratios round by round."""
+"""Formats the measurements of interleaved rounds: medians with their range, and ratios for each round."""
 
 import json
 import os
@@ -11,18 +11,18 @@ from typing import Any
 
 
 def spread(values: Sequence[float], digits: int = 0) -> str:
-    """median (lowest-highest)."""
+    """Formats values as `median (lowest-highest)`."""
     low, middle, high = min(values), statistics.median(values), max(values)
     return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Ours over theirs, round by round: what slows the machine for a while slows both."""
+    """Returns ours divided by theirs for each round, so that a temporary slowdown of the machine affects both."""
     return [a / b for a, b in zip(ours, theirs, strict=True)]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown, its columns aligned."""
+    """Returns a Markdown table with aligned columns."""
     lines = [list(header), *map(list, rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     text = [
@@ -34,7 +34,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """The processor's name, CPUs and memory."""
+    """Returns the processor's name, the number of CPUs, the memory and the current load."""
     info = Path("/proc/cpuinfo")
     names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
     return {
@@ -46,7 +46,7 @@ def machine() -> dict[str, Any]:
 
 
 def write(path: Path, results: dict[str, Any]) -> None:
-    """Writes the results beside the machine and the time."""
+    """Writes the results to a JSON file, with the time and a description of the machine."""
     path.parent.mkdir(parents=True, exist_ok=True)
     stamped = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "machine": machine(), **results}
     path.write_text(json.dumps(stamped, indent=1) + "\n")
@@ -54,7 +54,7 @@ def write(path: Path, results: dict[str, Any]) -> None:
 
 
 def with_table(text: str, name: str, made: str) -> str:
-    """A page with a table in the place that comments mark, or at its end.
+    """Inserts a table between the comments that mark its place in a page, or at the end of the page.
 
     >>> with_table("Rows:\\n<!-- ladder -->\\nold\\n<!-- end -->\\n", "ladder", "new")
     'Rows:\\n<!-- ladder -->\\nnew\\n<!-- end -->\\n'

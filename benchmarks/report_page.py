@@ -1,9 +1,9 @@
-"""How long the page of a report takes to open: a run of 1,000 steps with 64 rollouts of each and an evaluation every 20, in Chromium.
+"""Measures how long Chromium takes to open the report of a run with 1,000 steps, 64 rollouts per step, and an evaluation every 20 steps.
 
     python -m benchmarks.report_page [--steps 1000] [--rollouts 64] [--repeat 5] [--keep FOLDER]
 
-Prints the seconds that making the page took, its bytes, and the milliseconds from the start of the navigation until the curves
-are drawn and the first rollouts shown, each with a browser of its own, and their median.
+Prints the time to create the page in seconds, and its size in bytes. Also prints the milliseconds from the start of the navigation until
+the curves and the first rollouts are shown, for several new browsers, and their median.
 """
 
 import argparse
@@ -19,12 +19,12 @@ from tests.report.made import problem_line, write_evaluation, write_run
 
 
 def main() -> int:
-    """Writes a run, makes its page, opens it."""
+    """Writes a run, creates its page, and opens the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--rollouts", type=int, default=64, help="of a step, in groups of 16")
+    parser.add_argument("--rollouts", type=int, default=64, help="rollouts per step, in groups of 16")
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--keep", metavar="FOLDER", help="where run and page stay")
+    parser.add_argument("--keep", metavar="FOLDER", help="folder that keeps the run and the page")
     arguments = parser.parse_args()
     if reason := missing():
         print(reason, file=sys.stderr)

@@ -1,7 +1,7 @@
-"""Tokens per second of this library's sampler and its peers': `python -m benchmarks.rollout MODEL`.
+"""Measures the tokens per second of this library's sampler and of other samplers: `python -m benchmarks.rollout MODEL`.
 
-Every system is loaded and warmed up in a process of its own; then rounds are interleaved (A B C D, A B C D, ...), with
-one process awake at a time. README.md has the rules.
+Every system is loaded and warmed up in its own process. Then rounds are interleaved (A B C D, A B C D, ...), and only
+one process runs at a time. README.md describes the rules.
 """
 
 import argparse
@@ -16,7 +16,7 @@ SAMPLERS = ("ours", "tunix", "hf", "vllm")
 
 
 def main() -> None:
-    """Measures, prints the tables, writes the JSON file."""
+    """Measures every system, prints the tables, and writes the JSON file."""
     arguments = _arguments()
     end_workers_on_sigterm()
     workload = systems.workload_of(arguments)
@@ -61,7 +61,7 @@ def _arguments() -> argparse.Namespace:
 def _round(
     name: str, round_: int, workload: Workload, workers: dict[str, Worker], result: dict[str, Any]
 ) -> None:
-    """One measured round of one system, and the CPU time that the others took meanwhile."""
+    """Runs and measures one round of one system. Also records the CPU time that the other systems used meanwhile."""
     others = [worker for other, worker in workers.items() if other != name]
     before = sum(worker.cpu_s() for worker in others)
     answer = workers[name].call("rollout", seed=round_)
@@ -78,7 +78,7 @@ def _round(
 
 
 def _check(names: list[str], workload: Workload, workers: dict[str, Worker], results: dict[str, Any]) -> None:
-    """Greedy responses beside the reference's, and the log-probability that the reference gives to what was sampled."""
+    """Compares greedy responses with the reference system's. Also computes the reference's log-probability of the sampled tokens."""
     reference = "hf:float32" if "hf:float32" in names else names[0]
     expected = workers[reference].call("greedy").result
     for name in names:
@@ -91,7 +91,7 @@ def _check(names: list[str], workload: Workload, workers: dict[str, Worker], res
 
 
 def _shared(a: list[int], b: list[int]) -> int:
-    """Tokens before the first difference."""
+    """Returns the number of tokens before the first difference."""
     return next((index for index, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1]), len(a))
 
 
@@ -132,7 +132,7 @@ def _print(
 
 
 def _print_limit(dtype: str, workload: Workload, measured: list[dict[str, Any]]) -> None:
-    """How the limit in tokens per second follows from the measured products."""
+    """Prints how the limit in tokens per second follows from the measured products."""
     ones = [one[dtype] for one in measured]
     print(
         f"\nMatrix products in {dtype}, in the shapes of one decode step of {workload.sequences} sequences:\n"

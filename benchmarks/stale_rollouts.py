@@ -1,7 +1,7 @@
-"""What tokens of earlier weights do to training, with the importance weights of the default and without: `python -m benchmarks.stale_rollouts`.
+"""Measures how stale tokens affect training, with the default importance weights and without them: `python -m benchmarks.stale_rollouts`.
 
-The task of the study (`configs/study/dapo.yaml`, with its base model), with as many rollouts in flight as make a group's first token about three steps,
-and so 48 updates, old when it is trained on. A run refuses to leave the weights out; this script steps around that, to show why.
+The study provides the task and the base model (`configs/study/dapo.yaml`). So many rollouts are in flight that a group's first token is about three
+steps (48 updates) old when it is trained on. A normal run refuses to omit the weights. This script bypasses the check, to show why it exists.
 """
 
 import argparse
@@ -52,7 +52,7 @@ class Way:
     changes: tuple[str, ...]
     colour: str
     refused: bool = False
-    """The weights are left out though the configuration asks for them, which no configuration can."""
+    """Whether the importance weights are omitted, which no configuration allows."""
 
 
 WAYS = (
@@ -70,16 +70,16 @@ WAYS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WithoutWeights(TrainConfig):
-    """A configuration whose importance weights are left out, whatever it says."""
+    """A configuration that never uses importance weights, whatever its keys are."""
 
     @property
     def correction(self) -> Correction:
-        """No weights: each token counts as one of the policy's own."""
+        """No importance weights: each token is treated as if the current policy had sampled it."""
         return Correction("none", 0.0, math.inf)
 
 
 def configuration(way: Way, folder: Path, seed: int, extra: Sequence[str] = ()) -> TrainConfig:
-    """The configuration of one run."""
+    """Returns the configuration of one run."""
     changes = [*COMMON, *way.changes, *extra, f"seed={seed}", f"run_dir={folder / f'{way.name}_{seed}'}"]
     config = load_config(CONFIG, changes)
     if not way.refused:
@@ -88,7 +88,7 @@ def configuration(way: Way, folder: Path, seed: int, extra: Sequence[str] = ()) 
 
 
 def make(folder: Path, seeds: Sequence[int], names: Sequence[str], extra: Sequence[str]) -> None:
-    """Makes the runs that are missing under `folder`."""
+    """Trains the runs that are missing in `folder`."""
     for seed in seeds:
         for way in WAYS:
             config = configuration(way, folder, seed, extra)
@@ -98,7 +98,7 @@ def make(folder: Path, seeds: Sequence[int], names: Sequence[str], extra: Sequen
 
 
 def collect(folder: Path, seeds: Sequence[int], target: Path) -> None:
-    """Writes what is kept of each step of each run into one CSV file."""
+    """Writes `METRICS` for each step of each run to one CSV file."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with target.open("w", newline="") as file:
         lines = csv.writer(file, lineterminator="\n")
@@ -112,11 +112,11 @@ def collect(folder: Path, seeds: Sequence[int], target: Path) -> None:
 
 
 Curves = dict[tuple[str, int], dict[str, np.ndarray]]
-"""By way and seed: a value of each metric for each step, NaN where there is none; step 0 is before training."""
+"""Maps (way, seed) to the values of each metric by step, NaN if unknown. Step 0 is the evaluation before training."""
 
 
 def load(path: Path) -> Curves:
-    """What `collect` wrote."""
+    """Loads the file that `collect` wrote."""
     found: dict[tuple[str, int], list[dict[str, str]]] = {}
     with path.open(newline="") as file:
         for line in csv.DictReader(file):
@@ -136,7 +136,7 @@ PANELS = (
 
 
 def draw(curves: Curves, target: Path) -> None:
-    """A panel for each metric: a line for each run, a colour for each way."""
+    """Draws one panel per metric, with a line for each run and a colour for each way."""
     figure, axes = plt.subplots(2, 2, figsize=(10, 6.4), sharex=True, layout="constrained")
     for axis, (metric, label) in zip(axes.flat, PANELS, strict=True):
         for way in WAYS:
@@ -155,7 +155,7 @@ def draw(curves: Curves, target: Path) -> None:
 
 
 def summary(curves: Curves) -> str:
-    """A row for each way, its runs' mean; of the accuracy at the end the lowest and the highest run as well, if there are several."""
+    """Returns a table of the mean over the runs of each way. For the final accuracy, it also shows the lowest and the highest run, if there are several."""
     rows = []
     for way in WAYS:
         runs = [run for (name, _), run in curves.items() if name == way.name]
@@ -172,23 +172,21 @@ def summary(curves: Curves) -> str:
 
 
 def _mean(runs: Sequence[dict[str, np.ndarray]], metric: str) -> str:
-    """The mean over all steps of all runs; empty where none has the metric."""
+    """Returns the mean over all steps of all runs, or an empty string if no run has the metric."""
     values = np.concatenate([run[metric][1:] for run in runs])
     return f"{np.nanmean(values):.2f}" if np.isfinite(values).any() else ""
 
 
 def main() -> None:
-    """Makes the runs that are missing, keeps their metrics, prints the table and draws the figure."""
+    """Trains the runs that are missing, stores their metrics, prints the table and draws the figure."""
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.stale_rollouts")
     names = [way.name for way in WAYS]
     parser.add_argument("overrides", nargs="*", help="section.key=value for every run")
-    parser.add_argument(
-        "--runs", type=Path, default=Path("runs/stale_rollouts"), help="where run folders are"
-    )
-    parser.add_argument("--ways", nargs="+", choices=names, default=names, help="only these are run")
+    parser.add_argument("--runs", type=Path, default=Path("runs/stale_rollouts"), help="folder of the runs")
+    parser.add_argument("--ways", nargs="+", choices=names, default=names, help="ways to train; default: all")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--only-draw", action="store_true", help="from the metrics kept in --results")
+    parser.add_argument("--only-draw", action="store_true", help="use the metrics stored in --results")
     arguments = parser.parse_args()
     if not arguments.only_draw:
         make(arguments.runs, arguments.seeds, arguments.ways, arguments.overrides)
@@ -199,7 +197,7 @@ def main() -> None:
 
 
 def show(folder: Path) -> None:
-    """Prints the table, puts it into its place in `folder`/README.md and the figure beside it."""
+    """Prints the table, inserts it into `folder`/README.md, and saves the figure in `folder`."""
     curves, page = load(folder / METRICS_FILE), folder / "README.md"
     made = summary(curves)
     print(made)

@@ -1,4 +1,4 @@
-"""Which systems there are, and where each finds its Python: a table, and the options all benchmarks share."""
+"""Defines the systems, the Python environment of each, and the options that all benchmarks share."""
 
 import argparse
 import glob
@@ -16,12 +16,12 @@ DEFAULT_PEERS = Path("~/.cache/dapo_jax/peers")
 
 @dataclass(frozen=True)
 class System:
-    """One row of the table."""
+    """A system that the benchmarks can run."""
 
     module: str
-    """Below `benchmarks`."""
+    """The system's module, relative to the package `benchmarks`."""
     venv: str | None
-    """The environment's name in the peers' folder; None is the environment that this process runs in."""
+    """Name of the system's environment in the folder `--peers`, or None for the environment of this process."""
 
 
 SYSTEMS = {
@@ -35,14 +35,14 @@ SYSTEMS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that every benchmark of peers has."""
+    """Adds the options that all benchmarks of several systems share."""
     parser.add_argument("model", help="a folder in the Hugging Face layout")
     parser.add_argument(
-        "--peers", type=Path, default=DEFAULT_PEERS, help="where make_peers.py put the environments"
+        "--peers", type=Path, default=DEFAULT_PEERS, help="folder where make_peers.py created environments"
     )
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each system")
     parser.add_argument(
-        "--warmups", type=int, default=2, help="rounds before these, which compile and are not counted"
+        "--warmups", type=int, default=2, help="earlier rounds, which compile and are not measured"
     )
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--samples", type=int, default=16, help="responses to each prompt")
@@ -55,14 +55,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def positive(text: str) -> int:
-    """An integer of at least 1: the first round compiles, so there is no measuring without a warm-up."""
+    """Parses an integer of at least 1. Warm-ups require this, because the first round compiles and must not be measured."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} must be at least 1")
     return int(text)
 
 
 def workload_of(arguments: argparse.Namespace, **more: Any) -> Workload:
-    """The workload that the command line describes."""
+    """Returns the workload that the command line describes."""
     return Workload(
         model=str(Path(arguments.model).expanduser().resolve()),
         prompts=arguments.prompts,
@@ -77,9 +77,9 @@ def workload_of(arguments: argparse.Namespace, **more: Any) -> Workload:
 def start(
     name: str, workload: Workload, arguments: argparse.Namespace, environment: dict[str, str] | None = None
 ) -> tuple[Worker, dict[str, Any]]:
-    """Starts a system, waits until it is loaded and puts it to sleep; returns its version and loading time too.
+    """Starts a worker, and waits until its system is loaded. Returns the worker, and the system's version and loading time.
 
-    `environment` has more variables for its process. Without it, vLLM gets the variables that its guide for CPUs recommends.
+    `environment` contains more variables for the worker. Without it, vLLM gets the variables that its CPU guide recommends.
     """
     system = SYSTEMS[name]
     if system.venv is None:
@@ -89,7 +89,7 @@ def start(
         python = folder / "bin" / "python"
         if not python.exists():
             raise SystemExit(
-                f"{python} is missing: `python -m benchmarks.make_peers {arguments.peers}` makes it; or leave {name} "
+                f"{python} is missing: `python -m benchmarks.make_peers {arguments.peers}` creates it; or leave {name} "
                 "out of --systems"
             )
     if environment is None and name == "vllm":
@@ -112,7 +112,7 @@ def start(
 
 
 def _vllm_environment(python: Path) -> dict[str, str]:
-    """What vLLM's guide for CPUs asks for, as far as it is on this machine."""
+    """Returns the environment variables that vLLM's CPU guide recommends, with the libraries that exist on this machine."""
     places = (
         "/usr/lib/*/libtcmalloc_minimal.so.4",
         "/usr/lib*/libtcmalloc_minimal.so.4",
@@ -120,10 +120,10 @@ def _vllm_environment(python: Path) -> dict[str, str]:
     )
     found = [path for place in places for path in glob.glob(place)]
     if not any("tcmalloc" in path for path in found):
-        print("vllm: no tcmalloc here; its guide asks for it (Debian: libtcmalloc-minimal4)", flush=True)
+        print("vllm: tcmalloc is missing; its guide recommends it (Debian: libtcmalloc-minimal4)", flush=True)
     return {
         "LD_PRELOAD": ":".join([*found, *filter(None, [os.environ.get("LD_PRELOAD")])]),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # `pool` has chosen the CPUs
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # because `pool` selects the CPUs
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
     }

@@ -1,4 +1,4 @@
-"""Dividing wall time among operations that overlap, on several threads and inside each other."""
+"""Divides wall time among operations that overlap because they run in several threads or inside each other."""
 
 import heapq
 from collections import defaultdict
@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 CONTAINERS = ("while", "call", "conditional")
-"""Operations that only run others: they count where none of the others runs."""
+"""Operations that only run other operations. Time is attributed to them only while no other operation runs."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """One run of one operation, in ns."""
+    """One execution of one operation. Times are in ns."""
 
     start: float
     end: float
@@ -20,9 +20,9 @@ class Slice:
 
 
 def shares(slices: Iterable[Slice], span: tuple[float, float]) -> dict[tuple[str | None, str], float]:
-    """Seconds by (program, operation) within `span`; (None, "loop") and (None, "none") are the rest.
+    """Returns the seconds of each (program, operation) within `span`. The rest is (None, "loop") or, outside of all operations, (None, "none").
 
-    At each instant the operations that run share the time equally.
+    Operations that run at the same time share this time equally.
 
     >>> a, b = Slice(0, 2e9, "p", "dot"), Slice(1e9, 3e9, "p", "add")
     >>> shares([a, b, Slice(0, 4e9, "p", "while.1")], (0, 5e9))

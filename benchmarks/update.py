@@ -1,7 +1,7 @@
-"""Seconds and peak memory of one policy update, or of one whole step, of this library, Tunix and TRL.
+"""Measures the time and the peak memory of a policy update or a whole step in this library, Tunix and TRL.
 
-`python -m benchmarks.update MODEL [--whole-step]`. An update: the gradient of the clipped objective over all responses, in
-microbatches, and one AdamW step; no reference policy. A whole step: rollouts, rewards and that update.
+`python -m benchmarks.update MODEL [--whole-step]`. An update computes the gradient of the clipped objective over all responses,
+in microbatches, and takes one AdamW step, without a reference policy. A whole step consists of rollouts, rewards and one update.
 """
 
 import argparse
@@ -14,7 +14,7 @@ TRAINERS = ("ours", "tunix", "trl")
 
 
 def main() -> None:
-    """Measures, prints the table, writes the JSON file."""
+    """Measures every system, prints the table, and writes the JSON file."""
     arguments = _arguments()
     end_workers_on_sigterm()
     rows = arguments.rows_per_microbatch
@@ -30,7 +30,7 @@ def main() -> None:
     failed: dict[str, str] = {}
 
     def once(name: str, seed: int) -> Any:
-        """One update or step; a system that dies is reported and left out from then on."""
+        """Runs one update or step. If the system fails, prints the error and skips the system from then on."""
         try:
             return workers[name].call(
                 call, timeout_s=3600.0, **({"seed": seed} if arguments.whole_step else {})

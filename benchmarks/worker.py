@@ -1,7 +1,7 @@
-"""The process that one system runs in: `python -m benchmarks.worker NAME WORKLOAD`, started by `benchmarks.pool`.
+"""The process in which one system runs: `python -m benchmarks.worker NAME WORKLOAD`, started by `benchmarks.pool`.
 
-Requests and replies are lines of JSON on the standard streams the process was started with. What the system itself prints
-goes to standard error. A request names a method of the system's class; the reply has its result and the seconds it took.
+Requests and replies are lines of JSON on the process's original standard input and output. The system's own output goes to
+standard error. A request contains the name of a method of `System`. The reply contains the result and the duration in seconds.
 """
 
 import importlib
@@ -15,9 +15,9 @@ from benchmarks.workload import Workload
 
 
 def main() -> None:
-    """Loads the system, says so, then answers until the requests end."""
+    """Loads the system, reports that it is loaded, and then answers requests until the input ends."""
     name, workload = sys.argv[1], Workload.from_json(sys.argv[2])
-    # Not in the process that starts this one: a fork could deadlock if that process has initialized jax.
+    # Set here and not in the parent between fork and exec, because this could deadlock if the parent has initialized jax.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: workload.threads])
     requests, replies = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -47,7 +47,7 @@ def main() -> None:
     for line in requests:
         request = json.loads(line)
         timed(getattr(systems["it"], request["call"]), **request["arguments"])
-    # Not the usual way out: engines with threads and children of their own may not come to an end.
+    # Exits at once, because engines with their own threads and child processes may not terminate normally.
     os._exit(0)
 
 

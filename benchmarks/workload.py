@@ -1,4 +1,4 @@
-"""What every system is asked to do. Standard library only: this file is imported in every environment."""
+"""Defines the workload of every system. Uses only the standard library, because every environment imports this file."""
 
 import json
 import random
@@ -9,10 +9,10 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Groups of responses to prompts of one length, each response of exactly `new_tokens` tokens."""
+    """Groups of responses to prompts of the same length. Each response has exactly `new_tokens` tokens."""
 
     model: str
-    """A folder in the Hugging Face layout."""
+    """The path of a model folder in the Hugging Face layout."""
     dtype: str = "float32"
     prompts: int = 4
     samples: int = 16
@@ -21,50 +21,50 @@ class Workload:
     threads: int = 2
     seed: int = 0
     options: dict[str, Any] = field(default_factory=dict)
-    """Settings that only one system knows, such as the rows of a microbatch."""
+    """Settings that only one system has, such as the number of rows in a microbatch."""
 
     @property
     def sequences(self) -> int:
-        """Responses of one round."""
+        """Number of responses per round."""
         return self.prompts * self.samples
 
     @property
     def tokens(self) -> int:
-        """Response tokens of one round."""
+        """Number of response tokens per round."""
         return self.sequences * self.new_tokens
 
     def prompt_ids(self) -> list[list[int]]:
-        """The prompts: uniform token ids without the ends of the vocabulary, where special tokens stand."""
+        """Returns prompts of uniformly random token ids. The ends of the vocabulary are excluded, because special tokens are there."""
         vocab = self.sizes()["vocab_size"]
         rng = random.Random(self.seed)
         low, high = vocab // 50, vocab - vocab // 50
         return [[rng.randrange(low, high) for _ in range(self.prompt_tokens)] for _ in range(self.prompts)]
 
     def responses(self) -> list[list[int]]:
-        """Made-up responses for the update alone, in the prompts' order: the work does not depend on the ids."""
+        """Returns synthetic responses for the update, in the order of the prompts. The amount of work does not depend on the ids."""
         vocab = self.sizes()["vocab_size"]
         rng = random.Random(self.seed + 1)
         low, high = vocab // 50, vocab - vocab // 50
         return [[rng.randrange(low, high) for _ in range(self.new_tokens)] for _ in range(self.sequences)]
 
     def sizes(self) -> dict[str, Any]:
-        """The model's config.json."""
+        """Returns the contents of the model's config.json."""
         return json.loads((Path(self.model) / "config.json").read_text())
 
     def with_(self, **changes: Any) -> "Workload":
-        """A copy with other values."""
+        """Returns a copy with changed values."""
         return replace(self, **changes)
 
     def to_json(self) -> str:
-        """One line that `from_json` reads."""
+        """Returns one line of JSON for `from_json`."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str) -> "Workload":
-        """The workload that `to_json` wrote."""
+        """Restores the workload that `to_json` returned."""
         return Workload(**json.loads(text))
 
 
 def reward_of(response: list[int]) -> float:
-    """The rule that the whole-step benchmark rewards by: +1 if more than half of the tokens are even, else -1."""
+    """Returns the reward in the whole-step benchmark: +1 if more than half of the tokens are even, otherwise -1."""
     return 1.0 if sum(token % 2 == 0 for token in response) * 2 > len(response) else -1.0

@@ -53,7 +53,7 @@ flag() {
   [[ $1 != *=* ]] || die "${1%%=*} takes no value"
 }
 
-# Adds a path to the files for the workers, where it has the same path relative to the working folder of the run.
+# Marks a file or folder to be copied to the workers. Its path relative to the run's working folder stays the same.
 share() {
   case $1 in
     /* | "~"* | .. | ../* | */.. | */../*)
@@ -70,7 +70,7 @@ check_training() { # CONFIG [key=value ...] [--resume]
   for word in "${@:2}"; do
     [[ $word == --resume ]] || overrides+=("$word")
   done
-  # A name without a file is a configuration of the library, which the workers have already.
+  # A name without a file is one of the library's own configurations, which the workers already have.
   if [[ -e $1 || $1 == */* || $1 == *.yaml ]]; then share "$1"; fi
   command -v dapo-jax >/dev/null || die "dapo-jax is not on PATH, but must check CONFIG before anything costs money: pip install -e ."
   resolved=$(dapo-jax config "$1" ${overrides[@]+"${overrides[@]}"}) || exit
@@ -109,8 +109,8 @@ libtpu_args() { # TYPE SLICES
     printf '%s\n' "$LIBTPU_INIT_ARGS"
     return
   fi
-  # Gathers weights during computation: MaxText's CF_FOR_ALL_GATHER. Since libtpu 0.0.50 its fusions are refused except on
-  # v5e, because they could give wrong results on other chips.
+  # Gathers weights during computation: MaxText's CF_FOR_ALL_GATHER. Since libtpu 0.0.50, these fusions are rejected on all
+  # chips except v5e, because their results could be wrong.
   local flags=(--xla_enable_async_all_gather=true --xla_tpu_overlap_compute_collective_tc=true)
   if [[ $1 == v5litepod-* || $1 == v5e-* ]]; then
     flags+=(
@@ -128,7 +128,7 @@ libtpu_args() { # TYPE SLICES
   printf '%s\n' "${flags[*]}"
 }
 
-# Prints the names of the tokens that are set here. Their values never appear in an argument or a message.
+# Prints the names of the token variables that are set in this environment. The values never appear in an argument or a message.
 tokens_set() {
   local token
   for token in "${TOKENS[@]}"; do

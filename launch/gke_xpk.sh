@@ -2,8 +2,8 @@
 # Trains on TPU slices of a GKE cluster with XPK (pip install xpk), as a JobSet that restarts itself.
 # Tested with mock commands; not yet run with the real service.
 #
-# XPK does not support Kubernetes secrets. So the tokens are copied from this environment into the workload's manifest, which everyone
-# with read access to JobSets in the cluster's namespace can read. They appear in no command and in no file of this script.
+# XPK does not support Kubernetes secrets, so the tokens are copied from this environment into the workload's manifest, which everyone
+# with read access to JobSets in the cluster's namespace can read. The tokens do not appear in any command or file of this script.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR source=common.sh
 . "$(dirname "$0")/common.sh"
@@ -91,7 +91,7 @@ submit() {
     mkdir -p "${environment%/*}"
     { echo DAPO_JAX_DISTRIBUTED=1 && printf '%s\n' "$flags" && tokens_set; } >"$environment"
   fi
-  # Restarts on every status except 0 and 2; XPK's own list has 42 and 127 to 255.
+  # Restarts on every exit status except 0 and 2. XPK's own list contains 42 and 127 to 255.
   run xpk workload create --workload="$name" "${where[@]}" --tpu-type="$type" --num-slices="$slices" "${source[@]}" \
     --env-file="$environment" --max-restarts="$restarts" --restart-on-exit-codes=1,3-126 --command="$program"
 }

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Starts one run as several processes on this machine, each with simulated CPU devices, like on a pod.
+# Starts one run as several processes on this machine, each with simulated CPU devices, as on a pod.
 #
 #   launch/local.sh [--dry-run] PROCESSES DEVICES_EACH COMMAND...
 #   launch/local.sh 2 4 train configs/quickstart.yaml run_dir=runs/two_processes
 #
 # COMMAND is everything after `dapo-jax`. Each output line starts with the number of its process. When a process fails,
-# the others are ended, and the script exits with the status of that process. --dry-run prints the commands. PYTHON selects another
+# the others are stopped, and the script exits with the status of that process. --dry-run prints the commands. PYTHON selects another
 # interpreter; XLA_FLAGS, if set, is passed on.
 set -euo pipefail
 

@@ -3,13 +3,13 @@
 
 ROOT=$(cd "$(dirname "$0")/.." && pwd)
 queued=(gcloud compute tpus queued-resources)
-# With these settings, a lost VM ends the connection within two minutes.
+# With these settings, the connection to a lost VM is closed within two minutes.
 ssh_flags=(--ssh-flag=-oServerAliveInterval=30 --ssh-flag=-oServerAliveCountMax=4 --ssh-flag=-oConnectTimeout=20)
 state=NONE
 patient="" # set once a run has started: gcloud may then fail for a while
 export COPYFILE_DISABLE=1 # otherwise tar on macOS adds extra files
 
-# Sets `type` to gcloud's name of the type, and sets `image`.
+# Sets `type` to gcloud's name for the TPU type, and `image` to the VM image.
 check_type() {
   local shape=${type#*:} generation=${type%%[-:]*} cores=1
   case $generation in

@@ -14,7 +14,7 @@ readonly SCRIPT="$HOME/tpu_worker.sh" RUN="$HOME/dapo_jax_run"
 mkdir -p "$RUN"
 cd "$RUN"
 
-# Returns whether a run holds its lock. The command line of its process is no reliable sign, because it is empty for a moment at the start.
+# Returns whether a run holds its lock. The command line of its process is not a reliable sign, because it is empty for a moment at the start.
 under_way() {
   ! flock --shared --nonblock lock true
 }

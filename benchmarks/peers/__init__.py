@@ -1,1 +1,1 @@
-"""One file per system. Each runs in an environment of its own; only `ours` imports dapo_jax."""
+"""One module per system. Each system runs in its own environment, and only `ours` imports dapo_jax."""

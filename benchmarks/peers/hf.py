@@ -1,4 +1,4 @@
-"""Hugging Face transformers: `generate` with `num_return_sequences`, as its documentation shows it."""
+"""Runs Hugging Face transformers: `generate` with `num_return_sequences`, as its documentation recommends."""
 
 import torch
 import transformers
@@ -8,7 +8,7 @@ from benchmarks.workload import Workload
 
 
 class System:
-    """One model, loaded once."""
+    """A loaded model."""
 
     def __init__(self, workload: Workload) -> None:
         torch.set_num_threads(workload.threads)
@@ -16,12 +16,12 @@ class System:
         self.version = f"transformers {transformers.__version__}, torch {torch.__version__}"
         dtype = getattr(torch, workload.dtype)
         self.model = AutoModelForCausalLM.from_pretrained(workload.model, dtype=dtype).eval()
-        # Without an end token every response has the full length.
+        # Without an end token, every response has the full length.
         self.model.generation_config.eos_token_id = None
         self.prompts = torch.tensor(workload.prompt_ids())
 
     def rollout(self, seed: int) -> list[list[int]]:
-        """The responses of one round, at temperature 1, in the prompts' order."""
+        """Samples one round of responses at temperature 1, and returns them in the order of the prompts."""
         torch.manual_seed(seed)
         drawn = self._generate(
             do_sample=True, temperature=1.0, top_k=0, top_p=1.0, num_return_sequences=self.workload.samples
@@ -29,12 +29,12 @@ class System:
         return drawn.tolist()
 
     def greedy(self) -> list[list[int]]:
-        """The greedy response to each prompt."""
+        """Returns the greedy response to each prompt."""
         return self._generate(do_sample=False).tolist()
 
     @torch.inference_mode()
     def score(self, responses: list[list[int]]) -> float:
-        """Mean log-probability in nats of the tokens of a round, in the prompts' order."""
+        """Returns the mean log-probability in nats of a round's tokens. `responses` must be in the order of the prompts."""
         start, total = self.workload.prompt_tokens, 0.0
         prompts = self.prompts.repeat_interleave(self.workload.samples, dim=0)
         rows = torch.cat([prompts, torch.tensor(responses)], dim=1)

@@ -1,4 +1,4 @@
-"""This library: the engine and the sampler for rollouts, `Updater` for updates, both for a whole step."""
+"""Runs this library: the engine and the sampler for rollouts, `Updater` for updates, and both for a whole step."""
 
 import time
 from functools import partial
@@ -27,11 +27,11 @@ from dapo_jax.training.state import init_state
 from dapo_jax.training.update import UpdateOptions, Updater
 
 NO_TOKEN = -1
-"""An end token that is never drawn: every response runs to its limit."""
+"""An end token that is never sampled, so that every response reaches its length limit."""
 
 
 class System:
-    """One model, loaded once. Options: for_training, rows_per_microbatch, logprob_chunk_vocab, remat, steps_per_call."""
+    """A loaded model. Options: for_training, rows_per_microbatch, logprob_chunk_vocab, remat, steps_per_call."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload, options = workload, workload.options
@@ -62,7 +62,7 @@ class System:
         self.sampler = Sampler(self.engine(), prefill_prompts=workload.prompts)
 
     def engine(self) -> DecoderEngine:
-        """The engine that rollouts use: one slot for every response."""
+        """The engine that samples rollouts, with one slot per response."""
         workload = self.workload
         return DecoderEngine(
             self.config,
@@ -75,22 +75,22 @@ class System:
         )
 
     def rollout(self, seed: int) -> list[list[int]]:
-        """The responses of one round, at temperature 1, in the prompts' order."""
+        """Samples one round of responses at temperature 1, and returns them in the order of the prompts."""
         return [
             response.tokens.tolist() for _, group in self._sample(self.weights, seed) for response in group
         ]
 
     def greedy(self) -> list[list[int]]:
-        """The greedy response to each prompt."""
+        """Returns the greedy response to each prompt."""
         groups = self._sample(self.weights, 0, temperature=0.0)
         return [group[0].tokens.tolist() for _, group in groups]
 
     def update(self) -> dict[str, float]:
-        """One update over made-up responses."""
+        """Runs one update on synthetic responses."""
         return self._update(self._made_up_groups())
 
     def step(self, seed: int) -> dict[str, float]:
-        """Weights to the sampler, rollouts, rewards, one update."""
+        """Runs a whole step: weight transfer to the sampler, rollouts, rewards and one update."""
         start = time.perf_counter()
         weights = self.transfer(self.state.params)
         groups = [_rewarded(prompt, responses) for prompt, responses in self._sample(weights, seed)]
@@ -100,11 +100,11 @@ class System:
         return {**parts, "rollout_s": sampled - start}
 
     def moved(self) -> float:
-        """Mean change of the first layer's query weight since the start."""
+        """Returns the mean absolute change of the first layer's query weight since the start."""
         return float(np.abs(np.asarray(self._weight()) - self._first_weight).mean())
 
     def card(self) -> str | None:
-        """The name of this machine's GPU in the library's table; None for other devices."""
+        """Returns the name of this machine's GPU in the library's table of chips, or None if there is no GPU."""
         from dapo_jax.plan.topologies import here
 
         found = here()
@@ -112,7 +112,7 @@ class System:
 
     @property
     def _together(self) -> int:
-        """Responses that share a prompt in a row."""
+        """Number of responses in a packed row, which share one prompt."""
         return min(8, self.workload.samples)
 
     def _weight(self) -> jax.Array:
@@ -157,7 +157,7 @@ class System:
     def _update(self, groups: list[Group]) -> dict[str, float]:
         start, workload = time.perf_counter(), self.workload
         rows = training_examples(groups)
-        # As many responses in a microbatch as the others have.
+        # A microbatch has as many responses as in the other systems.
         microbatches = pack(
             rows,
             example_weights(rows),

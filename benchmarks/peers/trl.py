@@ -1,7 +1,7 @@
-"""TRL's GRPOTrainer: its own training loop, held back between two optimizer steps.
+"""Runs TRL's GRPOTrainer with its own training loop, which is paused between optimizer steps.
 
-For the update alone, generating and scoring is replaced by made-up responses with their advantages; the loop, the loss,
-the backward pass and the optimizer are the trainer's own.
+To measure the update alone, generation and scoring are replaced by synthetic responses and advantages. The loop, the
+loss, the backward pass and the optimizer remain the trainer's own.
 """
 
 import queue
@@ -19,7 +19,7 @@ from benchmarks.workload import Workload, reward_of
 
 
 class _Trainer(GRPOTrainer):
-    """Reads prompts as token ids in decimal, so that all systems have the same ids."""
+    """Parses prompts as decimal token ids, so that all systems use the same ids."""
 
     made_up: dict[str, torch.Tensor] | None = None
 
@@ -47,7 +47,7 @@ class _Gate(TrainerCallback):
 
 
 class System:
-    """One trainer. Options: rows_per_microbatch, gradient_checkpointing, gpu: on one, bfloat16 is the type of products and not of weights."""
+    """A running trainer. Options: rows_per_microbatch, gradient_checkpointing, gpu. On a GPU, weights are float32 even if the dtype is bfloat16."""
 
     def __init__(self, workload: Workload) -> None:
         torch.set_num_threads(workload.threads)
@@ -99,18 +99,18 @@ class System:
         self.thread.start()
 
     def update(self) -> dict[str, float]:
-        """One optimizer step over made-up responses."""
+        """Runs one optimizer step on synthetic responses."""
         self.trainer.made_up = _made_up(self.workload)
         return self._step()
 
     def step(self, seed: int) -> dict[str, float]:
-        """One pass of the trainer's own loop: generation, rewards, update."""
+        """Runs one pass of the trainer's own loop: generation, rewards and update."""
         torch.manual_seed(seed)
         self.trainer.made_up = None
         return self._step()
 
     def moved(self) -> float:
-        """Mean change of the first layer's query weight since the start."""
+        """Returns the mean absolute change of the first layer's query weight since the start."""
         return (self._weight() - self.first_weight).abs().mean().item()
 
     def _weight(self) -> torch.Tensor:
@@ -139,7 +139,7 @@ def _dataset(workload: Workload) -> Dataset:
 
 
 def _made_up(workload: Workload) -> dict[str, torch.Tensor]:
-    """What the trainer's generation returns, for given responses."""
+    """Returns synthetic responses in the format of the trainer's generation."""
     responses = workload.responses()
     rewards = torch.tensor([reward_of(row) for row in responses]).reshape(workload.prompts, -1)
     advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)

@@ -1,7 +1,7 @@
-"""Tunix: its own sampler, and its GRPO learner for the update and the whole step.
+"""Runs Tunix: its own sampler, and its GRPO learner for the update and the whole step.
 
-It takes a group as copies of its prompt, each prefilled. Prompts are texts for it: here a tokenizer that writes ids as
-decimal numbers, so that all systems read the same ids.
+Tunix prefills one copy of the prompt for each response in a group. It accepts prompts only as text. Therefore a tokenizer
+writes ids as decimal numbers, so that all systems use the same ids.
 """
 
 import queue
@@ -26,11 +26,11 @@ from tunix.rl.rollout import base_rollout
 from benchmarks.workload import Workload, reward_of
 
 NO_TOKEN = -1
-"""An end token that is never drawn: every response runs to its limit."""
+"""An end token that is never sampled, so that every response reaches its length limit."""
 
 
 class IdTokenizer:
-    """Texts are token ids in decimal."""
+    """A tokenizer whose texts are token ids as decimal numbers."""
 
     def encode(self, text: str, **_: Any) -> list[int]:
         return [int(part) for part in text.split()]
@@ -39,7 +39,7 @@ class IdTokenizer:
         return " ".join(map(str, ids))
 
     def bos_id(self) -> int:
-        return 0  # the sampler adds none when it is 0
+        return 0  # if it is 0, the sampler adds no BOS token
 
     def eos_id(self) -> int:
         return 0
@@ -49,7 +49,7 @@ class IdTokenizer:
 
 
 class System:
-    """One model, loaded once. Options: for_training, prompts_per_microbatch."""
+    """A loaded model. Options: for_training, prompts_per_microbatch."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload, self.version = (
@@ -58,7 +58,7 @@ class System:
         )
         self.mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
         self.config = _config(workload)
-        # Tunix 0.1.7 forgets the configured theta: its Llama rotates by the default, 1e6, and says other things.
+        # Tunix 0.1.7 ignores the configured rope_theta: its Llama uses the default of 1e6, which changes the output.
         llama.apply_rope.__defaults__ = (self.config.rope_theta,)
         with self.mesh:
             self.model = create_model_from_safe_tensors(
@@ -73,12 +73,12 @@ class System:
             self.sampler = Sampler(self.model, IdTokenizer(), CacheConfig(self.capacity, *shape))
 
     def rollout(self, seed: int) -> list[list[int]]:
-        """The responses of one round, at temperature 1, in the prompts' order."""
+        """Samples one round of responses at temperature 1, and returns them in the order of the prompts."""
         copies = [text for text in self.texts for _ in range(self.workload.samples)]
         return self._generate(copies, temperature=1.0, top_p=1.0, seed=seed)
 
     def greedy(self) -> list[list[int]]:
-        """The greedy response to each prompt."""
+        """Returns the greedy response to each prompt."""
         return self._generate(self.texts, temperature=0.0)
 
     def _generate(self, texts: list[str], **how: Any) -> list[list[int]]:
@@ -93,7 +93,7 @@ class System:
         return [np.asarray(tokens).tolist() for tokens in found.tokens]
 
     def _learner(self) -> None:
-        """The GRPO learner with no reference policy and one update for every batch of prompts."""
+        """Creates the GRPO learner, without a reference policy and with one update per batch of prompts."""
         workload = self.workload
         per_microbatch = workload.options.get("prompts_per_microbatch", 1)
         optimizer = optax.chain(
@@ -137,7 +137,7 @@ class System:
         self._training: threading.Thread | None = None
 
     def update(self) -> dict[str, float]:
-        """One update over made-up responses, in the learner's microbatches."""
+        """Runs one update on synthetic responses, in the learner's microbatches."""
         workload = self.workload
         rows = workload.options.get("prompts_per_microbatch", 1) * workload.samples
         prompts = np.repeat(np.array(workload.prompt_ids(), np.int32), workload.samples, axis=0)
@@ -161,19 +161,19 @@ class System:
         return {}
 
     def moved(self) -> float:
-        """Mean change of the first layer's query weight since the start."""
+        """Returns the mean absolute change of the first layer's query weight since the start."""
         return float(np.abs(np.array(self._weight()) - self._first_weight).mean())
 
     def _weight(self) -> jax.Array:
         return self.cluster.actor_trainer.model.layers[0].attn.q_proj.w[...]
 
     def step(self, seed: int) -> dict[str, float]:
-        """One pass of the learner's own loop, which is held back between two of them at its data."""
-        del seed  # the learner draws its own numbers
+        """Runs one pass of the learner's own loop. Between passes, the loop waits for its data."""
+        del seed  # the learner generates its own random numbers
         if self._training is None:
             self._training = threading.Thread(target=self._train, daemon=True)
             self._training.start()
-            self._done.get()  # the loop asks for its first batch
+            self._done.get()  # waits until the loop requests its first batch
         self._wanted.put(None)
         if error := self._done.get():
             raise error
@@ -183,7 +183,7 @@ class System:
     def _train(self) -> None:
         def batches() -> Iterator[dict[str, list[str]]]:
             while True:
-                # The loop comes back here when the update before is done.
+                # The loop returns here once the previous update is complete.
                 self._done.put(None)
                 self._wanted.get()
                 yield {"prompts": np.array(self.texts)}
@@ -199,15 +199,15 @@ def _rewards(prompts: list[str], completions: list[str], **_: Any) -> list[float
 
 
 def _config(workload: Workload) -> llama.ModelConfig:
-    """Tunix's configuration of the model in the folder.
+    """Returns Tunix's configuration for the model in the folder.
 
     Raises:
-        ValueError: the model is not a Llama; the other families have other modules in Tunix.
+        ValueError: the model is not a Llama model. Tunix implements other families in other modules.
     """
     sizes = workload.sizes()
     if sizes["model_type"] != "llama":
         raise ValueError(
-            f"the Tunix benchmark runs Llama models, {workload.model} is {sizes['model_type']!r}"
+            f"the Tunix benchmark runs only Llama models; {workload.model} is {sizes['model_type']!r}"
         )
     rope = sizes.get("rope_parameters") or sizes
     return llama.ModelConfig(

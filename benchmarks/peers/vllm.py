@@ -1,7 +1,7 @@
-"""vLLM: `LLM.generate` with n samples a prompt, everything else as it comes.
+"""Runs vLLM: `LLM.generate` with n samples per prompt, and defaults otherwise.
 
-`systems` gives it what its CPU guide asks for: tcmalloc and Intel's OpenMP preloaded where they are there, and as many
-OpenMP threads as the other systems have. Prefix caching is on, as it is by default; its blocks hold 128 tokens on CPU.
+`systems` follows vLLM's CPU guide: it preloads tcmalloc and Intel's OpenMP if they are installed, and sets as many OpenMP
+threads as for the other systems. Prefix caching is on by default, and its blocks have 128 tokens on CPU.
 """
 
 from typing import Any
@@ -10,10 +10,10 @@ from benchmarks.workload import Workload
 
 
 class System:
-    """One engine, started once. Options: vllm, a dictionary of further arguments of `LLM`."""
+    """A running engine. Options: vllm, a dict of additional arguments for `LLM`."""
 
     def __init__(self, workload: Workload) -> None:
-        # Imported here: the engine's own processes import this module's parent again.
+        # Imported here, because the engine's subprocesses import this module's parent too.
         import vllm
 
         self.workload, self.version = workload, f"vllm {vllm.__version__}"
@@ -31,16 +31,16 @@ class System:
         self.parameters = vllm.SamplingParams
 
     def rollout(self, seed: int) -> list[list[int]]:
-        """The responses of one round, at temperature 1, in the prompts' order."""
+        """Samples one round of responses at temperature 1, and returns them in the order of the prompts."""
         return self._generate(n=self.workload.samples, temperature=1.0, seed=None)
 
     def greedy(self) -> list[list[int]]:
-        """The greedy response to each prompt."""
+        """Returns the greedy response to each prompt."""
         return self._generate(n=1, temperature=0.0)
 
     def _generate(self, **how: Any) -> list[list[int]]:
         prompts = [{"prompt_token_ids": ids} for ids in self.workload.prompt_ids()]
-        # Every response has the full length; text is not asked for, since no other system makes any.
+        # Every response has the full length. Text is not requested, because no other system generates text.
         wanted = self.parameters(
             max_tokens=self.workload.new_tokens, ignore_eos=True, detokenize=False, **how
         )

@@ -1,4 +1,4 @@
-"""The study of DAPO's techniques on a small scale: `python -m benchmarks.study runs`, then `... results`; README.md has the design."""
+"""Studies the effect of DAPO's techniques at a small scale: `python -m benchmarks.study runs`, then `... results`. README.md describes the design."""
 
 import argparse
 import json
@@ -27,19 +27,19 @@ SEEDS = range(8)
 RESULTS = Path("docs/results/study")
 METRICS_FILE = "metrics.csv"
 IN_FLIGHT_RUNS = "in_flight"
-"""The folder in the results of the row in flight and of those that it is compared with, which share a base model."""
+"""Results folder of the row `in_flight` and the two rows with which it is compared. These runs share a base model."""
 
 
 def main() -> None:
-    """Makes the runs, or table and figures from what they left."""
+    """Trains the runs, or creates tables and figures from their metrics."""
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.study")
     commands = parser.add_subparsers(dest="command", required=True)
-    runs = commands.add_parser("runs", help="make the runs that are missing, and keep their metrics")
-    runs.add_argument("--runs", type=Path, default=Path("runs/study"), help="where run folders are")
+    runs = commands.add_parser("runs", help="train missing runs, and store their metrics")
+    runs.add_argument("--runs", type=Path, default=Path("runs/study"), help="folder of the runs")
     runs.add_argument("--rows", nargs="+", choices=NAMES, default=NAMES)
     runs.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
-    runs.add_argument("--cores", nargs="+", type=int, default=[0, 1], help="one run at a time on each")
-    results = commands.add_parser("results", help="table, tests and figures from the metrics kept")
+    runs.add_argument("--cores", nargs="+", type=int, default=[0, 1], help="cores, with one run on each")
+    results = commands.add_parser("results", help="tables, tests and figures from stored metrics")
     for command in (runs, results):
         command.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def show(folder: Path) -> None:
-    """Prints the tables, puts them in their places in `folder`/README.md and the figures beside it."""
+    """Prints the tables, inserts them into `folder`/README.md, and saves the figures in `folder`."""
     runs = load(folder / METRICS_FILE)
     seeds = sorted({seed for _, seed in runs})
     page = folder / "README.md"
@@ -90,7 +90,7 @@ def show(folder: Path) -> None:
 
 
 Measures = Sequence[tuple[str, Callable[[Run], float], str]]
-"""Names, what is measured, how it is written."""
+"""(column name, function that measures a run, number format) tuples."""
 ACCURACY_AND_COST: Measures = (
     ("equal updates", final_accuracy, "{:.3f}"),
     ("equal tokens", accuracy_at_tokens, "{:.3f}"),

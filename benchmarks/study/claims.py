@@ -1,4 +1,4 @@
-"""What the paper says of each technique, fixed before the runs were made, and the paired tests that judge it."""
+"""The paper's claims about each technique, which were fixed before the runs were made, and the paired tests of these claims."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from benchmarks.study.curves import Run, accuracy_at_tokens, final_accuracy, lat
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """`row` against `before`, the row above it, in one measure."""
+    """A claim about one measure, which compares `row` with `before`, the row above it."""
 
     technique: str
     row: str
@@ -20,11 +20,11 @@ class Claim:
     measure: str
     of: Callable[[Run], float]
     up: bool
-    """The paper says that the technique raises the measure; False: that it lowers it."""
+    """True if the paper claims that the technique raises the measure, False if it lowers the measure."""
     primary: bool = False
-    """Held-out accuracy after equal updates: one for each technique, corrected for their number by Holm's method."""
+    """True for each technique's claim about held-out accuracy after equal updates. Holm's method corrects these claims for their number."""
     source: str
-    """Where the paper says so."""
+    """The section, figure or table that contains the claim."""
 
 
 def _of_technique(
@@ -99,7 +99,7 @@ IN_FLIGHT = tuple(
         ("dynamic_sampling", "waves", "accuracy, equal updates", final_accuracy, False),
     )
 )
-"""The question of dynamic sampling's price again, where nothing is thrown away."""
+"""Tests whether dynamic sampling is worth its cost with rollouts in flight, where nothing is discarded."""
 
 
 QUESTIONS = tuple(
@@ -118,30 +118,30 @@ QUESTIONS = tuple(
         ("late entropy", late("policy/entropy")),
     )
 )
-"""What the probes are asked."""
+"""The claims that the probes test."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """A paired comparison over seeds."""
+    """The result of a paired comparison over seeds."""
 
     claim: Claim
     before: float
     after: float
     difference: float
-    """Mean over seeds of (row - row before), with the 95% interval of Student's t."""
+    """Mean over seeds of `row` minus `before`. `low` and `high` are its 95% interval by Student's t."""
     low: float
     high: float
     effect: float
-    """The mean difference over the differences' standard deviation (Cohen's d for pairs)."""
+    """The mean difference divided by the standard deviation of the differences (Cohen's d for paired samples)."""
     p: float
-    """Two-sided, exact: the share of all ways to flip the differences' signs that give a mean at least as far from 0."""
+    """Exact two-sided p-value: the share of all ways to flip the differences' signs for which the mean is at least as far from 0."""
     corrected_p: float
-    """Of a primary claim: by Holm's method. Else `p`."""
+    """For a primary claim, `p` corrected by Holm's method; otherwise `p`."""
 
     @property
     def words(self) -> str:
-        """Whether the claim holds here, at 5%."""
+        """Whether the claim holds in this study, at the 5% level."""
         if self.corrected_p >= 0.05:
             return "undecided"
         return "holds" if (self.difference > 0) == self.claim.up else "the opposite"
@@ -150,7 +150,7 @@ class Verdict:
 def judge(
     runs: dict[tuple[str, int], Run], seeds: Sequence[int], claims: Sequence[Claim] = CLAIMS
 ) -> list[Verdict]:
-    """Every claim's comparison, over the same seeds in both rows."""
+    """Tests every claim by comparing its two rows over the same seeds."""
     pairs = [
         (
             np.array([claim.of(runs[claim.before, seed]) for seed in seeds]),
@@ -185,7 +185,7 @@ def _verdict(claim: Claim, before: np.ndarray, after: np.ndarray, p: float, corr
 
 
 def sign_flip_p(differences: np.ndarray) -> float:
-    """The two-sided sign-flip test of a mean of 0, over all 2^n ways; the least it can give is 2 / 2^n.
+    """Returns the p-value of the two-sided sign-flip test for a mean of 0, over all 2^n flips. The smallest possible value is 2 / 2^n.
 
     >>> sign_flip_p(np.array([1.0, 2.0, 3.0]))  # 2 of 8
     0.25
@@ -196,7 +196,7 @@ def sign_flip_p(differences: np.ndarray) -> float:
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """Holm's correction of several p: the least times their number, the next times one less, never below one before.
+    """Corrects n p-values by Holm's method: multiplies the smallest by n, the next by n - 1, and so on, without changing their order.
 
     >>> holm([0.04, 0.01])
     [0.04, 0.02]

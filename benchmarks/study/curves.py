@@ -1,4 +1,4 @@
-"""The runs as arrays: read from run folders, kept in one CSV file, and the measures that are taken of a run."""
+"""Loads the study's runs as arrays, stores their metrics in one CSV file, and defines the measures of a run."""
 
 import csv
 from collections.abc import Callable, Iterable
@@ -10,7 +10,7 @@ import numpy as np
 from dapo_jax.trackers import read_metrics
 
 GROUP_SIZE, GROUPS_PER_UPDATE = 16, 2
-"""Of configs/study/dapo.yaml; a test compares."""
+"""The values in configs/study/dapo.yaml. A test checks that they are the same."""
 ACCURACY = "eval/chain_sums/avg@4"
 METRICS = (
     ACCURACY,
@@ -32,74 +32,74 @@ METRICS = (
     "update/grad_norm",
     "time/step_s",
 )
-"""What is kept of every step."""
+"""The metrics that are stored for every step."""
 SMOOTHED = 3
-"""Evaluations in a mean: one alone is of 264 x 4 responses, with a standard error of about 0.01."""
+"""Number of evaluations to average. A single evaluation has 264 x 4 responses and a standard error of about 0.01."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run, a value for each step; step 0 is the evaluation before training."""
+    """One run, with a value of each metric for each step. Step 0 is the evaluation before training."""
 
     values: dict[str, np.ndarray]
     token_budget: float = np.inf
-    """Sampled tokens that every run of the study reaches."""
+    """The largest number of sampled tokens that every run of the study reaches."""
 
     def __getitem__(self, metric: str) -> np.ndarray:
         return self.values[metric]
 
     @property
     def updates(self) -> np.ndarray:
-        """Optimizer updates until the end of each step."""
+        """Number of optimizer updates until the end of each step."""
         return np.cumsum(np.ceil(np.nan_to_num(self["rollout/trained_groups"]) / GROUPS_PER_UPDATE))
 
     @property
     def tokens(self) -> np.ndarray:
-        """Response tokens sampled for training until the end of each step: what was drawn where rollouts are in flight, else that of all that was
-        sampled."""
+        """Number of response tokens sampled for training until the end of each step. With rollouts in flight, this is the logged number;
+        otherwise, it is computed from the number of groups and the mean response length."""
         sampled = self["rollout/prompts"] * GROUP_SIZE * self["rollout/response_tokens"]
         drawn = self["rollout/drawn_tokens"]
         return np.cumsum(np.nan_to_num(np.where(np.isnan(drawn), sampled, drawn)))
 
     @property
     def seconds(self) -> np.ndarray:
-        """Wall clock of the steps so far, without evaluation."""
+        """Wall-clock seconds spent in steps until the end of each step, without evaluations."""
         return np.cumsum(np.nan_to_num(self["time/step_s"]))
 
     @property
     def evaluated(self) -> np.ndarray:
-        """The places of steps with an evaluation."""
+        """The indices of the steps with an evaluation."""
         return np.flatnonzero(~np.isnan(self[ACCURACY]))
 
     @property
     def accuracy(self) -> np.ndarray:
-        """Held-out avg@4 at `evaluated`, each the mean of itself and up to two evaluations before it."""
+        """Held-out avg@4 at the steps in `evaluated`, averaged over this evaluation and up to two earlier evaluations."""
         raw = self[ACCURACY][self.evaluated]
         return np.array([raw[max(0, i - SMOOTHED + 1) : i + 1].mean() for i in range(len(raw))])
 
 
 def final_accuracy(run: Run) -> float:
-    """Held-out avg@4 over the last three evaluations."""
+    """Returns the mean held-out avg@4 over the last three evaluations."""
     return float(run.accuracy[-1])
 
 
 def mean_accuracy(run: Run) -> float:
-    """Held-out avg@4 over all evaluations after the first step: higher for a run that learns sooner, too."""
+    """Returns the mean held-out avg@4 over all evaluations during training. It is higher for a run that learns faster."""
     return float(run[ACCURACY][run.evaluated[1:]].mean())
 
 
 def accuracy_at_tokens(run: Run) -> float:
-    """Held-out avg@4 where the run had sampled as many tokens as the shortest run of the study in all."""
+    """Returns the held-out avg@4 at the point where the run has sampled `token_budget` tokens."""
     return float(np.interp(run.token_budget, run.tokens[run.evaluated], run.accuracy))
 
 
 def whole(metric: str) -> Callable[[Run], float]:
-    """The mean of a metric over all steps that have it."""
+    """Returns a function that averages a metric over all steps that have it."""
     return lambda run: float(np.nanmean(run[metric][1:]))
 
 
 def late(metric: str) -> Callable[[Run], float]:
-    """The mean of a metric over the last third of the steps."""
+    """Returns a function that averages a metric over the last third of the steps."""
 
     def measure(run: Run) -> float:
         values = run[metric][1:]
@@ -109,7 +109,7 @@ def late(metric: str) -> Callable[[Run], float]:
 
 
 def collect(folder: Path, rows: Iterable[str], seeds: Iterable[int], target: Path) -> None:
-    """Writes the metrics of the runs under `folder` into one CSV file, a line a step; runs that it has besides stay."""
+    """Writes the metrics of the runs in `folder` to one CSV file, one line per step. Other runs that are already in the file are kept."""
     names, numbers = list(rows), list(seeds)
     kept: list[dict[str, str]] = []
     if target.exists():
@@ -129,10 +129,10 @@ def collect(folder: Path, rows: Iterable[str], seeds: Iterable[int], target: Pat
 
 
 def load(path: Path) -> dict[tuple[str, int], Run]:
-    """The runs that `collect` wrote, by row and seed.
+    """Loads the runs that `collect` wrote, by (row, seed).
 
     Raises:
-        ValueError: a run has not the steps of the others.
+        ValueError: the runs do not all have the same number of steps.
     """
     lines: dict[tuple[str, int], list[dict[str, str]]] = {}
     with path.open(newline="") as file:
@@ -140,7 +140,7 @@ def load(path: Path) -> dict[tuple[str, int], Run]:
             lines.setdefault((line["row"], int(line["seed"])), []).append(line)
     steps = {len(found) for found in lines.values()}
     if len(steps) != 1:
-        raise ValueError(f"{path}: runs of {sorted(steps)} lines; all must have as many")
+        raise ValueError(f"{path}: runs have {sorted(steps)} lines; all must have the same number")
     runs = {
         key: Run({metric: np.array([_number(line.get(metric, "")) for line in found]) for metric in METRICS})
         for key, found in lines.items()

@@ -1,4 +1,4 @@
-"""The paper's figures from the study's runs: mean over seeds, with the band of one standard deviation."""
+"""Draws the paper's figures from the study's runs: means over seeds, with bands of one standard deviation."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,25 +22,25 @@ COLOURS = dict(
         strict=True,
     )
 )
-"""Okabe and Ito's, which colour-blind people can tell apart."""
+"""The colour of each row, from Okabe and Ito's palette for colour-blind readers."""
 TITLES = {row.name: row.title for row in (*ROWS, *FURTHER)}
 
 Curve = Callable[[Run], tuple[np.ndarray, np.ndarray]]
-"""Of a run: places on the x axis, and values."""
+"""Maps a run to positions on the x axis and values."""
 
 
 def against_updates(metric: str) -> Curve:
-    """A metric of training against optimizer updates."""
+    """Returns the curve of a training metric over optimizer updates."""
     return lambda run: (run.updates[1:], run[metric][1:])
 
 
 def accuracy(axis: str) -> Curve:
-    """Smoothed held-out accuracy against `updates`, `tokens` or `seconds`."""
+    """Returns the curve of the smoothed held-out accuracy over `updates`, `tokens` or `seconds`."""
     return lambda run: (getattr(run, axis)[run.evaluated], run.accuracy)
 
 
 def draw_all(runs: Runs, seeds: Sequence[int], folder: Path) -> list[Path]:
-    """Every figure as a PNG in `folder`; returns their paths."""
+    """Draws every figure as a PNG in `folder`, and returns the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     before, after = "overlong_filtering", "clip_higher"
     level, dynamic = "token_level", "dynamic_sampling"
@@ -116,7 +116,7 @@ def draw_all(runs: Runs, seeds: Sequence[int], folder: Path) -> list[Path]:
 
 
 def draw_in_flight(runs: Runs, seeds: Sequence[int], folder: Path) -> Path:
-    """The accuracy of the row in flight, and of the two that it is compared with, as a PNG in `folder`; returns its path."""
+    """Draws the accuracy of the row `in_flight` and the two rows with which it is compared, as a PNG in `folder`. Returns the path."""
     rows, held_out = [row.name for row in (*ROWS[-2:], *FURTHER)], "held-out accuracy (avg@4)"
     panels = [
         (rows, accuracy("updates"), held_out, "optimizer updates"),
@@ -154,7 +154,7 @@ def _draw(
 
 
 def _band(axis: Axes, curves: Sequence[tuple[np.ndarray, np.ndarray]], name: str) -> None:
-    """Mean and standard deviation over seeds, at places that all seeds have reached."""
+    """Draws the mean and standard deviation over seeds, in the range that all seeds cover."""
     end = min(places[-1] for places, _ in curves)
     start = max(places[0] for places, _ in curves)
     shared = np.linspace(start, end, 200)
@@ -167,6 +167,6 @@ def _band(axis: Axes, curves: Sequence[tuple[np.ndarray, np.ndarray]], name: str
 
 
 def _interpolated(shared: np.ndarray, places: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Values at `shared` places; a step without the metric (nothing was clipped in it) is passed over."""
+    """Interpolates the values at the positions `shared`. Skips steps without the metric, for example if no token was clipped."""
     known = ~np.isnan(values)
     return np.interp(shared, places[known], values[known])

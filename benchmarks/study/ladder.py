@@ -1,4 +1,4 @@
-"""The rows of the study: the paper's ladder (Table 1), one technique more in each, as changes of configs/study/dapo.yaml."""
+"""The rows of the study: the paper's ladder (Table 1), which adds one technique per row, as changes to configs/study/dapo.yaml."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ BASE_MODEL_CONFIG = "configs/study/base_model_sft.yaml"
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One row: the changes that it makes to the row before."""
+    """One row, defined by its changes to the previous row."""
 
     name: str
     title: str
@@ -33,7 +33,7 @@ ROWS = (
         changes=("reward.overlong.filter_truncated=true",),
     ),
     Row(name="clip_higher", title="+ clip-higher", changes=("loss.clip_ratio_high=0.28",)),
-    # As in the released run scripts, the punishment takes the filter's place.
+    # As in the released run scripts, the punishment replaces the filter.
     Row(
         name="soft_punishment",
         title="+ soft overlong punishment",
@@ -54,21 +54,21 @@ FURTHER = (
         changes=("rollout.in_flight=128", "rollout.round_tokens=8"),
     ),
 )
-"""Changes of the last row, beyond the paper's ladder."""
+"""Rows that are not in the paper's ladder, as changes to its last row."""
 
 PROBES = (
-    # Asked for once the results were there: could any upper clip matter on this task?
+    # Added after the ladder's results were known, to test whether any upper clip can matter in this task.
     Row(
         name="no_upper_clip",
         title="no upper clip",
         changes=(*ROWS[1].changes, "loss.clip_ratio_high=1000"),
     ),
 )
-"""Changes of the first row, to look into what the ladder left open."""
+"""Rows for questions that the ladder leaves open, as changes to its first row."""
 
 
 def overrides(name: str) -> list[str]:
-    """All that row or probe `name` sets, its own and what the rows before it set, one value for each key.
+    """Returns the overrides for the row or probe `name`, including the changes of all rows before it, with one value per key.
 
     Raises:
         ValueError: there is no such row.

@@ -1,4 +1,4 @@
-"""Makes the runs of the study: the base model once, then every row with every seed, two at a time on a core each."""
+"""Trains the runs of the study: the base model once, then every row with every seed. One run at a time uses each core."""
 
 import json
 import os
@@ -15,9 +15,9 @@ from benchmarks.study.ladder import BASE_MODEL_CONFIG, CONFIG, overrides
 
 
 def make_runs(out: Path, names: Sequence[str], seeds: Sequence[int], *, cores: Sequence[int]) -> None:
-    """Runs what is missing under `out`, and leaves alone what is there; each run gets one core and one thread.
+    """Trains the runs that are missing in `out`, each with one core and one thread. Finished runs are not repeated.
 
-    Seeds come one after the other, all rows of one before the next, so that rows share what the machine is doing.
+    All rows of a seed run before the next seed, so that a change in the machine's speed affects all rows alike.
 
     Raises:
         RuntimeError: a run failed; the message names its log.
@@ -66,7 +66,7 @@ def _done(run_dir: Path) -> bool:
 
 
 def _call(arguments: Sequence[str], log: Path, cores: Sequence[int]) -> None:
-    """`dapo-jax` on some of the cores, with as many threads."""
+    """Runs `dapo-jax` on the given cores, with one thread per core."""
     one_thread = "--xla_cpu_multi_thread_eigen=false" if len(cores) == 1 else ""
     environment = os.environ | {
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {one_thread}".strip(),

@@ -138,7 +138,7 @@ def turn_advantages(group: Group, *, normalize_std: bool = True) -> dict[int, Fl
 def example_weights(
     examples: Sequence[Example], *, aggregation: str = "token_mean", max_response_tokens: int | None = None
 ) -> Float[np.ndarray, " examples"]:
-    """Returns the loss weight of each example's tokens. `examples` is the whole minibatch. The weight is 0 if the example is excluded from the loss.
+    """Returns the per-token loss weight of each example, or 0 if the example is excluded from the loss. `examples` is the whole minibatch.
 
     One weight per example is enough: in every aggregation of `losses.token_weights`, all tokens of a rollout have the same weight, even if the rollout is split.
     """
@@ -153,11 +153,11 @@ def example_weights(
         masks[number].append(one.mask)
         groups[number] = one.group
     whole = [np.concatenate(parts) for parts in masks]
-    longest = max([1, *map(len, whole)])  # an episode that was lost before its first turn has no tokens
+    longest = max([1, *map(len, whole)])  # an episode that failed before its first turn has no tokens
     weights = token_weights(
         np.stack([np.pad(mask, (0, longest - len(mask))) for mask in whole]),
         aggregation=aggregation,
         group_ids=groups,
         max_response_tokens=max_response_tokens,
     )
-    return np.asarray(weights).max(axis=1)[of_rollout]  # weights are equal inside the mask and 0 outside
+    return np.asarray(weights).max(axis=1)[of_rollout]  # the weight inside the mask; it is 0 outside

@@ -44,17 +44,17 @@ class Tally:
 
     groups: int = 0
     correct: int = 0
-    """Groups in which all responses are correct."""
+    """Number of groups in which every response is correct."""
     wrong: int = 0
-    """Groups in which all responses are wrong."""
+    """Number of groups in which every response is wrong."""
     differing: int = 0
-    """Groups in which the scores differ; 0 if verdicts have no scores."""
+    """Number of groups in which the scores differ, or 0 if the verdicts have no scores."""
     flat_differing: int = 0
-    """Groups in which the scores differ although all responses are correct, or all are wrong."""
+    """Number of groups in which the scores differ although all responses are correct or all are wrong."""
 
     @property
     def mixed(self) -> int:
-        """Groups with both correct and wrong responses."""
+        """Number of groups with both correct and wrong responses."""
         return self.groups - self.correct - self.wrong
 
     def add(self, group: Group) -> None:
@@ -76,22 +76,22 @@ class Collected:
     """The groups of one step."""
 
     groups: list[Group]
-    """The groups to train on, by ordinal."""
+    """The groups to train on, in the order of their prompts' ordinals."""
     carry: list[Group]
     """Informative groups that are kept for the next step."""
     sampled: list[Group]
-    """All groups that were graded in this step, by ordinal. Unbiased metrics are computed from them."""
+    """All groups that were graded in this step, in the order of their prompts' ordinals. Metrics computed from `sampled` are unbiased."""
     cursor: int
     """Ordinal of the first prompt for which no response has been started. The next step starts there."""
     waves: int
     surplus: int
     """Number of informative groups that the step did not need. They are carried or discarded."""
     version: int = 0
-    """Version of the weights when the step began."""
+    """Version of the weights at the start of the step."""
     rounds: int = 0
-    """Number of sampling rounds in this step with rollouts in flight; 0 in waves."""
+    """Number of sampling rounds in this step, or 0 if the step samples in waves instead of keeping rollouts in flight."""
     drawn_tokens: int | None = None
-    """Number of tokens sampled in this step with rollouts in flight. If None, the tokens in `sampled` are counted instead."""
+    """Number of tokens sampled in this step if rollouts are kept in flight. If None (waves), the tokens in `sampled` are counted instead."""
 
     def logged(self, count: int) -> Sequence[Group]:
         """Returns the groups whose rollouts are logged: the first `count` sampled groups or, with rollouts in flight, the first `count` trained groups.

@@ -60,7 +60,7 @@ def importance_weights(
         high: largest weight that is kept (inclusive). For `truncate`, this is the cap C.
 
     Returns:
-        The weights, which are 0 outside the mask, and metrics over the tokens in the mask. Convert the metrics to scalars for `with_effective_share`.
+        The weights, which are 0 outside the mask, and metrics over the tokens in the mask. `with_effective_share` expects the metrics as scalars.
 
     Raises:
         ValueError: `correction` is "none" or unknown.

@@ -1,6 +1,6 @@
 """Log-probabilities of given tokens, computed from logits, or from hidden states without materializing all logits.
 
-Both functions use the *tempered* policy softmax(logits / temperature), from which tokens are sampled.
+All log-probabilities are under softmax(logits / temperature), the distribution from which tokens are sampled.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ def token_logprobs(
     *,
     temperature: float | Float[Array, ""] = 1.0,
 ) -> Float[Array, "*batch"]:
-    """Log-probability of each target under softmax(logits / temperature), in nats.
+    """Computes the log-probability of each target under softmax(logits / temperature), in nats.
 
     `chunked_logprobs` returns the same values with much less memory. The softmax is computed in float32, or in float64 if the logits are float64.
 
@@ -50,7 +50,7 @@ def chunked_logprobs(
     vocab_size: int | None = None,
     vocab_axis: str | None = None,
 ) -> tuple[Float[Array, " tokens"], Float[Array, " tokens"]]:
-    """Log-probability and entropy per token under softmax(hidden @ unembedding.T / temperature).
+    """Computes the log-probability and the entropy of each token under softmax(hidden @ unembedding.T / temperature).
 
     Neither the forward nor the backward pass stores more than `chunk_vocab` logits per token. The forward pass keeps running sums over the chunks of
     the vocabulary, relative to the largest logit so far (Milakov and Gimelshein 2018). The backward pass recomputes the logits of each chunk. On CPU
@@ -91,7 +91,7 @@ class _Chunks:
     """How the vocabulary is split into chunks. Row i of this device's shard belongs to chunk i modulo `count`."""
 
     rows: int
-    """Rows of the unembedding on this device."""
+    """Number of rows of the unembedding matrix on this device."""
     most: int
     dtype: str
     vocab_size: int | None
@@ -99,7 +99,7 @@ class _Chunks:
 
     @property
     def count(self) -> int:
-        """Number of chunks: the minimum, or a larger number (below twice the minimum) that divides the rows evenly and so avoids a padded copy."""
+        """Number of chunks. To avoid a padded copy, it divides the rows evenly, unless this requires at least twice the minimum number of chunks."""
         fewest = -(-self.rows // self.most)
         return next((n for n in range(fewest, 2 * fewest) if self.rows % n == 0), fewest)
 
@@ -139,7 +139,7 @@ class _Chunks:
     def together(
         self, top: Array, total: Array, moment: Array, chosen: Array
     ) -> tuple[Array, Array, Array, Array]:
-        """Combines the running sums of all devices."""
+        """Combines the running sums of all devices over which the vocabulary is sharded."""
         if self.axis is None:
             return top, total, moment, chosen
         highest = lax.pmax(top, self.axis)
@@ -203,7 +203,7 @@ def _scores_backward(
     hidden, unembedding, targets, temperature, log_sum = saved
     chunks, cotangent = how.split(unembedding), cotangents[0][:, None]
     if how.axis is not None:
-        cotangent = lax.psum(cotangent, how.axis)  # every copy of the result may contribute to the loss
+        cotangent = lax.psum(cotangent, how.axis)  # each device's copy of the result may affect the loss
 
     def add(index: Array, gradients: tuple[Array, Array]) -> tuple[Array, Array]:
         logits, pull = jax.vjp(
@@ -236,8 +236,8 @@ def _pick(scores: Float[Array, "*batch vocab"], targets: Int[Array, "*batch"]) -
 def _vary_with(array: Array, other: Array) -> Array:
     """Returns `array`, marked inside `shard_map` as varying over all mesh axes over which `other` varies.
 
-    A custom gradient must vary over the same axes as its operand, and the gradient of this marking is a sum over these axes. The condition of the `where`
-    varies over the same axes as `other`, but is always False, so the compiler removes the `where`.
+    A custom gradient must vary over the same mesh axes as its operand. The gradient of this marking is a sum over these axes. The condition of the
+    `where` varies over the same axes as `other`, but is always False, so the compiler removes the `where`.
     """
     never = jnp.zeros_like(other, shape=(), dtype=bool)
     return jnp.where(never, jnp.zeros((), array.dtype), array)

@@ -33,7 +33,7 @@ def dapo_loss(
     dual_clip: float | None = None,
     weights: Float[Array, "batch seq"] | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Metric]]:
-    r"""Token-level clipped surrogate with a higher upper clip (Eq. 8, 10 and 12).
+    r"""Computes the token-level clipped surrogate loss, with a higher upper clip (Eq. 8, 10 and 12).
 
     $$ \mathcal{L} = -\sum_{i,t} w_{i,t} \min\big(r_{i,t} \hat A_i,\;
        \mathrm{clip}(r_{i,t}, 1-\epsilon_\text{low}, 1+\epsilon_\text{high}) \hat A_i\big),
@@ -84,7 +84,7 @@ def dapo_loss(
         floor = dual_clip * advantages
         dual_clipped = (advantages < 0) & (surrogate < floor)
         surrogate = jnp.where(dual_clipped, floor, surrogate)
-    loss = jnp.sum(tokens.weights(weights) * -surrogate)  # negated inside the sum, or 0.0 would become -0.0
+    loss = jnp.sum(tokens.weights(weights) * -surrogate)  # negating the sum itself would turn 0.0 into -0.0
 
     # The minimum selects the clipped term only where the ratio has already moved in the direction of the advantage. There, the gradient is 0.
     clipped_high = (advantages > 0) & (ratio > 1.0 + clip_ratio_high)
@@ -106,10 +106,10 @@ def dapo_loss(
 
 
 def k3(log_ratio: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    r"""The k3 estimator of a Kullback-Leibler divergence, $e^d - 1 - d$. It is unbiased if the token was sampled from p, and never negative.
+    r"""The k3 estimator of the Kullback-Leibler divergence KL(p || q), $e^d - 1 - d$. It is never negative, and unbiased for tokens sampled from p.
 
     Near 0 it is about $d^2 / 2$, which is far below the rounding error of $e^d$, so $e^d - 1$ is computed with `expm1`. In float32, if $d$ is about 1e-5 for
-    all tokens, their mean then has a relative error of 1e-4. With the plain formula, the error is larger than the value.
+    all tokens, the mean estimate then has a relative error of 1e-4. Without `expm1`, the error is larger than the value.
 
     Args:
         log_ratio: $d = \log q - \log p$ of a token, in nats.
@@ -131,7 +131,7 @@ def kl_penalty(
     estimator: str = "k3",
     weights: Float[Array, "batch seq"] | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Metric]]:
-    r"""KL(policy || reference), estimated from the sampled tokens. DAPO does not use a KL penalty (Section 2.3).
+    r"""Estimates KL(policy || reference) from the sampled tokens. DAPO does not use a KL penalty (Section 2.3).
 
     Let $d = \log \pi_\text{ref} - \log \pi_\theta$ of a token sampled by the policy. `k1` is $-d$, which is unbiased
     but may be negative. `k3` is $e^d - 1 - d$ (see `k3`), which is unbiased, never negative and less noisy. To train with a
@@ -169,9 +169,9 @@ def supervised_loss(
     *,
     weights: Float[Array, "batch seq"],
 ) -> tuple[Float[Array, ""], dict[str, Metric]]:
-    """Weighted negative log-likelihood of demonstrations, in nats. It has the signature of `dapo_loss`, but ignores `old_logprobs` and `advantages`."""
+    """Computes the weighted negative log-likelihood in nats. It has the signature of `dapo_loss`, but ignores `old_logprobs` and `advantages`."""
     live = jnp.where(mask, logprobs, 0.0)
-    loss = (jnp.where(mask, weights, 0.0) * -live).sum()  # negated inside the sum, or 0.0 would become -0.0
+    loss = (jnp.where(mask, weights, 0.0) * -live).sum()  # negating the sum itself would turn 0.0 into -0.0
     return loss, {"sft/token_loss": Mean((-live).sum(), mask.sum(dtype=jnp.float32))}
 
 

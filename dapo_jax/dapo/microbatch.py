@@ -24,7 +24,7 @@ class Microbatch:
     segment_ids: Int[Array, "rows seq"] | Any
     """1, 2, ... for the rollouts of a row, and 0 for padding. A prompt that several responses share is a separate segment."""
     prefix_ids: Int[Array, "rows seq"] | Any
-    """The segment of the token's prompt. The token may attend to this segment and to its own. Equals `segment_ids` if prompt and response are one segment."""
+    """Segment id of the token's prompt. The token may attend to this segment and its own. Equals `segment_ids` if prompt and response are one segment."""
     previous: Int[Array, "rows seq"] | Any
     """The column whose logits predict the token. This is the previous column or, for the first token of a response, the last column of its prompt."""
     positions: Int[Array, "rows seq"] | Any

@@ -10,7 +10,7 @@ def overlong_penalty(
     buffer_tokens: int,
     penalty_factor: float = 1.0,
 ) -> float | np.ndarray:
-    r"""Soft overlong punishment (DAPO Eq. 13), to be added to the reward.
+    r"""Computes the soft overlong punishment (DAPO Eq. 13), which is added to the reward.
 
     The penalty is 0 up to `max_response_tokens - buffer_tokens` tokens. It then falls linearly to `-penalty_factor` at `max_response_tokens`, and
     stays constant for longer responses.

@@ -26,7 +26,7 @@ class WeightSharding(NamedTuple):
     dim: int
     """The dimension that is sharded."""
     parts_first: bool = False
-    """If True, sum gradients in a form that every TPU compiler accepts, although some gradients are then summed in full on every device."""
+    """If True, gradients are summed in a form that every TPU compiler accepts. However, each device then computes some of these sums in full."""
 
     def gathered(self, part: Array) -> Array:
         """Gathers the whole weight from the shards on all devices."""
@@ -58,7 +58,7 @@ def product(
 
     Args:
         spec: einsum subscripts `stored,flowing->out` without ellipses. Each index must occur in at least two of the three terms.
-        stored: weights, keys or values, which are rounded to `dtype`. An integer array contains the values of an 8-bit KV cache.
+        stored: weights, keys or values, which are rounded to `dtype`. An integer array is an 8-bit KV cache without its scales.
         flowing: activations, which are rounded to `dtype` except on CPU.
         dtype: the compute dtype.
         sharding: how `stored` is sharded. It is gathered for this product and again for the gradient, and the copy is freed after each use.

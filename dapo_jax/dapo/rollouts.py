@@ -69,13 +69,13 @@ class ResponsePart(NamedTuple):
 
     context: Int[np.ndarray, " context"]
     first: int
-    """Index in the response of the first token after the context."""
+    """Index of the first response token after the context."""
     stop: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnTurn:
-    """One sampled turn."""
+    """One turn of an episode that the policy has sampled."""
 
     tokens: Int[np.ndarray, " turn"]
     """The sampled tokens, including the end token if there is one."""
@@ -173,8 +173,8 @@ class Verdict:
     lost: Lost | Literal[""] = ""
     """The reason why there is no verdict; empty if there is a verdict. A response without a verdict is treated as wrong."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """The reward from each of several graders, before weighting. `correct` then comes from the first grader, and `score` is the weighted sum.
-    In an episode, the metrics of the environment."""
+    """The reward from each grader before weighting, if there are several. `correct` then comes from the first grader, and `score` is the weighted sum.
+    In an episode, `parts` contains the environment's metrics."""
     turn_rewards: tuple[float, ...] = ()
     """The reward of each turn of an episode. `score` is their sum. A reward from `group_rewards` replaces these rewards and is assigned to the last turn."""
 
@@ -310,5 +310,5 @@ class Group:
 
     @property
     def accuracy(self) -> float:
-        """Fraction of correct rollouts."""
+        """Fraction of the group's rollouts that are correct."""
         return sum(rollout.correct for rollout in self.rollouts) / len(self.rollouts)

@@ -1,6 +1,6 @@
-"""Sums over segments in a fixed order, and lookups whose gradients are such sums.
+"""Segment sums with a fixed order of additions, and table lookups that use these sums in the backward pass.
 
-A GPU adds the rows of a scatter in arbitrary order, so two equal runs would differ in the last bits of their gradients.
+On a GPU, a scatter adds rows in arbitrary order, so two identical runs would differ in the last bits of their gradients.
 """
 
 from functools import partial
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 def segment_sums(
     values: Float[Array, "rows seq"], segment_ids: Int[Array, "rows seq"]
 ) -> Float[Array, "rows seq"]:
-    """Returns, at each token, the sum over its segment. Tokens of a segment are adjacent.
+    """Returns, for each token, the sum of `values` over the token's segment. The tokens of a segment must be adjacent.
 
     The sums use only shifts, so the order of additions is fixed even if a row is split over devices.
     """
@@ -29,9 +29,9 @@ def segment_sums(
 def looked_up(
     table: Float[Array, "*batch entries embed"], index: Int[Array, "*batch tokens"]
 ) -> Float[Array, "*batch tokens embed"]:
-    """Returns the rows `index` of each table. There is at most one batch axis.
+    """Looks up the rows `index` in a table, or in a batch of tables with one batch axis.
 
-    On a GPU, the gradient sorts the rows by their entry and adds them in a fixed order. On other platforms, it is a scatter.
+    On a GPU, the backward pass sorts the rows of the gradient by table entry and adds them in a fixed order. On other platforms, it is a scatter.
     """
     return _rows(table, index)
 
@@ -39,7 +39,7 @@ def looked_up(
 def sums_by_entry(
     rows: Float[Array, "tokens embed"], index: Int[Array, " tokens"], *, entries: int
 ) -> Float[Array, "entries embed"]:
-    """Returns, for each entry, the sum of the rows with this index, added in an order that depends only on `index`. An entry without rows gets 0."""
+    """Returns, for each table entry, the sum of all rows with its index, or 0 if no row has it. The order of additions depends only on `index`."""
     order = jnp.argsort(index)
     found, entry = index[order], jnp.arange(entries, dtype=index.dtype)
     sums = _running_sums(rows[order].T, found[None], 1)
@@ -52,7 +52,7 @@ def _rows(table: Array, index: Array) -> Array:
 
 
 def _lookup_forward(table: Array, index: Array) -> tuple[Array, tuple[Array, Array]]:
-    # The empty slice keeps the number of entries, but needs no memory.
+    # The empty slice stores the number of entries for the backward pass without using memory.
     return _rows(table, index), (index, table[..., :0])
 
 

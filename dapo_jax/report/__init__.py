@@ -1,4 +1,4 @@
-"""Creates reports of runs: a single HTML page that needs no network, and PNGs of its figures.
+"""Creates reports of runs: a single HTML page that works offline, and PNGs of its figures.
 
 `runs` loads the files of runs, `tables` arranges their metrics in columns, and `panels` selects the panels. `rollouts` and
 `evaluations` split texts into chunks that the browser opens on demand. `build` and `page` combine the results with the files in

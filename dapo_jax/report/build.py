@@ -24,7 +24,7 @@ from dapo_jax.report.tables import AXES, Column, Table, comparable, configuratio
 from dapo_jax.storage import AnyPath, path_of, write_whole
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#b58900", "#56b4e9", "#882255", "#555555")
-"""The colours of runs, also on the page. They are from palettes for colour-blind readers (Okabe and Ito, Tol)."""
+"""The colours that distinguish runs in PNGs and on the page, from the colour-blind-safe palettes by Okabe and Ito, and by Tol."""
 MAX_RUNS = len(COLOURS)
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (7, 2, 1.5, 2)))
 _SHARE_COLOURS = ("#009e73", "#56b4e9", "#d55e00")
@@ -82,7 +82,7 @@ def report(*runs: str | PathLike[str], rollout_steps: int | None = None) -> Repo
 
     Args:
         runs: folders of finished or active runs, local or in a bucket.
-        rollout_steps: maximum number of logged steps, and of evaluations, whose texts are included. They are evenly spaced. None means all.
+        rollout_steps: include the texts of at most this many logged steps and this many evaluations, evenly spaced. None includes all texts.
 
     Raises:
         ConfigError: a run does not exist, has no metrics yet or is damaged, or there are too many runs.
@@ -110,14 +110,14 @@ def check_count(runs: int) -> None:
     """Raises ConfigError if there are more runs than distinguishable colours."""
     if runs > MAX_RUNS:
         raise ConfigError(
-            f"found {runs} runs, needs at most {MAX_RUNS}, the number of distinguishable colours"
+            f"found {runs} runs; a report shows at most {MAX_RUNS}, because each needs its own colour"
         )
 
 
 def page_data(
     found: Sequence[tuple[RunFiles, Laid, Laid]],
 ) -> tuple[dict[str, Any], Sequence[Table], Sequence[Panel]]:
-    """Returns the page's initial data, its tables and its panels. `found` has one (run, rollouts, evaluations) tuple per run."""
+    """Returns the page's initial data, its tables and its panels. `found` contains one (run, rollouts, evaluations) tuple per run."""
     tables = comparable([table_of(run) for run, _, _ in found])
     panels, zero = panels_of(tables)
     described = [

@@ -1,4 +1,4 @@
-"""Functions shared by the layouts of rollouts and evaluations: compression, reading with clear errors, and short forms of prompts."""
+"""Helper functions for the layout of rollouts and evaluations: compression, file loading with clear errors, and shortened prompts."""
 
 import gzip
 import hashlib
@@ -16,15 +16,15 @@ from dapo_jax.storage import AnyPath
 _HEAD = 96
 """Maximum number of characters of a prompt that a list shows."""
 _FRAME = 16
-"""A beginning or end that all prompts in a list share is omitted if it has at least this many characters."""
+"""If all prompts in a list share a beginning or an end of at least this many characters, the list omits it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Laid:
-    """The rollouts of one run, or its evaluations, in the form that the page loads."""
+    """Either the rollouts or the evaluations of one run, in the form that the page loads."""
 
     about: Mapping[str, Any]
-    """A description of the contents, as JSON values."""
+    """A JSON-serializable description of `index` and `chunks`."""
     index: bytes
     """Compressed numbers that the page loads at the start."""
     chunks: Sequence[bytes]
@@ -56,7 +56,7 @@ def question_key(prompt: str, answer: str) -> str:
     >>> question_key("1+1=", "2") == question_key("1+1=", "2"), question_key("1+1=", "2") == question_key("1+1=2", "")
     (True, False)
     """
-    # The length separates prompt and answer. Either of them may contain half a surrogate pair.
+    # The prompt's length marks where the answer begins. `surrogatepass`, because both may contain half a surrogate pair.
     text = f"{len(prompt)} {prompt}{answer}".encode("utf-8", errors="surrogatepass")
     return hashlib.blake2b(text, digest_size=8).hexdigest()
 
@@ -84,7 +84,7 @@ def heads(prompts: Sequence[str]) -> list[str]:
 
 
 def _frame(texts: Sequence[str]) -> int:
-    """Returns the length of the words with which all texts begin, or 0 if it is less than `_FRAME` or if all texts are the same."""
-    low, high = min(texts, default=""), max(texts, default="")  # all other texts sort between these two
+    """Returns how many characters, in whole words, all texts share at the beginning; 0 if fewer than `_FRAME` or if all texts are the same."""
+    low, high = min(texts, default=""), max(texts, default="")  # any prefix these two share is common to all
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(low, high, strict=False)))
     return low[:same].rfind(" ") + 1 if low != high and same >= _FRAME else 0

@@ -23,7 +23,7 @@ from dapo_jax.storage import AnyPath
 from dapo_jax.trackers.rollout_log import read_problems
 
 ABSENT = 0xFFFF
-"""Marks problems that an evaluation did not include."""
+"""Value in the index for problems that an evaluation did not include."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class _Dataset:
 def lay_out_evaluations(
     files: Sequence[AnyPath], *, steps: int | None = None, by_score: bool = False
 ) -> Laid:
-    """Loads a run's evaluations from its evaluation files, which are in step order. At most `steps` evaluations are loaded (see `spaced`).
+    """Loads a run's evaluations from `files`, which must be in step order. At most `steps` evaluations are loaded (see `spaced`).
 
     If `by_score` is set, rewards and scores are included. A damaged file raises ConfigError.
     """
@@ -92,7 +92,7 @@ class Evaluations:
         dataset.evaluations.append((problems[0]["step"], chunk, numbers))
 
     def laid(self, *, logged: int) -> Laid:
-        """Returns the layout of all added files. `logged` is the run's number of files. Later calls keep the chunks and append new ones."""
+        """Returns the layout of all added files. `logged` is the run's number of evaluation files. Later calls only append chunks."""
         about = [
             {
                 "name": name,

@@ -29,7 +29,7 @@ WATCHING = "watch.js"
 def page_of(
     title: str, data: Mapping[str, Any], packed: Mapping[str, bytes], *, watching: bool = False
 ) -> str:
-    """Returns the page as HTML. Its scripts load `data` at the start; all numbers in it must be finite. `packed` is from `packed_of`.
+    """Returns the page as HTML. Its scripts load `data` at startup. All numbers in `data` must be finite. `packed` is the result of `packed_of`.
 
     If `watching` is set, the page requests new data, and chunks that are not in `packed`, from its server.
     """
@@ -62,7 +62,7 @@ def inert(value: Any) -> str:
 
 
 def packed_of(runs: Sequence[tuple[Laid, Laid]]) -> dict[str, bytes]:
-    """Returns the compressed rollouts and evaluations of all runs, by the element ids that the page's scripts use."""
+    """Returns the compressed rollouts and evaluations of all runs. The keys are the element ids that the page's scripts use."""
     parts: dict[str, bytes] = {}
     for number, (rollouts, evaluations) in enumerate(runs):
         parts |= {f"index-{number}": rollouts.index, f"eval-index-{number}": evaluations.index}

@@ -160,9 +160,9 @@ _KNOWN = tuple(series for panel in (*PANELS, _BY_SCORE) for series in panel.seri
 
 
 def panels_for(by_score: Collection[bool]) -> Sequence[Panel]:
-    """Returns the panels for a set of runs. `by_score` has one value per run: whether its groups are judged by scores instead of verdicts.
+    """Returns the panels for a set of runs. `by_score` has one value per run, True if the run's groups are judged by scores instead of verdicts.
 
-    If any run is judged by scores, reward panels come first. If all runs are, the panels that depend on verdicts are omitted.
+    If any run is judged by scores, reward panels come first. If all runs are judged by scores, the panels that depend on verdicts are omitted.
     """
     if not any(by_score):
         return PANELS
@@ -170,12 +170,12 @@ def panels_for(by_score: Collection[bool]) -> Sequence[Panel]:
     rest = [panel for panel in PANELS if panel not in (*_ACCURACIES, *rewards)]
     if not all(by_score):
         return (*rewards, *_ACCURACIES, *rest)
-    rest.remove(_SCORES_DIFFER)  # `_BY_SCORE` shows the same metric
+    rest.remove(_SCORES_DIFFER)  # because `_BY_SCORE` shows the same metric
     return (*rewards, *(_BY_SCORE if panel is _BY_VERDICT else panel for panel in rest))
 
 
 def panels_of(tables: Sequence[Table]) -> tuple[list[Panel], list[str]]:
-    """Returns the panels for which the runs have metrics, with patterns resolved to names, and the titles of omitted all-zero panels."""
+    """Returns the panels for which the runs have metrics, with metric names in place of patterns. Also returns the titles of omitted all-zero panels."""
     names = list(dict.fromkeys(name for table in tables for name in table.columns))
     active = {name for name in names if any(any(table.columns.get(name, ())) for table in tables)}
     found, zero = [], []
@@ -207,7 +207,7 @@ def _matching(patterns: Sequence[Series], names: Sequence[str]) -> Iterator[Seri
 
 
 def _held_out(panel: Panel, series: tuple[Series, ...], tables: Sequence[Table]) -> Panel:
-    """Omits the dataset name if there is only one dataset. Of pass@2, pass@4, ..., shows only the largest k that all evaluations have."""
+    """Omits the dataset name from labels if there is only one dataset. Shows each metric over k samples only for the largest k that all evaluations have."""
     if len({_dataset(each) for each in series}) == 1:
         only = f" {_dataset(series[0])}"
         series = tuple(replace(each, label=each.label.removesuffix(only)) for each in series)

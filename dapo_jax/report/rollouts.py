@@ -57,7 +57,7 @@ last group with the same question at an earlier logged step, or -1. `group_place
 
 
 def lay_out(run: RunFiles, *, steps: int | None = None) -> Laid:
-    """Loads a run's rollouts of at most `steps` logged steps (see `spaced`). A damaged file raises ConfigError."""
+    """Loads the rollouts of at most `steps` of a run's logged steps (see `spaced`). A damaged file raises ConfigError."""
     laying = Rollouts(run)
     for file in spaced(run.logged, steps):
         laying.add(file)
@@ -124,7 +124,7 @@ class Rollouts:
             self._close()
 
     def laid(self, *, logged: int) -> Laid:
-        """Returns the layout of all added steps. `logged` is the run's number of logged steps. Later calls keep the chunks and append new ones."""
+        """Returns the layout of all added steps. `logged` is the run's number of logged steps. Later calls only append chunks."""
         self._close()
         # Four-byte columns come first, so that all columns are aligned.
         order = sorted(TYPES, key=lambda name: -int(TYPES[name][1]))
@@ -154,8 +154,8 @@ class Rollouts:
     def _response(self, row: Mapping[str, Any], *, flipped: bool) -> dict[str, Any]:
         """Adds the numbers of a response to the index, and returns its entry for a chunk.
 
-        In the entry, `lengths` has the UTF-16 length of each token's text, and `ages` a (first token, age in steps) pair for each span. An
-        episode also has `turns` as (first token, end, reward), `contexts`, and `size`, its number of tokens including the environment's.
+        In the entry, `lengths` contains the UTF-16 length of each token's text, and `ages` a (first token, age in steps) pair per span. An
+        episode also has `turns` as (first token, end, reward), `contexts`, and `size`, the number of tokens including environment tokens.
         """
         turns, in_loss, advantage, ratios = row.get("turns"), row["in_loss"], row["advantage"], row["ratios"]
         states = "" if self._loss is None or ratios is None else clip_states(ratios, advantage, self._loss)
@@ -277,9 +277,9 @@ class Pieces:
         self._decode, self._decoded = decoded, lru_cache(1 << 18)(decoded)
 
     def of(self, ids: Sequence[int], text: str) -> tuple[str, list[str]] | None:
-        """Returns the decoded text of all ids and the part of each id, or None if the text cannot be split or does not begin with `text`.
+        """Decodes `ids`, and returns the whole text and the part of each id. Returns None if it cannot be split or does not begin with `text`.
 
-        An end token has an empty part. If several tokens form one character, the last token has the character and the others have empty parts.
+        The part of an end token is empty. If several tokens form one character, the last token's part is the character, and the others are empty.
 
         >>> from dapo_jax.text.tokenizers import ByteTokenizer
         >>> Pieces(ByteTokenizer()).of([67, 197, 171, 1], "Aé")

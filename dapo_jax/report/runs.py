@@ -25,7 +25,7 @@ _NO_RUN = "{place} is not a run: {what}; give the run_dir of a training run"
 
 @dataclass(frozen=True, kw_only=True)
 class RunFiles:
-    """The files of one run, as they were when they were loaded."""
+    """The contents of one run's files at the time of loading."""
 
     name: str
     """The shortest suffix of the run's path that is unique in the report."""
@@ -58,7 +58,7 @@ def read_runs(places: Sequence[str | PathLike[str]]) -> list[RunFiles]:
 
 
 def named(places: Sequence[str | PathLike[str]]) -> dict[str, AnyPath]:
-    """Maps a name to each run folder: the shortest suffix of its path that is unique. A missing folder raises ConfigError."""
+    """Maps run names to run folders. A run's name is the shortest suffix of its path that is unique. A missing folder raises ConfigError."""
     if not places:
         raise ConfigError("a report needs at least one run; name a run folder")
     found = [_place(given) for given in places]
@@ -136,7 +136,7 @@ def _config(file: AnyPath) -> TrainConfig:
 def _status_of(place: AnyPath, config: TrainConfig | None, rows: Sequence[Mapping[str, Any]]) -> RunStatus:
     """Returns the status in the run's status file. If its state is `running`, the run's lock shows whether the run is active.
 
-    A run that was copied without its status file counts as finished if its model and its last step exist.
+    A run that was copied without its status file is considered finished if its model and its last step exist.
     """
     status, at = read_status(place), _last_written(place)
     if status is None:

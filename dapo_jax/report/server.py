@@ -43,7 +43,7 @@ class _Followed:
         self.rollouts, self.evaluations = self._rollouts.laid(logged=0), self._evaluations.laid(logged=0)
 
     def look(self, until: float) -> bool:
-        """Loads new metrics, rollouts and evaluations until about the time `until`, and returns whether anything was new."""
+        """Loads new metrics, rollouts and evaluations, and stops at about time `until`. Returns whether there was anything new."""
         before = self.run
         self.run = read_run(before.place, before.name, early=True)
         rollouts = self._read(self.run.logged, self._rollouts.add, until)
@@ -55,7 +55,7 @@ class _Followed:
         return rollouts or evaluations or self.run != before
 
     def _read(self, files: Sequence[AnyPath], read: Callable[[AnyPath], None], until: float) -> bool:
-        """Reads new files until time `until`, but at least one file, so that the page makes progress even with slow storage."""
+        """Passes new files to `read` until time `until`, but at least one file, so that slow storage does not prevent progress."""
         found = False
         for file in files:
             if file in self._done:
@@ -69,7 +69,7 @@ class _Followed:
 
 
 class Watched:
-    """The runs of a served page. Its methods are thread-safe."""
+    """The runs that a served page shows. All methods are thread-safe."""
 
     def __init__(self, places: Sequence[str | PathLike[str]]) -> None:
         """Loads the runs for the first time. Raises the same errors as `report`."""
@@ -154,7 +154,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers requests for the page, its state, its data and its chunks, but serves no files."""
+    """Answers requests for the page, its state, its data and its chunks. It does not serve files."""
 
     server_version, sys_version = "dapo_jax", ""
     timeout = 60

@@ -20,7 +20,7 @@ AXES = {
     "sampled_tokens": "sampled tokens",
     "clock_s": "time in steps and evaluations",
 }
-"""Titles of the horizontal axes. Their values are totals from the beginning of the run to the end of a step."""
+"""Titles of the horizontal axes. A step's value on an axis is the total from the beginning of the run to the end of this step."""
 
 _AVERAGE = re.compile(r"(eval/.+/)avg@(\d+)((?:_stderr)?)")
 
@@ -33,18 +33,18 @@ EQUAL = "rollout/scores_equal_frac"
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """The metrics of a run. A column has one value per line of metrics.jsonl, None if the line lacks the metric."""
+    """The metrics of a run. A column has one value per line of metrics.jsonl, or None where the line lacks the metric."""
 
     axes: Mapping[str, Column]
     """The axes in `AXES` for which the run has values. `step` is always present."""
     columns: Mapping[str, Column]
     """The columns of all metrics that have at least one number."""
     by_score: bool = False
-    """See `RunFiles.by_score`."""
+    """Whether groups are judged by their scores instead of verdicts."""
 
 
 def table_of(run: RunFiles) -> Table:
-    """Returns the columns of a run, including `REST` and `EQUAL`."""
+    """Returns a run's metrics as columns, and adds the computed columns `REST` and `EQUAL`."""
     rows = [dict(row) for row in run.rows]
     for row in rows:
         if row.get("time/step_s") is not None:
@@ -87,7 +87,7 @@ def configurations(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
     """Returns every configuration key with its default and each run's value, as text.
 
     Returns:
-        {key, default, values, departs, differs} for each key in the order of the schema. `values` has None for a run
+        {key, default, values, departs, differs} for each key in the order of the schema. `values` contains None for a run
         without config.yaml. `departs` is true if any run differs from the default, and `differs` if the runs differ.
     """
     default = leaf_values(TrainConfig(run_dir="RUN"))

@@ -1,4 +1,4 @@
-"""Implements `jetstream.engine.engine_api.Engine` (0.2.2) for JetStream's orchestrator. `dapo-jax serve` does not use this adapter."""
+"""Adapts the decoder engine to `jetstream.engine.engine_api.Engine` (JetStream 0.2.2). `dapo-jax serve` does not use this adapter."""
 
 import itertools
 import os
@@ -31,7 +31,7 @@ class ServedPrefix:
 
     prefix: PyTree
     place: int = field(metadata={"static": True})
-    """Index of this prompt in `prefix`, which has room for several prompts."""
+    """Index of this prompt in `prefix`, which can contain several prompts."""
     prompt_tokens: int = field(metadata={"static": True})
 
 
@@ -64,14 +64,14 @@ class JetStreamEngine(engine_api.Engine):
         self._tokenizer, self._decoding, self._key = JetStreamTokenizer(tokenizer), decoding, key
         self._pages, self._ordinals = Pages(sizes), itertools.count()
         self._lock = threading.Lock()
-        """Serializes engine calls. JetStream calls the engine from two threads, but programs must reach all devices in the same order."""
+        """Serializes engine calls. JetStream calls the engine from two threads, but programs must be launched on all devices in the same order."""
         self._pack = jax.jit(
             lambda tokens, valid, lengths: jnp.concatenate([tokens, valid.astype(jnp.int32), lengths[:, None]], axis=1),
             out_shardings=self.get_prefix_destination_sharding(),
         )  # fmt: skip
 
     def load_params(self, *args: Any, **kwargs: Any) -> PyTree:
-        """Returns the weights."""
+        """Returns the weights with which this object was created."""
         return self._weights
 
     def init_decode_state(self, *args: Any, **kwargs: Any) -> DecodeState:
@@ -191,7 +191,7 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
 
     @property
     def bos_id(self) -> int:
-        """The id of the end token. JetStream's driver prepends `bos_id` to the token ids of a request without a history; `encode` does not."""
+        """The id of the end token. JetStream prepends `bos_id` to the token ids of a request without a history; `encode` does not prepend it."""
         return self._tokenizer.eos_id
 
     @property

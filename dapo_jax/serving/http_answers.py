@@ -20,12 +20,12 @@ class GenerateAnswer:
         self._sampled = 0
 
     def add(self, new: NewTokens) -> None:
-        """Adds new tokens of a response."""
+        """Adds the new tokens of one response to the answer."""
         self._latest[new.index] = new
         self._sampled += len(new.tokens)
 
     def whole(self) -> dict[str, Any]:
-        """Returns the complete answer, once every response has ended."""
+        """Returns the complete answer. Every response must have ended."""
         name = self._request.request_id or f"generate-{uuid.uuid4().hex}"
         choices = []
         for index, new in sorted(self._latest.items()):
@@ -34,7 +34,7 @@ class GenerateAnswer:
         return {"request_id": name, "model": self._model, "choices": choices, **self._totals()}
 
     def _logprobs(self, new: NewTokens, *, named: bool = False) -> dict[str, Any] | None:
-        """Returns log-probabilities and bytes for new tokens, if requested. If `named`, tokens are identified by text instead of id."""
+        """Returns the log-probabilities and bytes of new tokens, or None if not requested. If `named`, tokens are identified by text instead of id."""
         if not self._request.logprobs:
             return None
         entries = []
@@ -66,7 +66,7 @@ class ChatAnswer(GenerateAnswer):
         self._texts = [GrowingText(limits.tokenizer, request.stop) for _ in range(request.count)]
 
     def whole(self) -> dict[str, Any]:
-        """Returns the complete answer, once every response has ended."""
+        """Returns the complete answer. Every response must have ended."""
         choices = []
         for index, new in sorted(self._latest.items()):
             text = self._texts[index].add(new.tokens.tolist(), last=True)

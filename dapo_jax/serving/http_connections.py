@@ -1,7 +1,7 @@
 """Limits the number of connections to the HTTP server, and the time that a client may take to send a request.
 
-A connection is *waiting* until a whole request has arrived, and again after the answer. If the limit is reached, the connection that has waited
-longest is closed, because clients without an API key can open connections too. Connections whose requests are being answered stay open.
+A connection is *waiting* until a whole request has arrived, and again after the answer. At the limit, a new connection replaces the connection that
+has waited longest, because clients without an API key can open connections too. Connections whose requests are being answered stay open.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ _LOOK_S = 0.5
 _OWN_DESCRIPTORS = 48
 """File descriptors reserved for the rest of the process: checkpoints, caches and libraries."""
 _TURNS = 5
-"""Number of event-loop iterations before a waiting connection is closed, so that requests which have already arrived are read first."""
+"""Number of event-loop iterations before a waiting connection is closed to make room, so that requests that have already arrived are read first."""
 _LEAST = 8
 _BACKLOG = 1024
 _REFUSAL = (

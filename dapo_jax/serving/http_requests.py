@@ -45,7 +45,7 @@ _Stop = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class _Sampling(msgspec.Struct, kw_only=True, frozen=True):
-    """The sampling options that both kinds of requests share."""
+    """Sampling options that both `/inference/v1/generate` and `/v1/chat/completions` accept."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -58,13 +58,13 @@ class _Sampling(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class _SamplingParams(_Sampling, kw_only=True, frozen=True):
-    """`sampling_params` of `/inference/v1/generate`."""
+    """The field `sampling_params` in a request to `/inference/v1/generate`."""
 
     logprobs: Annotated[int, Meta(ge=0, le=1)] | None = None
 
 
 class _GenerateBody(msgspec.Struct, kw_only=True, frozen=True):
-    """The body of `/inference/v1/generate`."""
+    """The body of a request to `/inference/v1/generate`."""
 
     token_ids: list[int]
     model: str = ""
@@ -74,7 +74,7 @@ class _GenerateBody(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class _ChatBody(_Sampling, kw_only=True, frozen=True):
-    """The body of `/v1/chat/completions`."""
+    """The body of a request to `/v1/chat/completions`."""
 
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
     model: str = ""
@@ -90,7 +90,7 @@ class _ChatBody(_Sampling, kw_only=True, frozen=True):
 
 
 class _StreamOptions(msgspec.Struct, kw_only=True, frozen=True):
-    """`stream_options` of `/v1/chat/completions`."""
+    """The field `stream_options` in a request to `/v1/chat/completions`."""
 
     include_usage: bool = False
 
@@ -171,7 +171,7 @@ def _struct(given: object, kind: type[_Struct], where: str) -> _Struct:
     except msgspec.ValidationError as error:
         needed, _, path = str(error).partition(" - at `$")
         value: Any = given
-        for step in re.findall(r"\w+", path):  # field names and list indices
+        for step in re.findall(r"\w+", path):  # a step is a field name or a list index
             value = value[int(step) if isinstance(value, list) else step]
         name = path.strip(".`") or where
         raise RequestError(f"{name}: {needed}; found {value!r:.80}") from error
@@ -207,7 +207,7 @@ def _request(
 def _check_model(name: str, limits: ServedLimits) -> None:
     if name not in ("", limits.model):
         raise RequestError(
-            f"model is {name!r:.80}; this server has {limits.model!r}: use this name, or leave the field out",
+            f"model is {name!r:.80}; this server has only {limits.model!r}: use this name, or omit the field",
             status=404, code="model_not_found",
         )  # fmt: skip
 

@@ -25,7 +25,7 @@ _PATIENCE_S = 60
 _BODY_BYTES, _BODY_BYTES_PER_TOKEN = 1 << 20, 64
 """Maximum size of a request body: a fixed number of bytes, plus a number of bytes for each token that a prompt may have."""
 _MORE_CONNECTIONS = 320
-"""Number of connections allowed in addition to one per response, so that a server with a full queue can answer with an error."""
+"""Number of connections allowed in addition to one per response, so that a server with a full queue can still answer new requests with an error."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -60,7 +60,7 @@ class HttpServer(ServerThread):
         app.router.add_post("/v1/chat/completions", partial(self._sample, read_chat, ChatAnswer))
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
-        # When a client disconnects, the handler of its request is cancelled, and then cancels the responses.
+        # If a client disconnects, aiohttp cancels the request's handler, which then cancels the request's responses.
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=GRACE_S)
         await self._runner.setup()
         assert self._runner.server is not None
@@ -93,7 +93,7 @@ class HttpServer(ServerThread):
         except web.HTTPException as error:
             return _error(self._of_aiohttp(request, error))
         except (ConnectionError, asyncio.CancelledError):
-            raise  # the client has disconnected
+            raise  # the client has disconnected, so no answer can be sent
         except Exception as error:
             self._say(visible(f"{request.method} {request.path} failed with {type(error).__name__}: {error}"))
             return _error(_own_failure())
@@ -130,7 +130,7 @@ class HttpServer(ServerThread):
             )  # fmt: skip
         if error.status in (404, 405):
             return RequestError(
-                f"there is no {visible(request.method[:20])} {visible(request.path[:80])}; there are "
+                f"{visible(request.method[:20])} {visible(request.path[:80])} does not exist; the server has "
                 "POST /inference/v1/generate, POST /v1/chat/completions, GET /v1/models and GET /health",
                 status=error.status, code="not_found" if error.status == 404 else "method_not_allowed",
             )  # fmt: skip

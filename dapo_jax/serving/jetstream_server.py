@@ -67,7 +67,7 @@ class JetStreamServer(ServerThread):
         return _messages.HealthCheckResponse(is_live=not self._requests.ended.is_set())
 
     async def _decode(self, content: bytes, context: Any) -> None:
-        """Streams one response in blocks of tokens. If the prompt was text, each block also has the text of its tokens.
+        """Streams one response in blocks of tokens. If the prompt was text, each block also contains the text of its tokens.
 
         As in JetStream, the end token is not sent. A response with fewer than `max_tokens` tokens therefore ended with an end token.
         `content` is the serialized request, which is parsed here because gRPC would print a traceback for an invalid message.

@@ -1,4 +1,4 @@
-"""The decode loop of both servers, which runs in its own thread and continuously batches requests that arrive at any time.
+"""The decode loop for both the HTTP server and the JetStream server. It runs in its own thread and batches incoming requests continuously.
 
 Only this thread launches programs on the devices. Other threads can submit requests, cancel requests, and supply new weights. The loop responds
 to them between engine calls.
@@ -56,13 +56,13 @@ class NewTokens:
     logprobs: Float[np.ndarray, " new"]
     """Log-probabilities in nats, at the sampling temperature, under the weights that sampled each token."""
     spans: tuple[Span, ...]
-    """The spans of the response so far. Each span has the version of the weights that sampled it."""
+    """The response so far, split into spans of tokens that were sampled with the same version of the weights."""
     finish_reason: FinishReason | None
     """Why the response ended, or None if it continues."""
 
 
 Listener = Callable[[NewTokens | BaseException], None]
-"""Receives new tokens, or the error that ended the loop. It is called in the loop's thread, so it must not block."""
+"""Callback that receives new tokens, or the error that stopped the loop. It is called in the loop's thread, so it must not block."""
 
 
 @dataclass(eq=False)
@@ -78,7 +78,7 @@ class ServedRequest:
 
 
 class RequestLoop:
-    """Serves requests while its context is open.
+    """Samples responses to requests in a separate thread, which runs while this context manager is open.
 
     Args:
         engine: the engine that prefills prompts and samples responses.
@@ -95,7 +95,7 @@ class RequestLoop:
         self.version = version
         """Version of the weights in use."""
         self.failure: BaseException | None = None
-        """The error that ended the thread, if any."""
+        """The error that stopped the thread, if any."""
         self.ended = threading.Event()
         """Set once the thread has ended."""
         self._ordinals = itertools.count()
@@ -171,7 +171,7 @@ class RequestLoop:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends the thread. Running responses are aborted."""
+        """Stops the thread and aborts running responses."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -230,7 +230,7 @@ class RequestLoop:
             taken.set_result(None)
 
     def _more(self) -> list[Sequence[Request]]:
-        """Removes the requests to prefill next from the queue, at most as many as there are slots."""
+        """Removes up to `engine.slots` requests from the queue, and returns them to be prefilled next."""
         taken: list[Sequence[Request]] = []
         with self._changed:
             while self._new and len(taken) < self._engine.slots:
@@ -242,7 +242,7 @@ class RequestLoop:
         return taken
 
     def _send(self, ended: Sequence[tuple[Request, FinishReason]]) -> None:
-        """Sends the new tokens of each response that has ended or is streamed to its listener."""
+        """For each response that has ended or is streamed, passes the new tokens to its listener."""
         over = dict(ended)
         for request, served in list(self._running.items()):
             reason, new = over.get(request), slice(served.sent[request.index], request.drawn)

@@ -73,7 +73,7 @@ class ServingOptions:
     """Number of tokens per page of the KV cache. 0 means the same default as for `sampling.page_tokens`."""
     compute_dtype: str = "float32"
     batch_invariant: bool = False
-    """Make responses bitwise independent of other requests."""
+    """Make each response bitwise independent of the other requests in the batch."""
     follow_s: float | None = None
     """Seconds between checks for a new checkpoint of the run. If None, the weights do not change."""
     compilation_cache: str = "~/.cache/dapo_jax/xla"
@@ -91,7 +91,7 @@ class ServingOptions:
             raise ConfigError(str(error)) from error
 
     def decoding(self) -> DecodingOptions:
-        """Returns temperature, top-p and top-k.
+        """Returns the temperature, top-p and top-k as decoding options.
 
         Raises:
             ValueError: a value is out of range.
@@ -104,7 +104,7 @@ class ServeOptions(ServingOptions):
     """The options of `dapo-jax serve`. Temperature, top-p and top-k apply to all requests, because JetStream requests cannot set them.
 
     Raises:
-        ConfigError: a value is out of range or requires `chat`.
+        ConfigError: a value is out of range, or an option works only with `chat`.
     """
 
     max_prompt_tokens: int = 64
@@ -125,7 +125,7 @@ class HttpOptions(ServingOptions):
     """The options of `dapo-jax serve --http`. Temperature, top-p and top-k are defaults, which a request can override."""
 
     model_name: str = ""
-    """The model name that requests use. If empty, the name is the model's source."""
+    """The model name that requests use. If empty, it is the path or Hub name from which the model was loaded."""
 
 
 def serve(source: str, options: ServeOptions, *, say: Callable[[str], None] = print) -> None:
@@ -167,7 +167,7 @@ def serve_http(
     Args:
         source: a model or a run folder.
         options: all other options.
-        api_key: bearer token that requests need. If empty, no key is needed.
+        api_key: bearer token that requests must send. If empty, no key is required.
 
     Raises:
         ConfigError: the extra is missing, the model or run does not exist, the model has too few positions, the address cannot be bound, or
@@ -203,7 +203,7 @@ def _serve(
     name: str = "",
     scheme: str = "",
 ) -> None:
-    """Runs a server until Ctrl-C. `server_of` returns a function that builds the server. `greeting` is appended to the first message."""
+    """Runs a server until Ctrl-C. `server_of` returns a function that builds the server. `greeting` is appended to the start-up message."""
     use_compilation_cache(options.compilation_cache)
     with ExitStack() as ends:
         follower = None
@@ -247,7 +247,7 @@ class Follower:
     """
 
     def __init__(self, source: str, every_s: float, say: Callable[[str], None]) -> None:
-        """Records the latest step. Create the follower before loading the weights, so that no later checkpoint is missed."""
+        """Records the step of the latest checkpoint. Create the follower before loading the weights, so that no later checkpoint is missed."""
         self._run, self._every_s, self._say = place_of(source, key="model", write=False), every_s, say
         if not (self._run / "checkpoints").is_dir():
             raise ConfigError(
@@ -282,7 +282,7 @@ class Follower:
                     self._say(visible(f"no new weights: {error}"))
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Stops the thread."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()
@@ -290,7 +290,7 @@ class Follower:
 
 
 def limits_of(source: str, policy: Policy, options: ServingOptions, *, name: str = "") -> ServedLimits:
-    """Returns the limits for requests. For lengths of 0, see the fields of `ServingOptions`. If `name` is empty, the model's name is `source`.
+    """Returns the limits for requests. Maximum lengths of 0 are resolved as described in `ServingOptions`. If `name` is empty, `source` is used.
 
     Raises:
         ConfigError: the model does not have enough positions for the longest prompt and response.

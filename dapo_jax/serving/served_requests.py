@@ -28,9 +28,9 @@ class CheckedRequest:
     prompt: Int[np.ndarray, " prompt"]
     max_tokens: int
     count: int = 1
-    """Number of responses."""
+    """Number of responses to sample for the prompt."""
     options: OwnOptions
-    """The request's own sampling options. If they have no PRNG key, repeating the request samples different responses."""
+    """The request's own sampling options. If they contain no PRNG key, repeating the request samples different responses."""
     stop: tuple[str, ...] = ()
     """The stop strings, which are not included in the returned text."""
     logprobs: bool = False
@@ -44,7 +44,7 @@ class CheckedRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedLimits:
-    """The limits that a server sets for requests, and the tokenizer and defaults with which it parses them."""
+    """A server's limits for requests, with the tokenizer and the default values that it uses to parse requests."""
 
     model: str
     """Name of the model. Requests may omit it."""
@@ -54,7 +54,7 @@ class ServedLimits:
     max_prompt_tokens: int
     max_response_tokens: int
     most_responses: int
-    """Maximum number of running and waiting responses, and therefore the largest `n` that a request may have."""
+    """Maximum number of running and waiting responses. This is also the maximum value of `n` in a request."""
     decoding: DecodingOptions = field(default_factory=DecodingOptions)
     """Default decoding options for requests."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class ServedLimits:
         return CheckedRequest(prompt=prompt, max_tokens=max_tokens, count=count, options=options, **others)
 
     def checked_ids(self, name: str, ids: Sequence[int]) -> Sequence[int]:
-        """Checks and returns `ids`.
+        """Checks that all `ids` are in the vocabulary, and returns them.
 
         Raises:
             RequestError: an id is outside the vocabulary.
@@ -153,7 +153,7 @@ class ServerThread(ABC):
 
     @abstractmethod
     async def _close(self) -> None:
-        """Refuses new requests, gives running requests `GRACE_S` seconds to finish, and then ends the rest."""
+        """Refuses new requests, gives running requests `GRACE_S` seconds to finish, and then cancels the rest."""
 
     def __enter__(self) -> "ServerThread":
         """Starts the server.

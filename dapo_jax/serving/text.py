@@ -33,7 +33,7 @@ class GrowingText:
         self._waiting, self._over = "", False
 
     def add(self, ids: list[int], *, last: bool = False) -> str:
-        """Returns the text that these tokens complete. If these are the `last` tokens, returns all remaining text."""
+        """Adds tokens, and returns the text that can now be shown. If `last` is set, returns all remaining text."""
         if self._over:
             return ""
         self._window += ids

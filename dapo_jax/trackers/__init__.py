@@ -44,7 +44,7 @@ class MultiTracker:
     def close(self) -> None:
         """Closes all trackers. If closing a tracker fails, the others are still closed before the error is raised."""
         with ExitStack() as stack:
-            for tracker in reversed(self.trackers):  # an ExitStack calls its callbacks in reverse order
+            for tracker in reversed(self.trackers):  # because an ExitStack closes in reverse order
                 stack.callback(tracker.close)
 
 

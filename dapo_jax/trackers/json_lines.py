@@ -20,10 +20,10 @@ import numpy as np
 from dapo_jax.storage import AnyPath, entries, file_bytes, in_bucket, path_of, size_of, write_whole
 
 LINES_PER_OBJECT = 32
-"""Maximum number of lines per object in a bucket. A line has about 2 kB, so a step uploads 32 kB on average."""
+"""Maximum number of lines per object in a bucket. A line is about 2 kB long, so a step uploads 32 kB on average."""
 
 SCHEMA_VERSION = 1
-"""Schema version stored in rollout logs, evaluation logs and post-mortems, for other programs."""
+"""Format version of rollout logs, evaluation logs and post-mortems. It is stored in them for other programs that load them."""
 
 
 def write_lines(path: AnyPath, rows: Iterable[Mapping[str, Any]], *, what: str) -> None:
@@ -56,7 +56,7 @@ def read_lines(path: AnyPath, *, what: str, needs: str) -> list[dict[str, Any]]:
     """Returns the rows that `write_lines` wrote, in order.
 
     Raises:
-        ValueError: a line is not a row with the key `needs`; the message contains `what`, the file and the line.
+        ValueError: a line is not a JSON object with the key `needs`. The message contains `what`, the file and the line.
     """
     return [row for row, _ in _parsed(path, file_bytes(path), what=what, needs=needs)]
 
@@ -87,7 +87,7 @@ class JsonlTracker:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if resume_step is None and (found := [file for file in _files_of(self.path) if size_of(file)]):
             raise FileExistsError(
-                f"{found[0]} already holds metrics: resume that run, or choose another run_dir"
+                f"{found[0]} already contains metrics: resume that run, or choose another run_dir"
             )
         self._last_step = None if resume_step is None else _cut_after(self.path, resume_step)
         self._name, self._lines = "", list[bytes]()
@@ -152,7 +152,7 @@ def _folder_of(path: AnyPath) -> AnyPath:
 
 
 def _files_of(path: AnyPath) -> list[AnyPath]:
-    """Returns the metrics file and the objects, except missing files. A run that was copied between a bucket and a disk may have both."""
+    """Returns the metrics file and the metrics objects that exist. A run that was copied between a bucket and a disk may have both."""
     folder = _folder_of(path)
     objects = [file for file in entries(folder) if file.suffix == path.suffix] if folder.is_dir() else []
     return [path, *objects] if path.exists() else objects
@@ -187,7 +187,7 @@ def _number(value: float | int) -> float | int | None:
 
 
 def _cut_after(path: AnyPath, step: int) -> int | None:
-    """Removes lines of steps above `step`, later files first, and returns the last remaining step."""
+    """Removes the lines of all steps after `step`, starting with the last file. Returns the last remaining step, or None."""
     steps: list[int] = []
     for file in reversed(_files_of(path)):
         content = file.read_bytes()

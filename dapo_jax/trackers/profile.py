@@ -25,7 +25,7 @@ class Profile(AbstractContextManager["Profile"]):
             jax.profiler.start_trace(self._local.name)
 
     def end(self, step: int) -> None:
-        """Ends the trace and copies its files to the folder. Call it after the last program of `step` has ended."""
+        """Stops the trace and copies its files to the folder. Call it after the last program of `step` has finished."""
         if self._local is None:
             return
         local, self._local = self._local, None

@@ -21,7 +21,7 @@ from dapo_jax.config.keys import without_secrets
 from dapo_jax.terminal import visible
 
 _COUNTED = re.compile(r"[^/]+@(\d+)")
-"""Matches metrics over k samples, such as avg@8, but not their standard errors."""
+"""Matches the names of metrics over k samples, such as avg@8, but not of their standard errors."""
 
 _RECENT_STEPS = 20
 _QUIET_S = 15.0
@@ -75,18 +75,18 @@ class Progress:
             self._live.stop()
 
     def listen(self, listener: Callable[[str, int | None, int | None], None]) -> None:
-        """Sets a function that every call to `phase` calls with the same arguments."""
+        """Registers a callback, to which `phase` passes its arguments on every call."""
         self._listener = listener
 
     def phase(self, name: str, done: int | None = None, total: int | None = None) -> None:
-        """Sets the current phase and its progress, which plain output does not show."""
+        """Sets the current phase and its progress, which only the live view shows."""
         self._listener(name, done, total)
         if name != self._phase[0]:
             self._phase_start = self._clock()
         self._phase = (name, done, total)
 
     def starting(self, what: str) -> None:
-        """Shows a preparation for the first step, which may take a minute, as a phase in the live view or as a line."""
+        """Announces a slow preparation for the first step, such as compilation, as a phase in the live view or as a printed line."""
         self.phase(what)
         if not _can_redraw(self._console):
             self.message(f"{what} ...")
@@ -151,7 +151,7 @@ class Progress:
         )
 
     def _cells(self) -> dict[str, str]:
-        """Returns the metrics of the last step as text."""
+        """Returns the metrics of the last step as formatted text, by their names in the view."""
         measured = self._metrics.get
         return {
             "reward": _formatted(measured("reward/mean"), ".3g"),

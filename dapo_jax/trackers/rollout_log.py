@@ -1,6 +1,6 @@
 """Writes and reads a run's logs: rollouts, evaluated problems, and post-mortems of skipped updates.
 
-A post-mortem is a folder:
+A post-mortem is a folder that contains:
 
 report.json         the values that were not finite, and their positions; written last, so a folder without this file is incomplete
 arrays.safetensors  the update's microbatches, as on the device; for example, 0/tokens is stack 0's array of shape [microbatches, rows, tokens]
@@ -47,8 +47,8 @@ def write_rollouts(
         step: the step, which is part of the file name.
         groups: the groups to write, in this order.
         advantages: one per rollout in the order of `groups`, flat or as [groups, group size].
-        ratios: (ordinal, response index) -> pi / pi_old of each token in the update that trained on the rollout, or None if the loss
-            left the rollout out. Rollouts that were not trained on have no entry.
+        ratios: (ordinal, response index) -> pi / pi_old of each token in the update that trained on the rollout, or None if the
+            rollout was excluded from the loss. Rollouts that were not trained on have no entry.
 
     Raises:
         ValueError: the number of advantages differs from the number of rollouts.

@@ -14,7 +14,7 @@ from dapo_jax.trackers.json_lines import writing
 class TensorBoardTracker:
     """Writes metrics to a TensorBoard event file. When `log` returns, the step has been written.
 
-    tensorboardX's `SummaryWriter` is not used, because its queue blocks forever after a full disk has ended its writer thread.
+    tensorboardX's `SummaryWriter` is not used, because its queue blocks forever after a full disk has terminated its writer thread.
 
     Args:
         folder: the TensorBoard log directory; created if needed.

@@ -44,11 +44,11 @@ class WandbTracker:
 
     @property
     def run_id(self) -> str:
-        """The id with which a resumed run continues the same charts."""
+        """The id of the wandb run. A resumed run passes this id to `WandbTracker` to continue the same charts."""
         return self._run.id
 
     def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
-        """Queues one row; wandb sends it in the background."""
+        """Queues the metrics of one step, which wandb sends in the background."""
         self._run.log({"step": step, **metrics})
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ def wandb_project() -> str:
 
 
 def has_wandb_key() -> bool:
-    """Returns whether the environment or the netrc file contains an API key. The key is not tested."""
+    """Returns whether the environment or the netrc file contains an API key. The key is not verified."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""

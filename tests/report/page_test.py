@@ -139,7 +139,7 @@ def test_a_report_is_saved_whole_and_is_the_same_except_its_time(tmp_path):
 
 def test_too_many_runs_are_refused(tmp_path):
     runs = [write_run(tmp_path / str(number), steps=1) for number in range(9)]
-    with pytest.raises(ConfigError, match="found 9 runs, needs at most 8"):
+    with pytest.raises(ConfigError, match="found 9 runs; a report shows at most 8"):
         report(*runs)
     with pytest.raises(ConfigError, match="rollout_steps: found -1"):
         report(runs[0], rollout_steps=-1)

@@ -390,7 +390,7 @@ MALFORMED = [
     (GENERATE, {"token_ids": [5] * 65}, "65 tokens; the server accepts 1 to 64: shorten it, or serve with a larger --max-prompt-tokens"),
     (GENERATE, {"token_ids": [5, "6"]}, "token_ids[1]: Expected `int`, got `str`; found '6'"),
     (GENERATE, {"token_ids": [-1]}, "the token id -1, which is not in the vocabulary of 324 ids, 0 to 323"),
-    (GENERATE, {"token_ids": [5], "model": "other"}, "model is 'other'; this server has 'tiny'"),
+    (GENERATE, {"token_ids": [5], "model": "other"}, "model is 'other'; this server has only 'tiny'"),
     (GENERATE, {"token_ids": [5], "sampling_param": {}}, "did you mean 'sampling_params'"),
     (GENERATE, {"token_ids": [5], "stream": True}, "'stream'=True, which this server does not support: leave it out, or set it to False"),
     (GENERATE, params(max_tokens=0), "max_tokens is 0; the server accepts 1 to 32: lower it, or serve with a larger --max-response-tokens"),
@@ -428,8 +428,8 @@ def test_a_request_that_cannot_be_served_is_refused_by_field_value_and_need(addr
 @pytest.mark.parametrize(
     ("path", "method", "body", "headers", "status", "message"),
     [
-        ("/nothing", "GET", None, {}, 404, "GET /nothing; there are POST /inference/v1/generate"),
-        (GENERATE, "GET", None, {}, 405, "GET /inference/v1/generate; there are POST /inference/v1/generate"),
+        ("/nothing", "GET", None, {}, 404, "GET /nothing does not exist; the server has POST /inference/v1/generate"),
+        (GENERATE, "GET", None, {}, 405, "GET /inference/v1/generate does not exist; the server has POST /inference/v1/generate"),
         (GENERATE, "POST", {}, {"Content-Type": "text/plain"}, 415, "the server accepts application/json"),
         (GENERATE, "POST", {}, {"Content-Encoding": "gzip"}, 415, "the server accepts identity"),
         (GENERATE, "POST", b" " * (2 << 20), {}, 413, "the body is larger than"),

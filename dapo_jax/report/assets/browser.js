@@ -39,7 +39,7 @@ function startRollouts(root, data, { stores, openProblem }) {
     showBeside(entry.group);
   }
 
-  /** Shows the group of the other run with the same question and the nearest step. */
+  /** Shows the other run's group for the same question, at the step nearest to this group's step. */
   function showBeside(group) {
     other.node.hidden = beside === null;
     if (beside === null) return;
@@ -72,7 +72,7 @@ function startRollouts(root, data, { stores, openProblem }) {
       const count = entries.reduce((sum, entry) => sum + entry.count, 0);
       const place = done < total ? `, ${Math.round((100 * done) / total)}% searched` : "";
       status.textContent = `${counted(count, "response")} in ${counted(entries.length, "group")} with “${state.words}”${place}`;
-      // Before the end, shows only new results, because the whole list is rebuilt.
+      // Until the search ends, updates the list only if there are new results, because each update rebuilds the whole list.
       if (done === total || entries.length > shown) show(entries, stay, done === total);
       shown = entries.length;
     }, () => mine !== asked);

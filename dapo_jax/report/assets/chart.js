@@ -1,4 +1,4 @@
-// A panel with its lines or its stack, its cursor, and its legend with the values at the cursor. Also the axes and events of all plots.
+// Draws a panel: its lines or stacked layers, a cursor, and a legend with the values at the cursor. Also handles the axes and events of all plots.
 //
 // All panels share the state `view`: {runs, axis, smoothing, zoom, shown, cursor, moved, zoomed}.
 
@@ -29,7 +29,7 @@ class Chart {
     listenTo(this);
   }
 
-  /** Replaces the metrics of the panel, for example after a new step. Series stay switched on or off. */
+  /** Replaces the metrics of the panel, for example after a new step. The user's choice of visible series is kept. */
   update(panel) {
     const known = new Set(this.panel.series.map((series) => series.key));
     for (const key of panel.hidden) if (!known.has(key)) this.hidden.add(key);
