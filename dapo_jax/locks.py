@@ -264,7 +264,7 @@ class _Lease(Lock):
                 self._lost_to = _name(self._found()[2])
             if self._lost_to:
                 raise LockLostError(
-                    f"{self._name} is held by {self._lost_to} now, since this run did not renew it for {LEASE_S:.0f} s. {_LEAVES}; "
+                    f"{self._name} is now held by {self._lost_to}, because this run did not renew it for {LEASE_S:.0f} s. {_LEAVES}; "
                     "the other run continues from the last checkpoint"
                 )
 

@@ -479,7 +479,7 @@ def test_data_is_prepared_and_shown(trained, capsys, tmp_path):
     assert main(["data", "prepare", *given]) == 2
     assert "own.jsonl, line 4: not JSON" in one_message(capsys, "data")
     assert main(["data", "prepare", *given, "--on-bad-row", "skip"]) == 0
-    output = "jsonl: 2 prompts of 4 rows (1 repeated; 1 bad: own.jsonl, line 4: not JSON"
+    output = "jsonl: 2 prompts from 4 rows (1 repeated; 1 bad: own.jsonl, line 4: not JSON"
     assert capsys.readouterr().out.startswith(f"train: {output}")
     how = ["--on-bad-row", "skip", "--model", f"{trained}/model", "--prompt-template", "?{prompt}", "-n", "1"]
     assert main(["data", "show", *given, *how]) == 0

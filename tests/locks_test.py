@@ -285,7 +285,7 @@ def test_a_run_that_has_lost_its_lease_is_ended_and_leaves_the_other_alone(bucke
             lock.check()
     [(status, message)] = reported
     assert status == 1
-    assert "is held by process 8 on far since then" in message
+    assert "is now held by process 8 on far since then" in message
     assert b"theirs" in bucket.files()[LEASE]
 
 
@@ -294,7 +294,7 @@ def test_a_process_that_was_stopped_for_longer_than_a_lease_checks_before_it_wri
         others(bucket)
         lock.check()  # renewed a moment ago: no request
         monkeypatch.setattr(locks, "LEASE_S", -1.0)
-        with pytest.raises(LockLostError, match="is held by process 7"):
+        with pytest.raises(LockLostError, match="is now held by process 7"):
             lock.check()
 
 

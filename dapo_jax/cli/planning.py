@@ -88,7 +88,7 @@ def plan(arguments: argparse.Namespace) -> int:
         made = replace(made, network_bytes_s=network * 1e9 / 8)
     if arguments.sweep:
         if made is None:
-            raise ConfigError("--sweep compares the meshes of a topology: specify it with --topology")
+            raise ConfigError("--sweep compares meshes on a topology, so it requires --topology")
         found = remedies.sweep(config, made, assumed=assumed, only=arguments.only, say=say)
         output.show_sweep(found, console)
         if arguments.json:

@@ -128,7 +128,7 @@ def _configured(
     if isinstance(config, EvaluateConfig):
         if overrides:
             raise ConfigError(
-                f"overrides: found {list(overrides)}, needs a configuration file; change the EvaluateConfig"
+                f"overrides={list(overrides)} require a configuration file, but an EvaluateConfig was given; set these keys in it"
             )
         found, file = config, None
     else:

@@ -67,7 +67,7 @@ def importance_weights(
     """
     if correction not in CORRECTIONS[1:]:
         near = nearest(correction, CORRECTIONS[1:], least=0.0)[0]
-        raise ValueError(f"correction={correction!r} has no weights. Did you mean {near!r}?")
+        raise ValueError(f"correction={correction!r} defines no importance weights. Did you mean {near!r}?")
     difference = jnp.where(mask, lax.stop_gradient(logprobs - sampler_logprobs), 0.0)
     if correction == "mask_responses":
         difference = response_mean(difference, mask, segment_ids)

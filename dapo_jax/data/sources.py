@@ -153,13 +153,13 @@ def _decoded(value: Any) -> Any:
 
 
 def _note(name: str, counts: Mapping[str, Any]) -> str:
-    """Returns a note such as `gsm8k: 7,473 prompts of 7,480 rows (7 repeated, 2 of them with another answer)`."""
+    """Returns a note such as `gsm8k: 7,473 prompts from 7,480 rows (7 repeated, 2 of them with a different answer)`."""
     left_out = []
     if counts["repeated"]:
-        another = f", {counts['conflicting']:,} of them with another answer" if counts["conflicting"] else ""
+        another = f", {n:,} of them with a different answer" if (n := counts["conflicting"]) else ""
         left_out.append(f"{counts['repeated']:,} repeated{another}")
     if counts["skipped"]:
         left_out.append(f"{counts['skipped']:,} bad: {'; '.join(counts['skipped_rows'])}")
     why = f" ({'; '.join(left_out)})" if left_out else ""
     kept = counts["rows"] - counts["repeated"] - counts["skipped"]
-    return f"{name}: {kept:,} prompts of {counts['rows']:,} rows{why}"
+    return f"{name}: {kept:,} prompts from {counts['rows']:,} rows{why}"

@@ -153,7 +153,7 @@ class Episodes:
             self._open = opened
 
     def step(self, prompt: Prompt, index: int, turn: DrawnTurn) -> Future[Continuation | None]:
-        """Sends a turn to the episode. The future returns the tokens to insert before the next turn, or None if the episode has ended."""
+        """Sends a turn to the episode. The returned future resolves to the tokens to insert before the next turn, or to None if the episode has ended."""
         opened = self._open[prompt.ordinal, index]
         standing = opened.standing
         given = self._turn(turn, len(standing.rewards))

@@ -137,6 +137,6 @@ class Rendering:
         if self.tokenizer.chat_template is None:
             raise LostError(
                 "messages were appended, but the model has no chat template: choose a model or a model.tokenizer with a chat template, or "
-                "append a text or token ids"
+                "append text or token ids"
             )
         return self.tokenizer.chat_template

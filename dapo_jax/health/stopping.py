@@ -21,7 +21,7 @@ STOPPED = 75
 """Exit status of a stopped run that can be resumed (EX_TEMPFAIL in sysexits.h). Launch scripts resume such a run."""
 
 GRACE_S = 25.0
-"""Seconds that a run may take to stop. Kubernetes and Cloud TPU kill a process 30 s after their signal."""
+"""Number of seconds a run may take to stop. Kubernetes and Cloud TPU kill a process 30 s after they send it a termination signal."""
 
 REPEATED_S = 0.5
 """A signal that is repeated within this many seconds does not count as a second request."""

@@ -167,7 +167,7 @@ def _rope(described: Mapping[str, Any], where: object) -> dict[str, Any]:
         raise ValueError(
             f"{where}: rope_type {kind!r} is not supported (only default, {', '.join(_SCALING_KINDS)})"
         )
-    # Files may contain the original context length even if their kind of scaling does not use it.
+    # config.json may contain the original context length even if its type of scaling does not use it.
     known = {*_SCALING_KINDS.get(kind, ()), "rope_type", "rope_theta", _ORIGINAL, *_NEUTRAL}
     for key, value in rope.items():
         if key not in known or value != _NEUTRAL.get(key, value):

@@ -43,7 +43,7 @@ class Layout:
     def rows(
         self, x: Float[Array, "part embed"], shape: tuple[int, ...], dtype: str
     ) -> Float[Array, "rows seq embed"]:
-        """Returns the final hidden states of whole rows, for products with weights in `dtype`. `shape` is the shape of this device's tokens."""
+        """Returns the final hidden states of complete rows, for a product in `dtype` with the unembedding. `shape` is the shape of this device's token array."""
         return x.reshape(*shape, -1)
 
     def lookup(

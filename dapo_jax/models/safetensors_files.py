@@ -71,7 +71,7 @@ def stored_tensors(path: AnyPath) -> dict[str, StoredTensor]:
     size = size_of(path)
     begin = 8 + int.from_bytes(range_bytes(path, 0, min(8, size)), "little")
     if not 8 < begin <= size:
-        raise ValueError(f"cannot read {path}: its header ends at byte {begin:,}, but it has {size:,} bytes")
+        raise ValueError(f"cannot read {path}: the header ends at byte {begin:,}, the file at byte {size:,}")
     listed = read_object(range_bytes(path, 8, begin), path)
     found, end = {}, begin
     for name, entry in listed.items():

@@ -145,7 +145,7 @@ def place(
     """Loads decoder parameters, without adapters, from `file`.
 
     Each process reads only the parts that its devices need. From a bucket, only whole rows can be read, so with `by_rows`, each process
-    reads a share of the rows. The host stores one tensor at a time, in two copies: as in the file, and in `dtype`.
+    reads a share of the rows. The host holds one tensor at a time, in two copies: one as stored in the file, and one in `dtype`.
 
     Args:
         config: configuration of the decoder.

@@ -112,8 +112,8 @@ def make_meshes(train: Mesh, *, sampler_tensor: int = 0, sampler_hosts: int = 1)
             )
         if len({_slice_of(device) for device in row}) > 1:
             raise ConfigError(
-                f"with parallel.sampler_hosts={sampler_hosts} the collectives of a sampler would cross the data-centre network between slices; "
-                f"choose a divisor of the {hosts // len(_slices(list(flat)))} processes of a slice"
+                f"with parallel.sampler_hosts={sampler_hosts}, the collectives of a sampler would cross the data-centre network between slices; "
+                f"choose a divisor of the {hosts // len(_slices(list(flat)))} processes in a slice"
             )
     each = rows.shape[1]
     tensor = sampler_tensor or math.gcd(train.shape["tensor"], each)

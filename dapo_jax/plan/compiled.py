@@ -56,7 +56,7 @@ class Program:
 
 
 def compile_program(name: str, lower: Callable[[], Any], **counting: Any) -> Program:
-    """Compiles the program that `lower` returns, and records its memory and its collectives. `counting` contains arguments for `collectives`."""
+    """Compiles the program that `lower` returns, and records its memory use and its collectives. `counting` is passed to `collectives`."""
     began = time.monotonic()
     try:
         compiled = lower().compile()

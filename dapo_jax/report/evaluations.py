@@ -64,7 +64,7 @@ class Evaluations:
         self._chunks: list[bytes] = []
 
     def add(self, file: AnyPath) -> None:
-        """Adds the problems of one evaluation on one dataset. A damaged file raises ConfigError."""
+        """Adds the results for each problem from one evaluation on one dataset. Raises ConfigError if a file is damaged."""
         problems = read_checked(file, read_problems)
         if not problems:
             return

@@ -38,7 +38,7 @@ class Table:
     axes: Mapping[str, Column]
     """The axes in `AXES` for which the run has values. `step` is always present."""
     columns: Mapping[str, Column]
-    """The columns of all metrics that have at least one number."""
+    """The columns for all metrics with at least one numeric value."""
     by_score: bool = False
     """Whether groups are judged by their scores instead of verdicts."""
 

@@ -62,7 +62,7 @@ class LoadedReward:
     name: str
     """Name of the function in messages."""
     on_nonfinite: str = "error"
-    """Handling of scores that are NaN, infinite or too large: `error` or `lost`, see `load_reward`."""
+    """How to handle scores that are NaN, infinite or too large: `error` or `lost` (see `load_reward`)."""
 
     @property
     def is_async(self) -> bool:

@@ -269,7 +269,7 @@ class Places:
             self._at[samplers - 1 - at if back else at].add(one)
 
     def give(self, started: Sequence[ResponseId]) -> None:
-        """Assigns new responses, in order, to samplers with free places."""
+        """Assigns new responses, in order, to samplers with free slots."""
         waiting = iter(started)
         for at, most in zip(self._at, self._most, strict=True):
             at.update(islice(waiting, most - len(at)))

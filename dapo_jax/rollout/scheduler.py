@@ -88,9 +88,9 @@ class VirtualClock:
                     yield ResponseId(ordinal, index)
 
     def start(self) -> list[ResponseId]:
-        """Returns the responses that start now, in order: one for each free place, unless the age bound prevents it.
+        """Returns the responses to start now, in order: as many as bring the number in flight to `in_flight`, unless the age limit prevents it.
 
-        In waves, returns the next wave if it will be needed regardless of the verdicts still to come, else an empty list.
+        Without rollouts in flight, returns the whole next wave if it is needed whatever the pending verdicts are, and otherwise an empty list.
         """
         sizes, bound, started = self.sizes, self.sizes.max_age_steps, list[ResponseId]()
         if sizes.waves:

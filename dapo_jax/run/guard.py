@@ -141,13 +141,13 @@ class Guard(Observer):
         if bad := nonfinite_leaves(start.state.params):
             step = start.position.step
             whose = f"in the checkpoint of step {step}" if step else f"of model.source={config.model.source}"
-            raise GuardError(f"the weights {whose} are not finite: {some(bad)}; start from other weights")
+            raise GuardError(f"the weights {whose} are not finite: {some(bad)}; start from different weights")
 
     def after_step(self, result: StepResult) -> None:
         """Checks the step, and adds the guard's metrics to `result.metrics`.
 
         Raises:
-            GuardError: the weights are not finite, or a limit in `config.guard` is exceeded. The step's metrics have been written.
+            GuardError: the weights are not finite, or a limit in `config.guard` is exceeded. Before it is raised, the step's metrics are written.
         """
         self._check()  # first, because this observer and later ones write to the folder
         metrics, step = result.metrics, result.position.step

@@ -145,7 +145,7 @@ def run_steps(
 
 
 def _times(collected: Collected, began: float, sampled: float, ended: float) -> dict[str, float]:
-    """Returns the timing metrics of a step. They include all work of the device, which has finished because the other metrics are already on the host."""
+    """Returns the timing metrics of a step. They include all device work of the step: the other metrics are already on the host, so this work has finished."""
     tokens = collected.drawn_tokens
     if tokens is None:
         tokens = sum(rollout.response_tokens for group in collected.sampled for rollout in group.rollouts)

@@ -135,7 +135,7 @@ class StepBatches:
         ]
 
     def minibatches(self, groups: Sequence[Group], step: int) -> list[list[Microbatch]]:
-        """Splits the groups of a step into updates, and returns the packed microbatches of each update, on the host."""
+        """Splits the groups of a step into updates. Returns the packed microbatches of each update as host arrays."""
         config, packed = self._config, []
         for minibatch in self.split(groups, step):
             examples = training_examples(

@@ -104,10 +104,10 @@ class Pages:
         prompt_tokens: int = 0,
         spare: int = 0,
     ) -> list[Fill] | None:
-        """Assigns pages for `tokens` tokens to a new holder. The first `read` tokens are already prefilled, and the caller now writes them to the pages.
+        """Assigns pages for `tokens` tokens to a new holder. The caller must then write the first `read` tokens, which are already prefilled, to the returned pages.
 
-        Holders with the same `prompt` begin with the same `prompt_tokens` tokens and share the prompt's full pages. Returns the pages to write; a shared page
-        is written only by its first holder. Returns None, without any change, if fewer than `spare` free pages would be left.
+        Holders with the same `prompt` begin with the same `prompt_tokens` tokens and share the prompt's full pages. A shared page is returned only to its
+        first holder, which writes it. Returns None, and changes nothing, if fewer than `spare` free pages would be left.
         """
         assert not self._held[holder], "the holder was not released"
         sizes, pool = self.sizes, self.sizes.pool_of(holder)

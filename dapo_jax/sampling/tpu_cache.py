@@ -151,7 +151,7 @@ def extend(
     def at_new(
         part: Any, step: Any, slot_of: Any, _: Any, lengths: Any, tables: Any, *__: Any, lanes: bool = False
     ) -> tuple[Any, ...]:
-        """Returns the index of the block that contains a slot's new token. A block is a tile of rows of pairs or, with `lanes`, 128 lanes of scales."""
+        """Returns the index of the block that contains a slot's new token. A block is one tile of the packed keys and values or, with `lanes`, 128 scales."""
         slot = slot_of[step]
         page, offset = tables[slot, lengths[slot] // page_tokens], lengths[slot] % page_tokens
         return (page, part, 0, offset // LANES) if lanes else (page, part, offset // tile, 0)

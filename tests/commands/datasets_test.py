@@ -60,7 +60,7 @@ def test_a_mixture_is_trained_on_and_each_dataset_judged_apart(config, even_sum)
         file = {"first": "first.jsonl", "nines": "second.jsonl"}[name]
         assert [problem["place"].partition(",")[0] for problem in problems] == [file] * count
     output = text.getvalue()
-    assert "jsonl: 4 prompts of 5 rows (1 repeated)" in output
+    assert "jsonl: 4 prompts from 5 rows (1 repeated)" in output
     assert "second: 1 of 4 prompts are longer than data.max_prompt_tokens=4 and are left out" in output
     assert "eval  first" in output
     assert "eval  nines" in output

@@ -53,7 +53,7 @@ def test_aime_takes_the_raw_problem_and_each_problem_once(tmp_path, load):
     path = lines(tmp_path / "aime.jsonl", *[row] * 32, DAPO_ROW)
     found = load("aime_2024", path, "test")
     assert [row["prompt"] for row in found] == ["How many?", "What is 1+1?"]
-    assert found.note == "aime_2024: 2 prompts of 33 rows (31 repeated)"
+    assert found.note == "aime_2024: 2 prompts from 33 rows (31 repeated)"
 
 
 def test_gsm8k_answers_follow_the_mark_and_the_working_is_a_demonstration(tmp_path, load):
@@ -97,7 +97,7 @@ def test_repeated_prompts_are_dropped_and_counted(tmp_path, load):
     path = lines(tmp_path / "own.jsonl", *rows, {"prompt": "2+2", "answer": "4"})
     found = load("jsonl", path)
     assert [row["answer"] for row in found] == ["2", "4"]
-    assert found.note == "jsonl: 2 prompts of 4 rows (2 repeated, 1 of them with another answer)"
+    assert found.note == "jsonl: 2 prompts from 4 rows (2 repeated, 1 of them with a different answer)"
     assert len(load("jsonl", path, deduplicate=False)) == 4
 
 
@@ -121,7 +121,7 @@ def test_a_bad_row_is_an_error_with_its_line_or_is_skipped_and_counted(tmp_path,
     assert str(refused.value).endswith("(data.on_bad_row=skip leaves such rows out and counts them)")
     found = load("jsonl", path, on_bad_row="skip")
     assert [row["answer"] for row in found] == ["2", "4"]
-    assert found.note.startswith(f"jsonl: 2 prompts of 3 rows (1 bad: own.jsonl, {message}")
+    assert found.note.startswith(f"jsonl: 2 prompts from 3 rows (1 bad: own.jsonl, {message}")
 
 
 @pytest.mark.parametrize(
@@ -188,11 +188,11 @@ REAL = os.environ.get("DAPO_JAX_DATA")
 @pytest.mark.parametrize(
     ("source", "folder", "split", "count", "note"),
     [
-        ("dapo_math_17k", "dapo_math_17k", "train", 17_290, "17,290 prompts of 17,917 rows (627 repeated, 11 of them with another answer)"),
-        ("aime_2024", "aime_2024", "test", 30, "30 prompts of 960 rows (930 repeated)"),
-        ("gsm8k", "gsm8k", "train", 7_473, "7,473 prompts of 7,473 rows"),
-        ("gsm8k", "gsm8k", "test", 1_319, "1,319 prompts of 1,319 rows"),
-        ("math_500", "math_500", "test", 500, "500 prompts of 500 rows"),
+        ("dapo_math_17k", "dapo_math_17k", "train", 17_290, "17,290 prompts from 17,917 rows (627 repeated, 11 of them with a different answer)"),
+        ("aime_2024", "aime_2024", "test", 30, "30 prompts from 960 rows (930 repeated)"),
+        ("gsm8k", "gsm8k", "train", 7_473, "7,473 prompts from 7,473 rows"),
+        ("gsm8k", "gsm8k", "test", 1_319, "1,319 prompts from 1,319 rows"),
+        ("math_500", "math_500", "test", 500, "500 prompts from 500 rows"),
     ],
 )  # fmt: skip
 def test_the_published_files_have_their_known_counts(load, source, folder, split, count, note):

@@ -156,6 +156,6 @@ def test_an_evaluation_during_which_the_lease_was_lost_is_not_written(
         return even_sum(sample)
 
     held_out = [row | {"held_out": True} for row in rows]
-    with pytest.raises(LockLostError, match="is held by process 7 on far since then now"):
+    with pytest.raises(LockLostError, match="is now held by process 7 on far since then"):
         run_micro(micro("gs://bucket/run"), eval_rows=held_out, reward=taken_over)
     assert not any("evaluations" in name for name in bucket.files("gs://bucket/run"))

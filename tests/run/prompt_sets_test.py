@@ -36,7 +36,7 @@ def test_an_epoch_has_the_whole_dataset(sums):
     source, found = training_prompts(one(sums, "sums"), TOKENIZER, seed=0)
     asked = [source[ordinal].text for ordinal in range(20)]
     assert sorted(asked) == sorted(f"{a}+1" for a in range(20))
-    assert list(found.notes) == ["jsonl: 20 prompts of 20 rows"]
+    assert list(found.notes) == ["jsonl: 20 prompts from 20 rows"]
 
 
 def test_over_long_prompts_are_left_out_and_counted(sums):
