@@ -223,7 +223,7 @@ class _Lease(Lock):
         if self._ended.is_set() or os.getpid() != self._process:
             return
         self._ended.set()
-        with self._turn, suppress(Exception):  # harmless: another run has the lease, or it expires
+        with self._turn, suppress(Exception):  # A failure is harmless, because the lease expires.
             self._bucket.blob(self._object).delete(if_generation_match=self._generation, timeout=RENEW_S)
 
     def _take(self) -> None:

@@ -366,7 +366,7 @@ class Checkpointer:
 
 @contextmanager
 def _agreed_errors() -> Iterator[None]:
-    """If the block raises one of `_AGREED` in any process, raises the error of the first such process in all processes."""
+    """Lets all processes fail together. If the block raises an error of `_AGREED` in any process, every process raises the first such error."""
     mine = None
     try:
         yield

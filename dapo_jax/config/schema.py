@@ -34,7 +34,7 @@ class ModelConfig(Section, at="model"):
 
     source: str = key("preset:tiny", not_empty=True, aliases="model_name_or_path model.path")
     """The model: `preset:NAME` (random weights), `shipped:NAME` (included in the package), `hf:ORG/NAME` (from the Hugging Face Hub), or a model folder.
-    A model folder contains config.json, tokenizer.json and model.safetensors. It is a local folder, or `gs://BUCKET/FOLDER` (needs the extra `gcs`)."""
+    A model folder contains config.json, tokenizer.json and model.safetensors. It is a local folder, or `gs://BUCKET/FOLDER` (needs the `gcs` extra)."""
     revision: str = key("", aliases="model_revision")
     """Branch, tag or commit of a model on the Hugging Face Hub. If empty, the main branch is used. Set a commit to make a run reproducible."""
     tokenizer: str = "byte"
@@ -531,9 +531,9 @@ class LogConfig(Section, at="log"):
     profile_steps: list[int] = key(default_factory=list)
     """Steps to profile. Their xprof traces are written to `run_dir/profile`. Do not profile the first steps, because they spend most of their time on compilation."""
     tensorboard: bool = False
-    """Write TensorBoard events (needs the extra `tensorboard`). Not available if the run folder is in a bucket."""
+    """Write TensorBoard events (needs the `tensorboard` extra). Not available if the run folder is in a bucket."""
     wandb: bool = key(False, aliases={"report_to": "true or false; also log.tensorboard"})
-    """Log to Weights & Biases (needs the extra `wandb`). The environment variable WANDB_PROJECT sets the project; the default is `dapo_jax`."""
+    """Log to Weights & Biases (needs the `wandb` extra). The environment variable WANDB_PROJECT sets the project; the default is `dapo_jax`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -581,7 +581,7 @@ class RunConfig(Section):
     """The keys that are shared by training and a supervised warm start."""
 
     run_dir: str = key(not_empty=True, aliases="output_dir default_local_dir", may_change=True)
-    """Run folder: a local folder, or `gs://BUCKET/FOLDER` (needs the extra `gcs`)."""
+    """Run folder: a local folder, or `gs://BUCKET/FOLDER` (needs the `gcs` extra)."""
     seed: int = key(0, range=SEED)
     """Random seed for the order of prompts, for sampling, for shuffling and for random weights."""
     steps: int = key(

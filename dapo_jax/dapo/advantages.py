@@ -40,7 +40,7 @@ def group_advantages(
     values = np.asarray(rewards, dtype=np.float64)
     if values.ndim != 2 or values.shape[1] == 0:
         raise ValueError(
-            f"rewards must be [prompts, group] with a group of 1 or more, got shape {values.shape}"
+            f"rewards must be [prompts, group] with at least one response per group, got shape {values.shape}"
         )
     bad = np.argwhere(~np.isfinite(values))
     if len(bad):

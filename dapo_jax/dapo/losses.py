@@ -68,7 +68,7 @@ def dapo_loss(
         if not value >= 0:
             raise ValueError(f"{name} is a distance from 1 and must be 0 or more, got {value}")
     if dual_clip is not None and not dual_clip > 1:
-        raise ValueError(f"dual_clip must be above 1, or it would cap tokens at ratio 1; got {dual_clip}")
+        raise ValueError(f"dual_clip must be above 1, the ratio of an on-policy token; got {dual_clip}")
     if advantages.shape == mask.shape[:1]:
         advantages = jnp.broadcast_to(advantages[:, None], mask.shape)
     tokens = _MaskedTokens(logprobs, mask, old_logprobs=old_logprobs, advantages=advantages, weights=weights)

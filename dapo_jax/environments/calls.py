@@ -100,7 +100,7 @@ def checked_episode(made: Any) -> Any:
     """
     if not callable(getattr(made, "step", None)):
         raise LostError(
-            f"{made!r:.200} ({type(made).__name__}) has no method step(turn), which answers a turn"
+            f"{made!r:.200} ({type(made).__name__}) has no method step(turn), so it cannot answer turns"
         )
     return made
 

@@ -145,7 +145,7 @@ def _check_supported(described: Mapping[str, Any], family: str, where: object) -
             raise ValueError(f"{where}: {key}={value!r} is not supported{known}. {WHAT_LOADS}")
     if odd := [kind for kind in described.get("layer_types") or () if kind != "full_attention"]:
         raise ValueError(
-            f"{where}: layer_types has {odd[0]!r}, which is not supported (only 'full_attention'). {WHAT_LOADS}"
+            f"{where}: layer_types has {odd[0]!r}, but only 'full_attention' is supported. {WHAT_LOADS}"
         )
     covered = f"{family.capitalize()}ForCausalLM"
     named = described.get("architectures") or [covered]

@@ -1,6 +1,6 @@
 """Loads GGUF files of the Llama, Qwen2 and Qwen3 architectures, and dequantizes them tensor by tensor.
 
-The package `gguf` (installed by the extra `gguf`) parses the format and dequantizes the tensors.
+The package `gguf` (installed by the `gguf` extra) parses the format and dequantizes the tensors.
 """
 
 from collections.abc import Mapping

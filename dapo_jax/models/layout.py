@@ -1,4 +1,4 @@
-"""The layout of a decoder's arrays over devices: the interface that the decoder uses, and its implementation for a single device."""
+"""Defines how a decoder's arrays are distributed over devices: the interface that the decoder uses, and its implementation for one device."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

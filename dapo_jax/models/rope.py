@@ -28,9 +28,9 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     """Frequencies with more turns than this within the original context are not changed (llama3)."""
     beta_fast: float = 32.0
-    """Frequencies with at least this many turns within the original context are not changed (yarn)."""
+    """For yarn: frequencies that complete at least this many turns within the original context are not changed."""
     beta_slow: float = 1.0
-    """Frequencies with at most this many turns within the original context are divided by the full factor (yarn)."""
+    """For yarn: frequencies that complete at most this many turns within the original context are divided by the full factor."""
     attention_factor: float | None = None
     """Factor by which cosine and sine are multiplied (yarn). None: 0.1 ln(factor) + 1, as in the paper."""
 

@@ -64,7 +64,7 @@ BUFFER_BYTES = 1 << 20
 """Size of the buffer that each process sends per round. During a round, each device stores the buffers of all processes: 32 MiB with 32 processes."""
 
 _HEAD = 8
-"""Size of the header before each message, which encodes the message's length."""
+"""Size of each message's header, which contains the length of the message."""
 
 
 def all_gather_bytes(message: bytes, *, buffer_bytes: int = BUFFER_BYTES) -> list[bytes]:

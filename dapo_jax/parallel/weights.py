@@ -73,7 +73,7 @@ class WeightTransfer:
         self._ends = Together(jax.jit(self._ends_program, out_shardings=self._target["ends"]))
 
     def __call__(self, params: nnx.State) -> SamplerWeights:
-        """Casts and reshards the weights on all devices (a collective call), and wraps the local shards on the sampler's mesh without a copy.
+        """Casts and reshards the weights on all devices (a collective call), and turns the local shards into arrays on the sampler's mesh without copying them.
 
         Only the first call compiles. The result remains valid after an update that donates `params`.
         """

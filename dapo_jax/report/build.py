@@ -1,4 +1,4 @@
-"""Creates reports of run folders for `dapo-jax report` and notebooks: the page, and PNGs with matplotlib (extra `report`)."""
+"""Creates reports of run folders for `dapo-jax report` and notebooks: the page, and PNGs with matplotlib (`report` extra)."""
 
 import html
 import importlib

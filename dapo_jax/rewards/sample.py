@@ -149,7 +149,7 @@ def plain_row(row: Mapping[str, Any], *, instead: str) -> dict[str, Any]:
             found[name] = plain(value)
         except TypeError as error:
             raise TypeError(
-                f"the row's field {name!r} contains {error}, which cannot be sent to a worker as JSON; remove it from the row, or {instead}"
+                f"the row's field {name!r} cannot be sent to a worker as JSON, because it contains {error}; remove it from the row, or {instead}"
             ) from error
     return found
 

@@ -144,7 +144,7 @@ class Exchange:
 
         Args:
             asked: for each sampler, the responses that it samples in this round, in order.
-            sampled: the new tokens of the responses of this process's sampler, in order.
+            sampled: the new tokens that this process sampled, one array per response, in order.
 
         Raises the same errors as `groups`.
         """

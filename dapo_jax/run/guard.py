@@ -260,7 +260,7 @@ def strange_responses(groups: Sequence[Group]) -> list[dict[str, Any]]:
 
 
 def in_words(named: Mapping[str, Mapping[str, Any]]) -> str:
-    """Describes the result of `Update.named` in one line: each quantity with its first few prompts or parameters."""
+    """Describes the result of `Update.named` in one line, which lists the first few prompts or parameters of each kind of problem."""
     return ", ".join(WORDS[name] + _where(places) for name, places in named.items())
 
 

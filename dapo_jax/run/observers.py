@@ -48,7 +48,7 @@ class Ratios(Observer):
         if not wanted:
             return
         ratios = self._updater.ratios(state, minibatch, first=index == 0)
-        # Ratios are looked up by tokens, because identical responses to the same prompt have the same ratios.
+        # A response is identified by its tokens, since identical responses to the same prompt have the same ratios.
         of_text = {
             tokens.tobytes(): values
             for stack, found in zip(minibatch, on_host(ratios), strict=True)

@@ -14,7 +14,7 @@ from dapo_jax.sampling.cache import DENSE, Cache
 from dapo_jax.sampling.pages import PageSizes, pages_for, slot_pages
 
 Kind = Literal["slots", "pages", "tpu", "gpu"]
-"""`slots`: each slot is one page, with room for the longest sequence. `pages`: a paged cache built from XLA operations. `tpu`, `gpu`: a paged cache with a
+"""`slots`: a dense cache, in which every slot has room for the longest sequence. `pages`: a paged cache built from XLA operations. `tpu`, `gpu`: a paged cache with a
 kernel for that platform."""
 
 DEFAULT_PAGE_TOKENS = {"tpu": 128}

@@ -1,1 +1,1 @@
-"""Servers built on the sampling engine that training uses: one for HTTP (extra `http`) and one for JetStream's gRPC protocol (extra `jetstream`)."""
+"""Servers built on the sampling engine that training uses: one for HTTP (`http` extra) and one for JetStream's gRPC protocol (`jetstream` extra)."""

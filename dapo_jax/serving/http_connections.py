@@ -1,6 +1,6 @@
 """Limits the number of connections to the HTTP server, and the time that a client may take to send a request.
 
-A connection is *waiting* until a whole request has arrived, and again after the answer. At the limit, a new connection replaces the connection that
+A connection is *waiting* until a whole request has arrived, and again after the answer has been sent. At the limit, a new connection replaces the connection that
 has waited longest, because clients without an API key can open connections too. Connections whose requests are being answered stay open.
 """
 

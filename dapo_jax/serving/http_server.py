@@ -1,4 +1,4 @@
-"""The HTTP server: routes, access control and time limits. Needs the extra `http`."""
+"""The HTTP server: routes, access control and time limits. Needs the `http` extra."""
 
 import asyncio
 import hmac

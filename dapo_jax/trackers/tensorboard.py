@@ -22,7 +22,7 @@ class TensorBoardTracker:
             None means a new run.
 
     Raises:
-        ImportError: tensorboardX (extra `tensorboard`) is not installed.
+        ImportError: tensorboardX (`tensorboard` extra) is not installed.
         OSError: the event file cannot be written; the message names the folder.
     """
 

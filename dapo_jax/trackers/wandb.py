@@ -23,7 +23,7 @@ class WandbTracker:
         config: the resolved configuration, shown with the charts.
 
     Raises:
-        ImportError: wandb (extra `wandb`) is not installed.
+        ImportError: wandb (`wandb` extra) is not installed.
     """
 
     def __init__(self, run_dir: str | PathLike[str], run_id: str | None, config: Mapping[str, Any]) -> None:

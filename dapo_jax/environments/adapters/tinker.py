@@ -1,7 +1,7 @@
 """Tinker-cookbook environments. In `tinker:PLACE:Builder`, `Builder` is a function or class that creates an `EnvGroupBuilder` from a row.
 
 In tinker-cookbook 0.6.1, actions are token ids, and `to_ints()` returns the token ids of an observation. So no chat template is used, and
-neither tinker nor torch is imported. If an observation begins with the previous context and the turn, only the rest is appended.
+neither tinker nor torch is imported. If an observation begins with the previous context and the model's last turn, only the tokens after them are appended to the context.
 Otherwise, the observation becomes a new context. The environment's stop conditions are ignored: a turn ends at an end token or at `sampling.stop`.
 """
 
