@@ -134,7 +134,7 @@ def _differences(scores: Scores, pair: tuple[str, str], differing: list[int], sh
     for place in differing[:show]:
         row = scores.rows[place]
         asked = row["row"].get("source_row", f"prompt {row['ordinal']}")
-        response = f"response {row['index']}, answer {row['answer']!r}: ...{' '.join(row['response'][-120:].split())}"
+        response = f"response {row.get('index')}, answer {row['answer']!r}: ...{' '.join(row['response'][-120:].split())}"
         lines.append(f"  step {row['step']}, {asked}, {response}")
         for name in pair:
             verdict = scores.verdicts[name][place]

@@ -114,10 +114,12 @@ def test_recorded_scores_are_shown_and_may_be_missing(rollouts):
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     for row, number in zip(rows, (-1, -2, -1.5, None), strict=True):
         row.update(score=number, correct=False, extracted=None)
+    del rows[0]["index"]  # only shown
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = describe(score(file, ["dapo"]))
     assert text.startswith("recorded  mean score -1.5, from -2 to -1; 1 of 4 responses have none\n\n")
     assert "recorded     0.0%" in text
+    assert "  step 1, prompt 7, response None, answer '34': ...Answer: 34" in text
     del rows[0]["answer"]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(ConfigError, match=r"rollout without 'answer'"):
