@@ -13,11 +13,13 @@ from dapo_jax.config import load_config
 pytestmark = pytest.mark.slow
 
 CONFIGS = Path(__file__).parents[1] / "configs"
+OF_TESTS = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
+"""Settings of tests/conftest.py that a user does not have. They change the rounding, and with it the course of a run."""
 
 
 def run(*arguments):
     """The command in a process of its own, with all the threads that a user's would have."""
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment = {name: value for name, value in os.environ.items() if name not in OF_TESTS}
     command = [sys.executable, "-m", "dapo_jax.cli", *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
