@@ -182,7 +182,7 @@ def test_the_remedies_of_data_are_its_options(verb, tmp_path, capsys):
         assert main(["data", verb, *arguments]) == 2
         output.append(one_message(capsys, "data"))
     assert "dataset 'gsm8k'" in output[0]
-    assert "name it in --from" in output[0]
+    assert "--from" in output[0]
     assert "(--on-bad-row skip leaves such rows out and counts them)" in output[1]
     assert """--options '{"prompt": "FIELD", "answer": "FIELD.INSIDE"}'""" in output[4]
     assert not any("data." in text.replace("data.jsonl", "") for text in output)

@@ -193,5 +193,5 @@ def test_runs_of_different_lengths_are_refused(tmp_path):
     empty = "," * (len(METRICS) - 1)
     path = tmp_path / "metrics.csv"
     path.write_text(f"{head}\ngrpo,0,0,{empty}\ngrpo,1,0,{empty}\ngrpo,1,1,{empty}\n")
-    with pytest.raises(ValueError, match=r"runs of \[1, 2\] lines"):
+    with pytest.raises(ValueError, match=r"metrics\.csv: .*\[1, 2\] lines"):
         load(path)

@@ -89,5 +89,5 @@ def test_a_mesh_that_would_cross_the_network_between_slices_is_refused(sizes, me
 def test_a_sampler_has_processes_of_one_slice():
     mesh = make_mesh(data=2, devices=slices(2))
     assert make_meshes(mesh, sampler_hosts=2).count == 2
-    with pytest.raises(ValueError, match=r"sampler_hosts=4 .*between slices; .* 2 processes"):
+    with pytest.raises(ValueError, match=r"sampler_hosts=4, .*between slices; .* 2 processes"):
         make_meshes(mesh, sampler_hosts=4)

@@ -25,7 +25,7 @@ def test_resuming_keeps_the_lines_up_to_the_checkpoint(resume_step, kept, micro,
 def test_a_new_run_does_not_append_to_another_runs_metrics(micro, tmp_path):
     with Records(micro(), tmp_path, resume_step=None) as records:
         records.step(0, {"reward/mean": 0.5})
-    with pytest.raises(FileExistsError, match="already holds"):
+    with pytest.raises(FileExistsError, match=r"metrics\.jsonl already contains"):
         Records(micro(), tmp_path, resume_step=None)
 
 

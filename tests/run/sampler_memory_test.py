@@ -92,7 +92,7 @@ def test_a_run_says_how_large_a_cache_it_chose(sampler):
         "the KV cache has room for all 8 responses of up to 64 tokens; 0.90 of a device's 1.00 GiB were available for it"
     )
     [small] = sampler(6_000_000).notes
-    assert "room for 144 tokens, but all 8 responses may have 512" in small
+    assert all(number in small for number in ("144 tokens", "all 8 responses", "512"))
     assert "sampling.cache_tokens" in small
     assert sampler(None).notes == sampler(1 << 30, cache_tokens=256).notes == []
 

@@ -96,7 +96,7 @@ def test_damage_in_the_middle_is_an_error_that_names_the_line(tmp_path):
 
 def test_a_new_run_does_not_append_to_another_runs_metrics(tmp_path):
     write(tmp_path / "metrics.jsonl", [1])
-    with pytest.raises(FileExistsError, match=r"metrics\.jsonl already holds .*run_dir"):
+    with pytest.raises(FileExistsError, match=r"metrics\.jsonl already contains .*run_dir"):
         JsonlTracker(tmp_path / "metrics.jsonl")
 
 
