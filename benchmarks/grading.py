@@ -1,7 +1,7 @@
 """Measures how many responses per second each grader judges on one core: `python -m benchmarks.grading`.
 
 Each response has 2,000 characters and ends with an answer, which is correct in every second response. A second measurement shows the
-cost of hostile responses: a pool grades 1,000 responses, of which three hang the grader, exhaust its memory, and kill its worker.
+cost of hostile responses: a pool grades 1,000 responses. One hangs the grader, one exhausts its memory, and one kills its worker.
 """
 
 import argparse

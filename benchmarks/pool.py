@@ -114,7 +114,7 @@ class Worker:
     def _answer(self, timeout_s: float) -> Answer:
         assert self._process.stdout is not None
         deadline = time.monotonic() + timeout_s
-        # `select` does not see buffered lines, but there are none, because each request has a reply of one line.
+        # `select` does not see buffered lines. No lines are buffered, because the reply to each request is a single line.
         while not select.select([self._process.stdout], [], [], 1.0)[0]:
             if time.monotonic() > deadline:
                 raise WorkerError(f"{self.module} did not answer within {timeout_s:.0f} s; see {self.log}")

@@ -156,7 +156,7 @@ def plan(
     except ValueError as error:  # raised if the configuration contains an invalid size
         raise ConfigError(str(error)) from error
     if config.optimizer.offload:
-        # Nor can it for GPUs that are only described, so their update is compiled with all moments on the device.
+        # JAX cannot use the host memory of described GPUs, so their update is compiled with all moments on the device.
         loaded = there.moments * on_device
         there = replace(there, state=there.state - there.moments, moments=0, loaded=loaded)
     for name, lower in (programs.lowered() if topology is not None else {}).items():
