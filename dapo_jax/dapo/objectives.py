@@ -116,9 +116,11 @@ def sapo_loss(
     """
     tokens, _, _, log_ratio, advantages = _cleaned(logprobs, old_logprobs, advantages, mask)
     tau = jnp.where(advantages > 0, jnp.full_like(advantages, tau_positive), tau_negative)
-    # expm1 keeps r - 1 accurate in float32 near r = 1, where the gradient is largest.
-    gate = nn.sigmoid(tau * jnp.expm1(log_ratio)) * 4.0 / tau
-    return _summed(tokens, weights, -gate * advantages), {}
+    distance = tau * jnp.expm1(log_ratio)
+    # The gradient contains 1 - sigmoid, which float32 would round away for large ratios. The sigmoid of a negative number is accurate.
+    small = nn.sigmoid(jnp.where(distance > 0, -distance, distance))
+    gate = jnp.where(distance > 0, 1.0 - small, small)
+    return _summed(tokens, weights, -gate * (4.0 / tau) * advantages), {}
 
 
 def dppo_loss(
