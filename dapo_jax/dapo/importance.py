@@ -9,9 +9,9 @@ ratios is from Hilton et al., "Batch size-invariance for policy optimization", 2
 |---|---|---|
 | `truncate` | $\min(e^d, C)$ | Ionides 2008; Yao et al. 2025 |
 | `mask` | $e^d$ where $\text{low} \le e^d \le \text{high}$, else 0 | IcePop (Ling Team 2025) |
-| `mask_responses` | $g$, the geometric mean of $e^d$ over its response, where $\text{low} \le g \le \text{high}$, else 0 | the mean is as in GSPO (Zheng et al. 2025) |
+| `keep_responses` | $e^d$ where $\text{low} \le g \le \text{high}$, else 0; $g$ is the geometric mean of $e^d$ over the response | the mean is as in GSPO (Zheng et al. 2025) |
 
-An episode with several contexts becomes one training example per context, and `mask_responses` computes a separate mean for each example.
+An episode with several contexts becomes one training example per context, and `keep_responses` computes a separate mean for each example.
 
 Weights are constants without a gradient. Values where the mask is False are ignored and may be NaN.
 
@@ -32,7 +32,7 @@ from dapo_jax.dapo.metrics import Max, Metric, token_mean
 from dapo_jax.dapo.segments import segment_sums
 from dapo_jax.hints import nearest
 
-CORRECTIONS = ("none", "truncate", "mask", "mask_responses")
+CORRECTIONS = ("none", "truncate", "mask", "keep_responses")
 
 _SQUARE = "importance/weight_square"
 """Name of the mean squared weight. This metric is not logged. It is needed, with the mean weight, to compute the effective sample size."""
@@ -54,10 +54,10 @@ def importance_weights(
         logprobs: $\log \pi_\text{prox}$ of each token, in nats.
         sampler_logprobs: $\log \pi_\text{sampler}$, recorded when the token was sampled.
         mask: True on response tokens that enter the loss.
-        segment_ids: index of each token's response in its row. Tokens of a segment are adjacent. Only `mask_responses` uses this argument.
-        correction: truncate, mask or mask_responses.
-        low: smallest weight that is kept (inclusive). `truncate` ignores it.
-        high: largest weight that is kept (inclusive). For `truncate`, this is the cap C.
+        segment_ids: index of each token's response in its row. Tokens of a segment are adjacent. Only `keep_responses` uses this argument.
+        correction: truncate, mask or keep_responses.
+        low: smallest ratio, or geometric mean, that is kept (inclusive). `truncate` ignores it.
+        high: largest ratio, or geometric mean, that is kept (inclusive). For `truncate`, this is the cap C.
 
     Returns:
         The weights, which are 0 outside the mask, and metrics over the tokens in the mask. `with_effective_share` expects the metrics as scalars.
@@ -69,14 +69,15 @@ def importance_weights(
         near = nearest(correction, CORRECTIONS[1:], least=0.0)[0]
         raise ValueError(f"correction={correction!r} defines no importance weights. Did you mean {near!r}?")
     difference = jnp.where(mask, lax.stop_gradient(logprobs - sampler_logprobs), 0.0)
-    if correction == "mask_responses":
-        difference = response_mean(difference, mask, segment_ids)
-    ratio = jnp.exp(jnp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    ratio = judged = jnp.exp(jnp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    if correction == "keep_responses":
+        mean = response_mean(difference, mask, segment_ids)
+        judged = jnp.exp(jnp.clip(mean, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     if correction == "truncate":
         weights, cut = jnp.minimum(ratio, high), ratio > high
     else:
         # A NaN must remain a NaN instead of becoming a weight of 0, so that it is detected later.
-        weights = jnp.where((ratio < low) | (ratio > high), 0.0, ratio)
+        weights = jnp.where((judged < low) | (judged > high), 0.0, ratio)
         cut = weights == 0.0
     weights = jnp.where(mask, weights, 0.0)
     return weights, {
