@@ -70,9 +70,10 @@ class Run:
             raise ConfigError(
                 "environment.credit=turn computes the advantages, but a function was given as well: set environment.credit=episode"
             )
-        if advantages is None and config.advantage.rewards == "apart" and len(graders) < 2:
+        apart = advantages is None and config.advantage.rewards == "apart"
+        if apart and (len(graders) < 2 or config.environment.source):
             raise ConfigError(
-                f"advantage.rewards=apart needs 2 or more graders, found {len(graders)}: set advantage.rewards=summed"
+                "advantage.rewards=apart needs 2 or more graders and no environment: set advantage.rewards=summed"
             )
         environment = environment_of(config.environment, reward=reward)
         say(f"loading {model.source}")
@@ -149,10 +150,9 @@ class Run:
             watch=watch,
             episodes=episodes,
         )
+        rule = {name: getattr(config.advantage, name) for name in ("baseline", "scale", "rewards", "best_of")}
         left_out, weights = config.reward.overlong.filter_truncated, part_weights(graders)
-        by_rule = partial(
-            step_advantages, **vars(config.advantage), filter_truncated=left_out, weights=weights
-        )
+        by_rule = partial(step_advantages, **rule, filter_truncated=left_out, weights=weights)
         pad_id = self.policy.tokenizer.pad_id
         self.batches = StepBatches(config, how, pad_id=pad_id, advantages=advantages or by_rule)
         # The KL penalty's reference policy has the initial weights. With LoRA, it is the base model, which corresponds to adapters of zeros.
