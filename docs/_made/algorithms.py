@@ -3,7 +3,6 @@
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from typing import Any
 
 from _made import keys
@@ -11,6 +10,7 @@ from _made.tables import table
 from dapo_jax import config
 from dapo_jax.config.algorithms import ALGORITHMS, GROUND, NOT_OFFERED, OTHER_NAMES, ROWS
 from dapo_jax.config.reading import write_yaml
+from dapo_jax.dapo import selections
 from dapo_jax.dapo.advantages import step_advantages
 from dapo_jax.dapo.losses import token_weights
 from dapo_jax.dapo.objectives import OBJECTIVES
@@ -88,9 +88,7 @@ def formulas(name: str) -> Iterator[str]:
     row, loss, advantage = ALGORITHMS[name], config.LossConfig, config.AdvantageConfig
     if row["loss.objective"] != "clip" or name == "dapo":
         yield _formula(OBJECTIVES[row["loss.objective"]])
-    if row["loss.select"] != "all" and find_spec("dapo_jax.dapo.selections"):
-        from dapo_jax.dapo import selections
-
+    if row["loss.select"] != "all":
         yield _formula(getattr(selections, row["loss.select"]))
     if row["loss.aggregation"] != GROUND["loss.aggregation"]:
         yield f"weight of a token: {_cell(token_weights, row['loss.aggregation'])}"

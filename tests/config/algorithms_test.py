@@ -1,13 +1,24 @@
 """Algorithms by name: which keys a name sets, in which order, and which names are refused."""
 
+from inspect import signature
+
 import pytest
 
 from dapo_jax.cli import main
 from dapo_jax.config import ALGORITHMS, ConfigError, TrainConfig, load_config, load_evaluation
-from dapo_jax.config.algorithms import CLIPS, DEFINING, GROUND, NOT_OFFERED, OBJECTIVES, OTHER_NAMES
+from dapo_jax.config.algorithms import (
+    CLIPS,
+    DEFINING,
+    GROUND,
+    NOT_OFFERED,
+    OBJECTIVES,
+    OTHER_NAMES,
+    SELECTIONS,
+)
 from dapo_jax.config.loading import changed_keys, leaf_values
 from dapo_jax.config.reading import read_yaml
 from dapo_jax.config.section import leaf_types
+from dapo_jax.dapo import objectives, selections
 
 GRADERS = "reward.graders=[{grader: exact}, {grader: math, weight: 0.5}]"
 NEEDS = {"gdpo": [GRADERS], "opd": ["teacher.source=shipped:quickstart"]}
@@ -298,18 +309,16 @@ def test_the_command_line_prints_keys_and_no_algorithm(capsys):
     assert all(name in shown for name in ALGORITHMS)
 
 
-def test_the_table_of_objectives_is_what_their_functions_have():
-    objectives = pytest.importorskip("dapo_jax.dapo.objectives")
-    from inspect import Parameter, signature
+def options_of(function):
+    """Returns the names of the keyword-only parameters with a default."""
+    parameters = signature(function).parameters.values()
+    return {one.name for one in parameters if one.kind is one.KEYWORD_ONLY and one.default is not one.empty}
 
-    found = {
-        name: {
-            each.name
-            for each in signature(f).parameters.values()
-            if each.kind is Parameter.KEYWORD_ONLY and each.default is not Parameter.empty
-        }
-        for name, f in objectives.OBJECTIVES.items()
-    }
+
+def test_the_tables_of_options_are_what_the_functions_have():
+    found = {name: options_of(function) for name, function in objectives.OBJECTIVES.items()}
     found["clip"] -= {"weights"}
     assert found == {name: set(options) for name, options in OBJECTIVES.items()}
     assert set(CLIPS) == found["clip"]
+    chosen = {name: options_of(function) for name, function in selections.SELECTIONS.items()}
+    assert {"all": set(), **chosen} == {name: set(options) for name, options in SELECTIONS.items()}

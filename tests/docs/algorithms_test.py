@@ -24,7 +24,7 @@ def test_an_algorithm_has_its_keys_and_a_source_and_a_formula(name):
         "teacher.rewards"
     }
     assert "](https://" in source
-    assert formula.strip() or ALGORITHMS[name]["loss.select"] != "all"
+    assert formula.strip()
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
