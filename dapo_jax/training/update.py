@@ -16,15 +16,19 @@ import numpy as np
 import optax
 from flax import nnx
 from jax import lax
+from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 from jaxtyping import Array, Bool, Float, PyTree
 
-from dapo_jax.dapo.importance import importance_weights
+from dapo_jax.dapo.importance import drop_off_policy, importance_weights
 from dapo_jax.dapo.losses import dapo_loss, k3, kl_penalty
 from dapo_jax.dapo.metrics import Max, Mean, Metric, token_mean
 from dapo_jax.dapo.microbatch import Microbatch, blank_microbatch
+from dapo_jax.dapo.objectives import ARRAYS, wanted
 from dapo_jax.dapo.segments import looked_up
+from dapo_jax.dapo.selections import SELECTIONS
+from dapo_jax.hints import nearest
 from dapo_jax.models.decoder import in_tuples, is_apart
 from dapo_jax.parallel.sharding import by_row, replicated
 from dapo_jax.parallel.together import Together
@@ -36,11 +40,13 @@ Weights = tuple[nnx.State, nnx.State]
 """Trained and frozen parameters. The frozen parameters are the base model if adapters are trained, and empty otherwise."""
 
 Objective = Callable[..., tuple[Array, Mapping[str, Metric]]]
-"""A function with the signature of `dapo_loss`: (logprobs, old_logprobs, advantages, mask, *, weights) -> (loss, metrics)."""
+"""A function with the signature of `dapo_loss`: (logprobs, old_logprobs, advantages, mask, *, weights, ...) -> (loss, metrics).
+
+Keyword-only parameters without a default are arrays that the update provides (see `dapo_jax.dapo.objectives.ARRAYS`)."""
 
 
-def check_objective(objective: Objective, *, rows: int, row_tokens: int) -> None:
-    """Traces an objective once, so that an invalid objective raises an error before sampling starts.
+def trace_objective(objective: Objective, *, rows: int, row_tokens: int) -> None:
+    """Traces an objective once, with the arrays that it requires, so that an invalid objective raises an error before sampling starts.
 
     Args:
         objective: the function to check.
@@ -48,14 +54,22 @@ def check_objective(objective: Objective, *, rows: int, row_tokens: int) -> None
         row_tokens: number of tokens in a row.
 
     Raises:
-        ValueError: the objective raises an error, or does not return a loss and metrics.
+        ValueError: the objective requires an unknown array, raises an error, or does not return a loss and metrics.
     """
-    name = f"objective {name_of(objective)}"
-    signature = "(logprobs, old_logprobs, advantages, mask, *, weights) -> (loss, metrics)"
+    name, arrays = f"objective {name_of(objective)}", sorted(wanted(objective) | {"weights"})
+    signature = f"(logprobs, old_logprobs, advantages, mask, *, {', '.join(arrays)}) -> (loss, metrics)"
+    if unknown := [array for array in arrays if array not in ARRAYS]:
+        near = nearest(unknown[0], ARRAYS, least=0.0)[0]
+        raise ValueError(
+            f"{name} requires the array {unknown[0]!r}, which an update does not have. Did you mean {near!r}? The arrays are {', '.join(ARRAYS)}. "
+            "Give options a default"
+        )
+    kinds = {"segment_ids": jnp.int32, "positions": jnp.int32, "selected": jnp.bool_}
 
     def call(values: Array, mask: Array) -> None:
+        given = {array: values.astype(kinds.get(array, values.dtype)) for array in arrays}
         try:
-            result = objective(values, values, values, mask, weights=values)
+            result = objective(values, values, values, mask, **given)
         except Exception as error:
             raise ValueError(
                 f"{name} raised {type(error).__name__}: {error}. It is called with the signature {signature}"
@@ -103,8 +117,16 @@ class UpdateOptions:
     correction: str = "none"
     """Rule for importance weights, one of `dapo_jax.dapo.importance.CORRECTIONS`."""
     importance_range: tuple[float, float] = (0.0, math.inf)
-    """The smallest and the largest importance weight that is kept. `truncate` uses only the largest weight, as a cap."""
+    """Bounds of the importance weights (see `importance_weights`)."""
+    drop_off_policy: float | None = None
+    """Drop responses with negative advantages that are further than this from the policy, in nats per token (see `dapo_jax.dapo.importance`)."""
+    select: str = "all"
+    """Tokens of an update that enter the loss: `all`, or a selection in `dapo_jax.dapo.selections.SELECTIONS`."""
+    select_options: tuple[tuple[str, Any], ...] = ()
+    """Names and values of the selection's options."""
     kl_coef: float = 0.0
+    kl_estimator: str = "k3"
+    """Estimator of the KL penalty: `k3` or `k3_unbiased` (see `kl_penalty`)."""
     offload: bool = False
     """Keep the optimizer moments in host memory, and copy them to the device for each update."""
 
@@ -137,25 +159,31 @@ class Updater:
             mesh: mesh on which the updates run.
             objective: the loss function.
             options: other options. None: the defaults.
-            reference: parameters of the reference policy. Required if and only if `kl_coef` is not 0.
+            reference: parameters of the reference policy. Required if and only if `kl_coef` is not 0 or the objective requires `ref_logprobs`.
             frozen: parameters of the base model, if `params` are adapters.
 
         Raises:
-            ValueError: `reference` is missing although `kl_coef` is not 0, or is given although `kl_coef` is 0.
+            ValueError: `reference` is missing although it is required, or is given although it is not.
         """
         self._graph, self._reference = graph, reference
         self._frozen = nnx.State({}) if frozen is None else frozen
         self._optimizer, self._objective, self._options = optimizer, objective, options or UpdateOptions()
-        if (reference is None) != (self._options.kl_coef == 0.0):
+        self._arrays = wanted(objective) | {"weights"}
+        if (reference is not None) != (self._options.kl_coef != 0.0 or "ref_logprobs" in self._arrays):
             raise ValueError(
-                f"kl_coef={self._options.kl_coef} {'needs' if reference is None else 'does not use'} a reference policy"
+                f"kl_coef={self._options.kl_coef} with an objective that requires {sorted(self._arrays)} "
+                f"{'needs' if reference is None else 'does not use'} a reference policy"
             )
+        selection = SELECTIONS.get(self._options.select)
+        self._select = selection and partial(selection, **dict(self._options.select_options))
+        self._scores_entropy = selection is not None and "entropy" in wanted(selection)
         placed = state_shardings(params, optimizer, mesh, offload=self._options.offload)
         self._shardings, self._whole = placed.params, replicated(mesh)
         self._moments = state_shardings(params, optimizer, mesh).opt_state
         self._rows = NamedSharding(mesh, PartitionSpec(None, *by_row(mesh).spec, "context"))
         self._placing = Placing(self._rows)
         self._score = Together(jax.jit(self._score_program, out_shardings=self._rows))
+        self._choose = Together(jax.jit(self._select_program, out_shardings=self._rows))
         self._ratio = jax.jit(_ratio, out_shardings=self._rows)
         changed, sums = (placed, self._whole), (placed.params, self._whole)
         self._update = Together(jax.jit(self._update_program, donate_argnums=0, out_shardings=changed))
@@ -165,24 +193,54 @@ class Updater:
         self._join = Together(jax.jit(_joined, out_shardings=self._whole))
 
     def prepare(self, state: TrainState, minibatches: Sequence[Sequence[Microbatch]]) -> list[Minibatch]:
-        """Transfers a step's microbatches to the mesh and fills in their old log-probabilities and, if there is a reference policy, its log-probabilities.
+        """Transfers a step's microbatches to the mesh, selects tokens, and fills in old log-probabilities and, if there is a reference policy, its log-probabilities.
 
         Must be called before the first update of a step, because the old policy is the policy at the start of the step.
         """
-        filled = self._placing.put(minibatches)
+        filled, by_policy = self._placing.put(minibatches), partial(self._scored, state.params)
+        if self._select is not None:
+            filled = [self._selected(m, [*map(by_policy, m)]) for m in filled]
         if self._options.old_logprobs == "sampler":
             filled = [
                 with_array(m, "old_logprobs", lambda stack: stack.microbatches.sampler_logprobs)
                 for m in filled
             ]
-        else:
-            score = partial(self._score, (state.params, self._frozen))
+        elif self._select is None:
             # In the first update, the old policy is the current policy, so `_loss` uses the log-probabilities that it computes anyway.
-            filled[1:] = [with_array(m, "old_logprobs", score) for m in filled[1:]]
+            filled[1:] = [
+                with_array(m, "old_logprobs", lambda stack: by_policy(stack)[0]) for m in filled[1:]
+            ]
         if self._reference is not None:
-            score = partial(self._score, (self._reference, self._frozen))
-            filled = [with_array(m, "ref_logprobs", score) for m in filled]
+            by_reference = partial(self._scored, self._reference)
+            filled = [with_array(m, "ref_logprobs", lambda stack: by_reference(stack)[0]) for m in filled]
         return filled
+
+    def _scored(self, params: nnx.State, stack: Stack) -> tuple[Array, ...]:
+        """Returns the log-probabilities of a stack, and the entropy if the selection requires it."""
+        scores = self._score((params, self._frozen), stack)
+        return scores if self._scores_entropy else (scores,)
+
+    def _selected(self, minibatch: Minibatch, scores: Sequence[tuple[Array, ...]]) -> Minibatch:
+        """Fills in the selected tokens and the log-probabilities of an update. `scores` has one item per stack."""
+        chosen = self._choose(minibatch, scores)
+        return tuple(
+            replace(
+                stack,
+                microbatches=replace(stack.microbatches, old_logprobs=found[0], selected=one, noise=None),
+            )
+            for stack, found, one in zip(minibatch, scores, chosen, strict=True)
+        )
+
+    def _select_program(self, minibatch: Minibatch, scores: Sequence[tuple[Array, ...]]) -> list[Array]:
+        """Returns the selected tokens of each stack. The selection gets the tokens of all stacks in one vector."""
+        assert self._select is not None
+        stacks = [
+            {**vars(stack.microbatches), "logprobs": found[0], "entropy": found[-1]}
+            for stack, found in zip(minibatch, scores, strict=True)
+        ]
+        whole, unravel = ravel_pytree([stack["mask"] for stack in stacks])
+        arrays = {name: ravel_pytree([stack[name] for stack in stacks])[0] for name in wanted(self._select)}
+        return unravel(self._select(whole, **arrays))
 
     def update(
         self, state: TrainState, minibatch: Minibatch, *, learning_rate: float, first: bool
@@ -214,8 +272,8 @@ class Updater:
         """Returns the ratio pi / pi_old that `update` would now compute for each token, as one array [capacity, rows, seq] per stack."""
         if first and self._options.old_logprobs == "trainer":
             return [jnp.ones_like(stack.microbatches.old_logprobs) for stack in minibatch]
-        score = partial(self._score, (state.params, self._frozen))
-        return [self._ratio(score(stack), stack.microbatches.old_logprobs) for stack in minibatch]
+        score = partial(self._scored, state.params)
+        return [self._ratio(score(stack)[0], stack.microbatches.old_logprobs) for stack in minibatch]
 
     def lower_score(self, params: nnx.State, *, capacity: int, rows: int, row_tokens: int) -> Lowered:
         """Lowers the program that `prepare` uses to compute log-probabilities. `params` may contain only shapes with shardings."""
@@ -268,7 +326,8 @@ class Updater:
         count = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole)
         shape = (capacity, rows, row_tokens)
         arrays = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=self._rows), blank_microbatch(())
+            lambda leaf: jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=self._rows),
+            blank_microbatch((), *(["selected"] if self._select else [])),
         )
         return Stack(arrays, count)
 
@@ -298,13 +357,16 @@ class Updater:
             frozen = in_tuples(frozen)
         return nnx.merge(self._graph, trained, frozen)
 
-    def _score_program(self, weights: Weights, stack: Stack) -> Float[Array, "capacity rows seq"]:
-        """Computes the log-probabilities of all microbatches in a stack."""
+    def _score_program(self, weights: Weights, stack: Stack) -> PyTree:
+        """Computes the log-probabilities of all microbatches in a stack, and the entropy if the selection requires it, [capacity, rows, seq]."""
 
-        def score(i: Array, scores: Array) -> Array:
-            return lax.dynamic_update_index_in_dim(scores, self._logprobs(weights, stack.at(i))[0], i, axis=0)
+        def score(i: Array, scores: PyTree) -> PyTree:
+            both = self._logprobs(weights, stack.at(i))
+            put = partial(lax.dynamic_update_index_in_dim, index=i, axis=0)
+            return jax.tree.map(put, scores, both if self._scores_entropy else both[0])
 
-        return lax.fori_loop(0, stack.count, score, jnp.zeros_like(stack.microbatches.old_logprobs))
+        blank = jnp.zeros_like(stack.microbatches.old_logprobs)
+        return lax.fori_loop(0, stack.count, score, (blank, blank) if self._scores_entropy else blank)
 
     def _nothing_program(self, params: nnx.State) -> Sums:
         return jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.float32)
@@ -365,9 +427,26 @@ class Updater:
                 high=high,
             )
             of_tokens = of_tokens * ratios
+        of_objective = of_tokens
+        if options.drop_off_policy is not None:
+            kept, dropped = drop_off_policy(
+                current,
+                microbatch.sampler_logprobs,
+                microbatch.advantages,
+                mask,
+                microbatch.segment_ids,
+                delta=options.drop_off_policy,
+            )
+            of_objective, of_weights = of_tokens * kept, {**of_weights, **dropped}
+        if self._select is not None:
+            selected = microbatch.selected.astype(jnp.float32)
+            of_weights = {**of_weights, "policy/selected_frac": token_mean(selected, mask)}
+            of_objective = of_objective if "selected" in self._arrays else of_objective * selected
         # If the old log-probabilities are the sampler's, they are compared with the trainer's in the first update only, before the weights change.
         compared, trainers = (mask, old) if by_trainer else (mask & first, current)
-        loss, metrics = self._objective(logprobs, old, microbatch.advantages, mask, weights=of_tokens)
+        made = {"weights": of_objective, "entropy": entropy}
+        arrays = {name: made[name] if name in made else getattr(microbatch, name) for name in self._arrays}
+        loss, metrics = self._objective(logprobs, old, microbatch.advantages, mask, **arrays)
         metrics = {
             **metrics,
             **of_weights,
@@ -375,8 +454,16 @@ class Updater:
             **mismatch_metrics(trainers, microbatch.sampler_logprobs, compared),
         }
         if options.kl_coef:
-            # Like the objective, the KL estimate is an expectation over tokens sampled by the policy, so it needs the same importance weights.
-            penalty, kl_metrics = kl_penalty(logprobs, microbatch.ref_logprobs, mask, weights=of_tokens)
+            # Like the objective, the KL estimate is an expectation over tokens sampled by the policy, so it needs the same importance weights. It has
+            # no advantage, so `drop_off_policy` and `select` do not apply to it.
+            penalty, kl_metrics = kl_penalty(
+                logprobs,
+                microbatch.ref_logprobs,
+                mask,
+                estimator=options.kl_estimator,
+                old_logprobs=old,
+                weights=of_tokens,
+            )
             loss, metrics = loss + options.kl_coef * penalty, {**metrics, **kl_metrics}
         scored = (current, old) if by_trainer else (current,)
         found = {

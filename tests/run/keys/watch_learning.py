@@ -58,8 +58,17 @@ def weights(look):
     return sorted({round(1 / float(w)) for m in microbatches(look)[0] for w in m.weights[m.mask]})
 
 
+def advantages_of(minibatches):
+    return sorted({round(float(a), 4) for m in minibatches[0] for a in m.advantages[m.mask]})
+
+
 def advantages(look):
-    return sorted({round(float(a), 4) for m in microbatches(look)[0] for a in m.advantages[m.mask]})
+    return advantages_of(microbatches(look))
+
+
+def trained_lengths(look):
+    """The numbers of tokens of the trained responses to the first prompt."""
+    return [rollout.response_tokens for rollout in look.collected(reward=by_length).groups[0].rollouts]
 
 
 def minibatch_order(look):
@@ -110,6 +119,14 @@ def rate(step):
 def moments(look):
     """The kinds of memory that hold the optimizer's moments."""
     return sorted({leaf.sharding.memory_kind for leaf in jax.tree.leaves(look.started().opt_state)})
+
+
+def moments_of_a_matrix(look):
+    """The number of the optimizer's arrays for one of the matrices."""
+    look.run()
+    state = jax.eval_shape(look.updates.optimizer.init, look.updates.params)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    return len([path for path in paths if "'gate'" in path])
 
 
 def reference(look):
@@ -198,7 +215,55 @@ WATCHERS = [
         also={"loss.aggregation": "token_sum_norm"},
     ),
     # Rewards, with the penalty, of -1, -1, 0 and 0: 0.5 around their mean, with a deviation of (4 x 0.25 / 3) ** 0.5 = 0.577.
-    watch("loss.normalize_std", advantages, (True, [-0.866, 0.866]), (False, [-0.5, 0.5])),
+    # The other group has the same rewards: 8 of them deviate by (8 x 0.25 / 7) ** 0.5 = 0.5345. 2 x 6 tokens have -0.5 and 2 x 12 have 0.5: the mean is
+    # 1 / 6, and the variance (12 x (2 / 3) ** 2 + 24 x (1 / 3) ** 2) / 35 = 8 / 35.
+    watch(
+        "advantage.scale",
+        advantages,
+        ("group_std", [-0.866, 0.866]),
+        ("none", [-0.5, 0.5]),
+        ("batch_std", [-0.9354, 0.9354]),
+        ("whiten_tokens", [-1.3944, 0.6972]),
+    ),
+    # 4 / 3 of 0.5. By length, the mean is (3 + 3) x -1 / 18 = -1 / 3.
+    watch(
+        "advantage.baseline",
+        advantages,
+        ("group_mean", [-0.5, 0.5]),
+        ("leave_one_out", [-0.6667, 0.6667]),
+        ("length_weighted", [-0.6667, 0.3333]),
+        ("none", [-1.0, 0.0]),
+        also={"advantage.scale": "none"},
+    ),
+    # Verdicts 1, -1, 1, -1 with the weights 1 and 3, and penalties 0, 0, -1, -1: sums 4, -4, 3, -5 around -0.5. Apart, +-1 / 1.1547 four times, and
+    # +-0.5 / 0.5774: 4 x 0.866 + 0.866 and so on.
+    watch(
+        "advantage.rewards",
+        lambda look: advantages_of(look.minibatches()),
+        ("summed", [-4.5, -3.5, 3.5, 4.5]),
+        ("apart", [-4.3301, -2.5981, 2.5981, 4.3301]),
+        also={
+            "advantage.scale": "none",
+            "reward.graders": [{"grader": "exact"}, {"grader": "exact", "weight": 3.0}],
+        },
+    ),
+    # Rewards 0, 0, 1, 1. With one of the others, a wrong response has a correct one in 2 of 3 cases: 2 / 3 around 5 / 6.
+    watch(
+        "advantage.best_of",
+        advantages,
+        (1, [-0.5, 0.5]),
+        (2, [-0.1667, 0.1667]),
+        also={"advantage.scale": "none", "reward.incorrect": 0.0, "reward.overlong.enabled": False},
+    ),
+    watch("batch.keep", trained_lengths, (0, [3, 3, 6, 6]), (3, [3, 3, 6])),
+    # -1 / 3 twice and 0 / 6 twice.
+    watch(
+        "batch.keep_by",
+        trained_lengths,
+        ("shortest", [3, 3, 6]),
+        ("reward_per_token", [3, 6, 6]),
+        also={"batch.keep": 3},
+    ),
     echoes("loss.old_logprobs", option("old_logprobs"), "trainer", "sampler"),
     # Nothing is in flight, so auto is none.
     watch(
@@ -207,7 +272,7 @@ WATCHERS = [
         ("auto", "none"),
         ("truncate", "truncate"),
         ("mask", "mask"),
-        ("mask_responses", "mask_responses"),
+        ("keep_responses", "keep_responses"),
     ),
     watch("loss.importance_cap", option("correction"), (None, "none"), (3.0, "truncate"), what="with auto"),
     watch(
@@ -227,11 +292,13 @@ WATCHERS = [
             what=f"of {kind}",
             also={"loss.correction": kind},
         )
-        for kind, unset in (("mask", (0.5, 2.0)), ("mask_responses", (0.99, 1.01)))
+        for kind, unset in (("mask", (0.5, 2.0)), ("keep_responses", (0.99, 1.01)))
     ),
     echoes("loss.kl_coef", option("kl_coef"), 0.0, 0.1),
     watch("loss.kl_coef", reference, (0.0, False), (0.1, True), what="a reference policy"),
     differs("seed", minibatch_order, 0, 1, what="order of learning", also=FOUR),
+    # AdamW has two moments of a matrix, Muon has one.
+    watch("optimizer.name", moments_of_a_matrix, ("adamw", 2), ("muon", 1)),
     echoes("optimizer.learning_rate", rate(100), 1e-06, 0.5),
     watch("optimizer.warmup_steps", rate(5), (20, 0.25), (0, 1.0), also={"optimizer.learning_rate": 1.0}),
     # Gradients 1 and 0. With b1 = 0.9, b2 = 0.999: the first moment is 0.9 x 0.1 / (1 - 0.81), the second 0.999 x 0.001 / (1 - 0.998001).
