@@ -256,7 +256,7 @@ def test_kl_penalty_by_hand():
     np.testing.assert_allclose(
         kl_penalty(logprobs, ref_logprobs, mask, **how)[0], 0.75 * math.log(2) - 0.25, rtol=1e-6
     )
-    with pytest.raises(ValueError, match="k3_unbiased.*needs old_logprobs"):
+    with pytest.raises(ValueError, match="old_logprobs"):
         kl_penalty(logprobs, ref_logprobs, mask, estimator="k3_unbiased")
 
 
