@@ -9,6 +9,7 @@ from rich.console import Console
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.config import TrainConfig, load_config, to_yaml
+from dapo_jax.dapo.advantages import Advantages
 from dapo_jax.health.stalls import Watch, interrupt
 from dapo_jax.health.stopping import Stop
 from dapo_jax.parallel import gpu_settings, processes
@@ -54,6 +55,7 @@ def train(
     eval_rows: GivenRows | None = None,
     on_step: OnStep | None = None,
     objective: Objective | None = None,
+    advantages: Advantages | None = None,
     resume: bool = False,
     overwrite: bool = False,
     progress: Progress | None = None,
@@ -70,6 +72,7 @@ def train(
         eval_rows: rows for evaluation. Defaults to the dataset's held-out split. If only `prompts` are given, there is no evaluation.
         on_step: called with (step, metrics) at the end of each step.
         objective: a loss function with the signature of `dapo_loss`. It replaces `config.loss.objective`; the clip ratios in the configuration then have no effect.
+        advantages: a function that returns the advantages of all responses in a step (`dapo.advantages.Advantages`). It replaces `config.advantage`.
         resume: whether to continue from the last checkpoint in `config.run_dir`.
         overwrite: whether to remove the run in `config.run_dir` and start over. If the folder contains a file that runs do not write, nothing is removed.
         progress: shows progress. By default, progress is shown on standard output.
@@ -113,6 +116,7 @@ def train(
             prompts=prompts,
             eval_rows=eval_rows,
             objective=objective,
+            advantages=advantages,
             stop=stop,
             watch=watch,
             say=shown.starting,
@@ -162,6 +166,7 @@ def train(
             config,
             run_dir,
             start=start,
+            batches=run.batches,
             ratios=ratios,
             evaluate=run.sampling.evaluate if run.held_out else None,
             checkpointer=checkpointer,

@@ -59,8 +59,17 @@ def weights(look):
     return sorted({round(1 / float(w)) for m in microbatches(look)[0] for w in m.weights[m.mask]})
 
 
+def advantages_of(minibatches):
+    return sorted({round(float(a), 4) for m in minibatches[0] for a in m.advantages[m.mask]})
+
+
 def advantages(look):
-    return sorted({round(float(a), 4) for m in microbatches(look)[0] for a in m.advantages[m.mask]})
+    return advantages_of(microbatches(look))
+
+
+def trained_lengths(look):
+    """The numbers of tokens of the trained responses to the first prompt."""
+    return [rollout.response_tokens for rollout in look.collected(reward=by_length).groups[0].rollouts]
 
 
 def minibatch_order(look):
@@ -202,7 +211,55 @@ WATCHERS = [
         also={"loss.aggregation": "token_sum_norm"},
     ),
     # Rewards, with the penalty, of -1, -1, 0 and 0: 0.5 around their mean, with a deviation of (4 x 0.25 / 3) ** 0.5 = 0.577.
-    watch("advantage.scale", advantages, ("group_std", [-0.866, 0.866]), ("none", [-0.5, 0.5])),
+    # The other group has the same rewards: 8 of them deviate by (8 x 0.25 / 7) ** 0.5 = 0.5345. 2 x 6 tokens have -0.5 and 2 x 12 have 0.5: the mean is
+    # 1 / 6, and the variance (12 x (2 / 3) ** 2 + 24 x (1 / 3) ** 2) / 35 = 8 / 35.
+    watch(
+        "advantage.scale",
+        advantages,
+        ("group_std", [-0.866, 0.866]),
+        ("none", [-0.5, 0.5]),
+        ("batch_std", [-0.9354, 0.9354]),
+        ("whiten_tokens", [-1.3944, 0.6972]),
+    ),
+    # 4 / 3 of 0.5. By length, the mean is (3 + 3) x -1 / 18 = -1 / 3.
+    watch(
+        "advantage.baseline",
+        advantages,
+        ("group_mean", [-0.5, 0.5]),
+        ("leave_one_out", [-0.6667, 0.6667]),
+        ("length_weighted", [-0.6667, 0.3333]),
+        ("none", [-1.0, 0.0]),
+        also={"advantage.scale": "none"},
+    ),
+    # Verdicts 1, -1, 1, -1 with the weights 1 and 3, and penalties 0, 0, -1, -1: sums 4, -4, 3, -5 around -0.5. Apart, +-1 / 1.1547 four times, and
+    # +-0.5 / 0.5774: 4 x 0.866 + 0.866 and so on.
+    watch(
+        "advantage.rewards",
+        lambda look: advantages_of(look.minibatches()),
+        ("summed", [-4.5, -3.5, 3.5, 4.5]),
+        ("apart", [-4.3301, -2.5981, 2.5981, 4.3301]),
+        also={
+            "advantage.scale": "none",
+            "reward.graders": [{"grader": "exact"}, {"grader": "exact", "weight": 3.0}],
+        },
+    ),
+    # Rewards 0, 0, 1, 1. With one of the others, a wrong response has a correct one in 2 of 3 cases: 2 / 3 around 5 / 6.
+    watch(
+        "advantage.best_of",
+        advantages,
+        (1, [-0.5, 0.5]),
+        (2, [-0.1667, 0.1667]),
+        also={"advantage.scale": "none", "reward.incorrect": 0.0, "reward.overlong.enabled": False},
+    ),
+    watch("batch.keep", trained_lengths, (0, [3, 3, 6, 6]), (3, [3, 3, 6])),
+    # -1 / 3 twice and 0 / 6 twice.
+    watch(
+        "batch.keep_by",
+        trained_lengths,
+        ("shortest", [3, 3, 6]),
+        ("reward_per_token", [3, 6, 6]),
+        also={"batch.keep": 3},
+    ),
     echoes("loss.old_logprobs", option("old_logprobs"), "trainer", "sampler"),
     # Nothing is in flight, so auto is none.
     watch(
