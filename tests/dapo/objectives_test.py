@@ -455,10 +455,10 @@ def test_keyword_only_parameters_without_a_default_are_arrays_and_others_are_opt
     ("spec", "options", "found"),
     [
         ("gsop", {}, "did you mean 'gspo'"),
-        ("x", {}, "['cispo', 'clip',"),
+        ("x", {}, "did you mean"),
         ("cispo", {"caps": 2.0}, "did you mean 'cap'"),
         ("gspo", {"weights": 1.0}, "no option 'weights'"),
-        ("topr", {"zzz": 1.0}, "no option 'zzz'; its options are []"),
+        ("topr", {"zzz": 1.0}, "no option 'zzz', only []"),
     ],
 )
 def test_an_unknown_objective_or_option_is_refused_with_the_nearest_name(spec, options, found):
