@@ -348,8 +348,8 @@ def test_every_option_changes_the_gradient_or_the_loss(row):
     """Some ratios, or changes of probability, are between the two values of each bound."""
     defaults = options_of(OBJECTIVES[row.objective])
     assert defaults.keys() == set(CONFIGURED[row.objective])
-    bounds = {"clip_ratio_low": 0.5, "clip_ratio_high": 0.5, "dual_clip": 1.5, "floor": 0.5, "cap": 1.1}
-    other = {**bounds, "divergence": "kl", "kl": 0.1}
+    bounds = {"clip_ratio_low": 0.5, "clip_ratio_high": 2.5, "dual_clip": 1.5, "floor": 0.5, "cap": 1.1}
+    other = {**bounds, "delta_low": 0.5, "delta_high": 0.5, "divergence": "kl", "kl": 0.1}
     for name, default in defaults.items():
         base = TIGHT if row.objective == "dppo" else {}
         value = other[name] if name in other else default * 0.5 + 0.01
