@@ -59,8 +59,8 @@ def trace_objective(objective: Objective, *, rows: int, row_tokens: int) -> None
     if unknown := [array for array in arrays if array not in ARRAYS]:
         near = nearest(unknown[0], ARRAYS, least=0.0)[0]
         raise ValueError(
-            f"{name} requires the array {unknown[0]!r}, which an update does not have. Did you mean {near!r}? The arrays are {', '.join(ARRAYS)}. "
-            "Give options a default"
+            f"{name} requires the array {unknown[0]!r}. Did you mean {near!r}? An update has the arrays {', '.join(ARRAYS)}. An option needs a "
+            f"default. The signature is {signature}"
         )
     kinds = {"segment_ids": jnp.int32, "positions": jnp.int32, "selected": jnp.bool_}
 

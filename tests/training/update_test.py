@@ -119,7 +119,7 @@ def asks_for(logprobs, old_logprobs, advantages, mask, *, weights, entropies):
 OBJECTIVES = {
     "an unknown array": (
         asks_for,
-        "requires the array 'entropies', which an update does not have. Did you mean 'entropy'?",
+        "requires the array 'entropies'. Did you mean 'entropy'?",
     ),
     "a scalar": (lambda logprobs, *_, weights: logprobs.sum(), "an array float32[]"),
     "three": (lambda logprobs, *_, weights: (logprobs.sum(), {}, {}), "a tuple, not two values"),
