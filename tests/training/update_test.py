@@ -328,7 +328,7 @@ def test_off_policy_responses_are_dropped_from_the_objective_but_not_from_the_kl
 
     def nothing(logprobs, old_logprobs, advantages, mask, *, weights):
         return 0.0 * jnp.where(mask, logprobs, 0.0).sum(), {
-            "own/weights": Mean((weights * mask).sum(), jnp.ones(()))
+            "own/weights": Mean(jnp.where(mask, weights, 0.0).sum(), jnp.ones(()))
         }
 
     [m] = packed()
