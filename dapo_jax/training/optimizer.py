@@ -10,7 +10,7 @@ from optax.contrib import MuonDimensionNumbers, muon
 from dapo_jax.models.layout import output_dimensions
 
 MUON_RMS = 0.2
-"""Root mean square of an orthogonalized update, which is about that of an AdamW update (Liu et al. 2025). One learning rate therefore suits both optimizers."""
+"""Root mean square of an orthogonalized update, as in an AdamW update (Liu et al. 2025). One learning rate therefore suits both optimizers."""
 
 
 @lru_cache
