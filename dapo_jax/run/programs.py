@@ -121,13 +121,11 @@ def sampled_decoder(decoder: DecoderConfig, sampling: SamplingConfig) -> Decoder
 def objective_of(loss: LossConfig) -> Objective:
     """Returns the objective that a configuration names, with `loss.options` set, and with the clip ratios and the dual clip if the function has them.
 
-    Calls with the same built-in objective and options return the same object, so that runs can share their programs.
-
     Raises:
         ConfigError: the objective cannot be loaded, or it does not have an option.
     """
     clips = tuple(getattr(loss, name) for name in CLIPS)
-    # The file of a user's function may have changed since the last call, so only built-in objectives are cached.
+    # Runs with the same built-in objective share their programs. A user's function may have changed since the last call, so it is loaded each time.
     build = _objective.__wrapped__ if ":" in loss.objective else _objective
     return build(loss.objective, json.dumps(loss.options, sort_keys=True), clips)
 
@@ -150,14 +148,10 @@ def has_reference(config: TrainConfig, objective: Objective) -> bool:
         ConfigError: the objective requires an array that the configuration does not provide.
     """
     arrays = wanted(objective)
-    for array, key, given in (
-        ("selected", "loss.select", config.loss.select != "all"),
-        ("teacher_logprobs", "teacher.source", bool(config.teacher.source)),
-    ):
-        if array in arrays and not given:
-            raise ConfigError(
-                f"the objective {name_of(objective)} requires the array {array!r}, so set {key}"
-            )
+    unset = {"selected": "loss.select"} if config.loss.select == "all" else {}
+    unset |= {} if config.teacher.source else {"teacher_logprobs": "teacher.source"}
+    for array in arrays & unset.keys():
+        raise ConfigError(f"{name_of(objective)} requires the array {array}: set {unset[array]}")
     return bool(config.loss.kl_coef) or "ref_logprobs" in arrays
 
 

@@ -61,8 +61,8 @@ def trace_objective(objective: Objective, *, rows: int, row_tokens: int) -> None
     if unknown := [array for array in arrays if array not in ARRAYS]:
         near = nearest(unknown[0], ARRAYS, least=0.0)[0]
         raise ValueError(
-            f"{name} requires the array {unknown[0]!r}, which an update does not have. Did you mean {near!r}? The arrays are {', '.join(ARRAYS)}. "
-            "Give options a default"
+            f"{name} requires the array {unknown[0]!r}. Did you mean {near!r}? An update has the arrays {', '.join(ARRAYS)}. An option needs a "
+            f"default. The signature is {signature}"
         )
     kinds = {"segment_ids": jnp.int32, "positions": jnp.int32, "selected": jnp.bool_}
 
@@ -429,14 +429,9 @@ class Updater:
             of_tokens = of_tokens * ratios
         of_objective = of_tokens
         if options.drop_off_policy is not None:
-            kept, dropped = drop_off_policy(
-                current,
-                microbatch.sampler_logprobs,
-                microbatch.advantages,
-                mask,
-                microbatch.segment_ids,
-                delta=options.drop_off_policy,
-            )
+            of_both = (current, microbatch.sampler_logprobs, microbatch.advantages)
+            delta, ids = options.drop_off_policy, microbatch.segment_ids
+            kept, dropped = drop_off_policy(*of_both, mask, ids, delta=delta)
             of_objective, of_weights = of_tokens * kept, {**of_weights, **dropped}
         if self._select is not None:
             selected = microbatch.selected.astype(jnp.float32)
@@ -456,14 +451,8 @@ class Updater:
         if options.kl_coef:
             # Like the objective, the KL estimate is an expectation over tokens sampled by the policy, so it needs the same importance weights. It has
             # no advantage, so `drop_off_policy` and `select` do not apply to it.
-            penalty, kl_metrics = kl_penalty(
-                logprobs,
-                microbatch.ref_logprobs,
-                mask,
-                estimator=options.kl_estimator,
-                old_logprobs=old,
-                weights=of_tokens,
-            )
+            how = {"estimator": options.kl_estimator, "old_logprobs": old, "weights": of_tokens}
+            penalty, kl_metrics = kl_penalty(logprobs, microbatch.ref_logprobs, mask, **how)
             loss, metrics = loss + options.kl_coef * penalty, {**metrics, **kl_metrics}
         scored = (current, old) if by_trainer else (current,)
         found = {

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dapo_jax.dapo.objectives import wanted
 from dapo_jax.dapo.rollouts import Verdict
 from dapo_jax.rollout.collector import Position
 from tests.run.keys.looking import by_length, refusal, rounded
@@ -84,12 +85,14 @@ def token_loss(ratio, advantage):
     def see(look):
         look.run()
         logprobs, old = np.full((1, 1), np.log(ratio) - 5, np.float32), np.full((1, 1), -5, np.float32)
-        loss, _ = look.updates.objective(
+        objective, ones = look.updates.objective, jnp.ones((1, 1))
+        loss, _ = objective(
             jnp.asarray(logprobs),
             jnp.asarray(old),
             jnp.full((1, 1), advantage, jnp.float32),
             jnp.ones((1, 1), bool),
             weights=jnp.ones((1, 1), jnp.float32),
+            **({"segment_ids": ones.astype(jnp.int32)} if "segment_ids" in wanted(objective) else {}),
         )
         return rounded(loss)
 
@@ -205,6 +208,7 @@ WATCHERS = [
         ("token_mean", [18]),
         ("sequence_mean", [12, 24]),
         ("token_sum_norm", [24]),
+        ("sequence_sum", [4]),
     ),
     watch(
         "sampling.max_response_tokens",
@@ -273,6 +277,7 @@ WATCHERS = [
         ("truncate", "truncate"),
         ("mask", "mask"),
         ("keep_responses", "keep_responses"),
+        ("truncate_responses", "truncate_responses"),
     ),
     watch("loss.importance_cap", option("correction"), (None, "none"), (3.0, "truncate"), what="with auto"),
     watch(
@@ -294,6 +299,25 @@ WATCHERS = [
         )
         for kind, unset in (("mask", (0.5, 2.0)), ("keep_responses", (0.99, 1.01)))
     ),
+    # Twice the old probability at the advantage 1: the ratio is clipped at 1.28, or not clipped but weighs log p = log 2 - 5 by at most 1.5.
+    watch("loss.objective", token_loss(2.0, 1.0), ("clip", [-1.28]), ("reinforce", [8.6137])),
+    watch(
+        "loss.options",
+        token_loss(2.0, 1.0),
+        ({}, [8.6137]),
+        ({"cap": 1.5}, [6.4603]),
+        also={"loss.objective": "reinforce"},
+    ),
+    watch(
+        "loss.clip_ratio_high",
+        token_loss(2.0, 1.0),
+        (0.28, [-1.3231]),
+        (0.5, [-1.6487]),
+        what="of gmpo",
+        also={"loss.objective": "gmpo"},
+    ),
+    echoes("loss.drop_off_policy", option("drop_off_policy"), None, 0.5),
+    echoes("loss.kl_estimator", option("kl_estimator"), "k3", "k3_unbiased", also={"loss.kl_coef": 0.1}),
     echoes("loss.kl_coef", option("kl_coef"), 0.0, 0.1),
     watch("loss.kl_coef", reference, (0.0, False), (0.1, True), what="a reference policy"),
     differs("seed", minibatch_order, 0, 1, what="order of learning", also=FOUR),
