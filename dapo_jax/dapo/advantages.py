@@ -113,7 +113,7 @@ def step_advantages(
             overlong penalty is one more grader, with weight 1.
         best_of: the k of pass@k training. R is replaced by `best_of(R, k)`, and `group_std` divides by the standard deviation of the highest of k rewards.
         filter_truncated: truncated responses are excluded from the loss, so their number of tokens is 0.
-        weights: the weight of each grader by its name in `Verdict.parts`, for `apart`.
+        weights: the weight of each grader by its name in `Verdict.parts`, for `apart`. If None, all weights are 1.
 
     Raises:
         ValueError: a name is unknown, or a group has fewer than `best_of` responses.
@@ -123,13 +123,14 @@ def step_advantages(
         if value not in choices[name]:
             near = nearest(value, choices[name], least=0.0)[0]
             raise ValueError(f"{name}={value!r} is unknown; did you mean {near!r}?")
-    found, graders = [], (weights or {}).items()
+    graders = weights or dict.fromkeys(groups[0].rollouts[0].verdict.parts, 1.0)
+    found = []
     for group in groups:
         lengths = [0 if filter_truncated and one.truncated else one.response_tokens for one in group.rollouts]
         tokens, best = np.array(lengths), _best_of(group.rewards[None], best_of)[0]
         terms = [(1.0, group.rewards)]
         if rewards == "apart":
-            parts = [(w, [one.verdict.parts[name] for one in group.rollouts]) for name, w in graders]
+            parts = [(w, [one.verdict.parts[name] for one in group.rollouts]) for name, w in graders.items()]
             parts.append((1.0, [one.overlong_penalty for one in group.rollouts]))
             terms = [(w, np.array(values, np.float64)) for w, values in parts]
         x = np.zeros(len(best))
