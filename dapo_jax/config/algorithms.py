@@ -1,4 +1,4 @@
-"""Algorithms by name. `algorithm: NAME` in a file, or `algorithm=NAME` as an override, stands for the keys in `ALGORITHMS[NAME]`."""
+"""Algorithms by name. `algorithm: NAME` in a file, or `algorithm=NAME` as an override, is replaced by the keys in `ALGORITHMS[NAME]`."""
 
 from typing import Any
 
@@ -20,12 +20,9 @@ OBJECTIVES = {
 """Maps each built-in `loss.objective` to its options: the keys in `CLIPS` that it reads, and the names that `loss.options` may contain."""
 
 SELECTIONS = {
-    "all": (),
-    "high_entropy": ("frac",),
-    "low_covariance": ("frac", "low", "high"),
-    "high_covariance": ("frac",),
+    "all": (), "high_entropy": ("frac",), "low_covariance": ("frac", "low", "high"), "high_covariance": ("frac",),
     "low_second_moment": ("limit",),
-}
+}  # fmt: skip
 """Maps each `loss.select` to the names that `loss.select_options` may contain."""
 
 GROUND: dict[str, Any] = {
@@ -62,11 +59,16 @@ def _objective(name: str, **options: Any) -> dict[str, Any]:
     return {"loss.objective": name, "loss.options": options}
 
 
+def _select(name: str, **options: Any) -> dict[str, Any]:
+    return {"loss.select": name, "loss.select_options": options}
+
+
 _BY_SEQUENCE = {"loss.aggregation": "sequence_mean"}
 _BY_SAMPLER = {"loss.old_logprobs": "sampler"}
 _UNSCALED = {"advantage.scale": "none"}
 _RAW = {"advantage.baseline": "none"}
 _DAPO = {**_clip(0.2, 0.28), "dynamic_sampling.enabled": True, "reward.overlong.enabled": True}
+_CISPO = _objective("cispo", cap=5.0)
 _DPPO = {"divergence": "tv", "delta_low": 0.2, "delta_high": 0.2}
 
 ROWS: dict[str, dict[str, Any]] = {
@@ -75,7 +77,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "dr_grpo": {"loss.aggregation": "token_sum_norm", **_UNSCALED},
     "gspo": {**_objective("gspo"), **_clip(3e-4, 4e-4), **_BY_SEQUENCE},
     "gspo_token": {**_objective("gspo_token"), **_clip(3e-4, 4e-4), **_BY_SEQUENCE},
-    "cispo": _objective("cispo", cap=5.0),
+    "cispo": _CISPO,
     "rloo": {"advantage.baseline": "leave_one_out", **_UNSCALED},
     "reinforce_plus_plus": {**_RAW, "advantage.scale": "whiten_tokens"},
     "reinforce_plus_plus_baseline": {"advantage.scale": "whiten_tokens"},
@@ -86,11 +88,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "vespo": {**_objective("vespo"), **_BY_SAMPLER},
     "luspo": {**_objective("gspo"), **_clip(2e-3, 2.5e-3), "loss.aggregation": "sequence_sum"},
     "lite_ppo": {"advantage.scale": "batch_std"},
-    "scale_rl": {
-        **_objective("cispo", cap=5.0),
-        "loss.aggregation": "prompt_mean",
-        "advantage.scale": "batch_std",
-    },
+    "scale_rl": {**_CISPO, "loss.aggregation": "prompt_mean", "advantage.scale": "batch_std"},
     "opo": {"advantage.baseline": "length_weighted", **_UNSCALED},
     "max_rl": {"advantage.scale": "group_mean", "reward.incorrect": 0.0},
     "pass_at_k": {"advantage.best_of": 4, "reward.incorrect": 0.0},
@@ -105,18 +103,10 @@ ROWS: dict[str, dict[str, Any]] = {
         "loss.kl_coef": 1e-3,
         "loss.kl_estimator": "k3_unbiased",
     },
-    "high_entropy": {**_DAPO, "loss.select": "high_entropy", "loss.select_options": {"frac": 0.2}},
-    "clip_cov": {
-        **_clip(1.0, 1.0),
-        "loss.select": "low_covariance",
-        "loss.select_options": {"frac": 2e-4, "low": 1.0, "high": 5.0},
-    },
-    "kl_cov": {
-        **_objective("kl_cov", coef=1.0),
-        "loss.select": "high_covariance",
-        "loss.select_options": {"frac": 2e-3},
-    },
-    "m2po": {"loss.select": "low_second_moment", "loss.select_options": {"limit": 0.04}},
+    "high_entropy": {**_DAPO, **_select("high_entropy", frac=0.2)},
+    "clip_cov": {**_clip(1.0, 1.0), **_select("low_covariance", frac=2e-4, low=1.0, high=5.0)},
+    "kl_cov": {**_objective("kl_cov", coef=1.0), **_select("high_covariance", frac=2e-3)},
+    "m2po": _select("low_second_moment", limit=0.04),
     "gfpo": {"batch.keep": 8, "batch.group_size": 16},
     "opd": {**_RAW, **_UNSCALED, "teacher.rewards": False},
 }
@@ -127,15 +117,9 @@ ALGORITHMS = {name: GROUND | row for name, row in ROWS.items()}
 del ALGORITHMS["opd"]["teacher.source"]  # the user names the teacher
 
 OTHER_NAMES = {
-    "drgrpo": "dr_grpo",
-    "reinforce++": "reinforce_plus_plus",
-    "geo_mean": "gmpo",
-    "maxrl": "max_rl",
-    "passk": "pass_at_k",
-    "importance_sampling": "reinforce",
-    "kimi": "dro",
-    "on_policy_distillation": "opd",
-}
+    "drgrpo": "dr_grpo", "reinforce++": "reinforce_plus_plus", "geo_mean": "gmpo", "maxrl": "max_rl", "passk": "pass_at_k",
+    "importance_sampling": "reinforce", "kimi": "dro", "on_policy_distillation": "opd",
+}  # fmt: skip
 """Maps other names of algorithms to names in `ALGORITHMS`."""
 
 _CRITIC = "it trains a critic, which this library does not have; reinforce_plus_plus and rloo need no critic"
@@ -155,13 +139,7 @@ NOT_OFFERED = {
 """Maps names of algorithms that are not offered to the reason and the alternative."""
 
 DEFINING = (
-    "loss.objective",
-    "loss.select",
-    "advantage.baseline",
-    "advantage.scale",
-    "advantage.rewards",
-    "advantage.best_of",
-    "batch.keep",
-    "teacher.source",
-)
+    "loss.objective", "loss.select", "advantage.baseline", "advantage.scale", "advantage.rewards", "advantage.best_of",
+    "batch.keep", "teacher.source",
+)  # fmt: skip
 """Keys that a file may not set next to `algorithm`, if the algorithm sets them too. A mapping has no order, so it would be unclear which value wins."""

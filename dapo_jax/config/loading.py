@@ -46,7 +46,7 @@ def load_config(
     The value of an override is parsed as YAML. For a text key, however, the value is used literally, so `data.prompt_template=Q: {prompt}` needs no
     quotes beyond the shell's. If a key is a mapping, a single entry can be set: `data.chat_template_kwargs.enable_thinking=false`.
 
-    `algorithm` is not a key: for training, it stands for the keys of an algorithm (`dapo_jax.config.algorithms`). In a file, these keys precede
+    `algorithm` is not a key: for training, it is replaced by the keys of an algorithm (`dapo_jax.config.algorithms`). In a file, these keys precede
     all others. The override `algorithm=gspo` sets them at its place in the list. If there are several algorithms, only the last one is used.
 
     Args:

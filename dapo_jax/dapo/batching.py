@@ -28,6 +28,8 @@ class Example:
     """If False, no token of this example enters the loss (overlong filtering)."""
     sampled: Bool[np.ndarray, " response"] | None = None
     """True for tokens that the policy sampled. Other tokens do not enter the loss. If None, the policy sampled all tokens."""
+    noise: Float[np.ndarray, " response"] | None = None
+    """A random number from 0 to 1 for each token, if a selection requires it."""
     group: int = 0
     """Index of the example's group in the minibatch."""
     rollout: int | None = None

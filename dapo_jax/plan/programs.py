@@ -82,7 +82,8 @@ class Programs:
         if not self._adapts:
             made["transfer_ends"] = lambda: self._transfer.lower(params)["ends"]
         made |= self._updater.programs(self.state, capacity=self.work.room, rows=rows, lengths=lengths)
-        if (self.config.loss.old_logprobs == "trainer" and self.work.updates > 1) or self._has_reference:
+        scored = self.config.loss.old_logprobs == "trainer" and self.work.updates > 1
+        if scored or self.config.loss.select != "all" or self._has_reference:
             score = partial(self._updater.lower_score, params, rows=rows)
             made["score"] = partial(score, capacity=self.work.room, row_tokens=lengths[0])
             if len(lengths) > 1:

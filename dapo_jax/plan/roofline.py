@@ -246,10 +246,11 @@ def _decode(
 def _trained(config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes: MeshSizes) -> list[Work]:
     """Returns the work of scoring, if any, and of the updates.
 
-    Scoring computes the trainer's old log-probabilities for all updates except the first, and the reference policy's log-probabilities for all updates.
+    Scoring computes the trainer's log-probabilities for all updates except the first (all with `loss.select`), and the reference policy's for all updates.
     """
     devices, count = sizes.devices, work.trained * work.sequence
     scored = work.updates - 1 if config.loss.old_logprobs == "trainer" else 0
+    scored = scored if config.loss.select == "all" else work.updates
     scored += work.updates if config.loss.kl_coef else 0
     own = forward_flops(decoder, tokens=count, pairs=work.trained * work.attended, logits=count)
     # The numbers of tokens and of query-key pairs include padding, and attention is causal over the whole row.

@@ -185,6 +185,8 @@ def updater_of(
         correction=correction.kind,
         importance_range=(correction.low, correction.high),
         drop_off_policy=loss.drop_off_policy,
+        select=loss.select,
+        select_options=tuple(loss.select_options.items()),
         kl_coef=loss.kl_coef,
         kl_estimator=loss.kl_estimator,
         offload=config.optimizer.offload,

@@ -172,6 +172,12 @@ class StepBatches:
             examples = training_examples(
                 minibatch, advantages, filter_truncated=config.reward.overlong.filter_truncated
             )
+            if config.loss.select == "low_covariance":
+                random = [np.random.default_rng((config.seed, step, g.prompt.ordinal)) for g in minibatch]
+                examples = [
+                    replace(one, noise=random[one.group].random(len(one.response_tokens), np.float32))
+                    for one in examples
+                ]
             weights = example_weights(
                 examples, aggregation=config.loss.aggregation, max_response_tokens=config.episode_tokens
             )

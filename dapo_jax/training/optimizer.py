@@ -1,6 +1,7 @@
 """The optimizer and the learning rate (DAPO Section 4.1): gradient-norm clipping, AdamW or Muon, and a linear warm-up."""
 
 from functools import lru_cache
+from typing import Any
 
 import jax
 import optax
@@ -10,7 +11,7 @@ from optax.contrib import MuonDimensionNumbers, muon
 from dapo_jax.models.layout import output_dimensions
 
 MUON_RMS = 0.2
-"""Root mean square of an orthogonalized update, which is about that of an AdamW update (Liu et al. 2025). One learning rate therefore suits both optimizers."""
+"""Root mean square of an orthogonalized update, as in an AdamW update (Liu et al. 2025). One learning rate therefore suits both optimizers."""
 
 
 @lru_cache
@@ -50,7 +51,7 @@ def make_optimizer(
     return optax.chain(optax.clip_by_global_norm(max_grad_norm), rule)
 
 
-def _matrices(params: nnx.State) -> nnx.State:
+def _matrices(params: Any) -> Any:
     """Returns the input and output dimensions of each weight matrix, without the dimension of stacked layers, and None for all other parameters."""
 
     def dimensions(leaf: nnx.Variable) -> nnx.Variable:

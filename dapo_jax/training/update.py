@@ -16,6 +16,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax import lax
+from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 from jaxtyping import Array, Bool, Float, PyTree
@@ -26,6 +27,7 @@ from dapo_jax.dapo.metrics import Max, Mean, Metric, token_mean
 from dapo_jax.dapo.microbatch import Microbatch, blank_microbatch
 from dapo_jax.dapo.objectives import ARRAYS, wanted
 from dapo_jax.dapo.segments import looked_up
+from dapo_jax.dapo.selections import SELECTIONS
 from dapo_jax.hints import nearest
 from dapo_jax.models.decoder import in_tuples, is_apart
 from dapo_jax.parallel.sharding import by_row, replicated
@@ -118,6 +120,10 @@ class UpdateOptions:
     """Bounds of the importance weights (see `importance_weights`)."""
     drop_off_policy: float | None = None
     """Drop responses with negative advantages that are further than this from the policy, in nats per token (see `dapo_jax.dapo.importance`)."""
+    select: str = "all"
+    """Tokens of an update that enter the loss: `all`, or a selection in `dapo_jax.dapo.selections.SELECTIONS`."""
+    select_options: tuple[tuple[str, Any], ...] = ()
+    """Names and values of the selection's options."""
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
     """Estimator of the KL penalty: `k3` or `k3_unbiased` (see `kl_penalty`)."""
@@ -168,12 +174,16 @@ class Updater:
                 f"kl_coef={self._options.kl_coef} with an objective that requires {sorted(self._arrays)} "
                 f"{'needs' if reference is None else 'does not use'} a reference policy"
             )
+        selection = SELECTIONS.get(self._options.select)
+        self._select = selection and partial(selection, **dict(self._options.select_options))
+        self._scores_entropy = selection is not None and "entropy" in wanted(selection)
         placed = state_shardings(params, optimizer, mesh, offload=self._options.offload)
         self._shardings, self._whole = placed.params, replicated(mesh)
         self._moments = state_shardings(params, optimizer, mesh).opt_state
         self._rows = NamedSharding(mesh, PartitionSpec(None, *by_row(mesh).spec, "context"))
         self._placing = Placing(self._rows)
         self._score = Together(jax.jit(self._score_program, out_shardings=self._rows))
+        self._choose = Together(jax.jit(self._select_program, out_shardings=self._rows))
         self._ratio = jax.jit(_ratio, out_shardings=self._rows)
         changed, sums = (placed, self._whole), (placed.params, self._whole)
         self._update = Together(jax.jit(self._update_program, donate_argnums=0, out_shardings=changed))
@@ -183,24 +193,54 @@ class Updater:
         self._join = Together(jax.jit(_joined, out_shardings=self._whole))
 
     def prepare(self, state: TrainState, minibatches: Sequence[Sequence[Microbatch]]) -> list[Minibatch]:
-        """Transfers a step's microbatches to the mesh and fills in their old log-probabilities and, if there is a reference policy, its log-probabilities.
+        """Transfers a step's microbatches to the mesh, selects tokens, and fills in old log-probabilities and, if there is a reference policy, its log-probabilities.
 
         Must be called before the first update of a step, because the old policy is the policy at the start of the step.
         """
-        filled = self._placing.put(minibatches)
+        filled, by_policy = self._placing.put(minibatches), partial(self._scored, state.params)
+        if self._select is not None:
+            filled = [self._selected(m, [*map(by_policy, m)]) for m in filled]
         if self._options.old_logprobs == "sampler":
             filled = [
                 with_array(m, "old_logprobs", lambda stack: stack.microbatches.sampler_logprobs)
                 for m in filled
             ]
-        else:
-            score = partial(self._score, (state.params, self._frozen))
+        elif self._select is None:
             # In the first update, the old policy is the current policy, so `_loss` uses the log-probabilities that it computes anyway.
-            filled[1:] = [with_array(m, "old_logprobs", score) for m in filled[1:]]
+            filled[1:] = [
+                with_array(m, "old_logprobs", lambda stack: by_policy(stack)[0]) for m in filled[1:]
+            ]
         if self._reference is not None:
-            score = partial(self._score, (self._reference, self._frozen))
-            filled = [with_array(m, "ref_logprobs", score) for m in filled]
+            by_reference = partial(self._scored, self._reference)
+            filled = [with_array(m, "ref_logprobs", lambda stack: by_reference(stack)[0]) for m in filled]
         return filled
+
+    def _scored(self, params: nnx.State, stack: Stack) -> tuple[Array, ...]:
+        """Returns the log-probabilities of a stack, and the entropy if the selection requires it."""
+        scores = self._score((params, self._frozen), stack)
+        return scores if self._scores_entropy else (scores,)
+
+    def _selected(self, minibatch: Minibatch, scores: Sequence[tuple[Array, ...]]) -> Minibatch:
+        """Fills in the selected tokens and the log-probabilities of an update. `scores` has one item per stack."""
+        chosen = self._choose(minibatch, scores)
+        return tuple(
+            replace(
+                stack,
+                microbatches=replace(stack.microbatches, old_logprobs=found[0], selected=one, noise=None),
+            )
+            for stack, found, one in zip(minibatch, scores, chosen, strict=True)
+        )
+
+    def _select_program(self, minibatch: Minibatch, scores: Sequence[tuple[Array, ...]]) -> list[Array]:
+        """Returns the selected tokens of each stack. The selection gets the tokens of all stacks in one vector."""
+        assert self._select is not None
+        stacks = [
+            {**vars(stack.microbatches), "logprobs": found[0], "entropy": found[-1]}
+            for stack, found in zip(minibatch, scores, strict=True)
+        ]
+        whole, unravel = ravel_pytree([stack["mask"] for stack in stacks])
+        arrays = {name: ravel_pytree([stack[name] for stack in stacks])[0] for name in wanted(self._select)}
+        return unravel(self._select(whole, **arrays))
 
     def update(
         self, state: TrainState, minibatch: Minibatch, *, learning_rate: float, first: bool
@@ -232,8 +272,8 @@ class Updater:
         """Returns the ratio pi / pi_old that `update` would now compute for each token, as one array [capacity, rows, seq] per stack."""
         if first and self._options.old_logprobs == "trainer":
             return [jnp.ones_like(stack.microbatches.old_logprobs) for stack in minibatch]
-        score = partial(self._score, (state.params, self._frozen))
-        return [self._ratio(score(stack), stack.microbatches.old_logprobs) for stack in minibatch]
+        score = partial(self._scored, state.params)
+        return [self._ratio(score(stack)[0], stack.microbatches.old_logprobs) for stack in minibatch]
 
     def lower_score(self, params: nnx.State, *, capacity: int, rows: int, row_tokens: int) -> Lowered:
         """Lowers the program that `prepare` uses to compute log-probabilities. `params` may contain only shapes with shardings."""
@@ -286,7 +326,8 @@ class Updater:
         count = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole)
         shape = (capacity, rows, row_tokens)
         arrays = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=self._rows), blank_microbatch(())
+            lambda leaf: jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=self._rows),
+            blank_microbatch((), *(["selected"] if self._select else [])),
         )
         return Stack(arrays, count)
 
@@ -316,13 +357,16 @@ class Updater:
             frozen = in_tuples(frozen)
         return nnx.merge(self._graph, trained, frozen)
 
-    def _score_program(self, weights: Weights, stack: Stack) -> Float[Array, "capacity rows seq"]:
-        """Computes the log-probabilities of all microbatches in a stack."""
+    def _score_program(self, weights: Weights, stack: Stack) -> PyTree:
+        """Computes the log-probabilities of all microbatches in a stack, and the entropy if the selection requires it, [capacity, rows, seq]."""
 
-        def score(i: Array, scores: Array) -> Array:
-            return lax.dynamic_update_index_in_dim(scores, self._logprobs(weights, stack.at(i))[0], i, axis=0)
+        def score(i: Array, scores: PyTree) -> PyTree:
+            both = self._logprobs(weights, stack.at(i))
+            put = partial(lax.dynamic_update_index_in_dim, index=i, axis=0)
+            return jax.tree.map(put, scores, both if self._scores_entropy else both[0])
 
-        return lax.fori_loop(0, stack.count, score, jnp.zeros_like(stack.microbatches.old_logprobs))
+        blank = jnp.zeros_like(stack.microbatches.old_logprobs)
+        return lax.fori_loop(0, stack.count, score, (blank, blank) if self._scores_entropy else blank)
 
     def _nothing_program(self, params: nnx.State) -> Sums:
         return jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.float32)
@@ -394,6 +438,10 @@ class Updater:
                 delta=options.drop_off_policy,
             )
             of_objective, of_weights = of_tokens * kept, {**of_weights, **dropped}
+        if self._select is not None:
+            selected = microbatch.selected.astype(jnp.float32)
+            of_weights = {**of_weights, "policy/selected_frac": token_mean(selected, mask)}
+            of_objective = of_objective if "selected" in self._arrays else of_objective * selected
         # If the old log-probabilities are the sampler's, they are compared with the trainer's in the first update only, before the weights change.
         compared, trainers = (mask, old) if by_trainer else (mask & first, current)
         made = {"weights": of_objective, "entropy": entropy}
@@ -407,7 +455,7 @@ class Updater:
         }
         if options.kl_coef:
             # Like the objective, the KL estimate is an expectation over tokens sampled by the policy, so it needs the same importance weights. It has
-            # no advantage, so `drop_off_policy` does not apply to it.
+            # no advantage, so `drop_off_policy` and `select` do not apply to it.
             penalty, kl_metrics = kl_penalty(
                 logprobs,
                 microbatch.ref_logprobs,

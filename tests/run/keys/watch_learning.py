@@ -121,6 +121,14 @@ def moments(look):
     return sorted({leaf.sharding.memory_kind for leaf in jax.tree.leaves(look.started().opt_state)})
 
 
+def moments_of_a_matrix(look):
+    """The number of the optimizer's arrays for one of the matrices."""
+    look.run()
+    state = jax.eval_shape(look.updates.optimizer.init, look.updates.params)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    return len([path for path in paths if "'gate'" in path])
+
+
 def reference(look):
     look.run()
     return look.updates.reference is not None
@@ -289,6 +297,8 @@ WATCHERS = [
     echoes("loss.kl_coef", option("kl_coef"), 0.0, 0.1),
     watch("loss.kl_coef", reference, (0.0, False), (0.1, True), what="a reference policy"),
     differs("seed", minibatch_order, 0, 1, what="order of learning", also=FOUR),
+    # AdamW has two moments of a matrix, Muon has one.
+    watch("optimizer.name", moments_of_a_matrix, ("adamw", 2), ("muon", 1)),
     echoes("optimizer.learning_rate", rate(100), 1e-06, 0.5),
     watch("optimizer.warmup_steps", rate(5), (20, 0.25), (0, 1.0), also={"optimizer.learning_rate": 1.0}),
     # Gradients 1 and 0. With b1 = 0.9, b2 = 0.999: the first moment is 0.9 x 0.1 / (1 - 0.81), the second 0.999 x 0.001 / (1 - 0.998001).
