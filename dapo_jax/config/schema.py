@@ -181,12 +181,12 @@ class RewardConfig(Section, at="reward"):
         default_factory=list, aliases={"reward_weights": "each entry has its weight"}
     )
     """List of graders to use instead of `grader`, for example [{grader: math}, {grader: "my.py:brief", weight: 0.5}]. The reward is the weighted sum of the graders' rewards.
-    Only the first grader decides whether a response is correct. The other graders only shape the reward."""
+    Only the first grader decides whether a response is correct. The other graders only shape the reward. kimi_length is a length reward, which needs another grader before it."""
     answer_marker: str = "="
     """The exact grader compares the text after the last answer marker in the response with the reference answer. If the marker is empty, the grader compares the whole response."""
     workers: int = key(2, may_change=True)
     """Number of worker processes per grader. If 0, graders run in the main process, without a time limit. Graders that only compare text (exact, dapo, dapo_boxed, gsm8k),
-    reasoning_gym, async functions and functions passed from Python always run in the main process."""
+    reasoning_gym, kimi_length, async functions and functions passed from Python always run in the main process."""
     timeout_s: float = key(10.0, range=POSITIVE)
     """Time limit in seconds for one grading call. A call grades one response, or a whole group if the function accepts groups. If a call takes longer, its responses count as wrong."""
     on_nonfinite: str = key("error", choices=["error", "lost"], may_change=True)

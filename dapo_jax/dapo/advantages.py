@@ -110,10 +110,10 @@ def step_advantages(
         baseline: one of the four names above.
         scale: one of the six names above.
         rewards: `summed`, or `apart` (GDPO): x is the weighted sum over the graders of (R - baseline) / (std(R) + 1e-6), where R is the reward from this grader. The
-            overlong penalty is one more grader, with weight 1.
+            overlong penalty is one more grader, with weight 1. `scale` then uses the standard deviation of x instead of R.
         best_of: the k of pass@k training. R is replaced by `best_of(R, k)`, and `group_std` divides by the standard deviation of the highest of k rewards.
         filter_truncated: truncated responses are excluded from the loss, so their number of tokens is 0.
-        weights: the weight of each grader by its name in `Verdict.parts`, for `apart`.
+        weights: the weight of each grader by its name in `Verdict.parts`, for `apart`. If None, all weights are 1.
 
     Raises:
         ValueError: a name is unknown, or a group has fewer than `best_of` responses.
@@ -123,27 +123,29 @@ def step_advantages(
         if value not in choices[name]:
             near = nearest(value, choices[name], least=0.0)[0]
             raise ValueError(f"{name}={value!r} is unknown; did you mean {near!r}?")
-    found, graders = [], (weights or {}).items()
+    graders = weights or dict.fromkeys(groups[0].rollouts[0].verdict.parts, 1.0)
+    found = []
     for group in groups:
         lengths = [0 if filter_truncated and one.truncated else one.response_tokens for one in group.rollouts]
         tokens, best = np.array(lengths), _best_of(group.rewards[None], best_of)[0]
         terms = [(1.0, group.rewards)]
         if rewards == "apart":
-            parts = [(w, [one.verdict.parts[name] for one in group.rollouts]) for name, w in graders]
+            parts = [(w, [one.verdict.parts[name] for one in group.rollouts]) for name, w in graders.items()]
             parts.append((1.0, [one.overlong_penalty for one in group.rollouts]))
             terms = [(w, np.array(values, np.float64)) for w, values in parts]
         x = np.zeros(len(best))
         for weight, part in terms:
             term = _minus_baseline(_best_of(part[None], best_of)[0], tokens, baseline)
             x += weight * (_divided(term, _deviation(part, best_of)) if rewards == "apart" else term)
+        spread = x if rewards == "apart" else best
         if scale == "group_std":
-            x = _divided(x, _deviation(group.rewards, best_of))
+            x = _divided(x, _deviation(x) if rewards == "apart" else _deviation(group.rewards, best_of))
         elif scale == "group_mean":
             x = x / (best.mean() + _EPS) if best.mean() > 0 else np.zeros(len(x))
-        found.append((x, best, tokens))
-    x, best, tokens = (np.concatenate(each) for each in zip(*found, strict=True))
+        found.append((x, spread, tokens))
+    x, spread, tokens = (np.concatenate(each) for each in zip(*found, strict=True))
     if scale == "batch_std":
-        x = _divided(x, _deviation(best))
+        x = _divided(x, _deviation(spread))
     elif scale.startswith("whiten"):
         x = _whitened(x, tokens if scale == "whiten_tokens" else np.ones_like(tokens))
     return np.split(x, np.cumsum([len(group.rollouts) for group in groups])[:-1])

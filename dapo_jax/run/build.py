@@ -70,10 +70,9 @@ class Run:
             raise ConfigError(
                 "environment.credit=turn computes the advantages, but a function was given as well: set environment.credit=episode"
             )
-        apart = advantages is None and config.advantage.rewards == "apart"
-        if apart and (len(graders) < 2 or config.environment.source):
+        if advantages is None and config.advantage.rewards == "apart" and len(graders) < 2:
             raise ConfigError(
-                "advantage.rewards=apart needs 2 or more graders and no environment: set advantage.rewards=summed"
+                f"advantage.rewards=apart needs 2 or more graders, found {len(graders)}: set advantage.rewards=summed"
             )
         environment = environment_of(config.environment, reward=reward)
         self._has_reference = has_reference(config, objective or objective_of(config.loss))

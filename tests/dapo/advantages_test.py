@@ -418,6 +418,17 @@ def test_apart_normalizes_each_grader_and_the_penalty_and_then_weighs_them():
     root = math.sqrt(2)
     expected = 1 / (root + 1e-6) - 3 * 5 / (5 * root + 1e-6) + 0.25 / (root / 4 + 1e-6)
     np.testing.assert_allclose(found, [expected, -expected], rtol=1e-14)
+    # Over their own deviation, expected x sqrt(2), the sums are +-1 / sqrt(2), even if the sums of the rewards are equal.
+    flat = make_group([0.0, 0.0], [1, 1], {"a": [2.0, 0.0], "b": [0.0, 10.0]}, penalties=[0.0, -0.5])
+    for scale, groups in (("group_std", [group, flat]), ("batch_std", [flat])):
+        scaled = step_advantages(groups, rewards="apart", scale=scale, weights={"a": 1.0, "b": 3.0})[-1]
+        np.testing.assert_allclose(
+            scaled, np.array([expected, -expected]) / (-expected * root + 1e-6), rtol=1e-14
+        )
+    [equal] = step_advantages([group], rewards="apart", scale="none")
+    np.testing.assert_allclose(
+        equal[0], 0.25 / (root / 4 + 1e-6) + 1 / (root + 1e-6) - 5 / (5 * root + 1e-6), rtol=1e-14
+    )
 
 
 def test_training_rounds_the_advantages_of_a_step_once_to_float32():

@@ -104,7 +104,6 @@ def test_a_function_that_returns_other_shapes_is_refused(micro, rows):
             batches.minibatches(groups, 1)
 
 
-GUESS = EnvironmentConfig(source="guess")
 APART = {
     "advantage": AdvantageConfig(rewards="apart"),
     "reward": RewardConfig(
@@ -117,12 +116,11 @@ APART = {
     ("changes", "how", "message"),
     [
         (
-            {"environment": replace(GUESS, credit="turn")},
+            {"environment": EnvironmentConfig(source="guess", credit="turn")},
             {"advantages": step_advantages},
             r"environment\.credit=turn .*credit=episode",
         ),
         (APART, {"reward": bool}, r"advantage\.rewards=apart .*advantage\.rewards=summed"),
-        ({**APART, "environment": GUESS}, {}, r"advantage\.rewards=apart .*no environment"),
     ],
 )
 def test_combinations_without_a_meaning_are_refused_before_the_model_is_loaded(
