@@ -74,13 +74,14 @@ def logprob_and_entropy(logits, target, temperature):
 
 
 def importance_weights(logprobs, sampler_logprobs, mask, segment_ids, correction, low, high):
-    """The weight of each token that the sampler has drawn: its ratio, or the geometric mean over its response, bounded; 0 outside the mask."""
+    """The weight of each token that the sampler has drawn: its ratio, bounded by itself or by the geometric mean over its response; 0 outside the mask."""
     weights = np.zeros(mask.shape)
     for i, t in tokens_of(mask):
         same = [u for j, u in tokens_of(mask) if j == i and segment_ids[i, u] == segment_ids[i, t]]
-        over = same if correction == "mask_responses" else [t]
-        difference = sum(float(logprobs[i, u]) - float(sampler_logprobs[i, u]) for u in over) / len(over)
-        ratio = math.exp(min(max(difference, -20.0), 20.0))
-        kept = min(ratio, high) if correction == "truncate" else ratio if low <= ratio <= high else 0.0
+        over = same if correction == "keep_responses" else [t]
+        difference = {u: float(logprobs[i, u]) - float(sampler_logprobs[i, u]) for u in same}
+        mean = sum(difference[u] for u in over) / len(over)
+        ratio, judged = (math.exp(min(max(value, -20.0), 20.0)) for value in (difference[t], mean))
+        kept = min(ratio, high) if correction == "truncate" else ratio if low <= judged <= high else 0.0
         weights[i, t] = {"none": 1.0}.get(correction, kept)
     return weights

@@ -87,7 +87,7 @@ class Records:
         """Writes the rollouts of a step if this step is logged, both as JSON lines and as readable text."""
         if not self._config.logs_rollouts(step):
             return
-        groups, normalize = collected.logged(LOGGED_GROUPS), self._config.loss.normalize_std
+        groups, normalize = collected.logged(LOGGED_GROUPS), self._config.advantage.scale == "group_std"
         advantages = [group_advantages(group.rewards[None], normalize_std=normalize)[0] for group in groups]
         written = write_rollouts(
             self._run_dir / "rollouts",

@@ -140,7 +140,7 @@ class StepBatches:
         for minibatch in self.split(groups, step):
             examples = training_examples(
                 minibatch,
-                normalize_std=config.loss.normalize_std,
+                normalize_std=config.advantage.scale == "group_std",
                 filter_truncated=config.reward.overlong.filter_truncated,
                 by_turn=config.environment.credit == "turn",
             )

@@ -20,11 +20,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 from jaxtyping import Array, Bool, Float, PyTree
 
-from dapo_jax.dapo.importance import importance_weights
+from dapo_jax.dapo.importance import drop_off_policy, importance_weights
 from dapo_jax.dapo.losses import dapo_loss, k3, kl_penalty
 from dapo_jax.dapo.metrics import Max, Mean, Metric, token_mean
 from dapo_jax.dapo.microbatch import Microbatch, blank_microbatch
+from dapo_jax.dapo.objectives import ARRAYS, wanted
 from dapo_jax.dapo.segments import looked_up
+from dapo_jax.hints import nearest
 from dapo_jax.models.decoder import in_tuples, is_apart
 from dapo_jax.parallel.sharding import by_row, replicated
 from dapo_jax.parallel.together import Together
@@ -36,11 +38,13 @@ Weights = tuple[nnx.State, nnx.State]
 """Trained and frozen parameters. The frozen parameters are the base model if adapters are trained, and empty otherwise."""
 
 Objective = Callable[..., tuple[Array, Mapping[str, Metric]]]
-"""A function with the signature of `dapo_loss`: (logprobs, old_logprobs, advantages, mask, *, weights) -> (loss, metrics)."""
+"""A function with the signature of `dapo_loss`: (logprobs, old_logprobs, advantages, mask, *, weights, ...) -> (loss, metrics).
+
+Keyword-only parameters without a default are arrays that the update provides (see `dapo_jax.dapo.objectives.ARRAYS`)."""
 
 
-def check_objective(objective: Objective, *, rows: int, row_tokens: int) -> None:
-    """Traces an objective once, so that an invalid objective raises an error before sampling starts.
+def trace_objective(objective: Objective, *, rows: int, row_tokens: int) -> None:
+    """Traces an objective once, with the arrays that it requires, so that an invalid objective raises an error before sampling starts.
 
     Args:
         objective: the function to check.
@@ -48,14 +52,22 @@ def check_objective(objective: Objective, *, rows: int, row_tokens: int) -> None
         row_tokens: number of tokens in a row.
 
     Raises:
-        ValueError: the objective raises an error, or does not return a loss and metrics.
+        ValueError: the objective requires an unknown array, raises an error, or does not return a loss and metrics.
     """
-    name = f"objective {name_of(objective)}"
-    signature = "(logprobs, old_logprobs, advantages, mask, *, weights) -> (loss, metrics)"
+    name, arrays = f"objective {name_of(objective)}", sorted(wanted(objective) | {"weights"})
+    signature = f"(logprobs, old_logprobs, advantages, mask, *, {', '.join(arrays)}) -> (loss, metrics)"
+    if unknown := [array for array in arrays if array not in ARRAYS]:
+        near = nearest(unknown[0], ARRAYS, least=0.0)[0]
+        raise ValueError(
+            f"{name} requires the array {unknown[0]!r}, which an update does not have. Did you mean {near!r}? The arrays are {', '.join(ARRAYS)}. "
+            "Give options a default"
+        )
+    kinds = {"segment_ids": jnp.int32, "positions": jnp.int32, "selected": jnp.bool_}
 
     def call(values: Array, mask: Array) -> None:
+        given = {array: values.astype(kinds.get(array, values.dtype)) for array in arrays}
         try:
-            result = objective(values, values, values, mask, weights=values)
+            result = objective(values, values, values, mask, **given)
         except Exception as error:
             raise ValueError(
                 f"{name} raised {type(error).__name__}: {error}. It is called with the signature {signature}"
@@ -103,8 +115,12 @@ class UpdateOptions:
     correction: str = "none"
     """Rule for importance weights, one of `dapo_jax.dapo.importance.CORRECTIONS`."""
     importance_range: tuple[float, float] = (0.0, math.inf)
-    """The smallest and the largest importance weight that is kept. `truncate` uses only the largest weight, as a cap."""
+    """Bounds of the importance weights (see `importance_weights`)."""
+    drop_off_policy: float | None = None
+    """Drop responses with negative advantages that are further than this from the policy, in nats per token (see `dapo_jax.dapo.importance`)."""
     kl_coef: float = 0.0
+    kl_estimator: str = "k3"
+    """Estimator of the KL penalty: `k3` or `k3_unbiased` (see `kl_penalty`)."""
     offload: bool = False
     """Keep the optimizer moments in host memory, and copy them to the device for each update."""
 
@@ -137,18 +153,20 @@ class Updater:
             mesh: mesh on which the updates run.
             objective: the loss function.
             options: other options. None: the defaults.
-            reference: parameters of the reference policy. Required if and only if `kl_coef` is not 0.
+            reference: parameters of the reference policy. Required if and only if `kl_coef` is not 0 or the objective requires `ref_logprobs`.
             frozen: parameters of the base model, if `params` are adapters.
 
         Raises:
-            ValueError: `reference` is missing although `kl_coef` is not 0, or is given although `kl_coef` is 0.
+            ValueError: `reference` is missing although it is required, or is given although it is not.
         """
         self._graph, self._reference = graph, reference
         self._frozen = nnx.State({}) if frozen is None else frozen
         self._optimizer, self._objective, self._options = optimizer, objective, options or UpdateOptions()
-        if (reference is None) != (self._options.kl_coef == 0.0):
+        self._arrays = wanted(objective) | {"weights"}
+        if (reference is not None) != (self._options.kl_coef != 0.0 or "ref_logprobs" in self._arrays):
             raise ValueError(
-                f"kl_coef={self._options.kl_coef} {'needs' if reference is None else 'does not use'} a reference policy"
+                f"kl_coef={self._options.kl_coef} with an objective that requires {sorted(self._arrays)} "
+                f"{'needs' if reference is None else 'does not use'} a reference policy"
             )
         placed = state_shardings(params, optimizer, mesh, offload=self._options.offload)
         self._shardings, self._whole = placed.params, replicated(mesh)
@@ -365,9 +383,22 @@ class Updater:
                 high=high,
             )
             of_tokens = of_tokens * ratios
+        of_objective = of_tokens
+        if options.drop_off_policy is not None:
+            kept, dropped = drop_off_policy(
+                current,
+                microbatch.sampler_logprobs,
+                microbatch.advantages,
+                mask,
+                microbatch.segment_ids,
+                delta=options.drop_off_policy,
+            )
+            of_objective, of_weights = of_tokens * kept, {**of_weights, **dropped}
         # If the old log-probabilities are the sampler's, they are compared with the trainer's in the first update only, before the weights change.
         compared, trainers = (mask, old) if by_trainer else (mask & first, current)
-        loss, metrics = self._objective(logprobs, old, microbatch.advantages, mask, weights=of_tokens)
+        made = {"weights": of_objective, "entropy": entropy}
+        arrays = {name: made[name] if name in made else getattr(microbatch, name) for name in self._arrays}
+        loss, metrics = self._objective(logprobs, old, microbatch.advantages, mask, **arrays)
         metrics = {
             **metrics,
             **of_weights,
@@ -375,8 +406,16 @@ class Updater:
             **mismatch_metrics(trainers, microbatch.sampler_logprobs, compared),
         }
         if options.kl_coef:
-            # Like the objective, the KL estimate is an expectation over tokens sampled by the policy, so it needs the same importance weights.
-            penalty, kl_metrics = kl_penalty(logprobs, microbatch.ref_logprobs, mask, weights=of_tokens)
+            # Like the objective, the KL estimate is an expectation over tokens sampled by the policy, so it needs the same importance weights. It has
+            # no advantage, so `drop_off_policy` does not apply to it.
+            penalty, kl_metrics = kl_penalty(
+                logprobs,
+                microbatch.ref_logprobs,
+                mask,
+                estimator=options.kl_estimator,
+                old_logprobs=old,
+                weights=of_tokens,
+            )
             loss, metrics = loss + options.kl_coef * penalty, {**metrics, **kl_metrics}
         scored = (current, old) if by_trainer else (current,)
         found = {

@@ -79,4 +79,4 @@ def test_a_right_name_in_the_wrong_section_is_found():
 
 def test_a_name_like_nothing_gets_the_top_level_instead():
     assert nearest_keys("qqq", KEYS) == []
-    assert "the top level has batch, " in unknown_key("qqq", KEYS)
+    assert "the top level has advantage, " in unknown_key("qqq", KEYS)

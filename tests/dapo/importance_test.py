@@ -33,7 +33,7 @@ BY_HAND = {
     "truncate": [2.0, 0.5, 0.5, 1.5, 0.96, 2.0, 2.0],
     # 1/2 is rounded on its way through a logarithm, so the range begins just below it.
     "mask": [0.0, 0.5, 0.5, 1.5, 0.96, 0.0, 0.0],
-    "mask_responses": [1.0, 1.0, 1.0, 1.2, 1.2, 0.0, 0.0],
+    "keep_responses": [4.0, 0.5, 0.5, 1.5, 0.96, 0.0, 0.0],
 }
 
 
@@ -64,8 +64,8 @@ def test_weights_by_hand(correction):
         ("truncate", 9.46 / 7, 2.0, 3 / 7, 15.6716 / 7),
         # 0.5 + 0.5 + 1.5 + 0.96 = 3.46; squares 0.25 + 0.25 + 2.25 + 0.9216 = 3.6716; three are 0.
         ("mask", 3.46 / 7, 1.5, 3 / 7, 3.6716 / 7),
-        # 3 x 1 + 2 x 1.2 = 5.4; squares 3 + 2 x 1.44 = 5.88; two are 0.
-        ("mask_responses", 5.4 / 7, 1.2, 2 / 7, 5.88 / 7),
+        # 4 + 0.5 + 0.5 + 1.5 + 0.96 = 7.46; squares 16 + 0.25 + 0.25 + 2.25 + 0.9216 = 19.6716; two are 0.
+        ("keep_responses", 7.46 / 7, 4.0, 2 / 7, 19.6716 / 7),
     ],
 )
 def test_metrics_by_hand(correction, weight, largest, cut, square):

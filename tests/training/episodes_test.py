@@ -230,7 +230,7 @@ def test_an_episode_weighs_the_same_in_however_many_rows_it_is():
     assert sum(float(m.weights.sum()) for m in packed(given)) == pytest.approx(1.0, rel=1e-6)
 
 
-def test_mask_responses_weighs_the_part_after_each_context_separately():
+def test_keep_responses_judges_the_part_after_each_context_separately():
     """Two turns of two tokens, the second in a new context. Ratios 2, 1/2 have the mean 1 and are kept; 4, 4 are beyond the range. Over all four
     tokens the mean would be 2, and the whole episode left out."""
     response = Response(
@@ -244,8 +244,8 @@ def test_mask_responses_weighs_the_part_after_each_context_separately():
     assert row.segment_ids.tolist() == [[1, 1, 1, 2, 2, 2, 0, 0]]
     ratios = np.array([[1.0, 2.0, 0.5, 1.0, 4.0, 4.0, 1.0, 1.0]], np.float32)
     arrays = map(jnp.asarray, (np.log(ratios), row.sampler_logprobs, row.mask, row.segment_ids))
-    weights, _ = importance_weights(*arrays, correction="mask_responses", low=0.9, high=1.1)
-    assert np.asarray(weights)[row.mask].round(4).tolist() == [1.0, 1.0, 0.0, 0.0]
+    weights, _ = importance_weights(*arrays, correction="keep_responses", low=0.9, high=1.1)
+    assert np.asarray(weights)[row.mask].round(4).tolist() == [2.0, 0.5, 0.0, 0.0]
 
 
 def group_of(*rewards, scores=None, penalties=None):

@@ -198,7 +198,7 @@ WATCHERS = [
         also={"loss.aggregation": "token_sum_norm"},
     ),
     # Rewards, with the penalty, of -1, -1, 0 and 0: 0.5 around their mean, with a deviation of (4 x 0.25 / 3) ** 0.5 = 0.577.
-    watch("loss.normalize_std", advantages, (True, [-0.866, 0.866]), (False, [-0.5, 0.5])),
+    watch("advantage.scale", advantages, ("group_std", [-0.866, 0.866]), ("none", [-0.5, 0.5])),
     echoes("loss.old_logprobs", option("old_logprobs"), "trainer", "sampler"),
     # Nothing is in flight, so auto is none.
     watch(
@@ -207,7 +207,7 @@ WATCHERS = [
         ("auto", "none"),
         ("truncate", "truncate"),
         ("mask", "mask"),
-        ("mask_responses", "mask_responses"),
+        ("keep_responses", "keep_responses"),
     ),
     watch("loss.importance_cap", option("correction"), (None, "none"), (3.0, "truncate"), what="with auto"),
     watch(
@@ -227,7 +227,7 @@ WATCHERS = [
             what=f"of {kind}",
             also={"loss.correction": kind},
         )
-        for kind, unset in (("mask", (0.5, 2.0)), ("mask_responses", (0.99, 1.01)))
+        for kind, unset in (("mask", (0.5, 2.0)), ("keep_responses", (0.99, 1.01)))
     ),
     echoes("loss.kl_coef", option("kl_coef"), 0.0, 0.1),
     watch("loss.kl_coef", reference, (0.0, False), (0.1, True), what="a reference policy"),
