@@ -1,5 +1,6 @@
 """Configurations: the dataclasses, their checks, and loading them from YAML. This package does not import jax."""
 
+from dapo_jax.config.algorithms import ALGORITHMS
 from dapo_jax.config.data_schema import DataConfig, SourceConfig
 from dapo_jax.config.keys import ConfigError
 from dapo_jax.config.loading import changed_keys, load_config, load_evaluation, to_yaml
@@ -31,6 +32,7 @@ from dapo_jax.config.schema import (
 )
 
 __all__ = [
+    "ALGORITHMS",
     "AdvantageConfig",
     "BatchConfig",
     "CheckpointConfig",

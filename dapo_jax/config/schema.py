@@ -576,7 +576,8 @@ class OptimizerConfig(Section, at="optimizer"):
     """The optimizer, on float32 master weights (Section 4.1)."""
 
     name: str = key("adamw", choices=["adamw", "muon"], aliases={"optim": "adamw_torch is adamw"})
-    """adamw, or muon (https://kellerjordan.github.io/posts/muon/), which orthogonalizes the momentum of weight matrices, and uses AdamW for all other parameters."""
+    """adamw, or muon (https://kellerjordan.github.io/posts/muon/), which orthogonalizes the updates of weight matrices, and uses AdamW for all other parameters.
+    Its updates have about the size of AdamW's, so the same learning rates are suitable. It stores one moment per element of a matrix instead of two."""
     learning_rate: float = key(1e-6, range=POSITIVE, aliases="lr")
     """Learning rate, which is constant after the warm-up. (Section 4.1)"""
     warmup_steps: int = key(
@@ -587,7 +588,7 @@ class OptimizerConfig(Section, at="optimizer"):
     beta1: float = key(
         0.9, range=BETA, aliases={"adam_beta1": "", "betas": "and optimizer.beta2, each a number"}
     )
-    """Decay rate of the first moment. The default is the same as in PyTorch."""
+    """Decay rate of the first moment. The default is the same as in PyTorch. muon uses it only for parameters other than weight matrices, whose momentum is 0.95."""
     beta2: float = key(0.999, range=BETA, aliases="adam_beta2")
     """Decay rate of the second moment. The default is the same as in PyTorch."""
     epsilon: float = key(1e-8, range=POSITIVE, aliases="adam_epsilon")
@@ -597,7 +598,7 @@ class OptimizerConfig(Section, at="optimizer"):
     max_grad_norm: float = key(1.0, range=POSITIVE, aliases="grad_clip clip_grad clip_grad_norm")
     """Maximum global norm of the gradient. A larger gradient is scaled down to this norm. The default is the value in the released recipe."""
     offload: bool = key(False, may_change=True)
-    """Keep the optimizer moments in host memory between updates. This saves 8 bytes of device memory per parameter, but transfers the moments twice per update."""
+    """Keep the optimizer moments in host memory between updates. This saves 8 bytes of device memory per parameter (4 in the matrices of muon), but transfers the moments twice per update."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -116,9 +116,11 @@ def sapo_loss(
     """
     tokens, _, _, log_ratio, advantages = _cleaned(logprobs, old_logprobs, advantages, mask)
     tau = jnp.where(advantages > 0, jnp.full_like(advantages, tau_positive), tau_negative)
-    # expm1 keeps r - 1 accurate in float32 near r = 1, where the gradient is largest.
-    gate = nn.sigmoid(tau * jnp.expm1(log_ratio)) * 4.0 / tau
-    return _summed(tokens, weights, -gate * advantages), {}
+    distance = tau * jnp.expm1(log_ratio)
+    # The gradient contains 1 - sigmoid, which float32 would round away for large ratios. The sigmoid of a negative number is accurate.
+    small = nn.sigmoid(jnp.where(distance > 0, -distance, distance))
+    gate = jnp.where(distance > 0, 1.0 - small, small)
+    return _summed(tokens, weights, -gate * (4.0 / tau) * advantages), {}
 
 
 def dppo_loss(
@@ -254,20 +256,14 @@ OBJECTIVES: dict[str, Callable[..., Any]] = {
 
 def wanted(objective: Callable[..., Any]) -> frozenset[str]:
     """Returns the names of the arrays that an objective requires: its keyword-only parameters without a default. Values set by a `partial` are not required."""
-    parameters = inspect.signature(objective).parameters.values()
-    return frozenset(
-        one.name for one in parameters if one.kind is one.KEYWORD_ONLY and one.default is one.empty
-    )
+    found = inspect.signature(objective).parameters.values()
+    return frozenset(one.name for one in found if one.kind is one.KEYWORD_ONLY and one.default is one.empty)
 
 
 def options_of(objective: Callable[..., Any]) -> dict[str, Any]:
     """Returns the options of an objective with their defaults: its parameters with a default, except arrays."""
-    parameters = inspect.signature(objective).parameters
-    return {
-        name: one.default
-        for name, one in parameters.items()
-        if one.default is not one.empty and name not in ARRAYS
-    }
+    found = inspect.signature(objective).parameters.items()
+    return {name: one.default for name, one in found if one.default is not one.empty and name not in ARRAYS}
 
 
 def load_objective(spec: str | Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
@@ -282,17 +278,15 @@ def load_objective(spec: str | Callable[..., Any], options: Mapping[str, Any]) -
     """
     objective = OBJECTIVES.get(spec) if isinstance(spec, str) else spec
     if objective is None:
-        near = nearest(str(spec), OBJECTIVES)
-        hint = f"did you mean {near[0]!r}?" if near else f"the objectives are {sorted(OBJECTIVES)}."
-        raise ValueError(
-            f"no objective is named {spec!r}; {hint} Other forms are module:function and path/to/file.py:function"
+        near, forms = (
+            nearest(str(spec), OBJECTIVES, least=0.0)[0],
+            "module:function and path/to/file.py:function",
         )
+        raise ValueError(f"no objective is named {spec!r}; did you mean {near!r}? Other forms are {forms}")
     known = options_of(objective)
-    for name in options:
-        if name not in known:
-            near = nearest(name, known)
-            hint = f"did you mean {near[0]!r}?" if near else f"its options are {sorted(known)}"
-            raise ValueError(f"the objective has no option {name!r}; {hint}")
+    for unknown in sorted(options.keys() - known.keys()):
+        hint = "".join(f"; did you mean {near!r}?" for near in nearest(unknown, known, least=0.0))
+        raise ValueError(f"the objective has no option {unknown!r}, only {sorted(known)}{hint}")
     return partial(objective, **options)
 
 
@@ -300,13 +294,11 @@ def with_shared_metrics(objective: Callable[..., Any]) -> Callable[..., Any]:
     """Returns an objective that also returns the metrics `SHARED`, if `objective` does not return them itself."""
 
     @wraps(objective)
-    def measured(
-        logprobs: Array, old_logprobs: Array, advantages: Array, mask: Array, **arrays: Array
-    ) -> tuple[Array, Mapping[str, Metric]]:
-        loss, metrics = objective(logprobs, old_logprobs, advantages, mask, **arrays)
+    def measured(*four: Array, **arrays: Array) -> tuple[Array, Mapping[str, Metric]]:
+        loss, metrics = objective(*four, **arrays)
         if metrics.keys() >= SHARED:
             return loss, metrics
-        _, of_ratios = dapo_loss(logprobs, old_logprobs, advantages, mask)
+        of_ratios = dapo_loss(*four)[1]
         return loss, {name: of_ratios[name] for name in SHARED} | dict(metrics)
 
     return measured

@@ -36,7 +36,7 @@ class Resident:
     loaded: int = 0
     """Offloaded moments that an update is assumed to keep on the device; 0 if the compiler counts their temporary copies."""
     reference: int = 0
-    """The reference policy's parameters; 0 unless `loss.kl_coef` is set."""
+    """The reference policy's parameters; 0 if there is no reference policy."""
     base: int = 0
     """The trainer's frozen base weights, if adapters are trained."""
     shares_base: bool = False

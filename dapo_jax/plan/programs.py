@@ -21,7 +21,7 @@ from dapo_jax.plan.roofline import item, prefill_shape_of
 from dapo_jax.plan.workload import MeshSizes, Workload
 from dapo_jax.rollout.response_sampler import ResponseSampler
 from dapo_jax.run.policy import Policy, frozen_structs, mesh_of, meshes_of, optimizer_of
-from dapo_jax.run.programs import sharing, updater_of
+from dapo_jax.run.programs import has_reference, objective_of, sharing, updater_of
 from dapo_jax.run.sampler_setup import prefix_bytes, response_sampler
 from dapo_jax.run.training_pass import TrainingPass, for_mesh, training_pass
 from dapo_jax.sampling.decoding import decoding
@@ -82,7 +82,7 @@ class Programs:
         if not self._adapts:
             made["transfer_ends"] = lambda: self._transfer.lower(params)["ends"]
         made |= self._updater.programs(self.state, capacity=self.work.room, rows=rows, lengths=lengths)
-        if (self.config.loss.old_logprobs == "trainer" and self.work.updates > 1) or self.config.loss.kl_coef:
+        if (self.config.loss.old_logprobs == "trainer" and self.work.updates > 1) or self._has_reference:
             score = partial(self._updater.lower_score, params, rows=rows)
             made["score"] = partial(score, capacity=self.work.room, row_tokens=lengths[0])
             if len(lengths) > 1:
@@ -116,7 +116,7 @@ class Programs:
         return Resident(
             state=params + moments,
             moments=moments,
-            reference=params if self.config.loss.kl_coef else 0,
+            reference=params if self._has_reference else 0,
             base=bytes_on_device(self._policy.frozen, sizes.train),
             shares_base=self._shares_base,
             sampler_base=0 if self._shares_base else base,
@@ -162,6 +162,10 @@ class Programs:
         return sharing(self.meshes, self.config.sampling, dtype=self._dtype)(frozen)
 
     @cached_property
+    def _has_reference(self) -> bool:
+        return has_reference(self.config, objective_of(self.config.loss))
+
+    @cached_property
     def _decoder(self) -> DecoderConfig:
         return for_mesh(self.decoder, self.meshes.train, self.meshes.sampler)
 
@@ -182,7 +186,7 @@ class Programs:
             optimizer_of(self.config.optimizer),
             self.meshes.train,
             layout=self._pass.layout,
-            reference=self._policy.params if self.config.loss.kl_coef else None,
+            reference=self._policy.params if self._has_reference else None,
             frozen=self._policy.frozen,
         )
 
@@ -203,7 +207,7 @@ class Programs:
     @cached_property
     def _sampler(self) -> ResponseSampler:
         config, train = self.config, self.sizes.train
-        reference = bytes_on_device(self.state.params, train) if config.loss.kl_coef else 0
+        reference = bytes_on_device(self.state.params, train) if self._has_reference else 0
         return response_sampler(
             self._policy,
             self.meshes,

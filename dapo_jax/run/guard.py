@@ -254,7 +254,7 @@ def strange_responses(groups: Sequence[Group]) -> list[dict[str, Any]]:
     return [
         {"ordinal": group.prompt.ordinal, "index": index, "tokens": tokens.tolist()}
         for group in groups
-        for index, rollout in enumerate(group.rollouts)
+        for index, rollout in group.indexed
         if len(tokens := np.flatnonzero(~np.isfinite(rollout.response.logprobs)))
     ]
 

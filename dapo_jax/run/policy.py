@@ -370,6 +370,7 @@ def folder_of(model: ModelConfig, *, weights: bool) -> AnyPath:
 def optimizer_of(config: OptimizerConfig) -> optax.GradientTransformation:
     """Returns the optimizer that `config` describes."""
     return make_optimizer(
+        name=config.name,
         beta1=config.beta1,
         beta2=config.beta2,
         epsilon=config.epsilon,

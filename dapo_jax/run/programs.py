@@ -3,6 +3,7 @@
 For example, a notebook that trains again with another learning rate, seed or dataset starts immediately. Cached programs contain no weights.
 """
 
+import json
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
@@ -14,8 +15,9 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.stages import Lowered
 
-from dapo_jax.config import SamplingConfig, TrainConfig
-from dapo_jax.dapo.losses import dapo_loss
+from dapo_jax.config import ConfigError, LossConfig, SamplingConfig, TrainConfig
+from dapo_jax.config.algorithms import CLIPS
+from dapo_jax.dapo.objectives import load_objective, options_of, wanted, with_shared_metrics
 from dapo_jax.models.decoder import graph_of
 from dapo_jax.models.layout import Layout
 from dapo_jax.models.lora import parted
@@ -29,6 +31,8 @@ from dapo_jax.parallel.weights import (
     WeightTransfer,
     shares_base,
 )
+from dapo_jax.rewards.functions import load_function
+from dapo_jax.rewards.sample import name_of
 from dapo_jax.run.policy import Policy
 from dapo_jax.sampling.decoding import Decoding
 from dapo_jax.sampling.engine import DecoderEngine
@@ -114,6 +118,43 @@ def sampled_decoder(decoder: DecoderConfig, sampling: SamplingConfig) -> Decoder
     return decoder.base if sampling.merge_lora else decoder
 
 
+def objective_of(loss: LossConfig) -> Objective:
+    """Returns the objective that a configuration names, with `loss.options` set, and with the clip ratios and the dual clip if the function has them.
+
+    Raises:
+        ConfigError: the objective cannot be loaded, or it does not have an option.
+    """
+    clips = tuple(getattr(loss, name) for name in CLIPS)
+    # Runs with the same built-in objective share their programs. A user's function may have changed since the last call, so it is loaded each time.
+    build = _objective.__wrapped__ if ":" in loss.objective else _objective
+    return build(loss.objective, json.dumps(loss.options, sort_keys=True), clips)
+
+
+@lru_cache(maxsize=_KEPT)
+def _objective(spec: str, options: str, clips: tuple[float, float, float | None]) -> Objective:
+    try:
+        found = load_objective(load_function(spec) if ":" in spec else spec, json.loads(options))
+    except ValueError as error:
+        raise ConfigError(f"loss.objective={spec}, loss.options={options}: {error}") from error
+    known = options_of(found)
+    clipped = {name: clip for name, clip in zip(CLIPS, clips, strict=True) if name in known}
+    return partial(found, **clipped)
+
+
+def has_reference(config: TrainConfig, objective: Objective) -> bool:
+    """Returns whether an update needs the log-probabilities of a reference policy, for the KL penalty or for the objective.
+
+    Raises:
+        ConfigError: the objective requires an array that the configuration does not provide.
+    """
+    arrays = wanted(objective)
+    unset = {"selected": "loss.select"} if config.loss.select == "all" else {}
+    unset |= {} if config.teacher.source else {"teacher_logprobs": "teacher.source"}
+    for array in arrays & unset.keys():
+        raise ConfigError(f"{name_of(objective)} requires the array {array}: set {unset[array]}")
+    return bool(config.loss.kl_coef) or "ref_logprobs" in arrays
+
+
 def updater_of(
     config: TrainConfig,
     decoder: DecoderConfig,
@@ -128,7 +169,8 @@ def updater_of(
     """Returns the updater that `config` describes. Runs share it, unless they have a custom objective, a reference policy or a LoRA base.
 
     Raises:
-        ValueError: `loss.kl_coef` is set without a reference policy, or there is a reference policy without `loss.kl_coef`.
+        ConfigError: the objective in the configuration is invalid.
+        ValueError: there is a reference policy although `has_reference` returns False, or the other way round.
     """
     loss, model, correction = config.loss, config.model, config.correction
     options = UpdateOptions(
@@ -136,14 +178,17 @@ def updater_of(
         old_logprobs=loss.old_logprobs,
         correction=correction.kind,
         importance_range=(correction.low, correction.high),
+        drop_off_policy=loss.drop_off_policy,
         kl_coef=loss.kl_coef,
+        kl_estimator=loss.kl_estimator,
         offload=config.optimizer.offload,
     )
-    clips = (loss.clip_ratio_low, loss.clip_ratio_high, loss.dual_clip)
-    arguments = (decoder, optimizer, mesh, layout, model.compute_dtype, model.remat, clips, options)
-    if objective is None and reference is None and not frozen:
-        return _shared_updater(*arguments, None, None, None)
-    return _new_updater(*arguments, objective, reference, frozen)
+    own = objective is not None or ":" in loss.objective
+    function = objective or objective_of(loss)
+    arguments = (decoder, optimizer, mesh, layout, model.compute_dtype, model.remat, options, function)
+    if not own and reference is None and not frozen:
+        return _shared_updater(*arguments, None, None)
+    return _new_updater(*arguments, reference, frozen)
 
 
 def _new_updater(
@@ -153,20 +198,17 @@ def _new_updater(
     layout: Layout,
     compute_dtype: str,
     remat: str,
-    clips: tuple[float, float, float | None],
     options: UpdateOptions,
-    objective: Objective | None,
+    objective: Objective,
     reference: nnx.State | None,
     frozen: nnx.State | None,
 ) -> Updater:
-    low, high, dual = clips
-    clipped = partial(dapo_loss, clip_ratio_low=low, clip_ratio_high=high, dual_clip=dual)
     return Updater(
         graph_of(decoder, compute_dtype=compute_dtype, remat=remat, layout=layout),
         parted(shapes_of(decoder))[0],
         optimizer,
         mesh,
-        objective=objective or clipped,
+        objective=with_shared_metrics(objective),
         options=options,
         reference=reference,
         frozen=frozen,

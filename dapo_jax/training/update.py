@@ -385,14 +385,9 @@ class Updater:
             of_tokens = of_tokens * ratios
         of_objective = of_tokens
         if options.drop_off_policy is not None:
-            kept, dropped = drop_off_policy(
-                current,
-                microbatch.sampler_logprobs,
-                microbatch.advantages,
-                mask,
-                microbatch.segment_ids,
-                delta=options.drop_off_policy,
-            )
+            of_both = (current, microbatch.sampler_logprobs, microbatch.advantages)
+            delta, ids = options.drop_off_policy, microbatch.segment_ids
+            kept, dropped = drop_off_policy(*of_both, mask, ids, delta=delta)
             of_objective, of_weights = of_tokens * kept, {**of_weights, **dropped}
         # If the old log-probabilities are the sampler's, they are compared with the trainer's in the first update only, before the weights change.
         compared, trainers = (mask, old) if by_trainer else (mask & first, current)
@@ -408,14 +403,8 @@ class Updater:
         if options.kl_coef:
             # Like the objective, the KL estimate is an expectation over tokens sampled by the policy, so it needs the same importance weights. It has
             # no advantage, so `drop_off_policy` does not apply to it.
-            penalty, kl_metrics = kl_penalty(
-                logprobs,
-                microbatch.ref_logprobs,
-                mask,
-                estimator=options.kl_estimator,
-                old_logprobs=old,
-                weights=of_tokens,
-            )
+            how = {"estimator": options.kl_estimator, "old_logprobs": old, "weights": of_tokens}
+            penalty, kl_metrics = kl_penalty(logprobs, microbatch.ref_logprobs, mask, **how)
             loss, metrics = loss + options.kl_coef * penalty, {**metrics, **kl_metrics}
         scored = (current, old) if by_trainer else (current,)
         found = {
