@@ -15,14 +15,12 @@ import numpy as np
 
 Batch = dict[str, Any]
 Result = tuple[bool, str]
-Measured = tuple[float, np.ndarray]  # the value of a loss, and the gradient of each token
 
 TOLERANCE, TOLERANCE_32 = 1e-9, 2e-5
 """Largest relative difference in float64, and between float32 and float64. Rounding errors of correct losses are near 1e-16 and 1e-6."""
 
 PROMPT = 3
-LENGTHS = np.array([1, 2, 3, 5, 7, 9, 12, 17, 4])
-"""Numbers of response tokens. All tokens of the ninth response are outside the mask."""
+LENGTHS = np.array([1, 2, 3, 5, 7, 9, 12, 17, 4])  # the ninth response is outside the mask
 RESPONSE = np.repeat(np.arange(9), LENGTHS + PROMPT)
 POSITION = np.concatenate([np.arange(length + PROMPT) for length in LENGTHS])
 FIRST = (POSITION == PROMPT) & (RESPONSE < 8)
@@ -74,9 +72,8 @@ def check_objective(
 ) -> ObjectiveReport:
     """Returns a table of properties: whether a loss depends on the layout of its batch, respects the mask, has the right gradient, and others.
 
-    `docs/check_a_loss.md` explains each property. The first four arrays are passed by position. A parameter with the name of an array receives this array:
-    `weights`, `segment_ids`, `positions`, `group_ids`, `selected`, `entropy`, `sampler_logprobs`, `ref_logprobs` or `teacher_logprobs`, all of shape
-    [rows, tokens]. Other parameters with a default value are options.
+    `docs/check_a_loss.md` explains each property. All arrays have the shape [rows, tokens]. The loss receives four by position, and others if it has a parameter
+    with the name of the array. Other parameters with a default value are options.
 
     Args:
         objective: (logprobs, old_logprobs, advantages, mask, *, ...) -> loss, or (loss, metrics). A loss without the parameter `weights` normalizes itself.
@@ -147,18 +144,17 @@ class _Loss:
     def batch(self, layout: np.ndarray, fill: Any = None, dtype: str = "float64", **changes: Any) -> Batch:
         """Returns the arrays of a layout. `changes` override the values of all tokens. Values outside the mask are `fill` or random numbers."""
         tokens, live = {**TOKENS, **changes}, layout >= 0
-        starts = live & (np.diff(np.where(live, RESPONSE[layout], -1), axis=1, prepend=-1) != 0)
         mask = live & tokens["mask"][layout]
         noise = -np.random.default_rng(layout.size).exponential(size=layout.shape)
         outside = dict.fromkeys(FLOATS, noise if fill is None else fill) | {"weights": 0.0}
         batch = {name: np.where(mask, tokens[name][layout], outside[name]).astype(dtype) for name in FLOATS}
         ids = {name: tokens[name][layout] for name in ("positions", "group_ids")}
-        ids |= {"segment_ids": np.cumsum(starts, axis=1)}
+        ids |= {"segment_ids": np.cumsum(live & (POSITION[layout] == 0), axis=1)}
         batch |= {name: np.where(live, array, 0).astype(np.int32) for name, array in ids.items()}
         batch |= {"mask": mask, "selected": mask & tokens["selected"][layout]}
         return {name: jnp.asarray(array) for name, array in batch.items()}
 
-    def measure(self, layout: np.ndarray, **changes: Any) -> Measured:
+    def measure(self, layout: np.ndarray, **changes: Any) -> tuple[float, np.ndarray]:
         batch = self.batch(layout, **changes)
         return _by_token(layout, batch["mask"], *self.evaluate(batch))
 
@@ -180,7 +176,7 @@ class _Loss:
             np.isfinite(value) and largest <= limit
         ), f"loss {value:.3g}, largest gradient {largest:.3g}"
 
-    def added(self, layouts: Sequence[np.ndarray], parts: Sequence[Measured]) -> Result:
+    def added(self, layouts: Sequence[np.ndarray], parts: Sequence[tuple[float, np.ndarray]]) -> Result:
         """Compares the combined parts with the whole batch."""
         counts = np.array([TOKENS["mask"][layout[layout >= 0]].sum() for layout in layouts])
         shares = {"sum": counts**0.0, "mean": counts**0.0 / len(counts), "tokens": counts / counts.sum()}
@@ -191,7 +187,7 @@ class _Loss:
         return found[self.combine] < TOLERANCE, f"{detail}; exact for {exact or 'no combination'}"
 
 
-def _by_token(layout: np.ndarray, mask: Any, value: Any, gradient: Any) -> Measured:
+def _by_token(layout: np.ndarray, mask: Any, value: Any, gradient: Any) -> tuple[float, np.ndarray]:
     """Returns the gradient of each token. If a gradient outside the mask is not 0, all gradients are NaN."""
     mask, gradient = np.asarray(mask), np.asarray(gradient, np.float64)
     found = np.full(len(RESPONSE), 0.0 if (gradient[~mask] == 0).all() else np.nan)
@@ -212,7 +208,7 @@ def _metrics(loss: _Loss) -> Result:
     total = {name: sum((part[name] for part in parts[1:]), parts[0][name]) for name in whole}
     flat = jax.tree.leaves
     wrong = [name for name in whole if not np.allclose(flat(total[name]), flat(whole[name]))]
-    return not wrong, f"not the sum over microbatches: {', '.join(wrong) or 'none'} of {len(whole)}"
+    return not wrong, f"{len(whole)} metrics; do not add up: {', '.join(wrong) or 'none'}"
 
 
 def _gradient(loss: _Loss) -> Result:
@@ -252,7 +248,7 @@ def _options(loss: _Loss) -> Result:
                 found = loss.evaluate(batch, **{name: other})
                 if found[0] != value or (found[1] != slope).any():
                     ignored.pop(name, None)
-    return not ignored, f"without an effect, or not tried (see `options`): {', '.join(ignored) or 'none'}"
+    return not ignored, f"{len(loss.options)} options; no effect found: {', '.join(ignored) or 'none'}"
 
 
 def _divides_by(loss: _Loss) -> Result:
@@ -285,19 +281,17 @@ def _weights(loss: _Loss) -> Result:
 
 
 def _direction(loss: _Loss) -> Result:
-    if not loss.uses_advantages:
-        return True, "the loss does not use advantages"
     logprobs, sign = TOKENS["logprobs"] - 1.0, np.sign(TOKENS["advantages"])
     for shift in (0.0, 0.6):
         old = dict.fromkeys(POLICIES, logprobs + shift * sign)
         push = -sign * loss.measure(PLAIN, logprobs=logprobs, mask=FIRST, **old)[1]
         wrong = FIRST & (sign != 0) & ~(push > 0)
-        if wrong.any():
+        if loss.uses_advantages and wrong.any():
             signs = (
                 f"{'wrong sign' if push[wrong].any() else 'no gradient'} for advantages {set(sign[wrong])}"
             )
             return False, f"{signs} after a move of {shift} nats against the advantage"
-    return True, "the gradient has the sign of the advantage"
+    return True, f"{'follows' if loss.uses_advantages else 'the loss does not use'} the advantages"
 
 
 ZERO = {"advantages": 0.0 * POSITION, **dict.fromkeys(POLICIES, TOKENS["logprobs"])}

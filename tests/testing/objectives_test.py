@@ -189,6 +189,11 @@ def metric_averaged_in_each_microbatch(lp, old, advantages, mask, *, weights):
     return summed(weights, mask, -gain), {"ratio": Mean(constant(mean), jnp.float64(1.0))}
 
 
+def without_fault(lp, old, advantages, mask, *, weights, low=0.2, high=0.28):
+    *_, gain = clipped(lp, old, advantages, mask, low=low, high=high)
+    return summed(weights, mask, -gain)
+
+
 FAULTS = {
     # The denominator of a part of the batch (verl, TRL, SkyRL, open-instruct).
     mean_of_the_microbatch: "microbatches",
@@ -220,7 +225,7 @@ FAULTS = {
     nan_for_rows_without_tokens: "nothing to learn",
     product_of_probabilities: "float32",
     cumulative_sum_over_rows: "row order",
-    # Whitening within a shard (Relax).
+    # Advantages that are normalized within a shard.
     advantages_centred_in_each_shard: "shards",
     epsilon_that_matters: "weights",
     ratio_without_gradient: "gradient",
@@ -235,6 +240,11 @@ FAULTS = {
 def test_a_seeded_fault_is_caught(fault):
     report = check_objective(fault)
     assert FAULTS[fault] in report.failed, report
+
+
+def test_the_copy_without_a_fault_has_all_properties():
+    report = check_objective(without_fault)
+    assert not report.failed, report
 
 
 def test_a_loss_that_normalizes_itself_is_checked_with_the_combination_of_its_training_loop():
