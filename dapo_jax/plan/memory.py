@@ -175,7 +175,6 @@ def together(program: str, there: Resident, *, updates: int) -> tuple[str, dict[
         "generate": ("sampling: decode", max(prompts, ended, chunks, key=lambda parts: sum(parts.values()))),
         "score": ("log-probabilities", updating),
         "score_shortest": ("log-probabilities: shortest rows", updating),
-        "score_teacher": ("log-probabilities of the teacher", updating),
         "update": ("update", {**updating, **loaded}),
         "update_begin": (f"{several}: start", updating),
         "update_add_longest": (f"{several}: longest rows", accumulating),

@@ -209,8 +209,7 @@ def load_teacher(config: TrainConfig, student: Policy, mesh: Mesh) -> Policy:
         ConfigError: the teacher cannot be loaded, or its tokenizer is not the tokenizer of the student.
     """
     teacher = load_policy(teacher_of(config), seed=config.seed, mesh=mesh, section="teacher")
-    folders = student.folder, teacher.folder
-    one, other = (model_files(each, weights=False).get("tokenizer.json") for each in folders)
+    one, other = (model_files(a.folder, weights=False).get("tokenizer.json") for a in (student, teacher))
     # Presets have no files. Their tokenizers are compared by value.
     if one != other if one and other else student.tokenizer != teacher.tokenizer:
         raise ConfigError(
