@@ -566,9 +566,7 @@ class TeacherConfig(Section, at="teacher"):
     coef: float = key(1.0, range=POSITIVE)
     """Factor of the teacher's advantages."""
     rewards: bool = key(False)
-    """Add the advantages of the rewards to the teacher's advantages. If false, rewards are not learnt, and all groups are trained on."""
-    kl: str = key("sampled", choices=["sampled", "full"])
-    """Estimate of KL(pi || pi_teacher). sampled: from the log-probabilities of the sampled tokens. full: over the whole vocabulary, as a term of the loss."""
+    """Add the advantages of the rewards to the teacher's advantages. If false, training responses are not graded, all groups are trained on, and graders are used only in evaluations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -783,6 +781,11 @@ class TrainConfig(RunConfig):
         return self.dynamic_sampling.prompts_per_wave or 3 * self.batch.prompts_per_step
 
     @property
+    def learns_rewards(self) -> bool:
+        """Whether advantages depend on rewards. False with a teacher, unless `teacher.rewards` is set."""
+        return self.teacher.rewards or not self.teacher.source
+
+    @property
     def correction(self) -> Correction:
         """The run's importance weighting, with `auto` and the default bounds resolved."""
         loss, cap = self.loss, self.loss.importance_cap
@@ -882,9 +885,15 @@ class TrainConfig(RunConfig):
         if self.sampling.temperature != 1:
             remedy = "the teacher's log-probabilities are at temperature 1: set it to 1"
             self.refuse("sampling.temperature", "1 with teacher.source", remedy)
-        if self.dynamic_sampling.enabled and not self.teacher.rewards:
-            remedy = "without rewards, all groups are trained on: set it to false, or teacher.rewards=true"
-            self.refuse("dynamic_sampling.enabled", "false with teacher.source", remedy)
+        for name, by_reward, needs in (
+            ("dynamic_sampling.enabled", self.dynamic_sampling.enabled, "false"),
+            ("environment.credit", self.environment.credit == "turn", "episode"),
+            ("advantage.rewards", self.advantage.rewards == "apart", "summed"),
+            ("batch.keep_by", self.batch.keep_by == "reward_per_token", "shortest"),
+        ):
+            if by_reward and not self.teacher.rewards:
+                remedy = f"rewards are not learnt, and all groups are trained on: set it to {needs}, or teacher.rewards=true"
+                self.refuse(name, f"{needs} with teacher.source", remedy)
 
     def _check_waves(self) -> None:
         most, wave, step = self.dynamic_sampling.max_waves, self.prompts_per_wave, self.batch.prompts_per_step

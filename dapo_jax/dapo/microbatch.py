@@ -40,6 +40,8 @@ class Microbatch:
     """Log-probabilities in the denominator of the objective's ratio. They are zeros until `Updater.prepare` fills them in."""
     ref_logprobs: Float[Array, "rows seq"] | Any
     """Log-probabilities under the reference policy, or zeros if there is no reference policy."""
+    teacher_logprobs: Float[Array, "rows seq"] | Any = None
+    """Log-probabilities under the teacher, or None if there is no teacher."""
     noise: Float[Array, "rows seq"] | Any = None
     """A random number from 0 to 1 for each token, or None unless a selection requires it."""
     selected: Bool[Array, "rows seq"] | Any = None

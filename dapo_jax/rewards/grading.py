@@ -23,6 +23,10 @@ def immediately(grade: GradeFunction) -> Submit:
     return submit
 
 
+NOT_GRADED = Verdict(correct=False, reason="not graded", score=0.0)
+"""The verdict on every training response of a run that does not learn from rewards."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Grading:
     """Turns sampled responses into graded groups, which contain text, verdicts and rewards."""

@@ -20,7 +20,7 @@ from dapo_jax.rollout.collector import Position
 from dapo_jax.rollout.group_sampling import GroupSampling
 from dapo_jax.run.grader_setup import check_graders, environment_of, episodes_of, grading, part_weights
 from dapo_jax.run.policy import check_trains, load_policy, lora_of, mesh_of, meshes_of, optimizer_of
-from dapo_jax.run.programs import has_reference, objective_of, sharing, updater_of
+from dapo_jax.run.programs import has_reference, load_teacher, objective_of, scorer_of, sharing, updater_of
 from dapo_jax.run.prompt_sets import GivenRows, asked_too_often, held_out_prompts, training_prompts
 from dapo_jax.run.resume_point import (
     ResumePoint,
@@ -89,6 +89,15 @@ class Run:
             shares=sharing(meshes, config.sampling, dtype=model.compute_dtype),
         )
         check_trains(self.policy, config.lora, model.source)
+        files, taught, scores = model_files(self.policy.folder, weights=has_weights), None, None
+        if config.teacher.source:
+            say(f"loading the teacher {config.teacher.source}")
+            teacher = load_teacher(config, self.policy, self._mesh)
+            taught = teacher.params, teacher.frozen
+            scores = scorer_of(config, teacher, self._mesh).scores(teacher.params)
+            # `check_identity` always compares these files, because no name ends in .safetensors.
+            found = model_files(teacher.folder, weights=True)
+            files |= {f"teacher ({name})": digest for name, digest in found.items()}
         head_dim = self.policy.decoder.head_dim
         how = training_pass(model, config.batch, self._mesh, row_tokens=config.row_tokens, head_dim=head_dim)
         self._optimizer = optimizer_of(config.optimizer)
@@ -100,14 +109,13 @@ class Run:
         cached = config.sampling.cache_dtype or model.compute_dtype
         if slower := without_kernel(meshes.sampler, self.policy.decoder.head_dim, cached):
             self.notes.append(slower)
-        files = model_files(self.policy.folder, weights=has_weights)
         self.identity = identity_of(config, prompts=asked.identity, model=files)
         """Stored in every checkpoint to recognise the run that saved it (see `identity_of`)."""
         episodes = episodes_of(environment, config, self.policy)
-        # Memory in use on each device during sampling: train state, reference policy, and a LoRA base that is not shared.
+        # Memory in use on each device during sampling: train state, reference policy, teacher, and a LoRA base that is not shared.
         offload, sizes = config.optimizer.offload, self._mesh.shape
         state = state_structs(self.policy.params, self._optimizer, self._mesh, offload=offload)
-        resident = bytes_on_device((state, self.policy.unshared), sizes)
+        resident = bytes_on_device((state, self.policy.unshared, taught), sizes)
         if self._has_reference:
             resident += bytes_on_device(state.params, sizes)
         grader = grading(
@@ -168,6 +176,7 @@ class Run:
             objective=objective,
             reference=reference,
             frozen=self.policy.frozen,
+            teacher=scores,
         )
 
     def start(self, checkpointer: Checkpointer, *, resume: bool, say: Callable[[str], None]) -> ResumePoint:

@@ -17,6 +17,7 @@ from jax.stages import Lowered
 
 from dapo_jax.config import ConfigError, LossConfig, SamplingConfig, TrainConfig
 from dapo_jax.config.algorithms import CLIPS
+from dapo_jax.dapo.losses import dapo_loss
 from dapo_jax.dapo.objectives import load_objective, options_of, wanted, with_shared_metrics
 from dapo_jax.models.decoder import graph_of
 from dapo_jax.models.layout import Layout
@@ -33,10 +34,12 @@ from dapo_jax.parallel.weights import (
 )
 from dapo_jax.rewards.functions import load_function
 from dapo_jax.rewards.sample import name_of
-from dapo_jax.run.policy import Policy
+from dapo_jax.run.policy import Policy, load_policy, teacher_of
+from dapo_jax.run.resume_point import model_files
+from dapo_jax.run.training_pass import training_pass
 from dapo_jax.sampling.decoding import Decoding
 from dapo_jax.sampling.engine import DecoderEngine
-from dapo_jax.training.update import Objective, UpdateOptions, Updater
+from dapo_jax.training.update import Objective, Scores, UpdateOptions, Updater
 
 _KEPT = 4
 
@@ -165,8 +168,9 @@ def updater_of(
     objective: Objective | None = None,
     reference: nnx.State | None = None,
     frozen: nnx.State | None = None,
+    teacher: Scores | None = None,
 ) -> Updater:
-    """Returns the updater that `config` describes. Runs share it, unless they have a custom objective, a reference policy or a LoRA base.
+    """Returns the updater that `config` describes. Runs share it, unless they have a custom objective, a reference policy, a LoRA base or a teacher.
 
     Raises:
         ConfigError: the objective in the configuration is invalid.
@@ -183,14 +187,40 @@ def updater_of(
         select_options=tuple(loss.select_options.items()),
         kl_coef=loss.kl_coef,
         kl_estimator=loss.kl_estimator,
+        teacher_coef=config.teacher.coef,
         offload=config.optimizer.offload,
     )
     own = objective is not None or ":" in loss.objective
     function = objective or objective_of(loss)
     arguments = (decoder, optimizer, mesh, layout, model.compute_dtype, model.remat, options, function)
-    if not own and reference is None and not frozen:
-        return _shared_updater(*arguments, None, None)
-    return _new_updater(*arguments, reference, frozen)
+    if not own and reference is None and not frozen and teacher is None:
+        return _shared_updater(*arguments, None, None, None)
+    return _new_updater(*arguments, reference, frozen, teacher)
+
+
+def load_teacher(config: TrainConfig, student: Policy, mesh: Mesh) -> Policy:
+    """Loads the teacher of a run, sharded over `mesh`.
+
+    Raises:
+        ConfigError: the teacher cannot be loaded, or its tokenizer is not the tokenizer of the student.
+    """
+    teacher = load_policy(teacher_of(config), seed=config.seed, mesh=mesh, section="teacher")
+    one, other = (model_files(a.folder, weights=False).get("tokenizer.json") for a in (student, teacher))
+    # Presets have no files. Their tokenizers are compared by value.
+    if one != other if one and other else student.tokenizer != teacher.tokenizer:
+        raise ConfigError(
+            f"teacher.source={config.teacher.source!r} has another tokenizer than model.source={config.model.source!r}: sha256 of tokenizer.json "
+            f"{other or '(no file)'} and {one or '(no file)'}. Token ids must have the same meaning in both: use a teacher of the same model family"
+        )
+    return teacher
+
+
+def scorer_of(config: TrainConfig, teacher: Policy, mesh: Mesh) -> Updater:
+    """Returns an updater of which only `scores` and `lower_score` are used: for the teacher's log-probabilities of the student's tokens."""
+    model, tokens = config.model, config.row_tokens
+    how = training_pass(model, config.batch, mesh, row_tokens=tokens, head_dim=teacher.decoder.head_dim)
+    rest = "none", UpdateOptions(), dapo_loss, None, teacher.frozen, None
+    return _new_updater(teacher.decoder, optax.identity(), mesh, how.layout, model.compute_dtype, *rest)
 
 
 def _new_updater(
@@ -204,6 +234,7 @@ def _new_updater(
     objective: Objective,
     reference: nnx.State | None,
     frozen: nnx.State | None,
+    teacher: Scores | None,
 ) -> Updater:
     return Updater(
         graph_of(decoder, compute_dtype=compute_dtype, remat=remat, layout=layout),
@@ -214,6 +245,7 @@ def _new_updater(
         options=options,
         reference=reference,
         frozen=frozen,
+        teacher=teacher,
     )
 
 

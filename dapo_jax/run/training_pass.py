@@ -151,6 +151,8 @@ class StepBatches:
         """
         config, packed = self._config, []
         found = [np.asarray(values, np.float64) for values in self._compute(groups)]
+        if not config.learns_rewards:
+            found = [np.zeros_like(values) for values in found]
         shapes, needed = [values.shape for values in found], [(len(group.rollouts),) for group in groups]
         if shapes != needed:
             raise ValueError(f"advantages have the shapes {shapes}, need one number per rollout: {needed}")

@@ -22,7 +22,7 @@ from jax.stages import Lowered
 from jaxtyping import Array, Bool, Float, PyTree
 
 from dapo_jax.dapo.importance import drop_off_policy, importance_weights
-from dapo_jax.dapo.losses import dapo_loss, k3, kl_penalty
+from dapo_jax.dapo.losses import dapo_loss, k3, kl_penalty, with_teacher
 from dapo_jax.dapo.metrics import Max, Mean, Metric, token_mean
 from dapo_jax.dapo.microbatch import Microbatch, blank_microbatch
 from dapo_jax.dapo.objectives import ARRAYS, wanted
@@ -38,6 +38,9 @@ from dapo_jax.training.state import TrainState, state_shardings
 
 Weights = tuple[nnx.State, nnx.State]
 """Trained and frozen parameters. The frozen parameters are the base model if adapters are trained, and empty otherwise."""
+
+Scores = Callable[[Stack], Array]
+"""A function that returns the log-probabilities [capacity, rows, seq] of a stack's tokens under some weights."""
 
 Objective = Callable[..., tuple[Array, Mapping[str, Metric]]]
 """A function with the signature of `dapo_loss`: (logprobs, old_logprobs, advantages, mask, *, weights, ...) -> (loss, metrics).
@@ -127,6 +130,8 @@ class UpdateOptions:
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
     """Estimator of the KL penalty: `k3` or `k3_unbiased` (see `kl_penalty`)."""
+    teacher_coef: float = 1.0
+    """Factor of the teacher's advantages (see `with_teacher`)."""
     offload: bool = False
     """Keep the optimizer moments in host memory, and copy them to the device for each update."""
 
@@ -149,6 +154,7 @@ class Updater:
         options: UpdateOptions | None = None,
         reference: nnx.State | None = None,
         frozen: nnx.State | None = None,
+        teacher: Scores | None = None,
     ) -> None:
         """Prepares the programs. They are compiled when they are first used.
 
@@ -161,11 +167,12 @@ class Updater:
             options: other options. None: the defaults.
             reference: parameters of the reference policy. Required if and only if `kl_coef` is not 0 or the objective requires `ref_logprobs`.
             frozen: parameters of the base model, if `params` are adapters.
+            teacher: the log-probabilities of a teacher, which `scores` of the teacher's updater returns. They become advantages.
 
         Raises:
             ValueError: `reference` is missing although it is required, or is given although it is not.
         """
-        self._graph, self._reference = graph, reference
+        self._graph, self._reference, self._teacher = graph, reference, teacher
         self._frozen = nnx.State({}) if frozen is None else frozen
         self._optimizer, self._objective, self._options = optimizer, objective, options or UpdateOptions()
         self._arrays = wanted(objective) | {"weights"}
@@ -193,7 +200,7 @@ class Updater:
         self._join = Together(jax.jit(_joined, out_shardings=self._whole))
 
     def prepare(self, state: TrainState, minibatches: Sequence[Sequence[Microbatch]]) -> list[Minibatch]:
-        """Transfers a step's microbatches to the mesh, selects tokens, and fills in old log-probabilities and, if there is a reference policy, its log-probabilities.
+        """Transfers a step's microbatches to the mesh, selects tokens, and fills in the log-probabilities under the old policy, the reference policy and the teacher.
 
         Must be called before the first update of a step, because the old policy is the policy at the start of the step.
         """
@@ -211,8 +218,10 @@ class Updater:
                 with_array(m, "old_logprobs", lambda stack: by_policy(stack)[0]) for m in filled[1:]
             ]
         if self._reference is not None:
-            by_reference = partial(self._scored, self._reference)
-            filled = [with_array(m, "ref_logprobs", lambda stack: by_reference(stack)[0]) for m in filled]
+            by_reference = self.scores(self._reference)
+            filled = [with_array(m, "ref_logprobs", by_reference) for m in filled]
+        if self._teacher is not None:
+            filled = [with_array(m, "teacher_logprobs", self._teacher) for m in filled]
         return filled
 
     def _scored(self, params: nnx.State, stack: Stack) -> tuple[Array, ...]:
@@ -272,8 +281,16 @@ class Updater:
         """Returns the ratio pi / pi_old that `update` would now compute for each token, as one array [capacity, rows, seq] per stack."""
         if first and self._options.old_logprobs == "trainer":
             return [jnp.ones_like(stack.microbatches.old_logprobs) for stack in minibatch]
-        score = partial(self._scored, state.params)
-        return [self._ratio(score(stack)[0], stack.microbatches.old_logprobs) for stack in minibatch]
+        score = self.scores(state.params)
+        return [self._ratio(score(stack), stack.microbatches.old_logprobs) for stack in minibatch]
+
+    def scores(self, params: nnx.State) -> Scores:
+        """Returns the function that computes log-probabilities under `params`."""
+        return lambda stack: self._scored(params, stack)[0]
+
+    def scores(self, params: nnx.State) -> Scores:
+        """Returns the function that computes log-probabilities under `params`."""
+        return partial(self._score, (params, self._frozen))
 
     def lower_score(self, params: nnx.State, *, capacity: int, rows: int, row_tokens: int) -> Lowered:
         """Lowers the program that `prepare` uses to compute log-probabilities. `params` may contain only shapes with shardings."""
@@ -325,9 +342,10 @@ class Updater:
         """Returns the shapes and shardings of a stack."""
         count = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole)
         shape = (capacity, rows, row_tokens)
+        also = ["selected"] * (self._select is not None) + ["teacher_logprobs"] * (self._teacher is not None)
         arrays = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=self._rows),
-            blank_microbatch((), *(["selected"] if self._select else [])),
+            blank_microbatch((), *also),
         )
         return Stack(arrays, count)
 
@@ -415,6 +433,10 @@ class Updater:
         current, by_trainer = lax.stop_gradient(logprobs), options.old_logprobs == "trainer"
         old = jnp.where(first, current, microbatch.old_logprobs) if by_trainer else microbatch.old_logprobs
         of_tokens, of_weights = microbatch.weights, {}
+        advantages, of_teacher = microbatch.advantages, {}
+        if self._teacher is not None:
+            taught, coef = microbatch.teacher_logprobs, options.teacher_coef
+            advantages, of_teacher = with_teacher(advantages, taught, old, mask, coef=coef)
         if options.correction != "none":
             low, high = options.importance_range
             ratios, of_weights = importance_weights(
@@ -429,9 +451,10 @@ class Updater:
             of_tokens = of_tokens * ratios
         of_objective = of_tokens
         if options.drop_off_policy is not None:
-            of_both = (current, microbatch.sampler_logprobs, microbatch.advantages)
             delta, ids = options.drop_off_policy, microbatch.segment_ids
-            kept, dropped = drop_off_policy(*of_both, mask, ids, delta=delta)
+            kept, dropped = drop_off_policy(
+                current, microbatch.sampler_logprobs, advantages, mask, ids, delta=delta
+            )
             of_objective, of_weights = of_tokens * kept, {**of_weights, **dropped}
         if self._select is not None:
             selected = microbatch.selected.astype(jnp.float32)
@@ -441,10 +464,11 @@ class Updater:
         compared, trainers = (mask, old) if by_trainer else (mask & first, current)
         made = {"weights": of_objective, "entropy": entropy}
         arrays = {name: made[name] if name in made else getattr(microbatch, name) for name in self._arrays}
-        loss, metrics = self._objective(logprobs, old, microbatch.advantages, mask, **arrays)
+        loss, metrics = self._objective(logprobs, old, advantages, mask, **arrays)
         metrics = {
             **metrics,
             **of_weights,
+            **of_teacher,
             "policy/entropy": token_mean(entropy, mask),
             **mismatch_metrics(trainers, microbatch.sampler_logprobs, compared),
         }
@@ -457,7 +481,7 @@ class Updater:
         scored = (current, old) if by_trainer else (current,)
         found = {
             "nonfinite/sampler_logprobs": _not_finite(mask, microbatch.sampler_logprobs),
-            "nonfinite/advantages": _not_finite(mask, microbatch.advantages),
+            "nonfinite/advantages": _not_finite(mask, advantages),
             "nonfinite/trainer_logprobs": _not_finite(mask, *scored),
             "nonfinite/loss": ~jnp.isfinite(loss),
         }

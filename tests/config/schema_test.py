@@ -125,6 +125,9 @@ environment.source=guess environment.credit=turn advantage.baseline=none -> envi
 environment.source=guess environment.credit=turn advantage.scale=batch_std -> environment.credit: found 'turn'; group_std
 teacher.coef=2 -> teacher.coef: found 2; teacher.source
 teacher.source=shipped:quickstart -> dynamic_sampling.enabled: found true; teacher.source; teacher.rewards=true
+teacher.source=shipped:quickstart dynamic_sampling.enabled=false batch.keep=8 batch.keep_by=reward_per_token -> batch.keep_by: found 'reward_per_token'; shortest; teacher.rewards=true
+teacher.source=shipped:quickstart dynamic_sampling.enabled=false environment.source=guess environment.credit=turn -> environment.credit: found 'turn'; episode; teacher.rewards=true
+teacher.source=shipped:quickstart dynamic_sampling.enabled=false advantage.rewards=apart reward.graders=[{"grader":"exact"},{"grader":"math"}] -> advantage.rewards: found 'apart'; summed; teacher.rewards=true
 teacher.source=shipped:quickstart teacher.rewards=true sampling.temperature=0.9 -> sampling.temperature: found 0.9; teacher.source
 sampling.max_response_tokens=64 -> buffer_tokens: found 4096; 4096 > 64; here 12; enabled=false
 environment.source=guess environment.episode_tokens=64 -> buffer_tokens: found 4096; environment.episode_tokens = 64; here 12
@@ -290,7 +293,6 @@ def test_every_choice_of_a_key_loads(path, key, words):
         "group_mean": ["reward.incorrect=0"],
         "apart": ["reward.graders=[{grader: exact}, {grader: math}]"],
         "reward_per_token": ["batch.keep=8"],
-        "full": ["teacher.source=shipped:quickstart", "dynamic_sampling.enabled=false"],
     }
     for word in words:
         if key in leaf_types(TrainConfig):

@@ -137,6 +137,11 @@ def reference(look):
     return look.updates.reference is not None
 
 
+def teacher(look):
+    look.run()
+    return look.updates.teacher is not None
+
+
 def adapters(look):
     """Rank, scale and targets of the adapters; None without adapters."""
     look.run()
@@ -158,6 +163,7 @@ def merges(look):
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RANK = {"lora.rank": 4}
+TAUGHT = {"teacher.source": "model", "dynamic_sampling.enabled": False}
 NO_DECAY = {"optimizer.weight_decay": 0.0}
 FOUR = {"batch.prompts_per_step": 4, "dynamic_sampling.prompts_per_wave": 4}
 
@@ -320,6 +326,9 @@ WATCHERS = [
     echoes("loss.kl_estimator", option("kl_estimator"), "k3", "k3_unbiased", also={"loss.kl_coef": 0.1}),
     echoes("loss.kl_coef", option("kl_coef"), 0.0, 0.1),
     watch("loss.kl_coef", reference, (0.0, False), (0.1, True), what="a reference policy"),
+    watch("teacher.source", teacher, ("", False), ("model", True), also={"dynamic_sampling.enabled": False}),
+    watch("teacher.rewards", advantages, (False, [0.0]), (True, [-0.866, 0.866]), also=TAUGHT),
+    echoes("teacher.coef", option("teacher_coef"), 1.0, 0.5, also=TAUGHT),
     differs("seed", minibatch_order, 0, 1, what="order of learning", also=FOUR),
     # AdamW has two moments of a matrix, Muon has one.
     watch("optimizer.name", moments_of_a_matrix, ("adamw", 2), ("muon", 1)),
