@@ -286,6 +286,14 @@ WATCHERS = [
         )
         for kind, unset in (("mask", (0.5, 2.0)), ("keep_responses", (0.99, 1.01)))
     ),
+    echoes("loss.select", option("select"), "all", "high_entropy"),
+    watch(
+        "loss.select_options",
+        option("select_options"),
+        ({"frac": 0.2}, (("frac", 0.2),)),
+        ({"frac": 0.5}, (("frac", 0.5),)),
+        also={"loss.select": "high_entropy"},
+    ),
     echoes("loss.kl_coef", option("kl_coef"), 0.0, 0.1),
     watch("loss.kl_coef", reference, (0.0, False), (0.1, True), what="a reference policy"),
     differs("seed", minibatch_order, 0, 1, what="order of learning", also=FOUR),
