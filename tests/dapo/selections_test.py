@@ -193,7 +193,7 @@ def assert_loss(seed, key, objective, **options):
 
         value, gradient = jax.value_and_grad(loss)(given["logprobs"])
     expected = FIXTURES[f"{seed}/loss/{key}/grad"]
-    assert np.abs(gradient - expected).max() <= 1e-9 * np.abs(expected).max()
+    assert np.abs(np.asarray(gradient) - expected).max() <= 1e-9 * np.abs(expected).max()
     return float(value) - float(FIXTURES[f"{seed}/loss/{key}/loss"])
 
 
