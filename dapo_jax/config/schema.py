@@ -445,7 +445,7 @@ class LossConfig(Section, at="loss"):
         choices=[*SELECTIONS],
         aliases={"top_entropy_quantile": "high_entropy, with the fraction in loss.select_options"},
     )
-    """Tokens of an update that enter the loss. all: all tokens. high_entropy: the tokens with the highest entropy. low_covariance: all except random tokens among those with
+    """Tokens of an update that enter the loss, selected once per step with the weights at its start. all: all tokens. high_entropy: the tokens with the highest entropy. low_covariance: all except random tokens among those with
     a high covariance of advantage and log-probability (Clip-Cov). high_covariance: the tokens that the objective kl_cov penalizes. low_second_moment: all except those with the largest log-ratio (M2PO)."""
     select_options: dict[str, Any] = key(
         default_factory=dict, aliases={"clip_cov_ratio kl_cov_ratio": "frac"}

@@ -71,7 +71,8 @@ def low_second_moment(mask: Mask, *, logprobs: Tokens, sampler_logprobs: Tokens,
     return mask & (order <= _largest(lambda level: _mean(square, mask & (order <= level)) < limit))
 
 
-SELECTIONS = {f.__name__: f for f in (high_entropy, low_covariance, high_covariance, low_second_moment)}
+_ALL: tuple[Callable[..., Mask], ...] = (high_entropy, low_covariance, high_covariance, low_second_moment)
+SELECTIONS = {selection.__name__: selection for selection in _ALL}
 """The selections, by the names that `loss.select` accepts."""
 
 

@@ -288,10 +288,6 @@ class Updater:
         """Returns the function that computes log-probabilities under `params`."""
         return lambda stack: self._scored(params, stack)[0]
 
-    def scores(self, params: nnx.State) -> Scores:
-        """Returns the function that computes log-probabilities under `params`."""
-        return partial(self._score, (params, self._frozen))
-
     def lower_score(self, params: nnx.State, *, capacity: int, rows: int, row_tokens: int) -> Lowered:
         """Lowers the program that `prepare` uses to compute log-probabilities. `params` may contain only shapes with shardings."""
         return self._score.lower((params, self._frozen), self.stack_structs(capacity, rows, row_tokens))
