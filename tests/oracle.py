@@ -35,14 +35,17 @@ def dapo_loss(logprobs, old_logprobs, advantages, mask, low=0.2, high=0.28, dual
     return loss, gradient
 
 
-def kl_penalty(logprobs, ref_logprobs, mask, estimator, weights=None):
-    """The k1 or k3 penalty and its gradient: with d = ref - logprob, d(-d) = 1 and d(e^d - 1 - d) = 1 - e^d."""
+def kl_penalty(logprobs, ref_logprobs, mask, estimator, weights=None, old_logprobs=None):
+    """The penalty and its gradient: with d = ref - logprob, d(-d) = 1 and d(e^d - 1 - d) = 1 - e^d. For r k3, r k3 + r (1 - e^d) = -r d."""
     weights = mean_weights(mask) if weights is None else weights
     penalty, gradient = 0.0, np.zeros(mask.shape)
     for i, t in tokens_of(mask):
         difference = float(ref_logprobs[i, t]) - float(logprobs[i, t])
         d = min(max(difference, -20.0), 20.0)
         value, slope = (-d, 1.0) if estimator == "k1" else (math.expm1(d) - d, -math.expm1(d))
+        if estimator == "k3_unbiased":
+            ratio = math.exp(float(logprobs[i, t]) - float(old_logprobs[i, t]))
+            value, slope = ratio * value, -ratio * d
         penalty += float(weights[i, t]) * value
         gradient[i, t] = float(weights[i, t]) * slope if abs(difference) < 20.0 else 0.0
     return penalty, gradient
@@ -61,6 +64,7 @@ def token_weights(mask, aggregation, group_ids, max_response_tokens):
             "prompt_mean": 1.0 / len(prompts) / group_tokens,
             "sequence_mean": 1.0 / len(responses) / lengths[i],
             "token_sum_norm": 1.0 / (len(responses) * max_response_tokens),
+            "sequence_sum": 1.0 / len(responses),
         }[aggregation]
     return weights
 
@@ -74,13 +78,17 @@ def logprob_and_entropy(logits, target, temperature):
 
 
 def importance_weights(logprobs, sampler_logprobs, mask, segment_ids, correction, low, high):
-    """The weight of each token that the sampler has drawn: its ratio, or the geometric mean over its response, bounded; 0 outside the mask."""
+    """The weight of each token that the sampler has drawn: its ratio or the product over its response, bounded by itself or by the geometric mean over its response; 0 outside the mask."""
     weights = np.zeros(mask.shape)
     for i, t in tokens_of(mask):
         same = [u for j, u in tokens_of(mask) if j == i and segment_ids[i, u] == segment_ids[i, t]]
-        over = same if correction == "mask_responses" else [t]
-        difference = sum(float(logprobs[i, u]) - float(sampler_logprobs[i, u]) for u in over) / len(over)
-        ratio = math.exp(min(max(difference, -20.0), 20.0))
-        kept = min(ratio, high) if correction == "truncate" else ratio if low <= ratio <= high else 0.0
+        over = same if correction == "keep_responses" else [t]
+        difference = {u: float(logprobs[i, u]) - float(sampler_logprobs[i, u]) for u in same}
+        mean = sum(difference[u] for u in over) / len(over)
+        own = sum(difference.values()) if correction == "truncate_responses" else difference[t]
+        ratio, judged = (math.exp(min(max(value, -20.0), 20.0)) for value in (own, mean))
+        kept = (
+            min(ratio, high) if correction.startswith("truncate") else ratio if low <= judged <= high else 0.0
+        )
         weights[i, t] = {"none": 1.0}.get(correction, kept)
     return weights

@@ -10,6 +10,7 @@ import numpy as np
 import dapo_jax
 from benchmarks.workload import Workload, reward_of
 from dapo_jax.config import BatchConfig, ModelConfig
+from dapo_jax.dapo.advantages import step_advantages
 from dapo_jax.dapo.batching import example_weights, training_examples
 from dapo_jax.dapo.losses import dapo_loss
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
@@ -156,7 +157,7 @@ class System:
 
     def _update(self, groups: list[Group]) -> dict[str, float]:
         start, workload = time.perf_counter(), self.workload
-        rows = training_examples(groups)
+        rows = training_examples(groups, step_advantages(groups))
         # A microbatch has as many responses as in the other systems.
         microbatches = pack(
             rows,

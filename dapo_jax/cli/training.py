@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 
 from dapo_jax.cli.arguments import Commands, add_config, command, option
-from dapo_jax.config import EvaluateConfig, SftConfig, TrainConfig, load_config, to_yaml
+from dapo_jax.config import ALGORITHMS, EvaluateConfig, SftConfig, TrainConfig, load_config, to_yaml
 from dapo_jax.config.loading import changed_yaml
 
 
@@ -14,6 +14,7 @@ def add_to(commands: Commands) -> None:
     """Adds the commands `train`, `sft` and `config` to the parser."""
     made = command(commands, "train", train)
     add_config(made)
+    made.epilog = f"algorithm=NAME sets all keys of an algorithm: {', '.join(ALGORITHMS)}"
     option(made, "--resume", "resume from the last checkpoint in run_dir")
     add_config(command(commands, "sft", sft))
     made = command(commands, "config", config)

@@ -1,9 +1,11 @@
 """Configurations: the dataclasses, their checks, and loading them from YAML. This package does not import jax."""
 
+from dapo_jax.config.algorithms import ALGORITHMS
 from dapo_jax.config.data_schema import DataConfig, SourceConfig
 from dapo_jax.config.keys import ConfigError
 from dapo_jax.config.loading import changed_keys, load_config, load_evaluation, to_yaml
 from dapo_jax.config.schema import (
+    AdvantageConfig,
     BatchConfig,
     CheckpointConfig,
     DynamicSamplingConfig,
@@ -24,11 +26,14 @@ from dapo_jax.config.schema import (
     SamplingConfig,
     SftBatchConfig,
     SftConfig,
+    TeacherConfig,
     TrainConfig,
     evaluation_of,
 )
 
 __all__ = [
+    "ALGORITHMS",
+    "AdvantageConfig",
     "BatchConfig",
     "CheckpointConfig",
     "ConfigError",
@@ -52,6 +57,7 @@ __all__ = [
     "SftBatchConfig",
     "SftConfig",
     "SourceConfig",
+    "TeacherConfig",
     "TrainConfig",
     "changed_keys",
     "evaluation_of",

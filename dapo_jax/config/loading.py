@@ -13,11 +13,13 @@ from typing import Any, NoReturn, TypeAlias, TypeVar, cast, get_args, get_origin
 
 import yaml
 
+from dapo_jax.config.algorithms import ALGORITHMS, DEFINING, NOT_OFFERED, OTHER_NAMES
 from dapo_jax.config.keys import ConfigError, needed, refuse, shown
 from dapo_jax.config.other_libraries import of_another_library, unknown_key
 from dapo_jax.config.reading import read_file, read_yaml, shipped_configs, write_yaml
 from dapo_jax.config.schema import EvaluateConfig, SftConfig, TrainConfig, evaluation_of
 from dapo_jax.config.section import Section, field_types, leaf_types
+from dapo_jax.hints import nearest
 from dapo_jax.storage import path_of
 
 AnyConfig: TypeAlias = TrainConfig | SftConfig | EvaluateConfig
@@ -43,6 +45,9 @@ def load_config(
 
     The value of an override is parsed as YAML. For a text key, however, the value is used literally, so `data.prompt_template=Q: {prompt}` needs no
     quotes beyond the shell's. If a key is a mapping, a single entry can be set: `data.chat_template_kwargs.enable_thinking=false`.
+
+    `algorithm` is not a key: for training, it is replaced by the keys of an algorithm (`dapo_jax.config.algorithms`). In a file, these keys precede
+    all others. The override `algorithm=gspo` sets them at its place in the list. If there are several algorithms, only the last one is used.
 
     Args:
         path: a YAML file, or the name of a configuration in the package, for example `quickstart`. If both exist, the file is used.
@@ -116,20 +121,62 @@ def _load(
             path = shipped_configs().get(str(name), path)
         with _prefixed(path):
             content = read_file(path)
+    algorithm = content.pop("algorithm") if isinstance(content.get("algorithm"), str) else None
     schema = next((each for each in schemas if content.keys() <= field_types(each).keys()), schemas[0])
-    kinds = leaf_types(schema)
+    kinds, row = leaf_types(schema), dict[str, Any]()
+    places = [place for place, each in enumerate(overrides) if each.startswith("algorithm=")]
     with _prefixed(path):
+        if algorithm is not None and schema is not TrainConfig:
+            _refuse_unknown("algorithm", algorithm, kinds)
         _check_names(content, schema, kinds)
-    for override in overrides:
+        if algorithm is not None:
+            row = _row(algorithm)
+            if both := [key for key in DEFINING if key in row and _has(content, key)]:
+                remedy = "keys in a file have no order: remove one of them, or write all keys of the algorithm instead of its name"
+                refuse("algorithm", algorithm, f"a file without {both[0]}, which the algorithm sets", remedy)
+            for key in [] if places else [key for key in row if not _has(content, key)]:
+                _set(content, key, row[key])
+    for place, override in enumerate(overrides):
         with _prefixed(f"override {shown(override)}"):
-            _set(content, *_parse_override(override, kinds))
+            if place not in places or schema is not TrainConfig:
+                _set(content, *_parse_override(override, kinds))
+                continue
+            row = _row(override.partition("=")[2])
+            for key, value in row.items() if place == places[-1] else ():
+                _set(content, key, value)
     try:
+        if row is ALGORITHMS["opd"] and not (
+            _has(content, "teacher.source") and content["teacher"]["source"]
+        ):
+            remedy = "name the teacher, in the same form as model.source"
+            refuse("teacher.source", "", "a model with algorithm = 'opd'", remedy)
         return _build(schema, content)
     except ConfigError as error:
         keys = re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*", str(error))
+        keys += ["algorithm"] if row.keys() & set(keys) else []
         about = [shown(override) for override in overrides if override.partition("=")[0] in keys]
         places = [str(path)] * (path is not None) + [f"override {' '.join(about)}"] * bool(about)
         raise ConfigError(f"{' with '.join(places)}: {error}" if places else str(error)) from None
+
+
+def _row(name: str) -> dict[str, Any]:
+    """Returns the keys of an algorithm, or raises ConfigError if its name is unknown or not offered."""
+    name = OTHER_NAMES.get(name, name)
+    if name in NOT_OFFERED:
+        raise ConfigError(f"algorithm = {name}: {NOT_OFFERED[name]}")
+    if name not in ALGORITHMS:
+        near = nearest(name, [*ALGORITHMS, *OTHER_NAMES], least=0.0)[0]
+        refuse("algorithm", name, f"one of {', '.join(ALGORITHMS)}", f"did you mean {near}?")
+    return ALGORITHMS[name]
+
+
+def _has(content: Any, key: str) -> bool:
+    """Returns True if nested mappings contain a dotted key."""
+    for name in key.split("."):
+        if not isinstance(content, Mapping) or name not in content:
+            return False
+        content = content[name]
+    return True
 
 
 @contextmanager

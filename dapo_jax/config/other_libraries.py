@@ -22,11 +22,9 @@ _NO_KEY = {
     "push_to_hub": "after the run, upload the folder `model` in `run_dir`, which has the Hugging Face layout: hf upload ORG/NAME RUN_DIR/model",
     "logging_steps logging_strategy logging_first_step": "metrics are logged in every step; `log.rollouts_every_steps` is for sampled responses",
     "resume_from_checkpoint resume_mode": "the command-line option --resume continues from the last checkpoint",
-    "importance_sampling_level": "ratios are computed per token; for another ratio, pass a loss function: train(config, objective=...)",
     "min_p repetition_penalty sampling.top_p sampling.top_k rollout.top_p rollout.top_k": "training samples from the full distribution, because "
     "the loss uses its probabilities; `eval.top_p` and `eval.top_k` are for evaluation",
     "eval_on_start val_before_train": "every run evaluates before its first step and after its last one; `eval.every_steps` adds evaluations in between",
-    "adv_estimator": "advantages are relative to the group: reward minus the mean, divided by the standard deviation if `loss.normalize_std` is true",
     "entropy_coeff": "the loss has no entropy bonus; raise `loss.clip_ratio_high` to keep the entropy from falling",
     "project_name wandb_project": "the environment variable WANDB_PROJECT sets the Weights & Biases project",
     "cache_dir": "the environment variable HF_HOME sets the folder for models from the Hugging Face Hub",

@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
+from dapo_jax.config.algorithms import ALGORITHMS, CLIPS, OBJECTIVES, OTHER_NAMES, SELECTIONS
 from dapo_jax.config.data_schema import DataConfig, SourceConfig
 from dapo_jax.config.keys import (
     AXIS,
@@ -180,12 +181,12 @@ class RewardConfig(Section, at="reward"):
         default_factory=list, aliases={"reward_weights": "each entry has its weight"}
     )
     """List of graders to use instead of `grader`, for example [{grader: math}, {grader: "my.py:brief", weight: 0.5}]. The reward is the weighted sum of the graders' rewards.
-    Only the first grader decides whether a response is correct. The other graders only shape the reward."""
+    Only the first grader decides whether a response is correct. The other graders only shape the reward. kimi_length is a length reward, which needs another grader before it."""
     answer_marker: str = "="
     """The exact grader compares the text after the last answer marker in the response with the reference answer. If the marker is empty, the grader compares the whole response."""
     workers: int = key(2, may_change=True)
     """Number of worker processes per grader. If 0, graders run in the main process, without a time limit. Graders that only compare text (exact, dapo, dapo_boxed, gsm8k),
-    reasoning_gym, async functions and functions passed from Python always run in the main process."""
+    reasoning_gym, kimi_length, async functions and functions passed from Python always run in the main process."""
     timeout_s: float = key(10.0, range=POSITIVE)
     """Time limit in seconds for one grading call. A call grades one response, or a whole group if the function accepts groups. If a call takes longer, its responses count as wrong."""
     on_nonfinite: str = key("error", choices=["error", "lost"], may_change=True)
@@ -322,6 +323,10 @@ class BatchConfig(PackedRowsConfig):
         },
     )
     """Number of groups per optimizer update. With the defaults, an update has 32 x 16 = 512 responses, and a step has 16 updates. (Section 4.1)"""
+    keep: int = key(0)
+    """Number of responses of each group to train on (GFPO, https://arxiv.org/abs/2508.09726). The others are dropped before advantages and dynamic sampling. 0 means all responses."""
+    keep_by: str = key("shortest", choices=["shortest", "reward_per_token"], only_with="batch.keep")
+    """Which responses `keep` selects: the shortest ones, or those with the highest reward per token."""
 
     def check_together(self) -> None:
         step, update = self.prompts_per_step, self.groups_per_update
@@ -330,30 +335,51 @@ class BatchConfig(PackedRowsConfig):
             multiples = " or ".join(str(k * update) for k in (updates, updates + 1) if k)
             remedy = f"{step} = {updates} x {update} + {rest}: use {multiples}, or a batch.groups_per_update that divides {step}"
             self.refuse("prompts_per_step", f"a multiple of batch.groups_per_update = {update}", remedy)
+        if self.keep and not 2 <= self.keep < self.group_size:
+            needs = (
+                f"2 to {self.group_size - 1} with batch.group_size = {self.group_size}, or 0 (all responses)"
+            )
+            self.refuse(
+                "keep",
+                needs,
+                "advantages compare at least two responses: change it, or raise batch.group_size",
+            )
 
 
 class Correction(NamedTuple):
     """The importance weighting of a run, with all defaults resolved. See `TrainConfig.correction`."""
 
     kind: str
-    """Kind of importance weights: none, truncate, mask or mask_responses."""
+    """Kind of importance weights: none, truncate, mask, keep_responses or truncate_responses."""
     low: float
     """Smallest weight that is kept. 0 means no lower bound."""
     high: float
     """Largest weight that is kept, or for truncate, the cap."""
 
 
-IMPORTANCE_RANGES = {"mask": (0.5, 2.0), "mask_responses": (0.99, 1.01)}
+IMPORTANCE_RANGES = {"mask": (0.5, 2.0), "keep_responses": (0.99, 1.01)}
 """Smallest and largest weight for each correction, if `loss.importance_range` is empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig(Section, at="loss"):
-    """Options for the loss (`dapo_jax.dapo_loss`), and for the advantages, old log-probabilities and importance weights in the loss."""
+    """The loss, and the old log-probabilities, importance weights, token selection and KL penalty in it."""
 
+    objective: str = key(
+        "clip",
+        not_empty=True,
+        aliases={
+            "loss_mode policy_loss_type loss_type": "TRL's bnpo and dapo are clip, verl's vanilla too; `algorithm: NAME` also sets the keys that belong to it: grpo, dr_grpo, gspo, cispo, sapo, ...",
+            "importance_sampling_level": "token is clip, sequence is gspo",
+        },
+    )
+    """The loss function: a name in `dapo_jax.dapo.objectives.OBJECTIVES` (clip, gspo, gspo_token, gmpo, cispo, sapo, dppo, vespo, reinforce, dro, topr, kl_cov), `module:function`,
+    or `path/to/file.py:function`. clip is the loss of the paper, `dapo_jax.dapo_loss`. `algorithm: NAME` sets the objective and all keys that belong to it (see algorithms.md)."""
+    options: dict[str, Any] = key(default_factory=dict)
+    """Values for the options of the objective, which are the keyword parameters that have a default, for example {cap: 5}. The clip ratios and the dual clip are keys of their own."""
     clip_ratio_low: float = key(
         0.2,
-        range=Range("more than 0 and less than 1", lambda v: 0 < v < 1),
+        range=Range("more than 0 and at most 1", lambda v: 0 < v <= 1),
         aliases={
             "epsilon": "the epsilon in Adam's denominator is optimizer.epsilon",
             "clip_ratio": "set loss.clip_ratio_high too: the paper's differ",
@@ -369,16 +395,13 @@ class LossConfig(Section, at="loss"):
     """Constant c of the dual clip: for a negative advantage A, the token loss is at most c |A|. null turns it off."""
     aggregation: str = key(
         "token_mean",
-        choices=["token_mean", "prompt_mean", "sequence_mean", "token_sum_norm"],
+        choices=["token_mean", "prompt_mean", "sequence_mean", "token_sum_norm", "sequence_sum"],
         aliases={
-            "loss_agg_mode": "token-mean is token_mean, seq-mean-token-mean is sequence_mean",
-            "loss_type": "dapo is token_mean, grpo is sequence_mean, dr_grpo is token_sum_norm",
+            "loss_agg_mode": "token-mean is token_mean, seq-mean-token-mean is sequence_mean, seq-mean-token-sum is sequence_sum",
             "masked_mean_axis": "",
         },
     )
-    """How token losses are averaged: token_mean, prompt_mean, sequence_mean or token_sum_norm. See `dapo_jax.token_weights`."""
-    normalize_std: bool = key(True, aliases="scale_rewards norm_adv_by_std_in_grpo")
-    """Divide advantages by the standard deviation of the group's rewards (Eq. 9)."""
+    """How token losses are averaged: token_mean, prompt_mean, sequence_mean, token_sum_norm or sequence_sum. See `dapo_jax.token_weights`."""
     old_logprobs: str = key(
         "trainer",
         choices=["trainer", "sampler"],
@@ -387,33 +410,47 @@ class LossConfig(Section, at="loss"):
     """Source of pi_old in the policy ratio. trainer: recomputed with the weights at the start of the step. sampler: recorded during sampling, possibly with older weights."""
     correction: str = key(
         "auto",
-        choices=["auto", "none", "truncate", "mask", "mask_responses"],
+        choices=["auto", "none", "truncate", "mask", "keep_responses", "truncate_responses"],
         aliases={
-            "rollout_is": "token is truncate",
-            "rollout_rs": "token is mask, geometric (seq_mean_k1) is mask_responses; both weigh the tokens that they keep",
+            "rollout_is": "token is truncate, sequence is truncate_responses",
+            "rollout_rs": "token is mask, geometric (seq_mean_k1) is keep_responses; both weigh the tokens that they keep",
             "rollout_is_mode": "mask or truncate",
             "tis": "truncate",
             "vllm_importance_sampling_correction": "truncate, or none",
-            "vllm_importance_sampling_mode": "token_truncate is truncate, token_mask is mask; for whole responses there is mask_responses",
+            "vllm_importance_sampling_mode": "token_truncate is truncate, token_mask is mask, sequence_truncate is truncate_responses; keep_responses masks whole responses",
         },
     )
     """Importance weights that correct for tokens sampled with older or rounded weights. They are computed from each token's ratio pi_old / pi_sampler. truncate: min(ratio, `importance_cap`).
-    mask: the ratio, or 0 outside `importance_range`. mask_responses: like mask, but with the geometric mean of the ratios in the response, or in each context of an episode.
-    auto: truncate if `rollout.in_flight` or `importance_cap` is set, else none. With `old_logprobs: sampler`, auto means none, because the policy ratio of the loss already corrects for this."""
+    mask: the ratio, or 0 outside `importance_range`. keep_responses: the ratio, or 0 if the geometric mean of the ratios in the response is outside the range. truncate_responses:
+    min(product of the ratios in the response, `importance_cap`) for all tokens of the response. In an episode with several contexts, each context counts as a response. auto: truncate if `rollout.in_flight` or `importance_cap` is set, else none. With `old_logprobs: sampler`, auto means none, because the policy ratio of the loss already corrects for this."""
     importance_cap: float | None = key(
         None,
         range=Range("1 or more, or null", lambda v: v >= 1),
         aliases="tis_imp_ratio_cap vllm_importance_sampling_cap truncated_importance_sampling_ratio_cap rollout_is_threshold vllm_importance_sampling_clip_max",
     )
-    """Largest weight for `correction: truncate`. If it is set, `correction: auto` means truncate. null means 2."""
+    """Largest weight for the corrections truncate and truncate_responses. If it is set, `correction: auto` means truncate. null means 2."""
     importance_range: list[float] = key(
         default_factory=list,
         aliases={
             "rollout_rs_threshold rollout_rs_threshold_lower rollout_is_threshold_lower vllm_importance_sampling_clip_min": "a list of both bounds: [0.5, 2.0]"
         },
     )
-    """Smallest and largest weight that mask and mask_responses keep. Tokens or responses outside this range are excluded from the loss.
-    If empty, the range is [0.5, 2.0] for mask and [0.99, 1.01] for mask_responses."""
+    """Range of the ratio that mask keeps, or of the geometric mean that keep_responses keeps. Tokens or responses outside this range are excluded from the loss.
+    If empty, the range is [0.5, 2.0] for mask and [0.99, 1.01] for keep_responses."""
+    drop_off_policy: float | None = key(None, aliases="off_policy_mask_threshold")
+    """Exclude responses with a negative advantage whose mean log(pi_sampler / pi) over the tokens exceeds this limit, in nats per token (DeepSeek-V3.2,
+    https://arxiv.org/abs/2512.02556). pi is the policy of the current update. null keeps all responses."""
+    select: str = key(
+        "all",
+        choices=[*SELECTIONS],
+        aliases={"top_entropy_quantile": "high_entropy, with the fraction in loss.select_options"},
+    )
+    """Tokens of an update that enter the loss, selected once per step with the weights at its start. all: all tokens. high_entropy: the tokens with the highest entropy. low_covariance: all except random tokens among those with
+    a high covariance of advantage and log-probability (Clip-Cov). high_covariance: the tokens that the objective kl_cov penalizes. low_second_moment: all except those with the largest log-ratio (M2PO)."""
+    select_options: dict[str, Any] = key(
+        default_factory=dict, aliases={"clip_cov_ratio kl_cov_ratio": "frac"}
+    )
+    """Values for the options of the selection: frac for high_entropy and high_covariance, frac, low and high for low_covariance, limit for low_second_moment."""
     kl_coef: float = key(
         0.0,
         aliases={
@@ -422,6 +459,17 @@ class LossConfig(Section, at="loss"):
         },
     )
     """Weight of the KL penalty against the reference policy. If 0, no reference policy is loaded. (Section 2.3)"""
+    kl_estimator: str = key(
+        "k3",
+        choices=["k3", "k3_unbiased"],
+        aliases={
+            "use_bias_correction_kl use_unbiased_kl": "true is k3_unbiased",
+            "kl_loss_type": "low_var_kl and k3 are k3",
+        },
+        only_with="loss.kl_coef",
+    )
+    """Estimator of the KL divergence. k3: e^d - 1 - d with d = log(pi_ref / pi). k3_unbiased: k3 times pi / pi_old, whose gradient is the gradient of the
+    divergence (DeepSeek-V3.2)."""
 
     def check_together(self) -> None:
         low, high, kind = self.clip_ratio_low, self.clip_ratio_high, self.correction
@@ -436,21 +484,98 @@ class LossConfig(Section, at="loss"):
                 "set loss.old_logprobs=trainer, or leave it out"
             )
             self.refuse(name, f"{needs} with loss.old_logprobs = 'sampler'", remedy)
-        if cap is not None and kind not in ("auto", "truncate"):
-            remedy = "it only caps the weights of truncate: set loss.correction=truncate, or leave it out"
+        if cap is not None and kind not in ("auto", "truncate", "truncate_responses"):
+            remedy = "it only caps the weights of truncate and truncate_responses: set loss.correction=truncate, or leave it out"
             self.refuse("importance_cap", f"null with loss.correction = {kind!r}", remedy)
         if bounds and not (len(bounds) == 2 and 0 < bounds[0] <= 1 <= bounds[1]):
             needs = "two numbers: the first more than 0 and at most 1, the second 1 or more"
             self.refuse("importance_range", needs, "the weight 1 must be kept: write for example [0.5, 2.0]")
         if bounds and kind not in IMPORTANCE_RANGES:
-            remedy = "it bounds the weights of mask and mask_responses: set loss.correction to one of them, or leave it out"
+            remedy = "it is the range of mask and keep_responses: set loss.correction to one of them, or leave it out"
             self.refuse("importance_range", f"[] with loss.correction = {kind!r}", remedy)
+        self._check_objective()
+
+    def _check_objective(self) -> None:
+        """Checks the keys that depend on a built-in objective or selection. The options of other objectives are checked when the run is built."""
+        objective, select = self.objective, self.select
+        if ":" not in objective and objective not in OBJECTIVES:
+            named = objective in ALGORITHMS or objective in OTHER_NAMES
+            near = nearest(objective, OBJECTIVES, least=0.0)[0]
+            remedy = f"write algorithm: {objective}" if named else f"did you mean {near}?"
+            self.refuse("objective", f"{', '.join(OBJECTIVES)}, module:function or path.py:function", remedy)
+        reads = OBJECTIVES.get(objective, CLIPS)
+        for name, unset in zip(CLIPS, ([0.2], [0.28, 0.2], [None]), strict=True):
+            if name not in reads and getattr(self, name) not in unset:
+                needs = f"{'null' if name == 'dual_clip' else unset[0]} with loss.objective = {objective!r}, which does not read it"
+                self.refuse(name, needs, "leave it out, or set loss.objective=clip")
+        for key_name, choice, known in (
+            ("options", objective, OBJECTIVES),
+            ("select_options", select, SELECTIONS),
+        ):
+            names = [name for name in known.get(choice, getattr(self, key_name)) if name not in CLIPS]
+            if unknown := next((name for name in getattr(self, key_name) if name not in names), None):
+                near = nearest(unknown, names, least=0.0) or ["none, so leave it out"]
+                remedy = f"set loss.{unknown}" if unknown in CLIPS else f"the nearest option is {near[0]}"
+                found = getattr(self, key_name)[unknown]
+                refuse(f"loss.{key_name}.{unknown}", found, f"an option of {choice}", remedy)
+        if objective == "kl_cov" and select == "all":
+            remedy = "it penalizes the selected tokens: set loss.select=high_covariance"
+            self.refuse("select", "a selection with loss.objective = 'kl_cov'", remedy)
+        if select == "high_covariance" and objective in OBJECTIVES and objective != "kl_cov":
+            remedy = "training on these tokens alone would end exploration: set loss.objective=kl_cov, or loss.select=low_covariance"
+            self.refuse("select", f"low_covariance with loss.objective = {objective!r}", remedy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageConfig(Section, at="advantage"):
+    """Advantages, which are computed from the rewards of all groups of a step. The default is Eq. 9."""
+
+    baseline: str = key(
+        "group_mean",
+        choices=["group_mean", "leave_one_out", "length_weighted", "none"],
+        aliases={
+            "adv_estimator advantage_estimator": "`algorithm: NAME` also sets the keys that belong to it: grpo, rloo, opo, reinforce_plus_plus, reinforce_plus_plus_baseline, gdpo, max_rl"
+        },
+    )
+    """Value that is subtracted from a reward. group_mean: mean reward of the group. leave_one_out: mean reward of the other responses (RLOO). length_weighted: mean over
+    the tokens of the group, so that long responses count more (OPO). none: 0. (Eq. 9)"""
+    scale: str = key(
+        "group_std",
+        choices=["group_std", "group_mean", "batch_std", "whiten_tokens", "whiten_responses", "none"],
+        aliases={
+            "scale_rewards norm_adv_by_std_in_grpo": "true and group are group_std, batch is batch_std, false and none are none"
+        },
+    )
+    """How the difference is scaled. group_std: divided by the standard deviation of the group's rewards (Eq. 9). group_mean: divided by the group's mean reward (MaxRL). batch_std: divided by the standard
+    deviation of all rewards of the step. whiten_tokens and whiten_responses: mean 0 and variance 1 over the tokens or the responses of the step. none: not scaled."""
+    rewards: str = key("summed", choices=["summed", "apart"])
+    """Treatment of several graders. summed: the advantage is computed from the sum of their rewards. apart: the reward of each grader is normalized within its group, and the weighted
+    sum of the results is then scaled (GDPO, https://arxiv.org/abs/2601.05242)."""
+    best_of: int = key(1, range=SIZE)
+    """Train for the best of k responses (pass@k, https://arxiv.org/abs/2508.10751): the reward of a response becomes the expected maximum over this response and k - 1 others of its group."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherConfig(Section, at="teacher"):
+    """On-policy distillation: a teacher model scores the tokens that the policy sampled, and log(pi_teacher / pi_old) is the advantage of a token."""
+
+    source: str = key("", aliases="teacher_model_name_or_path")
+    """The teacher, in the same form as `model.source`. It must have the same tokenizer as the policy. If empty, there is no teacher."""
+    revision: str = key("", aliases="teacher_model_revision")
+    """Branch, tag or commit of a teacher on the Hugging Face Hub. If empty, the main branch is used."""
+    coef: float = key(1.0, range=POSITIVE)
+    """Factor of the teacher's advantages."""
+    rewards: bool = key(False)
+    """Add the advantages of the rewards to the teacher's advantages. If false, training responses are not graded, all groups are trained on, and graders are used only in evaluations."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Section, at="optimizer"):
-    """AdamW on float32 master weights (Section 4.1)."""
+    """The optimizer, on float32 master weights (Section 4.1)."""
 
+    name: str = key("adamw", choices=["adamw", "muon"], aliases={"optim": "adamw_torch is adamw"})
+    """adamw, or muon (https://kellerjordan.github.io/posts/muon/), which orthogonalizes the updates of weight matrices, and uses AdamW for all other parameters.
+    Its updates have about the size of AdamW's, so the same learning rates are suitable. It stores one moment per element of a matrix instead of two."""
     learning_rate: float = key(1e-6, range=POSITIVE, aliases="lr")
     """Learning rate, which is constant after the warm-up. (Section 4.1)"""
     warmup_steps: int = key(
@@ -461,7 +586,7 @@ class OptimizerConfig(Section, at="optimizer"):
     beta1: float = key(
         0.9, range=BETA, aliases={"adam_beta1": "", "betas": "and optimizer.beta2, each a number"}
     )
-    """Decay rate of the first moment. The default is the same as in PyTorch."""
+    """Decay rate of the first moment. The default is the same as in PyTorch. muon uses it only for parameters other than weight matrices, whose momentum is 0.95."""
     beta2: float = key(0.999, range=BETA, aliases="adam_beta2")
     """Decay rate of the second moment. The default is the same as in PyTorch."""
     epsilon: float = key(1e-8, range=POSITIVE, aliases="adam_epsilon")
@@ -471,7 +596,7 @@ class OptimizerConfig(Section, at="optimizer"):
     max_grad_norm: float = key(1.0, range=POSITIVE, aliases="grad_clip clip_grad clip_grad_norm")
     """Maximum global norm of the gradient. A larger gradient is scaled down to this norm. The default is the value in the released recipe."""
     offload: bool = key(False, may_change=True)
-    """Keep the optimizer moments in host memory between updates. This saves 8 bytes of device memory per parameter, but transfers the moments twice per update."""
+    """Keep the optimizer moments in host memory between updates. This saves 8 bytes of device memory per parameter (4 in the matrices of muon), but transfers the moments twice per update."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -633,7 +758,9 @@ class TrainConfig(RunConfig):
     )
     rollout: RolloutConfig = key(default_factory=RolloutConfig)
     batch: BatchConfig = key(default_factory=BatchConfig)
+    advantage: AdvantageConfig = key(default_factory=AdvantageConfig)
     loss: LossConfig = key(default_factory=LossConfig)
+    teacher: TeacherConfig = key(default_factory=TeacherConfig, only_with="teacher.source")
     checkpoint: CheckpointConfig = key(default_factory=CheckpointConfig, may_change=True)
     log: LogConfig = key(default_factory=LogConfig, may_change=True)
     guard: GuardConfig = key(default_factory=GuardConfig, may_change=True)
@@ -654,6 +781,11 @@ class TrainConfig(RunConfig):
         return self.dynamic_sampling.prompts_per_wave or 3 * self.batch.prompts_per_step
 
     @property
+    def learns_rewards(self) -> bool:
+        """Whether advantages depend on rewards. False with a teacher, unless `teacher.rewards` is set."""
+        return self.teacher.rewards or not self.teacher.source
+
+    @property
     def correction(self) -> Correction:
         """The run's importance weighting, with `auto` and the default bounds resolved."""
         loss, cap = self.loss, self.loss.importance_cap
@@ -661,7 +793,7 @@ class TrainConfig(RunConfig):
         kind = ("truncate" if weighs else "none") if loss.correction == "auto" else loss.correction
         if kind == "none":
             return Correction(kind, 0.0, math.inf)
-        if kind == "truncate":
+        if kind.startswith("truncate"):
             return Correction(kind, 0.0, 2.0 if cap is None else cap)
         low, high = loss.importance_range or IMPORTANCE_RANGES[kind]
         return Correction(kind, low, high)
@@ -709,6 +841,59 @@ class TrainConfig(RunConfig):
             self._check_waves()
         if self.rollout.in_flight:
             self._check_in_flight()
+        if self.loss.objective == "vespo" and self.correction.kind != "none":
+            remedy = (
+                "it weighs whole responses itself: set loss.old_logprobs=sampler, or loss.correction=none"
+            )
+            refuse("loss.correction", self.correction.kind, "none with loss.objective = 'vespo'", remedy)
+        self._check_advantages()
+        if self.teacher.source:
+            self._check_teacher()
+
+    def _check_advantages(self) -> None:
+        advantage, size = self.advantage, self.batch.keep or self.batch.group_size
+        baseline, scale, most = advantage.baseline, advantage.scale, advantage.best_of
+        if baseline != "none" and size == 1:
+            remedy = (
+                "one response has no others to be compared with: set it to none, or raise batch.group_size"
+            )
+            self.refuse("advantage.baseline", "none with batch.group_size = 1", remedy)
+        if most > size:
+            name = "batch.keep" if self.batch.keep else "batch.group_size"
+            self.refuse("advantage.best_of", f"at most {name} = {size}", "lower it, or raise the other")
+        if (scale == "group_mean" or most > 1) and self.reward.incorrect < 0:
+            place = (
+                "advantage.scale = 'group_mean'" if scale == "group_mean" else f"advantage.best_of = {most}"
+            )
+            remedy = "negative rewards would turn the sign of advantages or enter the best of k: set reward.incorrect=0"
+            self.refuse("reward.incorrect", f"0 or more with {place}", remedy)
+        if advantage.rewards == "apart" and len(self.reward.graders) < 2:
+            remedy = "list the graders in reward.graders, or set it to summed"
+            self.refuse("advantage.rewards", "two reward.graders or more for 'apart'", remedy)
+        rule = (baseline, advantage.rewards, most)
+        if self.environment.credit == "turn" and (
+            rule != ("group_mean", "summed", 1) or scale not in ("group_std", "none")
+        ):
+            needs = "episode, unless advantage.baseline = 'group_mean', advantage.scale is 'group_std' or 'none', and best_of = 1"
+            self.refuse(
+                "environment.credit",
+                needs,
+                "other advantages are defined for whole episodes only: set it to episode",
+            )
+
+    def _check_teacher(self) -> None:
+        if self.sampling.temperature != 1:
+            remedy = "the teacher's log-probabilities are at temperature 1: set it to 1"
+            self.refuse("sampling.temperature", "1 with teacher.source", remedy)
+        for name, by_reward, needs in (
+            ("dynamic_sampling.enabled", self.dynamic_sampling.enabled, "false"),
+            ("environment.credit", self.environment.credit == "turn", "episode"),
+            ("advantage.rewards", self.advantage.rewards == "apart", "summed"),
+            ("batch.keep_by", self.batch.keep_by == "reward_per_token", "shortest"),
+        ):
+            if by_reward and not self.teacher.rewards:
+                remedy = f"rewards are not learnt, and all groups are trained on: set it to {needs}, or teacher.rewards=true"
+                self.refuse(name, f"{needs} with teacher.source", remedy)
 
     def _check_waves(self) -> None:
         most, wave, step = self.dynamic_sampling.max_waves, self.prompts_per_wave, self.batch.prompts_per_step
@@ -731,7 +916,7 @@ class TrainConfig(RunConfig):
                 "tokens in flight are sampled by older weights, and training on data that is a few steps old collapses without importance "
                 "weights: leave it out, or set loss.old_logprobs=sampler"
             )
-            needs = f"auto, truncate, mask or mask_responses with rollout.in_flight = {in_flight}"
+            needs = f"auto or importance weights with rollout.in_flight = {in_flight}"
             self.refuse("loss.correction", needs, remedy)
         if in_flight % group:
             needs = f"a multiple of batch.group_size = {group}, or 0 (waves)"

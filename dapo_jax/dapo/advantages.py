@@ -1,12 +1,25 @@
-"""Group-relative advantages, on the host in float64.
+"""Advantages of the responses in a training step, on the host in float64.
 
 In float32, the mean and the standard deviation of sixteen equal rewards both have rounding errors. Dividing the deviation from the mean by the
 standard deviation then yields an advantage of up to 0.26 instead of 0.
 """
 
+from collections.abc import Callable, Mapping, Sequence
+from math import comb
+
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
+
+from dapo_jax.dapo.rollouts import Group
+from dapo_jax.hints import nearest
+
+Advantages = Callable[[Sequence[Group]], Sequence[np.ndarray]]
+"""The `advantages` argument of `train`: a function of all groups that a step trains on. It returns one array per group, with one number per rollout."""
+
+BASELINES = ("group_mean", "leave_one_out", "length_weighted", "none")
+SCALES = ("group_std", "group_mean", "batch_std", "whiten_tokens", "whiten_responses", "none")
+_EPS = 1e-6
 
 
 def group_advantages(
@@ -60,3 +73,143 @@ def group_advantages(
     if not normalize_std:
         return centered
     return centered / (shifted.std(axis=1, ddof=1, keepdims=True) + eps)
+
+
+def step_advantages(
+    groups: Sequence[Group],
+    *,
+    baseline: str = "group_mean",
+    scale: str = "group_std",
+    rewards: str = "summed",
+    best_of: int = 1,
+    filter_truncated: bool = False,
+    weights: Mapping[str, float] | None = None,
+) -> list[np.ndarray]:
+    """Returns the advantages of all responses in a step in float64, one array per group. x is the reward R minus a baseline, and the advantage is x divided by a scale.
+
+    | baseline | x | |
+    |---|---|---|
+    | `group_mean` | R - mean(R) | GRPO, DAPO (Eq. 9) |
+    | `leave_one_out` | R - mean(R of the other responses of the group) | RLOO, [2402.14740](https://arxiv.org/abs/2402.14740) |
+    | `length_weighted` | R - sum(n R) / sum(n), where n is the number of a response's tokens in the loss | OPO, [2505.23585](https://arxiv.org/abs/2505.23585) |
+    | `none` | R | REINFORCE |
+
+    | scale | advantage | |
+    |---|---|---|
+    | `group_std` | x / (std(R) + 1e-6) | GRPO, DAPO (Eq. 9) |
+    | `group_mean` | x / (mean(R) + 1e-6); 0 if mean(R) is not positive | MaxRL, [2602.02710](https://arxiv.org/abs/2602.02710) |
+    | `batch_std` | x / (std(R over all groups) + 1e-6) | Lite PPO, [2508.08221](https://arxiv.org/abs/2508.08221) |
+    | `whiten_tokens` | (x - mean(x)) / sqrt(var(x) + 1e-8), over all tokens in the loss | REINFORCE++, [2501.03262](https://arxiv.org/abs/2501.03262) |
+    | `whiten_responses` | the same, over all responses | GDPO, [2601.05242](https://arxiv.org/abs/2601.05242) |
+    | `none` | x | Dr. GRPO, [2503.20783](https://arxiv.org/abs/2503.20783) |
+
+    mean(R) and std(R) are over the group. Variances have the count minus 1 in the denominator. If a standard deviation is 0, so are the advantages.
+
+    Args:
+        groups: all groups that the step trains on.
+        baseline: one of the four names above.
+        scale: one of the six names above.
+        rewards: `summed`, or `apart` (GDPO): x is the weighted sum over the graders of (R - baseline) / (std(R) + 1e-6), where R is the reward from this grader. The
+            overlong penalty is one more grader, with weight 1. `scale` then uses the standard deviation of x instead of R.
+        best_of: the k of pass@k training. R is replaced by `best_of(R, k)`, and `group_std` divides by the standard deviation of the highest of k rewards.
+        filter_truncated: truncated responses are excluded from the loss, so their number of tokens is 0.
+        weights: the weight of each grader by its name in `Verdict.parts`, for `apart`. If None, all weights are 1.
+
+    Raises:
+        ValueError: a name is unknown, or a group has fewer than `best_of` responses.
+    """
+    choices = {"baseline": BASELINES, "scale": SCALES, "rewards": ("summed", "apart")}
+    for name, value in {"baseline": baseline, "scale": scale, "rewards": rewards}.items():
+        if value not in choices[name]:
+            near = nearest(value, choices[name], least=0.0)[0]
+            raise ValueError(f"{name}={value!r} is unknown; did you mean {near!r}?")
+    graders = weights or dict.fromkeys(groups[0].rollouts[0].verdict.parts, 1.0)
+    found = []
+    for group in groups:
+        lengths = [0 if filter_truncated and one.truncated else one.response_tokens for one in group.rollouts]
+        tokens, best = np.array(lengths), _best_of(group.rewards[None], best_of)[0]
+        terms = [(1.0, group.rewards)]
+        if rewards == "apart":
+            parts = [(w, [one.verdict.parts[name] for one in group.rollouts]) for name, w in graders.items()]
+            parts.append((1.0, [one.overlong_penalty for one in group.rollouts]))
+            terms = [(w, np.array(values, np.float64)) for w, values in parts]
+        x = np.zeros(len(best))
+        for weight, part in terms:
+            term = _minus_baseline(_best_of(part[None], best_of)[0], tokens, baseline)
+            x += weight * (_divided(term, _deviation(part, best_of)) if rewards == "apart" else term)
+        spread = x if rewards == "apart" else best
+        if scale == "group_std":
+            x = _divided(x, _deviation(x) if rewards == "apart" else _deviation(group.rewards, best_of))
+        elif scale == "group_mean":
+            x = x / (best.mean() + _EPS) if best.mean() > 0 else np.zeros(len(x))
+        found.append((x, spread, tokens))
+    x, spread, tokens = (np.concatenate(each) for each in zip(*found, strict=True))
+    if scale == "batch_std":
+        x = _divided(x, _deviation(spread))
+    elif scale.startswith("whiten"):
+        x = _whitened(x, tokens if scale == "whiten_tokens" else np.ones_like(tokens))
+    return np.split(x, np.cumsum([len(group.rollouts) for group in groups])[:-1])
+
+
+def best_of(rewards: Float[np.ndarray, "prompts group"], k: int) -> Float[np.ndarray, "prompts group"]:
+    """Replaces each reward by the expected highest reward among the response and k - 1 random others of its group (pass@k training).
+
+    See Chen et al. 2025, https://arxiv.org/abs/2508.10751. The mean of the new rewards over the group is the expected highest of k rewards, which is pass@k if rewards are
+    0 and 1. Equal rewards stay equal.
+
+    Raises:
+        ValueError: k is not between 1 and the size of a group.
+
+    >>> best_of(np.array([[1.0, 0.0, 0.0, 0.0]]), 2).round(3).tolist()
+    [[1.0, 0.333, 0.333, 0.333]]
+    """
+    size = rewards.shape[1]
+    if not 1 <= k <= size:
+        raise ValueError(f"best_of={k} must be between 1 and the number of responses in a group, {size}")
+    if k == 1:
+        return rewards
+    shifted = rewards - rewards[:, :1]
+    ordered = np.sort(shifted, axis=1)
+    # If p of the other responses are not better, the highest of k is the response itself (j = p) or the one at place j > p.
+    ways = [
+        [comb(p, k - 1) if j == p else comb(j - 1, k - 2) if j > p else 0 for j in range(size)]
+        for p in range(size)
+    ]
+    shares = np.array([[count / comb(size - 1, k - 1) for count in row] for row in ways])
+    places = (ordered[:, None, :] <= shifted[:, :, None]).sum(axis=2) - 1
+    return rewards[:, :1] + np.take_along_axis((shares * ordered[:, None, :]).sum(axis=2), places, axis=1)
+
+
+_best_of = best_of  # `step_advantages` has a parameter of this name
+
+
+def _minus_baseline(
+    rewards: Float[np.ndarray, " group"], tokens: Int[np.ndarray, " group"], baseline: str
+) -> Float[np.ndarray, " group"]:
+    if baseline == "none":
+        return rewards
+    if baseline == "length_weighted":
+        shifted = rewards - rewards[0]
+        return shifted - (tokens * shifted).sum() / max(tokens.sum(), 1)
+    centered = group_advantages(rewards[None], normalize_std=False)[0]
+    return centered if baseline == "group_mean" else centered * len(rewards) / max(len(rewards) - 1, 1)
+
+
+def _deviation(rewards: Float[np.ndarray, " rewards"], k: int = 1) -> float:
+    """Returns the sample standard deviation, or 1 for a single reward. For k > 1, returns the standard deviation of the highest of k of the rewards."""
+    shifted, size = rewards - rewards[0], len(rewards)
+    if k == 1:
+        return float(shifted.std(ddof=1)) if size > 1 else 1.0
+    ordered, shares = np.sort(shifted), np.array([comb(j, k - 1) / comb(size, k) for j in range(size)])
+    return float(np.sqrt((shares * (ordered - (shares * ordered).sum()) ** 2).sum()))
+
+
+def _divided(x: Float[np.ndarray, " group"], deviation: float) -> Float[np.ndarray, " group"]:
+    return x / (deviation + _EPS) if deviation else np.zeros(len(x))
+
+
+def _whitened(x: Float[np.ndarray, " responses"], counts: Int[np.ndarray, " responses"]) -> np.ndarray:
+    """Returns (x - mean) / sqrt(variance + 1e-8), where each x counts as often as given."""
+    total, shifted = counts.sum(), x - x[0]
+    centered = shifted - (counts * shifted).sum() / max(total, 1)
+    return centered / np.sqrt((counts * centered**2).sum() / max(total - 1, 1) + 1e-8)

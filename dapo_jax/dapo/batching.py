@@ -1,16 +1,15 @@
-"""Converts groups to the training examples of an update: splits the groups into minibatches, and computes advantages and token weights on the host.
+"""Converts groups to the training examples of an update: splits the groups into minibatches, and computes token weights and the advantages of turns on the host.
 
 The loss weight of each token is computed here from the whole minibatch. Packing, microbatching and sharding therefore do not change the gradient.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from dapo_jax.dapo.advantages import group_advantages
 from dapo_jax.dapo.losses import token_weights
 from dapo_jax.dapo.rollouts import Group
 
@@ -29,6 +28,8 @@ class Example:
     """If False, no token of this example enters the loss (overlong filtering)."""
     sampled: Bool[np.ndarray, " response"] | None = None
     """True for tokens that the policy sampled. Other tokens do not enter the loss. If None, the policy sampled all tokens."""
+    noise: Float[np.ndarray, " response"] | None = None
+    """A random number from 0 to 1 for each token, if a selection requires it."""
     group: int = 0
     """Index of the example's group in the minibatch."""
     rollout: int | None = None
@@ -60,34 +61,32 @@ def split_minibatches(
 
 def training_examples(
     groups: Sequence[Group],
+    advantages: Sequence[Iterable[float | np.ndarray]],
     *,
-    normalize_std: bool = True,
     filter_truncated: bool = False,
-    by_turn: bool = False,
 ) -> list[Example]:
-    """Converts the rollouts of a minibatch to examples, and computes their advantages (Eq. 9).
+    """Converts the rollouts of a minibatch to examples.
 
     If the environment started new contexts in an episode, the episode becomes one example per context.
 
     Args:
         groups: groups of the minibatch.
-        normalize_std: divide advantages by the standard deviation of the group's rewards.
+        advantages: for each group, one advantage per rollout (`step_advantages`): a number, or an array with one value per token (`turn_advantages`).
         filter_truncated: exclude truncated responses from the loss (overlong filtering). Their rewards still enter their group's mean and standard deviation.
-        by_turn: compute a separate advantage for each turn of an episode (see `turn_advantages`). If False, all turns share the episode's advantage.
     """
     examples, count = [], 0
-    for index, group in enumerate(groups):
-        advantages = group_advantages(group.rewards[None], normalize_std=normalize_std)[0]
-        of_turns = turn_advantages(group, normalize_std=normalize_std) if by_turn else {}
-        for place, (rollout, advantage) in enumerate(zip(group.rollouts, advantages, strict=True)):
+    for index, (group, of_group) in enumerate(zip(groups, advantages, strict=True)):
+        for rollout, advantage in zip(group.rollouts, of_group, strict=True):
             response = rollout.response
-            count, sampled, by_token = count + 1, response.sampled, of_turns.get(place)
+            count, sampled = count + 1, response.sampled
             examples += [
                 Example(
                     prompt_tokens=context,
                     response_tokens=response.tokens[first:stop],
                     logprobs=response.logprobs[first:stop],
-                    advantage=float(advantage) if by_token is None else by_token[first:stop],
+                    advantage=advantage[first:stop]
+                    if isinstance(advantage, np.ndarray)
+                    else float(advantage),
                     in_loss=not (filter_truncated and rollout.truncated),
                     sampled=sampled[first:stop] if response.turns else None,
                     group=index,

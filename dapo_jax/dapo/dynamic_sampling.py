@@ -5,7 +5,7 @@ Training on the groups that finish first instead would favour short responses.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dapo_jax.dapo.rollouts import Group
 
@@ -76,7 +76,9 @@ class Collected:
     """The groups of one step."""
 
     groups: list[Group]
-    """The groups to train on, in the order of their prompts' ordinals."""
+    """The groups to train on, in the order of their prompts' ordinals, without the responses that `Group.best` removed."""
+    whole: list[Group] = field(default_factory=list)
+    """The same groups with all their responses."""
     carry: list[Group]
     """Informative groups that are kept for the next step."""
     sampled: list[Group]
@@ -96,7 +98,7 @@ class Collected:
     def logged(self, count: int) -> Sequence[Group]:
         """Returns the groups whose rollouts are logged: the first `count` sampled groups or, with rollouts in flight, the first `count` trained groups.
         With rollouts in flight, a group may be graded in this step but trained on in a later step, so `sampled` would not match the training data."""
-        return (self.groups if self.drawn_tokens is not None else self.sampled)[:count]
+        return (self.whole if self.drawn_tokens is not None else self.sampled)[:count]
 
 
 def nothing_to_learn(tally: Tally, sampled: Sequence[Group], metric: str) -> str:

@@ -13,13 +13,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from dapo_jax.dapo.metrics import Max, Mean, Metric
+from dapo_jax.dapo.metrics import Max, Mean, Metric, token_mean
 from dapo_jax.hints import nearest
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +-20 before exp, so that squares and sums of the ratios (at most e^20 = 4.9e8) do not overflow float32."""
 
-AGGREGATIONS = ("token_mean", "prompt_mean", "sequence_mean", "token_sum_norm")
+AGGREGATIONS = ("token_mean", "prompt_mean", "sequence_mean", "token_sum_norm", "sequence_sum")
 
 
 def dapo_loss(
@@ -71,7 +71,7 @@ def dapo_loss(
         raise ValueError(f"dual_clip must be above 1, the ratio of an on-policy token; got {dual_clip}")
     if advantages.shape == mask.shape[:1]:
         advantages = jnp.broadcast_to(advantages[:, None], mask.shape)
-    tokens = _MaskedTokens(logprobs, mask, old_logprobs=old_logprobs, advantages=advantages, weights=weights)
+    tokens = MaskedTokens(logprobs, mask, old_logprobs=old_logprobs, advantages=advantages, weights=weights)
     logprobs = tokens.clean(logprobs)
     advantages = tokens.constant(advantages)
 
@@ -129,6 +129,7 @@ def kl_penalty(
     mask: Bool[Array, "batch seq"],
     *,
     estimator: str = "k3",
+    old_logprobs: Float[Array, "batch seq"] | None = None,
     weights: Float[Array, "batch seq"] | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Metric]]:
     r"""Estimates KL(policy || reference) from the sampled tokens. DAPO does not use a KL penalty (Section 2.3).
@@ -136,29 +137,58 @@ def kl_penalty(
     Let $d = \log \pi_\text{ref} - \log \pi_\theta$ of a token sampled by the policy. `k1` is $-d$, which is unbiased
     but may be negative. `k3` is $e^d - 1 - d$ (see `k3`), which is unbiased, never negative and less noisy. To train with a
     penalty, add `coefficient * penalty` with `k3` to the loss. `k1` cannot be used for this: its *gradient* with respect to the
-    log-probability is 1 for every token, does not depend on the reference, and is zero on average.
+    log-probability is 1 for every token, does not depend on the reference, and is zero on average. The value of `k3` is
+    unbiased, but its gradient is not the gradient of the KL divergence. `k3_unbiased` is $r (e^d - 1 - d)$ with the ratio
+    $r = \pi_\theta / \pi_\text{old}$, whose gradient is unbiased too (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556).
 
     Args:
         logprobs: log-probability of each token under the policy being trained, in nats. Only this argument is
             differentiated.
         ref_logprobs: log-probability of each token under the reference policy.
         mask: True on response tokens.
-        estimator: `k3` or `k1`.
+        estimator: `k3`, `k3_unbiased` or `k1`.
+        old_logprobs: log-probability of each token under the old policy. Required for `k3_unbiased`, otherwise unused.
         weights: the weight of each token, as in `dapo_loss`.
 
     Returns:
-        The penalty, which is 0 for an empty mask, and the unweighted token means of both estimators.
+        The penalty, which is 0 for an empty mask, and the unweighted token means of `k1` and `k3`.
 
     Raises:
-        ValueError: the estimator is unknown, shapes do not match, or the mask is not bool.
+        ValueError: the estimator is unknown, `old_logprobs` is missing, shapes do not match, or the mask is not bool.
     """
-    _check_choice("estimator", estimator, ("k1", "k3"))
-    tokens = _MaskedTokens(logprobs, mask, ref_logprobs=ref_logprobs, weights=weights)
+    check_choice("estimator", estimator, ("k1", "k3", "k3_unbiased"))
+    tokens = MaskedTokens(
+        logprobs, mask, ref_logprobs=ref_logprobs, old_logprobs=old_logprobs, weights=weights
+    )
     difference = tokens.constant(ref_logprobs) - tokens.clean(logprobs)
     log_ratio = jnp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     by_k1, by_k3 = -log_ratio, k3(log_ratio)
-    penalty = jnp.sum(tokens.weights(weights) * (by_k3 if estimator == "k3" else by_k1))
+    estimate = by_k1 if estimator == "k1" else by_k3
+    if estimator == "k3_unbiased":
+        if old_logprobs is None:
+            raise ValueError("estimator='k3_unbiased' needs old_logprobs, the denominator of its ratio")
+        moved = tokens.clean(logprobs) - tokens.constant(old_logprobs)
+        estimate = jnp.exp(jnp.clip(moved, -MAX_LOG_RATIO, MAX_LOG_RATIO)) * by_k3
+    penalty = jnp.sum(tokens.weights(weights) * estimate)
     return penalty, {"policy/kl_ref_k1": tokens.mean(by_k1), "policy/kl_ref_k3": tokens.mean(by_k3)}
+
+
+def with_teacher(
+    advantages: Float[Array, "batch seq"],
+    teacher_logprobs: Float[Array, "batch seq"],
+    old_logprobs: Float[Array, "batch seq"],
+    mask: Bool[Array, "batch seq"],
+    *,
+    coef: float = 1.0,
+) -> tuple[Float[Array, "batch seq"], dict[str, Metric]]:
+    r"""Adds the advantages of on-policy distillation, which are $\text{coef} (\log \pi_\text{teacher} - \log \pi_\text{old})$ for each token, in nats.
+
+    Because the policy samples the tokens, the policy gradient of these advantages is an unbiased estimate of the gradient of
+    $-\text{coef}\, \mathrm{KL}(\pi \Vert \pi_\text{teacher})$ of each token's distribution (Agarwal et al. 2023, https://arxiv.org/abs/2306.13649).
+    Also returns the metric `teacher/reverse_kl`, the mean of $\log \pi_\text{old} - \log \pi_\text{teacher}$ over the mask.
+    """
+    difference = jnp.where(mask, teacher_logprobs - old_logprobs, 0.0)
+    return advantages + coef * difference, {"teacher/reverse_kl": token_mean(-difference, mask)}
 
 
 def supervised_loss(
@@ -190,13 +220,14 @@ def token_weights(
     | `prompt_mean` | 1 / (prompts) / (response tokens of its group) | DAPO, exactly as in Eq. 8 |
     | `sequence_mean` | 1 / (responses) / (tokens of response i) | GRPO |
     | `token_sum_norm` | 1 / (responses * max_response_tokens) | Dr. GRPO |
+    | `sequence_sum` | 1 / (responses) | LUSPO (https://arxiv.org/abs/2602.05261) |
 
     Responses without a token in the mask are not counted, and neither are prompts without a counted response. With these weights, the losses and
     gradients of microbatches and shards add up to the loss and gradient of the minibatch, so sum them instead of averaging them.
 
     Args:
         mask: True on response tokens. One row per response, for all responses of the minibatch.
-        aggregation: one of the four names.
+        aggregation: one of the five names.
         group_ids: one number per row, the same for all responses to a prompt. Required for `prompt_mean`.
         max_response_tokens: maximum response length during sampling. Required for `token_sum_norm`.
 
@@ -210,7 +241,7 @@ def token_weights(
     References:
         Shao et al., "DeepSeekMath", 2024 (GRPO). Liu et al., "Understanding R1-Zero-Like Training", 2025 (Dr. GRPO).
     """
-    _check_choice("aggregation", aggregation, AGGREGATIONS)
+    check_choice("aggregation", aggregation, AGGREGATIONS)
     _check_mask(mask)
     xp: Any = np if isinstance(mask, np.ndarray) else jnp
     dtype = np.float64 if xp is np else jnp.result_type(float)
@@ -230,6 +261,8 @@ def token_weights(
                 f"aggregation='token_sum_norm' needs max_response_tokens of 1 or more, got {max_response_tokens}"
             )
         weight = xp.broadcast_to(one_over(responses) / max_response_tokens, tokens.shape)
+    elif aggregation == "sequence_sum":
+        weight = xp.broadcast_to(one_over(responses), tokens.shape)
     else:
         prompts, group_tokens = _count_groups(xp, tokens, group_ids)
         weight = one_over(prompts) * one_over(group_tokens)
@@ -252,7 +285,7 @@ def _count_groups(xp: Any, tokens: Any, group_ids: Any) -> tuple[Any, Any]:
     return (live & ~has_earlier).sum(), xp.where(same, tokens[None, :], 0).sum(axis=1)
 
 
-class _MaskedTokens:
+class MaskedTokens:
     """Masked operations that are shared by the losses, in a common dtype. Values outside the mask do not affect any result."""
 
     def __init__(self, logprobs: Array, mask: Array, **others: Array | None) -> None:
@@ -295,7 +328,7 @@ def _check_mask(mask: Array | np.ndarray) -> None:
         raise ValueError(f"mask must be bool of shape [batch, seq], got {mask.dtype} of shape {mask.shape}")
 
 
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         near = nearest(value, choices, least=0.0)[0]
         raise ValueError(f"{name}={value!r} is unknown. Did you mean {near!r}?")

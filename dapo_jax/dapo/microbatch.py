@@ -3,7 +3,7 @@
 The fields are annotated `... | Any` because they are numpy arrays on the host, and because JAX also builds this dataclass with shapes or shardings as fields.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import jax
@@ -40,12 +40,17 @@ class Microbatch:
     """Log-probabilities in the denominator of the objective's ratio. They are zeros until `Updater.prepare` fills them in."""
     ref_logprobs: Float[Array, "rows seq"] | Any
     """Log-probabilities under the reference policy, or zeros if there is no reference policy."""
+    teacher_logprobs: Float[Array, "rows seq"] | Any = None
+    """Log-probabilities under the teacher, or None if there is no teacher."""
+    noise: Float[Array, "rows seq"] | Any = None
+    """A random number from 0 to 1 for each token, or None unless a selection requires it."""
+    selected: Bool[Array, "rows seq"] | Any = None
+    """True on the tokens that `loss.select` selects. None until `Updater.prepare` fills it in, and always with `loss.select=all`."""
 
 
-def blank_microbatch(shape: tuple[int, ...]) -> Microbatch:
-    """Returns a microbatch of zeros as numpy arrays of shape `shape`: [rows, seq], optionally with leading dimensions."""
+def blank_microbatch(shape: tuple[int, ...], *also: str) -> Microbatch:
+    """Returns a microbatch of zeros as numpy arrays of shape `shape`: [rows, seq], optionally with leading dimensions. `also` names fields that are None by default."""
     integers = ("tokens", "segment_ids", "prefix_ids", "previous", "positions")
-    kinds = {"mask": np.bool_, **dict.fromkeys(integers, np.int32)}
-    return Microbatch(
-        **{field.name: np.zeros(shape, kinds.get(field.name, np.float32)) for field in fields(Microbatch)}
-    )
+    kinds = {"mask": np.bool_, "selected": np.bool_, **dict.fromkeys(integers, np.int32)}
+    names = [field.name for field in fields(Microbatch) if field.default is MISSING or field.name in also]
+    return Microbatch(**{name: np.zeros(shape, kinds.get(name, np.float32)) for name in names})

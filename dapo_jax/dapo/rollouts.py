@@ -6,7 +6,7 @@ Their arrays are numpy arrays without padding. This module does not import jax, 
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -292,6 +292,13 @@ class Group:
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
+    kept: tuple[int, ...] = ()
+    """The index of each rollout among all responses to the prompt, if `best` removed some. Empty if all responses are present."""
+
+    @property
+    def indexed(self) -> list[tuple[int, Rollout]]:
+        """The rollouts, each with its index among all responses to the prompt."""
+        return list(zip(self.kept or range(len(self.rollouts)), self.rollouts, strict=True))
 
     @property
     def oldest(self) -> int:
@@ -312,3 +319,16 @@ class Group:
     def accuracy(self) -> float:
         """Fraction of the group's rollouts that are correct."""
         return sum(rollout.correct for rollout in self.rollouts) / len(self.rollouts)
+
+    def best(self, count: int, *, by: str) -> "Group":
+        """Returns the group with only its `count` best responses (GFPO, https://arxiv.org/abs/2508.09726), or the group itself if `count` is 0.
+
+        The best responses are the shortest or, for `by="reward_per_token"`, those with the highest reward per sampled token. Ties go to the lower index.
+        """
+        if not count:
+            return self
+        lengths = [rollout.response_tokens for rollout in self.rollouts]
+        rates = self.rewards / np.maximum(lengths, 1)
+        order = np.argsort(lengths if by == "shortest" else -rates, kind="stable")
+        kept = tuple(sorted(order[:count].tolist()))
+        return replace(self, rollouts=tuple(self.rollouts[index] for index in kept), kept=kept)

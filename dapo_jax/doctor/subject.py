@@ -66,7 +66,11 @@ class Subject:
         model, folder = self.config.model, self.described[2]
         if folder is not None:  # given a hub name, `plan` would use the shapes of a preset
             model = replace(model, source=str(folder), revision="")
-        return plan(replace(self.config, model=model), assumed=Assumptions(informative=1.0))
+        teacher = self.config.teacher
+        if teacher.source.startswith("hf:"):
+            folder, _ = look_up(teacher.source.removeprefix("hf:"), revision=teacher.revision or None)
+            teacher = replace(teacher, source=str(folder), revision="")
+        return plan(replace(self.config, model=model, teacher=teacher), assumed=Assumptions(informative=1.0))
 
     @cached_property
     def training(self) -> tuple[PromptSource, Sequence[str]]:

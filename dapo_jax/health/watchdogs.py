@@ -37,6 +37,7 @@ SEEN = (
     "rollout/response_tokens",
     "rollout/scores_differ_frac",
     "rollout/truncated_frac",
+    "teacher/reverse_kl",
     "update/learning_rate",
 )
 """Metrics that the warnings use."""
@@ -83,7 +84,7 @@ def warnings(seen: Seen, *, metric: str) -> dict[str, str]:
     """Returns the name and text of each warning whose condition holds after the last step, in the order of `NAMES`.
 
     * `length_collapse`: responses are shorter than `MIN_LENGTH_FRAC` of their first length.
-    * `entropy_collapse`: the entropy is below `MIN_ENTROPY` and below a tenth of its first value, and accuracy is below 0.9.
+    * `entropy_collapse`: the entropy is below `MIN_ENTROPY` and below a tenth of its first value, accuracy is below 0.9, and there is no teacher.
     * `truncation`: the share of truncated responses exceeds `MAX_TRUNCATED_FRAC`, and exceeds its first value by 0.25.
     * `flat_groups`: over the last `WINDOW // 2` steps, less than `MIN_MIXED_FRAC` of the groups had both correct and wrong responses
       (or different scores, if `metric` is `score`).
@@ -97,7 +98,7 @@ def warnings(seen: Seen, *, metric: str) -> dict[str, str]:
     done = metric == "correct" and bool(accuracy) and _mean(accuracy) >= NEARLY_ALL_RIGHT
     found = {
         "length_collapse": _length_collapse(seen),
-        "entropy_collapse": "" if done else _entropy_collapse(seen),
+        "entropy_collapse": "" if done or seen["teacher/reverse_kl"] else _entropy_collapse(seen),
         "truncation": _truncation(seen),
         "flat_groups": _flat_groups(seen, metric),
         "reward_stuck": "" if done else _reward_stuck(seen),

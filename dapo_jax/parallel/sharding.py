@@ -47,6 +47,8 @@ def shardings(tree: PyTree, mesh: Mesh, rules: Mapping[str, str | None] = TRAINE
             cut = zip(parts.scale.shape, values.spec, strict=True)
             scale = PartitionSpec(*(None if size == 1 else axis for size, axis in cut))
             return leaf.replace(Quantized(values, NamedSharding(mesh, scale)))
+        if not jax.tree.leaves(leaf):  # a moment that an optimizer does not have for this parameter
+            return leaf
         axes = leaf.get_metadata().get("axes", ()) if isinstance(leaf, nnx.Variable) else ()
         spec = [None] * (leaf.ndim - len(axes)) + [rules[axis] for axis in axes]
         for size, axis in zip(leaf.shape, spec, strict=True):

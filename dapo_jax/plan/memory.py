@@ -36,7 +36,9 @@ class Resident:
     loaded: int = 0
     """Offloaded moments that an update is assumed to keep on the device; 0 if the compiler counts their temporary copies."""
     reference: int = 0
-    """The reference policy's parameters; 0 unless `loss.kl_coef` is set."""
+    """The reference policy's parameters; 0 if there is no reference policy."""
+    teacher: int = 0
+    """The teacher's parameters; 0 if there is no teacher."""
     base: int = 0
     """The trainer's frozen base weights, if adapters are trained."""
     shares_base: bool = False
@@ -143,6 +145,7 @@ def together(program: str, there: Resident, *, updates: int) -> tuple[str, dict[
         "frozen weights": there.base,
         "sampler's frozen weights": there.sampler_base,
         "reference policy": there.reference,
+        "teacher": there.teacher,
         "rotations": there.rotations,
     }
     updating = {**between, "minibatches": updates * there.minibatch}

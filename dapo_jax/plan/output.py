@@ -195,6 +195,7 @@ def _sizes(plan: Plan) -> list[tuple[str, str]]:
         ("frozen weights", there.base),
         ("the sampler's own copy of the frozen weights", there.sampler_base),
         ("reference policy", there.reference),
+        ("teacher", there.teacher),
         ("sampler's weights", there.weights),
         ("rotary embedding of all positions", there.rotations),
         (f"decode state of {plan.config.sampling.slots} slots per sampler", there.decode_state),

@@ -209,6 +209,6 @@ def _devices_of_run(parallel: ParallelConfig) -> Sequence[AnyDevice]:
 
 def _trips(name: str, config: TrainConfig, work: Workload) -> tuple[int, ...]:
     """Returns the trip counts of a program's data-dependent loops: over microbatches, or over the decode steps of a call."""
-    if name in ("update", "update_add_longest", "score"):
+    if name in ("update", "update_add_longest", "score", "score_teacher"):
         return (work.microbatches,)
     return (config.sampling.steps_per_call,) if name == "generate" else ()

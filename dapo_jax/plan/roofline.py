@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 from dapo_jax.config import TrainConfig
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.plan.compiled import Program
+from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.plan.topologies import Topology
 from dapo_jax.plan.workload import MeshSizes, Workload, batch_shards
+from dapo_jax.run.policy import teacher_of
 from dapo_jax.run.programs import sampled_decoder
 from dapo_jax.run.sampler_setup import prefill_of
 from dapo_jax.sampling.pages import PageSizes
@@ -83,6 +85,7 @@ def work_of(
         "prefill": [f"{prefill}_embed", f"{prefill}_head", *[prefill] * decoder.layers],
         "decode": ["generate"],
         "log-probabilities": ["score"],
+        "teacher's log-probabilities": ["score_teacher"],
         "update": ["update"],
     }
     total, network = Counter[str](), Counter[str]()
@@ -246,22 +249,28 @@ def _decode(
 def _trained(config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes: MeshSizes) -> list[Work]:
     """Returns the work of scoring, if any, and of the updates.
 
-    Scoring computes the trainer's old log-probabilities for all updates except the first, and the reference policy's log-probabilities for all updates.
+    Scoring computes the trainer's log-probabilities for all updates except the first (all with `loss.select`), and the log-probabilities of a
+    reference policy and a teacher for all updates.
     """
     devices, count = sizes.devices, work.trained * work.sequence
     scored = work.updates - 1 if config.loss.old_logprobs == "trainer" else 0
+    scored = scored if config.loss.select == "all" else work.updates
     scored += work.updates if config.loss.kl_coef else 0
-    own = forward_flops(decoder, tokens=count, pairs=work.trained * work.attended, logits=count)
     # The numbers of tokens and of query-key pairs include padding, and attention is causal over the whole row.
     tokens = float(work.microbatches * work.microbatch_tokens)
     pairs = tokens * (config.row_tokens + 1) / 2
-    one = forward_flops(decoder, tokens=tokens, pairs=pairs, logits=tokens)
+
+    def forward(decoder: DecoderConfig) -> tuple[float, float, float]:
+        own = forward_flops(decoder, tokens=count, pairs=work.trained * work.attended, logits=count)
+        one = forward_flops(decoder, tokens=tokens, pairs=pairs, logits=tokens)
+        # Each pass over a microbatch reads the gathered weights in the compute dtype. They remain sharded over the tensor axis.
+        used = decoder.parameters - (0 if decoder.tied_embeddings else _unembedding_parameters(decoder))
+        used += 0 if decoder.lora is None else decoder.trained_parameters
+        return own, one, item(config.model.compute_dtype) * used / sizes.train["tensor"]
+
+    own, one, weights = forward(decoder)
     # The backward pass has two matrix products for each one in the forward pass. Full rematerialisation repeats the forward pass.
     passes = 4 if config.model.remat == "full" else 3
-    # Each pass over a microbatch reads the gathered weights in the compute dtype. They remain sharded over the tensor axis.
-    used = decoder.parameters - (0 if decoder.tied_embeddings else _unembedding_parameters(decoder))
-    used += 0 if decoder.lora is None else decoder.trained_parameters
-    weights = item(config.model.compute_dtype) * used / sizes.train["tensor"]
     held = decoder.trained_parameters / (sizes.train["fsdp"] * sizes.train["tensor"])
     # Each microbatch reads, adds to and writes float32 gradients; AdamW reads 4 arrays and writes 3.
     optimizer = work.microbatches * 3 * 4 * held + 7 * 4 * held
@@ -274,11 +283,14 @@ def _trained(config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes:
         useful_flops=(3 * own - 2 * frozen * count) / devices,
         hbm_bytes=work.updates * (work.microbatches * passes * weights + optimizer),
     )
-    scores = Work(
-        phase="log-probabilities",
-        runs=scored,
-        flops=scored * one / devices,
-        useful_flops=scored / work.updates * own / devices,
-        hbm_bytes=scored * work.microbatches * weights,
-    )
-    return [scores, updates] if scored else [updates]
+    scorings = [("log-probabilities", scored, decoder)]
+    if config.teacher.source:
+        taught = decoder_of(teacher_of(config), section="teacher")
+        scorings.append(("teacher's log-probabilities", work.updates, taught))
+    found = []
+    for phase, runs, scorer in scorings:
+        own, one, weights = forward(scorer)
+        flops, useful = runs * one / devices, runs / work.updates * own / devices
+        read = runs * work.microbatches * weights
+        found.append(Work(phase=phase, runs=runs, flops=flops, useful_flops=useful, hbm_bytes=read))
+    return [*(each for each in found if each.runs), updates]

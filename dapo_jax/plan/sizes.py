@@ -18,10 +18,10 @@ _REPOSITORIES = {
 """Maps each hub repository, in lower case, to the preset with the same shapes."""
 
 
-def decoder_of(model: ModelConfig) -> DecoderConfig:
+def decoder_of(model: ModelConfig, *, section: str = "model") -> DecoderConfig:
     """Returns the decoder configuration of `model.source`. Its `vocab_size` is the number of rows in the model's embedding.
 
-    Hub models are looked up among the presets. An unknown preset, folder or repository raises ConfigError.
+    Hub models are looked up among the presets. An unknown preset, folder or repository raises ConfigError, which names the `section`.
     """
     kind, _, name = model.source.partition(":")
     try:
@@ -41,4 +41,4 @@ def decoder_of(model: ModelConfig) -> DecoderConfig:
             lambda base: read_config(folder_of(model, weights=False)) if base == model else decoder_of(base),
         )
     except ValueError as error:
-        raise ConfigError(f"model.source={model.source!r}: {error}") from error
+        raise ConfigError(f"{section}.source={model.source!r}: {error}") from error

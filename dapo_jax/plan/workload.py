@@ -115,7 +115,8 @@ def workload_of(config: TrainConfig, assumed: Assumptions) -> Workload:
     prompts, waves = _sampled(config, assumed.informative, notes)
     again = prompts * batch.group_size * (prompt + mean / 2)
     reprefills = _reprefills(config, assumed.turns, again, notes)
-    per_update, rows = batch.groups_per_update * batch.group_size, batch.rows_per_microbatch
+    kept = batch.keep or batch.group_size
+    per_update, rows = batch.groups_per_update * kept, batch.rows_per_microbatch
     packed = math.ceil(per_update * (prompt + mean) / config.row_tokens)
     longest_per_row = max(1, config.row_tokens // (prompt_limit + limit))
     most = math.ceil(math.ceil(per_update / longest_per_row) / rows)
@@ -127,7 +128,7 @@ def workload_of(config: TrainConfig, assumed: Assumptions) -> Workload:
         response_std=float(assumed.response_tokens_std),
         longest=min(float(limit), mean + 2 * assumed.response_tokens_std),
         prompt_mean=prompt,
-        trained=batch.prompts_per_step * batch.group_size,
+        trained=batch.prompts_per_step * kept,
         updates=batch.prompts_per_step // batch.groups_per_update,
         microbatches=math.ceil(packed / rows),
         room=stack_capacity(most),

@@ -69,7 +69,9 @@ class Rollouts:
 
     def __init__(self, run: RunFiles) -> None:
         self._run, self._by_score = run, run.by_score
-        self._loss = None if run.config is None else run.config.loss
+        # With a teacher, every token has its own advantage, which is not logged.
+        loss = None if run.config is None or run.config.teacher.source else run.config.loss
+        self._loss = loss if loss and loss.objective == "clip" else None
         self._columns: dict[str, list[Any]] = {name: [] for name in TYPES}
         self._questions: dict[tuple[str, str], int] = {}
         self._latest: dict[int, tuple[int, float]] = {}

@@ -3,7 +3,7 @@
 import importlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -11,7 +11,7 @@ from dapo_jax.dapo.rollouts import Verdict
 from dapo_jax.rewards.dapo_grader import dapo_boxed_grader, dapo_grader
 from dapo_jax.rewards.gsm8k_grader import gsm8k_grader, unread_by_gsm8k
 from dapo_jax.rewards.math_grader import math_grader, unread_by_math
-from dapo_jax.rewards.sample import Sample
+from dapo_jax.rewards.sample import Sample, whole_group
 
 Grader = Callable[[str, str], Verdict]
 """A function `grader(response_text, answer)` that returns a Verdict."""
@@ -82,6 +82,17 @@ def _score_answer(task: str, options: str) -> Callable[[str, Mapping[str, Any]],
     return package.create_dataset(task, seed=0, size=1, **json.loads(options)).score_answer
 
 
+@whole_group
+def kimi_length(samples: Sequence[Sample]) -> list[float]:
+    """Returns 0.5 - (n - min(n)) / (max(n) - min(n)) for a response of n tokens, or 0 if all responses to the prompt have equal lengths.
+
+    This is the length reward of Kimi k1.5 (https://arxiv.org/abs/2501.12599). For wrong responses, `grading.summed` replaces positive values with 0.
+    """
+    lengths = [sample.response_tokens for sample in samples]
+    shortest, spread = min(lengths), max(lengths) - min(lengths)
+    return [0.5 - (length - shortest) / spread if spread else 0.0 for length in lengths]
+
+
 GRADERS: dict[str, Grader] = {
     "exact": exact_grader("="),
     "dapo": dapo_grader,
@@ -97,8 +108,8 @@ UNREAD_BY: dict[str, Callable[[str], bool]] = {"math": unread_by_math, "gsm8k": 
 TEXT_RULES = frozenset(GRADERS) - {"math"}
 """Graders that only compare text. They take microseconds and cannot hang, so they need no worker process."""
 
-ROW_GRADERS = {"reasoning_gym": reasoning_gym_grader}
-"""Built-in graders, by name, that are called with a `Sample` because they use its data row."""
+ROW_GRADERS: dict[str, Any] = {"reasoning_gym": reasoning_gym_grader, "kimi_length": kimi_length}
+"""Built-in graders, by name, that are called with a `Sample` or all samples of a group, because they use more than the text."""
 
 
 def _integer(text: str) -> str | None:

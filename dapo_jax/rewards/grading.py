@@ -23,6 +23,10 @@ def immediately(grade: GradeFunction) -> Submit:
     return submit
 
 
+NOT_GRADED = Verdict(correct=False, reason="not graded", score=0.0)
+"""The verdict on every training response of a run that does not learn from rewards."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Grading:
     """Turns sampled responses into graded groups, which contain text, verdicts and rewards."""
@@ -71,6 +75,8 @@ class Part:
     """Name of the function in metrics and in `Verdict.reason`."""
     weight: float
     submit: Submit
+    only_correct: bool = False
+    """Whether the reward is at most 0 for a response that the first part judges wrong."""
 
 
 def weighted_sum(parts: Sequence[Part], shaping: Shaping) -> Submit:
@@ -100,11 +106,15 @@ def summed(parts: Sequence[Part], verdicts: Sequence[Sequence[Verdict]], shaping
 
 
 def _sum(parts: Sequence[Part], verdicts: Sequence[Verdict], rewards: Sequence[float]) -> Verdict:
+    first = verdicts[0]
+    rewards = [
+        min(value, 0.0) if part.only_correct and not first.correct else value
+        for part, value in zip(parts, rewards, strict=True)
+    ]
     terms = ", ".join(
         f"{part.name} {part.weight:g} x {value:g}{f' ({verdict.lost})' if verdict.lost else ''}"
         for part, value, verdict in zip(parts, rewards, verdicts, strict=True)
     )
-    first = verdicts[0]
     score = sum(part.weight * value for part, value in zip(parts, rewards, strict=True))
     if not abs(score) <= MAX_SCORE:
         raise RewardError(

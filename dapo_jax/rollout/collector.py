@@ -63,6 +63,8 @@ class Collector:
     """Whether a step with too few informative groups trains on the groups that it has."""
     keeps_surplus: bool = True
     """If False, ready groups that the step does not train on are discarded when it ends."""
+    best: Callable[[Group], Group] = lambda group: group
+    """Returns a group with only those responses that may be trained on, see `Group.best`."""
     tally: Tally = field(default_factory=Tally)
     """Counts of the groups whose verdicts arrived in this step."""
     waves: int = 0
@@ -205,14 +207,14 @@ class Collector:
 
     def informative(self, group: Group) -> bool:
         """Returns whether a step may train on a graded group."""
-        return not self.enabled or is_informative(group, metric=self.metric)
+        return not self.enabled or is_informative(self.best(group), metric=self.metric)
 
     def end_group(self, group: Group) -> None:
         """Adds a graded group. In rounds, the group's verdict must be due."""
         ordinal, informative = group.prompt.ordinal, self.informative(group)
         self.clock.end_group(ordinal, informative=informative)
         self._judged.append(group)
-        self.tally.add(group)
+        self.tally.add(self.best(group))
         if informative:
             self.ready[ordinal] = group
         for index in range(self.clock.sizes.samples_per_prompt):
@@ -229,15 +231,16 @@ class Collector:
             waves = f" in {self.waves} waves of {self._wave} prompts" if self.clock.sizes.waves else ""
             raise ShortfallError(
                 f"dynamic sampling found {self.kept} of the {self.needed} informative groups it needs among the {self.tally.groups} groups of this step"
-                f"{waves}: {nothing_to_learn(self.tally, self._judged, self.metric)}, raise "
+                f"{waves}: {nothing_to_learn(self.tally, [*map(self.best, self._judged)], self.metric)}, raise "
                 "dynamic_sampling.max_waves, or set dynamic_sampling.on_shortfall=train_fewer"
             )
         version = self.clock.version
-        groups = [self.ready.pop(ordinal) for ordinal in self.clock.end_step()]
+        whole = [self.ready.pop(ordinal) for ordinal in self.clock.end_step()]
         surplus = [self.ready[ordinal] for ordinal in sorted(self.ready)]
         self._judged.sort(key=lambda group: group.prompt.ordinal)
         return Collected(
-            groups=groups,
+            groups=[self.best(group) for group in whole],
+            whole=whole,
             carry=surplus if self.keeps_surplus else [],
             sampled=self._judged,
             cursor=self.cursor,

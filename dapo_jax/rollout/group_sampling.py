@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import chain, islice
 
 from jaxtyping import PyTree
@@ -21,7 +22,8 @@ from dapo_jax.health.stalls import Watch
 from dapo_jax.health.stopping import Stop
 from dapo_jax.parallel.mesh import Meshes
 from dapo_jax.parallel.weights import SamplerWeights
-from dapo_jax.rewards.grading import Grading
+from dapo_jax.rewards.grading import NOT_GRADED, Grading, immediately
+from dapo_jax.rewards.shaping import Shaping
 from dapo_jax.rollout.collector import Collector, Position
 from dapo_jax.rollout.exchange import Answered, Exchange
 from dapo_jax.rollout.response_sampler import TRAINING, ResponseSampler
@@ -53,6 +55,10 @@ class GroupSampling:
     ) -> None:
         """`watch` is notified of progress. With `episodes`, responses have several turns."""
         self._config, self._sampler, self._grading, self._episodes = config, sampler, grading, episodes
+        self._evaluating = grading
+        if not config.learns_rewards and episodes is None:  # an environment must see the end of each episode
+            ungraded = immediately(lambda samples: [NOT_GRADED] * len(samples))
+            self._grading = replace(grading, submit=ungraded, shaping=Shaping())
         self._prompts, self._held_out = prompts, held_out
         self._stream = PromptStream(prompts, hosts=meshes.count)
         self._stop, self._watch = stop, watch
@@ -105,6 +111,7 @@ class GroupSampling:
             enabled=dynamic.enabled,
             trains_fewer=dynamic.on_shortfall == "train_fewer",
             keeps_surplus=self._in_rounds or dynamic.surplus == "carry",
+            best=lambda group: group.best(config.batch.keep, by=config.batch.keep_by),
         )
 
     def groups(self, weights: PyTree, collector: Collector) -> Iterator[Group]:
@@ -128,7 +135,7 @@ class GroupSampling:
                 groups = self._sampler.evaluate(
                     weights,
                     [prompt for prompt in prompts if self._exchange.takes(prompt.ordinal)],
-                    lambda sampled: self._exchange.graded(sampled, self._grading.groups),
+                    lambda sampled: self._exchange.graded(sampled, self._evaluating.groups),
                     self._config.eval,
                     name=name,
                     step=step,

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
-from dapo_jax.config import TrainConfig
+from dapo_jax.config import ConfigError, TrainConfig
+from dapo_jax.dapo.advantages import Advantages, step_advantages
 from dapo_jax.health.stalls import Watch
 from dapo_jax.health.stopping import Stop
 from dapo_jax.models.lora import parted
@@ -17,9 +18,9 @@ from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.rewards.functions import Rewards
 from dapo_jax.rollout.collector import Position
 from dapo_jax.rollout.group_sampling import GroupSampling
-from dapo_jax.run.grader_setup import check_graders, environment_of, episodes_of, grading
+from dapo_jax.run.grader_setup import check_graders, environment_of, episodes_of, grading, part_weights
 from dapo_jax.run.policy import check_trains, load_policy, lora_of, mesh_of, meshes_of, optimizer_of
-from dapo_jax.run.programs import sharing, updater_of
+from dapo_jax.run.programs import has_reference, load_teacher, objective_of, scorer_of, sharing, updater_of
 from dapo_jax.run.prompt_sets import GivenRows, asked_too_often, held_out_prompts, training_prompts
 from dapo_jax.run.resume_point import (
     ResumePoint,
@@ -49,6 +50,7 @@ class Run:
         prompts: GivenRows | None = None,
         eval_rows: GivenRows | None = None,
         objective: Objective | None = None,
+        advantages: Advantages | None = None,
         stop: Stop | None = None,
         watch: Watch | None = None,
         say: Callable[[str], None] = lambda what: None,
@@ -63,11 +65,20 @@ class Run:
         meshes = meshes_of(config.parallel, self._mesh)
         stop = stop or Stop()
         watch = watch or Watch(0.0, end=lambda status, why: None)
-        check_graders(config.reward, reward=reward)  # an invalid grader should fail before the model loads
+        graders = check_graders(config.reward, reward=reward)  # before the model loads
+        if advantages is not None and config.environment.credit == "turn":
+            raise ConfigError(
+                "environment.credit=turn computes the advantages, but a function was given as well: set environment.credit=episode"
+            )
+        if advantages is None and config.advantage.rewards == "apart" and len(graders) < 2:
+            raise ConfigError(
+                f"advantage.rewards=apart needs 2 or more graders, found {len(graders)}: set advantage.rewards=summed"
+            )
         environment = environment_of(config.environment, reward=reward)
+        self._has_reference = has_reference(config, objective or objective_of(config.loss))
         say(f"loading {model.source}")
-        # A resumed run uses the initial weights only as the reference policy for a KL penalty or as the base model under LoRA adapters.
-        has_weights = not resumes or config.loss.kl_coef > 0 or config.lora.rank > 0
+        # A resumed run uses the initial weights only as the reference policy or as the base model under LoRA adapters.
+        has_weights = not resumes or self._has_reference or config.lora.rank > 0
         self.policy = load_policy(
             model,
             lora=lora_of(config.lora),
@@ -78,6 +89,15 @@ class Run:
             shares=sharing(meshes, config.sampling, dtype=model.compute_dtype),
         )
         check_trains(self.policy, config.lora, model.source)
+        files, taught, scores = model_files(self.policy.folder, weights=has_weights), None, None
+        if config.teacher.source:
+            say(f"loading the teacher {config.teacher.source}")
+            teacher = load_teacher(config, self.policy, self._mesh)
+            taught = teacher.params, teacher.frozen
+            scores = scorer_of(config, teacher, self._mesh).scores(teacher.params)
+            # `check_identity` always compares these files, because no name ends in .safetensors.
+            found = model_files(teacher.folder, weights=True)
+            files |= {f"teacher ({name})": digest for name, digest in found.items()}
         head_dim = self.policy.decoder.head_dim
         how = training_pass(model, config.batch, self._mesh, row_tokens=config.row_tokens, head_dim=head_dim)
         self._optimizer = optimizer_of(config.optimizer)
@@ -89,15 +109,14 @@ class Run:
         cached = config.sampling.cache_dtype or model.compute_dtype
         if slower := without_kernel(meshes.sampler, self.policy.decoder.head_dim, cached):
             self.notes.append(slower)
-        files = model_files(self.policy.folder, weights=has_weights)
         self.identity = identity_of(config, prompts=asked.identity, model=files)
         """Stored in every checkpoint to recognise the run that saved it (see `identity_of`)."""
         episodes = episodes_of(environment, config, self.policy)
-        # Memory in use on each device during sampling: train state, reference policy, and a LoRA base that is not shared.
+        # Memory in use on each device during sampling: train state, reference policy, teacher, and a LoRA base that is not shared.
         offload, sizes = config.optimizer.offload, self._mesh.shape
         state = state_structs(self.policy.params, self._optimizer, self._mesh, offload=offload)
-        resident = bytes_on_device((state, self.policy.unshared), sizes)
-        if config.loss.kl_coef:
+        resident = bytes_on_device((state, self.policy.unshared, taught), sizes)
+        if self._has_reference:
             resident += bytes_on_device(state.params, sizes)
         grader = grading(
             config.reward,
@@ -139,9 +158,13 @@ class Run:
             watch=watch,
             episodes=episodes,
         )
-        self.batches = StepBatches(config, how, pad_id=self.policy.tokenizer.pad_id)
-        # The KL penalty's reference policy has the initial weights. With LoRA, it is the base model, which corresponds to adapters of zeros.
-        reference = self.policy.params if config.loss.kl_coef else None
+        rule = {name: getattr(config.advantage, name) for name in ("baseline", "scale", "rewards", "best_of")}
+        left_out, weights = config.reward.overlong.filter_truncated, part_weights(graders)
+        by_rule = partial(step_advantages, **rule, filter_truncated=left_out, weights=weights)
+        pad_id = self.policy.tokenizer.pad_id
+        self.batches = StepBatches(config, how, pad_id=pad_id, advantages=advantages or by_rule)
+        # The reference policy has the initial weights. With LoRA, it is the base model, which corresponds to adapters of zeros.
+        reference = self.policy.params if self._has_reference else None
         if config.lora.rank and reference is not None:
             reference = jax.tree.map(jnp.zeros_like, reference)
         self.updater = updater_of(
@@ -153,13 +176,14 @@ class Run:
             objective=objective,
             reference=reference,
             frozen=self.policy.frozen,
+            teacher=scores,
         )
 
     def start(self, checkpointer: Checkpointer, *, resume: bool, say: Callable[[str], None]) -> ResumePoint:
         """Returns the point from which training starts: the last intact checkpoint if `resume` is True and there is a checkpoint, otherwise step 0.
 
-        `policy.params` is replaced with shapes, so that only the returned state contains trained weights. With a KL penalty, the initial weights stay in
-        memory as the reference policy. Damaged checkpoints are renamed and reported through `say`.
+        `policy.params` is replaced with shapes, so that only the returned state contains trained weights. The weights of a reference policy stay
+        in memory. Damaged checkpoints are renamed and reported through `say`.
 
         Raises:
             ConfigError: the checkpoint belongs to another run.
@@ -183,7 +207,7 @@ class Run:
             found = checkpointer.restore_last(restore, say=say, aside=True)
             assert found is not None
             return found
-        copy = bool(self.config.loss.kl_coef) and not self.config.lora.rank
+        copy = self._has_reference and not self.config.lora.rank
         state = init_state(initial, self._optimizer, self._mesh, offload=offload, copy=copy)
         return ResumePoint(state=state, position=Position())
 

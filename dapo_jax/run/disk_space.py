@@ -10,7 +10,7 @@ from dapo_jax.parallel.together import by_first
 from dapo_jax.storage import AnyPath, files_below, in_bucket, path_of, size_of
 
 STATE_BYTES, EXPORT_BYTES = 12, 4
-"""Bytes per parameter: 12 in a checkpoint (float32 weights and two optimizer moments), and 4 in the model that is written after the last step."""
+"""Bytes per parameter: at most 12 in a checkpoint (float32 weights, and up to two optimizer moments), and 4 in the model that is written after the last step."""
 
 SPARE = 2**30
 """Number of bytes that should stay free on a disk after a run. If fewer would, a warning is shown."""

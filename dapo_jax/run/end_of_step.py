@@ -28,6 +28,7 @@ from dapo_jax.run.loop import Observer, StepResult
 from dapo_jax.run.observers import Ratios
 from dapo_jax.run.records import Records
 from dapo_jax.run.resume_point import ResumePoint
+from dapo_jax.run.training_pass import StepBatches
 from dapo_jax.storage import AnyPath, path_of
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.trackers.rollout_log import write_problems
@@ -51,6 +52,7 @@ class EndOfStep(Observer):
         run_dir: AnyPath,
         *,
         start: ResumePoint,
+        batches: StepBatches,
         ratios: Ratios,
         evaluate: Evaluate | None,
         checkpointer: Checkpointer,
@@ -66,7 +68,8 @@ class EndOfStep(Observer):
         The run starts or resumes at `start`. `identity` is stored in checkpoints. `check` raises an error if the run has lost the lock on its
         folder and must not write to it any more. Only the first process writes metrics; all other processes pass `records=None`.
         """
-        self._config, self._run_dir, self._evaluate, self._ratios = config, run_dir, evaluate, ratios
+        self._config, self._run_dir, self._evaluate = config, run_dir, evaluate
+        self._batches, self._ratios = batches, ratios
         self._checkpointer, self._records, self._shown = checkpointer, records, shown
         self._stop, self._on_step, self._identity, self._check = stop, on_step, identity, check
         self._now, self._saved = start, start.position.step
@@ -93,7 +96,7 @@ class EndOfStep(Observer):
         step, metrics = result.position.step, {**result.metrics, **memory_metrics()}
         self._shown.step(step, metrics)
         if self._records is not None:
-            self._records.rollouts(step, result.collected, self._ratios.found)
+            self._records.rollouts(step, result.collected, self._ratios.found, self._batches.advantages)
         self._now = ResumePoint(state=result.state, position=result.position, unfinished=metrics)
         self._finish(metrics)
         if step < self._config.steps:

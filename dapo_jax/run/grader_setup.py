@@ -21,7 +21,7 @@ from dapo_jax.environments.worker_environment import WorkerEnvironment
 from dapo_jax.rewards import TEXT_RULES
 from dapo_jax.rewards.async_calls import AsyncCalls
 from dapo_jax.rewards.functions import LoadedReward, RewardFunction, Rewards, Submit, load_reward
-from dapo_jax.rewards.graders import ROW_GRADERS
+from dapo_jax.rewards.graders import ROW_GRADERS, kimi_length
 from dapo_jax.rewards.grading import Grading, Part, immediately, part_names, weighted_sum
 from dapo_jax.rewards.pool import GradingPool
 from dapo_jax.rewards.shaping import Shaping
@@ -115,11 +115,10 @@ def submit_of(config: RewardConfig, *, reward: Rewards | None = None) -> tuple[S
         for end in closing:
             end()
 
-    names = part_names([grader.loaded.name for grader in graders])
+    weights = part_weights(graders)
     parts = [
-        Part(name=name, weight=grader.weight, submit=submit)
-        for name, grader, submit in zip(names, graders, submits, strict=True)
-        if grader.weight is not None
+        Part(name=name, weight=weight, submit=submit, only_correct=grader.loaded.function is kimi_length)
+        for (name, weight), grader, submit in zip(weights.items(), graders, submits, strict=False)
     ]
     rule = Shaping(correct=config.correct, incorrect=config.incorrect)
     return weighted_sum(parts, rule) if parts else submits[0], close if closing else None
@@ -133,6 +132,12 @@ class ConfiguredGrader(NamedTuple):
     """The name by which a worker loads the grader, or None for a function that was passed from Python."""
     weight: float | None
     """The grader's weight in the weighted sum of rewards, or None if it is the only grader."""
+
+
+def part_weights(graders: Sequence[ConfiguredGrader]) -> dict[str, float]:
+    """Returns the weight of each grader by its name in `Verdict.parts`. Empty for a single grader without a weight."""
+    names = part_names([grader.loaded.name for grader in graders])
+    return {name: one.weight for name, one in zip(names, graders, strict=True) if one.weight is not None}
 
 
 def check_graders(config: RewardConfig, *, reward: Rewards | None = None) -> list[ConfiguredGrader]:
@@ -150,16 +155,22 @@ def check_graders(config: RewardConfig, *, reward: Rewards | None = None) -> lis
         return ConfiguredGrader(found, spec if isinstance(spec, str) else None, weight)
 
     if reward is None and not config.graders:
-        return [loaded("reward.grader", config.grader)]
-    if reward is None:
+        found = [loaded("reward.grader", config.grader)]
+    elif reward is None:
         listed = entries("reward.graders", config.graders, GraderConfig)
-        return [
+        found = [
             loaded(f"reward.graders[{place}].grader", one.grader, one.weight)
             for place, one in enumerate(listed)
         ]
-    if callable(reward):
-        return [loaded("reward", reward)]
-    return [loaded(f"reward[{place}]", *pair) for place, pair in enumerate(weighted(reward))]
+    elif callable(reward):
+        found = [loaded("reward", reward)]
+    else:
+        found = [loaded(f"reward[{place}]", *pair) for place, pair in enumerate(weighted(reward))]
+    if found[0].loaded.function is kimi_length:
+        raise ConfigError(
+            "kimi_length needs another grader before it, for example reward.graders=[{grader: math}, {grader: kimi_length, weight: 0.5}]"
+        )
+    return found
 
 
 def weighted(reward: object) -> list[tuple[str | RewardFunction, float]]:

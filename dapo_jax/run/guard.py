@@ -74,7 +74,7 @@ class Update:
     def stacks(self) -> list[dict[str, np.ndarray]]:
         """Copies the microbatches of the update to the host. All processes must call this method."""
         return [
-            {name: array[: int(stack.count)] for name, array in vars(on_host(stack.microbatches)).items()}
+            {n: a[: int(stack.count)] for n, a in vars(on_host(stack.microbatches)).items() if a is not None}
             for stack in self.minibatch
         ]
 
@@ -254,7 +254,7 @@ def strange_responses(groups: Sequence[Group]) -> list[dict[str, Any]]:
     return [
         {"ordinal": group.prompt.ordinal, "index": index, "tokens": tokens.tolist()}
         for group in groups
-        for index, rollout in enumerate(group.rollouts)
+        for index, rollout in group.indexed
         if len(tokens := np.flatnonzero(~np.isfinite(rollout.response.logprobs)))
     ]
 

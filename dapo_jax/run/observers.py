@@ -38,7 +38,7 @@ class Ratios(Observer):
         due = self._config.logs_rollouts(step)
         self._wanted = {group.prompt.ordinal for group in collected.logged(LOGGED_GROUPS)}
         trained = [group for group in collected.groups if due and group.prompt.ordinal in self._wanted]
-        self.found = {(g.prompt.ordinal, index): None for g in trained for index in range(len(g.rollouts))}
+        self.found = {(g.prompt.ordinal, index): None for g in trained for index, _ in g.indexed}
         self._groups = self._batches.split(collected.groups, step) if trained else []
 
     def before_update(self, state: TrainState, minibatch: Minibatch, *, index: int, count: int) -> None:
@@ -55,7 +55,7 @@ class Ratios(Observer):
             for tokens, values in responses_in(on_host(stack.microbatches), found)
         }
         for group in wanted:
-            for index, rollout in enumerate(group.rollouts):
+            for index, rollout in group.indexed:
                 self.found[group.prompt.ordinal, index] = _of_rollout(group, rollout, of_text)
 
 

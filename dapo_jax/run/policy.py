@@ -124,6 +124,7 @@ def load_policy(
     sampler: jax.sharding.Mesh | None = None,
     weights: bool = True,
     shares: Callable[[nnx.State], bool] = lambda frozen: False,
+    section: str = "model",
 ) -> Policy:
     """Loads or initializes the policy that `model.source` specifies.
 
@@ -136,6 +137,7 @@ def load_policy(
         sampler: mesh of the sampler. The vocabulary is padded so that it can be split over both meshes.
         weights: whether to load or initialize weights. If False, `params` contains only shapes.
         shares: takes the shapes of a LoRA base, and returns whether the sampler uses the trainer's arrays of this base (`parallel.weights.shares_base`).
+        section: the section with the source, for error messages. The weights of a `teacher` are never trained, so they are rounded to `model.compute_dtype`.
 
     Raises:
         ConfigError: the preset, shipped model or folder does not exist, or the adapter does not match `lora`.
@@ -157,7 +159,8 @@ def load_policy(
         trained, frozen = parted(shapes_of(decoder))
         where = None if mesh is None else lambda shapes: shardings(shapes, mesh)
         if weights and lora is None:
-            trained = _weights_of(base_folder, decoder, seed, where)
+            kind = model.compute_dtype if section == "teacher" else "float32"
+            trained = _weights_of(base_folder, decoder, seed, where, dtype=kind)
         elif weights:
             kind = model.compute_dtype
             apart = shares(jax.eval_shape(partial(rounded_to, kind), frozen))
@@ -168,7 +171,7 @@ def load_policy(
                 else place_adapters(decoder, adapter.file, shardings=where)
             )
     except ValueError as error:
-        raise ConfigError(f"model.source={model.source!r}: {error}") from error
+        raise ConfigError(f"{section}.source={model.source!r}: {error}") from error
     return Policy(
         decoder=decoder,
         params=trained,
@@ -178,6 +181,11 @@ def load_policy(
         revision=source.revision,
         folder=base_folder,
     )
+
+
+def teacher_of(config: TrainConfig) -> ModelConfig:
+    """Returns the teacher's model: the `model` section with `teacher.source` and `teacher.revision`."""
+    return replace(config.model, source=config.teacher.source, revision=config.teacher.revision)
 
 
 def check_trains(policy: Policy, config: LoraConfig, source: str) -> None:
@@ -370,6 +378,7 @@ def folder_of(model: ModelConfig, *, weights: bool) -> AnyPath:
 def optimizer_of(config: OptimizerConfig) -> optax.GradientTransformation:
     """Returns the optimizer that `config` describes."""
     return make_optimizer(
+        name=config.name,
         beta1=config.beta1,
         beta2=config.beta2,
         epsilon=config.epsilon,
@@ -416,8 +425,9 @@ def _held(params: nnx.State, *, dtype: str, apart: bool) -> nnx.State:
 
 
 def frozen_structs(decoder: DecoderConfig, mesh: jax.sharding.Mesh, *, dtype: str, apart: bool) -> nnx.State:
-    """Returns the shape, dtype and sharding of each frozen array in a LoRA base. Layers are stacked unless `apart` is True."""
-    shapes = jax.eval_shape(partial(_held, dtype=dtype, apart=apart), parted(shapes_of(decoder))[1])
+    """Returns the shape, dtype and sharding of each array in a LoRA base, or in a model without adapters. Layers are stacked unless `apart` is True."""
+    whole = shapes_of(decoder)
+    shapes = jax.eval_shape(partial(_held, dtype=dtype, apart=apart), parted(whole)[1] or whole)
     return jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
         shapes,

@@ -3,6 +3,7 @@
 For example, a notebook that trains again with another learning rate, seed or dataset starts immediately. Cached programs contain no weights.
 """
 
+import json
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
@@ -14,8 +15,10 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.stages import Lowered
 
-from dapo_jax.config import SamplingConfig, TrainConfig
+from dapo_jax.config import ConfigError, LossConfig, SamplingConfig, TrainConfig
+from dapo_jax.config.algorithms import CLIPS
 from dapo_jax.dapo.losses import dapo_loss
+from dapo_jax.dapo.objectives import load_objective, options_of, wanted, with_shared_metrics
 from dapo_jax.models.decoder import graph_of
 from dapo_jax.models.layout import Layout
 from dapo_jax.models.lora import parted
@@ -29,10 +32,14 @@ from dapo_jax.parallel.weights import (
     WeightTransfer,
     shares_base,
 )
-from dapo_jax.run.policy import Policy
+from dapo_jax.rewards.functions import load_function
+from dapo_jax.rewards.sample import name_of
+from dapo_jax.run.policy import Policy, load_policy, teacher_of
+from dapo_jax.run.resume_point import model_files
+from dapo_jax.run.training_pass import training_pass
 from dapo_jax.sampling.decoding import Decoding
 from dapo_jax.sampling.engine import DecoderEngine
-from dapo_jax.training.update import Objective, UpdateOptions, Updater
+from dapo_jax.training.update import Objective, Scores, UpdateOptions, Updater
 
 _KEPT = 4
 
@@ -114,6 +121,43 @@ def sampled_decoder(decoder: DecoderConfig, sampling: SamplingConfig) -> Decoder
     return decoder.base if sampling.merge_lora else decoder
 
 
+def objective_of(loss: LossConfig) -> Objective:
+    """Returns the objective that a configuration names, with `loss.options` set, and with the clip ratios and the dual clip if the function has them.
+
+    Raises:
+        ConfigError: the objective cannot be loaded, or it does not have an option.
+    """
+    clips = tuple(getattr(loss, name) for name in CLIPS)
+    # Runs with the same built-in objective share their programs. A user's function may have changed since the last call, so it is loaded each time.
+    build = _objective.__wrapped__ if ":" in loss.objective else _objective
+    return build(loss.objective, json.dumps(loss.options, sort_keys=True), clips)
+
+
+@lru_cache(maxsize=_KEPT)
+def _objective(spec: str, options: str, clips: tuple[float, float, float | None]) -> Objective:
+    try:
+        found = load_objective(load_function(spec) if ":" in spec else spec, json.loads(options))
+    except ValueError as error:
+        raise ConfigError(f"loss.objective={spec}, loss.options={options}: {error}") from error
+    known = options_of(found)
+    clipped = {name: clip for name, clip in zip(CLIPS, clips, strict=True) if name in known}
+    return partial(found, **clipped)
+
+
+def has_reference(config: TrainConfig, objective: Objective) -> bool:
+    """Returns whether an update needs the log-probabilities of a reference policy, for the KL penalty or for the objective.
+
+    Raises:
+        ConfigError: the objective requires an array that the configuration does not provide.
+    """
+    arrays = wanted(objective)
+    unset = {"selected": "loss.select"} if config.loss.select == "all" else {}
+    unset |= {} if config.teacher.source else {"teacher_logprobs": "teacher.source"}
+    for array in arrays & unset.keys():
+        raise ConfigError(f"{name_of(objective)} requires the array {array}: set {unset[array]}")
+    return bool(config.loss.kl_coef) or "ref_logprobs" in arrays
+
+
 def updater_of(
     config: TrainConfig,
     decoder: DecoderConfig,
@@ -124,11 +168,13 @@ def updater_of(
     objective: Objective | None = None,
     reference: nnx.State | None = None,
     frozen: nnx.State | None = None,
+    teacher: Scores | None = None,
 ) -> Updater:
-    """Returns the updater that `config` describes. Runs share it, unless they have a custom objective, a reference policy or a LoRA base.
+    """Returns the updater that `config` describes. Runs share it, unless they have a custom objective, a reference policy, a LoRA base or a teacher.
 
     Raises:
-        ValueError: `loss.kl_coef` is set without a reference policy, or there is a reference policy without `loss.kl_coef`.
+        ConfigError: the objective in the configuration is invalid.
+        ValueError: there is a reference policy although `has_reference` returns False, or the other way round.
     """
     loss, model, correction = config.loss, config.model, config.correction
     options = UpdateOptions(
@@ -136,14 +182,45 @@ def updater_of(
         old_logprobs=loss.old_logprobs,
         correction=correction.kind,
         importance_range=(correction.low, correction.high),
+        drop_off_policy=loss.drop_off_policy,
+        select=loss.select,
+        select_options=tuple(loss.select_options.items()),
         kl_coef=loss.kl_coef,
+        kl_estimator=loss.kl_estimator,
+        teacher_coef=config.teacher.coef,
         offload=config.optimizer.offload,
     )
-    clips = (loss.clip_ratio_low, loss.clip_ratio_high, loss.dual_clip)
-    arguments = (decoder, optimizer, mesh, layout, model.compute_dtype, model.remat, clips, options)
-    if objective is None and reference is None and not frozen:
+    own = objective is not None or ":" in loss.objective
+    function = objective or objective_of(loss)
+    arguments = (decoder, optimizer, mesh, layout, model.compute_dtype, model.remat, options, function)
+    if not own and reference is None and not frozen and teacher is None:
         return _shared_updater(*arguments, None, None, None)
-    return _new_updater(*arguments, objective, reference, frozen)
+    return _new_updater(*arguments, reference, frozen, teacher)
+
+
+def load_teacher(config: TrainConfig, student: Policy, mesh: Mesh) -> Policy:
+    """Loads the teacher of a run, sharded over `mesh`.
+
+    Raises:
+        ConfigError: the teacher cannot be loaded, or its tokenizer is not the tokenizer of the student.
+    """
+    teacher = load_policy(teacher_of(config), seed=config.seed, mesh=mesh, section="teacher")
+    one, other = (model_files(a.folder, weights=False).get("tokenizer.json") for a in (student, teacher))
+    # Presets have no files. Their tokenizers are compared by value.
+    if one != other if one and other else student.tokenizer != teacher.tokenizer:
+        raise ConfigError(
+            f"teacher.source={config.teacher.source!r} has another tokenizer than model.source={config.model.source!r}: sha256 of tokenizer.json "
+            f"{other or '(no file)'} and {one or '(no file)'}. Token ids must have the same meaning in both: use a teacher of the same model family"
+        )
+    return teacher
+
+
+def scorer_of(config: TrainConfig, teacher: Policy, mesh: Mesh) -> Updater:
+    """Returns an updater of which only `scores` and `lower_score` are used: for the teacher's log-probabilities of the student's tokens."""
+    model, tokens = config.model, config.row_tokens
+    how = training_pass(model, config.batch, mesh, row_tokens=tokens, head_dim=teacher.decoder.head_dim)
+    rest = "none", UpdateOptions(), dapo_loss, None, teacher.frozen, None
+    return _new_updater(teacher.decoder, optax.identity(), mesh, how.layout, model.compute_dtype, *rest)
 
 
 def _new_updater(
@@ -153,23 +230,22 @@ def _new_updater(
     layout: Layout,
     compute_dtype: str,
     remat: str,
-    clips: tuple[float, float, float | None],
     options: UpdateOptions,
-    objective: Objective | None,
+    objective: Objective,
     reference: nnx.State | None,
     frozen: nnx.State | None,
+    teacher: Scores | None,
 ) -> Updater:
-    low, high, dual = clips
-    clipped = partial(dapo_loss, clip_ratio_low=low, clip_ratio_high=high, dual_clip=dual)
     return Updater(
         graph_of(decoder, compute_dtype=compute_dtype, remat=remat, layout=layout),
         parted(shapes_of(decoder))[0],
         optimizer,
         mesh,
-        objective=objective or clipped,
+        objective=with_shared_metrics(objective),
         options=options,
         reference=reference,
         frozen=frozen,
+        teacher=teacher,
     )
 
 

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 
 from dapo_jax.config import ConfigError, TrainConfig, to_yaml
-from dapo_jax.dapo.advantages import group_advantages
 from dapo_jax.dapo.dynamic_sampling import Collected
 from dapo_jax.run.observers import TokenRatios
 from dapo_jax.run.run_dir import place_of
+from dapo_jax.run.training_pass import ResponseAdvantages
 from dapo_jax.storage import AnyPath, in_bucket, write_whole
 from dapo_jax.trackers import (
     JsonlTracker,
@@ -83,17 +83,19 @@ class Records:
         """Writes the metrics of one step."""
         self._trackers.log(step, metrics)
 
-    def rollouts(self, step: int, collected: Collected, ratios: TokenRatios) -> None:
+    def rollouts(
+        self, step: int, collected: Collected, ratios: TokenRatios, advantages: ResponseAdvantages
+    ) -> None:
         """Writes the rollouts of a step if this step is logged, both as JSON lines and as readable text."""
         if not self._config.logs_rollouts(step):
             return
-        groups, normalize = collected.logged(LOGGED_GROUPS), self._config.loss.normalize_std
-        advantages = [group_advantages(group.rewards[None], normalize_std=normalize)[0] for group in groups]
+        groups = collected.logged(LOGGED_GROUPS)
+        keys = [(group.prompt.ordinal, index) for group in groups for index, _ in group.indexed]
         written = write_rollouts(
             self._run_dir / "rollouts",
             step,
             groups,
-            advantages=np.concatenate(advantages) if advantages else None,
+            advantages=np.array([advantages.get(key, np.nan) for key in keys]),
             ratios=ratios,
         )
         text = format_rollouts(groups, metric=self._config.dynamic_sampling.metric)

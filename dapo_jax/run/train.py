@@ -9,6 +9,7 @@ from rich.console import Console
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.config import TrainConfig, load_config, to_yaml
+from dapo_jax.dapo.advantages import Advantages
 from dapo_jax.health.stalls import Watch, interrupt
 from dapo_jax.health.stopping import Stop
 from dapo_jax.parallel import gpu_settings, processes
@@ -22,6 +23,7 @@ from dapo_jax.run.guard import Guard
 from dapo_jax.run.loop import run_steps
 from dapo_jax.run.observers import Ratios, StepProgress, TracedSteps
 from dapo_jax.run.policy import Policy
+from dapo_jax.run.programs import objective_of
 from dapo_jax.run.prompt_sets import GivenRows
 from dapo_jax.run.records import Records, use_compilation_cache
 from dapo_jax.run.resume_point import has_checkpoint
@@ -30,7 +32,7 @@ from dapo_jax.storage import AnyPath, write_whole
 from dapo_jax.trackers.profile import Profile
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.trackers.run_status import status_kept, write_status
-from dapo_jax.training.update import Objective, check_objective
+from dapo_jax.training.update import Objective, trace_objective
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,7 @@ def train(
     eval_rows: GivenRows | None = None,
     on_step: OnStep | None = None,
     objective: Objective | None = None,
+    advantages: Advantages | None = None,
     resume: bool = False,
     overwrite: bool = False,
     progress: Progress | None = None,
@@ -68,7 +71,8 @@ def train(
         prompts: rows with `prompt` and `answer` to train on. Defaults to the dataset `config.data.source`.
         eval_rows: rows for evaluation. Defaults to the dataset's held-out split. If only `prompts` are given, there is no evaluation.
         on_step: called with (step, metrics) at the end of each step.
-        objective: a loss function with the signature of `dapo_loss`, which it replaces. The clip ratios in the configuration then have no effect.
+        objective: a loss function with the signature of `dapo_loss`. It replaces `config.loss.objective`; the clip ratios in the configuration then have no effect.
+        advantages: a function that returns the advantages of all responses in a step (`dapo.advantages.Advantages`). It replaces `config.advantage`.
         resume: whether to continue from the last checkpoint in `config.run_dir`.
         overwrite: whether to remove the run in `config.run_dir` and start over. If the folder contains a file that runs do not write, nothing is removed.
         progress: shows progress. By default, progress is shown on standard output.
@@ -77,7 +81,7 @@ def train(
 
     Raises:
         ConfigError: the configuration is invalid, or another process is training in the same folder. Nothing was started.
-        ValueError: `objective` raises an error, or does not return a loss and metrics. Nothing was started.
+        ValueError: the objective requires an unknown array, raises an error, or does not return a loss and metrics. Nothing was started.
         LockLostError: another run has taken over the folder in a bucket, because this run did not renew its lease in time.
         ShortfallError: dynamic sampling found too few informative groups.
         GuardError: weights are not finite, too many updates were skipped, or the mismatch between sampler and trainer exceeds the limit in `config.guard`.
@@ -88,8 +92,9 @@ def train(
     specifies the checkpoint from which `resume` continues. After a KeyboardInterrupt, nothing is saved, but a save in progress is finished.
     """
     config = config if isinstance(config, TrainConfig) else load_config(config)
-    if objective is not None:
-        check_objective(objective, rows=config.batch.rows_per_microbatch, row_tokens=config.row_tokens)
+    if objective is not None or config.loss.objective != "clip":
+        rows, function = config.batch.rows_per_microbatch, objective or objective_of(config.loss)
+        trace_objective(function, rows=rows, row_tokens=config.row_tokens)
     end = interrupt if stop is None else processes.end
     watch = Watch(config.stall_timeout_s, end=end, broadcast=processes.broadcast, received=processes.received)
     stop = stop or Stop()
@@ -111,6 +116,7 @@ def train(
             prompts=prompts,
             eval_rows=eval_rows,
             objective=objective,
+            advantages=advantages,
             stop=stop,
             watch=watch,
             say=shown.starting,
@@ -160,6 +166,7 @@ def train(
             config,
             run_dir,
             start=start,
+            batches=run.batches,
             ratios=ratios,
             evaluate=run.sampling.evaluate if run.held_out else None,
             checkpointer=checkpointer,

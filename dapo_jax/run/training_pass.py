@@ -1,14 +1,16 @@
 """The training pass on a mesh (attention, row length and packing rules), and the batches of each step."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from jax.sharding import Mesh
 
 from dapo_jax.config import BatchConfig, ConfigError, ModelConfig, SftBatchConfig, TrainConfig
-from dapo_jax.dapo.batching import example_weights, split_minibatches, training_examples
+from dapo_jax.dapo.advantages import Advantages
+from dapo_jax.dapo.batching import example_weights, split_minibatches, training_examples, turn_advantages
 from dapo_jax.dapo.microbatch import Microbatch
 from dapo_jax.dapo.rollouts import Group
 from dapo_jax.models.kernels import SPLASH_TOKENS
@@ -17,6 +19,9 @@ from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.mesh import BATCH_AXES, AnyDevice
 from dapo_jax.parallel.training_layout import layout_of
 from dapo_jax.training.row_packing import pack
+
+ResponseAdvantages = Mapping[tuple[int, int], float]
+"""Maps (ordinal, response index) of each response that a step trains on to its advantage. With `environment.credit=turn`, this is the episode's advantage."""
 
 SHORTEST_ROW = 1024
 """Rows of 1/2 to 1/16 of the full length are used only if they have at least this many tokens, because each length requires its own compiled program."""
@@ -113,8 +118,12 @@ def _attention(model: ModelConfig, device: AnyDevice, head_dim: int, context: in
 class StepBatches:
     """Builds the batches of each step of a run."""
 
-    def __init__(self, config: TrainConfig, training_pass: TrainingPass, *, pad_id: int) -> None:
-        self._config, self._pass, self._pad_id = config, training_pass, pad_id
+    def __init__(
+        self, config: TrainConfig, training_pass: TrainingPass, *, pad_id: int, advantages: Advantages
+    ) -> None:
+        self._config, self._pass, self._pad_id, self._compute = config, training_pass, pad_id, advantages
+        self.advantages: ResponseAdvantages = {}
+        """The advantages of the last step."""
 
     def split(self, groups: Sequence[Group], step: int) -> list[list[Group]]:
         """Shuffles the groups of a step and splits them into one list for each update."""
@@ -135,15 +144,42 @@ class StepBatches:
         ]
 
     def minibatches(self, groups: Sequence[Group], step: int) -> list[list[Microbatch]]:
-        """Splits the groups of a step into updates. Returns the packed microbatches of each update as host arrays."""
+        """Computes the advantages of a step, and splits its groups into updates. Returns the packed microbatches of each update as host arrays.
+
+        Raises:
+            ValueError: the function `advantages` did not return one number per rollout.
+        """
         config, packed = self._config, []
+        found = [np.asarray(values, np.float64) for values in self._compute(groups)]
+        if not config.learns_rewards:
+            found = [np.zeros_like(values) for values in found]
+        shapes, needed = [values.shape for values in found], [(len(group.rollouts),) for group in groups]
+        if shapes != needed:
+            raise ValueError(f"advantages have the shapes {shapes}, need one number per rollout: {needed}")
+        self.advantages = {
+            (group.prompt.ordinal, index): value
+            for group, values in zip(groups, found, strict=True)
+            for (index, _), value in zip(group.indexed, values.tolist(), strict=True)
+        }
         for minibatch in self.split(groups, step):
+            advantages: list[list[Any]] = [
+                [self.advantages[group.prompt.ordinal, index] for index, _ in group.indexed]
+                for group in minibatch
+            ]
+            if config.environment.credit == "turn":
+                for group, values in zip(minibatch, advantages, strict=True):
+                    by_turn = turn_advantages(group, normalize_std=config.advantage.scale == "group_std")
+                    for place, by_token in by_turn.items():
+                        values[place] = by_token
             examples = training_examples(
-                minibatch,
-                normalize_std=config.loss.normalize_std,
-                filter_truncated=config.reward.overlong.filter_truncated,
-                by_turn=config.environment.credit == "turn",
+                minibatch, advantages, filter_truncated=config.reward.overlong.filter_truncated
             )
+            if config.loss.select == "low_covariance":
+                random = [np.random.default_rng((config.seed, step, g.prompt.ordinal)) for g in minibatch]
+                examples = [
+                    replace(one, noise=random[one.group].random(len(one.response_tokens), np.float32))
+                    for one in examples
+                ]
             weights = example_weights(
                 examples, aggregation=config.loss.aggregation, max_response_tokens=config.episode_tokens
             )

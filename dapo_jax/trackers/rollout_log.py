@@ -46,7 +46,7 @@ def write_rollouts(
         folder: usually RUN_DIR/rollouts; created if needed.
         step: the step, which is part of the file name.
         groups: the groups to write, in this order.
-        advantages: one per rollout in the order of `groups`, flat or as [groups, group size].
+        advantages: one per rollout in the order of `groups`, flat or as [groups, group size]; NaN for rollouts that were not trained on.
         ratios: (ordinal, response index) -> pi / pi_old of each token in the update that trained on the rollout, or None if the
             rollout was excluded from the loss. Rollouts that were not trained on have no entry.
 
@@ -54,7 +54,7 @@ def write_rollouts(
         ValueError: the number of advantages differs from the number of rollouts.
         OSError: the file cannot be written; the message names the file.
     """
-    found = [(group, index, rollout) for group in groups for index, rollout in enumerate(group.rollouts)]
+    found = [(group, index, rollout) for group in groups for index, rollout in group.indexed]
     values = [None] * len(found) if advantages is None else advantages.reshape(-1).tolist()
     rows = [
         {**_row(step, *each, ratios), "advantage": _rounded(value)}

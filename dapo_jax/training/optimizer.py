@@ -1,25 +1,68 @@
-"""The optimizer and the learning rate (DAPO Section 4.1): gradient-norm clipping, AdamW and a linear warm-up."""
+"""The optimizer and the learning rate (DAPO Section 4.1): gradient-norm clipping, AdamW or Muon, and a linear warm-up."""
 
 from functools import lru_cache
+from typing import Any
 
+import jax
 import optax
+from flax import nnx
+from optax.contrib import MuonDimensionNumbers, muon
+
+from dapo_jax.models.layout import output_dimensions
+
+MUON_RMS = 0.2
+"""Root mean square of an orthogonalized update, as in an AdamW update (Liu et al. 2025). One learning rate therefore suits both optimizers."""
 
 
 @lru_cache
 def make_optimizer(
     *,
+    name: str = "adamw",
     beta1: float = 0.9,
     beta2: float = 0.999,
     epsilon: float = 1e-8,
     weight_decay: float = 0.1,
     max_grad_norm: float = 1.0,
 ) -> optax.GradientTransformation:
-    """Returns global-norm clipping followed by AdamW with learning rate 1. `Updater` multiplies the resulting change by the step's learning rate.
+    """Returns global-norm clipping followed by AdamW or Muon with learning rate 1. `Updater` multiplies the resulting change by the step's learning rate.
 
     Weight decay applies to all matrices and vectors, as in PyTorch's AdamW. Calls with the same arguments return the same object and share compiled programs.
+
+    `name="muon"` is `optax.contrib.muon` with Nesterov momentum 0.95. It orthogonalizes the update of each weight matrix of each layer, and requires parameters with
+    logical axes. Embeddings, norms and biases use AdamW with Nesterov momentum, and `beta1` and `beta2` apply to these parameters only.
+
+    References:
+        Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024, https://kellerjordan.github.io/posts/muon/
+        Liu et al., "Muon is Scalable for LLM Training", 2025, https://arxiv.org/abs/2502.16982 (scale of the update, weight decay)
     """
-    adamw = optax.adamw(1.0, b1=beta1, b2=beta2, eps=epsilon, weight_decay=weight_decay)
-    return optax.chain(optax.clip_by_global_norm(max_grad_norm), adamw)
+    if name == "muon":
+        rule = muon(
+            1.0,
+            eps=epsilon,
+            weight_decay=weight_decay,
+            adam_b1=beta1,
+            adam_b2=beta2,
+            adam_weight_decay=weight_decay,
+            muon_weight_dimension_numbers=_matrices,
+            consistent_rms=MUON_RMS,
+        )
+    else:
+        rule = optax.adamw(1.0, b1=beta1, b2=beta2, eps=epsilon, weight_decay=weight_decay)
+    return optax.chain(optax.clip_by_global_norm(max_grad_norm), rule)
+
+
+def _matrices(params: Any) -> Any:
+    """Returns the input and output dimensions of each weight matrix, without the dimension of stacked layers, and None for all other parameters."""
+
+    def dimensions(leaf: nnx.Variable) -> nnx.Variable:
+        axes = leaf.get_metadata()["axes"]
+        outputs = output_dimensions(axes) if len(axes) > 1 else 1
+        if "vocab" in axes or outputs == len(axes):
+            return leaf.replace(None)
+        last = tuple(range(-len(axes), 0))  # the dimension of stacked layers is before them
+        return leaf.replace(MuonDimensionNumbers(last[outputs:], last[:outputs]))
+
+    return jax.tree.map(dimensions, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
 def warmed_up(learning_rate: float, *, step: int, warmup_steps: int) -> float:

@@ -91,12 +91,13 @@ def pack(
         )
         for index, one in enumerate(examples)
     ]
+    also = ["noise"] if any(one.noise is not None for one in examples) else []
     lengths = sorted({row_tokens, *shorter_rows}, reverse=True)
     made = []
     for length, rows in share_out(
         pieces, lengths=lengths, rows_per_microbatch=rows_per_microbatch, spread=spread, alone=alone
     ):
-        made.append(blank_microbatch((rows_per_microbatch, length)))
+        made.append(blank_microbatch((rows_per_microbatch, length), *also))
         made[-1].tokens[:] = pad_id
         for index, row in enumerate(rows):
             _write_row(
@@ -129,6 +130,8 @@ def _write_row(
             m.segment_ids[place], m.prefix_ids[place] = segment, prefix
             m.previous[place] = [head, *range(place.start, stop - 1)][:count]
             m.mask[place], m.advantages[place] = one.mask, one.advantage
+            if one.noise is not None:
+                m.noise[place] = one.noise
             m.weights[place] = weight if one.sampled is None else weight * one.sampled
 
 

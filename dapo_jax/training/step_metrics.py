@@ -3,19 +3,21 @@
 Dynamic sampling trains only on informative groups, so metrics of trained groups are biased. The metrics therefore cover both sampled and trained groups.
 """
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
 
 from dapo_jax.dapo.dynamic_sampling import Collected, scores_differ
 from dapo_jax.dapo.rollouts import Group, Rollout
+from dapo_jax.rewards.grading import NOT_GRADED
 
 
 def rollout_metrics(collected: Collected) -> dict[str, float | int]:
     """Computes the metrics `rollout/*` and `reward/*` of a step in float64.
 
     Lengths are in tokens, including the end token. If enough groups were carried over from earlier steps, the step samples nothing, and the metrics of
-    sampled responses are omitted.
+    sampled responses are omitted. Metrics of verdicts and rewards are omitted if no response was graded.
     """
     sampled = [rollout for group in collected.sampled for rollout in group.rollouts]
     trained = [rollout for group in collected.groups for rollout in group.rollouts]
@@ -33,7 +35,11 @@ def rollout_metrics(collected: Collected) -> dict[str, float | int]:
         "rollout/trained_accuracy": float(np.mean([rollout.correct for rollout in trained])),
         "rollout/trained_response_tokens": float(np.mean([rollout.response_tokens for rollout in trained])),
     }
-    return {**counts, **(_sampled_metrics(collected.sampled, sampled) if sampled else {})}
+    found = {**counts, **(_sampled_metrics(collected.sampled, sampled) if sampled else {})}
+    if any(rollout.verdict != NOT_GRADED for rollout in trained):
+        return found
+    of_verdicts = re.compile(r"reward/|rollout/(trained_)?accuracy|rollout/(all_|mixed_|scores_)")
+    return {name: value for name, value in found.items() if not of_verdicts.match(name)}
 
 
 def _ages(collected: Collected) -> dict[str, float | int]:

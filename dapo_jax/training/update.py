@@ -16,15 +16,19 @@ import numpy as np
 import optax
 from flax import nnx
 from jax import lax
+from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 from jaxtyping import Array, Bool, Float, PyTree
 
-from dapo_jax.dapo.importance import importance_weights
-from dapo_jax.dapo.losses import dapo_loss, k3, kl_penalty
+from dapo_jax.dapo.importance import drop_off_policy, importance_weights
+from dapo_jax.dapo.losses import dapo_loss, k3, kl_penalty, with_teacher
 from dapo_jax.dapo.metrics import Max, Mean, Metric, token_mean
 from dapo_jax.dapo.microbatch import Microbatch, blank_microbatch
+from dapo_jax.dapo.objectives import ARRAYS, wanted
 from dapo_jax.dapo.segments import looked_up
+from dapo_jax.dapo.selections import SELECTIONS
+from dapo_jax.hints import nearest
 from dapo_jax.models.decoder import in_tuples, is_apart
 from dapo_jax.parallel.sharding import by_row, replicated
 from dapo_jax.parallel.together import Together
@@ -35,12 +39,17 @@ from dapo_jax.training.state import TrainState, state_shardings
 Weights = tuple[nnx.State, nnx.State]
 """Trained and frozen parameters. The frozen parameters are the base model if adapters are trained, and empty otherwise."""
 
+Scores = Callable[[Stack], Array]
+"""A function that returns the log-probabilities [capacity, rows, seq] of a stack's tokens under some weights."""
+
 Objective = Callable[..., tuple[Array, Mapping[str, Metric]]]
-"""A function with the signature of `dapo_loss`: (logprobs, old_logprobs, advantages, mask, *, weights) -> (loss, metrics)."""
+"""A function with the signature of `dapo_loss`: (logprobs, old_logprobs, advantages, mask, *, weights, ...) -> (loss, metrics).
+
+Keyword-only parameters without a default are arrays that the update provides (see `dapo_jax.dapo.objectives.ARRAYS`)."""
 
 
-def check_objective(objective: Objective, *, rows: int, row_tokens: int) -> None:
-    """Traces an objective once, so that an invalid objective raises an error before sampling starts.
+def trace_objective(objective: Objective, *, rows: int, row_tokens: int) -> None:
+    """Traces an objective once, with the arrays that it requires, so that an invalid objective raises an error before sampling starts.
 
     Args:
         objective: the function to check.
@@ -48,14 +57,22 @@ def check_objective(objective: Objective, *, rows: int, row_tokens: int) -> None
         row_tokens: number of tokens in a row.
 
     Raises:
-        ValueError: the objective raises an error, or does not return a loss and metrics.
+        ValueError: the objective requires an unknown array, raises an error, or does not return a loss and metrics.
     """
-    name = f"objective {name_of(objective)}"
-    signature = "(logprobs, old_logprobs, advantages, mask, *, weights) -> (loss, metrics)"
+    name, arrays = f"objective {name_of(objective)}", sorted(wanted(objective) | {"weights"})
+    signature = f"(logprobs, old_logprobs, advantages, mask, *, {', '.join(arrays)}) -> (loss, metrics)"
+    if unknown := [array for array in arrays if array not in ARRAYS]:
+        near = nearest(unknown[0], ARRAYS, least=0.0)[0]
+        raise ValueError(
+            f"{name} requires the array {unknown[0]!r}. Did you mean {near!r}? An update has the arrays {', '.join(ARRAYS)}. An option needs a "
+            f"default. The signature is {signature}"
+        )
+    kinds = {"segment_ids": jnp.int32, "positions": jnp.int32, "selected": jnp.bool_}
 
     def call(values: Array, mask: Array) -> None:
+        given = {array: values.astype(kinds.get(array, values.dtype)) for array in arrays}
         try:
-            result = objective(values, values, values, mask, weights=values)
+            result = objective(values, values, values, mask, **given)
         except Exception as error:
             raise ValueError(
                 f"{name} raised {type(error).__name__}: {error}. It is called with the signature {signature}"
@@ -103,8 +120,18 @@ class UpdateOptions:
     correction: str = "none"
     """Rule for importance weights, one of `dapo_jax.dapo.importance.CORRECTIONS`."""
     importance_range: tuple[float, float] = (0.0, math.inf)
-    """The smallest and the largest importance weight that is kept. `truncate` uses only the largest weight, as a cap."""
+    """Bounds of the importance weights (see `importance_weights`)."""
+    drop_off_policy: float | None = None
+    """Drop responses with negative advantages that are further than this from the policy, in nats per token (see `dapo_jax.dapo.importance`)."""
+    select: str = "all"
+    """Tokens of an update that enter the loss: `all`, or a selection in `dapo_jax.dapo.selections.SELECTIONS`."""
+    select_options: tuple[tuple[str, Any], ...] = ()
+    """Names and values of the selection's options."""
     kl_coef: float = 0.0
+    kl_estimator: str = "k3"
+    """Estimator of the KL penalty: `k3` or `k3_unbiased` (see `kl_penalty`)."""
+    teacher_coef: float = 1.0
+    """Factor of the teacher's advantages (see `with_teacher`)."""
     offload: bool = False
     """Keep the optimizer moments in host memory, and copy them to the device for each update."""
 
@@ -127,6 +154,7 @@ class Updater:
         options: UpdateOptions | None = None,
         reference: nnx.State | None = None,
         frozen: nnx.State | None = None,
+        teacher: Scores | None = None,
     ) -> None:
         """Prepares the programs. They are compiled when they are first used.
 
@@ -137,25 +165,32 @@ class Updater:
             mesh: mesh on which the updates run.
             objective: the loss function.
             options: other options. None: the defaults.
-            reference: parameters of the reference policy. Required if and only if `kl_coef` is not 0.
+            reference: parameters of the reference policy. Required if and only if `kl_coef` is not 0 or the objective requires `ref_logprobs`.
             frozen: parameters of the base model, if `params` are adapters.
+            teacher: the log-probabilities of a teacher, which `scores` of the teacher's updater returns. They become advantages.
 
         Raises:
-            ValueError: `reference` is missing although `kl_coef` is not 0, or is given although `kl_coef` is 0.
+            ValueError: `reference` is missing although it is required, or is given although it is not.
         """
-        self._graph, self._reference = graph, reference
+        self._graph, self._reference, self._teacher = graph, reference, teacher
         self._frozen = nnx.State({}) if frozen is None else frozen
         self._optimizer, self._objective, self._options = optimizer, objective, options or UpdateOptions()
-        if (reference is None) != (self._options.kl_coef == 0.0):
+        self._arrays = wanted(objective) | {"weights"}
+        if (reference is not None) != (self._options.kl_coef != 0.0 or "ref_logprobs" in self._arrays):
             raise ValueError(
-                f"kl_coef={self._options.kl_coef} {'needs' if reference is None else 'does not use'} a reference policy"
+                f"kl_coef={self._options.kl_coef} with an objective that requires {sorted(self._arrays)} "
+                f"{'needs' if reference is None else 'does not use'} a reference policy"
             )
+        selection = SELECTIONS.get(self._options.select)
+        self._select: Callable[..., Array] | None = selection and partial(selection, **dict(self._options.select_options))
+        self._scores_entropy = selection is not None and "entropy" in wanted(selection)
         placed = state_shardings(params, optimizer, mesh, offload=self._options.offload)
         self._shardings, self._whole = placed.params, replicated(mesh)
         self._moments = state_shardings(params, optimizer, mesh).opt_state
         self._rows = NamedSharding(mesh, PartitionSpec(None, *by_row(mesh).spec, "context"))
         self._placing = Placing(self._rows)
         self._score = Together(jax.jit(self._score_program, out_shardings=self._rows))
+        self._choose = Together(jax.jit(self._select_program, out_shardings=self._rows))
         self._ratio = jax.jit(_ratio, out_shardings=self._rows)
         changed, sums = (placed, self._whole), (placed.params, self._whole)
         self._update = Together(jax.jit(self._update_program, donate_argnums=0, out_shardings=changed))
@@ -165,24 +200,56 @@ class Updater:
         self._join = Together(jax.jit(_joined, out_shardings=self._whole))
 
     def prepare(self, state: TrainState, minibatches: Sequence[Sequence[Microbatch]]) -> list[Minibatch]:
-        """Transfers a step's microbatches to the mesh and fills in their old log-probabilities and, if there is a reference policy, its log-probabilities.
+        """Transfers a step's microbatches to the mesh, selects tokens, and fills in the log-probabilities under the old policy, the reference policy and the teacher.
 
         Must be called before the first update of a step, because the old policy is the policy at the start of the step.
         """
-        filled = self._placing.put(minibatches)
+        filled, by_policy = self._placing.put(minibatches), partial(self._scored, state.params)
+        if self._select is not None:
+            filled = [self._selected(m, [*map(by_policy, m)]) for m in filled]
         if self._options.old_logprobs == "sampler":
             filled = [
                 with_array(m, "old_logprobs", lambda stack: stack.microbatches.sampler_logprobs)
                 for m in filled
             ]
-        else:
-            score = partial(self._score, (state.params, self._frozen))
+        elif self._select is None:
             # In the first update, the old policy is the current policy, so `_loss` uses the log-probabilities that it computes anyway.
-            filled[1:] = [with_array(m, "old_logprobs", score) for m in filled[1:]]
+            filled[1:] = [
+                with_array(m, "old_logprobs", lambda stack: by_policy(stack)[0]) for m in filled[1:]
+            ]
         if self._reference is not None:
-            score = partial(self._score, (self._reference, self._frozen))
-            filled = [with_array(m, "ref_logprobs", score) for m in filled]
+            by_reference = self.scores(self._reference)
+            filled = [with_array(m, "ref_logprobs", by_reference) for m in filled]
+        if self._teacher is not None:
+            filled = [with_array(m, "teacher_logprobs", self._teacher) for m in filled]
         return filled
+
+    def _scored(self, params: nnx.State, stack: Stack) -> tuple[Array, ...]:
+        """Returns the log-probabilities of a stack, and the entropy if the selection requires it."""
+        scores = self._score((params, self._frozen), stack)
+        return scores if self._scores_entropy else (scores,)
+
+    def _selected(self, minibatch: Minibatch, scores: Sequence[tuple[Array, ...]]) -> Minibatch:
+        """Fills in the selected tokens and the log-probabilities of an update. `scores` has one item per stack."""
+        chosen = self._choose(minibatch, scores)
+        return tuple(
+            replace(
+                stack,
+                microbatches=replace(stack.microbatches, old_logprobs=found[0], selected=one, noise=None),
+            )
+            for stack, found, one in zip(minibatch, scores, chosen, strict=True)
+        )
+
+    def _select_program(self, minibatch: Minibatch, scores: Sequence[tuple[Array, ...]]) -> list[Array]:
+        """Returns the selected tokens of each stack. The selection gets the tokens of all stacks in one vector."""
+        assert self._select is not None
+        stacks = [
+            {**vars(stack.microbatches), "logprobs": found[0], "entropy": found[-1]}
+            for stack, found in zip(minibatch, scores, strict=True)
+        ]
+        whole, unravel = ravel_pytree([stack["mask"] for stack in stacks])
+        arrays = {name: ravel_pytree([stack[name] for stack in stacks])[0] for name in wanted(self._select)}
+        return unravel(self._select(whole, **arrays))
 
     def update(
         self, state: TrainState, minibatch: Minibatch, *, learning_rate: float, first: bool
@@ -214,8 +281,12 @@ class Updater:
         """Returns the ratio pi / pi_old that `update` would now compute for each token, as one array [capacity, rows, seq] per stack."""
         if first and self._options.old_logprobs == "trainer":
             return [jnp.ones_like(stack.microbatches.old_logprobs) for stack in minibatch]
-        score = partial(self._score, (state.params, self._frozen))
+        score = self.scores(state.params)
         return [self._ratio(score(stack), stack.microbatches.old_logprobs) for stack in minibatch]
+
+    def scores(self, params: nnx.State) -> Scores:
+        """Returns the function that computes log-probabilities under `params`."""
+        return lambda stack: self._scored(params, stack)[0]
 
     def lower_score(self, params: nnx.State, *, capacity: int, rows: int, row_tokens: int) -> Lowered:
         """Lowers the program that `prepare` uses to compute log-probabilities. `params` may contain only shapes with shardings."""
@@ -267,8 +338,10 @@ class Updater:
         """Returns the shapes and shardings of a stack."""
         count = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole)
         shape = (capacity, rows, row_tokens)
+        also = ["selected"] * (self._select is not None) + ["teacher_logprobs"] * (self._teacher is not None)
         arrays = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=self._rows), blank_microbatch(())
+            lambda leaf: jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=self._rows),
+            blank_microbatch((), *also),
         )
         return Stack(arrays, count)
 
@@ -298,13 +371,16 @@ class Updater:
             frozen = in_tuples(frozen)
         return nnx.merge(self._graph, trained, frozen)
 
-    def _score_program(self, weights: Weights, stack: Stack) -> Float[Array, "capacity rows seq"]:
-        """Computes the log-probabilities of all microbatches in a stack."""
+    def _score_program(self, weights: Weights, stack: Stack) -> PyTree:
+        """Computes the log-probabilities of all microbatches in a stack, and the entropy if the selection requires it, [capacity, rows, seq]."""
 
-        def score(i: Array, scores: Array) -> Array:
-            return lax.dynamic_update_index_in_dim(scores, self._logprobs(weights, stack.at(i))[0], i, axis=0)
+        def score(i: Array, scores: PyTree) -> PyTree:
+            both = self._logprobs(weights, stack.at(i))
+            put = partial(lax.dynamic_update_index_in_dim, index=i, axis=0)
+            return jax.tree.map(put, scores, both if self._scores_entropy else both[0])
 
-        return lax.fori_loop(0, stack.count, score, jnp.zeros_like(stack.microbatches.old_logprobs))
+        blank = jnp.zeros_like(stack.microbatches.old_logprobs)
+        return lax.fori_loop(0, stack.count, score, (blank, blank) if self._scores_entropy else blank)
 
     def _nothing_program(self, params: nnx.State) -> Sums:
         return jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.float32)
@@ -353,6 +429,10 @@ class Updater:
         current, by_trainer = lax.stop_gradient(logprobs), options.old_logprobs == "trainer"
         old = jnp.where(first, current, microbatch.old_logprobs) if by_trainer else microbatch.old_logprobs
         of_tokens, of_weights = microbatch.weights, {}
+        advantages, of_teacher = microbatch.advantages, {}
+        if self._teacher is not None:
+            taught, coef = microbatch.teacher_logprobs, options.teacher_coef
+            advantages, of_teacher = with_teacher(advantages, taught, old, mask, coef=coef)
         if options.correction != "none":
             low, high = options.importance_range
             ratios, of_weights = importance_weights(
@@ -365,23 +445,39 @@ class Updater:
                 high=high,
             )
             of_tokens = of_tokens * ratios
+        of_objective = of_tokens
+        if options.drop_off_policy is not None:
+            delta, ids = options.drop_off_policy, microbatch.segment_ids
+            kept, dropped = drop_off_policy(
+                current, microbatch.sampler_logprobs, advantages, mask, ids, delta=delta
+            )
+            of_objective, of_weights = of_tokens * kept, {**of_weights, **dropped}
+        if self._select is not None:
+            selected = microbatch.selected.astype(jnp.float32)
+            of_weights = {**of_weights, "policy/selected_frac": token_mean(selected, mask)}
+            of_objective = of_objective if "selected" in self._arrays else of_objective * selected
         # If the old log-probabilities are the sampler's, they are compared with the trainer's in the first update only, before the weights change.
         compared, trainers = (mask, old) if by_trainer else (mask & first, current)
-        loss, metrics = self._objective(logprobs, old, microbatch.advantages, mask, weights=of_tokens)
+        made = {"weights": of_objective, "entropy": entropy}
+        arrays = {name: made[name] if name in made else getattr(microbatch, name) for name in self._arrays}
+        loss, metrics = self._objective(logprobs, old, advantages, mask, **arrays)
         metrics = {
             **metrics,
             **of_weights,
+            **of_teacher,
             "policy/entropy": token_mean(entropy, mask),
             **mismatch_metrics(trainers, microbatch.sampler_logprobs, compared),
         }
         if options.kl_coef:
-            # Like the objective, the KL estimate is an expectation over tokens sampled by the policy, so it needs the same importance weights.
-            penalty, kl_metrics = kl_penalty(logprobs, microbatch.ref_logprobs, mask, weights=of_tokens)
+            # Like the objective, the KL estimate is an expectation over tokens sampled by the policy, so it needs the same importance weights. It has
+            # no advantage, so `drop_off_policy` and `select` do not apply to it.
+            how = {"estimator": options.kl_estimator, "old_logprobs": old, "weights": of_tokens}
+            penalty, kl_metrics = kl_penalty(logprobs, microbatch.ref_logprobs, mask, **how)
             loss, metrics = loss + options.kl_coef * penalty, {**metrics, **kl_metrics}
         scored = (current, old) if by_trainer else (current,)
         found = {
             "nonfinite/sampler_logprobs": _not_finite(mask, microbatch.sampler_logprobs),
-            "nonfinite/advantages": _not_finite(mask, microbatch.advantages),
+            "nonfinite/advantages": _not_finite(mask, advantages),
             "nonfinite/trainer_logprobs": _not_finite(mask, *scored),
             "nonfinite/loss": ~jnp.isfinite(loss),
         }

@@ -10,7 +10,9 @@ from docutils.utils.math import latex2mathml
 
 def plain(text: str, *, block: bool) -> str:
     """A formula in the words that docutils translates."""
-    text = re.sub(r"\\[bB]igg?[lr]?(?![a-z])", "", text.strip())  # browsers fit brackets to what is in them
+    text = re.sub(
+        r"\\([bB]igg?[lr]?|textstyle)(?![a-z])", "", text.strip()
+    )  # browsers fit brackets to what is in them
     # A letter with its hat is one letter, or its index would stand below both.
     text = re.sub(
         r"\\hat\s*\{?(\w)\}?", lambda found: unicodedata.normalize("NFC", f"{found[1]}\u0302"), text

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _made import commands, keys
+from _made import algorithms, commands, keys
 
 DOCS = Path(__file__).parent.parent
 MADE = re.compile(
@@ -19,6 +19,9 @@ MADE = re.compile(
 DRAWING = re.compile(r"^!\[[^\]\n]*\]\(_static/([\w-]+\.svg)\)$", re.MULTILINE)
 
 MAKERS: dict[str, Callable[..., str]] = {
+    "algorithms": algorithms.markdown,
+    "algorithms_ground": algorithms.ground,
+    "algorithms_not_offered": algorithms.not_offered,
     "command_line": commands.markdown,
     "keys": keys.markdown,
     "keys_beside": keys.markdown_beside,

@@ -53,12 +53,26 @@ def test_an_alias_for_a_key_of_the_other_schema_is_not_offered():
         ("vllm_server_host", "`sampling`"),
         ("lr_scheduler_type", "`optimizer.warmup_steps`"),
         ("push_to_hub", "model"),
+        ("algorithm.adv_estimator", "`advantage.baseline`"),
+        ("actor.policy_loss.loss_mode", "`loss.objective`"),
+        ("loss_type", "`loss.objective`"),
+        ("importance_sampling_level", "`loss.objective`"),
+        ("scale_rewards", "`advantage.scale`"),
+        ("norm_adv_by_std_in_grpo", "`advantage.scale`"),
+        ("top_entropy_quantile", "`loss.select`"),
+        ("off_policy_mask_threshold", "`loss.drop_off_policy`"),
+        ("teacher_model_name_or_path", "`teacher.source`"),
     ],
 )
 def test_a_key_that_only_trl_or_verl_has_is_answered_with_a_remedy(theirs, ours):
     answer = unknown_key(theirs, KEYS)
     assert ours in answer
     assert "did you mean" not in answer
+
+
+@pytest.mark.parametrize("theirs", ["adv_estimator", "loss_type", "loss_mode"])
+def test_the_name_of_an_algorithm_elsewhere_is_answered_with_algorithm(theirs):
+    assert "`algorithm: NAME`" in unknown_key(theirs, KEYS)
 
 
 def test_remedies_name_existing_keys_and_sections():
@@ -79,4 +93,4 @@ def test_a_right_name_in_the_wrong_section_is_found():
 
 def test_a_name_like_nothing_gets_the_top_level_instead():
     assert nearest_keys("qqq", KEYS) == []
-    assert "the top level has batch, " in unknown_key("qqq", KEYS)
+    assert "the top level has advantage, " in unknown_key("qqq", KEYS)

@@ -52,7 +52,8 @@ def test_the_defaults_are_the_paper_s_recipe():
     # Clip-Higher, token-level loss (Eq. 8), no KL (Section 2.3), advantage over the group's std (Eq. 9).
     assert (config.loss.clip_ratio_low, config.loss.clip_ratio_high) == (0.2, 0.28)
     loss, reward = config.loss, config.reward
-    assert (loss.aggregation, loss.kl_coef, loss.normalize_std) == ("token_mean", 0.0, True)
+    assert (loss.objective, loss.aggregation, loss.kl_coef) == ("clip", "token_mean", 0.0)
+    assert (config.advantage.baseline, config.advantage.scale) == ("group_mean", "group_std")
     # AdamW at a constant 1e-6 with a linear warm-up over 20 rollout steps.
     optimizer = config.optimizer
     assert (optimizer.learning_rate, optimizer.warmup_steps) == (1e-6, 20)
@@ -78,7 +79,7 @@ rollout.in_flight=32 loss.correction=none -> loss.correction: found 'none'; roll
 rollout.in_flight=100 -> rollout.in_flight: found 100; batch.group_size = 16; 0 (waves); use 112
 rollout.in_flight=32 rollout.round_tokens=20481 -> rollout.round_tokens: found 20481; max_response_tokens = 20480; such as 1280
 loss.correction=none loss.importance_cap=2 -> loss.importance_cap: found 2.0; loss.correction = 'none'; loss.correction=truncate
-loss.importance_range=[0.5,2.0] -> loss.importance_range: found [0.5, 2.0]; loss.correction = 'auto'; mask_responses
+loss.importance_range=[0.5,2.0] -> loss.importance_range: found [0.5, 2.0]; loss.correction = 'auto'; keep_responses
 loss.correction=mask loss.importance_range=[2] -> loss.importance_range: found [2.0]; two numbers
 loss.correction=mask loss.importance_range=[0,2] -> loss.importance_range: found [0.0, 2.0]; two numbers
 loss.correction=mask loss.importance_range=[0.5,0.9] -> loss.importance_range: found [0.5, 0.9]; two numbers
@@ -90,13 +91,51 @@ parallel.tensor=0 -> parallel.tensor: found 0; -1
 parallel.sampler_tensor=-1 -> parallel.sampler_tensor: found -1; 0 or more
 dynamic_sampling.prompts_per_wave=50 -> max_waves: found 10; 10 x 50 = 500 < 512; to 11 or more
 dynamic_sampling.max_waves=0 -> max_waves: found 0; dynamic_sampling.enabled=false
+loss.objective=gsop -> loss.objective: found 'gsop'; did you mean gspo?
+loss.objective=rloo -> loss.objective: found 'rloo'; algorithm: rloo
+loss.objective=maxrl -> loss.objective: found 'maxrl'; algorithm: maxrl
+loss.objective=cispo loss.clip_ratio_high=0.3 -> loss.clip_ratio_high: found 0.3; loss.objective = 'cispo'
+loss.objective=cispo loss.clip_ratio_low=0.1 -> loss.clip_ratio_low: found 0.1; loss.objective = 'cispo'
+loss.objective=gspo loss.dual_clip=3 -> loss.dual_clip: found 3.0; null; loss.objective = 'gspo'
+loss.objective=cispo loss.options.cup=3 -> loss.options.cup: found 3; cispo; cap
+loss.objective=topr loss.options.cap=3 -> loss.options.cap: found 3; topr; leave it out
+loss.options.clip_ratio_low=0.1 -> loss.options.clip_ratio_low: found 0.1; set loss.clip_ratio_low
+loss.select=high_entropy loss.select_options.fraction=0.2 -> loss.select_options.fraction: found 0.2; high_entropy; frac
+loss.select_options.frac=0.2 -> loss.select_options.frac: found 0.2; all; leave it out
+loss.objective=kl_cov -> loss.select: found 'all'; loss.objective = 'kl_cov'; high_covariance
+loss.select=high_covariance -> loss.select: found 'high_covariance'; loss.objective = 'clip'; kl_cov
+loss.objective=vespo loss.correction=truncate -> loss.correction: found 'truncate'; 'vespo'; loss.old_logprobs=sampler
+loss.objective=vespo rollout.in_flight=32 -> loss.correction: found 'truncate'; 'vespo'; loss.old_logprobs=sampler
+loss.correction=keep_responses loss.importance_cap=2 -> loss.importance_cap: found 2.0; loss.correction = 'keep_responses'
+loss.correction=truncate_responses loss.importance_range=[0.5,2] -> loss.importance_range: found [0.5, 2.0]; keep_responses
+loss.drop_off_policy=-1 -> loss.drop_off_policy: found -1; 0 or more
+loss.kl_estimator=k3_unbiased -> loss.kl_estimator: found 'k3_unbiased'; loss.kl_coef
+advantage.scale=group_mean -> reward.incorrect: found -1.0; 0 or more; advantage.scale = 'group_mean'
+advantage.best_of=2 -> reward.incorrect: found -1.0; 0 or more; advantage.best_of = 2
+advantage.best_of=17 reward.incorrect=0 -> advantage.best_of: found 17; batch.group_size = 16
+advantage.best_of=8 reward.incorrect=0 batch.keep=7 -> advantage.best_of: found 8; batch.keep = 7
+advantage.rewards=apart -> advantage.rewards: found 'apart'; reward.graders; summed
+batch.group_size=1 dynamic_sampling.enabled=false -> advantage.baseline: found 'group_mean'; none; batch.group_size = 1
+batch.group_size=1 dynamic_sampling.enabled=false advantage.baseline=leave_one_out -> advantage.baseline: found 'leave_one_out'
+batch.group_size=1 dynamic_sampling.enabled=false advantage.baseline=length_weighted -> advantage.baseline: found 'length_weighted'
+batch.keep=1 -> batch.keep: found 1; 2 to 15; batch.group_size = 16
+batch.keep=16 -> batch.keep: found 16; 2 to 15
+batch.keep_by=reward_per_token -> batch.keep_by: found 'reward_per_token'; batch.keep
+environment.source=guess environment.credit=turn advantage.baseline=none -> environment.credit: found 'turn'; episode; group_mean
+environment.source=guess environment.credit=turn advantage.scale=batch_std -> environment.credit: found 'turn'; group_std
+teacher.coef=2 -> teacher.coef: found 2; teacher.source
+teacher.source=shipped:quickstart -> dynamic_sampling.enabled: found true; teacher.source; teacher.rewards=true
+teacher.source=shipped:quickstart dynamic_sampling.enabled=false batch.keep=8 batch.keep_by=reward_per_token -> batch.keep_by: found 'reward_per_token'; shortest; teacher.rewards=true
+teacher.source=shipped:quickstart dynamic_sampling.enabled=false environment.source=guess environment.credit=turn -> environment.credit: found 'turn'; episode; teacher.rewards=true
+teacher.source=shipped:quickstart dynamic_sampling.enabled=false advantage.rewards=apart reward.graders=[{"grader":"exact"},{"grader":"math"}] -> advantage.rewards: found 'apart'; summed; teacher.rewards=true
+teacher.source=shipped:quickstart teacher.rewards=true sampling.temperature=0.9 -> sampling.temperature: found 0.9; teacher.source
 sampling.max_response_tokens=64 -> buffer_tokens: found 4096; 4096 > 64; here 12; enabled=false
 environment.source=guess environment.episode_tokens=64 -> buffer_tokens: found 4096; environment.episode_tokens = 64; here 12
 reward.overlong.buffer_tokens=0 -> buffer_tokens: found 0; 1 or more; reward.overlong.enabled=false
 sampling.temperature=0 -> sampling.temperature: found 0.0; eval.temperature
 lora.rank=2 lora.targets=[qproj] -> lora.targets: found ['qproj']; write q_proj
 loss.aggregation=token-mean -> loss.aggregation: found 'token-mean'; did you mean token_mean?
-loss.aggregation=xyz -> 'xyz'; token_mean or prompt_mean or sequence_mean or token_sum_norm; write one
+loss.aggregation=xyz -> 'xyz'; token_mean or prompt_mean or sequence_mean or token_sum_norm or sequence_sum; write one
 model.attention=cudnn -> model.compute_dtype: found 'float32'; bfloat16
 model.source= -> model.source: found ''
 data.template_date=26.7.2024 -> data.template_date; 26.7.2024; YEAR-MONTH-DAY
@@ -107,7 +146,7 @@ sampling.stop_token_ids=[0,-1] -> sampling.stop_token_ids[1]: found -1; 0 or mor
 rollout.in_flight=16 rollout.answer_rounds=1001 -> rollout.answer_rounds: found 1001; 0 to 1000
 steps=-1 -> steps: found -1; 0: evaluate only
 seed=4294967296 -> seed: found 4294967296; less than 2**32
-loss.clip_ratio_low=1 -> loss.clip_ratio_low: found 1.0; less than 1
+loss.clip_ratio_low=1.5 -> loss.clip_ratio_low: found 1.5; at most 1
 loss.dual_clip=1 -> loss.dual_clip: found 1.0; more than 1, or null
 loss.importance_cap=0.5 -> loss.importance_cap: found 0.5; 1 or more, or null
 optimizer.learning_rate=0 -> optimizer.learning_rate: found 0; more than 0
@@ -153,7 +192,7 @@ def test_a_wave_has_three_times_the_prompts_that_a_step_trains_on():
         "loss.clip_ratio_high=0.2",
         "loss.clip_ratio_low=0.999 loss.clip_ratio_high=5",
         "loss.old_logprobs=sampler loss.importance_cap=null",
-        "dynamic_sampling.enabled=false batch.group_size=1 dynamic_sampling.surplus=carry",
+        "dynamic_sampling.enabled=false batch.group_size=1 advantage.baseline=none",
         "dynamic_sampling.enabled=false dynamic_sampling.prompts_per_wave=0 dynamic_sampling.max_waves=0",
         "dynamic_sampling.prompts_per_wave=512 dynamic_sampling.max_waves=1",
         "reward.overlong.enabled=false sampling.max_response_tokens=64",
@@ -165,6 +204,13 @@ def test_a_wave_has_three_times_the_prompts_that_a_step_trains_on():
         "parallel.fsdp=4 parallel.tensor=-1",
         "optimizer.beta1=0 optimizer.weight_decay=0 optimizer.warmup_steps=0",
         "seed=4294967295",
+        "loss.clip_ratio_low=1 loss.clip_ratio_high=1",
+        "loss.objective=cispo loss.clip_ratio_high=0.2",
+        "loss.objective=vespo rollout.in_flight=32 loss.old_logprobs=sampler",
+        "loss.objective=mine.py:loss loss.dual_clip=3 loss.options.anything=3 loss.select=high_covariance",
+        "batch.keep=15 advantage.best_of=15 reward.incorrect=0",
+        "environment.source=guess environment.credit=turn advantage.scale=none",
+        "teacher.source=shipped:quickstart teacher.rewards=true",
         "compilation_cache= reward.answer_marker=",
     ],
 )
@@ -174,7 +220,7 @@ def test_values_just_inside_the_rules_load_unchanged(path, overrides):
         key, _, text = override.partition("=")
         value = config
         for name in key.split("."):
-            value = getattr(value, name)
+            value = value[name] if isinstance(value, dict) else getattr(value, name)
         assert str(value).lower().removesuffix(".0") in (text, text.replace("null", "none"))
 
 
@@ -192,16 +238,16 @@ OFF, IN_FLIGHT = ("none", 0.0, math.inf), "rollout.in_flight=32"
         ("loss.correction=truncate", ("truncate", 0.0, 2.0)),
         ("loss.correction=truncate loss.importance_cap=5", ("truncate", 0.0, 5.0)),
         ("loss.correction=mask", ("mask", 0.5, 2.0)),
-        (f"{IN_FLIGHT} loss.correction=mask_responses", ("mask_responses", 0.99, 1.01)),
+        (f"{IN_FLIGHT} loss.correction=keep_responses", ("keep_responses", 0.99, 1.01)),
         ("loss.correction=mask loss.importance_range=[1,5]", ("mask", 1.0, 5.0)),
-        ("loss.correction=mask_responses loss.importance_range=[0.25,1]", ("mask_responses", 0.25, 1.0)),
+        ("loss.correction=keep_responses loss.importance_range=[0.25,1]", ("keep_responses", 0.25, 1.0)),
         # The ratio of the loss is to the sampler already.
         (f"{IN_FLIGHT} loss.old_logprobs=sampler", OFF),
         (f"{IN_FLIGHT} loss.old_logprobs=sampler loss.correction=none", OFF),
         # Any importance weights correct a rounded sampler.
         ("sampling.cache_dtype=int8 loss.importance_cap=2", ("truncate", 0.0, 2.0)),
         ("sampling.cache_dtype=int8 loss.correction=truncate", ("truncate", 0.0, 2.0)),
-        ("sampling.weight_dtype=int8 loss.correction=mask_responses", ("mask_responses", 0.99, 1.01)),
+        ("sampling.weight_dtype=int8 loss.correction=keep_responses", ("keep_responses", 0.99, 1.01)),
         (f"sampling.weight_dtype=int8 {IN_FLIGHT}", ("truncate", 0.0, 2.0)),
     ],
 )
@@ -242,6 +288,11 @@ def test_every_choice_of_a_key_loads(path, key, words):
         "turn": ["environment.source=guess"],
         "int8": ["loss.importance_cap=2"],
         "float8_e4m3fn": ["loss.importance_cap=2"],
+        "high_covariance": ["loss.objective=kl_cov"],
+        "k3_unbiased": ["loss.kl_coef=0.1"],
+        "group_mean": ["reward.incorrect=0"],
+        "apart": ["reward.graders=[{grader: exact}, {grader: math}]"],
+        "reward_per_token": ["batch.keep=8"],
     }
     for word in words:
         if key in leaf_types(TrainConfig):

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dapo_jax.dapo.advantages import step_advantages
 from dapo_jax.dapo.batching import Example, example_weights, split_minibatches, training_examples
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.training.row_packing import pack
@@ -70,22 +71,26 @@ def test_a_short_step_ends_in_a_smaller_minibatch():
 
 def test_advantages_compare_a_response_with_its_own_group():
     """[1, -1, -1, -1]: mean -0.5, std sqrt((1.5^2 + 3 * 0.5^2) / 3) = 1. [3, 1]: mean 2, std sqrt(2), +-1 / sqrt(2)."""
-    rows = training_examples([make_group(0, [1.0, -1.0, -1.0, -1.0]), make_group(1, [3.0, 1.0])])
+    groups = [make_group(0, [1.0, -1.0, -1.0, -1.0]), make_group(1, [3.0, 1.0])]
+    rows = training_examples(groups, step_advantages(groups))
     expected = [1.5, -0.5, -0.5, -0.5, 0.5**0.5, -(0.5**0.5)]
     np.testing.assert_allclose([row.advantage for row in rows], expected, rtol=2e-6)
     assert [row.group for row in rows] == [0, 0, 0, 0, 1, 1]
 
 
-def test_without_normalize_std_advantages_are_distances_from_the_mean():
-    rows = training_examples([make_group(0, [3.0, 1.0, -1.0])], normalize_std=False)
-    assert [row.advantage for row in rows] == [2.0, 0.0, -2.0]
+def test_an_example_has_the_given_advantage_for_all_tokens_or_for_each():
+    group, by_token = make_group(0, [3.0, 1.0, -1.0]), np.array([0.5, -0.5], np.float32)
+    rows = training_examples([group], [[2.0, by_token, -2.0]])
+    assert [np.ravel(row.advantage).tolist() for row in rows] == [[2.0], [0.5, -0.5], [-2.0]]
 
 
 def test_overlong_filtering_keeps_the_reward_in_the_mean_but_the_tokens_out_of_the_loss():
     """Rewards [1, -1, -1, -2]: mean -0.75, deviations 1.75, -0.25, -0.25, -1.25, squares sum to 4.75, std
     sqrt(4.75 / 3) = 1.2583. Without the truncated -2 the mean would be -1/3 and the first advantage 1.1547."""
     group = make_group(0, [1.0, -1.0, -1.0, -2.0], truncated={3})
-    filtered, plain = training_examples([group], filter_truncated=True), training_examples([group])
+    advantages = step_advantages([group], filter_truncated=True)
+    filtered = training_examples([group], advantages, filter_truncated=True)
+    plain = training_examples([group], step_advantages([group]))
     expected = np.array([1.75, -0.25, -0.25, -1.25]) / np.sqrt(4.75 / 3)
     for rows in (filtered, plain):
         np.testing.assert_allclose([row.advantage for row in rows], expected, rtol=2e-6)

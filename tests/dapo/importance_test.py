@@ -14,11 +14,12 @@ from dapo_jax.config.schema import TrainConfig
 from dapo_jax.config.section import rules_by_key
 from dapo_jax.dapo.importance import (
     CORRECTIONS,
+    drop_off_policy,
     importance_weights,
-    response_mean,
     with_effective_share,
 )
 from dapo_jax.dapo.metrics import to_scalars
+from dapo_jax.dapo.responses import response_mean
 from dapo_jax.parallel.mesh import make_mesh
 from tests import oracle
 
@@ -33,7 +34,9 @@ BY_HAND = {
     "truncate": [2.0, 0.5, 0.5, 1.5, 0.96, 2.0, 2.0],
     # 1/2 is rounded on its way through a logarithm, so the range begins just below it.
     "mask": [0.0, 0.5, 0.5, 1.5, 0.96, 0.0, 0.0],
-    "mask_responses": [1.0, 1.0, 1.0, 1.2, 1.2, 0.0, 0.0],
+    "keep_responses": [4.0, 0.5, 0.5, 1.5, 0.96, 0.0, 0.0],
+    # Products: 4 x 1/2 x 1/2 = 1, 1.5 x 0.96 = 1.44, 4 x 2.25 = 9.
+    "truncate_responses": [1.0, 1.0, 1.0, 1.44, 1.44, 2.0, 2.0],
 }
 
 
@@ -64,8 +67,10 @@ def test_weights_by_hand(correction):
         ("truncate", 9.46 / 7, 2.0, 3 / 7, 15.6716 / 7),
         # 0.5 + 0.5 + 1.5 + 0.96 = 3.46; squares 0.25 + 0.25 + 2.25 + 0.9216 = 3.6716; three are 0.
         ("mask", 3.46 / 7, 1.5, 3 / 7, 3.6716 / 7),
-        # 3 x 1 + 2 x 1.2 = 5.4; squares 3 + 2 x 1.44 = 5.88; two are 0.
-        ("mask_responses", 5.4 / 7, 1.2, 2 / 7, 5.88 / 7),
+        # 4 + 0.5 + 0.5 + 1.5 + 0.96 = 7.46; squares 16 + 0.25 + 0.25 + 2.25 + 0.9216 = 19.6716; two are 0.
+        ("keep_responses", 7.46 / 7, 4.0, 2 / 7, 19.6716 / 7),
+        # 3 x 1 + 2 x 1.44 + 2 x 2 = 9.88; squares 3 + 2 x 2.0736 + 8 = 15.1472; two are cut.
+        ("truncate_responses", 9.88 / 7, 2.0, 2 / 7, 15.1472 / 7),
     ],
 )
 def test_metrics_by_hand(correction, weight, largest, cut, square):
@@ -158,15 +163,31 @@ def packed_rows(rng, rows=4, seq=64, longest=12):
 @given(seed=st.integers(0, 2**32 - 1))
 def test_the_weights_agree_with_loops_in_float64(correction, seed):
     """A log-ratio has an error of 1e-6 in float32, so a value nearer to a bound may be on either side of it."""
-    low, high = (0.0, 1.5) if correction == "truncate" else (0.7, 1.5)
+    low, high = (0.0, 1.5) if correction.startswith("truncate") else (0.7, 1.5)
     arrays = packed_rows(np.random.default_rng(seed))
     found = np.asarray(weighted(correction, arrays, low, high)[0])
     expected, inside, outside = (
         oracle.importance_weights(*arrays, correction, low * by, high / by)
         for by in (1.0, 1 + 1e-5, 1 - 1e-5)
     )
-    sure = np.ones(found.shape, bool) if correction == "truncate" else (inside > 0) == (outside > 0)
+    sure = np.ones(found.shape, bool) if correction.startswith("truncate") else (inside > 0) == (outside > 0)
     np.testing.assert_allclose(found[sure], expected[sure], rtol=3e-6)
+
+
+def test_dropped_responses_by_hand():
+    """Three responses of two tokens. log(pi_sampler / pi) is 0.1 and 0.5, so 0.3 on average, in the first two, and 0.2 in the third."""
+    ids, mask = (
+        jnp.asarray([[1, 1, 1, 2, 2, 3, 3, 0]], jnp.int32),
+        jnp.asarray([[0, 1, 1, 1, 1, 1, 1, 0]], bool),
+    )
+    policy = jnp.where(mask, -2.0, jnp.nan)
+    sampler = policy + jnp.asarray([[0.0, 0.1, 0.5, 0.1, 0.5, 0.2, 0.2, 0.0]])
+    advantages = jnp.asarray([[jnp.nan, -1.0, -1.0, 1.0, 1.0, -1.0, -1.0, jnp.nan]])
+    for delta, dropped in ((0.25, [1, 2]), (0.15, [1, 2, 5, 6]), (0.35, [])):
+        kept, metrics = drop_off_policy(policy, sampler, advantages, mask, ids, delta=delta)
+        assert np.flatnonzero(np.asarray(kept[0]) == 0.0).tolist() == dropped
+        assert np.isin(kept, [0.0, 1.0]).all()
+        assert to_scalars(metrics) == pytest.approx({"importance/dropped_frac": len(dropped) / 6})
 
 
 def test_all_tokens_of_a_response_have_the_same_bits():

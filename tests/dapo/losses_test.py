@@ -61,9 +61,10 @@ def loss_and_gradient(batch, dual_clip=None):
 
 
 @functools.partial(jax.jit, static_argnames="estimator")
-def kl_and_gradient(logprobs, ref_logprobs, mask, weights, estimator):
+def kl_and_gradient(logprobs, ref_logprobs, mask, weights, estimator, old_logprobs=None):
     def penalty(logprobs):
-        return kl_penalty(logprobs, ref_logprobs, mask, estimator=estimator, weights=weights)[0]
+        how = {"estimator": estimator, "old_logprobs": old_logprobs, "weights": weights}
+        return kl_penalty(logprobs, ref_logprobs, mask, **how)[0]
 
     return jax.value_and_grad(penalty)(logprobs)
 
@@ -224,13 +225,14 @@ def test_matches_the_oracle_in_float32(seed, dual_clip):
 
 
 @share_x64
-@given(seed=seeds, estimator=st.sampled_from(["k1", "k3"]), weighted=st.booleans())
+@given(seed=seeds, estimator=st.sampled_from(["k1", "k3", "k3_unbiased"]), weighted=st.booleans())
 def test_kl_penalty_matches_the_oracle(x64, seed, estimator, weighted):
     batch = random_batch(seed, np.float64)
     weights = batch["weights"] if weighted else None
     arguments = batch["logprobs"], batch["old_logprobs"], batch["mask"]
-    penalty, gradient = kl_and_gradient(*arguments, weights, estimator)
-    expected_penalty, expected_gradient = oracle.kl_penalty(*arguments, estimator, weights)
+    old = batch["logprobs"] + np.random.default_rng(seed).normal(0.0, 0.5, SHAPE)
+    penalty, gradient = kl_and_gradient(*arguments, weights, estimator, old)
+    expected_penalty, expected_gradient = oracle.kl_penalty(*arguments, estimator, weights, old)
     np.testing.assert_allclose(penalty, expected_penalty, rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-9, atol=1e-12)
 
@@ -249,6 +251,13 @@ def test_kl_penalty_by_hand():
             {"policy/kl_ref_k1": 0.0, "policy/kl_ref_k3": 0.25}, abs=1e-7
         )
     assert kl_penalty(logprobs, ref_logprobs, mask)[0] == penalty  # k3 is the default
+    # The ratios to an old policy that equals the reference are 2 and 1/2: (2 (ln 2 - 1/2) + 1/2 (1 - ln 2)) / 2.
+    how = {"estimator": "k3_unbiased", "old_logprobs": ref_logprobs}
+    np.testing.assert_allclose(
+        kl_penalty(logprobs, ref_logprobs, mask, **how)[0], 0.75 * math.log(2) - 0.25, rtol=1e-6
+    )
+    with pytest.raises(ValueError, match="old_logprobs"):
+        kl_penalty(logprobs, ref_logprobs, mask, estimator="k3_unbiased")
 
 
 def test_only_logprobs_are_differentiated():
@@ -292,6 +301,7 @@ def test_microbatches_add_up_to_the_minibatch(aggregation):
         ("prompt_mean", [[1 / 8] * 3, [1 / 8, 0, 0], [1 / 6] * 3, [0] * 3]),
         ("sequence_mean", [[1 / 9] * 3, [1 / 3, 0, 0], [1 / 9] * 3, [0] * 3]),  # 3 responses
         ("token_sum_norm", [[1 / 30] * 3, [1 / 30, 0, 0], [1 / 30] * 3, [0] * 3]),  # 3 responses of up to 10
+        ("sequence_sum", [[1 / 3] * 3, [1 / 3, 0, 0], [1 / 3] * 3, [0] * 3]),  # 3 responses
     ],
 )
 def test_each_aggregation_by_hand(aggregation, expected):

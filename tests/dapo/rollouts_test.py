@@ -1,12 +1,13 @@
 """The conversion of a verdict's fields."""
 
 import re
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.dapo.rollouts import Verdict
+from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.rewards import as_verdict
 
 
@@ -44,3 +45,48 @@ def test_other_values_are_refused_by_field_and_value(field, value, kind):
     with pytest.raises(ValueError, match=rf"Verdict: {field}=.*\({kind}\), needs ") as raised:
         Verdict(**{"correct": True, field: value})
     assert repr(value)[:40] in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("by", "count", "kept"),
+    [
+        # Of 3, 2, 2, 5 and 0 tokens.
+        ("shortest", 1, (4,)),
+        ("shortest", 2, (1, 4)),
+        ("shortest", 3, (1, 2, 4)),
+        ("shortest", 4, (0, 1, 2, 4)),
+        # 1 / 3, -1 / 2, -1 / 2, 2 / 5 and, for no token, -1.
+        ("reward_per_token", 1, (3,)),
+        ("reward_per_token", 2, (0, 3)),
+        ("reward_per_token", 3, (0, 1, 3)),
+        ("reward_per_token", 5, (0, 1, 2, 3, 4)),
+    ],
+)
+def test_the_best_responses_stay_in_their_order_and_know_their_index(by, count, kept):
+    group = make_group("x..x.", [3, 2, 2, 5, 0])
+    rewards = [1.0, -1.0, -1.0, 2.0, -1.0]
+    rollouts = [replace(one, reward=reward) for one, reward in zip(group.rollouts, rewards, strict=True)]
+    group = replace(group, rollouts=tuple(rollouts))
+    best = group.best(count, by=by)
+    assert best.kept == kept
+    assert best.indexed == [(index, rollouts[index]) for index in kept]
+    assert group.indexed == list(enumerate(rollouts))
+    assert group.best(0, by=by) is group
+
+
+def make_group(verdicts, lengths):
+    rollouts = tuple(
+        Rollout(
+            response=Response(
+                tokens=np.full(length, 5, np.int32),
+                logprobs=np.zeros(length, np.float32),
+                finish_reason="stop",
+            ),
+            text="",
+            verdict=Verdict(correct=mark == "x"),
+            reward=float(mark == "x"),
+        )
+        for mark, length in zip(verdicts, lengths, strict=True)
+    )
+    prompt = Prompt(ordinal=0, tokens=np.array([2], np.int32), text="?", answer="!")
+    return Group(prompt=prompt, rollouts=rollouts)

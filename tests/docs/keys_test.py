@@ -61,7 +61,7 @@ def test_every_range_and_choice_is_on_the_page():
         is_number = key.kind.startswith(("integer", "number"))
         assert bool(key.needs) == bool(key.rules.choices or (is_number and key.rules.range))
     assert "`token_sum_norm`" in described["loss.aggregation"].needs
-    assert "more than 0 and less than 1" in described["loss.clip_ratio_low"].needs
+    assert "more than 0 and at most 1" in described["loss.clip_ratio_low"].needs
 
 
 def test_a_key_has_the_text_below_its_field_and_its_place_in_the_paper():

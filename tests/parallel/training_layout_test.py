@@ -4,6 +4,8 @@ Sums over devices are taken in another order than on one device, so results diff
 each array.
 """
 
+from functools import partial
+
 import jax
 import numpy as np
 import optax
@@ -13,6 +15,7 @@ from jax.sharding import PartitionSpec
 from dapo_jax.dapo.batching import Example
 from dapo_jax.dapo.losses import dapo_loss
 from dapo_jax.dapo.metrics import to_scalars
+from dapo_jax.dapo.objectives import gspo_loss
 from dapo_jax.models.decoder import graph_of
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.training_layout import ROWS as ROWS_SPLIT
@@ -82,13 +85,21 @@ BATCHES = [minibatch(apart=False), minibatch(apart=True, seed=1), minibatch(apar
 
 
 def trained(
-    mesh, optimizer, batches=BATCHES, *, rate, old_logprobs="trainer", attention="xla", offload=False
+    mesh,
+    optimizer,
+    batches=BATCHES,
+    *,
+    rate,
+    old_logprobs="trainer",
+    attention="xla",
+    offload=False,
+    objective=dapo_loss,
 ):
     """Returns the state and the metrics after the update on each batch; all updates but the first have ratios other than 1."""
     graph = graph_of(CONFIG, layout=layout_of(mesh, attention=attention))
     options = UpdateOptions(old_logprobs=old_logprobs, logprob_chunk_vocab=4, offload=offload)
     params = jax.eval_shape(lambda: tiny_params(CONFIG))
-    updater = Updater(graph, params, optimizer, mesh, objective=dapo_loss, options=options)
+    updater = Updater(graph, params, optimizer, mesh, objective=objective, options=options)
     state, states, metrics = init_state(tiny_params(CONFIG), optimizer, mesh, offload=offload), [], []
     for index, prepared in enumerate(updater.prepare(state, batches)):
         state, measured = updater.update(state, prepared, learning_rate=rate, first=index == 0)
@@ -143,6 +154,26 @@ def test_rows_of_several_lengths_change_no_gradient(axes):
     [first], _ = trained(make_mesh(**axes), KEEP_GRADIENT, [mixed], rate=0.0)
     [second], _ = trained(one_device(), KEEP_GRADIENT, [minibatch(apart=False)], rate=0.0)
     assert_same(first.opt_state, second.opt_state)
+
+
+@pytest.mark.slow  # tests/dapo/objectives_test.py splits the rows of the objective alone
+@pytest.mark.parametrize(
+    "axes", [{"fsdp": 2, "tensor": 2, "context": 2}, {"data": 2, "context": 4, "fsdp": 1}], ids=str
+)
+def test_an_objective_along_responses_equals_the_result_on_one_device(axes):
+    """GSPO with packed rows and a wide clip. The sampler's log-probabilities are the old ones, so ratios differ from 1."""
+    how = {
+        "rate": 0.0,
+        "old_logprobs": "sampler",
+        "objective": partial(gspo_loss, clip_ratio_low=0.1, clip_ratio_high=0.1),
+    }
+    states, metrics = trained(make_mesh(**axes), KEEP_GRADIENT, BATCHES[:2], **how)
+    expected_states, expected = trained(one_device(), KEEP_GRADIENT, BATCHES[:2], **how)
+    for found, other in zip(states, expected_states, strict=True):
+        assert_same(found.opt_state, other.opt_state)
+    for found, other in zip(metrics, expected, strict=True):
+        assert found == pytest.approx(other, rel=1e-5, abs=1e-6, nan_ok=True)
+        assert 0 < other["policy/clip_low_frac"] < 1
 
 
 @pytest.mark.slow

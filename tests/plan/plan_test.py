@@ -36,6 +36,17 @@ def test_the_32b_run_by_hand():
     assert (made.sizes.samplers, made.sizes.devices) == (32, 128)
 
 
+def test_muon_has_one_moment_for_a_matrix():
+    """4 bytes per element of a layer's matrices, 8 of other parameters. Besides, two step counts and three coefficients of 4 bytes."""
+    names = ("adamw", "muon")
+    made = [plan(load_config("quickstart", ["parallel.fsdp=1", f"optimizer.name={name}"])) for name in names]
+    (adamw, muon), decoder = (each.resident for each in made), made[0].decoder
+    heads = (2 * decoder.heads + 2 * decoder.kv_heads) * decoder.head_dim
+    matrices = decoder.layers * decoder.embed_dim * (heads + 3 * decoder.mlp_dim)
+    assert muon.moments == adamw.moments - 4 * matrices + 4 * (1 + 3)
+    assert muon.state - muon.moments == adamw.state - adamw.moments
+
+
 def test_the_32b_configuration_is_the_papers():
     """Section 4.1 of https://arxiv.org/abs/2503.14476."""
     config = load_config(CONFIGS / "dapo_qwen2.5_32b.yaml")

@@ -4,8 +4,9 @@ import jax
 import pytest
 
 from dapo_jax.config import load_config
+from dapo_jax.models.presets import preset
 from dapo_jax.plan.compiled import ProgramMemory
-from dapo_jax.plan.memory import phases
+from dapo_jax.plan.memory import phases, together
 from dapo_jax.plan.programs import Programs
 from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.plan.workload import Assumptions, workload_of
@@ -36,6 +37,23 @@ def test_an_episode_keeps_its_pages_while_another_uses_its_slot():
     planned = programs_of("environment.source=guess")
     assert planned.engine.page_sizes.holders == 2 * 16
     assert "insert_parked" in planned.lowered()
+
+
+def test_a_teacher_is_resident_in_the_compute_dtype_and_its_scoring_program_is_counted():
+    """All but the norms, two of each layer and one at the end, in bfloat16."""
+    taught = ("teacher.source=preset:tiny", "dynamic_sampling.enabled=false")
+    planned, tiny = programs_of(*taught), preset("tiny")
+    assert planned.resident.teacher == 4 * tiny.parameters
+    assert programs_of().resident.teacher == 0
+    lowered = planned.lowered()
+    assert "score_teacher" in lowered
+    lowered["score_teacher"]()
+    assert "score_teacher" not in programs_of().lowered()
+    for program in ("generate", "score_teacher", "update"):
+        assert together(program, planned.resident, updates=1)[1]["teacher"] == 4 * tiny.parameters
+    norms = (2 * tiny.layers + 1) * tiny.embed_dim
+    rounded = programs_of(*taught, "model.compute_dtype=bfloat16")
+    assert rounded.resident.teacher == 2 * tiny.parameters + 2 * norms
 
 
 def test_logits_of_paused_responses_are_resident_while_sampling():

@@ -21,11 +21,12 @@ from dapo_jax.config import (
     RewardConfig,
     RolloutConfig,
     SamplingConfig,
+    TeacherConfig,
     TrainConfig,
 )
 from dapo_jax.models.decoder import Decoder
 from dapo_jax.models.lora import lora_shape
-from dapo_jax.models.presets import DecoderConfig
+from dapo_jax.models.presets import DecoderConfig, preset
 from dapo_jax.plan.collectives import Traffic
 from dapo_jax.plan.compiled import Program
 from dapo_jax.plan.roofline import (
@@ -217,6 +218,12 @@ def test_options_change_the_work():
     assert plain["update"].flops == 3 / 4 * phases["update"].flops
     assert "log-probabilities" not in without(loss=LossConfig(old_logprobs="sampler"))
     assert without(loss=LossConfig(kl_coef=0.1))["log-probabilities"].runs == 3
+    taught = without(teacher=TeacherConfig(source="preset:tiny", rewards=True))
+    assert taught["update"] == phases["update"]
+    assert taught["log-probabilities"] == phases["log-probabilities"]
+    found, tiny = taught["teacher's log-probabilities"], preset("tiny")
+    assert found.flops == 2 * forward_flops(tiny, tokens=256, pairs=256 * 8.5, logits=256) / 8
+    assert found.runs == 2
     float32 = without(model=replace(CONFIG.model, compute_dtype="float32"))
     assert float32["decode"].hbm_bytes == 2 * phases["decode"].hbm_bytes
 

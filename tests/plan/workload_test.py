@@ -41,6 +41,12 @@ def test_a_step_at_the_limit_by_hand():
     assert len([note for note in work.notes if "not given" in note]) == 2
 
 
+def test_only_kept_responses_are_trained_on():
+    """An update has 4 x 2 responses instead of 4 x 4: 8 rows of 64 tokens in 4 microbatches."""
+    work = workload_of(replace(CONFIG, batch=replace(CONFIG.batch, keep=2)), Assumptions(informative=0.5))
+    assert (work.responses, work.trained, work.microbatches, work.room) == (64, 16, 4, 4)
+
+
 def test_shorter_responses_are_packed_but_room_stays_for_the_longest():
     """16 x (6 + 10) = 256 tokens are 4 rows of 64, 2 microbatches."""
     work = workload_of(CONFIG, Assumptions(response_tokens=10, prompt_tokens=6))

@@ -176,6 +176,20 @@ def test_clip_states_agree_with_the_loss(advantage, dual):
         assert states.count(state) == round(float(metric.total)), name
 
 
+@pytest.mark.parametrize(("objective", "clipped"), [("clip", True), ("gspo", False)])
+def test_only_the_objective_clip_has_clip_marks(objective, clipped, tmp_path):
+    """Tokens of a ratio of 2 with a positive advantage."""
+    run = write_run(tmp_path / "run", steps=1, every=9, loss=LossConfig(objective=objective))
+    row = line(1, 5, 0, correct=True)
+    write_rollouts(run, 1, [row | {"ratios": [2.0] * len(row["ratios"])}])
+    laid = laid_out(run)
+    [[group]] = chunks_of(laid)
+    assert ("clips" in group["responses"][0]) is clipped
+    assert bool(columns_of(laid)["clipped"][0]) is clipped
+    assert (laid.about["clip"] is not None) is clipped
+    assert group["responses"][0]["ratios"]
+
+
 def test_heads_omit_the_text_around_every_question():
     around = "Solve this, step by step: {} Put the answer in a box, please."
     assert heads([around.format(text) for text in ("1+1?", "12+2?")]) == ["1+1?", "12+2?"]

@@ -8,6 +8,7 @@ import pytest
 from dapo_jax.dapo.rollouts import Prompt, Response, Verdict
 from dapo_jax.rewards import Sample, grade_function
 from dapo_jax.rewards.functions import RewardError
+from dapo_jax.rewards.graders import kimi_length
 from dapo_jax.rewards.grading import Grading, Part, immediately, part_names, summed, weighted_sum
 from dapo_jax.rewards.shaping import Shaping
 from dapo_jax.text.tokenizers import ByteTokenizer
@@ -163,3 +164,25 @@ def test_a_sum_that_would_overflow_is_refused_with_its_terms():
 def test_names_are_short_and_unique():
     names = ["math", "a.py:f", "trl:b.py:f", "f_2", "module:f"]
     assert part_names(names) == ["math", "f", "f_2", "f_2_2", "f_3"]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        # 0.5 - (n - 2) / 8: 0.5, 0.25, -0.5. A wrong response gets at most 0.
+        ((2, 4, 10, 2, 4, 10), [0.5, 0.25, -0.5, 0.0, 0.0, -0.5]),
+        ((3, 3, 3, 3, 3, 3), [0.0] * 6),
+    ],
+)
+def test_the_length_reward_of_kimi_is_positive_for_correct_responses_only(lengths, expected):
+    """The first three are correct. Beside a score of +-1, half of it: the sum is +-1 + 0.5 x."""
+    given = [
+        Sample(prompt=each.prompt, response=each.response, tokens=np.zeros(length, np.int32), finish_reason="stop")
+        for each, length in zip(samples(*["=2"] * 3, *["=3"] * 3), lengths, strict=True)
+    ]  # fmt: skip
+    parts = [part("exact", 1.0, "exact"), Part(name="kimi_length", weight=0.5, submit=part("", 1.0, kimi_length).submit, only_correct=True)]  # fmt: skip
+    verdicts = weighted_sum(parts, RULE)(given).result()
+    assert [verdict.parts["kimi_length"] for verdict in verdicts] == expected
+    assert [verdict.score for verdict in verdicts] == [
+        sign + 0.5 * x for sign, x in zip([1, 1, 1, -1, -1, -1], expected, strict=True)
+    ]

@@ -277,3 +277,47 @@ def test_without_dynamic_sampling_a_step_is_one_wave_of_exactly_the_groups_it_ne
     found = found.finish()
     assert ordinals(found.groups) == ordinals(found.sampled) == [6, 7, 8]
     assert (found.cursor, found.waves, found.surplus) == (9, 1, 0)
+
+
+def shorter(group):
+    return group.best(2, by="shortest")
+
+
+def test_only_the_kept_responses_are_judged_and_trained_on():
+    """Of three responses of 1, 2 and 3 tokens the first two are kept: of `xx.` all correct, of `x.x` one of two. The step samples, counts and carries all."""
+    kinds = {0: "xx.", 1: "x.x", 2: ".x.", 3: "x.."}
+
+    def group(ordinal):
+        made = group_of(ordinal, kinds[ordinal])
+        lengths = enumerate(made.rollouts)
+        return replace(
+            made,
+            rollouts=tuple(
+                replace(one, response=replace(one.response, tokens=np.arange(index + 1, dtype=np.int32), logprobs=np.zeros(index + 1, np.float32)))
+                for index, one in lengths
+            ),
+        )  # fmt: skip
+
+    first = waves(group, max_waves=1, best=shorter)
+    assert (first.tally.correct, first.tally.mixed) == (1, 3)
+    found = first.finish()
+    assert ordinals(found.groups) == ordinals(found.whole) == [1, 2]
+    assert [group.kept for group in found.groups] == [(0, 1), (0, 1)]
+    assert {len(group.rollouts) for group in (*found.whole, *found.sampled, *found.carry)} == {3}
+    assert ordinals(found.carry) == [3]
+    assert found.logged(1)[0] is found.sampled[0]
+
+
+def test_with_rollouts_in_flight_all_responses_of_a_trained_group_are_logged():
+    found = collector(best=lambda group: group.best(1, by="shortest"), enabled=False)
+    one_round(found, dict.fromkeys(range(9), 1))
+    collected = found.finish()
+    assert [group.kept for group in collected.groups] == [(0,), (0,)]
+    assert [len(group.rollouts) for group in collected.logged(4)] == [2, 2]
+
+
+def test_a_shortfall_counts_the_kept_responses():
+    """Of `xx.` the first two are kept, which have equal lengths."""
+    found = waves(lambda ordinal: "xx.", max_waves=1, best=shorter)
+    with pytest.raises(ShortfallError, match=r"found 0 of the 2 .* 4 were all correct"):
+        found.finish()

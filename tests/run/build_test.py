@@ -11,7 +11,7 @@ import pytest
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.checkpoints.manifest import META
-from dapo_jax.config import ConfigError, RolloutConfig
+from dapo_jax.config import ConfigError, OptimizerConfig, RolloutConfig
 from dapo_jax.dapo.dynamic_sampling import ShortfallError
 from dapo_jax.models.folder import load_model
 from dapo_jax.run.build import Run
@@ -249,3 +249,17 @@ def test_a_resumed_run_with_a_kl_penalty_needs_its_initial_weights(begun, run_mi
     """They are the reference."""
     with pytest.raises(ConfigError, match=r"cannot read .*model\.safetensors"):
         run_micro(replace(begun(kl_coef=0.1), steps=4), resume=True)
+
+
+def test_a_run_with_muon_resumes_from_its_single_moments(micro, run_micro, same_run):
+    """A resumed run with AdamW would need two for a matrix."""
+    changes = {"optimizer__name": "muon", "checkpoint__every_steps": 1}
+    whole = run_micro(micro(steps=3, **changes))
+    config = micro(steps=2, **changes)
+    run_micro(config)
+    same_run(run_micro(replace(config, steps=3), resume=True), whole)
+    with pytest.raises(ConfigError, match=r"optimizer\.name"):
+        run_micro(
+            replace(config, steps=4, optimizer=OptimizerConfig(learning_rate=0.05, warmup_steps=2)),
+            resume=True,
+        )

@@ -241,3 +241,38 @@ def test_a_grader_that_cannot_be_loaded_is_refused_before_the_model_is_loaded(
         build.Run(config, prompts=rows)
     with pytest.raises(ConfigError, match=rf"reward\.grader: .*{message}"):
         inference.evaluate(config.model.source, EvaluateConfig(reward=config.reward))
+
+
+LENGTH = {"grader": "kimi_length", "weight": 0.5}
+
+
+def test_the_length_reward_follows_the_verdicts_of_the_first_grader():
+    """All samples have one token, so the length reward is 0."""
+    right, wrong = graded(RewardConfig(graders=[{"grader": "exact"}, LENGTH]), "=2", "=3")
+    assert (right.parts, wrong.parts) == (
+        {"exact": 1.0, "kimi_length": 0.0},
+        {"exact": -1.0, "kimi_length": 0.0},
+    )
+    long = [
+        replace(one, tokens=np.zeros(n, np.int32))
+        for one, n in zip(samples("=2", "=3", "=3"), (1, 1, 3), strict=True)
+    ]
+    for reward, config in (
+        (None, RewardConfig(graders=[{"grader": "exact"}, LENGTH])),
+        ([("exact", 1), ("kimi_length", 0.5)], RewardConfig()),
+    ):
+        submit, _ = submit_of(config, reward=reward)
+        assert [verdict.parts["kimi_length"] for verdict in submit(long).result()] == [0.5, 0.0, -0.5]
+
+
+@pytest.mark.parametrize(
+    ("config", "reward"),
+    [
+        (RewardConfig(grader="kimi_length"), None),
+        (RewardConfig(graders=[LENGTH, {"grader": "exact"}]), None),
+        (RewardConfig(), [("kimi_length", 0.5)]),
+    ],
+)
+def test_the_length_reward_alone_is_refused(config, reward):
+    with pytest.raises(ConfigError, match=r"kimi_length .*reward\.graders=\[\{grader: math\}"):
+        submit_of(config, reward=reward)

@@ -32,7 +32,7 @@ LOW, HIGH, KL = 0.2, 0.28, 0.3
 CASES = {
     "truncate": ("truncate", (0.0, 1.15)),
     "mask": ("mask", (0.85, 1.15)),
-    "mask_responses": ("mask_responses", (0.97, 1.05)),
+    "keep_responses": ("keep_responses", (0.97, 1.05)),
     "bypass": ("none", (0.0, np.inf)),
 }
 """Correction and bounds. `bypass` uses the sampler's log-probabilities as the old ones, without weights."""
@@ -228,7 +228,7 @@ def test_the_cases_are_not_trivial():
         assert any((m.prefix_ids != m.segment_ids).any() for m in parts)
         difference = (prox_of("truncate", batch) - batch.sampler)[batch.mask]
         assert 0.1 < difference.std() < 1.0
-        for case in ("truncate", "mask", "mask_responses"):
+        for case in ("truncate", "mask", "keep_responses"):
             kind, (low, high) = CASES[case]
             weights = exact_weights(case, batch)[batch.mask]
             cut = (weights == high) if kind == "truncate" else (weights == 0)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dapo_jax.dapo.advantages import step_advantages
 from dapo_jax.dapo.batching import example_weights, training_examples, turn_advantages
 from dapo_jax.dapo.importance import importance_weights
 from dapo_jax.dapo.rollouts import ContextSpan, Group, Prompt, Response, Rollout, TurnSpan, Verdict
@@ -84,8 +85,16 @@ def groups(seed, fresh=0.0):
     return found
 
 
+def examples_of(given, *, by_turn=False):
+    turns = [turn_advantages(group) if by_turn else {} for group in given]
+    pairs = zip(turns, step_advantages(given), strict=True)
+    return training_examples(
+        given, [[of.get(place, value) for place, value in enumerate(values)] for of, values in pairs]
+    )
+
+
 def packed(given, *, by_turn=False):
-    examples = training_examples(given, by_turn=by_turn)
+    examples = examples_of(given, by_turn=by_turn)
     return pack(examples, example_weights(examples), row_tokens=64, rows_per_microbatch=2)
 
 
@@ -212,13 +221,13 @@ def test_only_sampled_tokens_count():
     sampled = sum(rollout.response.sampled_tokens for group in given for rollout in group.rollouts)
     assert sampled < sum(len(rollout.response.tokens) for group in given for rollout in group.rollouts)
     assert sum(int(m.mask.sum()) for m in packed(given)) == sampled
-    assert set(example_weights(training_examples(given))) == {1 / sampled}
+    assert set(example_weights(examples_of(given))) == {1 / sampled}
 
 
 def test_an_episode_weighs_the_same_in_however_many_rows_it_is():
     """The mean over sequences is one over episodes: each token weighs 1 / (episodes x sampled tokens of its episode)."""
     given = groups(5, 0.5)
-    examples = training_examples(given)
+    examples = examples_of(given)
     lengths = [
         (rollout.response.sampled_tokens, len(rollout.response.parts(group.prompt.tokens)))
         for group in given
@@ -230,7 +239,7 @@ def test_an_episode_weighs_the_same_in_however_many_rows_it_is():
     assert sum(float(m.weights.sum()) for m in packed(given)) == pytest.approx(1.0, rel=1e-6)
 
 
-def test_mask_responses_weighs_the_part_after_each_context_separately():
+def test_keep_responses_judges_the_part_after_each_context_separately():
     """Two turns of two tokens, the second in a new context. Ratios 2, 1/2 have the mean 1 and are kept; 4, 4 are beyond the range. Over all four
     tokens the mean would be 2, and the whole episode left out."""
     response = Response(
@@ -239,13 +248,13 @@ def test_mask_responses_weighs_the_part_after_each_context_separately():
     )  # fmt: skip
     prompt = Prompt(ordinal=0, tokens=np.array([2], np.int32), text="", answer="")
     rollout = Rollout(response=response, text="", verdict=Verdict(correct=True), reward=1.0)
-    examples = training_examples([Group(prompt=prompt, rollouts=(rollout,))])
+    examples = examples_of([Group(prompt=prompt, rollouts=(rollout,))])
     [row] = pack(examples, example_weights(examples), row_tokens=8, rows_per_microbatch=1)
     assert row.segment_ids.tolist() == [[1, 1, 1, 2, 2, 2, 0, 0]]
     ratios = np.array([[1.0, 2.0, 0.5, 1.0, 4.0, 4.0, 1.0, 1.0]], np.float32)
     arrays = map(jnp.asarray, (np.log(ratios), row.sampler_logprobs, row.mask, row.segment_ids))
-    weights, _ = importance_weights(*arrays, correction="mask_responses", low=0.9, high=1.1)
-    assert np.asarray(weights)[row.mask].round(4).tolist() == [1.0, 1.0, 0.0, 0.0]
+    weights, _ = importance_weights(*arrays, correction="keep_responses", low=0.9, high=1.1)
+    assert np.asarray(weights)[row.mask].round(4).tolist() == [2.0, 0.5, 0.0, 0.0]
 
 
 def group_of(*rewards, scores=None, penalties=None):

@@ -14,13 +14,14 @@ from flax import nnx
 from dapo_jax.dapo.batching import Example
 from dapo_jax.dapo.losses import dapo_loss, supervised_loss
 from dapo_jax.dapo.metrics import Max, Mean, to_scalars
+from dapo_jax.dapo.objectives import OBJECTIVES as BUILT_IN
 from dapo_jax.models.decoder import graph_of
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.training.optimizer import make_optimizer
 from dapo_jax.training.row_packing import pack
 from dapo_jax.training.state import init_state
-from dapo_jax.training.update import UpdateOptions, Updater, check_objective
+from dapo_jax.training.update import UpdateOptions, Updater, trace_objective
 
 CONFIG = tiny_decoder_config(layers=1, embed_dim=16, mlp_dim=16, heads=2, kv_heads=2)
 GRAPH = graph_of(CONFIG)
@@ -111,7 +112,15 @@ def raises(logprobs, old_logprobs, advantages, mask, *, weights):
     return logprobs.no_such_name, {}
 
 
+def asks_for(logprobs, old_logprobs, advantages, mask, *, weights, entropies):
+    return logprobs.sum(), {}
+
+
 OBJECTIVES = {
+    "an unknown array": (
+        asks_for,
+        "requires the array 'entropies'. Did you mean 'entropy'?",
+    ),
     "a scalar": (lambda logprobs, *_, weights: logprobs.sum(), "an array float32[]"),
     "three": (lambda logprobs, *_, weights: (logprobs.sum(), {}, {}), "a tuple, not two values"),
     "a loss for each token": (lambda logprobs, *_, weights: (logprobs, {}), "float32[2, 5] as the loss"),
@@ -135,18 +144,18 @@ OBJECTIVES = {
 def test_an_invalid_objective_is_refused_by_name(name):
     objective, found = OBJECTIVES[name]
     with pytest.raises(ValueError, match=re.escape(found)) as refused:
-        check_objective(objective, rows=2, row_tokens=5)
+        trace_objective(objective, rows=2, row_tokens=5)
     assert objective.__qualname__ in str(refused.value)
     assert "(loss, metrics)" in str(refused.value)
 
 
 @pytest.mark.parametrize(
     "objective",
-    [dapo_loss, supervised_loss, lambda logprobs, *_, weights: (0.0, {})],
-    ids=["dapo", "sft", "0"],
+    [supervised_loss, lambda logprobs, *_, weights: (0.0, {}), *BUILT_IN.values()],
+    ids=["sft", "0", *BUILT_IN],
 )
 def test_valid_objectives_are_accepted(objective):
-    check_objective(objective, rows=2, row_tokens=5)
+    trace_objective(objective, rows=2, row_tokens=5)
 
 
 @pytest.fixture(scope="module")
@@ -272,6 +281,76 @@ def probe(logprobs, old_logprobs, advantages, mask, *, weights):
     """An objective with a linear loss whose metric is the sum of the weights."""
     loss = -(weights * jnp.where(mask, logprobs, 0.0)).sum() + jnp.where(mask, advantages, 0.0).max()
     return loss, {"probe/weights": Mean(jnp.where(mask, weights, 0.0).sum(), jnp.ones(()))}
+
+
+def test_an_objective_receives_the_arrays_that_it_asks_for():
+    """Each array as the microbatch has it, the entropy of the policy, and the reference policy's log-probabilities, which equal the policy's."""
+    seen = {}
+
+    def shows(
+        logprobs,
+        old_logprobs,
+        advantages,
+        mask,
+        *,
+        weights,
+        segment_ids,
+        positions,
+        sampler_logprobs,
+        entropy,
+        ref_logprobs,
+    ):
+        total = {
+            "segment_ids": segment_ids,
+            "positions": positions,
+            "sampler_logprobs": sampler_logprobs,
+            "weights": weights,
+        }
+        total |= {"entropy": entropy, "distance": jnp.abs(ref_logprobs - logprobs)}
+        seen.update(dict.fromkeys(total))
+        sums = {name: jnp.where(mask, array.astype(jnp.float32), 0.0).sum() for name, array in total.items()}
+        return 0.0 * jnp.where(mask, logprobs, 0.0).sum(), {
+            f"own/{name}": Mean(x, jnp.ones(())) for name, x in sums.items()
+        }
+
+    [m] = packed(row_tokens=128, per=1)
+    _, scalars = step(make_updater(objective=shows, reference=PARAMS), fresh(), [m])
+    for name in ("segment_ids", "positions", "sampler_logprobs", "weights"):
+        assert scalars[f"own/{name}"] == pytest.approx(float(getattr(m, name)[m.mask].sum()), rel=1e-5)
+    assert scalars["own/entropy"] == pytest.approx(scalars["policy/entropy"] * m.mask.sum(), rel=1e-5)
+    assert scalars["own/distance"] == 0.0
+    with pytest.raises(ValueError, match="ref_logprobs"):
+        make_updater(objective=shows)
+
+
+def test_off_policy_responses_are_dropped_from_the_objective_but_not_from_the_kl():
+    """The objective only sums its weights. The sampler of every second response is 1 nat per token away from the policy."""
+
+    def nothing(logprobs, old_logprobs, advantages, mask, *, weights):
+        return 0.0 * jnp.where(mask, logprobs, 0.0).sum(), {
+            "own/weights": Mean(jnp.where(mask, weights, 0.0).sum(), jnp.ones(()))
+        }
+
+    [m] = packed()
+    logprobs = np.asarray(jax.jit(plain_logprobs)(PARAMS, jnp.asarray(m.tokens)))
+    rows = [
+        replace(row, logprobs=logprobs[line, 4 : 4 + len(row.response_tokens)] + np.float32(line % 2))
+        for line, row in enumerate(ROWS)
+    ]
+    options = {
+        "objective": nothing,
+        "reference": jax.tree.map(lambda leaf: leaf * 1.1, PARAMS),
+        "kl_coef": 0.5,
+    }
+    state, scalars = step(make_updater(**options, drop_off_policy=0.5), fresh(), packed(rows))
+    lengths = np.array([len(row.response_tokens) * row.in_loss for row in rows])
+    dropped = np.array([line % 2 == 1 and row.advantage < 0 for line, row in enumerate(rows)])
+    assert 0 < lengths[dropped].sum() < lengths.sum()
+    assert scalars["importance/dropped_frac"] == pytest.approx(
+        lengths[dropped].sum() / lengths.sum(), rel=1e-6
+    )
+    assert scalars["own/weights"] == pytest.approx((lengths * WEIGHTS)[~dropped].sum(), rel=1e-5)
+    assert_same_gradient(on_host(state.opt_state), gradient(make_updater(**options), packed(rows)))
 
 
 CAPPED = {"correction": "truncate", "importance_range": (0.0, 2.0)}

@@ -65,7 +65,10 @@ class Updates(Updater):
 
     measured = {}  # noqa: RUF012 - one for all, set by a test
 
-    def __init__(self, graph, params, optimizer, mesh, *, objective, options, reference=None, frozen=None):
+    def __init__(
+        self, graph, params, optimizer, mesh, *, objective, options, reference=None, frozen=None, teacher=None
+    ):
+        self.teacher = teacher
         self.graph, self.params, self.optimizer, self.mesh = graph, params, optimizer, mesh
         self.objective, self.options, self.reference, self.frozen = objective, options, reference, frozen
         self.minibatches, self.rates = [], []
@@ -82,6 +85,9 @@ class Updates(Updater):
         self.minibatches.append(minibatch)
         self.rates.append(learning_rate)
         return state, {"update/loss": mean(0.0), **self.measured}
+
+    def scores(self, params):
+        return lambda stack: stack.microbatches.old_logprobs
 
     def ratios(self, state, minibatch, *, first):
         return [np.ones_like(stack.microbatches.old_logprobs) for stack in minibatch]

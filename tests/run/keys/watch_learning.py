@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dapo_jax.dapo.objectives import wanted
 from dapo_jax.dapo.rollouts import Verdict
 from dapo_jax.rollout.collector import Position
 from tests.run.keys.looking import by_length, refusal, rounded
@@ -58,8 +59,17 @@ def weights(look):
     return sorted({round(1 / float(w)) for m in microbatches(look)[0] for w in m.weights[m.mask]})
 
 
+def advantages_of(minibatches):
+    return sorted({round(float(a), 4) for m in minibatches[0] for a in m.advantages[m.mask]})
+
+
 def advantages(look):
-    return sorted({round(float(a), 4) for m in microbatches(look)[0] for a in m.advantages[m.mask]})
+    return advantages_of(microbatches(look))
+
+
+def trained_lengths(look):
+    """The numbers of tokens of the trained responses to the first prompt."""
+    return [rollout.response_tokens for rollout in look.collected(reward=by_length).groups[0].rollouts]
 
 
 def minibatch_order(look):
@@ -75,12 +85,14 @@ def token_loss(ratio, advantage):
     def see(look):
         look.run()
         logprobs, old = np.full((1, 1), np.log(ratio) - 5, np.float32), np.full((1, 1), -5, np.float32)
-        loss, _ = look.updates.objective(
+        objective, ones = look.updates.objective, jnp.ones((1, 1))
+        loss, _ = objective(
             jnp.asarray(logprobs),
             jnp.asarray(old),
             jnp.full((1, 1), advantage, jnp.float32),
             jnp.ones((1, 1), bool),
             weights=jnp.ones((1, 1), jnp.float32),
+            **({"segment_ids": ones.astype(jnp.int32)} if "segment_ids" in wanted(objective) else {}),
         )
         return rounded(loss)
 
@@ -112,9 +124,22 @@ def moments(look):
     return sorted({leaf.sharding.memory_kind for leaf in jax.tree.leaves(look.started().opt_state)})
 
 
+def moments_of_a_matrix(look):
+    """The number of the optimizer's arrays for one of the matrices."""
+    look.run()
+    state = jax.eval_shape(look.updates.optimizer.init, look.updates.params)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    return len([path for path in paths if "'gate'" in path])
+
+
 def reference(look):
     look.run()
     return look.updates.reference is not None
+
+
+def teacher(look):
+    look.run()
+    return look.updates.teacher is not None
 
 
 def adapters(look):
@@ -138,6 +163,7 @@ def merges(look):
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RANK = {"lora.rank": 4}
+TAUGHT = {"teacher.source": "model", "dynamic_sampling.enabled": False}
 NO_DECAY = {"optimizer.weight_decay": 0.0}
 FOUR = {"batch.prompts_per_step": 4, "dynamic_sampling.prompts_per_wave": 4}
 
@@ -188,6 +214,7 @@ WATCHERS = [
         ("token_mean", [18]),
         ("sequence_mean", [12, 24]),
         ("token_sum_norm", [24]),
+        ("sequence_sum", [4]),
     ),
     watch(
         "sampling.max_response_tokens",
@@ -198,7 +225,55 @@ WATCHERS = [
         also={"loss.aggregation": "token_sum_norm"},
     ),
     # Rewards, with the penalty, of -1, -1, 0 and 0: 0.5 around their mean, with a deviation of (4 x 0.25 / 3) ** 0.5 = 0.577.
-    watch("loss.normalize_std", advantages, (True, [-0.866, 0.866]), (False, [-0.5, 0.5])),
+    # The other group has the same rewards: 8 of them deviate by (8 x 0.25 / 7) ** 0.5 = 0.5345. 2 x 6 tokens have -0.5 and 2 x 12 have 0.5: the mean is
+    # 1 / 6, and the variance (12 x (2 / 3) ** 2 + 24 x (1 / 3) ** 2) / 35 = 8 / 35.
+    watch(
+        "advantage.scale",
+        advantages,
+        ("group_std", [-0.866, 0.866]),
+        ("none", [-0.5, 0.5]),
+        ("batch_std", [-0.9354, 0.9354]),
+        ("whiten_tokens", [-1.3944, 0.6972]),
+    ),
+    # 4 / 3 of 0.5. By length, the mean is (3 + 3) x -1 / 18 = -1 / 3.
+    watch(
+        "advantage.baseline",
+        advantages,
+        ("group_mean", [-0.5, 0.5]),
+        ("leave_one_out", [-0.6667, 0.6667]),
+        ("length_weighted", [-0.6667, 0.3333]),
+        ("none", [-1.0, 0.0]),
+        also={"advantage.scale": "none"},
+    ),
+    # Verdicts 1, -1, 1, -1 with the weights 1 and 3, and penalties 0, 0, -1, -1: sums 4, -4, 3, -5 around -0.5. Apart, +-1 / 1.1547 four times, and
+    # +-0.5 / 0.5774: 4 x 0.866 + 0.866 and so on.
+    watch(
+        "advantage.rewards",
+        lambda look: advantages_of(look.minibatches()),
+        ("summed", [-4.5, -3.5, 3.5, 4.5]),
+        ("apart", [-4.3301, -2.5981, 2.5981, 4.3301]),
+        also={
+            "advantage.scale": "none",
+            "reward.graders": [{"grader": "exact"}, {"grader": "exact", "weight": 3.0}],
+        },
+    ),
+    # Rewards 0, 0, 1, 1. With one of the others, a wrong response has a correct one in 2 of 3 cases: 2 / 3 around 5 / 6.
+    watch(
+        "advantage.best_of",
+        advantages,
+        (1, [-0.5, 0.5]),
+        (2, [-0.1667, 0.1667]),
+        also={"advantage.scale": "none", "reward.incorrect": 0.0, "reward.overlong.enabled": False},
+    ),
+    watch("batch.keep", trained_lengths, (0, [3, 3, 6, 6]), (3, [3, 3, 6])),
+    # -1 / 3 twice and 0 / 6 twice.
+    watch(
+        "batch.keep_by",
+        trained_lengths,
+        ("shortest", [3, 3, 6]),
+        ("reward_per_token", [3, 6, 6]),
+        also={"batch.keep": 3},
+    ),
     echoes("loss.old_logprobs", option("old_logprobs"), "trainer", "sampler"),
     # Nothing is in flight, so auto is none.
     watch(
@@ -207,7 +282,8 @@ WATCHERS = [
         ("auto", "none"),
         ("truncate", "truncate"),
         ("mask", "mask"),
-        ("mask_responses", "mask_responses"),
+        ("keep_responses", "keep_responses"),
+        ("truncate_responses", "truncate_responses"),
     ),
     watch("loss.importance_cap", option("correction"), (None, "none"), (3.0, "truncate"), what="with auto"),
     watch(
@@ -227,11 +303,43 @@ WATCHERS = [
             what=f"of {kind}",
             also={"loss.correction": kind},
         )
-        for kind, unset in (("mask", (0.5, 2.0)), ("mask_responses", (0.99, 1.01)))
+        for kind, unset in (("mask", (0.5, 2.0)), ("keep_responses", (0.99, 1.01)))
+    ),
+    # Twice the old probability at the advantage 1: the ratio is clipped at 1.28, or not clipped but weighs log p = log 2 - 5 by at most 1.5.
+    watch("loss.objective", token_loss(2.0, 1.0), ("clip", [-1.28]), ("reinforce", [8.6137])),
+    watch(
+        "loss.options",
+        token_loss(2.0, 1.0),
+        ({}, [8.6137]),
+        ({"cap": 1.5}, [6.4603]),
+        also={"loss.objective": "reinforce"},
+    ),
+    watch(
+        "loss.clip_ratio_high",
+        token_loss(2.0, 1.0),
+        (0.28, [-1.3231]),
+        (0.5, [-1.6487]),
+        what="of gmpo",
+        also={"loss.objective": "gmpo"},
+    ),
+    echoes("loss.drop_off_policy", option("drop_off_policy"), None, 0.5),
+    echoes("loss.kl_estimator", option("kl_estimator"), "k3", "k3_unbiased", also={"loss.kl_coef": 0.1}),
+    echoes("loss.select", option("select"), "all", "high_entropy"),
+    watch(
+        "loss.select_options",
+        option("select_options"),
+        ({"frac": 0.2}, (("frac", 0.2),)),
+        ({"frac": 0.5}, (("frac", 0.5),)),
+        also={"loss.select": "high_entropy"},
     ),
     echoes("loss.kl_coef", option("kl_coef"), 0.0, 0.1),
     watch("loss.kl_coef", reference, (0.0, False), (0.1, True), what="a reference policy"),
+    watch("teacher.source", teacher, ("", False), ("model", True), also={"dynamic_sampling.enabled": False}),
+    watch("teacher.rewards", advantages, (False, [0.0]), (True, [-0.866, 0.866]), also=TAUGHT),
+    echoes("teacher.coef", option("teacher_coef"), 1.0, 0.5, also=TAUGHT),
     differs("seed", minibatch_order, 0, 1, what="order of learning", also=FOUR),
+    # AdamW has two moments of a matrix, Muon has one.
+    watch("optimizer.name", moments_of_a_matrix, ("adamw", 2), ("muon", 1)),
     echoes("optimizer.learning_rate", rate(100), 1e-06, 0.5),
     watch("optimizer.warmup_steps", rate(5), (20, 0.25), (0, 1.0), also={"optimizer.learning_rate": 1.0}),
     # Gradients 1 and 0. With b1 = 0.9, b2 = 0.999: the first moment is 0.9 x 0.1 / (1 - 0.81), the second 0.999 x 0.001 / (1 - 0.998001).

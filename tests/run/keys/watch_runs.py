@@ -93,10 +93,10 @@ WATCHERS = [
     watch("log.rollouts_every_steps", logged, (0, False), (2, True), also={"steps": 3}),
     # Rewards, with the penalty, of 1, -1, 0 and -2: the first is 1.5 above their mean, with a deviation of (5 / 3) ** 0.5 = 1.291.
     watch(
-        "loss.normalize_std",
+        "advantage.scale",
         lambda look: rounded([rollouts(look)[0]["advantage"]]),
-        (True, [1.1619]),
-        (False, [1.5]),
+        ("group_std", [1.1619]),
+        ("none", [1.5]),
         what="in the rollout log",
         also=LOGGED,
     ),

@@ -5,7 +5,7 @@ import numpy as np
 from flax import nnx
 
 from dapo_jax.rollout.collector import Position
-from dapo_jax.run.policy import description_of, load_policy
+from dapo_jax.run.policy import description_of, load_policy, teacher_of
 from tests.run.keys.looking import ROWS, refusal, rounded
 from tests.run.keys.watching import differs, echoes, watch
 
@@ -47,11 +47,11 @@ def decoder(look):
     return nnx.merge(look.updates.graph, look.updates.params)
 
 
-def downloaded(name):
+def downloaded(name, model_of=lambda config: config.model):
     """Sees an argument of the download from the hub."""
 
     def see(look):
-        load_policy(look.config.model)
+        load_policy(model_of(look.config))
         return look.noted("download")[name]
 
     return see
@@ -124,6 +124,7 @@ def sampler_mesh(look):
 
 MICRO = {"model.source": "preset:micro", "model.tokenizer": "char:0123456789+=:,?"}
 HUB = {"model.source": "hf:org/name"}
+TAUGHT = {"teacher.source": "hf:org/name", "dynamic_sampling.enabled": False}
 
 FLYING = {"rollout.in_flight": 8, "rollout.round_tokens": 3}
 """Groups of four with responses of 3, 3, 6 and 6 tokens: two end in their first round, two in their second. Verdicts come a round later."""
@@ -169,6 +170,7 @@ WATCHERS = [
     # Vocabularies of 15 characters and 2 special ids, and of the chat model.
     watch("model.source", lambda look: policy(look).decoder.vocab_size, ("model", 17), ("chat_model", 336)),
     watch("model.revision", downloaded("revision"), ("", None), ("main", "main"), also=HUB),
+    watch("teacher.revision", downloaded("revision", teacher_of), ("", None), ("main", "main"), also=TAUGHT),
     # Bytes and 2 special ids; 12 characters and these.
     watch(
         "model.tokenizer",

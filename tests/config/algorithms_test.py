@@ -1,0 +1,324 @@
+"""Algorithms by name: which keys a name sets, in which order, and which names are refused."""
+
+from inspect import signature
+
+import pytest
+
+from dapo_jax.cli import main
+from dapo_jax.config import ALGORITHMS, ConfigError, TrainConfig, load_config, load_evaluation
+from dapo_jax.config.algorithms import (
+    CLIPS,
+    DEFINING,
+    GROUND,
+    NOT_OFFERED,
+    OBJECTIVES,
+    OTHER_NAMES,
+    SELECTIONS,
+)
+from dapo_jax.config.loading import changed_keys, leaf_values
+from dapo_jax.config.reading import read_yaml
+from dapo_jax.config.section import leaf_types
+from dapo_jax.dapo import objectives, selections
+
+GRADERS = "reward.graders=[{grader: exact}, {grader: math, weight: 0.5}]"
+NEEDS = {"gdpo": [GRADERS], "opd": ["teacher.source=shipped:quickstart"]}
+"""The two algorithms that need a key which only the user can give."""
+
+SEQUENCES, UNSCALED = {"loss.aggregation": "sequence_mean"}, {"advantage.scale": "none"}
+SAMPLER, CISPO = {"loss.old_logprobs": "sampler"}, {"loss.objective": "cispo", "loss.options": {"cap": 5}}
+DPPO = {"divergence": "tv", "delta_low": 0.2, "delta_high": 0.2}
+DAPO = {
+    "loss.clip_ratio_high": 0.28,
+    "dynamic_sampling.enabled": True,
+    "reward.overlong.enabled": True,
+}
+
+
+def clip(low, high):
+    return {"loss.clip_ratio_low": low, "loss.clip_ratio_high": high}
+
+
+def objective(name, **options):
+    return {"loss.objective": name, "loss.options": options}
+
+
+def select(name, **options):
+    return {"loss.select": name, "loss.select_options": options}
+
+
+BEYOND = {
+    "dapo": DAPO,
+    "grpo": SEQUENCES,
+    "dr_grpo": {"loss.aggregation": "token_sum_norm", **UNSCALED},
+    "gspo": {"loss.objective": "gspo", **clip(3e-4, 4e-4), **SEQUENCES},
+    "gspo_token": {"loss.objective": "gspo_token", **clip(3e-4, 4e-4), **SEQUENCES},
+    "cispo": CISPO,
+    "rloo": {"advantage.baseline": "leave_one_out", **UNSCALED},
+    "reinforce_plus_plus": {"advantage.baseline": "none", "advantage.scale": "whiten_tokens"},
+    "reinforce_plus_plus_baseline": {"advantage.scale": "whiten_tokens"},
+    "gmpo": {"loss.objective": "gmpo", **clip(0.4, 0.4), **SEQUENCES},
+    "sapo": {**objective("sapo", tau_positive=1.0, tau_negative=1.05), **SEQUENCES},
+    "dppo": {**objective("dppo", **DPPO), **SAMPLER},
+    "prime": {**objective("dppo", **DPPO, kl=1e-3), **SAMPLER},
+    "vespo": {"loss.objective": "vespo", **SAMPLER},
+    "luspo": {"loss.objective": "gspo", **clip(2e-3, 2.5e-3), "loss.aggregation": "sequence_sum"},
+    "lite_ppo": {"advantage.scale": "batch_std"},
+    "scale_rl": {**CISPO, "advantage.scale": "batch_std", "loss.aggregation": "prompt_mean"},
+    "opo": {"advantage.baseline": "length_weighted", **UNSCALED},
+    "max_rl": {"advantage.scale": "group_mean", "reward.incorrect": 0.0},
+    "pass_at_k": {"advantage.best_of": 4, "reward.incorrect": 0.0},
+    "gdpo": {"advantage.rewards": "apart", "advantage.scale": "whiten_responses"},
+    "reinforce": {**objective("reinforce", cap=2), **SAMPLER, **UNSCALED},
+    "gpg": {**objective("reinforce", cap=None), **SAMPLER, **UNSCALED},
+    "dro": {**objective("dro", beta=0.1), **UNSCALED},
+    "topr": {"loss.objective": "topr", "advantage.baseline": "none", **UNSCALED},
+    "deepseek_v3_2": {
+        **SEQUENCES,
+        "loss.drop_off_policy": 0.5,
+        "loss.kl_coef": 1e-3,
+        "loss.kl_estimator": "k3_unbiased",
+    },
+    "high_entropy": {**DAPO, **select("high_entropy", frac=0.2)},
+    "clip_cov": {**clip(1.0, 1.0), **select("low_covariance", frac=2e-4, low=1, high=5)},
+    "kl_cov": {**objective("kl_cov", coef=1.0), **select("high_covariance", frac=2e-3)},
+    "m2po": select("low_second_moment", limit=0.04),
+    "gfpo": {"batch.keep": 8, "batch.group_size": 16},
+    "opd": {"advantage.baseline": "none", **UNSCALED, "teacher.rewards": False},
+}
+"""The keys in which each algorithm differs from plain clipping: clip 0.2 and 0.2, a mean over tokens, (reward - mean) / std, on all groups."""
+
+CHANGED = {
+    "run_dir": "runs/old",
+    "loss.objective": "sapo",
+    "loss.options": {"tau_positive": 3.0},
+    "loss.aggregation": "prompt_mean",
+    "loss.kl_coef": 0.5,
+    "loss.kl_estimator": "k3_unbiased",
+    "loss.select": "high_entropy",
+    "loss.select_options": {"frac": 0.5},
+    "loss.drop_off_policy": 0.1,
+    "advantage.baseline": "leave_one_out",
+    "advantage.scale": "batch_std",
+    "reward.overlong.filter_truncated": True,
+    "batch.keep": 4,
+}
+"""Values of another algorithm, none of which may remain."""
+
+
+def given(values):
+    """Returns dotted keys as overrides."""
+    return [f"{key}={'null' if value is None else value}" for key, value in values.items()]
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text):
+        path = tmp_path / "run.yaml"
+        path.write_text(f"run_dir: out\n{text}\n")
+        return path
+
+    return write
+
+
+def test_the_table_here_names_all_algorithms():
+    assert BEYOND.keys() == ALGORITHMS.keys()
+    assert set(OTHER_NAMES.values()) < ALGORITHMS.keys()
+    assert not {*OTHER_NAMES, *ALGORITHMS} & NOT_OFFERED.keys()
+
+
+@pytest.mark.parametrize("before", [{}, CHANGED], ids=["quickstart", "after another algorithm"])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_algorithm_sets_what_its_row_says_and_nothing_else(name, before):
+    old = load_config("quickstart", [*given(before), *NEEDS.get(name, [])[: name == "gdpo"]])
+    new = load_config("quickstart", [*given(before), f"algorithm={name}", *NEEDS.get(name, [])])
+    expected = leaf_values(old) | GROUND | BEYOND[name]
+    expected |= {"teacher.source": "shipped:quickstart"} if name == "opd" else {}
+    assert leaf_values(new) == expected
+
+
+def test_the_ground_is_plain_clipping_as_the_papers_have_it():
+    """The keys that are not at their defaults, which are DAPO's."""
+    config = load_config("quickstart", ["algorithm=lite_ppo", "advantage.scale=group_std"])
+    assert changed_keys(load_config("quickstart"), config) == {
+        "loss.clip_ratio_high": (0.28, 0.2),
+        "dynamic_sampling.enabled": (True, False),
+        "reward.overlong.enabled": (True, False),
+    }
+
+
+def test_the_defaults_are_dapo(write):
+    assert load_config(write("algorithm: dapo")) == TrainConfig(run_dir="out")
+
+
+def test_no_two_names_stand_for_the_same_keys():
+    rows = [sorted(map(repr, row.items())) for row in ALGORITHMS.values()]
+    assert [row for row in rows if rows.count(row) > 1] == []
+
+
+def test_all_rows_name_keys_and_values_of_their_types():
+    kinds = leaf_types(TrainConfig)
+    assert {key for row in ALGORITHMS.values() for key in row} <= kinds.keys()
+    assert set(DEFINING) <= GROUND.keys()
+    floats = [(key, row[key]) for row in ALGORITHMS.values() for key in row if kinds[key] is float]
+    assert [key for key, value in floats if not isinstance(value, float)] == []
+
+
+@pytest.mark.parametrize(("other", "name"), OTHER_NAMES.items())
+def test_another_name_is_the_same_algorithm(other, name):
+    extra = NEEDS.get(name, [])
+    assert load_config("quickstart", [f"algorithm={other}", *extra]) == load_config(
+        "quickstart", [f"algorithm={name}", *extra]
+    )
+
+
+@pytest.mark.parametrize("name", [*NOT_OFFERED, "gpso", "GSPO", ""])
+def test_a_name_that_is_not_offered_is_answered_in_one_sentence(name, write):
+    text = "algorithm: ''" if not name else f"algorithm: {name}"
+    for how in ({"path": "quickstart", "overrides": [f"algorithm={name}"]}, {"path": write(text)}):
+        with pytest.raises(ConfigError, match=f"algorithm.*{name}") as caught:
+            load_config(**how)
+        message = str(caught.value)
+        assert "\n" not in message
+        if name not in NOT_OFFERED:
+            assert all(known in message for known in ALGORITHMS)
+            assert name == "" or "did you mean gspo?" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("tis", "loss.correction=truncate"),
+        ("icepop", "loss.correction=mask"),
+        ("bnpo", "loss.aggregation=token_mean"),
+        ("two_sided_clip", "loss.dual_clip=4"),
+    ],
+)
+def test_a_name_for_a_key_is_answered_with_a_key_that_loads(name, key):
+    with pytest.raises(ConfigError, match=key):
+        load_config("quickstart", [f"algorithm={name}"])
+    load_config("quickstart", [key])
+
+
+def test_keys_of_a_file_follow_its_algorithm_wherever_it_is_written(write):
+    for text in (
+        "algorithm: gspo\nloss: {clip_ratio_high: 5e-4}",
+        "loss: {clip_ratio_high: 5e-4}\nalgorithm: gspo",
+    ):
+        loss = load_config(write(text)).loss
+        assert (loss.objective, loss.clip_ratio_low, loss.clip_ratio_high) == ("gspo", 3e-4, 5e-4)
+    options = load_config(write("algorithm: sapo\nloss: {options: {tau_positive: 2}}")).loss.options
+    assert options == {"tau_positive": 2}
+
+
+def test_an_algorithm_among_overrides_counts_from_its_place_on(write):
+    path = write("loss: {clip_ratio_low: 0.1, dual_clip: 3}")
+    before = load_config(path, ["loss.clip_ratio_high=0.5", "algorithm=gspo"]).loss
+    assert (before.clip_ratio_low, before.clip_ratio_high, before.dual_clip) == (3e-4, 4e-4, None)
+    after = load_config(path, ["algorithm=gspo", "loss.clip_ratio_high=5e-4"]).loss
+    assert (after.clip_ratio_low, after.clip_ratio_high) == (3e-4, 5e-4)
+    options = load_config(path, ["algorithm=cispo", "loss.options.floor=0.5"]).loss.options
+    assert options == {"cap": 5, "floor": 0.5}
+    assert ALGORITHMS["cispo"]["loss.options"] == {"cap": 5}
+
+
+def test_the_last_algorithm_counts_alone(write):
+    """Each of the first two would leave reward.incorrect=0."""
+    file = write("algorithm: max_rl")
+    assert load_config(file, ["algorithm=pass_at_k", "algorithm=grpo"]) == load_config(
+        write(""), ["algorithm=grpo"]
+    )
+    with pytest.raises(ConfigError, match=r"algorithm=ppo.*critic"):
+        load_config(file, ["algorithm=ppo", "algorithm=grpo"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "algorithm: gspo\nloss: {objective: clip}",
+        "algorithm: rloo\nadvantage: {baseline: group_mean}",
+        "algorithm: rloo\nadvantage: {scale: none}",
+        "algorithm: gdpo\nadvantage: {rewards: apart}",
+        "algorithm: pass_at_k\nadvantage: {best_of: 8}",
+        "algorithm: m2po\nloss: {select: all}",
+        "algorithm: gfpo\nbatch: {keep: 4}",
+        "algorithm: grpo\nteacher: {source: 'shipped:quickstart'}",
+    ],
+)
+def test_a_file_with_an_algorithm_and_a_key_that_defines_it_is_refused(text, write):
+    _, name, section, key, _ = text.replace("\n", " ").replace("{", "").split(" ", 4)
+    with pytest.raises(ConfigError, match=f"run.yaml: algorithm: found '{name}'.*{section[:-1]}.{key[:-1]}"):
+        load_config(write(text))
+
+
+def test_distillation_needs_a_teacher_which_a_file_may_name(write):
+    text = "algorithm: opd\nteacher: {source: 'shipped:quickstart'}"
+    assert load_config(write(text)).teacher.source == "shipped:quickstart"
+    teacher = "teacher.source=shipped:quickstart"
+    assert load_config("quickstart", [teacher, "algorithm=opd"]) == load_config(
+        "quickstart", ["algorithm=opd", teacher]
+    )
+    for name in ("opd", "on_policy_distillation"):
+        with pytest.raises(ConfigError, match=r"teacher\.source: found ''.*opd"):
+            load_config("quickstart", [f"algorithm={name}"])
+
+
+def test_an_error_about_a_key_names_the_algorithm_that_sets_it():
+    with pytest.raises(
+        ConfigError, match=r"'algorithm=pass_at_k'.*advantage\.best_of: found 4.*group_size = 2"
+    ):
+        load_config("quickstart", ["algorithm=pass_at_k", "batch.group_size=2"])
+
+
+def test_a_configuration_with_an_algorithm_is_also_one_for_an_evaluation(write):
+    assert load_evaluation(write("algorithm: max_rl")).reward.incorrect == 0.0
+    assert load_evaluation("quickstart", ["algorithm=max_rl"]).reward.incorrect == 0.0
+
+
+@pytest.mark.parametrize("value", ["3", "{adv_estimator: grpo}", "null", "[grpo]"])
+def test_an_algorithm_that_is_not_a_name_is_an_unknown_key(value, write):
+    with pytest.raises(ConfigError, match="unknown key algorithm"):
+        load_config(write(f"algorithm: {value}"))
+
+
+def test_a_warm_start_has_no_algorithm():
+    from dapo_jax.config import SftConfig
+
+    with pytest.raises(ConfigError, match="unknown key algorithm = 'grpo'"):
+        load_config("quickstart_sft", ["algorithm=grpo"], schema=SftConfig)
+
+
+def test_the_command_line_prints_keys_and_no_algorithm(capsys):
+    assert main(["config", "quickstart", "algorithm=gspo", "--changed"]) == 0
+    written = read_yaml(capsys.readouterr().out)
+    assert written["loss"] == {
+        "objective": "gspo",
+        "clip_ratio_low": 3e-4,
+        "clip_ratio_high": 4e-4,
+        "aggregation": "sequence_mean",
+    }
+    assert (written["dynamic_sampling"]["enabled"], written["reward"]["overlong"]["enabled"]) == (
+        False,
+        False,
+    )
+    assert main(["config", "quickstart", "--changed"]) == 0
+    before = read_yaml(capsys.readouterr().out)
+    assert written.keys() - before.keys() == {"loss"}
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    shown = "".join(capsys.readouterr().out.split())
+    assert all(name in shown for name in ALGORITHMS)
+
+
+def options_of(function):
+    """Returns the names of the keyword-only parameters with a default."""
+    parameters = signature(function).parameters.values()
+    return {one.name for one in parameters if one.kind is one.KEYWORD_ONLY and one.default is not one.empty}
+
+
+def test_the_tables_of_options_are_what_the_functions_have():
+    found = {name: options_of(function) for name, function in objectives.OBJECTIVES.items()}
+    found["clip"] -= {"weights"}
+    assert found == {name: set(options) for name, options in OBJECTIVES.items()}
+    assert set(CLIPS) == found["clip"]
+    chosen = {name: options_of(function) for name, function in selections.SELECTIONS.items()}
+    assert {"all": set(), **chosen} == {name: set(options) for name, options in SELECTIONS.items()}

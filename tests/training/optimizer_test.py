@@ -1,0 +1,136 @@
+"""Muon against optax on the matrices of single layers, and on a mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax.contrib import muon
+
+from dapo_jax.models.tensors import shapes_of
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.testing import tiny_decoder_config, tiny_params
+from dapo_jax.training.optimizer import make_optimizer
+from dapo_jax.training.state import init_state, state_shardings
+
+CONFIG = tiny_decoder_config(layers=2, qkv_bias=True, qk_norm=True)
+HOW = {"weight_decay": 0.3, "epsilon": 1e-6, "beta1": 0.8, "beta2": 0.99}
+MUON = make_optimizer(name="muon", max_grad_norm=2.0, **HOW)
+MATRICES = {"query", "key", "value", "output", "gate", "up", "down"}
+
+
+def names_of(tree):
+    """Returns the arrays of a tree by the last name of their path."""
+    return {
+        jax.tree_util.keystr(path).split("'")[-2]: leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def gradients(params):
+    """Returns three gradients whose norms are above 2, so that they are clipped."""
+    rng = np.random.default_rng(0)
+    return [
+        jax.tree.map(lambda leaf: jnp.asarray(rng.standard_normal(leaf.shape), jnp.float32), params)
+        for _ in range(3)
+    ]
+
+
+def changes(params, optimizer, grads):
+    """Returns the changes of parameters that stay the same, as a list with a dict from names to arrays per update."""
+    state, found, update = optimizer.init(params), [], jax.jit(optimizer.update)
+    with jax.numpy_dtype_promotion("standard"):
+        for gradient in grads:
+            change, state = update(gradient, state, params)
+            found.append({name: np.asarray(leaf) for name, leaf in names_of(change).items()})
+    return found
+
+
+def as_matrix(name, leaf):
+    """Returns a matrix of one layer with the inputs first, as optax expects. `output` has two input dimensions, `query`, `key` and `value` two output dimensions."""
+    return (
+        leaf.reshape(len(leaf), -1).T
+        if name in ("output", "gate", "up", "down")
+        else leaf.reshape(-1, leaf.shape[-1]).T
+    )
+
+
+def test_muon_is_optax_muon_on_each_matrix_of_each_layer():
+    """The rule for matrices: consistent_rms=0.2 and momentum 0.95, the other parameters: AdamW with Nesterov momentum."""
+    params = tiny_params(CONFIG)
+    grads = gradients(params)
+    norms = [float(np.sqrt(sum((leaf**2).sum() for leaf in jax.tree.leaves(gradient)))) for gradient in grads]
+    assert min(norms) > 2
+    scaled = [
+        jax.tree.map(lambda leaf, norm=norm: leaf * (2.0 / norm), g)
+        for g, norm in zip(grads, norms, strict=True)
+    ]
+
+    def apart(tree):
+        """Returns the matrices of each layer, and the other parameters."""
+        leaves = names_of(tree)
+        matrices = {
+            f"{name}.{layer}": as_matrix(name, leaf[layer])
+            for name, leaf in leaves.items() if name in MATRICES for layer in range(CONFIG.layers)
+        }  # fmt: skip
+        return matrices, {name: leaf for name, leaf in leaves.items() if name not in MATRICES}
+
+    of_matrices = muon(1.0, eps=1e-6, weight_decay=0.3, consistent_rms=0.2)
+    of_others = optax.adamw(1.0, b1=0.8, b2=0.99, eps=1e-6, weight_decay=0.3, nesterov=True)
+    expected = [
+        changes(tree, optimizer, [apart(gradient)[part] for gradient in scaled])
+        for part, (tree, optimizer) in enumerate(zip(apart(params), (of_matrices, of_others), strict=True))
+    ]
+    for found, *both in zip(changes(params, MUON, grads), *expected, strict=True):
+        by_layer, others = apart({"x": found})
+        for name, leaf in {**by_layer, **others}.items():
+            # Five iterations multiply the rounding error of small singular values by up to 3.4445^5 = 485.
+            np.testing.assert_allclose(leaf, {**both[0], **both[1]}[name], atol=1e-4, rtol=1e-5)
+    assert others.keys() == {
+        "embedding", "final_norm", "attention_norm", "mlp_norm", "query_norm", "key_norm", "query_bias", "key_bias", "value_bias",
+    }  # fmt: skip
+
+
+def test_an_update_of_muon_has_the_size_of_adamw():
+    """Without decay, the root mean square of a matrix's update is 0.2 times a factor between 0.7 and 1.2, the singular values after five iterations."""
+    params = tiny_params(CONFIG)
+    [change, *_] = changes(params, make_optimizer(name="muon", weight_decay=0.0), gradients(params))
+    for name in MATRICES:
+        for layer in range(CONFIG.layers):
+            matrix = as_matrix(name, change[name][layer])
+            # A matrix with orthonormal rows or columns has a root mean square of max(shape)^-0.5.
+            assert 0.7 < np.sqrt((matrix**2).mean()) / 0.2 < 1.2
+            values = np.linalg.svd(matrix, compute_uv=False) / (0.2 * max(matrix.shape) ** 0.5)
+            assert values.max() < 1.3
+
+
+def test_muon_has_one_moment_for_matrices_and_two_for_other_parameters():
+    params = shapes_of(CONFIG)
+    moments = jax.eval_shape(MUON.init, params)
+    total = sum(leaf.size for leaf in jax.tree.leaves(moments) if leaf.ndim and leaf.shape != (3,))
+    sizes = {name: leaf.size for name, leaf in names_of(params).items()}
+    assert total == sum(size * (1 if name in MATRICES else 2) for name, size in sizes.items())
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2, "context": 2}, {"fsdp": 8}], ids=str)
+def test_muon_on_a_mesh_is_muon_on_one_device(axes):
+    """The moments are sharded as their parameters."""
+    params, mesh = tiny_params(CONFIG), make_mesh(**axes)
+    placed = state_shardings(params, MUON, mesh)
+    specs = [place.spec for place in jax.tree.leaves(placed.opt_state)]
+    assert set(map(str, specs)) >= {str(place.spec) for place in jax.tree.leaves(placed.params)}
+    state = init_state(params, MUON, mesh)
+    assert [leaf.sharding.spec for leaf in jax.tree.leaves(state.opt_state)] == specs
+    update = jax.jit(MUON.update, out_shardings=(placed.params, placed.opt_state))
+    grads, moments = gradients(params), state.opt_state
+    with jax.numpy_dtype_promotion("standard"):
+        for gradient in grads:
+            change, moments = update(jax.device_put(gradient, placed.params), moments, state.params)
+    expected = changes(params, MUON, grads)[-1]
+    for name, leaf in names_of(change).items():
+        np.testing.assert_allclose(leaf, expected[name], atol=1e-4, rtol=1e-5)
+
+
+def test_calls_with_the_same_arguments_share_programs():
+    assert make_optimizer(name="muon") is make_optimizer(name="muon")
+    assert make_optimizer(name="muon") is not make_optimizer()
