@@ -47,7 +47,9 @@ def kl_penalty(logprobs, ref_logprobs, mask, estimator, weights=None, old_logpro
             ratio = math.exp(float(logprobs[i, t]) - float(old_logprobs[i, t]))
             value, slope = ratio * value, -ratio * d
         penalty += float(weights[i, t]) * value
-        gradient[i, t] = float(weights[i, t]) * slope if abs(difference) < 20.0 else 0.0
+        # A clamped d is constant, so the gradient of r k3 with respect to the log-probability is then r k3.
+        clamped = value if estimator == "k3_unbiased" else 0.0
+        gradient[i, t] = float(weights[i, t]) * (slope if abs(difference) < 20.0 else clamped)
     return penalty, gradient
 
 

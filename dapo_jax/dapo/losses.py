@@ -156,7 +156,7 @@ def kl_penalty(
     Raises:
         ValueError: the estimator is unknown, `old_logprobs` is missing, shapes do not match, or the mask is not bool.
     """
-    check_choice("estimator", estimator, ("k1", "k3", "k3_unbiased"))
+    _check_choice("estimator", estimator, ("k1", "k3", "k3_unbiased"))
     tokens = MaskedTokens(
         logprobs, mask, ref_logprobs=ref_logprobs, old_logprobs=old_logprobs, weights=weights
     )
@@ -241,7 +241,7 @@ def token_weights(
     References:
         Shao et al., "DeepSeekMath", 2024 (GRPO). Liu et al., "Understanding R1-Zero-Like Training", 2025 (Dr. GRPO).
     """
-    check_choice("aggregation", aggregation, AGGREGATIONS)
+    _check_choice("aggregation", aggregation, AGGREGATIONS)
     _check_mask(mask)
     xp: Any = np if isinstance(mask, np.ndarray) else jnp
     dtype = np.float64 if xp is np else jnp.result_type(float)
@@ -328,7 +328,7 @@ def _check_mask(mask: Array | np.ndarray) -> None:
         raise ValueError(f"mask must be bool of shape [batch, seq], got {mask.dtype} of shape {mask.shape}")
 
 
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         near = nearest(value, choices, least=0.0)[0]
         raise ValueError(f"{name}={value!r} is unknown. Did you mean {near!r}?")

@@ -49,7 +49,7 @@ class Microbatch:
 
 
 def blank_microbatch(shape: tuple[int, ...], *also: str) -> Microbatch:
-    """Returns a microbatch of zeros as numpy arrays of shape `shape`: [rows, seq], optionally with leading dimensions. `also` names fields that are None by default."""
+    """Returns a microbatch of zeros as numpy arrays of shape `shape`: [rows, seq], optionally with leading dimensions. `also` names optional fields to include."""
     integers = ("tokens", "segment_ids", "prefix_ids", "previous", "positions")
     kinds = {"mask": np.bool_, "selected": np.bool_, **dict.fromkeys(integers, np.int32)}
     names = [field.name for field in fields(Microbatch) if field.default is MISSING or field.name in also]

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax, nn
 from jaxtyping import Array, Bool, Float, Int
 
-from dapo_jax.dapo.losses import MAX_LOG_RATIO, MaskedTokens, check_choice, dapo_loss
+from dapo_jax.dapo.losses import MAX_LOG_RATIO, MaskedTokens, dapo_loss
 from dapo_jax.dapo.metrics import Metric
 from dapo_jax.dapo.responses import response_mean, response_sum
 from dapo_jax.hints import nearest
@@ -136,7 +136,8 @@ def dppo_loss(
     Options: `divergence` (tv or kl), `delta_low` and `delta_high`, the largest fall and rise that are kept, `cap`, with which the first
     term is $-k\, \mathrm{sg}(\min(r, \text{cap})) A \log p$, and `kl`, the coefficient of the second term, which covers all tokens.
     """
-    check_choice("divergence", divergence, ("tv", "kl"))
+    if divergence not in ("tv", "kl"):
+        raise ValueError(f"divergence must be tv or kl, got {divergence!r}")
     tokens, live, old, log_ratio, advantages = _cleaned(logprobs, old_logprobs, advantages, mask)
     now = lax.stop_gradient(live)
     p, q = jnp.exp(now), jnp.exp(old)

@@ -216,7 +216,7 @@ def load_teacher(config: TrainConfig, student: Policy, mesh: Mesh) -> Policy:
 
 
 def scorer_of(config: TrainConfig, teacher: Policy, mesh: Mesh) -> Updater:
-    """Returns an updater of which only `scores` and `lower_score` are used: for the teacher's log-probabilities of the student's tokens."""
+    """Returns an updater that computes the teacher's log-probabilities of the student's tokens. Only `scores` and `lower_score` are used."""
     model, tokens = config.model, config.row_tokens
     how = training_pass(model, config.batch, mesh, row_tokens=tokens, head_dim=teacher.decoder.head_dim)
     rest = "none", UpdateOptions(), dapo_loss, None, teacher.frozen, None

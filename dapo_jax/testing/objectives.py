@@ -76,7 +76,7 @@ def check_objective(
     with the name of the array. Other parameters with a default value are options.
 
     Args:
-        objective: (logprobs, old_logprobs, advantages, mask, *, ...) -> loss, or (loss, metrics). A loss without the parameter `weights` normalizes itself.
+        objective: a function of `logprobs, old_logprobs, advantages, mask, *, ...` that returns a loss, or a loss and metrics. A loss without the parameter `weights` normalizes itself.
         options: another valid value for each option whose default is neither a number, a bool nor None.
         combine: how the training loop combines the losses of microbatches: `sum`, `mean`, or `tokens` (a mean weighted by the tokens in the mask).
             Defaults to `sum` for a loss with `weights`, and to `mean` for other losses.

@@ -141,7 +141,7 @@ def test_every_example_is_packed_exactly_once(lengths, row_tokens, per):
                 at = np.flatnonzero(m.segment_ids[row] == segment)
                 assert (np.diff(at) == 1).all()  # without gaps
                 found[int(m.tokens[row, at[0]])] = {
-                    name: getattr(m, name)[row, at] for name in m.__dataclass_fields__
+                    name: array[row, at] for name, array in vars(m).items() if array is not None
                 }
         padding = m.segment_ids == 0
         for field in jax.tree.leaves(m):

@@ -52,7 +52,14 @@ def logged(micro, run_micro, rows, even_sum, model):
     results = [
         run_micro(config, reward=[(extracting, 1.0), ("exact", 0.5)], eval_rows=rows),
         run_micro(
-            micro(steps=1, loss__correction="mask", loss__select="high_entropy", **flight), reward=even_sum
+            micro(
+                steps=1,
+                loss__correction="mask",
+                loss__select="high_entropy",
+                loss__drop_off_policy=0.5,
+                **flight,
+            ),
+            reward=even_sum,
         ),
         run_micro(micro(steps=1, dynamic_sampling__enabled=False, environment=guess), reward=None),
         run_micro(micro(steps=1, dynamic_sampling__enabled=False, teacher__source=model)),
