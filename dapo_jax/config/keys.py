@@ -5,7 +5,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, NamedTuple, NoReturn, cast, get_args, get_origin
@@ -47,8 +47,8 @@ class Rules:
     """Allowed strings. If empty, any string is allowed."""
     not_empty: bool = False
     """Whether an empty string is an error."""
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    """Maps names of the key in verl, TRL or open-instruct to notes. A note is empty unless the quantity differs or could be confused with another."""
+    aliases: str = ""
+    """Names of the key in verl, TRL or open-instruct, separated by spaces. `other_libraries.NOTES` has notes on them."""
     may_change: bool = False
     """Whether the value may change on `--resume`. Such a key affects the training result only by rounding, if at all."""
     only_with: str = ""
@@ -59,23 +59,16 @@ _NO_RULES = Rules()
 
 
 def key(
-    default: Any = dataclasses.MISSING,
-    *,
-    default_factory: Any = dataclasses.MISSING,
-    aliases: str | Mapping[str, str] = "",
-    **rules: Any,
+    default: Any = dataclasses.MISSING, *, default_factory: Any = dataclasses.MISSING, **rules: Any
 ) -> Any:
     """Creates a configuration key: a dataclass field with rules for its value.
 
     Args:
         default: the default value. If neither `default` nor `default_factory` is given, the key is required.
         default_factory: function that creates the default list, mapping or section.
-        aliases: names of the key in other libraries, separated by spaces, or a mapping from these names to notes (see `Rules`).
-        rules: the other fields of `Rules`. `may_change` on a section applies to all of its keys.
+        rules: the fields of `Rules`. `may_change` on a section applies to all of its keys.
     """
-    noted = {aliases: ""} if isinstance(aliases, str) else aliases
-    notes = {name: note for names, note in noted.items() for name in names.split()}
-    metadata = {"rules": Rules(aliases=notes, **rules)}
+    metadata = {"rules": Rules(**rules)}
     return cast(Any, field)(default=default, default_factory=default_factory, metadata=metadata)
 
 
