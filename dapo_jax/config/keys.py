@@ -1,12 +1,11 @@
 """Configuration keys. A key is a dataclass field with a default and with rules. This module checks values against these rules. The docstring below the field documents the key."""
 
-import dataclasses
 import json
 import math
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, Field, dataclass, field
 from types import NoneType
 from typing import Any, NamedTuple, NoReturn, cast, get_args, get_origin
 
@@ -58,9 +57,7 @@ class Rules:
 _NO_RULES = Rules()
 
 
-def key(
-    default: Any = dataclasses.MISSING, *, default_factory: Any = dataclasses.MISSING, **rules: Any
-) -> Any:
+def key(default: Any = MISSING, *, default_factory: Any = MISSING, **rules: Any) -> Any:
     """Creates a configuration key: a dataclass field with rules for its value.
 
     Args:
@@ -72,14 +69,14 @@ def key(
     return cast(Any, field)(default=default, default_factory=default_factory, metadata=metadata)
 
 
-def rules_of(one: "dataclasses.Field[Any]") -> Rules:
+def rules_of(one: "Field[Any]") -> Rules:
     """Returns the rules of a field."""
     return one.metadata.get("rules", Rules())
 
 
-def needed(one: "dataclasses.Field[Any]") -> bool:
+def needed(one: "Field[Any]") -> bool:
     """Returns True if the field has no default."""
-    return one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
+    return one.default is MISSING and one.default_factory is MISSING
 
 
 _PLACES = ("run_dir", "compilation_cache", "source", "path", "data_dir")

@@ -7,9 +7,7 @@ from difflib import SequenceMatcher
 from dapo_jax.config.schema import TrainConfig
 from dapo_jax.config.section import rules_by_key
 
-ALIASES = {
-    alias: ours for ours, rules in rules_by_key(TrainConfig).items() for alias in rules.aliases.split()
-}
+ALIASES = {name: ours for ours, rules in rules_by_key(TrainConfig).items() for name in rules.aliases.split()}
 """Maps names in verl, TRL or open-instruct to our keys. If several names match, for example `rollout.n` and `n`, the longest is used."""
 
 _NOTES = {

@@ -28,6 +28,8 @@ from dapo_jax.config.keys import (
 from dapo_jax.config.section import Section, due, entries, field_types, leaf_types, rules_by_key
 from dapo_jax.hints import nearest
 
+DTYPES = ("float32", "bfloat16")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section, at="model"):
@@ -40,9 +42,7 @@ class ModelConfig(Section, at="model"):
     """Branch, tag or commit of a model on the Hugging Face Hub. If empty, the main branch is used. Set a commit to make a run reproducible."""
     tokenizer: str = "byte"
     """Tokenizer for a preset: `byte`, or `char:ALPHABET`, which has one token per character of ALPHABET. All other models come with their own tokenizer."""
-    compute_dtype: str = key(
-        "float32", choices=["float32", "bfloat16"], aliases="dtype torch_dtype bf16 fp16"
-    )
+    compute_dtype: str = key("float32", choices=DTYPES, aliases="dtype torch_dtype bf16 fp16")
     """Dtype of activations and matrix products: float32 or bfloat16. Master weights are always float32."""
     attention: str = key("auto", choices=["auto", "xla", "splash", "cudnn"], may_change=True)
     """Attention implementation for training. xla runs on every platform. splash is a TPU kernel. With splash, packed responses cannot share the computation of their
@@ -56,12 +56,7 @@ class ModelConfig(Section, at="model"):
     """Gradient checkpointing: the backward pass recomputes activations instead of storing them. none recomputes nothing. full recomputes all activations. dots recomputes all activations except the results of matrix products."""
 
 
-LORA_TARGETS = (
-    "all",
-    "attention",
-    "mlp",
-    *["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-)
+LORA_TARGETS = ("all", "attention", "mlp", *(f"{p}_proj" for p in ["q", "k", "v", "o", "gate", "up", "down"]))
 """Allowed values in `lora.targets`: the names of linear layers in transformers and PEFT, and names for groups of these layers."""
 
 
@@ -304,21 +299,15 @@ class BatchConfig(PackedRowsConfig):
     """Which responses `keep` selects: the shortest ones, or those with the highest reward per token."""
 
     def check_together(self) -> None:
-        step, update = self.prompts_per_step, self.groups_per_update
+        step, update, size = self.prompts_per_step, self.groups_per_update, self.group_size
         updates, rest = divmod(step, update)
         if rest:
             multiples = " or ".join(str(k * update) for k in (updates, updates + 1) if k)
             remedy = f"{step} = {updates} x {update} + {rest}: use {multiples}, or a batch.groups_per_update that divides {step}"
             self.refuse("prompts_per_step", f"a multiple of batch.groups_per_update = {update}", remedy)
-        if self.keep and not 2 <= self.keep < self.group_size:
-            needs = (
-                f"2 to {self.group_size - 1} with batch.group_size = {self.group_size}, or 0 (all responses)"
-            )
-            self.refuse(
-                "keep",
-                needs,
-                "advantages compare at least two responses: change it, or raise batch.group_size",
-            )
+        if self.keep and not 2 <= self.keep < size:
+            remedy = "advantages compare at least two responses: change it, or raise batch.group_size"
+            self.refuse("keep", f"2 to {size - 1} with batch.group_size = {size}, or 0 (all)", remedy)
 
 
 class Correction(NamedTuple):
@@ -416,10 +405,7 @@ class LossConfig(Section, at="loss"):
             self.refuse("clip_ratio_high", f"at least loss.clip_ratio_low = {low}", remedy)
         if self.old_logprobs == "sampler" and (cap is not None or kind not in ("auto", "none")):
             name, needs = ("importance_cap", "null") if cap is not None else ("correction", "auto or none")
-            remedy = (
-                "it uses pi_old / pi_sampler, which is 1 if pi_old is the sampler's, and the ratio of the loss already corrects: "
-                "set loss.old_logprobs=trainer, or leave it out"
-            )
+            remedy = "pi_old / pi_sampler is then 1, and the ratio of the loss already corrects: set loss.old_logprobs=trainer, or leave it out"
             self.refuse(name, f"{needs} with loss.old_logprobs = 'sampler'", remedy)
         if cap is not None and kind not in ("auto", "truncate", "truncate_responses"):
             remedy = "it only caps the weights of truncate and truncate_responses: set loss.correction=truncate, or leave it out"
@@ -445,16 +431,14 @@ class LossConfig(Section, at="loss"):
             if name not in reads and getattr(self, name) not in unset:
                 needs = f"{'null' if name == 'dual_clip' else unset[0]} with loss.objective = {objective!r}, which does not read it"
                 self.refuse(name, needs, "leave it out, or set loss.objective=clip")
-        for key_name, choice, known in (
-            ("options", objective, OBJECTIVES),
-            ("select_options", select, SELECTIONS),
-        ):
-            names = [name for name in known.get(choice, getattr(self, key_name)) if name not in CLIPS]
-            if unknown := next((name for name in getattr(self, key_name) if name not in names), None):
+        for place, known in (("objective", OBJECTIVES), ("select", SELECTIONS)):
+            choice, option = getattr(self, place), "options" if place == "objective" else "select_options"
+            given: dict[str, Any] = getattr(self, option)
+            names = [name for name in known.get(choice, given) if name not in CLIPS]
+            if unknown := next((name for name in given if name not in names), None):
                 near = nearest(unknown, names, least=0.0) or ["none, so leave it out"]
                 remedy = f"set loss.{unknown}" if unknown in CLIPS else f"the nearest option is {near[0]}"
-                found = getattr(self, key_name)[unknown]
-                refuse(f"loss.{key_name}.{unknown}", found, f"an option of {choice}", remedy)
+                refuse(f"loss.{option}.{unknown}", given[unknown], f"an option of {choice}", remedy)
         if objective == "kl_cov" and select == "all":
             remedy = "it penalizes the selected tokens: set loss.select=high_covariance"
             self.refuse("select", "a selection with loss.objective = 'kl_cov'", remedy)
@@ -624,9 +608,8 @@ class GuardConfig(Section, at="guard"):
 
     def check_together(self) -> None:
         if self.on_mismatch == "stop" and self.max_mismatch_kl is None:
-            self.refuse(
-                "max_mismatch_kl", "a number for guard.on_mismatch = 'stop'", "write the limit, such as 0.01"
-            )
+            remedy = "write the limit, such as 0.01"
+            self.refuse("max_mismatch_kl", "a number for guard.on_mismatch = 'stop'", remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -656,17 +639,15 @@ class RunConfig(Section):
     eval: EvalConfig = key(default_factory=EvalConfig, may_change=True)
     parallel: ParallelConfig = key(default_factory=ParallelConfig, may_change=True)
 
-    def check_shared(self, response_tokens: int, response_key: str) -> None:
-        """Checks that every changed key has an effect, and that attention and row length are compatible with the other keys. `response_key` is the key that limits the response length."""
+    def check_shared(self, response: int, response_key: str) -> None:
+        """Checks that every changed key has an effect, and that attention and row length are compatible with the other keys. `response` is the maximum response length, and `response_key` its key."""
         self.check_effects()
         if self.model.attention == "cudnn" and self.model.compute_dtype != "bfloat16":
             remedy = "set it to bfloat16, or model.attention=xla"
             self.refuse("model.compute_dtype", "bfloat16 for model.attention = 'cudnn'", remedy)
         row, prompt = self.batch.row_tokens, self.data.max_prompt_tokens
-        if 0 < row < (longest := prompt + response_tokens):
-            remedy = (
-                f"{prompt} + {response_tokens} = {longest} > {row}: raise it to {longest}, or lower the two"
-            )
+        if 0 < row < (longest := prompt + response):
+            remedy = f"{prompt} + {response} = {longest} > {row}: raise it to {longest}, or lower the two"
             self.refuse("batch.row_tokens", f"0, or at least data.max_prompt_tokens + {response_key}", remedy)
 
 
@@ -741,10 +722,7 @@ class TrainConfig(RunConfig):
             self.refuse("sampling.temperature", "more than 0 for training", remedy)
         for name in ("cache_dtype", "weight_dtype"):
             if getattr(sampling, name) and self.correction.kind == "none":
-                remedy = (
-                    "a rounded sampler is another policy, which training must correct by importance weights: set loss.importance_cap=2 or another "
-                    "loss.correction, or leave it empty"
-                )
+                remedy = "a rounded sampler is another policy: set loss.importance_cap=2 or another loss.correction to correct for it, or leave it empty"
                 self.refuse(f"sampling.{name}", "loss.importance_cap or loss.correction for training", remedy)
         buffer, most = self.reward.overlong.buffer_tokens, self.episode_tokens
         if self.reward.overlong.enabled and buffer > most:
@@ -754,10 +732,7 @@ class TrainConfig(RunConfig):
             remedy = f"{buffer} > {most}: the paper's is a fifth of the limit, here {max(1, most // 5)}; or set reward.overlong.enabled=false"
             self.refuse("reward.overlong.buffer_tokens", f"at most {name} = {most}", remedy)
         if environment.source and self.parallel.sampler_hosts > 1:
-            remedy = (
-                "processes that share a sampler run its programs together, but environments answer them at different times: "
-                "set parallel.sampler_hosts=1"
-            )
+            remedy = "processes that share a sampler run its programs together, but environments do not answer together: set parallel.sampler_hosts=1"
             self.refuse("environment.source", "a sampler for each process", remedy)
         if environment.source and (self.reward.graders or self.reward.grader != RewardConfig.grader):
             remedy = "the environment supplies the rewards: leave reward.grader and reward.graders out"
@@ -767,9 +742,7 @@ class TrainConfig(RunConfig):
         if self.rollout.in_flight:
             self._check_in_flight()
         if self.loss.objective == "vespo" and self.correction.kind != "none":
-            remedy = (
-                "it weighs whole responses itself: set loss.old_logprobs=sampler, or loss.correction=none"
-            )
+            remedy = "it weighs whole responses itself: set loss.old_logprobs=sampler or loss.correction=none"
             refuse("loss.correction", self.correction.kind, "none with loss.objective = 'vespo'", remedy)
         self._check_advantages()
         if self.teacher.source:
@@ -779,32 +752,23 @@ class TrainConfig(RunConfig):
         advantage, size = self.advantage, self.batch.keep or self.batch.group_size
         baseline, scale, most = advantage.baseline, advantage.scale, advantage.best_of
         if baseline != "none" and size == 1:
-            remedy = (
-                "one response has no others to be compared with: set it to none, or raise batch.group_size"
-            )
+            remedy = "one response cannot be compared with others: set it to none, or raise batch.group_size"
             self.refuse("advantage.baseline", "none with batch.group_size = 1", remedy)
         if most > size:
             name = "batch.keep" if self.batch.keep else "batch.group_size"
             self.refuse("advantage.best_of", f"at most {name} = {size}", "lower it, or raise the other")
-        if (scale == "group_mean" or most > 1) and self.reward.incorrect < 0:
-            place = (
-                "advantage.scale = 'group_mean'" if scale == "group_mean" else f"advantage.best_of = {most}"
-            )
-            remedy = "negative rewards would turn the sign of advantages or enter the best of k: set reward.incorrect=0"
-            self.refuse("reward.incorrect", f"0 or more with {place}", remedy)
+        for name, value, used in (("scale", scale, scale == "group_mean"), ("best_of", most, most > 1)):
+            if used and self.reward.incorrect < 0:
+                remedy = "negative rewards would turn the sign of advantages or enter the best of k: set reward.incorrect=0"
+                self.refuse("reward.incorrect", f"0 or more with advantage.{name} = {value!r}", remedy)
         if advantage.rewards == "apart" and len(self.reward.graders) < 2:
             remedy = "list the graders in reward.graders, or set it to summed"
             self.refuse("advantage.rewards", "two reward.graders or more for 'apart'", remedy)
-        rule = (baseline, advantage.rewards, most)
-        if self.environment.credit == "turn" and (
-            rule != ("group_mean", "summed", 1) or scale not in ("group_std", "none")
-        ):
+        by_turn = [("group_mean", each, "summed", 1) for each in ("group_std", "none")]
+        if self.environment.credit == "turn" and (baseline, scale, advantage.rewards, most) not in by_turn:
             needs = "episode, unless advantage.baseline = 'group_mean', advantage.scale is 'group_std' or 'none', and best_of = 1"
-            self.refuse(
-                "environment.credit",
-                needs,
-                "other advantages are defined for whole episodes only: set it to episode",
-            )
+            remedy = "other advantages are defined for whole episodes only: set it to episode"
+            self.refuse("environment.credit", needs, remedy)
 
     def _check_teacher(self) -> None:
         if self.sampling.temperature != 1:
@@ -823,10 +787,7 @@ class TrainConfig(RunConfig):
     def _check_waves(self) -> None:
         most, wave, step = self.dynamic_sampling.max_waves, self.prompts_per_wave, self.batch.prompts_per_step
         if most * wave < step:
-            remedy = (
-                f"{most} x {wave} = {most * wave} < {step}: raise dynamic_sampling.max_waves to {-(-step // wave)} or more, or "
-                "dynamic_sampling.prompts_per_wave"
-            )
+            remedy = f"{most} x {wave} = {most * wave} < {step}: raise it to {-(-step // wave)} or more, or raise dynamic_sampling.prompts_per_wave"
             needs = f"enough waves for batch.prompts_per_step = {step} groups"
             self.refuse("dynamic_sampling.max_waves", needs, remedy)
         if self.batch.group_size < 2:
@@ -837,10 +798,7 @@ class TrainConfig(RunConfig):
         in_flight, group = self.rollout.in_flight, self.batch.group_size
         limit = self.sampling.max_response_tokens
         if self.loss.correction == "none" and self.loss.old_logprobs == "trainer":
-            remedy = (
-                "tokens in flight are sampled by older weights, and training on data that is a few steps old collapses without importance "
-                "weights: leave it out, or set loss.old_logprobs=sampler"
-            )
+            remedy = "without importance weights, training on tokens of older weights collapses: leave it out, or set loss.old_logprobs=sampler"
             needs = f"auto or importance weights with rollout.in_flight = {in_flight}"
             self.refuse("loss.correction", needs, remedy)
         if in_flight % group:
@@ -885,7 +843,7 @@ class EvaluateConfig(Section):
     """Random seed for sampling."""
     compilation_cache: str = "~/.cache/dapo_jax/xla"
     """Folder (local or `gs://...`) in which compiled programs are cached for later runs. If empty, nothing is cached."""
-    compute_dtype: str = key("float32", choices=["float32", "bfloat16"])
+    compute_dtype: str = key("float32", choices=DTYPES)
     """Dtype of activations and matrix products: float32 or bfloat16."""
     data: DataConfig = key(default_factory=DataConfig)
     sampling: SamplingConfig = key(default_factory=lambda: SamplingConfig(slots=32, max_response_tokens=1024))

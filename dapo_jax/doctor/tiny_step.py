@@ -8,7 +8,7 @@ import hashlib
 import math
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import jax
@@ -19,7 +19,7 @@ from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.config import DynamicSamplingConfig, EnvironmentConfig, TrainConfig
 from dapo_jax.config.loading import replaced
 from dapo_jax.dapo.dynamic_sampling import Collected
-from dapo_jax.dapo.metrics import Metric, to_scalars
+from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.dapo.rollouts import DrawnTurn, Group, Prompt, Rollout, Verdict
 from dapo_jax.doctor.check import Found
 from dapo_jax.doctor.subject import Subject
@@ -31,7 +31,7 @@ from dapo_jax.rollout.collector import Position
 from dapo_jax.run.build import Run
 from dapo_jax.run.disk_space import gib, room_for
 from dapo_jax.run.grader_setup import environment_of, episodes_of, grading
-from dapo_jax.run.loop import Observer, StepResult, run_steps
+from dapo_jax.run.loop import Metrics, Observer, StepResult, run_steps
 from dapo_jax.run.policy import mesh_of, meshes_of
 from dapo_jax.run.resume_point import IDENTITY
 from dapo_jax.sampling.engine import BLOCK_SLOTS
@@ -66,7 +66,7 @@ class TinyStep(ExitStack, Observer):
     def step(self) -> Found:
         """Runs a step: transfers the weights to the sampler, samples responses, and applies two updates."""
         run = self._run
-        self._phase, self._updates = "sampling", list[Mapping[str, Metric]]()
+        self._phase, self._updates = "sampling", list[Metrics]()
         try:
             self._state = run_steps(
                 self._state, Position(), steps=1, observers=[self], sampling=run.sampling, batches=run.batches,
@@ -93,9 +93,7 @@ class TinyStep(ExitStack, Observer):
         """Keeps the sampled groups."""
         self._phase, self._collected = "updating", collected
 
-    def after_update(
-        self, minibatch: Minibatch, metrics: Mapping[str, Metric], *, learning_rate: float
-    ) -> None:
+    def after_update(self, minibatch: Minibatch, metrics: Metrics, *, learning_rate: float) -> None:
         """Keeps the metrics of each update."""
         self._updates.append(metrics)
 

@@ -153,9 +153,7 @@ def load_policy(
             raise ValueError(f"this adapter does not match the configuration: {'; '.join(differ)}")
         source, lora = (model, lora) if adapter is None else (adapter.base, adapter.shape)
         decoder, tokenizer, base_folder = _read_base(model, adapter, partial(description_of, weights=weights))
-        decoder = replace(
-            for_mesh(decoder, *(each for each in (mesh, sampler) if each is not None)), lora=lora
-        )
+        decoder = replace(for_mesh(decoder, *filter(None, (mesh, sampler))), lora=lora)
         trained, frozen = parted(shapes_of(decoder))
         where = None if mesh is None else lambda shapes: shardings(shapes, mesh)
         if weights and lora is None:
@@ -263,14 +261,11 @@ def _adapter_of(model: ModelConfig, *, weights: bool) -> _Adapter | None:
     found, file = read_adapter(folder)
     key = f"{folder / ADAPTER_CONFIG}: base_model_name_or_path={found.base!r}"
     if found.base.startswith("preset:") or not found.base:
-        raise ValueError(
-            f"{key} does not name a model with stored weights; write the base model's name there"
-        )
-    there = (
-        found.base.startswith(("shipped:", "hf:")) or in_bucket(found.base) or path_of(found.base).is_dir()
-    )
-    base = replace(model, source=found.base if there else f"hf:{found.base}", revision=found.revision)
-    if not there and not _ON_HUB.fullmatch(found.base):
+        raise ValueError(f"{key} does not name a model with weights; write the base model's name there")
+    name = found.base
+    there = name.startswith(("shipped:", "hf:")) or in_bucket(name) or path_of(name).is_dir()
+    base = replace(model, source=name if there else f"hf:{name}", revision=found.revision)
+    if not there and not _ON_HUB.fullmatch(name):
         raise ValueError(_no_base(key, "there is no such folder"))
     return _Adapter(found.shape, file, base, key)
 
@@ -309,9 +304,7 @@ def find_policy(
         except (CheckpointError, ValueError) as error:
             raise ConfigError(f"the run {source} cannot be used: {error}") from error
         if restored is None:
-            raise ConfigError(
-                f"the run {source} cannot be used yet: there is no checkpoint in {checkpointer.folder}"
-            )
+            raise ConfigError(f"the run {source} cannot be used yet: no checkpoint in {checkpointer.folder}")
     return replace(policy, params=restored.state.params, step=restored.step)
 
 
