@@ -113,9 +113,7 @@ class TinyStep(ExitStack, Observer):
             return self._first_turns()
         limit, stop = self.config.sampling.max_response_tokens, self.config.sampling.stop
         grader = grading(self.config.reward, self._run.policy, max_response_tokens=limit, stop=stop)
-        sampled = [
-            (group.prompt, tuple(r.response for r in group.rollouts)) for group in self._collected.groups
-        ]
+        sampled = [(g.prompt, tuple(r.response for r in g.rollouts)) for g in self._collected.groups]
         try:
             began = time.monotonic()
             rollouts = _rollouts(list(grader.groups(sampled)))
@@ -131,9 +129,7 @@ class TinyStep(ExitStack, Observer):
             return Found(message)
         if self.config.model.source.startswith("preset:"):
             return Found(f"{message}; with random weights, a response is correct only by chance")
-        if limit < self._whole.sampling.max_response_tokens and all(
-            rollout.truncated for rollout in rollouts
-        ):
+        if limit < self._whole.sampling.max_response_tokens and all(r.truncated for r in rollouts):
             return Found(f"{message}; all were cut off after {limit} tokens, fewer than a run allows")
         return Found(
             message,
@@ -172,10 +168,8 @@ class TinyStep(ExitStack, Observer):
                 "failed" if len(lost) == len(verdicts) else "warning",
                 "fix environment.source, or raise environment.timeout_s",
             )
-        seconds = time.monotonic() - began
-        return Found(
-            f"the environment answered {len(verdicts)} first turns in {seconds:.1f} s, for example {example}"
-        )
+        answered = f"the environment answered {len(verdicts)} first turns in {time.monotonic() - began:.1f} s"
+        return Found(f"{answered}, for example {example}")
 
     def evaluate(self) -> Found:
         """Evaluates on the step's prompts. The verdicts do not depend on the responses, so accuracies are not shown."""
