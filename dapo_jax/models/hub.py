@@ -90,7 +90,8 @@ def _explained(name: str, revision: str | None) -> Iterator[None]:
         raise ValueError(f"{name} has no revision {revision!r}; use a branch, a tag or a commit") from error
     except errors.LocalEntryNotFoundError as error:
         offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
-        why = "HF_HUB_OFFLINE is set: unset it" if offline else "the hub is unreachable: check the connection"
+        unreached = "the hub cannot be reached: check the connection"
+        why = "HF_HUB_OFFLINE is set: unset it" if offline else unreached
         raise ValueError(
             f"{name}{_at(revision)} is not in the cache (HF_HOME), or is incomplete there, and {why}, download the model first, "
             "or use a local folder with a copy of the model"
