@@ -137,7 +137,8 @@ def check_run_dir(run_dir: AnyPath, config: TrainConfig, *, resume: bool, overwr
             del bad["data.template_date"]  # `dapo-jax doctor` leaves the date empty
         if bad:
             lines = "; ".join(f"{key} was {old!r}, is {new!r}" for key, (old, new) in bad.items())
-            raise ConfigError(f"resuming {config.run_dir} with these changes would change the run: {lines}")
+            why = f"resuming {config.run_dir} under another configuration would change the run"
+            raise ConfigError(f"{why}: {lines}")
 
 
 def _similar_run(run_dir: AnyPath) -> AnyPath | None:
