@@ -26,14 +26,7 @@ class Range(NamedTuple):
 SIZE = Range("1 or more", lambda v: v >= 1)
 NOT_NEGATIVE = Range("0 or more", lambda v: v >= 0)
 POSITIVE = Range("more than 0", lambda v: v > 0)
-BETA = Range("0 or more and less than 1", lambda v: 0 <= v < 1)
-TOP_P = Range("more than 0 and at most 1 (1: off)", lambda v: 0 < v <= 1)
-TOP_K = Range("1 to 2**31 - 1, or 0 or -1 (both: off)", lambda v: -1 <= v < 2**31)
-TEMPERATURE = Range("0 (greedy), or 0.001 to 1000", lambda v: v == 0 or 1e-3 <= v <= 1e3)
-ROUNDS = Range("0 to 1000", lambda v: 0 <= v <= 1000)
-AXIS = Range("1 or more devices, or -1 for all remaining devices", lambda v: v >= 1 or v == -1)
 SEED = Range("0 or more and less than 2**32 = 4294967296", lambda v: 0 <= v < 2**32)
-STEPS = Range("0 or more (0: evaluate only)", lambda v: v >= 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,25 +10,19 @@ from typing import Any, NamedTuple
 
 from dapo_jax.config.algorithms import ALGORITHMS, CLIPS, OBJECTIVES, OTHER_NAMES, SELECTIONS
 from dapo_jax.config.data_schema import DataConfig, SourceConfig
-from dapo_jax.config.keys import (
-    AXIS,
-    BETA,
-    POSITIVE,
-    ROUNDS,
-    SEED,
-    SIZE,
-    STEPS,
-    TEMPERATURE,
-    TOP_K,
-    TOP_P,
-    Range,
-    key,
-    refuse,
-)
+from dapo_jax.config.keys import POSITIVE, SEED, SIZE, Range, key, refuse
 from dapo_jax.config.section import Section, due, entries, field_types, leaf_types, rules_by_key
 from dapo_jax.hints import nearest
 
 DTYPES = ("float32", "bfloat16")
+BETA = Range("0 or more and less than 1", lambda v: 0 <= v < 1)
+TOP_P = Range("more than 0 and at most 1 (1: off)", lambda v: 0 < v <= 1)
+TOP_K = Range("1 to 2**31 - 1, or 0 or -1 (both: off)", lambda v: -1 <= v < 2**31)
+TEMPERATURE = Range("0 (greedy), or 0.001 to 1000", lambda v: v == 0 or 1e-3 <= v <= 1e3)
+ROUNDS = Range("0 to 1000", lambda v: 0 <= v <= 1000)
+AXIS = Range("1 or more devices, or -1 for all remaining devices", lambda v: v >= 1 or v == -1)
+STEPS = Range("0 or more (0: evaluate only)", lambda v: v >= 0)
+CLIP = Range("more than 0 and at most 1", lambda v: 0 < v <= 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,11 +330,7 @@ class LossConfig(Section, at="loss"):
     or `path/to/file.py:function`. clip is the loss of the paper, `dapo_jax.dapo_loss`. `algorithm: NAME` sets the objective and all keys that belong to it (see algorithms.md)."""
     options: dict[str, Any] = key(default_factory=dict)
     """Values for the options of the objective, which are the keyword parameters that have a default, for example {cap: 5}. The clip ratios and the dual clip are keys of their own."""
-    clip_ratio_low: float = key(
-        0.2,
-        range=Range("more than 0 and at most 1", lambda v: 0 < v <= 1),
-        aliases="epsilon clip_ratio clip_lower",
-    )
+    clip_ratio_low: float = key(0.2, range=CLIP, aliases="epsilon clip_ratio clip_lower")
     """Lower clip range, eps_low in Eq. 8."""
     clip_ratio_high: float = key(0.28, range=POSITIVE, aliases="epsilon_high clip_higher")
     """Upper clip range, eps_high in Eq. 8. With the same value as `clip_ratio_low`, this is the plain PPO clip."""
