@@ -289,7 +289,8 @@ def find_policy(
         except (CheckpointError, ValueError) as error:
             raise ConfigError(f"the run {source} cannot be used: {error}") from error
         if restored is None:
-            raise ConfigError(f"the run {source} cannot be used yet: no checkpoint in {checkpointer.folder}")
+            where = checkpointer.folder
+            raise ConfigError(f"the run {source} cannot be used yet: there is no checkpoint in {where}")
     return replace(policy, params=restored.state.params, step=restored.step)
 
 
