@@ -108,11 +108,8 @@ class Sampler:
             prompts = draw(self._prefill_prompts)
             check_prompts(prompts, capacity=capacity, max_response_tokens=max_response_tokens)
             groups.update({prompt.ordinal: {} for prompt in prompts})
-            new, indices = (
-                partial(Request, limit=max_response_tokens, version=version),
-                range(samples_per_prompt),
-            )
-            asked = [[new(prompt, index) for index in indices] for prompt in prompts]
+            new = partial(Request, limit=max_response_tokens, version=version)
+            asked = [[new(prompt, at) for at in range(samples_per_prompt)] for prompt in prompts]
             if taking is None:
                 return asked
             taking.start(list(chain.from_iterable(asked)))
