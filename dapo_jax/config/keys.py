@@ -1,12 +1,11 @@
 """Configuration keys. A key is a dataclass field with a default and with rules. This module checks values against these rules. The docstring below the field documents the key."""
 
-import dataclasses
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, Field, dataclass, field
 from types import NoneType
 from typing import Any, NamedTuple, NoReturn, cast, get_args, get_origin
 
@@ -27,14 +26,7 @@ class Range(NamedTuple):
 SIZE = Range("1 or more", lambda v: v >= 1)
 NOT_NEGATIVE = Range("0 or more", lambda v: v >= 0)
 POSITIVE = Range("more than 0", lambda v: v > 0)
-BETA = Range("0 or more and less than 1", lambda v: 0 <= v < 1)
-TOP_P = Range("more than 0 and at most 1 (1: off)", lambda v: 0 < v <= 1)
-TOP_K = Range("1 to 2**31 - 1, or 0 or -1 (both: off)", lambda v: -1 <= v < 2**31)
-TEMPERATURE = Range("0 (greedy), or 0.001 to 1000", lambda v: v == 0 or 1e-3 <= v <= 1e3)
-ROUNDS = Range("0 to 1000", lambda v: 0 <= v <= 1000)
-AXIS = Range("1 or more devices, or -1 for all remaining devices", lambda v: v >= 1 or v == -1)
 SEED = Range("0 or more and less than 2**32 = 4294967296", lambda v: 0 <= v < 2**32)
-STEPS = Range("0 or more (0: evaluate only)", lambda v: v >= 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +39,8 @@ class Rules:
     """Allowed strings. If empty, any string is allowed."""
     not_empty: bool = False
     """Whether an empty string is an error."""
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    """Maps names of the key in verl, TRL or open-instruct to notes. A note is empty unless the quantity differs or could be confused with another."""
+    aliases: str = ""
+    """Names of the key in verl, TRL or open-instruct, separated by spaces. `other_libraries.NOTES` has notes on them."""
     may_change: bool = False
     """Whether the value may change on `--resume`. Such a key affects the training result only by rounding, if at all."""
     only_with: str = ""
@@ -58,35 +50,26 @@ class Rules:
 _NO_RULES = Rules()
 
 
-def key(
-    default: Any = dataclasses.MISSING,
-    *,
-    default_factory: Any = dataclasses.MISSING,
-    aliases: str | Mapping[str, str] = "",
-    **rules: Any,
-) -> Any:
+def key(default: Any = MISSING, *, default_factory: Any = MISSING, **rules: Any) -> Any:
     """Creates a configuration key: a dataclass field with rules for its value.
 
     Args:
         default: the default value. If neither `default` nor `default_factory` is given, the key is required.
         default_factory: function that creates the default list, mapping or section.
-        aliases: names of the key in other libraries, separated by spaces, or a mapping from these names to notes (see `Rules`).
-        rules: the other fields of `Rules`. `may_change` on a section applies to all of its keys.
+        rules: the fields of `Rules`. `may_change` on a section applies to all of its keys.
     """
-    noted = {aliases: ""} if isinstance(aliases, str) else aliases
-    notes = {name: note for names, note in noted.items() for name in names.split()}
-    metadata = {"rules": Rules(aliases=notes, **rules)}
+    metadata = {"rules": Rules(**rules)}
     return cast(Any, field)(default=default, default_factory=default_factory, metadata=metadata)
 
 
-def rules_of(one: "dataclasses.Field[Any]") -> Rules:
+def rules_of(one: "Field[Any]") -> Rules:
     """Returns the rules of a field."""
     return one.metadata.get("rules", Rules())
 
 
-def needed(one: "dataclasses.Field[Any]") -> bool:
+def needed(one: "Field[Any]") -> bool:
     """Returns True if the field has no default."""
-    return one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
+    return one.default is MISSING and one.default_factory is MISSING
 
 
 _PLACES = ("run_dir", "compilation_cache", "source", "path", "data_dir")

@@ -82,9 +82,7 @@ def changed_yaml(config: AnyConfig) -> str:
     run_dir: x
     seed: 1
     """
-    changed = {
-        field.name: getattr(config, field.name) for field in dataclasses.fields(config) if needed(field)
-    }
+    changed = {one.name: getattr(config, one.name) for one in dataclasses.fields(config) if needed(one)}
     for key, (_, value) in changed_keys(type(config)(**changed), config).items():
         _set(changed, key, value)
     return write_yaml(changed)
@@ -145,12 +143,11 @@ def _load(
             for key, value in row.items() if place == places[-1] else ():
                 _set(content, key, value)
     try:
-        if row is ALGORITHMS["opd"] and not (
-            _has(content, "teacher.source") and content["teacher"]["source"]
-        ):
+        built = _build(schema, content)
+        if row is ALGORITHMS["opd"] and not leaf_values(built)["teacher.source"]:
             remedy = "name the teacher, in the same form as model.source"
             refuse("teacher.source", "", "a model with algorithm = 'opd'", remedy)
-        return _build(schema, content)
+        return built
     except ConfigError as error:
         keys = re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*", str(error))
         keys += ["algorithm"] if row.keys() & set(keys) else []
@@ -188,9 +185,7 @@ def _prefixed(place: object) -> Iterator[None]:
         raise ConfigError(f"{place}: {error}") from None
 
 
-def _check_names(
-    section: Mapping[Any, Any], schema: type, kinds: Mapping[str, Any], prefix: str = ""
-) -> None:
+def _check_names(section: dict[Any, Any], schema: type, kinds: Mapping[str, Any], prefix: str = "") -> None:
     """Raises ConfigError if a name is not in the schema, or a section is not a mapping."""
     for name, value in section.items():
         key = f"{prefix}{name}"
@@ -213,9 +208,8 @@ def _refuse_unknown(key: str, value: object, kinds: Mapping[str, Any]) -> NoRetu
     inside = dict(_walk(key, value))
     key = next((each for each in inside if of_another_library(each, kinds)), next(iter(inside)))
     parent = key.rpartition(".")[0]
-    remedy = (
-        f"{parent} is one value, not a section; set {parent}" if parent in kinds else unknown_key(key, kinds)
-    )
+    is_value = f"{parent} is one value, not a section; set {parent}"
+    remedy = is_value if parent in kinds else unknown_key(key, kinds)
     raise ConfigError(f"unknown key {key} = {shown(inside[key])}: {remedy}")
 
 
@@ -241,9 +235,7 @@ def _parse_override(override: str, kinds: Mapping[str, Any]) -> tuple[str, Any]:
         raise ConfigError(f"write {key.strip().lstrip('-+~')}={text}, without spaces or signs around the key")
     if _is_section(key, kinds):
         keys = ", ".join(each for each in kinds if each.startswith(f"{key}."))
-        raise ConfigError(
-            f"{key} = {text} would replace a whole section; override one of its keys at a time: {keys}"
-        )
+        raise ConfigError(f"{key} = {text} would replace a whole section; override one of its keys: {keys}")
     mappings = [f"{each}." for each, kind in kinds.items() if get_origin(kind) is dict]
     if key not in kinds and not key.startswith(tuple(mappings)):
         _refuse_unknown(key, text, kinds)
@@ -255,9 +247,7 @@ def _parse_override(override: str, kinds: Mapping[str, Any]) -> tuple[str, Any]:
         return key, read_yaml(text)
     except yaml.YAMLError as error:
         reason = getattr(error, "problem", None) or " ".join(str(error).split())
-        raise ConfigError(
-            f"{key}: found {shown(text)}, which is not YAML: {reason}; put it in quotes"
-        ) from None
+        raise ConfigError(f"{key}: found {shown(text)}, not YAML: {reason}; put it in quotes") from None
 
 
 def _set(values: dict[str, Any], key: str, value: object) -> None:

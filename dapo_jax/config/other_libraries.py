@@ -7,11 +7,50 @@ from difflib import SequenceMatcher
 from dapo_jax.config.schema import TrainConfig
 from dapo_jax.config.section import rules_by_key
 
-_RULES = rules_by_key(TrainConfig)
-ALIASES = {alias: ours for ours, rules in _RULES.items() for alias in rules.aliases}
+ALIASES = {name: ours for ours, rules in rules_by_key(TrainConfig).items() for name in rules.aliases.split()}
 """Maps names in verl, TRL or open-instruct to our keys. If several names match, for example `rollout.n` and `n`, the longest is used."""
 
-NOTES = {alias: note for rules in _RULES.values() for alias, note in rules.aliases.items() if note}
+_NOTES = {
+    "dtype torch_dtype bf16 fp16": "float32 or bfloat16",
+    "gradient_checkpointing enable_gradient_checkpointing": "none, full or dots",
+    "peft_config": "and lora.alpha, lora.targets",
+    "vllm_gpu_memory_utilization gpu_memory_utilization": "tokens, not a share of the memory; 0 uses all free memory",
+    "reward_weights": "each entry has its weight",
+    "gen_batch_size train_batch_size": "both count prompts, not responses",
+    "ppo_micro_batch_size_per_gpu per_device_train_batch_size": "ours counts packed rows, and the updates do not depend on it",
+    "gradient_accumulation_steps": "accumulation follows from the rows of one update",
+    "generation_batch_size": "ours counts prompts: divide TRL's by num_generations",
+    "steps_per_generation": "TRL samples per_device_train_batch_size x processes x steps_per_generation responses at a time: divide that by num_generations",
+    "ppo_mini_batch_size": "both count prompts, that is whole groups: 32 x 16 responses is 512 responses an update",
+    "num_mini_batches": "ours is the size of one update in groups, not the number of updates",
+    "loss_mode policy_loss_type loss_type": "TRL's bnpo and dapo are clip, verl's vanilla too; `algorithm: NAME` also sets the keys that belong to it: grpo, dr_grpo, gspo, cispo, sapo, ...",
+    "importance_sampling_level": "token is clip, sequence is gspo",
+    "epsilon": "the epsilon in Adam's denominator is optimizer.epsilon",
+    "clip_ratio": "set loss.clip_ratio_high too: the paper's differ",
+    "loss_agg_mode": "token-mean is token_mean, seq-mean-token-mean is sequence_mean, seq-mean-token-sum is sequence_sum",
+    "bypass_mode bypass_old_logprob_for_rollout": "true is sampler",
+    "rollout_is": "token is truncate, sequence is truncate_responses",
+    "rollout_rs": "token is mask, geometric (seq_mean_k1) is keep_responses; both weigh the tokens that they keep",
+    "rollout_is_mode": "mask or truncate",
+    "tis": "truncate",
+    "vllm_importance_sampling_correction": "truncate, or none",
+    "vllm_importance_sampling_mode": "token_truncate is truncate, token_mask is mask, sequence_truncate is truncate_responses; keep_responses masks whole responses",
+    "rollout_rs_threshold rollout_rs_threshold_lower rollout_is_threshold_lower vllm_importance_sampling_clip_min": "a list of both bounds: [0.5, 2.0]",
+    "top_entropy_quantile": "high_entropy, with the fraction in loss.select_options",
+    "clip_cov_ratio kl_cov_ratio": "frac",
+    "use_kl_loss": "a coefficient; 0 switches the reference policy off",
+    "use_bias_correction_kl use_unbiased_kl": "true is k3_unbiased",
+    "kl_loss_type": "low_var_kl and k3 are k3",
+    "adv_estimator advantage_estimator": "`algorithm: NAME` also sets the keys that belong to it: grpo, rloo, opo, reinforce_plus_plus, reinforce_plus_plus_baseline, gdpo, max_rl",
+    "scale_rewards norm_adv_by_std_in_grpo": "true and group are group_std, batch is batch_std, false and none are none",
+    "optim": "adamw_torch is adamw",
+    "warmup_ratio": "in steps, not as a share of the run",
+    "betas": "and optimizer.beta2, each a number",
+    "eval_strategy save_strategy": "a number of steps",
+    "report_to": "true or false; also log.tensorboard",
+    "num_train_epochs total_epochs": "in steps: an epoch has prompts / batch.prompts_per_step of them, fewer with dynamic sampling",
+}
+NOTES = {alias: note for aliases, note in _NOTES.items() for alias in aliases.split()}
 """Maps an alias to a note if its quantity differs from ours or could be confused with another quantity."""
 
 _NO_KEY = {

@@ -74,10 +74,8 @@ def read_file(path: AnyPath) -> dict[Any, Any]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        remedy = (
-            "" if "twice" in str(error.problem) else "; check quotes, brackets, tabs and indentation there"
-        )
-        raise ConfigError(f"{line}not YAML: {error.problem or error.context}{remedy}") from None
+        more = "" if "twice" in str(error.problem) else "; check quotes, brackets, tabs and indentation there"
+        raise ConfigError(f"{line}not YAML: {error.problem or error.context}{more}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"cannot be read as `key: value` lines ({reason}); write YAML in UTF-8") from None
@@ -106,6 +104,5 @@ def _missing_file(path: AnyPath) -> str:
     there = [*map(str, entries(path.parent)), *shipped] if path.parent.is_dir() else shipped
     near = nearest(name, [each for each in there if each in shipped or each.endswith((".yaml", ".yml"))])
     remedy = f"did you mean {near[0]}?" if near else f"give a YAML file, or one of {', '.join(shipped)}"
-    return (
-        f"{'is a folder, needs a file' if path.is_dir() else f'no such file (from {Path.cwd()})'}; {remedy}"
-    )
+    found = "is a folder, needs a file" if path.is_dir() else f"no such file (from {Path.cwd()})"
+    return f"{found}; {remedy}"

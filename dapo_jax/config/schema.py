@@ -10,23 +10,19 @@ from typing import Any, NamedTuple
 
 from dapo_jax.config.algorithms import ALGORITHMS, CLIPS, OBJECTIVES, OTHER_NAMES, SELECTIONS
 from dapo_jax.config.data_schema import DataConfig, SourceConfig
-from dapo_jax.config.keys import (
-    AXIS,
-    BETA,
-    POSITIVE,
-    ROUNDS,
-    SEED,
-    SIZE,
-    STEPS,
-    TEMPERATURE,
-    TOP_K,
-    TOP_P,
-    Range,
-    key,
-    refuse,
-)
+from dapo_jax.config.keys import POSITIVE, SEED, SIZE, Range, key, refuse
 from dapo_jax.config.section import Section, due, entries, field_types, leaf_types, rules_by_key
 from dapo_jax.hints import nearest
+
+DTYPES = ("float32", "bfloat16")
+BETA = Range("0 or more and less than 1", lambda v: 0 <= v < 1)
+TOP_P = Range("more than 0 and at most 1 (1: off)", lambda v: 0 < v <= 1)
+TOP_K = Range("1 to 2**31 - 1, or 0 or -1 (both: off)", lambda v: -1 <= v < 2**31)
+TEMPERATURE = Range("0 (greedy), or 0.001 to 1000", lambda v: v == 0 or 1e-3 <= v <= 1e3)
+ROUNDS = Range("0 to 1000", lambda v: 0 <= v <= 1000)
+AXIS = Range("1 or more devices, or -1 for all remaining devices", lambda v: v >= 1 or v == -1)
+STEPS = Range("0 or more (0: evaluate only)", lambda v: v >= 0)
+CLIP = Range("more than 0 and at most 1", lambda v: 0 < v <= 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +36,7 @@ class ModelConfig(Section, at="model"):
     """Branch, tag or commit of a model on the Hugging Face Hub. If empty, the main branch is used. Set a commit to make a run reproducible."""
     tokenizer: str = "byte"
     """Tokenizer for a preset: `byte`, or `char:ALPHABET`, which has one token per character of ALPHABET. All other models come with their own tokenizer."""
-    compute_dtype: str = key(
-        "float32",
-        choices=["float32", "bfloat16"],
-        aliases={"dtype torch_dtype bf16 fp16": "float32 or bfloat16"},
-    )
+    compute_dtype: str = key("float32", choices=DTYPES, aliases="dtype torch_dtype bf16 fp16")
     """Dtype of activations and matrix products: float32 or bfloat16. Master weights are always float32."""
     attention: str = key("auto", choices=["auto", "xla", "splash", "cudnn"], may_change=True)
     """Attention implementation for training. xla runs on every platform. splash is a TPU kernel. With splash, packed responses cannot share the computation of their
@@ -52,18 +44,13 @@ class ModelConfig(Section, at="model"):
     remat: str = key(
         "none",
         choices=["none", "full", "dots"],
-        aliases={"gradient_checkpointing enable_gradient_checkpointing": "none, full or dots"},
+        aliases="gradient_checkpointing enable_gradient_checkpointing",
         may_change=True,
     )
     """Gradient checkpointing: the backward pass recomputes activations instead of storing them. none recomputes nothing. full recomputes all activations. dots recomputes all activations except the results of matrix products."""
 
 
-LORA_TARGETS = (
-    "all",
-    "attention",
-    "mlp",
-    *["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-)
+LORA_TARGETS = ("all", "attention", "mlp", *(f"{p}_proj" for p in ["q", "k", "v", "o", "gate", "up", "down"]))
 """Allowed values in `lora.targets`: the names of linear layers in transformers and PEFT, and names for groups of these layers."""
 
 
@@ -71,7 +58,7 @@ LORA_TARGETS = (
 class LoraConfig(Section, at="lora"):
     """Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685): only small added matrices are trained, and the model's own weights are frozen."""
 
-    rank: int = key(0, aliases={"lora_rank lora_r": "", "peft_config": "and lora.alpha, lora.targets"})
+    rank: int = key(0, aliases="lora_rank lora_r peft_config")
     """Rank of each adapter. 0 means that there are no adapters and all weights are trained. With adapters, the model's own weights are frozen and stored in `model.compute_dtype`. Only the adapters are
     saved, and their size is about rank / width of the model's size. The reference policy for a KL penalty is then the model without adapters."""
     alpha: float = key(32.0, range=POSITIVE, aliases="lora_alpha")
@@ -108,13 +95,7 @@ class SamplingConfig(Section, at="sampling"):
     page_tokens: int = key(0, aliases="block_size page_size", may_change=True)
     """Number of tokens per page of the KV cache. A response is allocated more pages as it grows, and responses to the same prompt share the prompt's full pages.
     0 selects a default for the platform. On CPU, the default is a cache without pages, in which each slot has room for the longest prompt and response."""
-    cache_tokens: int = key(
-        0,
-        aliases={
-            "vllm_gpu_memory_utilization gpu_memory_utilization": "tokens, not a share of the memory; 0 uses all free memory"
-        },
-        may_change=True,
-    )
+    cache_tokens: int = key(0, aliases="vllm_gpu_memory_utilization gpu_memory_utilization", may_change=True)
     """Capacity of a sampler's KV cache in tokens, over all of the sampler's devices. If the cache is full, the most recently started response is preempted and later
     re-prefilled. 0 means as many tokens as fit into device memory next to the weights and the training state. A run logs this number when it starts. On CPU, 0 means enough tokens for all slots."""
     cache_dtype: str = key(
@@ -177,9 +158,7 @@ class RewardConfig(Section, at="reward"):
     grader: str = key("exact", not_empty=True, aliases="reward_funcs custom_reward_function")
     """The grader: a name in `dapo_jax.rewards.GRADERS` (exact, dapo, dapo_boxed, math, gsm8k), `reasoning_gym` (the task's own scorer),
     `module:function`, or `path/to/file.py:function`. For a function written for TRL or verl, add the prefix `trl:` or `verl:`."""
-    graders: list[dict[str, Any]] = key(
-        default_factory=list, aliases={"reward_weights": "each entry has its weight"}
-    )
+    graders: list[dict[str, Any]] = key(default_factory=list, aliases="reward_weights")
     """List of graders to use instead of `grader`, for example [{grader: math}, {grader: "my.py:brief", weight: 0.5}]. The reward is the weighted sum of the graders' rewards.
     Only the first grader decides whether a response is correct. The other graders only shape the reward. kimi_length is a length reward, which needs another grader before it."""
     answer_marker: str = "="
@@ -239,7 +218,7 @@ class DynamicSamplingConfig(Section, at="dynamic_sampling"):
 
     enabled: bool = key(True, aliases="filter_groups.enable active_sampling filter_zero_std_samples")
     """Use dynamic sampling. If false, each step samples `batch.prompts_per_step` prompts in one wave, and trains on all of their groups, including groups without signal."""
-    prompts_per_wave: int = key(0, aliases={"gen_batch_size": "both count prompts, not responses"})
+    prompts_per_wave: int = key(0, aliases="gen_batch_size")
     """Number of prompts per wave. 0 means three times `batch.prompts_per_step`, as in the released recipe (1536 prompts for a step of 512). The run's config.yaml contains the resolved number."""
     max_waves: int = key(10, aliases="max_num_gen_batches")
     """Maximum number of waves per step. The default is the value in the released recipe."""
@@ -281,10 +260,7 @@ class PackedRowsConfig(Section, at="batch"):
     rows_per_microbatch: int = key(
         1,
         range=SIZE,
-        aliases={
-            "ppo_micro_batch_size_per_gpu per_device_train_batch_size": "ours counts packed rows, and the updates do not depend on it",
-            "gradient_accumulation_steps": "accumulation follows from the rows of one update",
-        },
+        aliases="ppo_micro_batch_size_per_gpu per_device_train_batch_size gradient_accumulation_steps",
         may_change=True,
     )
     """Number of packed rows per forward and backward pass."""
@@ -302,26 +278,14 @@ class BatchConfig(PackedRowsConfig):
     prompts_per_step: int = key(
         512,
         range=SIZE,
-        aliases={
-            "train_batch_size": "both count prompts, not responses",
-            "num_unique_prompts_rollout": "",
-            "generation_batch_size": "ours counts prompts: divide TRL's by num_generations",
-            "steps_per_generation": "TRL samples per_device_train_batch_size x processes x steps_per_generation responses at a time: divide that by num_generations",
-        },
+        aliases="train_batch_size num_unique_prompts_rollout generation_batch_size steps_per_generation",
     )
     """Number of prompts per step, each with one group of responses. (Section 4.1)"""
     group_size: int = key(
         16, range=SIZE, aliases="num_generations num_samples_per_prompt_rollout rollout.n n"
     )
     """Number of responses per prompt, G. (Section 4.1)"""
-    groups_per_update: int = key(
-        32,
-        range=SIZE,
-        aliases={
-            "ppo_mini_batch_size": "both count prompts, that is whole groups: 32 x 16 responses is 512 responses an update",
-            "num_mini_batches": "ours is the size of one update in groups, not the number of updates",
-        },
-    )
+    groups_per_update: int = key(32, range=SIZE, aliases="ppo_mini_batch_size num_mini_batches")
     """Number of groups per optimizer update. With the defaults, an update has 32 x 16 = 512 responses, and a step has 16 updates. (Section 4.1)"""
     keep: int = key(0)
     """Number of responses of each group to train on (GFPO, https://arxiv.org/abs/2508.09726). The others are dropped before advantages and dynamic sampling. 0 means all responses."""
@@ -329,21 +293,15 @@ class BatchConfig(PackedRowsConfig):
     """Which responses `keep` selects: the shortest ones, or those with the highest reward per token."""
 
     def check_together(self) -> None:
-        step, update = self.prompts_per_step, self.groups_per_update
+        step, update, size = self.prompts_per_step, self.groups_per_update, self.group_size
         updates, rest = divmod(step, update)
         if rest:
             multiples = " or ".join(str(k * update) for k in (updates, updates + 1) if k)
             remedy = f"{step} = {updates} x {update} + {rest}: use {multiples}, or a batch.groups_per_update that divides {step}"
             self.refuse("prompts_per_step", f"a multiple of batch.groups_per_update = {update}", remedy)
-        if self.keep and not 2 <= self.keep < self.group_size:
-            needs = (
-                f"2 to {self.group_size - 1} with batch.group_size = {self.group_size}, or 0 (all responses)"
-            )
-            self.refuse(
-                "keep",
-                needs,
-                "advantages compare at least two responses: change it, or raise batch.group_size",
-            )
+        if self.keep and not 2 <= self.keep < size:
+            remedy = "advantages compare at least two responses: change it, or raise batch.group_size"
+            self.refuse("keep", f"2 to {size - 1} with batch.group_size = {size}, or 0 (all)", remedy)
 
 
 class Correction(NamedTuple):
@@ -366,26 +324,13 @@ class LossConfig(Section, at="loss"):
     """The loss, and the old log-probabilities, importance weights, token selection and KL penalty in it."""
 
     objective: str = key(
-        "clip",
-        not_empty=True,
-        aliases={
-            "loss_mode policy_loss_type loss_type": "TRL's bnpo and dapo are clip, verl's vanilla too; `algorithm: NAME` also sets the keys that belong to it: grpo, dr_grpo, gspo, cispo, sapo, ...",
-            "importance_sampling_level": "token is clip, sequence is gspo",
-        },
+        "clip", not_empty=True, aliases="loss_mode policy_loss_type loss_type importance_sampling_level"
     )
     """The loss function: a name in `dapo_jax.dapo.objectives.OBJECTIVES` (clip, gspo, gspo_token, gmpo, cispo, sapo, dppo, vespo, reinforce, dro, topr, kl_cov), `module:function`,
     or `path/to/file.py:function`. clip is the loss of the paper, `dapo_jax.dapo_loss`. `algorithm: NAME` sets the objective and all keys that belong to it (see algorithms.md)."""
     options: dict[str, Any] = key(default_factory=dict)
     """Values for the options of the objective, which are the keyword parameters that have a default, for example {cap: 5}. The clip ratios and the dual clip are keys of their own."""
-    clip_ratio_low: float = key(
-        0.2,
-        range=Range("more than 0 and at most 1", lambda v: 0 < v <= 1),
-        aliases={
-            "epsilon": "the epsilon in Adam's denominator is optimizer.epsilon",
-            "clip_ratio": "set loss.clip_ratio_high too: the paper's differ",
-            "clip_lower": "",
-        },
-    )
+    clip_ratio_low: float = key(0.2, range=CLIP, aliases="epsilon clip_ratio clip_lower")
     """Lower clip range, eps_low in Eq. 8."""
     clip_ratio_high: float = key(0.28, range=POSITIVE, aliases="epsilon_high clip_higher")
     """Upper clip range, eps_high in Eq. 8. With the same value as `clip_ratio_low`, this is the plain PPO clip."""
@@ -396,29 +341,17 @@ class LossConfig(Section, at="loss"):
     aggregation: str = key(
         "token_mean",
         choices=["token_mean", "prompt_mean", "sequence_mean", "token_sum_norm", "sequence_sum"],
-        aliases={
-            "loss_agg_mode": "token-mean is token_mean, seq-mean-token-mean is sequence_mean, seq-mean-token-sum is sequence_sum",
-            "masked_mean_axis": "",
-        },
+        aliases="loss_agg_mode masked_mean_axis",
     )
     """How token losses are averaged: token_mean, prompt_mean, sequence_mean, token_sum_norm or sequence_sum. See `dapo_jax.token_weights`."""
     old_logprobs: str = key(
-        "trainer",
-        choices=["trainer", "sampler"],
-        aliases={"bypass_mode bypass_old_logprob_for_rollout": "true is sampler"},
+        "trainer", choices=["trainer", "sampler"], aliases="bypass_mode bypass_old_logprob_for_rollout"
     )
     """Source of pi_old in the policy ratio. trainer: recomputed with the weights at the start of the step. sampler: recorded during sampling, possibly with older weights."""
     correction: str = key(
         "auto",
         choices=["auto", "none", "truncate", "mask", "keep_responses", "truncate_responses"],
-        aliases={
-            "rollout_is": "token is truncate, sequence is truncate_responses",
-            "rollout_rs": "token is mask, geometric (seq_mean_k1) is keep_responses; both weigh the tokens that they keep",
-            "rollout_is_mode": "mask or truncate",
-            "tis": "truncate",
-            "vllm_importance_sampling_correction": "truncate, or none",
-            "vllm_importance_sampling_mode": "token_truncate is truncate, token_mask is mask, sequence_truncate is truncate_responses; keep_responses masks whole responses",
-        },
+        aliases="rollout_is rollout_rs rollout_is_mode tis vllm_importance_sampling_correction vllm_importance_sampling_mode",
     )
     """Importance weights that correct for tokens sampled with older or rounded weights. They are computed from each token's ratio pi_old / pi_sampler. truncate: min(ratio, `importance_cap`).
     mask: the ratio, or 0 outside `importance_range`. keep_responses: the ratio, or 0 if the geometric mean of the ratios in the response is outside the range. truncate_responses:
@@ -431,41 +364,24 @@ class LossConfig(Section, at="loss"):
     """Largest weight for the corrections truncate and truncate_responses. If it is set, `correction: auto` means truncate. null means 2."""
     importance_range: list[float] = key(
         default_factory=list,
-        aliases={
-            "rollout_rs_threshold rollout_rs_threshold_lower rollout_is_threshold_lower vllm_importance_sampling_clip_min": "a list of both bounds: [0.5, 2.0]"
-        },
+        aliases="rollout_rs_threshold rollout_rs_threshold_lower rollout_is_threshold_lower vllm_importance_sampling_clip_min",
     )
     """Range of the ratio that mask keeps, or of the geometric mean that keep_responses keeps. Tokens or responses outside this range are excluded from the loss.
     If empty, the range is [0.5, 2.0] for mask and [0.99, 1.01] for keep_responses."""
     drop_off_policy: float | None = key(None, aliases="off_policy_mask_threshold")
     """Exclude responses with a negative advantage whose mean log(pi_sampler / pi) over the tokens exceeds this limit, in nats per token (DeepSeek-V3.2,
     https://arxiv.org/abs/2512.02556). pi is the policy of the current update. null keeps all responses."""
-    select: str = key(
-        "all",
-        choices=[*SELECTIONS],
-        aliases={"top_entropy_quantile": "high_entropy, with the fraction in loss.select_options"},
-    )
+    select: str = key("all", choices=[*SELECTIONS], aliases="top_entropy_quantile")
     """Tokens of an update that enter the loss, selected once per step with the weights at its start. all: all tokens. high_entropy: the tokens with the highest entropy. low_covariance: all except random tokens among those with
     a high covariance of advantage and log-probability (Clip-Cov). high_covariance: the tokens that the objective kl_cov penalizes. low_second_moment: all except those with the largest log-ratio (M2PO)."""
-    select_options: dict[str, Any] = key(
-        default_factory=dict, aliases={"clip_cov_ratio kl_cov_ratio": "frac"}
-    )
+    select_options: dict[str, Any] = key(default_factory=dict, aliases="clip_cov_ratio kl_cov_ratio")
     """Values for the options of the selection: frac for high_entropy and high_covariance, frac, low and high for low_covariance, limit for low_second_moment."""
-    kl_coef: float = key(
-        0.0,
-        aliases={
-            "beta kl_loss_coef": "",
-            "use_kl_loss": "a coefficient; 0 switches the reference policy off",
-        },
-    )
+    kl_coef: float = key(0.0, aliases="beta kl_loss_coef use_kl_loss")
     """Weight of the KL penalty against the reference policy. If 0, no reference policy is loaded. (Section 2.3)"""
     kl_estimator: str = key(
         "k3",
         choices=["k3", "k3_unbiased"],
-        aliases={
-            "use_bias_correction_kl use_unbiased_kl": "true is k3_unbiased",
-            "kl_loss_type": "low_var_kl and k3 are k3",
-        },
+        aliases="use_bias_correction_kl use_unbiased_kl kl_loss_type",
         only_with="loss.kl_coef",
     )
     """Estimator of the KL divergence. k3: e^d - 1 - d with d = log(pi_ref / pi). k3_unbiased: k3 times pi / pi_old, whose gradient is the gradient of the
@@ -479,10 +395,7 @@ class LossConfig(Section, at="loss"):
             self.refuse("clip_ratio_high", f"at least loss.clip_ratio_low = {low}", remedy)
         if self.old_logprobs == "sampler" and (cap is not None or kind not in ("auto", "none")):
             name, needs = ("importance_cap", "null") if cap is not None else ("correction", "auto or none")
-            remedy = (
-                "it uses pi_old / pi_sampler, which is 1 if pi_old is the sampler's, and the ratio of the loss already corrects: "
-                "set loss.old_logprobs=trainer, or leave it out"
-            )
+            remedy = "pi_old / pi_sampler is then 1, and the ratio of the loss already corrects: set loss.old_logprobs=trainer, or leave it out"
             self.refuse(name, f"{needs} with loss.old_logprobs = 'sampler'", remedy)
         if cap is not None and kind not in ("auto", "truncate", "truncate_responses"):
             remedy = "it only caps the weights of truncate and truncate_responses: set loss.correction=truncate, or leave it out"
@@ -508,16 +421,14 @@ class LossConfig(Section, at="loss"):
             if name not in reads and getattr(self, name) not in unset:
                 needs = f"{'null' if name == 'dual_clip' else unset[0]} with loss.objective = {objective!r}, which does not read it"
                 self.refuse(name, needs, "leave it out, or set loss.objective=clip")
-        for key_name, choice, known in (
-            ("options", objective, OBJECTIVES),
-            ("select_options", select, SELECTIONS),
-        ):
-            names = [name for name in known.get(choice, getattr(self, key_name)) if name not in CLIPS]
-            if unknown := next((name for name in getattr(self, key_name) if name not in names), None):
+        for place, known in (("objective", OBJECTIVES), ("select", SELECTIONS)):
+            choice, option = getattr(self, place), "options" if place == "objective" else "select_options"
+            given: dict[str, Any] = getattr(self, option)
+            names = [name for name in known.get(choice, given) if name not in CLIPS]
+            if unknown := next((name for name in given if name not in names), None):
                 near = nearest(unknown, names, least=0.0) or ["none, so leave it out"]
                 remedy = f"set loss.{unknown}" if unknown in CLIPS else f"the nearest option is {near[0]}"
-                found = getattr(self, key_name)[unknown]
-                refuse(f"loss.{key_name}.{unknown}", found, f"an option of {choice}", remedy)
+                refuse(f"loss.{option}.{unknown}", given[unknown], f"an option of {choice}", remedy)
         if objective == "kl_cov" and select == "all":
             remedy = "it penalizes the selected tokens: set loss.select=high_covariance"
             self.refuse("select", "a selection with loss.objective = 'kl_cov'", remedy)
@@ -533,18 +444,14 @@ class AdvantageConfig(Section, at="advantage"):
     baseline: str = key(
         "group_mean",
         choices=["group_mean", "leave_one_out", "length_weighted", "none"],
-        aliases={
-            "adv_estimator advantage_estimator": "`algorithm: NAME` also sets the keys that belong to it: grpo, rloo, opo, reinforce_plus_plus, reinforce_plus_plus_baseline, gdpo, max_rl"
-        },
+        aliases="adv_estimator advantage_estimator",
     )
     """Value that is subtracted from a reward. group_mean: mean reward of the group. leave_one_out: mean reward of the other responses (RLOO). length_weighted: mean over
     the tokens of the group, so that long responses count more (OPO). none: 0. (Eq. 9)"""
     scale: str = key(
         "group_std",
         choices=["group_std", "group_mean", "batch_std", "whiten_tokens", "whiten_responses", "none"],
-        aliases={
-            "scale_rewards norm_adv_by_std_in_grpo": "true and group are group_std, batch is batch_std, false and none are none"
-        },
+        aliases="scale_rewards norm_adv_by_std_in_grpo",
     )
     """How the difference is scaled. group_std: divided by the standard deviation of the group's rewards (Eq. 9). group_mean: divided by the group's mean reward (MaxRL). batch_std: divided by the standard
     deviation of all rewards of the step. whiten_tokens and whiten_responses: mean 0 and variance 1 over the tokens or the responses of the step. none: not scaled."""
@@ -573,19 +480,14 @@ class TeacherConfig(Section, at="teacher"):
 class OptimizerConfig(Section, at="optimizer"):
     """The optimizer, on float32 master weights (Section 4.1)."""
 
-    name: str = key("adamw", choices=["adamw", "muon"], aliases={"optim": "adamw_torch is adamw"})
+    name: str = key("adamw", choices=["adamw", "muon"], aliases="optim")
     """adamw, or muon (https://kellerjordan.github.io/posts/muon/), which orthogonalizes the updates of weight matrices, and uses AdamW for all other parameters.
     Its updates have about the size of AdamW's, so the same learning rates are suitable. It stores one moment per element of a matrix instead of two."""
     learning_rate: float = key(1e-6, range=POSITIVE, aliases="lr")
     """Learning rate, which is constant after the warm-up. (Section 4.1)"""
-    warmup_steps: int = key(
-        20,
-        aliases={"lr_warmup_steps": "", "warmup_ratio": "in steps, not as a share of the run"},
-    )
+    warmup_steps: int = key(20, aliases="lr_warmup_steps warmup_ratio")
     """Linear warm-up, in training steps: step k, counted from 1, uses k / warmup_steps of the learning rate."""
-    beta1: float = key(
-        0.9, range=BETA, aliases={"adam_beta1": "", "betas": "and optimizer.beta2, each a number"}
-    )
+    beta1: float = key(0.9, range=BETA, aliases="adam_beta1 betas")
     """Decay rate of the first moment. The default is the same as in PyTorch. muon uses it only for parameters other than weight matrices, whose momentum is 0.95."""
     beta2: float = key(0.999, range=BETA, aliases="adam_beta2")
     """Decay rate of the second moment. The default is the same as in PyTorch."""
@@ -603,7 +505,7 @@ class OptimizerConfig(Section, at="optimizer"):
 class EvalConfig(Section, at="eval"):
     """Evaluation on held-out prompts."""
 
-    every_steps: int = key(10, aliases={"eval_steps test_freq": "", "eval_strategy": "a number of steps"})
+    every_steps: int = key(10, aliases="eval_steps test_freq eval_strategy")
     """Number of steps between evaluations. If 0, the run evaluates only before the first and after the last step."""
     datasets: list[dict[str, Any]] = key(default_factory=list)
     """Evaluation datasets, each in the form {source: aime_2024, path: ...} (see `SourceConfig`). If empty, `data.eval_split` of `data.source` is used."""
@@ -637,7 +539,7 @@ class EvalConfig(Section, at="eval"):
 class CheckpointConfig(Section, at="checkpoint"):
     """Checkpoints, which are written between steps."""
 
-    every_steps: int = key(10, aliases={"save_steps save_freq": "", "save_strategy": "a number of steps"})
+    every_steps: int = key(10, aliases="save_steps save_freq save_strategy")
     """Number of steps between checkpoints. If 0, the run saves only after the last step."""
     keep: int = key(3, range=SIZE, aliases="save_total_limit")
     """Number of most recent checkpoints to keep."""
@@ -657,7 +559,7 @@ class LogConfig(Section, at="log"):
     """Steps to profile. Their xprof traces are written to `run_dir/profile`. Do not profile the first steps, because they spend most of their time on compilation."""
     tensorboard: bool = False
     """Write TensorBoard events (needs the `tensorboard` extra). Not available if the run folder is in a bucket."""
-    wandb: bool = key(False, aliases={"report_to": "true or false; also log.tensorboard"})
+    wandb: bool = key(False, aliases="report_to")
     """Log to Weights & Biases (needs the `wandb` extra). The environment variable WANDB_PROJECT sets the project; the default is `dapo_jax`."""
 
 
@@ -696,9 +598,8 @@ class GuardConfig(Section, at="guard"):
 
     def check_together(self) -> None:
         if self.on_mismatch == "stop" and self.max_mismatch_kl is None:
-            self.refuse(
-                "max_mismatch_kl", "a number for guard.on_mismatch = 'stop'", "write the limit, such as 0.01"
-            )
+            remedy = "write the limit, such as 0.01"
+            self.refuse("max_mismatch_kl", "a number for guard.on_mismatch = 'stop'", remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -712,10 +613,7 @@ class RunConfig(Section):
     steps: int = key(
         100,
         range=STEPS,
-        aliases={
-            "max_steps total_training_steps num_training_steps": "",
-            "num_train_epochs total_epochs": "in steps: an epoch has prompts / batch.prompts_per_step of them, fewer with dynamic sampling",
-        },
+        aliases="max_steps total_training_steps num_training_steps num_train_epochs total_epochs",
         may_change=True,
     )
     """Number of steps. A training step samples and grades responses, selects groups and updates the weights. A warm-start step is one update."""
@@ -731,17 +629,15 @@ class RunConfig(Section):
     eval: EvalConfig = key(default_factory=EvalConfig, may_change=True)
     parallel: ParallelConfig = key(default_factory=ParallelConfig, may_change=True)
 
-    def check_shared(self, response_tokens: int, response_key: str) -> None:
-        """Checks that every changed key has an effect, and that attention and row length are compatible with the other keys. `response_key` is the key that limits the response length."""
+    def check_shared(self, response: int, response_key: str) -> None:
+        """Checks that every changed key has an effect, and that attention and row length are compatible with the other keys. `response` is the maximum response length, and `response_key` its key."""
         self.check_effects()
         if self.model.attention == "cudnn" and self.model.compute_dtype != "bfloat16":
             remedy = "set it to bfloat16, or model.attention=xla"
             self.refuse("model.compute_dtype", "bfloat16 for model.attention = 'cudnn'", remedy)
         row, prompt = self.batch.row_tokens, self.data.max_prompt_tokens
-        if 0 < row < (longest := prompt + response_tokens):
-            remedy = (
-                f"{prompt} + {response_tokens} = {longest} > {row}: raise it to {longest}, or lower the two"
-            )
+        if 0 < row < (longest := prompt + response):
+            remedy = f"{prompt} + {response} = {longest} > {row}: raise it to {longest}, or lower the two"
             self.refuse("batch.row_tokens", f"0, or at least data.max_prompt_tokens + {response_key}", remedy)
 
 
@@ -816,10 +712,7 @@ class TrainConfig(RunConfig):
             self.refuse("sampling.temperature", "more than 0 for training", remedy)
         for name in ("cache_dtype", "weight_dtype"):
             if getattr(sampling, name) and self.correction.kind == "none":
-                remedy = (
-                    "a rounded sampler is another policy, which training must correct by importance weights: set loss.importance_cap=2 or another "
-                    "loss.correction, or leave it empty"
-                )
+                remedy = "a rounded sampler is another policy: set loss.importance_cap=2 or another loss.correction to correct for it, or leave it empty"
                 self.refuse(f"sampling.{name}", "loss.importance_cap or loss.correction for training", remedy)
         buffer, most = self.reward.overlong.buffer_tokens, self.episode_tokens
         if self.reward.overlong.enabled and buffer > most:
@@ -829,10 +722,7 @@ class TrainConfig(RunConfig):
             remedy = f"{buffer} > {most}: the paper's is a fifth of the limit, here {max(1, most // 5)}; or set reward.overlong.enabled=false"
             self.refuse("reward.overlong.buffer_tokens", f"at most {name} = {most}", remedy)
         if environment.source and self.parallel.sampler_hosts > 1:
-            remedy = (
-                "processes that share a sampler run its programs together, but environments answer them at different times: "
-                "set parallel.sampler_hosts=1"
-            )
+            remedy = "processes that share a sampler run its programs together, but environments do not answer together: set parallel.sampler_hosts=1"
             self.refuse("environment.source", "a sampler for each process", remedy)
         if environment.source and (self.reward.graders or self.reward.grader != RewardConfig.grader):
             remedy = "the environment supplies the rewards: leave reward.grader and reward.graders out"
@@ -842,9 +732,7 @@ class TrainConfig(RunConfig):
         if self.rollout.in_flight:
             self._check_in_flight()
         if self.loss.objective == "vespo" and self.correction.kind != "none":
-            remedy = (
-                "it weighs whole responses itself: set loss.old_logprobs=sampler, or loss.correction=none"
-            )
+            remedy = "it weighs whole responses itself: set loss.old_logprobs=sampler or loss.correction=none"
             refuse("loss.correction", self.correction.kind, "none with loss.objective = 'vespo'", remedy)
         self._check_advantages()
         if self.teacher.source:
@@ -854,32 +742,23 @@ class TrainConfig(RunConfig):
         advantage, size = self.advantage, self.batch.keep or self.batch.group_size
         baseline, scale, most = advantage.baseline, advantage.scale, advantage.best_of
         if baseline != "none" and size == 1:
-            remedy = (
-                "one response has no others to be compared with: set it to none, or raise batch.group_size"
-            )
+            remedy = "one response cannot be compared with others: set it to none, or raise batch.group_size"
             self.refuse("advantage.baseline", "none with batch.group_size = 1", remedy)
         if most > size:
             name = "batch.keep" if self.batch.keep else "batch.group_size"
             self.refuse("advantage.best_of", f"at most {name} = {size}", "lower it, or raise the other")
-        if (scale == "group_mean" or most > 1) and self.reward.incorrect < 0:
-            place = (
-                "advantage.scale = 'group_mean'" if scale == "group_mean" else f"advantage.best_of = {most}"
-            )
-            remedy = "negative rewards would turn the sign of advantages or enter the best of k: set reward.incorrect=0"
-            self.refuse("reward.incorrect", f"0 or more with {place}", remedy)
+        for name, value, used in (("scale", scale, scale == "group_mean"), ("best_of", most, most > 1)):
+            if used and self.reward.incorrect < 0:
+                remedy = "negative rewards would turn the sign of advantages or enter the best of k: set reward.incorrect=0"
+                self.refuse("reward.incorrect", f"0 or more with advantage.{name} = {value!r}", remedy)
         if advantage.rewards == "apart" and len(self.reward.graders) < 2:
             remedy = "list the graders in reward.graders, or set it to summed"
             self.refuse("advantage.rewards", "two reward.graders or more for 'apart'", remedy)
-        rule = (baseline, advantage.rewards, most)
-        if self.environment.credit == "turn" and (
-            rule != ("group_mean", "summed", 1) or scale not in ("group_std", "none")
-        ):
+        by_turn = [("group_mean", each, "summed", 1) for each in ("group_std", "none")]
+        if self.environment.credit == "turn" and (baseline, scale, advantage.rewards, most) not in by_turn:
             needs = "episode, unless advantage.baseline = 'group_mean', advantage.scale is 'group_std' or 'none', and best_of = 1"
-            self.refuse(
-                "environment.credit",
-                needs,
-                "other advantages are defined for whole episodes only: set it to episode",
-            )
+            remedy = "other advantages are defined for whole episodes only: set it to episode"
+            self.refuse("environment.credit", needs, remedy)
 
     def _check_teacher(self) -> None:
         if self.sampling.temperature != 1:
@@ -898,10 +777,7 @@ class TrainConfig(RunConfig):
     def _check_waves(self) -> None:
         most, wave, step = self.dynamic_sampling.max_waves, self.prompts_per_wave, self.batch.prompts_per_step
         if most * wave < step:
-            remedy = (
-                f"{most} x {wave} = {most * wave} < {step}: raise dynamic_sampling.max_waves to {-(-step // wave)} or more, or "
-                "dynamic_sampling.prompts_per_wave"
-            )
+            remedy = f"{most} x {wave} = {most * wave} < {step}: raise it to {-(-step // wave)} or more, or raise dynamic_sampling.prompts_per_wave"
             needs = f"enough waves for batch.prompts_per_step = {step} groups"
             self.refuse("dynamic_sampling.max_waves", needs, remedy)
         if self.batch.group_size < 2:
@@ -912,10 +788,7 @@ class TrainConfig(RunConfig):
         in_flight, group = self.rollout.in_flight, self.batch.group_size
         limit = self.sampling.max_response_tokens
         if self.loss.correction == "none" and self.loss.old_logprobs == "trainer":
-            remedy = (
-                "tokens in flight are sampled by older weights, and training on data that is a few steps old collapses without importance "
-                "weights: leave it out, or set loss.old_logprobs=sampler"
-            )
+            remedy = "without importance weights, training on tokens of older weights collapses: leave it out, or set loss.old_logprobs=sampler"
             needs = f"auto or importance weights with rollout.in_flight = {in_flight}"
             self.refuse("loss.correction", needs, remedy)
         if in_flight % group:
@@ -960,7 +833,7 @@ class EvaluateConfig(Section):
     """Random seed for sampling."""
     compilation_cache: str = "~/.cache/dapo_jax/xla"
     """Folder (local or `gs://...`) in which compiled programs are cached for later runs. If empty, nothing is cached."""
-    compute_dtype: str = key("float32", choices=["float32", "bfloat16"])
+    compute_dtype: str = key("float32", choices=DTYPES)
     """Dtype of activations and matrix products: float32 or bfloat16."""
     data: DataConfig = key(default_factory=DataConfig)
     sampling: SamplingConfig = key(default_factory=lambda: SamplingConfig(slots=32, max_response_tokens=1024))

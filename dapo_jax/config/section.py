@@ -49,11 +49,8 @@ class Section:
                 continue
             holder = attrgetter(section)(self)
             if getattr(holder, name) != getattr(type(holder)(), name):
-                self.refuse(
-                    key,
-                    f"a value of {needs}, without which it has no effect",
-                    f"set {needs}, or leave it out",
-                )
+                remedy = f"set {needs}, or leave it out"
+                self.refuse(key, f"a value of {needs}, without which it has no effect", remedy)
 
     def refuse(self, key: str, needs: str, remedy: str) -> NoReturn:
         """Raises ConfigError for the value of `key`, which is a dotted name relative to this section."""

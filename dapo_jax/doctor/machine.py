@@ -21,16 +21,8 @@ from dapo_jax.storage import in_bucket
 
 PACKAGES = (
     *("dapo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain"),
-    *(
-        "aiohttp",
-        "gcsfs",
-        "gguf",
-        "google-jetstream",
-        "huggingface_hub",
-        "reasoning_gym",
-        "tensorboardX",
-        "wandb",
-    ),
+    *("aiohttp", "gcsfs", "gguf", "google-jetstream"),
+    *("huggingface_hub", "reasoning_gym", "tensorboardX", "wandb"),
 )
 """The packages that training needs, followed by optional packages that the extras install."""
 
@@ -56,9 +48,8 @@ def devices() -> Found:
     """Reports the kind, number and memory of the devices, and warns if an accelerator seems to be unused."""
     here = jax.devices()
     limit = device_bytes(here[0])
-    message = ", ".join(
-        f"{count} x {kind}" for kind, count in Counter(one.device_kind for one in here).items()
-    )
+    kinds = Counter(one.device_kind for one in here)
+    message = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
     if limit is not None:
         message += f", {gib(limit)} each"
     elif len(here) > 1 and here[0].platform == "cpu":

@@ -8,7 +8,7 @@ import hashlib
 import math
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import jax
@@ -19,7 +19,7 @@ from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.config import DynamicSamplingConfig, EnvironmentConfig, TrainConfig
 from dapo_jax.config.loading import replaced
 from dapo_jax.dapo.dynamic_sampling import Collected
-from dapo_jax.dapo.metrics import Metric, to_scalars
+from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.dapo.rollouts import DrawnTurn, Group, Prompt, Rollout, Verdict
 from dapo_jax.doctor.check import Found
 from dapo_jax.doctor.subject import Subject
@@ -31,7 +31,7 @@ from dapo_jax.rollout.collector import Position
 from dapo_jax.run.build import Run
 from dapo_jax.run.disk_space import gib, room_for
 from dapo_jax.run.grader_setup import environment_of, episodes_of, grading
-from dapo_jax.run.loop import Observer, StepResult, run_steps
+from dapo_jax.run.loop import Metrics, Observer, StepResult, run_steps
 from dapo_jax.run.policy import mesh_of, meshes_of
 from dapo_jax.run.resume_point import IDENTITY
 from dapo_jax.sampling.engine import BLOCK_SLOTS
@@ -66,7 +66,7 @@ class TinyStep(ExitStack, Observer):
     def step(self) -> Found:
         """Runs a step: transfers the weights to the sampler, samples responses, and applies two updates."""
         run = self._run
-        self._phase, self._updates = "sampling", list[Mapping[str, Metric]]()
+        self._phase, self._updates = "sampling", list[Metrics]()
         try:
             self._state = run_steps(
                 self._state, Position(), steps=1, observers=[self], sampling=run.sampling, batches=run.batches,
@@ -93,9 +93,7 @@ class TinyStep(ExitStack, Observer):
         """Keeps the sampled groups."""
         self._phase, self._collected = "updating", collected
 
-    def after_update(
-        self, minibatch: Minibatch, metrics: Mapping[str, Metric], *, learning_rate: float
-    ) -> None:
+    def after_update(self, minibatch: Minibatch, metrics: Metrics, *, learning_rate: float) -> None:
         """Keeps the metrics of each update."""
         self._updates.append(metrics)
 
@@ -115,9 +113,7 @@ class TinyStep(ExitStack, Observer):
             return self._first_turns()
         limit, stop = self.config.sampling.max_response_tokens, self.config.sampling.stop
         grader = grading(self.config.reward, self._run.policy, max_response_tokens=limit, stop=stop)
-        sampled = [
-            (group.prompt, tuple(r.response for r in group.rollouts)) for group in self._collected.groups
-        ]
+        sampled = [(g.prompt, tuple(r.response for r in g.rollouts)) for g in self._collected.groups]
         try:
             began = time.monotonic()
             rollouts = _rollouts(list(grader.groups(sampled)))
@@ -133,9 +129,7 @@ class TinyStep(ExitStack, Observer):
             return Found(message)
         if self.config.model.source.startswith("preset:"):
             return Found(f"{message}; with random weights, a response is correct only by chance")
-        if limit < self._whole.sampling.max_response_tokens and all(
-            rollout.truncated for rollout in rollouts
-        ):
+        if limit < self._whole.sampling.max_response_tokens and all(r.truncated for r in rollouts):
             return Found(f"{message}; all were cut off after {limit} tokens, fewer than a run allows")
         return Found(
             message,
@@ -174,10 +168,8 @@ class TinyStep(ExitStack, Observer):
                 "failed" if len(lost) == len(verdicts) else "warning",
                 "fix environment.source, or raise environment.timeout_s",
             )
-        seconds = time.monotonic() - began
-        return Found(
-            f"the environment answered {len(verdicts)} first turns in {seconds:.1f} s, for example {example}"
-        )
+        answered = f"the environment answered {len(verdicts)} first turns in {time.monotonic() - began:.1f} s"
+        return Found(f"{answered}, for example {example}")
 
     def evaluate(self) -> Found:
         """Evaluates on the step's prompts. The verdicts do not depend on the responses, so accuracies are not shown."""

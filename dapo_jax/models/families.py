@@ -99,9 +99,7 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
     """
     family = described.get("model_type")
     if family not in FAMILIES:
-        raise ValueError(
-            f"{where}: model_type {family!r} is not supported (only llama, qwen2 and qwen3). {WHAT_LOADS}"
-        )
+        raise ValueError(f"{where}: model_type {family!r} is not one of {', '.join(FAMILIES)}. {WHAT_LOADS}")
     _check_supported(described, family, where)
     rope = _rope(described, where)
     described = {**_family_defaults(described, family), **_present(described)}
@@ -144,9 +142,7 @@ def _check_supported(described: Mapping[str, Any], family: str, where: object) -
             known = f" (only {' or '.join(map(repr, covered))})" if covered else "; remove the key"
             raise ValueError(f"{where}: {key}={value!r} is not supported{known}. {WHAT_LOADS}")
     if odd := [kind for kind in described.get("layer_types") or () if kind != "full_attention"]:
-        raise ValueError(
-            f"{where}: layer_types has {odd[0]!r}, but only 'full_attention' is supported. {WHAT_LOADS}"
-        )
+        raise ValueError(f"{where}: layer_types has {odd[0]!r} (only 'full_attention' loads). {WHAT_LOADS}")
     covered = f"{family.capitalize()}ForCausalLM"
     named = described.get("architectures") or [covered]
     if named != [covered]:
@@ -158,15 +154,11 @@ def _rope(described: Mapping[str, Any], where: object) -> dict[str, Any]:
     notations = [described.get(key) for key in ("rope_parameters", "rope_scaling")]
     found = [_completed(rope, described) for rope in notations if rope] or [_completed({}, described)]
     if found[0] != found[-1]:
-        raise ValueError(
-            f"{where}: rope_parameters {found[0]} and rope_scaling {found[1]} differ; remove one of them"
-        )
+        raise ValueError(f"{where}: rope_parameters {found[0]} and rope_scaling {found[1]} differ; keep one")
     rope = found[0]
     kind = rope["rope_type"]
     if kind != "default" and kind not in _SCALING_KINDS:
-        raise ValueError(
-            f"{where}: rope_type {kind!r} is not supported (only default, {', '.join(_SCALING_KINDS)})"
-        )
+        raise ValueError(f"{where}: rope_type {kind!r} is not one of default, {', '.join(_SCALING_KINDS)}")
     # config.json may contain the original context length even if its type of scaling does not use it.
     known = {*_SCALING_KINDS.get(kind, ()), "rope_type", "rope_theta", _ORIGINAL, *_NEUTRAL}
     for key, value in rope.items():

@@ -30,19 +30,13 @@ class GgufFile:
         try:
             from gguf import MODEL_ARCH, GGUFReader, get_tensor_name_map
         except ImportError as error:
-            raise ValueError(
-                f"{path} is a GGUF file, which needs the package gguf: {how_to_install('gguf')}"
-            ) from error
+            raise ValueError(f"{path} is a GGUF file and needs gguf: {how_to_install('gguf')}") from error
         self.where = str(path)
         try:
             reader = GGUFReader(path)
-            self.metadata: Mapping[str, Any] = {
-                name: field.contents() for name, field in reader.fields.items()
-            }
+            self.metadata: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
         except (OSError, ValueError, IndexError, KeyError, OverflowError) as error:
-            raise ValueError(
-                f"cannot read {path}: it is not a GGUF file, or it is incomplete ({error})"
-            ) from error
+            raise ValueError(f"cannot read {path}: not a GGUF file, or incomplete ({error})") from error
         self._family = self.metadata.get("general.architecture")
         if self._family not in FAMILIES:
             raise ValueError(
@@ -80,9 +74,7 @@ class GgufFile:
         """Returns the number that the metadata contains under the key `{architecture}.{key}`, or `default`."""
         value = self.metadata.get(f"{self._family}.{key}", default)
         if not isinstance(value, int | float):
-            raise ValueError(
-                f"{self.where}: the metadata {self._family}.{key} is {value!r}; it must be a single number"
-            )
+            raise ValueError(f"{self.where}: {self._family}.{key} is {value!r}; it must be a single number")
         return value
 
     def _size(self, key: str, default: int | None = None) -> int:

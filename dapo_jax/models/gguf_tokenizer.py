@@ -44,9 +44,8 @@ def tokenizer_files(metadata: Mapping[str, Any], where: object) -> dict[str, str
 
 def special_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the bos, eos and pad ids by their keys in config.json. eos is a list if the end tokens of a turn and of a text differ."""
-    bos, eos, turn, pad = (
-        metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos", "eot", "padding")
-    )
+    keys = [f"tokenizer.ggml.{key}_token_id" for key in ("bos", "eos", "eot", "padding")]
+    bos, eos, turn, pad = map(metadata.get, keys)
     ends = list(dict.fromkeys(each for each in (eos, turn) if each is not None))
     found = {"bos": bos, "eos": ends[0] if len(ends) == 1 else ends or None, "pad": pad}
     return {f"{name}_token_id": value for name, value in found.items() if value is not None}
@@ -67,9 +66,8 @@ def _tokenizer(metadata: Mapping[str, Any], where: object, begins: str | None) -
     tokens = metadata["tokenizer.ggml.tokens"]
     kinds = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     # Unused ids only pad the embedding, so they are not part of the tokenizer's vocabulary.
-    vocabulary = {
-        token: i for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != _UNUSED
-    }
+    pairs = enumerate(zip(tokens, kinds, strict=True))
+    vocabulary = {token: i for i, (token, kind) in pairs if kind != _UNUSED}
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", [])]
     try:
         # Llama 3 encodes a word that is itself a token directly, without applying merges.
@@ -77,14 +75,10 @@ def _tokenizer(metadata: Mapping[str, Any], where: object, begins: str | None) -
     except Exception as error:  # `tokenizers` does not raise a more specific type
         raise ValueError(f"{where}: tokens and merges do not match: {error}") from error
     expression = _SPLITS[split]
-    if expression is None:
-        steps = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
-    else:
-        steps = [
-            Split(Regex(expression), behavior="isolated"),
-            ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    made.pre_tokenizer = Sequence(steps)
+    first = Digits(individual_digits=True)
+    if expression is not None:
+        first = Split(Regex(expression), behavior="isolated")
+    made.pre_tokenizer = Sequence([first, ByteLevel(add_prefix_space=False, use_regex=expression is None)])
     made.decoder = decoders.ByteLevel()
     made.post_processor = processors.ByteLevel(trim_offsets=False)
     if split == "qwen2":

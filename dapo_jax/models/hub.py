@@ -32,9 +32,8 @@ def download(name: str, *, revision: str | None = None, weights: bool = True) ->
     with _explained(name, revision):
         # Subfolders are skipped, because they contain other exports and training checkpoints.
         wanted = [*_OTHERS, _WEIGHTS] if weights else [*_OTHERS]
-        folder = Path(
-            hub.snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=["*/*"])
-        )
+        patterns = {"allow_patterns": wanted, "ignore_patterns": ["*/*"]}
+        folder = Path(hub.snapshot_download(name, revision=revision, **patterns))
     if weights and not any(folder.glob(_WEIGHTS)):
         raise ValueError(_without_weights(name, revision))
     return folder
@@ -56,14 +55,11 @@ def look_up(name: str, *, revision: str | None = None) -> tuple[Path, int]:
     except Exception:  # raised if the hub cannot be reached; the type depends on the HTTP client
         folder = download(name, revision=revision)
         return folder, sum(file.stat().st_size for file in folder.glob(_WEIGHTS))
-    sizes = [
-        file.size or 0
-        for file in listed
-        if file.rfilename.endswith(".safetensors") and "/" not in file.rfilename
-    ]
-    if not sizes:
+    sizes = {file.rfilename: file.size or 0 for file in listed}
+    own = [size for name, size in sizes.items() if name.endswith(".safetensors") and "/" not in name]
+    if not own:
         raise ValueError(_without_weights(name, revision))
-    return download(name, revision=revision, weights=False), sum(sizes)
+    return download(name, revision=revision, weights=False), sum(own)
 
 
 def _client() -> Any:
@@ -94,11 +90,8 @@ def _explained(name: str, revision: str | None) -> Iterator[None]:
         raise ValueError(f"{name} has no revision {revision!r}; use a branch, a tag or a commit") from error
     except errors.LocalEntryNotFoundError as error:
         offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
-        why = (
-            "HF_HUB_OFFLINE is set: unset it"
-            if offline
-            else "the hub cannot be reached: check the connection"
-        )
+        unreached = "the hub cannot be reached: check the connection"
+        why = "HF_HUB_OFFLINE is set: unset it" if offline else unreached
         raise ValueError(
             f"{name}{_at(revision)} is not in the cache (HF_HOME), or is incomplete there, and {why}, download the model first, "
             "or use a local folder with a copy of the model"

@@ -235,8 +235,6 @@ def write_file(path: AnyPath, tensors: Sequence[Tensor], *, dtype: str) -> int:
             value = np.ascontiguousarray(tensor.fetch().astype(kind, copy=False))
             assert value.shape == tensor.shape, (tensor.name, value.shape, tensor.shape)
             if not np.isfinite(value).all():
-                raise ValueError(
-                    f"{tensor.name} would contain NaN or infinity in {dtype}; weights must be finite"
-                )
+                raise ValueError(f"{tensor.name} has NaN or infinity as {dtype}; weights must be finite")
             file.write(value.reshape(-1).view(np.uint8).data)
     return offset

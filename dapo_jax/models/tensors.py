@@ -115,9 +115,7 @@ def checked(config: DecoderConfig, file: TensorFile) -> None:
     for start in range(0, config.vocab_size if twice else 0, 8192):
         cut = (slice(start, min(start + 8192, config.vocab_size)), slice(None))
         if (file.read(matrix, cut).astype(np.float32) != file.read(again, cut).astype(np.float32)).any():
-            raise ValueError(
-                f"{file.where}: {again} differs from the embedding, but tie_word_embeddings is true"
-            )
+            raise ValueError(f"{file.where}: {again} differs from the embedding (tie_word_embeddings=true)")
 
 
 def _check_names(file: TensorFile, wanted: Mapping[str, Shape]) -> None:

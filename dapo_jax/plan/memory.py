@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from dapo_jax.plan.compiled import ProgramMemory
-from dapo_jax.sampling.pages import PageSizes
 
 MARGIN = 0.05
 """Fraction of a device's memory that a plan leaves free for fragmentation and for buffers outside the programs."""
@@ -79,35 +78,6 @@ class CacheFit:
     """Suggested `sampling.slots`: the number of slots for `in_flight` responses."""
     in_flight: float
     """Number of responses decoded in parallel, if each has the assumed mean number of cached tokens."""
-
-
-def cache_fit(
-    free: int,
-    *,
-    pages: PageSizes,
-    token_bytes: int,
-    logits_bytes: int,
-    slots: int,
-    context: float,
-    spread: int,
-) -> CacheFit | None:
-    """Returns how many tokens and responses fit in a sampler's KV cache if `free` more bytes per device are used for it, or None if not even one sequence fits.
-
-    The heads of a cached token are sharded over a group of devices, and slots are sharded over `spread` such groups. If more responses fit than there
-    are `slots`, each additional slot also needs memory for its logits. `context` is the mean number of cached tokens of a response.
-    """
-    left = free + pages.tokens // spread * token_bytes
-    held, slots = context + pages.page_tokens / 2, slots // spread
-    tokens, responses = left / token_bytes, left / token_bytes / held
-    if responses > slots:
-        responses = (left + slots * logits_bytes) / (held * token_bytes + logits_bytes)
-        tokens = responses * held
-    whole = int(tokens) // pages.page_tokens * pages.page_tokens
-    if whole < pages.table_pages * pages.page_tokens:
-        return None
-    return CacheFit(
-        tokens=whole * spread, slots=max(slots, int(responses)) * spread, in_flight=responses * spread
-    )
 
 
 def as_compiled(there: Resident, programs: Mapping[str, ProgramMemory]) -> Resident:

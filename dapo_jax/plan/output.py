@@ -134,9 +134,7 @@ def show_failures(plan: Plan, tried: Sequence[Tried], console: Console) -> None:
             remedy = "set fewer sampling.slots, or larger sampling.page_tokens"
             console.print(f"    the page tables of all slots exceed a core's scalar memory (SMEM): {remedy}")
         for held in [] if scalars else held_in(plan, program.name):
-            ways = [
-                f"; {way.change}" + (f" frees {size(way.frees)}" if way.frees else "") for way in held.ways
-            ]
+            ways = [f"; {way.change}" + f" frees {size(way.frees)}" * bool(way.frees) for way in held.ways]
             console.print(f"    {held.part}: {size(held.bytes)} of {limit}{''.join(ways)}")
         for line in program.refusal.splitlines()[:_LINES]:
             console.print(f"  {line}", markup=False)

@@ -11,7 +11,7 @@ from dapo_jax.config.loading import replaced
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.mesh import AXES, Absent, AnyDevice
 from dapo_jax.plan.compiled import Program, compile_program
-from dapo_jax.plan.memory import MARGIN, CacheFit, Phase, Resident, as_compiled, cache_fit, phases
+from dapo_jax.plan.memory import MARGIN, CacheFit, Phase, Resident, as_compiled, phases
 from dapo_jax.plan.programs import Programs
 from dapo_jax.plan.roofline import Bound, Work, bound, in_flight, work_of
 from dapo_jax.plan.sizes import decoder_of
@@ -76,20 +76,24 @@ class Plan:
     def cache_fit(self) -> CacheFit | None:
         """The largest KV cache with which every compiled phase stays within `limit`.
 
-        None if no compiled phase has a KV cache, or if not even one sequence would fit.
+        None if no compiled phase has a KV cache, or if not even one sequence would fit. The heads of a cached token are sharded over a group of devices,
+        and slots over several such groups. If more responses fit than there are slots, each additional slot also needs memory for its logits.
         """
         sampling = [phase.total for phase in self.phases if "decode state" in phase.parts]
         if not sampling or self.limit is None:
             return None
-        return cache_fit(
-            self.limit - max(sampling),
-            pages=self.pages,
-            token_bytes=self.token_bytes,
-            logits_bytes=logits_bytes(self.decoder, 1),
-            slots=self.config.sampling.slots,
-            context=self.work.context,
-            spread=batch_shards(self.sizes.sampler),
-        )
+        pages, each, spread = self.pages, self.token_bytes, batch_shards(self.sizes.sampler)
+        left = self.limit - max(sampling) + pages.tokens // spread * each
+        held, slots = self.work.context + pages.page_tokens / 2, self.config.sampling.slots // spread
+        tokens, responses = left / each, left / each / held
+        if responses > slots:
+            logits = logits_bytes(self.decoder, 1)
+            responses = (left + slots * logits) / (held * each + logits)
+            tokens = responses * held
+        whole, most = int(tokens) // pages.page_tokens * pages.page_tokens, max(slots, int(responses))
+        if whole < pages.table_pages * pages.page_tokens:
+            return None
+        return CacheFit(tokens=whole * spread, slots=most * spread, in_flight=responses * spread)
 
     @property
     def checkpoint_bytes(self) -> int:

@@ -214,10 +214,8 @@ class Programs:
 
     @cached_property
     def _pass(self) -> TrainingPass:
-        config, mesh, head_dim = self.config, self.meshes.train, self.decoder.head_dim
-        return training_pass(
-            config.model, config.batch, mesh, row_tokens=config.row_tokens, head_dim=head_dim
-        )
+        config, mesh, size = self.config, self.meshes.train, self.decoder.head_dim
+        return training_pass(config.model, config.batch, mesh, row_tokens=config.row_tokens, head_dim=size)
 
     @cached_property
     def engine(self) -> DecoderEngine:

@@ -191,10 +191,8 @@ def suggestions(
     """
     assert made.topology is not None, "without a topology nothing was compiled, so nothing fails"
     began, tried, changes, current = time.monotonic(), list[Tried](), Changes(), made
-    used, planned = (
-        list[Changes](),
-        partial(plan, topology=made.topology, assumed=assumed, only=made.failures, say=say),
-    )
+    used = list[Changes]()
+    planned = partial(plan, topology=made.topology, assumed=assumed, only=made.failures, say=say)
     while not current.fits and time.monotonic() - began <= seconds:
         parts = [part for program in current.failures for part in held_in(current, program)]
         parts.sort(key=lambda part: -part.bytes)

@@ -64,9 +64,8 @@ def bound(work: Work, topology: Topology) -> Bound:
         "network": work.network_bytes / topology.network_bytes_s,
     }
     limit = max(times, key=lambda name: times[name])
-    return Bound(
-        work=work, seconds=times[limit], limit=limit, **{f"{name}_s": value for name, value in times.items()}
-    )
+    each = {f"{name}_s": value for name, value in times.items()}
+    return Bound(work=work, seconds=times[limit], limit=limit, **each)
 
 
 def work_of(
@@ -199,14 +198,10 @@ def _transfer(config: TrainConfig, decoder: DecoderConfig, sizes: MeshSizes) -> 
 def _prefill(config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes: MeshSizes) -> Work:
     """Counts the prefill of each prompt, one re-prefill of each response in flight in every step, and the re-prefills between turns."""
     shape, devices = prefill_shape_of(config), sizes.sampler_devices
-    read = [
-        (length, sequences / sizes.samplers)
-        for length, sequences in (
-            (work.prompt_mean, work.prompts),
-            (work.context, config.rollout.in_flight),
-            (work.between, work.responses * work.reprefills),
-        )
-    ]
+    again = work.responses * work.reprefills
+    lengths = (work.prompt_mean, work.context, work.between)
+    counts = [each / sizes.samplers for each in (work.prompts, config.rollout.in_flight, again)]
+    read = list(zip(lengths, counts, strict=True))
     once, *more = (
         count * forward_flops(decoder, tokens=length, pairs=length * (length + 1) / 2, logits=1)
         for length, count in read
@@ -240,10 +235,8 @@ def _decode(
     # The heads are split over `tensor`, the slots over the other axes.
     each = cache_bytes_per_token(config, decoder) / sizes.sampler["tensor"]
     cache = tokens / batch_shards(sizes.sampler) * work.context * each
-    weights = _sampler_bytes(decode_weight_parameters(decoder), config, sizes)
-    return Work(
-        phase="decode", runs=calls, flops=flops, useful_flops=flops, hbm_bytes=steps * weights + cache
-    )
+    read = steps * _sampler_bytes(decode_weight_parameters(decoder), config, sizes) + cache
+    return Work(phase="decode", runs=calls, flops=flops, useful_flops=flops, hbm_bytes=read)
 
 
 def _trained(config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes: MeshSizes) -> list[Work]:

@@ -216,11 +216,8 @@ def parse(name: str) -> Topology:
     known = _known()
     if name in known:
         return known[name]
-    if (
-        (counted := re.fullmatch(r"(.+?)(?:x(\d+))?:(\d+)", name))
-        and (chip := CHIPS.get(counted[1]))
-        and chip.target
-    ):
+    counted = re.fullmatch(r"(.+?)(?:x(\d+))?:(\d+)", name)
+    if counted and (chip := CHIPS.get(counted[1])) and chip.target:
         return _machines(name, chip, int(counted[2] or MACHINE_GPUS), int(counted[3]))
     if (shaped := re.fullmatch(r"([a-z0-9]+):(\d+(?:x\d+)*)", name)) and shaped[1] in CHIPS:
         made = Topology(chip=CHIPS[shaped[1]], shape=tuple(map(int, shaped[2].split("x"))))
@@ -309,9 +306,8 @@ def _known() -> dict[str, Topology]:
     known: dict[str, Topology] = {}
     for chip in CHIPS.values():
         if chip.target:
-            known |= {
-                f"{chip.name}:{n}": _machines("", chip, MACHINE_GPUS, n) for n in (1, 2, 4, 8, 16, 32, 64)
-            }
+            for count in (1, 2, 4, 8, 16, 32, 64):
+                known[f"{chip.name}:{count}"] = _machines("", chip, MACHINE_GPUS, count)
             continue
         for shape in _SHAPES[chip.axes].split():
             made = Topology(chip=chip, shape=tuple(map(int, shape.split("x"))))

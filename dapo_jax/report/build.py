@@ -89,17 +89,11 @@ def report(*runs: str | PathLike[str], rollout_steps: int | None = None) -> Repo
     """
     check_count(len(runs))
     if rollout_steps is not None and rollout_steps < 0:
-        raise ConfigError(
-            f"rollout_steps: found {rollout_steps}, needs 0 or more; leave it out to include all steps"
-        )
-    found = [
-        (
-            run,
-            lay_out(run, steps=rollout_steps),
-            lay_out_evaluations(run.evaluations, steps=rollout_steps, by_score=run.by_score),
-        )
-        for run in read_runs(runs)
-    ]
+        raise ConfigError(f"rollout_steps: found {rollout_steps}, needs 0 or more; omit it for all steps")
+    found = []
+    for run in read_runs(runs):
+        evaluations = lay_out_evaluations(run.evaluations, steps=rollout_steps, by_score=run.by_score)
+        found.append((run, lay_out(run, steps=rollout_steps), evaluations))
     data, tables, panels = page_data(found)
     packed = packed_of([(rollouts, evaluations) for _, rollouts, evaluations in found])
     names = [run.name for run, _, _ in found]
@@ -109,9 +103,7 @@ def report(*runs: str | PathLike[str], rollout_steps: int | None = None) -> Repo
 def check_count(runs: int) -> None:
     """Raises ConfigError if there are more runs than distinguishable colours."""
     if runs > MAX_RUNS:
-        raise ConfigError(
-            f"found {runs} runs; a report shows at most {MAX_RUNS}, because each needs its own colour"
-        )
+        raise ConfigError(f"found {runs} runs; a report shows at most {MAX_RUNS}, each in its own colour")
 
 
 def page_data(
@@ -158,13 +150,9 @@ def _figures(
     try:
         made = importlib.import_module("matplotlib.figure").Figure
     except ImportError as error:
-        raise ConfigError(
-            f"PNGs need matplotlib, which is not installed ({error}): {how_to_install('report')}"
-        ) from error
+        raise ConfigError(f"PNGs need matplotlib ({error}): {how_to_install('report')}") from error
     sheets = [("overview", [panel for panel in panels if panel.section != OTHER], 3, 1.0)]
-    sheets += [
-        (re.sub(r"[^a-z0-9@]+", "_", each.title.lower()).strip("_"), [each], 1, 1.4) for each in panels
-    ]
+    sheets += [(re.sub(r"[^a-z0-9@]+", "_", one.title.lower()).strip("_"), [one], 1, 1.4) for one in panels]
     for name, shown, columns, size in sheets:
         lines, file = math.ceil(len(shown) / columns), io.BytesIO()
         figure = made(figsize=(columns * size * _WIDTH, lines * size * _HEIGHT), layout="constrained")
@@ -226,9 +214,8 @@ def _stack(axis: Any, table: Table, layers: Sequence[tuple[str, str]]) -> None:
         if any(value is not None for value in values)
     ]
     steps, *values = zip(*rows, strict=True)
-    axis.stackplot(
-        steps, *values, labels=[label for _, label in there], colors=_SHARE_COLOURS, alpha=0.75, step="mid"
-    )
+    labels = [label for _, label in there]
+    axis.stackplot(steps, *values, labels=labels, colors=_SHARE_COLOURS, alpha=0.75, step="mid")
 
 
 def _points(steps: Column, values: Column) -> list[tuple[float | int, float | int]]:

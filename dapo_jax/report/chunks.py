@@ -50,10 +50,10 @@ def read_checked(file: AnyPath, read: Callable[[AnyPath], list[dict[str, Any]]])
         raise ConfigError(f"{error}; repair that file, or move it away") from error
 
 
-def question_key(prompt: str, answer: str) -> str:
+def key_of(prompt: str, answer: str) -> str:
     """Returns a key of 16 characters for a prompt and its answer. The page compares these keys instead of whole texts.
 
-    >>> question_key("1+1=", "2") == question_key("1+1=", "2"), question_key("1+1=", "2") == question_key("1+1=2", "")
+    >>> key_of("1+1=", "2") == key_of("1+1=", "2"), key_of("1+1=", "2") == key_of("1+1=2", "")
     (True, False)
     """
     # The prompt's length marks where the answer begins. `surrogatepass`, because both may contain half a surrogate pair.

@@ -10,15 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax.report.chunks import (
-    Laid,
-    compressed,
-    compressed_json,
-    heads,
-    question_key,
-    read_checked,
-    spaced,
-)
+from dapo_jax.report.chunks import Laid, compressed, compressed_json, heads, key_of, read_checked, spaced
 from dapo_jax.storage import AnyPath
 from dapo_jax.trackers.rollout_log import read_problems
 
@@ -72,7 +64,7 @@ class Evaluations:
         seen = Counter[str]()
         places, new = [], []
         for problem in problems:
-            key = question_key(problem["prompt"], problem["answer"])
+            key = key_of(problem["prompt"], problem["answer"])
             identity = key, seen[key]
             seen[key] += 1
             if identity not in dataset.places:

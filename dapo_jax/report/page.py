@@ -10,7 +10,7 @@ import hashlib
 import html
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
@@ -26,9 +26,7 @@ WATCHING = "watch.js"
 """The only script that makes requests. A page that is written to a file does not contain it."""
 
 
-def page_of(
-    title: str, data: Mapping[str, Any], packed: Mapping[str, bytes], *, watching: bool = False
-) -> str:
+def page_of(title: str, data: dict[str, Any], packed: dict[str, bytes], *, watching: bool = False) -> str:
     """Returns the page as HTML. Its scripts load `data` at startup. All numbers in `data` must be finite. `packed` is the result of `packed_of`.
 
     If `watching` is set, the page requests new data, and chunks that are not in `packed`, from its server.

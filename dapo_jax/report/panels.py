@@ -183,9 +183,8 @@ def panels_of(tables: Sequence[Table]) -> tuple[list[Panel], list[str]]:
         series = tuple(_matching(panel.series, names))
         there = tuple(each for each in series if each.key in active or not panel.quiet)
         if there:
-            found.append(
-                _held_out(panel, there, tables) if panel is _HELD_OUT else replace(panel, series=there)
-            )
+            panel = _held_out(panel, there, tables) if panel is _HELD_OUT else replace(panel, series=there)
+            found.append(panel)
         elif series:
             zero.append(panel.title)
     known = {series.key for series in _matching(_KNOWN, names)}

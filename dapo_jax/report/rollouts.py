@@ -16,15 +16,7 @@ from typing import Any
 import numpy as np
 
 from dapo_jax.config import LossConfig
-from dapo_jax.report.chunks import (
-    Laid,
-    compressed,
-    compressed_json,
-    heads,
-    question_key,
-    read_checked,
-    spaced,
-)
+from dapo_jax.report.chunks import Laid, compressed, compressed_json, heads, key_of, read_checked, spaced
 from dapo_jax.report.runs import RunFiles
 from dapo_jax.storage import AnyPath, path_of
 from dapo_jax.text.tokenizers import Tokenizer, load_tokenizer, named_tokenizer
@@ -93,14 +85,11 @@ class Rollouts:
         latest: dict[int, tuple[int, float]] = {}
         for _, of_group in groupby(rows, key=lambda row: row["ordinal"]):
             group = list(of_group)
-            question = self._questions.setdefault(
-                (group[0]["prompt"], group[0]["answer"]), len(self._questions)
-            )
+            prompt, answer = group[0]["prompt"], group[0]["answer"]
+            question = self._questions.setdefault((prompt, answer), len(self._questions))
             before, accuracy = self._latest.get(question, (-1, 1.0))
-            latest[question] = (
-                len(self._columns["group_step"]),
-                sum(row["correct"] for row in group) / len(group),
-            )
+            share = sum(row["correct"] for row in group) / len(group)
+            latest[question] = len(self._columns["group_step"]), share
             self._add(
                 group_step=group[0]["step"],
                 group_ordinal=group[0]["ordinal"],
@@ -112,13 +101,9 @@ class Rollouts:
             )
             flipped = accuracy < 0.5 and not self._by_score
             responses = [self._response(row, flipped=flipped) for row in group]
-            self._open.append(
-                {"prompt": group[0]["prompt"], "answer": group[0]["answer"], "responses": responses}
-            )
+            self._open.append({"prompt": prompt, "answer": answer, "responses": responses})
             # The numbers stored for each token take about 20 characters.
-            self._characters += sum(
-                len(row["response"]) + 20 * len(row["response_token_ids"]) for row in group
-            )
+            self._characters += sum(len(r["response"]) + 20 * len(r["response_token_ids"]) for r in group)
         self._latest |= latest
         if rows:
             self._steps.append(rows[0]["step"])
@@ -135,7 +120,7 @@ class Rollouts:
         about = {
             "columns": [(name, TYPES[name], len(self._columns[name])) for name in order],
             "heads": heads([prompt for prompt, _ in self._questions]),
-            "keys": [question_key(*question) for question in self._questions],
+            "keys": [key_of(*question) for question in self._questions],
             "steps": self._steps,
             "logged": logged,
             "pieces": bool(self._steps and self._pieces),

@@ -124,10 +124,8 @@ class Watched:
         return {**data, "watched": self._version}
 
     def _indices(self) -> dict[str, bytes]:
-        runs = [
-            (replace(each.rollouts, chunks=()), replace(each.evaluations, chunks=())) for each in self._runs
-        ]
-        return packed_of(runs)
+        laid = [(run.rollouts, run.evaluations) for run in self._runs]
+        return packed_of([(replace(one, chunks=()), replace(other, chunks=())) for one, other in laid])
 
 
 class _Server(ThreadingHTTPServer):

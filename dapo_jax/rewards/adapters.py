@@ -22,10 +22,9 @@ def trl_reward(function: Callable[..., Any]) -> Callable[[Sequence[Sample]], Any
     def arguments(samples: Sequence[Sample]) -> dict[str, Any]:
         prompt = samples[0].prompt
         asked = prompt.row.get("prompt", prompt.text)
-        texts = [sample.response for sample in samples]
-        responses = (
-            texts if isinstance(asked, str) else [[{"role": "assistant", "content": text}] for text in texts]
-        )
+        responses: list[Any] = [sample.response for sample in samples]
+        if not isinstance(asked, str):
+            responses = [[{"role": "assistant", "content": text}] for text in responses]
         row = {"answer": prompt.answer, **prompt.row}
         columns = {name: [value] * len(samples) for name, value in row.items() if name != "prompt"}
         columns["completion_ids"] = [sample.tokens.tolist() for sample in samples]
@@ -64,10 +63,7 @@ def verl_reward(function: Callable[..., Any]) -> Callable[[Sample], Any]:
     return _adapted(function, arguments, verdict)
 
 
-ADAPTERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    "trl": trl_reward,
-    "verl": verl_reward,
-}
+ADAPTERS = {"trl": trl_reward, "verl": verl_reward}
 """Maps the prefix of a reward function's name, for example `trl` in `trl:rewards.py:brief`, to its adapter."""
 
 

@@ -97,9 +97,8 @@ class AsyncCalls:
                     )
                 return task.result()
             task.cancel()
-        return [
-            Verdict(correct=False, reason=f"no verdict within {self._timeout_s:g} s", lost="timeout")
-        ] * len(call)
+        late = f"no verdict within {self._timeout_s:g} s"
+        return [Verdict(correct=False, reason=late, lost="timeout")] * len(call)
 
 
 async def ends_in_time(task: "asyncio.Task[Any]", timeout_s: float) -> bool:

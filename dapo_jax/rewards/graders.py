@@ -68,11 +68,8 @@ def reasoning_gym_grader(sample: Sample) -> Verdict:
     try:
         score = float(score_answer(answer, row["entry"]))
     except Exception as error:
-        return Verdict(
-            correct=False,
-            extracted=answer,
-            reason=f"{row['task']} cannot parse the answer: {type(error).__name__}: {error}",
-        )
+        reason = f"{row['task']} cannot parse the answer: {type(error).__name__}: {error}"
+        return Verdict(correct=False, extracted=answer, reason=reason)
     return Verdict(correct=score >= 0.99, extracted=answer, reason=f"{row['task']} scores it {score:.3g}")
 
 

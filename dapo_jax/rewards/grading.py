@@ -98,9 +98,7 @@ def summed(parts: Sequence[Part], verdicts: Sequence[Sequence[Verdict]], shaping
     Raises:
         RewardError: a sum exceeds `MAX_SCORE`, although no part's score does. The message lists the terms.
     """
-    rewards = [
-        shaping.rewards(found, weight=part.weight) for part, found in zip(parts, verdicts, strict=True)
-    ]
+    rewards = [shaping.rewards(own, weight=part.weight) for part, own in zip(parts, verdicts, strict=True)]
     responses = zip(zip(*verdicts, strict=True), zip(*rewards, strict=True), strict=True)
     return [_sum(parts, *one) for one in responses]
 

@@ -73,9 +73,8 @@ def _stated(text: str, *, alone: bool) -> tuple[str, Fraction | None] | None:
     cleaned = cleaned.lstrip("([{*:, ").rstrip(")]}([{*_°%¢\\-+/ ")
     cleaned = re.sub(r"^[-*+] +", "", cleaned).strip()
     before, after = _CHANGED_BEFORE.search(text[: last.start()]), _CHANGED_AFTER.match(text, last.end())
-    if (alone and len(runs) > 1) or re.search(
-        r"[A-Za-z]-", text[max(0, last.start() - 1) : last.start() + 1]
-    ):
+    joined = re.search(r"[A-Za-z]-", text[max(0, last.start() - 1) : last.start() + 1])
+    if (alone and len(runs) > 1) or joined:
         whole = text
     elif before or after:
         whole = text[before.start() if before else last.start() : after.end() if after else last.end()]

@@ -61,10 +61,9 @@ class _Comparison:
             if kinds == {r"\{\}"}:
                 return self._within(gold, found) and self._within(found, gold)
             return len(gold.items) == len(found.items) and self._paired(gold, found)
-        ordered = len(kinds) == 1 or kinds == {"()", ""}
-        return (
-            ordered and len(gold.items) == len(found.items) and all(map(self.equal, gold.items, found.items))
-        )
+        if len(kinds) != 1 and kinds != {"()", ""}:
+            return False
+        return len(gold.items) == len(found.items) and all(map(self.equal, gold.items, found.items))
 
     def _within(self, one: Several, other: Several) -> bool:
         return all(any(self.equal(a, b) for b in other.items) for a in one.items)
@@ -88,10 +87,7 @@ class _Comparison:
         if len(sides) != 4 or not all(isinstance(side, sympy.Expr) for side in sides):
             return False
         # One equation must be a multiple of the other. For an inequality, the factor must be positive.
-        ratios = [
-            sympy.N((one - other) / (third - fourth), DIGITS)
-            for one, other, third, fourth in _at_points(sides)
-        ]
+        ratios = [sympy.N((a - b) / (c - d), DIGITS) for a, b, c, d in _at_points(sides)]
         if not all(ratio.is_finite and _are_close(ratio, ratios[0]) for ratio in ratios):
             return False
         return bool(ratios[0].is_positive if gold.signs[0] in "<≤" else ratios[0].is_nonzero)
@@ -132,10 +128,9 @@ def _at_points(expressions: tuple[Any, ...]) -> list[list[Any]]:
     """Evaluates the expressions at three points, with positive and negative values of the variables."""
     names = sorted(set().union(*(expression.free_symbols for expression in expressions)), key=str)
     points = [
-        {name: sympy.Rational(sign * (17 + 10 * place), 29) for place, name in enumerate(names)}
-        for sign in (1, -1)
+        {name: sympy.Rational(start + step * place, under) for place, name in enumerate(names)}
+        for start, step, under in ((17, 10, 29), (-17, -10, 29), (7, -13, 11))
     ]
-    points.append({name: sympy.Rational(7 - 13 * place, 11) for place, name in enumerate(names)})
     return [[expression.subs(point) for expression in expressions] for point in points]
 
 
@@ -162,9 +157,7 @@ def _value_of(relation: Relation, *, interval: bool) -> Any:
 def _oriented(relation: Relation) -> Relation:
     """Rewrites > as <, and ≥ as ≤. If the inner sides of a chain of equations are numbers, as in x = 2 + 3 = 5, keeps only the two ends."""
     sides, signs = relation.sides, relation.signs
-    if set(signs) == {"="} and all(
-        isinstance(side, sympy.Expr) and not side.free_symbols for side in sides[1:-1]
-    ):
+    if set(signs) == {"="} and all(isinstance(x, sympy.Expr) and not x.free_symbols for x in sides[1:-1]):
         return Relation((sides[0], sides[-1]), ("=",))
     if set(signs) <= {">", "≥"}:
         return Relation(sides[::-1], tuple(_FLIPPED[sign] for sign in signs[::-1]))

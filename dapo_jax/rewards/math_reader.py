@@ -511,9 +511,8 @@ def is_name(side: Any) -> bool:
     if not isinstance(side, sympy.Expr):
         return False
     terms: tuple[Any, ...] = sympy.Add.make_args(side)
-    return all(
-        abs(factor) == 1 and not rest.is_number for factor, rest in (term.as_coeff_Mul() for term in terms)
-    )
+    pairs = (term.as_coeff_Mul() for term in terms)
+    return all(abs(factor) == 1 and not rest.is_number for factor, rest in pairs)
 
 
 def _number(found: Any) -> Any:

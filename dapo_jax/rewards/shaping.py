@@ -73,16 +73,11 @@ class Shaping:
         """
         rule = {True: self.correct, False: self.incorrect}
         found = [rule[verdict.correct] if verdict.score is None else verdict.score for verdict in verdicts]
-        known = (reward for reward, verdict in zip(found, verdicts, strict=True) if not _is_unknown(verdict))
+        # If several graders are summed, there is a score even if one verdict is lost.
+        unknown = [bool(verdict.lost) and verdict.score is None for verdict in verdicts]
+        known = (reward for reward, is_unknown in zip(found, unknown, strict=True) if not is_unknown)
         worst = (min if weight > 0 else max)(*known, *rule.values())
-        return [
-            worst if _is_unknown(verdict) else reward for reward, verdict in zip(found, verdicts, strict=True)
-        ]
-
-
-def _is_unknown(verdict: Verdict) -> bool:
-    """Returns whether a response has neither a verdict nor a score. If several graders are summed, there is a score even if one verdict is lost."""
-    return bool(verdict.lost) and verdict.score is None
+        return [worst if is_unknown else reward for reward, is_unknown in zip(found, unknown, strict=True)]
 
 
 def shaped_group(
@@ -100,7 +95,7 @@ def shaped_group(
     scored = any(verdict.score is not None for verdict in verdicts)
     rewards, rollouts = shaping.rewards(verdicts), []
     for response, sample, verdict, reward in zip(responses, samples, verdicts, rewards, strict=True):
-        if scored and _is_unknown(verdict):
+        if scored and verdict.lost and verdict.score is None:
             verdict = replace(verdict, score=reward)
         penalty, text = shaping.penalty(response.sampled_tokens), sample.response
         paid = {"reward": reward + penalty, "overlong_penalty": penalty}

@@ -52,9 +52,7 @@ def group_arrays(groups: Sequence[Group], *, whole: Sequence[bool] | None = None
     records, kept = [], list[Response]()
     for place, group in enumerate(groups):
         full = whole is None or whole[place]
-        rollouts = [
-            _rollout_record(rollout, full or index < texts) for index, rollout in enumerate(group.rollouts)
-        ]
+        rollouts = [_rollout_record(one, full or index < texts) for index, one in enumerate(group.rollouts)]
         records.append([group.prompt.ordinal, full, rollouts])
         kept += [rollout.response for rollout in group.rollouts if full]
     return {"records": _as_bytes(records), **_joined(kept)}
@@ -83,9 +81,7 @@ def flight_arrays(in_flight: InFlight | None) -> Arrays:
     if in_flight is None:
         return {}
     requests = [in_flight.responses[one] for one in in_flight.clock.started()]
-    responses = [
-        [*_record(each), each.begun, each.reasons, each.due, asdict(each.standing)] for each in requests
-    ]
+    responses = [[*_record(one), one.begun, one.reasons, one.due, asdict(one.standing)] for one in requests]
     records = {"clock": in_flight.clock.state(), "responses": responses}
     arrays = {"records": _as_bytes(records), **_joined(requests)}
     return {f"{_FLIGHT}{name}": array for name, array in arrays.items()}
@@ -118,11 +114,8 @@ def drawn_arrays(drawn: Sequence[Drawn]) -> Arrays:
 
 def drawn_of(arrays: Mapping[str, np.ndarray]) -> list[Drawn]:
     """Rebuilds the new tokens that `drawn_arrays` flattened."""
-    take = _Parts(arrays)
-    return [
-        Drawn(finish_reason=FINISH_REASONS[reason], **take(length))
-        for length, reason in arrays["heads"].tolist()
-    ]
+    take, heads = _Parts(arrays), arrays["heads"].tolist()
+    return [Drawn(finish_reason=FINISH_REASONS[reason], **take(length)) for length, reason in heads]
 
 
 def _as_bytes(records: Any) -> np.ndarray:
@@ -148,11 +141,8 @@ class _Parts:
         return {"tokens": self._tokens[part], "logprobs": self._logprobs[part]}
 
 
-def _zeros(length: int) -> Arrays:
-    return {
-        "tokens": np.broadcast_to(np.int32(0), length),
-        "logprobs": np.broadcast_to(np.float32(0), length),
-    }
+def _zeros(count: int) -> Arrays:
+    return {"tokens": np.broadcast_to(np.int32(0), count), "logprobs": np.broadcast_to(np.float32(0), count)}
 
 
 def _record(part: Response | Request) -> list[Any]:

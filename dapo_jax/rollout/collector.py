@@ -255,6 +255,5 @@ class Collector:
         """Returns the rollouts in flight after `finish`, or None in waves. The collector must not be used afterwards."""
         if self.clock.sizes.waves:
             return None
-        return InFlight(
-            clock=self.clock, responses={one: request.rest() for one, request in self.responses.items()}
-        )
+        left = {one: request.rest() for one, request in self.responses.items()}
+        return InFlight(clock=self.clock, responses=left)

@@ -14,20 +14,13 @@ import jax
 import numpy as np
 
 from dapo_jax.checkpoints.manifest import pack_arrays, unpack_arrays
-from dapo_jax.dapo.rollouts import Continuation, Group, Response, Standing
+from dapo_jax.dapo.rollouts import Continuation, Group, Prompt, Response, Standing
 from dapo_jax.health.stalls import Watch
 from dapo_jax.health.stopping import Stop, StoppedError, first_reason
 from dapo_jax.parallel.mesh import Meshes
 from dapo_jax.parallel.together import BUFFER_BYTES, all_gather_bytes
 from dapo_jax.rewards.functions import RewardError
-from dapo_jax.rollout.checkpoint_arrays import (
-    Arrays,
-    PromptAt,
-    drawn_arrays,
-    drawn_of,
-    group_arrays,
-    groups_of,
-)
+from dapo_jax.rollout.checkpoint_arrays import Arrays, drawn_arrays, drawn_of, group_arrays, groups_of
 from dapo_jax.rollout.response_sampler import Grade, Sampled
 from dapo_jax.rollout.scheduler import ResponseId
 from dapo_jax.sampling.round_sampler import Drawn
@@ -97,7 +90,7 @@ class Exchange:
     def groups(
         self,
         groups: Sequence[Group],
-        prompt_at: PromptAt,
+        prompt_at: Callable[[int], Prompt],
         *,
         whole: Callable[[Group], bool] = lambda group: False,
         texts: int = 0,
@@ -122,7 +115,7 @@ class Exchange:
     def verdicts(
         self,
         groups: Sequence[Group],
-        prompt_at: PromptAt,
+        prompt_at: Callable[[int], Prompt],
         responses_to: Callable[[int], tuple[Response, ...]],
     ) -> list[Group]:
         """Returns the graded groups of all processes, sorted by ordinal. Their tokens are not sent again, because every process already has the responses.
@@ -137,9 +130,7 @@ class Exchange:
             found.append(replace(group, rollouts=rollouts))
         return found
 
-    def round(
-        self, asked: Sequence[Sequence[ResponseId]], sampled: Sequence[Drawn]
-    ) -> dict[ResponseId, Drawn]:
+    def round(self, asked: list[list[ResponseId]], sampled: Sequence[Drawn]) -> dict[ResponseId, Drawn]:
         """Exchanges the tokens of a round. Returns the new tokens of every response in flight.
 
         Args:

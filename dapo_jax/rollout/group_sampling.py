@@ -199,11 +199,8 @@ class GroupSampling:
         try:
             while collector.goes_on:
                 if sampler is None:  # created only if a round is needed
-                    sampler = self._sampler.rounds(
-                        weights,
-                        decoding=decoding(temperature=self._config.sampling.temperature),
-                        limits=collector.limits,
-                    )
+                    how = decoding(temperature=self._config.sampling.temperature)
+                    sampler = self._sampler.rounds(weights, decoding=how, limits=collector.limits)
                 places.give(collector.start())
                 self._converse(collector)
                 collector.take(self._round(sampler, collector, places), places.of(self._exchange.index))
@@ -230,9 +227,7 @@ class GroupSampling:
         self, sampler: RoundSampler, collector: Collector, places: "Places"
     ) -> dict[ResponseId, Drawn]:
         """Samples a round. Returns the new tokens of the responses in flight, from all processes."""
-        asked = [
-            [one for one in places.of(index) if collector.draws(one)] for index in range(self._exchange.count)
-        ]
+        asked = [[one for one in places.of(at) if collector.draws(one)] for at in range(self._exchange.count)]
         requests = [collector.responses[one] for one in asked[self._exchange.index]]
         drawn = self._exchange.attempt(lambda: sampler.draw(requests, self._config.rollout.round_tokens))
         return self._exchange.round(asked, drawn or ())
@@ -306,9 +301,8 @@ class TurnsInFlight:
         """Starts new episodes in the environments and sends finished turns to them. Reopens episodes that are not open in this process, for example after a resume."""
         for one, request in collector.responses.items():
             is_known = one in self._known
-            if not self._exchange.grades_group(one.ordinal) or (
-                is_known and (not request.waits or one in self._asked)
-            ):
+            has_nothing_new = is_known and (not request.waits or one in self._asked)
+            if has_nothing_new or not self._exchange.grades_group(one.ordinal):
                 continue
             prompt, turns = request.prompt, request.drawn_turns
             if not is_known and (turns or not request.waits):

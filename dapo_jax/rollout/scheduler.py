@@ -130,9 +130,8 @@ class VirtualClock:
         """Whether there are enough groups to train on, and there is no older group for which the step must wait."""
         bound = self.sizes.max_age_steps
         waited_for = self.groups.values() if bound or self.sizes.waves else ()
-        return len(self.ready) >= self.sizes.needed and not any(
-            self.version - group.version >= bound for group in waited_for
-        )
+        waits = any(self.version - group.version >= bound for group in waited_for)
+        return len(self.ready) >= self.sizes.needed and not waits
 
     def end_step(self) -> dict[int, int]:
         """Ends the step. Returns the ordinals of the groups to train on, mapped to the age of each group's oldest token in steps. These are the first groups by ordinal.
@@ -163,9 +162,7 @@ class VirtualClock:
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> "VirtualClock":
         """Returns the clock with the given `state`."""
-        groups = {
-            ordinal: GroupInFlight(version, set(left), due) for ordinal, version, left, due in state["groups"]
-        }
+        groups = {one: GroupInFlight(version, set(left), due) for one, version, left, due in state["groups"]}
         return cls(
             ClockSizes(**state["sizes"]),
             version=state["version"],

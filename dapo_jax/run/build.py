@@ -158,9 +158,8 @@ class Run:
             watch=watch,
             episodes=episodes,
         )
-        rule = {name: getattr(config.advantage, name) for name in ("baseline", "scale", "rewards", "best_of")}
-        left_out, weights = config.reward.overlong.filter_truncated, part_weights(graders)
-        by_rule = partial(step_advantages, **rule, filter_truncated=left_out, weights=weights)
+        masks, weights = config.reward.overlong.filter_truncated, part_weights(graders)
+        by_rule = partial(step_advantages, **vars(config.advantage), filter_truncated=masks, weights=weights)
         pad_id = self.policy.tokenizer.pad_id
         self.batches = StepBatches(config, how, pad_id=pad_id, advantages=advantages or by_rule)
         # The reference policy has the initial weights. With LoRA, it is the base model, which corresponds to adapters of zeros.

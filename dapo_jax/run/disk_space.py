@@ -67,9 +67,8 @@ def room_for(places: Mapping[str, tuple[str, int]]) -> Room:
     for keys in disks.values():
         free = shutil.disk_usage(nearest(path_of(places[keys[0]][0]))).free
         needed = sum(places[key][1] for key in keys)
-        messages.append(
-            f"{gib(free)} free for {', '.join(keys)}" + (f", {gib(needed)} needed" if needed else "")
-        )
+        more = f", {gib(needed)} needed" if needed else ""
+        messages.append(f"{gib(free)} free for {', '.join(keys)}{more}")
         elsewhere = f"or set {' or '.join(keys)} to a folder on another disk"
         if free < max(needed, _LEAST):
             state = "failed"

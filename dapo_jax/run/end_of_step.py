@@ -145,9 +145,7 @@ class EndOfStep(Observer):
             if not processes.all_say(f"step {step}: {type(error).__name__}"):
                 return f"step {step} was not saved: this needs all processes, but they did not all fail with the same error"
             if isinstance(error, CheckpointError):
-                return (
-                    f"step {step} was not saved: some processes may still be waiting in the save that failed"
-                )
+                return f"step {step} was not saved: some processes may still wait in the save that failed"
         try:
             with suppress(CheckpointError):  # an earlier save may have failed
                 self._checkpointer.wait()
@@ -164,9 +162,7 @@ class EndOfStep(Observer):
 
     def _where_to_resume(self) -> str:
         if not (latest := self._last()):
-            return (
-                "there is no checkpoint yet: --resume starts at step 0, and the configuration may be changed"
-            )
+            return "there is no checkpoint yet: --resume starts at step 0, and any key may be changed"
         folder = path_of(self._config.run_dir) / "checkpoints"
         return f"the last good checkpoint is from step {latest} in {folder}: --resume continues from it"
 

@@ -6,14 +6,8 @@ from datetime import date
 from functools import partial
 from typing import NamedTuple
 
-from dapo_jax.config import (
-    ConfigError,
-    EnvironmentConfig,
-    EvaluateConfig,
-    GraderConfig,
-    RewardConfig,
-    TrainConfig,
-)
+from dapo_jax.config import ConfigError, EnvironmentConfig, EvaluateConfig, RewardConfig, TrainConfig
+from dapo_jax.config.schema import GraderConfig
 from dapo_jax.config.section import entries
 from dapo_jax.environments import Environment, Episodes, load_environment
 from dapo_jax.environments.rendering import Rendering
@@ -157,11 +151,8 @@ def check_graders(config: RewardConfig, *, reward: Rewards | None = None) -> lis
     if reward is None and not config.graders:
         found = [loaded("reward.grader", config.grader)]
     elif reward is None:
-        listed = entries("reward.graders", config.graders, GraderConfig)
-        found = [
-            loaded(f"reward.graders[{place}].grader", one.grader, one.weight)
-            for place, one in enumerate(listed)
-        ]
+        given = entries("reward.graders", config.graders, GraderConfig)
+        found = [loaded(f"reward.graders[{n}].grader", one.grader, one.weight) for n, one in enumerate(given)]
     elif callable(reward):
         found = [loaded("reward", reward)]
     else:

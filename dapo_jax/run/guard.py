@@ -18,14 +18,14 @@ from jaxtyping import Array, Bool, PyTree
 from dapo_jax.checkpoints.manifest import flattened
 from dapo_jax.config import TrainConfig, to_yaml
 from dapo_jax.dapo.dynamic_sampling import ShortfallError
-from dapo_jax.dapo.metrics import Max, Metric
+from dapo_jax.dapo.metrics import Max
 from dapo_jax.dapo.rollouts import Group
 from dapo_jax.health.watchdogs import Watchdogs
 from dapo_jax.parallel.processes import is_first
 from dapo_jax.parallel.sharding import replicated
 from dapo_jax.parallel.together import all_gather_bytes, broadcast_from_first
 from dapo_jax.rollout.collector import Collector, Position
-from dapo_jax.run.loop import Observer, StepResult
+from dapo_jax.run.loop import Metrics, Observer, StepResult
 from dapo_jax.run.records import Records
 from dapo_jax.run.resume_point import ResumePoint
 from dapo_jax.run.training_pass import StepBatches
@@ -62,7 +62,7 @@ class Update:
 
     minibatch: Minibatch
     learning_rate: float
-    metrics: Mapping[str, Metric]
+    metrics: Metrics
 
     def flags(self) -> dict[str, list[int]]:
         """Maps each non-finite quantity to the indices of the affected microbatches (for the gradient, parameters). Empty if the update was applied."""
@@ -96,9 +96,8 @@ class Update:
             if name == "sampler_logprobs":
                 found[name]["responses"] = strange_responses(groups)
             if name == "advantages":
-                found[name]["prompts"] = [
-                    g.prompt.ordinal for g in groups if not np.isfinite(g.rewards).all()
-                ]
+                bad = [group.prompt.ordinal for group in groups if not np.isfinite(group.rewards).all()]
+                found[name]["prompts"] = bad
         return found
 
 
@@ -183,9 +182,7 @@ class Guard(Observer):
                 f"the sampler's log-probabilities are not finite (prompt {some(prompts)}), so its responses are meaningless; {error}"
             ) from error
 
-    def after_update(
-        self, minibatch: Minibatch, metrics: Mapping[str, Metric], *, learning_rate: float
-    ) -> None:
+    def after_update(self, minibatch: Minibatch, metrics: Metrics, *, learning_rate: float) -> None:
         """Stores the update, which is checked at the end of the step."""
         self._updates.append(Update(minibatch, learning_rate, metrics))
 

@@ -23,6 +23,8 @@ from dapo_jax.training.state import TrainState
 from dapo_jax.training.step_metrics import rollout_metrics
 from dapo_jax.training.update import Updater
 
+Metrics = Mapping[str, Metric]
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
@@ -65,9 +67,7 @@ class Observer:
     def before_update(self, state: TrainState, minibatch: Minibatch, *, index: int, count: int) -> None:
         """Called before each of the `count` updates in the step. `index` counts the updates of the step from 0. The update donates `state`."""
 
-    def after_update(
-        self, minibatch: Minibatch, metrics: Mapping[str, Metric], *, learning_rate: float
-    ) -> None:
+    def after_update(self, minibatch: Minibatch, metrics: Metrics, *, learning_rate: float) -> None:
         """Called after an update was dispatched. Reading the values of `metrics` blocks until the device has finished."""
 
     def after_step(self, result: StepResult) -> None:
@@ -123,7 +123,7 @@ def run_steps(
         for observer in observers:
             minibatches = observer.before_updates(minibatches)
         rate = learning_rate(step)
-        measured: list[Mapping[str, Metric]] = []
+        measured: list[Metrics] = []
         for index, minibatch in enumerate(minibatches):
             for observer in observers:
                 observer.before_update(state, minibatch, index=index, count=len(minibatches))

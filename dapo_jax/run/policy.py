@@ -153,23 +153,24 @@ def load_policy(
             raise ValueError(f"this adapter does not match the configuration: {'; '.join(differ)}")
         source, lora = (model, lora) if adapter is None else (adapter.base, adapter.shape)
         decoder, tokenizer, base_folder = _read_base(model, adapter, partial(description_of, weights=weights))
-        decoder = replace(
-            for_mesh(decoder, *(each for each in (mesh, sampler) if each is not None)), lora=lora
-        )
+        decoder = replace(for_mesh(decoder, *filter(None, (mesh, sampler))), lora=lora)
         trained, frozen = parted(shapes_of(decoder))
         where = None if mesh is None else lambda shapes: shardings(shapes, mesh)
-        if weights and lora is None:
-            kind = model.compute_dtype if section == "teacher" else "float32"
-            trained = _weights_of(base_folder, decoder, seed, where, dtype=kind)
-        elif weights:
-            kind = model.compute_dtype
-            apart = shares(jax.eval_shape(partial(rounded_to, kind), frozen))
-            frozen = _weights_of(base_folder, decoder, seed, where, dtype=kind, apart=apart)
-            trained = (
-                _random(decoder, seed, where, lambda params: parted(params)[0])
-                if adapter is None
-                else place_adapters(decoder, adapter.file, shardings=where)
-            )
+        if weights:
+            kind = "float32" if lora is None and section != "teacher" else model.compute_dtype
+            apart = lora is not None and shares(jax.eval_shape(partial(rounded_to, kind), frozen))
+            how: dict[str, Any] = {"dtype": kind, "apart": apart}
+            if base_folder is None:
+                loaded = _random(decoder.base, seed, where, partial(_held, **how))
+            else:
+                by_rows = read_by_rows if in_bucket(base_folder) else None
+                loaded = load_model(base_folder, decoder, shardings=where, by_rows=by_rows, **how)[1]
+            if lora is None:
+                trained = loaded
+            elif adapter is None:
+                trained, frozen = _random(decoder, seed, where, lambda params: parted(params)[0]), loaded
+            else:
+                trained, frozen = place_adapters(decoder, adapter.file, shardings=where), loaded
     except ValueError as error:
         raise ConfigError(f"{section}.source={model.source!r}: {error}") from error
     return Policy(
@@ -204,25 +205,7 @@ def check_trains(policy: Policy, config: LoraConfig, source: str) -> None:
 
 def lora_of(config: LoraConfig) -> LoraShape | None:
     """Returns the adapters that `config` describes, or None without LoRA."""
-    if not config.rank:
-        return None
-    return lora_shape(rank=config.rank, alpha=config.alpha, targets=config.targets)
-
-
-def _weights_of(
-    folder: AnyPath | None,
-    decoder: DecoderConfig,
-    seed: int,
-    where: Callable[[nnx.State], PyTree] | None,
-    *,
-    dtype: str = "float32",
-    apart: bool = False,
-) -> nnx.State:
-    """Loads all parameters except adapters from `folder`, or initializes them randomly if there is no folder."""
-    if folder is None:
-        return _random(decoder.base, seed, where, partial(_held, dtype=dtype, apart=apart))
-    by_rows = read_by_rows if in_bucket(folder) else None
-    return load_model(folder, decoder, shardings=where, dtype=dtype, by_rows=by_rows, apart=apart)[1]
+    return lora_shape(rank=config.rank, alpha=config.alpha, targets=config.targets) if config.rank else None
 
 
 def read_base(model: ModelConfig, read: Callable[[ModelConfig], _Read]) -> _Read:
@@ -263,14 +246,11 @@ def _adapter_of(model: ModelConfig, *, weights: bool) -> _Adapter | None:
     found, file = read_adapter(folder)
     key = f"{folder / ADAPTER_CONFIG}: base_model_name_or_path={found.base!r}"
     if found.base.startswith("preset:") or not found.base:
-        raise ValueError(
-            f"{key} does not name a model with stored weights; write the base model's name there"
-        )
-    there = (
-        found.base.startswith(("shipped:", "hf:")) or in_bucket(found.base) or path_of(found.base).is_dir()
-    )
-    base = replace(model, source=found.base if there else f"hf:{found.base}", revision=found.revision)
-    if not there and not _ON_HUB.fullmatch(found.base):
+        raise ValueError(f"{key} does not name a model with weights; write the base model's name there")
+    name = found.base
+    there = name.startswith(("shipped:", "hf:")) or in_bucket(name) or path_of(name).is_dir()
+    base = replace(model, source=name if there else f"hf:{name}", revision=found.revision)
+    if not there and not _ON_HUB.fullmatch(name):
         raise ValueError(_no_base(key, "there is no such folder"))
     return _Adapter(found.shape, file, base, key)
 
@@ -309,9 +289,8 @@ def find_policy(
         except (CheckpointError, ValueError) as error:
             raise ConfigError(f"the run {source} cannot be used: {error}") from error
         if restored is None:
-            raise ConfigError(
-                f"the run {source} cannot be used yet: there is no checkpoint in {checkpointer.folder}"
-            )
+            where = checkpointer.folder
+            raise ConfigError(f"the run {source} cannot be used yet: there is no checkpoint in {where}")
     return replace(policy, params=restored.state.params, step=restored.step)
 
 

@@ -13,14 +13,8 @@ from dapo_jax.run.observers import TokenRatios
 from dapo_jax.run.run_dir import place_of
 from dapo_jax.run.training_pass import ResponseAdvantages
 from dapo_jax.storage import AnyPath, in_bucket, write_whole
-from dapo_jax.trackers import (
-    JsonlTracker,
-    MultiTracker,
-    TensorBoardTracker,
-    Tracker,
-    WandbTracker,
-    read_metrics,
-)
+from dapo_jax.trackers import MultiTracker, TensorBoardTracker, Tracker, WandbTracker
+from dapo_jax.trackers.json_lines import JsonlTracker, read_metrics
 from dapo_jax.trackers.rollout_log import LOGGED_GROUPS, format_rollouts, write_rollouts
 
 

@@ -66,10 +66,9 @@ def claim_run_dir(
         place = place_of(config.run_dir, key="run_dir", write=True)
         # The checks below need the lock, because another run could be writing to the folder.
         taken.append(held.enter_context(locked(place, value=config.run_dir, key="run_dir", lost=lost)))
-        begun = resume and (place / "config.yaml").exists()
-        day = dated(
-            config.data, like=load_config(place / "config.yaml").data if begun else None
-        ).template_date
+        kept = place / "config.yaml"
+        like = load_config(kept).data if resume and kept.exists() else None
+        day = dated(config.data, like=like).template_date
         check_run_dir(place, _dated(config, day), resume=resume, overwrite=overwrite)
         return json.dumps([to_yaml(config), day]).encode()
 
@@ -138,9 +137,8 @@ def check_run_dir(run_dir: AnyPath, config: TrainConfig, *, resume: bool, overwr
             del bad["data.template_date"]  # `dapo-jax doctor` leaves the date empty
         if bad:
             lines = "; ".join(f"{key} was {old!r}, is {new!r}" for key, (old, new) in bad.items())
-            raise ConfigError(
-                f"resuming {config.run_dir} under another configuration would change the run: {lines}"
-            )
+            why = f"resuming {config.run_dir} under another configuration would change the run"
+            raise ConfigError(f"{why}: {lines}")
 
 
 def _similar_run(run_dir: AnyPath) -> AnyPath | None:

@@ -186,11 +186,8 @@ def room_for_cache(
     # During chunked prefill, keys and values of the context are stored both in the compute dtype and in the dtype of the cache.
     width = -(-capacity // shape.width) * shape.width
     parts = width * (computed + each) + shape.row_prompts * decoder.vocab_rows * 4
-    if (
-        not in_flight
-        and shape.longest <= shape.width
-        and room - rows >= sampling.slots // spread * capacity * each
-    ):
+    all_slots = sampling.slots // spread * capacity * each
+    if not in_flight and shape.longest <= shape.width and room - rows >= all_slots:
         return room - rows  # all slots fit, so no response is re-prefilled and chunked prefill is not used
     return room - max(rows, rows // 2 + parts)
 

@@ -130,11 +130,9 @@ def train(
         shown.listen(watch.phase)
         for message in filter(None, (note, *run.notes, little_room)):
             shown.message(message)
-        checkpointer = stack.enter_context(
-            Checkpointer(
-                run_dir / "checkpoints", keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best
-            )
-        )
+        keep, keep_best = config.checkpoint.keep, config.checkpoint.keep_best
+        checkpointer = Checkpointer(run_dir / "checkpoints", keep=keep, keep_best=keep_best)
+        stack.enter_context(checkpointer)
         stack.push(tell_others)
         start = run.start(checkpointer, resume=resume, say=shown.message)
         shown.begin(start.position.step)

@@ -128,20 +128,15 @@ class StepBatches:
     def split(self, groups: Sequence[Group], step: int) -> list[list[Group]]:
         """Shuffles the groups of a step and splits them into one list for each update."""
         config, filtered = self._config, self._config.reward.overlong.filter_truncated
-        split = split_minibatches(
-            groups, groups_per_update=config.batch.groups_per_update, seed=(config.seed, step)
-        )
+
+        def has_loss(group: Group) -> bool:
+            return any(one.response_tokens and not (filtered and one.truncated) for one in group.rollouts)
+
+        size = config.batch.groups_per_update
+        split = split_minibatches(groups, groups_per_update=size, seed=(config.seed, step))
         # Minibatches without tokens in the loss are dropped, because their updates would only apply weight decay. Such minibatches occur if
         # overlong filtering removes all their responses, or if every episode in them was lost before its first turn.
-        return [
-            minibatch
-            for minibatch in split
-            if any(
-                rollout.response_tokens and not (filtered and rollout.truncated)
-                for group in minibatch
-                for rollout in group.rollouts
-            )
-        ]
+        return [minibatch for minibatch in split if any(map(has_loss, minibatch))]
 
     def minibatches(self, groups: Sequence[Group], step: int) -> list[list[Microbatch]]:
         """Computes the advantages of a step, and splits its groups into updates. Returns the packed microbatches of each update as host arrays.
@@ -150,6 +145,7 @@ class StepBatches:
             ValueError: the function `advantages` did not return one number per rollout.
         """
         config, packed = self._config, []
+        by, filtered = config.loss.aggregation, config.reward.overlong.filter_truncated
         found = [np.asarray(values, np.float64) for values in self._compute(groups)]
         if not config.learns_rewards:
             found = [np.zeros_like(values) for values in found]
@@ -171,18 +167,14 @@ class StepBatches:
                     by_turn = turn_advantages(group, normalize_std=config.advantage.scale == "group_std")
                     for place, by_token in by_turn.items():
                         values[place] = by_token
-            examples = training_examples(
-                minibatch, advantages, filter_truncated=config.reward.overlong.filter_truncated
-            )
+            examples = training_examples(minibatch, advantages, filter_truncated=filtered)
             if config.loss.select == "low_covariance":
                 random = [np.random.default_rng((config.seed, step, g.prompt.ordinal)) for g in minibatch]
                 examples = [
                     replace(one, noise=random[one.group].random(len(one.response_tokens), np.float32))
                     for one in examples
                 ]
-            weights = example_weights(
-                examples, aggregation=config.loss.aggregation, max_response_tokens=config.episode_tokens
-            )
+            weights = example_weights(examples, aggregation=by, max_response_tokens=config.episode_tokens)
             rows = pack(
                 examples,
                 weights,

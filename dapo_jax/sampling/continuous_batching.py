@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from itertools import chain
 from queue import Empty, SimpleQueue
 from typing import Protocol, runtime_checkable
@@ -107,13 +108,8 @@ class Sampler:
             prompts = draw(self._prefill_prompts)
             check_prompts(prompts, capacity=capacity, max_response_tokens=max_response_tokens)
             groups.update({prompt.ordinal: {} for prompt in prompts})
-            asked = [
-                [
-                    Request(prompt, at, max_response_tokens, version=version)
-                    for at in range(samples_per_prompt)
-                ]
-                for prompt in prompts
-            ]
+            new = partial(Request, limit=max_response_tokens, version=version)
+            asked = [[new(prompt, at) for at in range(samples_per_prompt)] for prompt in prompts]
             if taking is None:
                 return asked
             taking.start(list(chain.from_iterable(asked)))

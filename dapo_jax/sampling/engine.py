@@ -28,7 +28,7 @@ from dapo_jax.parallel.weights import SamplerWeights
 from dapo_jax.sampling.caches import Kind, cache_for, kind_for, sizes_for, token_bytes
 from dapo_jax.sampling.decoding import Decoding, draw, response_keys
 from dapo_jax.sampling.interface import Insertion, ResultTokens
-from dapo_jax.sampling.pages import Fill, PageSizes
+from dapo_jax.sampling.pages import Fill
 from dapo_jax.sampling.prefill import Prefill, Prefix, Read
 from dapo_jax.sampling.prompt_packing import PrefillShape, prefill_shape
 
@@ -128,9 +128,8 @@ class DecoderEngine:
         # On a GPU, a call always runs all steps: the host would have to read each data-dependent condition, and a branch would copy the cache.
         self._fixed_steps = mesh.devices.flat[0].platform == "gpu"
         asked: Any = {"page_tokens": page_tokens, "cache_tokens": cache_tokens, "dtype": self._cache_dtype}
-        kind = cache or kind_for(
-            mesh, config.head_dim, **asked, turns=in_flight > 0 or batch_invariant or has_turns
-        )
+        leaves_slots = in_flight > 0 or batch_invariant or has_turns
+        kind = cache or kind_for(mesh, config.head_dim, **asked, turns=leaves_slots)
         parks = has_turns and not batch_invariant
         holders = max(slots * (1 + parks), -(-in_flight // spread) * spread)
         self._takes_turns, self._reads_again = in_flight > slots, in_flight > 0 or has_turns
@@ -138,9 +137,7 @@ class DecoderEngine:
         self.token_bytes: int = token_bytes(config, mesh, dtype=self._cache_dtype, kind=kind)
         """Size in bytes, per device, of one token in the KV cache, with the heads sharded over the devices."""
         room = None if cache_bytes is None else cache_bytes // self.token_bytes
-        self.page_sizes: PageSizes = sizes_for(
-            kind, mesh, holders=holders, capacity=capacity, room_tokens=room, **asked
-        )
+        self.page_sizes = sizes_for(kind, mesh, holders=holders, capacity=capacity, room_tokens=room, **asked)
         if batch_invariant and self.page_sizes.runs_out:
             raise ValueError(
                 "sampling.batch_invariant=true needs a cache that holds every response to its end, because re-prefilling a preempted response rounds differently: "

@@ -12,7 +12,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Int
 
 
 def pages_for(tokens: int, page_tokens: int) -> int:
@@ -74,10 +73,8 @@ class Pages:
     def __init__(self, sizes: PageSizes) -> None:
         """Starts with all pages free."""
         self.sizes = sizes
-        self.tables: Int[np.ndarray, "holders table_pages"] = np.zeros(
-            (sizes.holders, sizes.table_pages), np.int32
-        )
-        """The pages of each holder, in token order. Entries after a holder's last page are meaningless."""
+        self.tables = np.zeros((sizes.holders, sizes.table_pages), np.int32)
+        """The pages of each holder, in token order (int32, [holders, table_pages]). Entries after a holder's last page are meaningless."""
         # The lowest page number is on top of the stack, so that a small run touches little memory.
         self._free = [list(range(sizes.pool_pages - 1, -1, -1)) for _ in range(sizes.pools)]
         self._holders = np.zeros((sizes.pools, sizes.pool_pages), np.int32)

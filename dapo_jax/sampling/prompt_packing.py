@@ -106,12 +106,8 @@ def _first_fit(sizes: dict[int, int], shape: PrefillShape) -> list[list[int]]:
     lines: list[list[int]] = []
     left: list[int] = []
     for index in sorted(sizes, key=lambda index: -sizes[index]):
-        room = (
-            line
-            for line, free in enumerate(left)
-            if free >= sizes[index] and len(lines[line]) < shape.row_prompts
-        )
-        place = next(room, None)
+        open_to = (line for line in range(len(lines)) if len(lines[line]) < shape.row_prompts)
+        place = next((line for line in open_to if left[line] >= sizes[index]), None)
         if place is None:
             place = len(lines)
             lines.append([])

@@ -56,9 +56,8 @@ class Slots:
     @property
     def until(self) -> Int[np.ndarray, " slots"]:
         """Number of tokens at which each slot pauses. For an episode, only tokens of its current turn count."""
-        return np.array(
-            [_FOR_EVER if owner is None else owner.target - owner.begun for owner in self.owners], np.int32
-        )
+        left = [_FOR_EVER if owner is None else owner.target - owner.begun for owner in self.owners]
+        return np.array(left, np.int32)
 
     def has_room(self, request: Request, waiting: deque[Request]) -> bool:
         """Returns whether there is a free slot, and enough free pages even if the request cannot share any. Like `take`, this may preempt other responses."""
@@ -191,9 +190,8 @@ class Slots:
     def _preempts(self, pool: int, waiting: deque[Request], *, to: Request) -> bool:
         """Preempts one response so that another can start: a paused response or, if nothing is being sampled, a waiting one. Returns False if there is no
         such response."""
-        return self._preempts_paused(pool) or (
-            not self.live and self._preempts_waiting(pool, waiting, but=to)
-        )
+        freed = self._preempts_paused(pool)
+        return freed or (not self.live and self._preempts_waiting(pool, waiting, but=to))
 
     def _preempts_paused(self, pool: int) -> bool:
         """Preempts the paused response that started last, which must then be re-prefilled. Returns False if there is no such response."""

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.config import ConfigError
-from dapo_jax.report.chunks import question_key
+from dapo_jax.report.chunks import key_of
 from dapo_jax.report.evaluations import ABSENT, lay_out_evaluations
 from dapo_jax.report.runs import read_runs
 from tests.report.made import problem_line, write_evaluation, write_run
@@ -47,8 +47,8 @@ def test_a_problem_keeps_its_place_when_it_is_asked_again_and_new_ones_follow(tm
     of_first = chunk(laid, about["evaluations"][0][1])
     assert of_first["0"]["extracted"] == [["2", 3, 3], [None, 5, 0]]
     assert of_first["0"]["responses"][0]["correct"] is True
-    assert about["keys"][0] == question_key("problem 0: 1+1?", "2")
-    assert question_key("\ud83d", "") != question_key("\ud83c", ""), "halves of surrogate pairs"
+    assert about["keys"][0] == key_of("problem 0: 1+1?", "2")
+    assert key_of("\ud83d", "") != key_of("\ud83c", ""), "halves of surrogate pairs"
 
 
 def test_the_same_prompt_twice_is_two_problems_and_datasets_are_separate(tmp_path):
