@@ -1,6 +1,6 @@
 """Hints for error messages: known names that are similar to an unknown name, and the command that installs an extra."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -20,6 +20,13 @@ def nearest(word: str, known: Iterable[str], *, count: int = 1, least: float = 0
     by_lower = {name.lower(): name for name in reversed(list(known))}
     found = get_close_matches(word.lower(), list(by_lower), n=count, cutoff=least)
     return [by_lower[name] for name in found]
+
+
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    """Raises a ValueError that suggests the nearest choice if `value` is not one of them."""
+    if value not in choices:
+        near = nearest(value, choices, least=0.0)[0]
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}; did you mean {near!r}?")
 
 
 def how_to_install(extra: str) -> str:

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from dapo_jax.dapo.metrics import Max, Mean, Metric, token_mean
-from dapo_jax.hints import nearest
+from dapo_jax.hints import check_choice
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +-20 before exp, so that squares and sums of the ratios (at most e^20 = 4.9e8) do not overflow float32."""
@@ -326,9 +326,3 @@ class MaskedTokens:
 def _check_mask(mask: Array | np.ndarray) -> None:
     if mask.ndim != 2 or mask.dtype != bool:
         raise ValueError(f"mask must be bool of shape [batch, seq], got {mask.dtype} of shape {mask.shape}")
-
-
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        near = nearest(value, choices, least=0.0)[0]
-        raise ValueError(f"{name}={value!r} is unknown. Did you mean {near!r}?")
