@@ -1,6 +1,6 @@
 """Hints for error messages: known names that are similar to an unknown name, and the command that installs an extra."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -20,6 +20,12 @@ def nearest(word: str, known: Iterable[str], *, count: int = 1, least: float = 0
     by_lower = {name.lower(): name for name in reversed(list(known))}
     found = get_close_matches(word.lower(), list(by_lower), n=count, cutoff=least)
     return [by_lower[name] for name in found]
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """Returns a hint for a message: the known names that are most similar to `name`, or all known names."""
+    near = " or ".join(map(repr, nearest(name, known, count=3)))
+    return f"did you mean {near}?" if near else f"there are {', '.join(sorted(known))}"
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:

@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -59,6 +60,12 @@ def add_conversation(made: argparse.ArgumentParser) -> None:
     option(made, "--system-prompt", "system message of every conversation", "TEXT", default="")
     kwargs = {"type": json_object, "default": {}}
     option(made, "--chat-template-kwargs", "additional variables for the chat template", "JSON", **kwargs)
+
+
+def passed(function: Callable[..., Any], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the arguments that are set and have the names of parameters of `function`."""
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    return {name: given[name] for name in signature(function).parameters if name in given}
 
 
 def json_object(text: str) -> dict[str, Any]:

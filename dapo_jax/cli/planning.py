@@ -8,6 +8,7 @@ import errno
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 
 from dapo_jax.cli.arguments import CONFIG, Commands, add_config, add_overrides, command, option, write_json
 from dapo_jax.config import ConfigError, load_config
@@ -76,10 +77,7 @@ def plan(arguments: argparse.Namespace) -> int:
     )
     width = None if sys.stdout.isatty() else 160
     console = Console(stderr=arguments.json == "-", width=width, highlight=False)
-
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
+    say = partial(print, file=sys.stderr, flush=True)
     made = topologies.parse(arguments.topology) if arguments.topology else None
     if (network := arguments.network) is not None:
         if made is None or not made.has_network or network <= 0:

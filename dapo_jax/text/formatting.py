@@ -64,14 +64,10 @@ class PromptFormat:
         )
         last = max(place for place, message in enumerate(messages) if message["role"] == "user")
         asked = {**messages[last], "content": self._around(messages[last]["content"])}
-        shown = [
-            message
-            for each in self.data.few_shot
-            for message in (
-                {"role": "user", "content": self._around(each["prompt"])},
-                {"role": "assistant", "content": each["response"]},
-            )
-        ]
+        shown = []
+        for each in self.data.few_shot:
+            shown.append({"role": "user", "content": self._around(each["prompt"])})
+            shown.append({"role": "assistant", "content": each["response"]})
         first = int(messages[0]["role"] == "system")
         messages = [*messages[:first], *shown, *messages[first:last], asked, *messages[last + 1 :]]
         if self.data.system_prompt:
