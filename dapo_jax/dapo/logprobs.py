@@ -36,7 +36,10 @@ def token_logprobs(
     _check_temperature(temperature)
     dtype = np.promote_types(logits.dtype, jnp.float32)
     tempered = logits.astype(dtype) / jnp.asarray(temperature, dtype)
-    return _pick(tempered, targets) - jax.nn.logsumexp(tempered, axis=-1)
+    # Unlike a gather, a masked sum works with a sharded vocabulary, and its gradient needs no scatter.
+    vocab = lax.broadcasted_iota(targets.dtype, tempered.shape, tempered.ndim - 1)
+    picked = jnp.sum(tempered, axis=-1, where=vocab == targets[..., None])
+    return picked - jax.nn.logsumexp(tempered, axis=-1)
 
 
 def chunked_logprobs(
@@ -156,14 +159,13 @@ _NEVER = -1e30
 def _scores(
     how: _Chunks, hidden: Array, unembedding: Array, targets: Array, temperature: Array
 ) -> tuple[Array, Array]:
-    logprobs, entropy, _ = _scan_vocabulary(how, hidden, unembedding, targets, temperature)
-    return logprobs, entropy
+    return _scores_forward(how, hidden, unembedding, targets, temperature)[0]
 
 
-def _scan_vocabulary(
+def _scores_forward(
     how: _Chunks, hidden: Array, unembedding: Array, targets: Array, temperature: Array
-) -> tuple[Array, Array, Array]:
-    """Returns log-probabilities, entropies, and the log-sum-exp of the logits, each [tokens]."""
+) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+    """Returns the log-probabilities and entropies, each [tokens], and the arrays for the backward pass, with the log-sum-exp of the logits last."""
     chunks = how.split(unembedding)
 
     def add(index: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -186,14 +188,8 @@ def _scan_vocabulary(
     sums = lax.fori_loop(0, how.count, add, (zeros + _NEVER, zeros, zeros, zeros))
     top, total, moment, chosen = how.together(*sums)
     log_total = jnp.log(total)
-    return (chosen - top) - log_total, log_total - moment / total, top + log_total
-
-
-def _scores_forward(
-    how: _Chunks, hidden: Array, unembedding: Array, targets: Array, temperature: Array
-) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
-    logprobs, entropy, log_sum = _scan_vocabulary(how, hidden, unembedding, targets, temperature)
-    return (logprobs, entropy), (hidden, unembedding, targets, temperature, log_sum)
+    scores = (chosen - top) - log_total, log_total - moment / total
+    return scores, (hidden, unembedding, targets, temperature, top + log_total)
 
 
 def _scores_backward(
@@ -225,12 +221,6 @@ _scores.defvjp(_scores_forward, _scores_backward)
 
 def _chunk(chunks: Float[Array, "entries chunks embed"], index: Array) -> Float[Array, "entries embed"]:
     return lax.dynamic_index_in_dim(chunks, index, axis=1, keepdims=False)
-
-
-def _pick(scores: Float[Array, "*batch vocab"], targets: Int[Array, "*batch"]) -> Float[Array, "*batch"]:
-    """Returns the score of each target. Unlike a gather, a masked sum works with a sharded vocabulary, and its gradient needs no scatter."""
-    vocab = lax.broadcasted_iota(targets.dtype, scores.shape, scores.ndim - 1)
-    return jnp.sum(scores, axis=-1, where=vocab == targets[..., None])
 
 
 def _vary_with(array: Array, other: Array) -> Array:
