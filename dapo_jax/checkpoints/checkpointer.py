@@ -289,9 +289,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             for skipped, problem in damaged.items():
                 if aside:
                     folder = self.folder / str(skipped)
-                    problem += (
-                        f"; it is now {by_first(lambda folder=folder: set_aside(folder).encode()).decode()}"
-                    )
+                    there = by_first(lambda folder=folder: set_aside(folder).encode()).decode()
+                    problem += f"; it is now {there}"
                 say(f"{problem}. Using step {step} instead")
             return found
         if damaged:

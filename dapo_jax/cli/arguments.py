@@ -35,9 +35,7 @@ def option(
     """Adds an option, which is a flag if neither `metavar` nor `how` is given. If the default is a number, values are converted to its type."""
     given: dict[str, Any] = {"metavar": metavar, **how} if metavar or how else {"action": "store_true"}
     if (default := how.get("default")) not in (None, "", [], {}):
-        text = (
-            f"{text} (default {default:g})" if isinstance(default, float) else f"{text} (default {default})"
-        )
+        text += f" (default {f'{default:g}' if isinstance(default, float) else default})"
     if isinstance(default, int | float):
         given["type"] = type(default)
     made.add_argument(name, help=text, **given)

@@ -104,10 +104,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
     named = {"data": "source", "path": "path", "split": "split"}
     if dataset := {key: given[name] for name, key in named.items() if name in given}:
         overrides.append(f"eval.datasets=[{json.dumps({'source': 'jsonl', **dataset})}]")
-    overrides += ["data.chat=true"] * arguments.chat
-    found = evaluate(
-        arguments.model, arguments.config, overrides=[*overrides, *arguments.overrides], keep=arguments.keep
-    )
+    overrides += ["data.chat=true"] * arguments.chat + arguments.overrides
+    found = evaluate(arguments.model, arguments.config, overrides=overrides, keep=arguments.keep)
     print(table(found.scores, metric=found.metric), end="")
     for name, groups in found.groups.items():
         if lost := lost_verdicts(groups):

@@ -25,9 +25,8 @@ def add_to(commands: Commands) -> None:
     option(made, "--topology", text, "T")
     text = "bandwidth of each GPU's network between machines, in Gbit/s (default 400)"
     option(made, "--network", text, "GBIT", type=float)
-    option(
-        made, "--response-tokens", "mean response length (default: the limit)", "MEAN[,STD]", type=_lengths
-    )
+    text = "mean response length (default: the limit)"
+    option(made, "--response-tokens", text, "MEAN[,STD]", type=_lengths)
     option(made, "--prompt-tokens", "mean prompt length (default: the limit)", "MEAN", type=float)
     option(made, "--informative", "fraction of groups that are informative", "SHARE", default=0.5)
     option(made, "--turns", "mean turns per episode (default: environment.max_turns)", "MEAN", type=float)

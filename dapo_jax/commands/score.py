@@ -78,11 +78,9 @@ def score(
         verdicts = {RECORDED: [Verdict(**{name: row[name] for name in known}) for row in rows]}
     except KeyError as error:
         raise ConfigError(f"{rollouts} contains a rollout without {error}") from error
+    how: dict[str, Any] = {"answer_marker": answer_marker, "workers": workers, "timeout_s": timeout_s}
     for grader in graders:
-        config = RewardConfig(
-            grader=grader, answer_marker=answer_marker, workers=workers, timeout_s=timeout_s
-        )
-        submit, close = submit_of(config)
+        submit, close = submit_of(RewardConfig(grader=grader, **how))
         try:
             futures = [submit(group) for group in groups]
             verdicts[grader] = [verdict for future in futures for verdict in future.result()]

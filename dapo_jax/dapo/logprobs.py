@@ -83,9 +83,8 @@ def chunked_logprobs(
         raise ValueError(f"chunk_vocab must be 1 or more, got {chunk_vocab}")
     hidden, unembedding = _vary_with(hidden, unembedding), _vary_with(unembedding, hidden)
     wide = np.promote_types(hidden.dtype, jnp.float32)
-    how = _Chunks(
-        unembedding.shape[0], chunk_vocab, compute_dtype or hidden.dtype.name, vocab_size, vocab_axis
-    )
+    dtype = compute_dtype or hidden.dtype.name
+    how = _Chunks(unembedding.shape[0], chunk_vocab, dtype, vocab_size, vocab_axis)
     return _scores(how, hidden.astype(wide), unembedding, targets, jnp.asarray(temperature, wide))
 
 

@@ -28,11 +28,7 @@ class Tools:
     """The functions that the policy may call, with their schemas. Calls the functions and converts their results to text."""
 
     def __init__(
-        self,
-        functions: Sequence[Callable[..., Any]],
-        *,
-        most_characters: int = 8192,
-        timeout_s: float = 10.0,
+        self, functions: Sequence[Callable[..., Any]], *, most_characters: int = 8192, timeout_s: float = 10.0
     ) -> None:
         """Creates the functions' schemas.
 

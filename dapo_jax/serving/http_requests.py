@@ -195,12 +195,9 @@ def _request(
             limits.tokenizer.decode(np.array([limits.vocabulary - 1], np.int32))  # must be decodable
     except ValueError as error:
         raise RequestError(str(error)) from error
-    rule = _stop_rule(
-        strings.find if stop else None, limits.checked_ids("stop_token_ids", options.stop_token_ids)
-    )
-    own = OwnOptions(
-        decoding=decoding, key=None if options.seed is None else _seeded_key(options.seed), stop=rule
-    )
+    ids = limits.checked_ids("stop_token_ids", options.stop_token_ids)
+    key = None if options.seed is None else _seeded_key(options.seed)
+    own = OwnOptions(decoding=decoding, key=key, stop=_stop_rule(strings.find if stop else None, ids))
     return limits.request(prompt, max_tokens, count=options.n, named=named, options=own, stop=stop, **others)
 
 

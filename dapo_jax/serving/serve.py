@@ -14,14 +14,7 @@ from dapo_jax.checkpoints.checkpointer import Checkpointer, Restored
 from dapo_jax.config import ConfigError, DataConfig, ParallelConfig, SamplingConfig, load_config
 from dapo_jax.hints import how_to_install
 from dapo_jax.parallel.weights import both_on
-from dapo_jax.run.policy import (
-    Policy,
-    check_of_readers,
-    data_of_run,
-    find_policy,
-    mesh_of,
-    optimizer_of,
-)
+from dapo_jax.run.policy import Policy, check_of_readers, data_of_run, find_policy, mesh_of, optimizer_of
 from dapo_jax.run.programs import Transfer, compile_sampling, sharing, transfer_of
 from dapo_jax.run.prompt_sets import dated
 from dapo_jax.run.records import use_compilation_cache

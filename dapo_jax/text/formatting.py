@@ -49,9 +49,8 @@ class PromptFormat:
 
     def _around(self, question: str) -> str:
         # str.format would fail if a question contains braces, for example in sets or code.
-        return TEMPLATES.get(self.data.prompt_template, self.data.prompt_template).replace(
-            "{prompt}", question
-        )
+        template = TEMPLATES.get(self.data.prompt_template, self.data.prompt_template)
+        return template.replace("{prompt}", question)
 
     def _conversation(self, prompt: str | Sequence[Message], tokenizer: Tokenizer) -> str:
         if tokenizer.chat_template is None:

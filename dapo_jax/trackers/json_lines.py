@@ -34,9 +34,8 @@ def write_lines(path: AnyPath, rows: Iterable[Mapping[str, Any]], *, what: str) 
     Raises:
         ValueError: a number is nan or infinite.
     """
-    text = "".join(
-        json.dumps(row, allow_nan=False, ensure_ascii=False, default=_plain) + "\n" for row in rows
-    )
+    encode = partial(json.dumps, allow_nan=False, ensure_ascii=False, default=_plain)
+    text = "".join(f"{encode(row)}\n" for row in rows)
     with writing(what, path):
         path.parent.mkdir(parents=True, exist_ok=True)
         # A sampled token may decode to half a surrogate pair, which cannot be encoded in UTF-8.
