@@ -201,9 +201,8 @@ def _scores_backward(
         cotangent = lax.psum(cotangent, how.axis)  # each device's copy of the result may affect the loss
 
     def add(index: Array, gradients: tuple[Array, Array]) -> tuple[Array, Array]:
-        logits, pull = jax.vjp(
-            lambda w, h: how.logits(index, w, h, temperature), _chunk(chunks, index), hidden
-        )
+        chunk = _chunk(chunks, index)
+        logits, pull = jax.vjp(lambda w, h: how.logits(index, w, h, temperature), chunk, hidden)
         is_target = how.is_target(index, logits, targets).astype(logits.dtype)
         d_chunk, d_part = pull((is_target - jnp.exp(logits - log_sum[:, None])) * cotangent)
         d_chunks = lax.dynamic_update_index_in_dim(gradients[1], d_chunk, index, axis=1)

@@ -153,11 +153,10 @@ def conversation(row: Mapping[str, Any], added: str = "") -> list[Message]:
         ValueError: there are no messages, or the last message has no text content.
     """
     asked = row.get("prompt", "")
-    messages = (
-        [{"role": "user", "content": asked}] if isinstance(asked, str) else [dict(one) for one in asked]
-    )
+    given = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    messages: list[Message] = [dict(one) for one in given]
     if not messages:
         raise ValueError("the row's prompt has no messages")
     if not added:
-        return [*messages]
+        return messages
     return [*messages[:-1], {**messages[-1], "content": content_text(messages[-1].get("content")) + added}]

@@ -192,12 +192,11 @@ def _request(
     names = ("max_completion_tokens", "max_tokens")
     given = {name: value for name in names if (value := getattr(options, name, None)) is not None}
     named, max_tokens = next(iter(given.items()), ("max_tokens", limits.max_response_tokens))
-    changed = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k")}
+    asked = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k")}
+    changed = {name: value for name, value in asked.items() if value is not None}
     stop = (options.stop,) if isinstance(options.stop, str) else options.stop
     try:
-        decoding = replace(
-            limits.decoding, **{name: value for name, value in changed.items() if value is not None}
-        )
+        decoding = replace(limits.decoding, **changed)
         strings = StopStrings(limits.tokenizer, stop)
         if stop:
             limits.tokenizer.decode(np.array([limits.vocabulary - 1], np.int32))  # must be decodable

@@ -327,9 +327,8 @@ async def _streamed(
     request: web.Request, answer: ChatAnswer, arriving: AsyncIterator[NewTokens]
 ) -> web.StreamResponse:
     """Streams an answer as server-sent events, one per chunk."""
-    response = web.StreamResponse(
-        headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-    )
+    headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+    response = web.StreamResponse(headers=headers)
     await response.prepare(request)
 
     async def send(*chunks: Mapping[str, Any] | msgspec.Raw | None) -> None:
