@@ -70,10 +70,8 @@ def score(
     """
     rows = _rows(rollouts)
     try:
-        groups = [
-            [sample_of(row) for row in group]
-            for _, group in groupby(rows, key=lambda row: (row["step"], row["ordinal"]))
-        ]
+        by_prompt = groupby(rows, key=lambda row: (row["step"], row["ordinal"]))
+        groups = [[sample_of(row) for row in group] for _, group in by_prompt]
         known = ("correct", "extracted", "reason", "score")
         verdicts = {RECORDED: [Verdict(**{name: row[name] for name in known}) for row in rows]}
     except KeyError as error:
