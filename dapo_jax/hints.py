@@ -1,6 +1,7 @@
 """Hints for error messages: known names that are similar to an unknown name, and the command that installs an extra."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -33,6 +34,15 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         near = nearest(value, choices, least=0.0)[0]
         raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}; did you mean {near!r}?")
+
+
+@contextmanager
+def needing(extra: str, what: str, error: type[Exception] = ValueError) -> Iterator[None]:
+    """Replaces an ImportError in the block by `error`, with the command that installs the extra. `what` ends with the name of the missing package."""
+    try:
+        yield
+    except ImportError as missing:
+        raise error(f"{what}: {how_to_install(extra)} (it cannot be imported: {missing})") from missing
 
 
 def how_to_install(extra: str) -> str:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from dapo_jax.data import builders
 from dapo_jax.data.files import Files
 from dapo_jax.data.rows import LoadedRows
-from dapo_jax.hints import did_you_mean, how_to_install
+from dapo_jax.hints import did_you_mean, needing
 
 if TYPE_CHECKING:
     from dapo_jax.data.own_builder import OwnBuilder
@@ -224,14 +224,9 @@ def reasoning_gym_rows(task: str, split: str, options: Mapping[str, Any]) -> lis
 
 def _dataset(task: str, *, seed: int, size: int, options: Mapping[str, Any]) -> Any:
     """Returns the package's dataset for a task. `dataset[i]` is question i with its answer and metadata."""
-    try:
+    with needing("reasoning-gym", f"the task {task!r} needs the package reasoning-gym"):
         package = importlib.import_module("reasoning_gym")
         factory = importlib.import_module("reasoning_gym.factory")
-    except ImportError as error:
-        raise ValueError(
-            f"the task {task!r} needs the package reasoning-gym, which cannot be imported ({error}); install it with "
-            f"{how_to_install('reasoning-gym')}"
-        ) from error
     if task not in factory.DATASETS:
         raise ValueError(f"reasoning-gym has no task {task!r}; {did_you_mean(task, factory.DATASETS)}")
     known = set(inspect.signature(factory.DATASETS[task][1]).parameters) - {"seed", "size"}
