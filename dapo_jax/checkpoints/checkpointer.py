@@ -16,7 +16,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any, TypeVar
@@ -74,7 +74,7 @@ class Restored:
     carry: dict[str, np.ndarray]
 
 
-class Checkpointer:
+class Checkpointer(AbstractContextManager["Checkpointer"]):
     """Saves and restores the checkpoints of one run. Every process of the run must make the same calls.
 
     Nothing is written before the first `save`, so a checkpointer can also read the folder of a run that another process is training.
@@ -289,9 +289,8 @@ class Checkpointer:
             for skipped, problem in damaged.items():
                 if aside:
                     folder = self.folder / str(skipped)
-                    problem += (
-                        f"; it is now {by_first(lambda folder=folder: set_aside(folder).encode()).decode()}"
-                    )
+                    there = by_first(lambda folder=folder: set_aside(folder).encode()).decode()
+                    problem += f"; it is now {there}"
                 say(f"{problem}. Using step {step} instead")
             return found
         if damaged:
@@ -312,9 +311,6 @@ class Checkpointer:
             self.wait()
         finally:
             self._manager.close()
-
-    def __enter__(self) -> "Checkpointer":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -34,9 +35,7 @@ def option(
     """Adds an option, which is a flag if neither `metavar` nor `how` is given. If the default is a number, values are converted to its type."""
     given: dict[str, Any] = {"metavar": metavar, **how} if metavar or how else {"action": "store_true"}
     if (default := how.get("default")) not in (None, "", [], {}):
-        text = (
-            f"{text} (default {default:g})" if isinstance(default, float) else f"{text} (default {default})"
-        )
+        text += f" (default {f'{default:g}' if isinstance(default, float) else default})"
     if isinstance(default, int | float):
         given["type"] = type(default)
     made.add_argument(name, help=text, **given)
@@ -59,6 +58,12 @@ def add_conversation(made: argparse.ArgumentParser) -> None:
     option(made, "--system-prompt", "system message of every conversation", "TEXT", default="")
     kwargs = {"type": json_object, "default": {}}
     option(made, "--chat-template-kwargs", "additional variables for the chat template", "JSON", **kwargs)
+
+
+def passed(function: Callable[..., Any], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the arguments that are set and have the names of parameters of `function`."""
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    return {name: given[name] for name in signature(function).parameters if name in given}
 
 
 def json_object(text: str) -> dict[str, Any]:

@@ -4,12 +4,11 @@ import argparse
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from dapo_jax.cli.arguments import Commands, add_conversation, command, json_object, option
+from dapo_jax.cli.arguments import Commands, add_conversation, command, json_object, option, passed
 from dapo_jax.config import ConfigError, DataConfig
 
-_PROMPT = ("prompt_template", "system_prompt", "chat_template_kwargs")
+_NAMED = ("on_bad_row", "data_dir", "prompt_template", "system_prompt", "chat_template_kwargs")
 _OPTIONS = {
     "data.chat=true (--chat)": "--chat",
     "data.chat=true": "--chat",
@@ -18,7 +17,7 @@ _OPTIONS = {
     "data.source": "dataset",
     "data.path": "--from",
     "data.source_options": "--options",
-    **{f"data.{name}": f"--{name.replace('_', '-')}" for name in ("on_bad_row", "data_dir", *_PROMPT)},
+    **{f"data.{name}": f"--{name.replace('_', '-')}" for name in _NAMED},
 }
 """Maps configuration keys to the options of the `data` commands that set them."""
 
@@ -38,7 +37,8 @@ def add_to(commands: Commands) -> None:
     option(shown, "-n", "number of prompts to show", default=3)
     made = command(commands, "score", score)
     made.add_argument("rollouts", help="a JSONL file with rollouts, or a folder of such files")
-    option(made, "--grader", "grader to apply; may be given several times", action="append", required=True)
+    how = {"dest": "graders", "action": "append", "required": True}
+    option(made, "--grader", "grader to apply; may be given several times", "GRADER", **how)
     option(made, "--answer-marker", "answer marker of the exact grader", "TEXT", default="=")
     option(made, "--show", "number of disagreements to show for each pair of graders", default=5)
     option(made, "--workers", "number of grading processes", default=2)
@@ -56,7 +56,8 @@ def _add_dataset(made: argparse.ArgumentParser) -> None:
     text = "dapo_math_17k, aime_2024, gsm8k, math_500, jsonl, arithmetic, reasoning_gym:TASK, ..."
     made.add_argument("source", metavar="NAME", help=text)
     option(made, "--from", "file or folder of the dataset", "PATH", dest="path", default="")
-    option(made, "--options", 'for jsonl: {"prompt": "question"}', "JSON", type=json_object, default={})
+    how = {"dest": "source_options", "type": json_object, "default": {}}
+    option(made, "--options", 'for jsonl: {"prompt": "question"}', "JSON", **how)
     option(made, "--on-bad-row", "action if a row is invalid", choices=("error", "skip"), default="error")
     option(made, "--keep-repeated", "keep rows that repeat the question of an earlier row")
     option(made, "--data-dir", "folder for prepared datasets", default="~/.cache/dapo_jax/datasets")
@@ -75,7 +76,7 @@ def show(arguments: argparse.Namespace) -> int:
     """Show the number of prompts, their lengths in tokens, and a few prompts as a model receives them."""
     from dapo_jax.commands.datasets import show
 
-    data = _dataset(arguments, **{name: getattr(arguments, name) for name in ("chat", *_PROMPT)})
+    data = _dataset(arguments)
     with _in_options():
         print(show(data, split=arguments.split, model=arguments.model, count=arguments.n), end="")
     return 0
@@ -93,30 +94,15 @@ def _in_options() -> Iterator[None]:
         raise ConfigError(message) from error
 
 
-def _dataset(arguments: argparse.Namespace, **prompts: Any) -> DataConfig:
-    return DataConfig(
-        source=arguments.source,
-        path=arguments.path,
-        source_options=arguments.options,
-        on_bad_row=arguments.on_bad_row,
-        deduplicate=not arguments.keep_repeated,
-        data_dir=arguments.data_dir,
-        **prompts,
-    )
+def _dataset(arguments: argparse.Namespace) -> DataConfig:
+    return DataConfig(deduplicate=not arguments.keep_repeated, **passed(DataConfig, arguments))
 
 
 def score(arguments: argparse.Namespace) -> int:
     """Grade saved rollouts again, and show the responses on which graders disagree."""
     from dapo_jax.commands.score import describe, score
 
-    scores = score(
-        arguments.rollouts,
-        arguments.grader,
-        answer_marker=arguments.answer_marker,
-        workers=arguments.workers,
-        timeout_s=arguments.timeout_s,
-    )
-    print(describe(scores, show=arguments.show), end="")
+    print(describe(score(**passed(score, arguments)), show=arguments.show), end="")
     return 0
 
 
@@ -124,7 +110,7 @@ def convert(arguments: argparse.Namespace) -> int:
     """Convert a model and its tokenizer to a Hugging Face model folder."""
     from dapo_jax.commands.convert import convert
 
-    done = convert(arguments.source, arguments.target, dtype=arguments.dtype, merge=arguments.merge)
+    done = convert(**passed(convert, arguments))
     kind = f"an adapter for a {done.family}, with" if done.adapter else f"a {done.family} of"
     print(
         f"{arguments.target}: {kind} {done.parameters:,} parameters, {done.tensor_bytes:,} bytes in {done.dtype}"

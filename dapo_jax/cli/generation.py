@@ -4,9 +4,7 @@ import argparse
 import json
 import os
 import signal
-from dataclasses import fields
 from functools import partial
-from inspect import signature
 
 from dapo_jax.cli.arguments import (
     MODEL,
@@ -15,6 +13,7 @@ from dapo_jax.cli.arguments import (
     add_overrides,
     command,
     option,
+    passed,
     printable,
 )
 from dapo_jax.config import ConfigError
@@ -105,10 +104,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
     named = {"data": "source", "path": "path", "split": "split"}
     if dataset := {key: given[name] for name, key in named.items() if name in given}:
         overrides.append(f"eval.datasets=[{json.dumps({'source': 'jsonl', **dataset})}]")
-    overrides += ["data.chat=true"] * arguments.chat
-    found = evaluate(
-        arguments.model, arguments.config, overrides=[*overrides, *arguments.overrides], keep=arguments.keep
-    )
+    overrides += ["data.chat=true"] * arguments.chat + arguments.overrides
+    found = evaluate(arguments.model, arguments.config, overrides=overrides, keep=arguments.keep)
     print(table(found.scores, metric=found.metric), end="")
     for name, groups in found.groups.items():
         if lost := lost_verdicts(groups):
@@ -120,8 +117,7 @@ def sample(arguments: argparse.Namespace) -> int:
     """Sample responses to prompts."""
     from dapo_jax.commands import sample
 
-    named = signature(sample).parameters
-    how = {name: value for name, value in vars(arguments).items() if name in named}
+    how = passed(sample, arguments)
     groups = sample(arguments.model, arguments.prompt, samples_per_prompt=arguments.n, **how)
     for group in groups:
         print(visible(group.prompt.text))
@@ -142,13 +138,11 @@ def serve(arguments: argparse.Namespace) -> int:
     # A process manager sends SIGTERM, which should have the same effect as Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     mine, other = (HttpOptions, ServeOptions) if arguments.http else (ServeOptions, HttpOptions)
-    known, others = ({field.name for field in fields(kind)} for kind in (mine, other))
-    given = {name: value for name, value in vars(arguments).items() if value is not None}
-    for name in sorted(given.keys() & (others - known)):
-        if given[name]:
+    options, others = passed(mine, arguments), passed(other, arguments)
+    for name in sorted(others.keys() - options.keys()):
+        if others[name]:
             remedy = "leave it out" if arguments.http else "add --http"
             raise ConfigError(f"--{name.replace('_', '-')} is an option of the other server: {remedy}")
-    options = {name: value for name, value in given.items() if name in known}
     say = partial(print, flush=True)
     if arguments.http:
         key = os.environ.get(API_KEY, "").strip()

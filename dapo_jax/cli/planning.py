@@ -8,6 +8,7 @@ import errno
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 
 from dapo_jax.cli.arguments import CONFIG, Commands, add_config, add_overrides, command, option, write_json
 from dapo_jax.config import ConfigError, load_config
@@ -24,9 +25,8 @@ def add_to(commands: Commands) -> None:
     option(made, "--topology", text, "T")
     text = "bandwidth of each GPU's network between machines, in Gbit/s (default 400)"
     option(made, "--network", text, "GBIT", type=float)
-    option(
-        made, "--response-tokens", "mean response length (default: the limit)", "MEAN[,STD]", type=_lengths
-    )
+    text = "mean response length (default: the limit)"
+    option(made, "--response-tokens", text, "MEAN[,STD]", type=_lengths)
     option(made, "--prompt-tokens", "mean prompt length (default: the limit)", "MEAN", type=float)
     option(made, "--informative", "fraction of groups that are informative", "SHARE", default=0.5)
     option(made, "--turns", "mean turns per episode (default: environment.max_turns)", "MEAN", type=float)
@@ -76,10 +76,7 @@ def plan(arguments: argparse.Namespace) -> int:
     )
     width = None if sys.stdout.isatty() else 160
     console = Console(stderr=arguments.json == "-", width=width, highlight=False)
-
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
+    say = partial(print, file=sys.stderr, flush=True)
     made = topologies.parse(arguments.topology) if arguments.topology else None
     if (network := arguments.network) is not None:
         if made is None or not made.has_network or network <= 0:

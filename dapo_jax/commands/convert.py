@@ -72,10 +72,8 @@ def convert(source: str, target: str, *, dtype: str = "float32", merge: bool = F
             raise ConfigError(f"{source} has no adapter to merge: omit merge")
         if policy is not None:
             config, written = policy.decoder, policy.save(folder, dtype=dtype, merge=merge)
-        elif plain is not None:
-            config, written = _from_folder(plain, folder, dtype)
         else:
-            config, written = _from_gguf(path, folder, dtype)
+            config, written = _converted(plain or path, folder, dtype, is_gguf=is_gguf)
         adapter = config.lora is not None and not merge
     except BaseException as error:
         with suppress(OSError):  # removes the incomplete model
@@ -101,33 +99,26 @@ def convert(source: str, target: str, *, dtype: str = "float32", merge: bool = F
     )
 
 
-def _from_gguf(path: Path, folder: AnyPath, dtype: str) -> tuple[DecoderConfig, int]:
-    file = GgufFile(path)
-    config = file.config()
-    tensors = _tensors(config, file)
-    files = tokenizer_files(file.metadata, path)
+def _converted(source: AnyPath, folder: AnyPath, dtype: str, *, is_gguf: bool) -> tuple[DecoderConfig, int]:
+    """Converts a GGUF file or a model folder tensor by tensor. Of a folder's config.json, only the dtype changes."""
+    file: TensorFile
+    if is_gguf:
+        file = gguf = GgufFile(Path(source))
+        config = gguf.config()
+        checked(config, file)
+        texts = tokenizer_files(gguf.metadata, Path(source))
+        files = {name: content.encode("utf-8") for name, content in texts.items()}
+        described = describe(config, dtype=dtype) | special_ids(gguf.metadata)
+    else:
+        config, file = read_config(source), SafetensorsFolder(source)
+        checked(config, file)
+        files = files_of(source, _COPIED)
+        described = read_json(source / CONFIG) | {"torch_dtype": dtype, "dtype": dtype}
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
-        write_whole(folder / name, content.encode("utf-8"))
-    described = describe(config, dtype=dtype) | special_ids(file.metadata)
-    return config, write_model(folder, described, tensors, dtype=dtype)
-
-
-def _from_folder(source: AnyPath, folder: AnyPath, dtype: str) -> tuple[DecoderConfig, int]:
-    """Copies a model folder, and converts its tensors to `dtype`. In config.json, only the dtype changes."""
-    config = read_config(source)
-    tensors = _tensors(config, SafetensorsFolder(source))
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files_of(source, _COPIED).items():
         write_whole(folder / name, content)
-    described = read_json(source / CONFIG) | {"torch_dtype": dtype, "dtype": dtype}
-    return config, write_model(folder, described, tensors, dtype=dtype)
-
-
-def _tensors(config: DecoderConfig, file: TensorFile) -> list[Tensor]:
-    """Returns the decoder's tensors. Each tensor is loaded only when it is written."""
-    checked(config, file)
-    return [
+    tensors = [  # each tensor is loaded only when it is written
         Tensor(name, shape, partial(file.read, name, tuple(slice(0, size) for size in shape)))
         for name, shape in tensor_shapes(config).items()
     ]
+    return config, write_model(folder, described, tensors, dtype=dtype)

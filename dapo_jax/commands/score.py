@@ -70,19 +70,15 @@ def score(
     """
     rows = _rows(rollouts)
     try:
-        groups = [
-            [sample_of(row) for row in group]
-            for _, group in groupby(rows, key=lambda row: (row["step"], row["ordinal"]))
-        ]
+        by_prompt = groupby(rows, key=lambda row: (row["step"], row["ordinal"]))
+        groups = [[sample_of(row) for row in group] for _, group in by_prompt]
         known = ("correct", "extracted", "reason", "score")
         verdicts = {RECORDED: [Verdict(**{name: row[name] for name in known}) for row in rows]}
     except KeyError as error:
         raise ConfigError(f"{rollouts} contains a rollout without {error}") from error
+    how: dict[str, Any] = {"answer_marker": answer_marker, "workers": workers, "timeout_s": timeout_s}
     for grader in graders:
-        config = RewardConfig(
-            grader=grader, answer_marker=answer_marker, workers=workers, timeout_s=timeout_s
-        )
-        submit, close = submit_of(config)
+        submit, close = submit_of(RewardConfig(grader=grader, **how))
         try:
             futures = [submit(group) for group in groups]
             verdicts[grader] = [verdict for future in futures for verdict in future.result()]

@@ -114,10 +114,8 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
             warmup = config.optimizer.warmup_steps
             rate = warmed_up(config.optimizer.learning_rate, step=step, warmup_steps=warmup)
             state, measured = updater.update(state, minibatch, learning_rate=rate, first=False)
-            scalars = to_scalars(measured) | {
-                "update/learning_rate": rate,
-                "time/step_s": time.perf_counter() - began,
-            }
+            scalars = to_scalars(measured)
+            scalars |= {"update/learning_rate": rate, "time/step_s": time.perf_counter() - began}
             # Nothing was sampled, so sampling metrics would be meaningless.
             metrics = {key: value for key, value in scalars.items() if not key.startswith("sync/")}
             shown.step(step, metrics)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from jaxtyping import Array, Float, Int
 
 from dapo_jax.dapo.rollouts import Group
-from dapo_jax.hints import nearest
+from dapo_jax.hints import check_choice
 
 Advantages = Callable[[Sequence[Group]], Sequence[np.ndarray]]
 """The `advantages` argument of `train`: a function of all groups that a step trains on. It returns one array per group, with one number per rollout."""
@@ -118,28 +118,26 @@ def step_advantages(
     Raises:
         ValueError: a name is unknown, or a group has fewer than `best_of` responses.
     """
-    choices = {"baseline": BASELINES, "scale": SCALES, "rewards": ("summed", "apart")}
-    for name, value in {"baseline": baseline, "scale": scale, "rewards": rewards}.items():
-        if value not in choices[name]:
-            near = nearest(value, choices[name], least=0.0)[0]
-            raise ValueError(f"{name}={value!r} is unknown; did you mean {near!r}?")
+    check_choice("baseline", baseline, BASELINES)
+    check_choice("scale", scale, SCALES)
+    check_choice("rewards", rewards, ("summed", "apart"))
     graders = weights or dict.fromkeys(groups[0].rollouts[0].verdict.parts, 1.0)
     found = []
     for group in groups:
         lengths = [0 if filter_truncated and one.truncated else one.response_tokens for one in group.rollouts]
         tokens, best = np.array(lengths), _best_of(group.rewards[None], best_of)[0]
-        terms = [(1.0, group.rewards)]
+        x, spread = _minus_baseline(best, tokens, baseline), best
+        deviation = _deviation(group.rewards, best_of)
         if rewards == "apart":
             parts = [(w, [one.verdict.parts[name] for one in group.rollouts]) for name, w in graders.items()]
-            parts.append((1.0, [one.overlong_penalty for one in group.rollouts]))
-            terms = [(w, np.array(values, np.float64)) for w, values in parts]
-        x = np.zeros(len(best))
-        for weight, part in terms:
-            term = _minus_baseline(_best_of(part[None], best_of)[0], tokens, baseline)
-            x += weight * (_divided(term, _deviation(part, best_of)) if rewards == "apart" else term)
-        spread = x if rewards == "apart" else best
+            x = np.zeros(len(best))
+            for weight, part in [*parts, (1.0, [one.overlong_penalty for one in group.rollouts])]:
+                values = np.array(part, np.float64)
+                term = _minus_baseline(_best_of(values[None], best_of)[0], tokens, baseline)
+                x += weight * _divided(term, _deviation(values, best_of))
+            spread, deviation = x, _deviation(x)
         if scale == "group_std":
-            x = _divided(x, _deviation(x) if rewards == "apart" else _deviation(group.rewards, best_of))
+            x = _divided(x, deviation)
         elif scale == "group_mean":
             x = x / (best.mean() + _EPS) if best.mean() > 0 else np.zeros(len(x))
         found.append((x, spread, tokens))

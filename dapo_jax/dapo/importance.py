@@ -34,7 +34,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dapo_jax.dapo.losses import MAX_LOG_RATIO
 from dapo_jax.dapo.metrics import Max, Metric, token_mean
 from dapo_jax.dapo.responses import response_mean, response_sum
-from dapo_jax.hints import nearest
+from dapo_jax.hints import check_choice
 
 CORRECTIONS = ("none", "truncate", "mask", "keep_responses", "truncate_responses")
 
@@ -69,9 +69,7 @@ def importance_weights(
     Raises:
         ValueError: `correction` is "none" or unknown.
     """
-    if correction not in CORRECTIONS[1:]:
-        near = nearest(correction, CORRECTIONS[1:], least=0.0)[0]
-        raise ValueError(f"correction={correction!r} defines no importance weights. Did you mean {near!r}?")
+    check_choice("correction", correction, CORRECTIONS[1:])
     difference = jnp.where(mask, lax.stop_gradient(logprobs - sampler_logprobs), 0.0)
     if correction == "truncate_responses":
         difference = response_sum(difference, mask, segment_ids)
@@ -111,14 +109,9 @@ def drop_off_policy(
 
     Args:
         logprobs: $\log \pi_\theta$ of each token under the policy being trained, in nats. The result has no gradient.
-        sampler_logprobs: log-probabilities recorded when the tokens were sampled.
         advantages: one per token.
-        mask: True on response tokens that enter the loss.
-        segment_ids: index of each token's response in its row. Tokens of a segment are adjacent.
         delta: largest mean, in nats per token, for which a response with a negative advantage is kept.
-
-    References:
-        DeepSeek-AI, "DeepSeek-V3.2", 2025, https://arxiv.org/abs/2512.02556.
+        The other arguments are the same as for `importance_weights`.
     """
     moved = response_mean(lax.stop_gradient(sampler_logprobs - logprobs), mask, segment_ids)
     dropped = mask & (advantages < 0) & (moved > delta)

@@ -36,7 +36,10 @@ def token_logprobs(
     _check_temperature(temperature)
     dtype = np.promote_types(logits.dtype, jnp.float32)
     tempered = logits.astype(dtype) / jnp.asarray(temperature, dtype)
-    return _pick(tempered, targets) - jax.nn.logsumexp(tempered, axis=-1)
+    # Unlike a gather, a masked sum works with a sharded vocabulary, and its gradient needs no scatter.
+    vocab = lax.broadcasted_iota(targets.dtype, tempered.shape, tempered.ndim - 1)
+    picked = jnp.sum(tempered, axis=-1, where=vocab == targets[..., None])
+    return picked - jax.nn.logsumexp(tempered, axis=-1)
 
 
 def chunked_logprobs(
@@ -80,9 +83,8 @@ def chunked_logprobs(
         raise ValueError(f"chunk_vocab must be 1 or more, got {chunk_vocab}")
     hidden, unembedding = _vary_with(hidden, unembedding), _vary_with(unembedding, hidden)
     wide = np.promote_types(hidden.dtype, jnp.float32)
-    how = _Chunks(
-        unembedding.shape[0], chunk_vocab, compute_dtype or hidden.dtype.name, vocab_size, vocab_axis
-    )
+    dtype = compute_dtype or hidden.dtype.name
+    how = _Chunks(unembedding.shape[0], chunk_vocab, dtype, vocab_size, vocab_axis)
     return _scores(how, hidden.astype(wide), unembedding, targets, jnp.asarray(temperature, wide))
 
 
@@ -156,14 +158,13 @@ _NEVER = -1e30
 def _scores(
     how: _Chunks, hidden: Array, unembedding: Array, targets: Array, temperature: Array
 ) -> tuple[Array, Array]:
-    logprobs, entropy, _ = _scan_vocabulary(how, hidden, unembedding, targets, temperature)
-    return logprobs, entropy
+    return _scores_forward(how, hidden, unembedding, targets, temperature)[0]
 
 
-def _scan_vocabulary(
+def _scores_forward(
     how: _Chunks, hidden: Array, unembedding: Array, targets: Array, temperature: Array
-) -> tuple[Array, Array, Array]:
-    """Returns log-probabilities, entropies, and the log-sum-exp of the logits, each [tokens]."""
+) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+    """Returns the log-probabilities and entropies, each [tokens], and the arrays for the backward pass, with the log-sum-exp of the logits last."""
     chunks = how.split(unembedding)
 
     def add(index: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -186,14 +187,8 @@ def _scan_vocabulary(
     sums = lax.fori_loop(0, how.count, add, (zeros + _NEVER, zeros, zeros, zeros))
     top, total, moment, chosen = how.together(*sums)
     log_total = jnp.log(total)
-    return (chosen - top) - log_total, log_total - moment / total, top + log_total
-
-
-def _scores_forward(
-    how: _Chunks, hidden: Array, unembedding: Array, targets: Array, temperature: Array
-) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
-    logprobs, entropy, log_sum = _scan_vocabulary(how, hidden, unembedding, targets, temperature)
-    return (logprobs, entropy), (hidden, unembedding, targets, temperature, log_sum)
+    scores = (chosen - top) - log_total, log_total - moment / total
+    return scores, (hidden, unembedding, targets, temperature, top + log_total)
 
 
 def _scores_backward(
@@ -206,9 +201,8 @@ def _scores_backward(
         cotangent = lax.psum(cotangent, how.axis)  # each device's copy of the result may affect the loss
 
     def add(index: Array, gradients: tuple[Array, Array]) -> tuple[Array, Array]:
-        logits, pull = jax.vjp(
-            lambda w, h: how.logits(index, w, h, temperature), _chunk(chunks, index), hidden
-        )
+        chunk = _chunk(chunks, index)
+        logits, pull = jax.vjp(lambda w, h: how.logits(index, w, h, temperature), chunk, hidden)
         is_target = how.is_target(index, logits, targets).astype(logits.dtype)
         d_chunk, d_part = pull((is_target - jnp.exp(logits - log_sum[:, None])) * cotangent)
         d_chunks = lax.dynamic_update_index_in_dim(gradients[1], d_chunk, index, axis=1)
@@ -225,12 +219,6 @@ _scores.defvjp(_scores_forward, _scores_backward)
 
 def _chunk(chunks: Float[Array, "entries chunks embed"], index: Array) -> Float[Array, "entries embed"]:
     return lax.dynamic_index_in_dim(chunks, index, axis=1, keepdims=False)
-
-
-def _pick(scores: Float[Array, "*batch vocab"], targets: Int[Array, "*batch"]) -> Float[Array, "*batch"]:
-    """Returns the score of each target. Unlike a gather, a masked sum works with a sharded vocabulary, and its gradient needs no scatter."""
-    vocab = lax.broadcasted_iota(targets.dtype, scores.shape, scores.ndim - 1)
-    return jnp.sum(scores, axis=-1, where=vocab == targets[..., None])
 
 
 def _vary_with(array: Array, other: Array) -> Array:

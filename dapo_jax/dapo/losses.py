@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from dapo_jax.dapo.metrics import Max, Mean, Metric, token_mean
-from dapo_jax.hints import nearest
+from dapo_jax.hints import check_choice
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +-20 before exp, so that squares and sums of the ratios (at most e^20 = 4.9e8) do not overflow float32."""
@@ -156,7 +156,7 @@ def kl_penalty(
     Raises:
         ValueError: the estimator is unknown, `old_logprobs` is missing, shapes do not match, or the mask is not bool.
     """
-    _check_choice("estimator", estimator, ("k1", "k3", "k3_unbiased"))
+    check_choice("estimator", estimator, ("k1", "k3", "k3_unbiased"))
     tokens = MaskedTokens(
         logprobs, mask, ref_logprobs=ref_logprobs, old_logprobs=old_logprobs, weights=weights
     )
@@ -241,7 +241,7 @@ def token_weights(
     References:
         Shao et al., "DeepSeekMath", 2024 (GRPO). Liu et al., "Understanding R1-Zero-Like Training", 2025 (Dr. GRPO).
     """
-    _check_choice("aggregation", aggregation, AGGREGATIONS)
+    check_choice("aggregation", aggregation, AGGREGATIONS)
     _check_mask(mask)
     xp: Any = np if isinstance(mask, np.ndarray) else jnp
     dtype = np.float64 if xp is np else jnp.result_type(float)
@@ -326,9 +326,3 @@ class MaskedTokens:
 def _check_mask(mask: Array | np.ndarray) -> None:
     if mask.ndim != 2 or mask.dtype != bool:
         raise ValueError(f"mask must be bool of shape [batch, seq], got {mask.dtype} of shape {mask.shape}")
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        near = nearest(value, choices, least=0.0)[0]
-        raise ValueError(f"{name}={value!r} is unknown. Did you mean {near!r}?")

@@ -90,9 +90,7 @@ def to_scalars(metrics: Mapping[str, Metric] | Sequence[Mapping[str, Metric]]) -
     records = [metrics] if isinstance(metrics, Mapping) else list(metrics)
     if not records:
         return {}
-    on_host = [
-        {name: _in_float64(metric) for name, metric in record.items()} for record in jax.device_get(records)
-    ]
+    on_host = [{name: _in_float64(one) for name, one in record.items()} for record in jax.device_get(records)]
     return {
         name: _scalar(metric)
         for name, metric in functools.reduce(add_metrics, on_host).items()

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dapo_jax.dapo.losses import MAX_LOG_RATIO, MaskedTokens, dapo_loss
 from dapo_jax.dapo.metrics import Metric
 from dapo_jax.dapo.responses import response_mean, response_sum
-from dapo_jax.hints import nearest
+from dapo_jax.hints import check_choice, nearest
 
 Tokens = Float[Array, "rows seq"]
 Mask = Bool[Array, "rows seq"]
@@ -136,8 +136,7 @@ def dppo_loss(
     Options: `divergence` (tv or kl), `delta_low` and `delta_high`, the largest fall and rise that are kept, `cap`, with which the first
     term is $-k\, \mathrm{sg}(\min(r, \text{cap})) A \log p$, and `kl`, the coefficient of the second term, which covers all tokens.
     """
-    if divergence not in ("tv", "kl"):
-        raise ValueError(f"divergence must be tv or kl, got {divergence!r}")
+    check_choice("divergence", divergence, ("tv", "kl"))
     tokens, live, old, log_ratio, advantages = _cleaned(logprobs, old_logprobs, advantages, mask)
     now = lax.stop_gradient(live)
     p, q = jnp.exp(now), jnp.exp(old)
@@ -184,12 +183,10 @@ def reinforce_loss(
 
     Option: `cap`, the largest weight. If None, all weights are 1.
     """
-    tokens, live, _, log_ratio, advantages = _cleaned(logprobs, old_logprobs, advantages, mask)
-    if cap is None:
-        return _summed(tokens, weights, -advantages * live), {}
-    ratio = jnp.exp(lax.stop_gradient(log_ratio))
-    loss = _summed(tokens, weights, -jnp.minimum(ratio, cap) * advantages * live)
-    return loss, _clip_shares(tokens, ratio > cap, jnp.zeros_like(mask))
+    if cap is not None:
+        return cispo_loss(logprobs, old_logprobs, advantages, mask, weights=weights, cap=cap)
+    tokens, live, _, _, advantages = _cleaned(logprobs, old_logprobs, advantages, mask)
+    return _summed(tokens, weights, -advantages * live), {}
 
 
 def dro_loss(
@@ -277,13 +274,10 @@ def load_objective(spec: str | Callable[..., Any], options: Mapping[str, Any]) -
     Raises:
         ValueError: the name is unknown, or the objective does not have an option.
     """
-    objective = OBJECTIVES.get(spec) if isinstance(spec, str) else spec
-    if objective is None:
-        near, forms = (
-            nearest(str(spec), OBJECTIVES, least=0.0)[0],
-            "module:function and path/to/file.py:function",
-        )
+    if isinstance(spec, str) and spec not in OBJECTIVES:
+        near, forms = nearest(spec, OBJECTIVES, least=0.0)[0], "module:function and path/to/file.py:function"
         raise ValueError(f"no objective is named {spec!r}; did you mean {near!r}? Other forms are {forms}")
+    objective = OBJECTIVES[spec] if isinstance(spec, str) else spec
     known = options_of(objective)
     for unknown in sorted(options.keys() - known.keys()):
         hint = "".join(f"; did you mean {near!r}?" for near in nearest(unknown, known, least=0.0))

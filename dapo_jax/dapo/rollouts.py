@@ -124,12 +124,9 @@ class Response:
             return [ResponsePart(prompt, 0, len(self.tokens))]
         begins = [(prompt, 0), *((self.tokens[first:stop], stop) for first, stop in self.contexts)]
         ends = [*(first for first, _ in self.contexts), len(self.tokens)]
+        parts = (ResponsePart(*begin, stop) for begin, stop in zip(begins, ends, strict=True))
         sampled = self.sampled
-        return [
-            ResponsePart(context, first, stop)
-            for (context, first), stop in zip(begins, ends, strict=True)
-            if sampled[first:stop].any()
-        ]
+        return [part for part in parts if sampled[part.first : part.stop].any()]
 
     @property
     def sampled(self) -> Bool[np.ndarray, " response"]:

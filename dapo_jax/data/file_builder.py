@@ -48,6 +48,8 @@ class FileBuilder(OwnBuilder, skip_registration=True):
     TEXTS = ("row",)
     SPLIT: ClassVar[str] = "train"
     """The split for files whose name does not begin with a split name."""
+    QUESTION: ClassVar[str] = "prompt"
+    """The field with the question."""
     OPTIONS: ClassVar[tuple[str, ...]] = ()
     """Names of the options that `data.source_options` may set."""
 
@@ -79,7 +81,7 @@ class FileBuilder(OwnBuilder, skip_registration=True):
         Raises:
             ValueError: a field is missing or has the wrong type.
         """
-        raise NotImplementedError
+        return {"prompt": field_of(fields, self.QUESTION), "answer": field_of(fields, "answer")}
 
     def splits(self) -> dict[str, list[dict[str, str]]]:
         """Reads and checks the rows of each split.

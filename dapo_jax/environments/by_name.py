@@ -4,12 +4,15 @@ This package contains one environment, `guess`. The policy guesses a hidden numb
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from dapo_jax.environments.adapters import ADAPTERS
+from dapo_jax.environments.adapters.openenv import OpenEnvironment
+from dapo_jax.environments.adapters.skyrl_gym import SkyRLEnvironment
+from dapo_jax.environments.adapters.tinker import TinkerEnvironment
+from dapo_jax.environments.adapters.trl import TrlEnvironment
 from dapo_jax.environments.protocol import Environment, Step, Turn
-from dapo_jax.hints import nearest
+from dapo_jax.hints import did_you_mean, nearest
 from dapo_jax.rewards.functions import load_function, loading
 
 
@@ -47,6 +50,14 @@ class GuessEpisode:
 ENVIRONMENTS = {"guess": GuessTheNumber}
 """The environments in this package, by name."""
 
+ADAPTERS: dict[str, Callable[[str], Any]] = {
+    "trl": TrlEnvironment,
+    "skyrl_gym": SkyRLEnvironment,
+    "openenv": OpenEnvironment,
+    "tinker": TinkerEnvironment,
+}
+"""Maps a prefix of `environment.source` to an environment class. The class is instantiated with the text after the first colon."""
+
 
 def load_environment(source: str) -> Environment:
     """Creates the environment from its name, the value of `environment.source`.
@@ -55,11 +66,9 @@ def load_environment(source: str) -> Environment:
         ValueError: the name is unknown, the environment cannot be loaded or created, or it has no `episode` method.
     """
     if ":" not in source and source not in ENVIRONMENTS:
-        known = [*ENVIRONMENTS, *ADAPTERS]
-        near = nearest(source, known)
-        hint = f"did you mean {near[0]!r}?" if near else f"the environments are {sorted(known)}."
         raise ValueError(
-            f"no environment is named {source!r}; {hint} Other forms are module:name, path/to/file.py:name and LIBRARY:NAME"
+            f"no environment is named {source!r} ({did_you_mean(source, [*ENVIRONMENTS, *ADAPTERS])}). Other forms are module:name, path/to/file.py:name "
+            "and LIBRARY:NAME"
         )
     kind, _, rest = source.partition(":")
     if kind in ADAPTERS:

@@ -10,7 +10,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -71,7 +71,7 @@ class _Open:
         self.standing.lost, self.standing.reason = error.lost, str(error)
 
 
-class Episodes:
+class Episodes(AbstractContextManager["Episodes"]):
     """The episodes of a run, used by the sampler and for grading. A context manager that stops the thread on exit."""
 
     def __init__(
@@ -114,9 +114,6 @@ class Episodes:
         self._closings: deque[Future[None]] = deque(maxlen=_CLOSINGS)
         self._loop = EventLoop("a task of an environment raised; the episodes continue")
         threading.Thread(target=self._watch, daemon=True, name="environments watch").start()
-
-    def __enter__(self) -> "Episodes":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

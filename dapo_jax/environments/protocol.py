@@ -77,7 +77,6 @@ class Episode(Protocol):
 
         If the method raises or takes longer than `environment.timeout_s`, only this episode is lost.
         """
-        ...
 
 
 @runtime_checkable
@@ -90,4 +89,3 @@ class Environment(Protocol):
         An episode may also have a method `async start() -> Appended | Context`. It returns a value to append to the prompt, or a context
         that replaces the prompt. The episode's `close()` method, if there is one, is called after the reward is set, even if the episode was lost.
         """
-        ...

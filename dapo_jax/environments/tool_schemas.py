@@ -19,9 +19,7 @@ _TYPES: dict[Any, str] = {
     dict: "object",
     type(None): "null",
 }
-_SECTION = re.compile(
-    r"^(Args|Arguments|Returns|Raises|Yields|Example|Examples|Note|Notes):\s*$", re.MULTILINE
-)
+_SECTION = re.compile(r"^(Args|Arguments|Returns|Raises|Yields|Examples?|Notes?):\s*$", re.MULTILINE)
 _ARGUMENT = re.compile(r"^( +)\*{0,2}(\w+)(?: *\([^()\n]*\))?:(.*(?:\n\1 +.*|\n *(?=\n))*)", re.MULTILINE)
 
 

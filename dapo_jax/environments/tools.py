@@ -28,11 +28,7 @@ class Tools:
     """The functions that the policy may call, with their schemas. Calls the functions and converts their results to text."""
 
     def __init__(
-        self,
-        functions: Sequence[Callable[..., Any]],
-        *,
-        most_characters: int = 8192,
-        timeout_s: float = 10.0,
+        self, functions: Sequence[Callable[..., Any]], *, most_characters: int = 8192, timeout_s: float = 10.0
     ) -> None:
         """Creates the functions' schemas.
 
@@ -157,11 +153,10 @@ def conversation(row: Mapping[str, Any], added: str = "") -> list[Message]:
         ValueError: there are no messages, or the last message has no text content.
     """
     asked = row.get("prompt", "")
-    messages = (
-        [{"role": "user", "content": asked}] if isinstance(asked, str) else [dict(one) for one in asked]
-    )
+    given = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    messages: list[Message] = [dict(one) for one in given]
     if not messages:
         raise ValueError("the row's prompt has no messages")
     if not added:
-        return [*messages]
+        return messages
     return [*messages[:-1], {**messages[-1], "content": content_text(messages[-1].get("content")) + added}]

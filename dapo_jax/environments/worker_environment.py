@@ -187,9 +187,8 @@ class _Seat:
             EndedError: the worker ended.
         """
         try:
-            answer = await asyncio.wait_for(
-                asyncio.wrap_future(worker.ask(call)), self._timeout_s + BLOCKED_S
-            )
+            asked = asyncio.wrap_future(worker.ask(call))
+            answer = await asyncio.wait_for(asked, self._timeout_s + BLOCKED_S)
         except TimeoutError:
             worker.end(EndedError("timeout", TOO_LATE.format(self._timeout_s)))
             answer = {}

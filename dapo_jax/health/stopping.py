@@ -97,9 +97,9 @@ class Stop:
             self.check()
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Defers signals within the block."""
-        before, self._held = self._held, True
+    def held(self, held: bool = True) -> Iterator[None]:
+        """Defers signals within the block, or lets them raise StoppedError if `held` is False."""
+        before, self._held = self._held, held
         try:
             yield
         finally:
@@ -108,12 +108,9 @@ class Stop:
     @contextlib.contextmanager
     def abandonable(self) -> Iterator[None]:
         """Lets signals raise StoppedError within the block, including signals deferred so far."""
-        before, self._held = self._held, False
-        try:
+        with self.held(False):
             self.check()
             yield
-        finally:
-            self._held = before
 
     def watched(self, items: Iterable[_Item]) -> Iterator[_Item]:
         """Yields the items. The run may be interrupted while it waits for an item, but not while it uses the item."""

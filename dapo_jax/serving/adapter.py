@@ -128,9 +128,8 @@ class JetStreamEngine(engine_api.Engine):
             # JetStream expects one array that contains the tokens, their validity flags, and the current length of each response.
             data = self._pack(result.tokens, result.valid, state.generated)
         steps = result.tokens.shape[1]
-        return state, engine_api.ResultTokens(
-            data, (0, steps), (steps, 2 * steps), (2 * steps, 2 * steps + 1), 1
-        )
+        columns = (0, steps), (steps, 2 * steps), (2 * steps, 2 * steps + 1)
+        return state, engine_api.ResultTokens(data, *columns, 1)
 
     def get_tokenizer(self) -> Any:
         """Returns placeholder parameters. JetStream passes them to `build_tokenizer`, which does not use them."""

@@ -89,6 +89,9 @@ class _ChatBody(_Sampling, kw_only=True, frozen=True):
     return_tokens_as_token_ids: bool = False
 
 
+_Body = TypeVar("_Body", _GenerateBody, _ChatBody)
+
+
 class _StreamOptions(msgspec.Struct, kw_only=True, frozen=True):
     """The field `stream_options` in a request to `/v1/chat/completions`."""
 
@@ -101,8 +104,7 @@ def read_generate(content: bytes, limits: ServedLimits) -> CheckedRequest:
     Raises:
         RequestError: the request cannot be served; the message names the field.
     """
-    body = _struct(_json(content), _GenerateBody, "the body")
-    _check_model(body.model, limits)
+    body = _body(content, _GenerateBody, limits)
     prompt = np.array(limits.checked_ids("token_ids", body.token_ids), np.int32)
     options = _struct(body.sampling_params, _SamplingParams, "sampling_params")
     logprobs = options.logprobs is not None
@@ -115,8 +117,7 @@ def read_chat(content: bytes, limits: ServedLimits) -> CheckedRequest:
     Raises:
         RequestError: the request cannot be served; the message names the field.
     """
-    body = _struct(_json(content), _ChatBody, "the body")
-    _check_model(body.model, limits)
+    body = _body(content, _ChatBody, limits)
     streaming = _struct(body.stream_options, _StreamOptions, "stream_options")
     for index, message in enumerate(body.messages):
         if message.get("role") not in _ROLES:
@@ -138,13 +139,20 @@ def read_chat(content: bytes, limits: ServedLimits) -> CheckedRequest:
     )  # fmt: skip
 
 
-def _json(content: bytes) -> Any:
+def _body(content: bytes, kind: type[_Body], limits: ServedLimits) -> _Body:
     try:
-        return msgspec.json.decode(content)
+        given = msgspec.json.decode(content)
     except RecursionError as error:
         raise RequestError("the body's JSON is nested too deeply", code="invalid_json") from error
     except msgspec.DecodeError as error:
         raise RequestError(f"the body is not JSON: {error!s:.200}", code="invalid_json") from error
+    body = _struct(given, kind, "the body")
+    if body.model not in ("", limits.model):
+        raise RequestError(
+            f"model is {body.model!r:.80}; this server has only {limits.model!r}: use this name, or omit the field",
+            status=404, code="model_not_found",
+        )  # fmt: skip
+    return body
 
 
 def _struct(given: object, kind: type[_Struct], where: str) -> _Struct:
@@ -184,32 +192,20 @@ def _request(
     names = ("max_completion_tokens", "max_tokens")
     given = {name: value for name in names if (value := getattr(options, name, None)) is not None}
     named, max_tokens = next(iter(given.items()), ("max_tokens", limits.max_response_tokens))
-    changed = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k")}
+    asked = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k")}
+    changed = {name: value for name, value in asked.items() if value is not None}
     stop = (options.stop,) if isinstance(options.stop, str) else options.stop
     try:
-        decoding = replace(
-            limits.decoding, **{name: value for name, value in changed.items() if value is not None}
-        )
+        decoding = replace(limits.decoding, **changed)
         strings = StopStrings(limits.tokenizer, stop)
         if stop:
             limits.tokenizer.decode(np.array([limits.vocabulary - 1], np.int32))  # must be decodable
     except ValueError as error:
         raise RequestError(str(error)) from error
-    rule = _stop_rule(
-        strings.find if stop else None, limits.checked_ids("stop_token_ids", options.stop_token_ids)
-    )
-    own = OwnOptions(
-        decoding=decoding, key=None if options.seed is None else _seeded_key(options.seed), stop=rule
-    )
+    ids = limits.checked_ids("stop_token_ids", options.stop_token_ids)
+    key = None if options.seed is None else _seeded_key(options.seed)
+    own = OwnOptions(decoding=decoding, key=key, stop=_stop_rule(strings.find if stop else None, ids))
     return limits.request(prompt, max_tokens, count=options.n, named=named, options=own, stop=stop, **others)
-
-
-def _check_model(name: str, limits: ServedLimits) -> None:
-    if name not in ("", limits.model):
-        raise RequestError(
-            f"model is {name!r:.80}; this server has only {limits.model!r}: use this name, or omit the field",
-            status=404, code="model_not_found",
-        )  # fmt: skip
 
 
 def _template_variables(body: _ChatBody, limits: ServedLimits) -> dict[str, Any]:

@@ -47,14 +47,10 @@ class JetStreamServer(ServerThread):
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         port = self._server.add_insecure_port(self.address)
         name = _messages.DESCRIPTOR.services_by_name["Orchestrator"].full_name
-        handlers = {
-            "Decode": grpc.unary_stream_rpc_method_handler(
-                self._decode, response_serializer=_messages.DecodeResponse.SerializeToString
-            ),
-            "HealthCheck": grpc.unary_unary_rpc_method_handler(
-                self._health, response_serializer=_messages.HealthCheckResponse.SerializeToString
-            ),
-        }
+        decoded, healthy = _messages.DecodeResponse, _messages.HealthCheckResponse
+        decode = grpc.unary_stream_rpc_method_handler(self._decode, None, decoded.SerializeToString)
+        health = grpc.unary_unary_rpc_method_handler(self._health, None, healthy.SerializeToString)
+        handlers = {"Decode": decode, "HealthCheck": health}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
         await self._server.start()
         return port

@@ -12,16 +12,9 @@ from flax import nnx
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer, Restored
 from dapo_jax.config import ConfigError, DataConfig, ParallelConfig, SamplingConfig, load_config
-from dapo_jax.hints import how_to_install
+from dapo_jax.hints import how_to_install, needing
 from dapo_jax.parallel.weights import both_on
-from dapo_jax.run.policy import (
-    Policy,
-    check_of_readers,
-    data_of_run,
-    find_policy,
-    mesh_of,
-    optimizer_of,
-)
+from dapo_jax.run.policy import Policy, check_of_readers, data_of_run, find_policy, mesh_of, optimizer_of
 from dapo_jax.run.programs import Transfer, compile_sampling, sharing, transfer_of
 from dapo_jax.run.prompt_sets import dated
 from dapo_jax.run.records import use_compilation_cache
@@ -174,12 +167,8 @@ def serve_http(
             other machines could reach the server without a key.
         RuntimeError: the engine has failed.
     """
-    try:
+    with needing("http", "serving over HTTP needs aiohttp and msgspec", ConfigError):
         from dapo_jax.serving.http_server import HttpServer, is_loopback
-    except ImportError as error:
-        raise ConfigError(
-            f"serving over HTTP needs aiohttp and msgspec, which cannot be imported ({error}); install them with {how_to_install('http')}"
-        ) from error
     if not api_key and not is_loopback(options.host):
         raise ConfigError(
             f"--host {options.host} can be reached from other machines, but no key is set: set DAPO_JAX_API_KEY, which requests must then send as a "

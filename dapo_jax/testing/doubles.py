@@ -136,9 +136,8 @@ class ScriptedEngine:
         tokens = np.zeros((self.slots, self.steps_per_call), np.int32)
         valid = np.zeros((self.slots, self.steps_per_call), bool)
         for step in range(self.steps_per_call):
-            drawing = [
-                slot.live and slot.drawn < most for slot, most in zip(slots, until.tolist(), strict=True)
-            ]
+            pairs = zip(slots, until.tolist(), strict=True)
+            drawing = [slot.live and slot.drawn < most for slot, most in pairs]
             live = sum(drawing)
             if not live or (step and live < min_live):
                 break

@@ -126,15 +126,17 @@ class _Loss:
         if self.combine not in ("sum", "mean", "tokens"):
             raise ValueError(f"combine must be sum, mean or tokens, got {combine!r}")
 
-        def evaluate(batch: Batch, **options: Any) -> tuple[Any, Any]:
-            both = jax.value_and_grad(
-                lambda logprobs: self.call(batch | {"logprobs": logprobs}, **options)[0]
-            )
-            return both(batch["logprobs"])
+        def value_of(arrays: Batch, batch: Batch, **options: Any) -> Any:
+            return self.call(batch | arrays, **options)[0]
 
-        self.evaluate = jax.jit(evaluate, static_argnames=[*self.options])
+        self.slopes = jax.jit(jax.value_and_grad(value_of), static_argnames=[*self.options])
         self.value, self.gradient = self.measure(PLAIN)
         self.uses_advantages = self.difference(*self.measure(PLAIN, advantages=POSITION + 1.0)) > 0
+
+    def evaluate(self, batch: Batch, **options: Any) -> tuple[Any, Any]:
+        """Returns the value, and its gradient with respect to the log-probabilities."""
+        value, slopes = self.slopes({"logprobs": batch["logprobs"]}, batch, **options)
+        return value, slopes["logprobs"]
 
     def call(self, batch: Batch, **options: Any) -> tuple[Any, Any]:
         keywords = {name: batch[name] for name in self.keywords}
@@ -172,9 +174,8 @@ class _Loss:
     def bounded(self, limit: float, **changes: Any) -> Result:
         value, slope = self.measure(PLAIN, **changes)
         largest = np.abs(slope).max()
-        return bool(
-            np.isfinite(value) and largest <= limit
-        ), f"loss {value:.3g}, largest gradient {largest:.3g}"
+        finite = bool(np.isfinite(value) and largest <= limit)
+        return finite, f"loss {value:.3g}, largest gradient {largest:.3g}"
 
     def added(self, layouts: Sequence[np.ndarray], parts: Sequence[tuple[float, np.ndarray]]) -> Result:
         """Compares the combined parts with the whole batch."""
@@ -212,16 +213,13 @@ def _metrics(loss: _Loss) -> Result:
 
 
 def _gradient(loss: _Loss) -> Result:
-    rng = np.random.default_rng(1)
     size = np.abs(loss.gradient).sum()
-
-    def error(directions: np.ndarray) -> Any:
-        ends = [TOKENS["logprobs"] + step * directions for step in (1e-6, -1e-6)]
-        up, down = ([loss.measure(PLAIN, logprobs=one)[0] for one in end] for end in ends)
-        return abs(np.subtract(up, down) / 2e-6 - directions @ loss.gradient).max()
-
+    directions = np.random.default_rng(1).standard_normal((4, len(RESPONSE)))
+    ends = (TOKENS["logprobs"] + step * directions for step in (1e-6, -1e-6))
+    up, down = ([loss.measure(PLAIN, logprobs=one)[0] for one in end] for end in ends)
+    error = abs(np.subtract(up, down) / 2e-6 - directions @ loss.gradient).max()
     forms = {
-        "derivative of the value": error(rng.standard_normal((4, len(RESPONSE)))),
+        "derivative of the value": error,
         "stop-gradient form: constants x logprobs": abs(loss.gradient @ TOKENS["logprobs"] - loss.value),
         "stop-gradient form: constants x exp(logprobs - their value)": abs(loss.gradient.sum() - loss.value),
     }
@@ -231,8 +229,7 @@ def _gradient(loss: _Loss) -> Result:
 
 def _constants(loss: _Loss) -> Result:
     batch = loss.batch(PLAIN)
-    others = {name: batch[name] for name in (*POLICIES, "advantages") if name in loss.arrays}
-    slopes = jax.jit(jax.grad(lambda others: loss.call(batch | others)[0]))(others)
+    _, slopes = loss.slopes({name: batch[name] for name in {*POLICIES, "advantages"} & loss.arrays}, batch)
     wrong = [name for name, slope in slopes.items() if not (slope == 0).all()]
     return not wrong, f"gradient flows through {', '.join(wrong) or 'logprobs only'}"
 
@@ -241,9 +238,8 @@ def _options(loss: _Loss) -> Result:
     batch, ignored = loss.batch(PLAIN), dict(loss.options)
     value, slope = loss.evaluate(batch)
     for name, default in loss.options.items():
-        numbers = (
-            [] if isinstance(default, str) else [factor * (default or 1.0) for factor in (0.5, 2.0, 0.0)]
-        )
+        factors = () if isinstance(default, str) else (0.5, 2.0, 0.0)
+        numbers = [factor * (default or 1.0) for factor in factors]
         for other in [loss.others[name]] if name in loss.others else numbers:
             with suppress(ValueError):  # outside the range of the option
                 found = loss.evaluate(batch, **{name: other})
@@ -288,10 +284,9 @@ def _direction(loss: _Loss) -> Result:
         push = -sign * loss.measure(PLAIN, logprobs=logprobs, mask=FIRST, **old)[1]
         wrong = FIRST & (sign != 0) & ~(push > 0)
         if loss.uses_advantages and wrong.any():
-            signs = (
-                f"{'wrong sign' if push[wrong].any() else 'no gradient'} for advantages {set(sign[wrong])}"
-            )
-            return False, f"{signs} after a move of {shift} nats against the advantage"
+            found = "wrong sign" if push[wrong].any() else "no gradient"
+            move = f"after a move of {shift} nats against the advantage"
+            return False, f"{found} for advantages {set(sign[wrong])} {move}"
     return True, f"{'follows' if loss.uses_advantages else 'the loss does not use'} the advantages"
 
 

@@ -49,9 +49,8 @@ class PromptFormat:
 
     def _around(self, question: str) -> str:
         # str.format would fail if a question contains braces, for example in sets or code.
-        return TEMPLATES.get(self.data.prompt_template, self.data.prompt_template).replace(
-            "{prompt}", question
-        )
+        template = TEMPLATES.get(self.data.prompt_template, self.data.prompt_template)
+        return template.replace("{prompt}", question)
 
     def _conversation(self, prompt: str | Sequence[Message], tokenizer: Tokenizer) -> str:
         if tokenizer.chat_template is None:
@@ -64,14 +63,10 @@ class PromptFormat:
         )
         last = max(place for place, message in enumerate(messages) if message["role"] == "user")
         asked = {**messages[last], "content": self._around(messages[last]["content"])}
-        shown = [
-            message
-            for each in self.data.few_shot
-            for message in (
-                {"role": "user", "content": self._around(each["prompt"])},
-                {"role": "assistant", "content": each["response"]},
-            )
-        ]
+        shown = []
+        for each in self.data.few_shot:
+            shown.append({"role": "user", "content": self._around(each["prompt"])})
+            shown.append({"role": "assistant", "content": each["response"]})
         first = int(messages[0]["role"] == "system")
         messages = [*messages[:first], *shown, *messages[first:last], asked, *messages[last + 1 :]]
         if self.data.system_prompt:

@@ -241,10 +241,8 @@ class HuggingFaceTokenizer:
         name, content = _TEMPLATE, self.files.get(_TEMPLATE)
         if content is None:
             if isinstance(config, list):
-                named = {
-                    each.get("name"): each.get("template") for each in config if isinstance(each, Mapping)
-                }
-                config = named.get("default")
+                known = [one for one in config if isinstance(one, Mapping) and one.get("name") == "default"]
+                config = known[-1].get("template") if known else None
             if not isinstance(config, str):
                 return None
             name, content = f"{_CONFIG}: chat_template", config.encode("utf-8")
@@ -301,7 +299,4 @@ def _byte_level() -> Mapping[str, int]:
     """Maps each character of byte-level vocabularies to its byte. Printable bytes map to themselves; the other bytes use characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {
-        **{chr(byte): byte for byte in printable},
-        **{chr(0x100 + place): byte for place, byte in enumerate(others)},
-    }
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + at): byte for at, byte in enumerate(others)}

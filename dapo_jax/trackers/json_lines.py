@@ -34,9 +34,8 @@ def write_lines(path: AnyPath, rows: Iterable[Mapping[str, Any]], *, what: str) 
     Raises:
         ValueError: a number is nan or infinite.
     """
-    text = "".join(
-        json.dumps(row, allow_nan=False, ensure_ascii=False, default=_plain) + "\n" for row in rows
-    )
+    encode = partial(json.dumps, allow_nan=False, ensure_ascii=False, default=_plain)
+    text = "".join(f"{encode(row)}\n" for row in rows)
     with writing(what, path):
         path.parent.mkdir(parents=True, exist_ok=True)
         # A sampled token may decode to half a surrogate pair, which cannot be encoded in UTF-8.
@@ -126,7 +125,7 @@ class JsonlTracker:
         if len(self._lines) % LINES_PER_OBJECT == 0:
             self._name, self._lines = f"{step:06d}.jsonl", []
         lines = [*self._lines, line]
-        write_whole(_folder_of(self.path) / self._name, b"".join(lines))
+        write_whole(self.path.with_name(self.path.stem) / self._name, b"".join(lines))
         self._lines = lines
 
 
@@ -147,13 +146,9 @@ def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: row["step"])
 
 
-def _folder_of(path: AnyPath) -> AnyPath:
-    return path.with_name(path.stem)
-
-
 def _files_of(path: AnyPath) -> list[AnyPath]:
     """Returns the metrics file and the metrics objects that exist. A run that was copied between a bucket and a disk may have both."""
-    folder = _folder_of(path)
+    folder = path.with_name(path.stem)
     objects = [file for file in entries(folder) if file.suffix == path.suffix] if folder.is_dir() else []
     return [path, *objects] if path.exists() else objects
 

@@ -56,10 +56,8 @@ def write_rollouts(
     """
     found = [(group, index, rollout) for group in groups for index, rollout in group.indexed]
     values = [None] * len(found) if advantages is None else advantages.reshape(-1).tolist()
-    rows = [
-        {**_row(step, *each, ratios), "advantage": _rounded(value)}
-        for each, value in zip(found, values, strict=True)
-    ]
+    pairs = zip(found, values, strict=True)
+    rows = [{**_row(step, *each, ratios), "advantage": _rounded(value)} for each, value in pairs]
     path = path_of(folder) / f"step_{step:06d}.jsonl"
     write_lines(path, rows, what="rollouts")
     return path

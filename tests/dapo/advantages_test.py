@@ -324,7 +324,7 @@ def test_a_best_of_more_than_the_group_is_refused(k):
 
 @pytest.mark.parametrize("key", ["baseline", "scale", "rewards"])
 def test_an_unknown_name_is_refused(key):
-    with pytest.raises(ValueError, match=f"{key}='summde' is unknown"):
+    with pytest.raises(ValueError, match=f"{key}='summde' is not one of"):
         step_advantages([make_group([1.0, 0.0], [1, 1])], **{key: "summde"})
 
 

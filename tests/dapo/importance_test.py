@@ -133,7 +133,7 @@ def test_log_ratios_are_clamped_at_20_and_nan_stays_nan(correction):
 
 @pytest.mark.parametrize("correction", ["none", "auto", "truncated"])
 def test_a_correction_that_gives_no_weights_is_refused(correction):
-    with pytest.raises(ValueError, match=f"correction='{correction}' .* Did you mean"):
+    with pytest.raises(ValueError, match=f"correction='{correction}' .* did you mean"):
         weighted(correction, one_row())
 
 

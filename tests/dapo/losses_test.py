@@ -330,7 +330,7 @@ def test_weights_are_the_same_on_host_and_device(aggregation):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"aggregation": "token-mean"}, "Did you mean 'token_mean'"),
+        ({"aggregation": "token-mean"}, "did you mean 'token_mean'"),
         ({"aggregation": "prompt_mean"}, r"group_ids of shape \(8,\).*got none"),
         ({"aggregation": "prompt_mean", "group_ids": GROUP_IDS[:7]}, r"got shape \(7,\)"),
         ({"aggregation": "token_sum_norm"}, "max_response_tokens of 1 or more, got None"),

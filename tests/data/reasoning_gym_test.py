@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from dapo_jax.data import load_rows
-from dapo_jax.data.reasoning_gym import reasoning_gym_rows
+from dapo_jax.data.sources import reasoning_gym_rows
 
 FEW = {"min_words": 3, "max_words": 5, "train_questions": 60, "test_questions": 20}
 

@@ -106,10 +106,8 @@ def _questions_of(count: int) -> Iterator[Question]:
         return
     seen: set[Question] = set()
     for number in itertools.count():
-        terms = tuple(
-            DIGITS[int(uniform("term", SPLIT_SEED, count, number, term) * len(DIGITS))]
-            for term in range(count)
-        )
+        luck = [uniform("term", SPLIT_SEED, count, number, term) for term in range(count)]
+        terms = tuple(DIGITS[int(each * len(DIGITS))] for each in luck)
         if terms not in seen:
             seen.add(terms)
             yield terms
@@ -134,8 +132,7 @@ class Builder(OwnBuilder):
 
     def splits(self) -> dict[str, Iterator[dict[str, Any]]]:
         """Returns the rows of each split."""
-        found = split_questions()
-        return {split: _rows(questions, DEMONSTRATIONS[split]) for split, questions in found.items()}
+        return {split: _rows(terms, DEMONSTRATIONS[split]) for split, terms in split_questions().items()}
 
 
 def _rows(questions: Sequence[Question], count: int) -> Iterator[dict[str, Any]]:

@@ -3,10 +3,7 @@
 Use the `math` grader, because the same answer can be written in many ways.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
-from dapo_jax.data.file_builder import FileBuilder, field_of
+from dapo_jax.data.file_builder import FileBuilder
 
 
 class Builder(FileBuilder):
@@ -14,7 +11,4 @@ class Builder(FileBuilder):
 
     name = "math_500"
     SPLIT = "test"
-
-    def example(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the question and the answer of a row, see `FileBuilder.example`."""
-        return {"prompt": field_of(fields, "problem"), "answer": field_of(fields, "answer")}
+    QUESTION = "problem"

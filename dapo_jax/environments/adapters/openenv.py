@@ -13,7 +13,7 @@ from typing import Any
 
 from dapo_jax.environments.protocol import Context, Step, Turn
 from dapo_jax.environments.tools import conversation
-from dapo_jax.hints import how_to_install
+from dapo_jax.hints import needing
 from dapo_jax.rewards.functions import load_function
 from dapo_jax.text.plain_json import read_numbers
 
@@ -29,10 +29,8 @@ class OpenEnvironment:
         """
         self._url = place if place.startswith(("http://", "https://")) else ""
         self._field: str | None = None if self._url else ""
-        try:
+        with needing("openenv", f"openenv:{place} needs a package"):
             core = importlib.import_module("openenv.core") if self._url else None
-        except ImportError as error:
-            raise ValueError(f"openenv:{place} needs a package: {how_to_install('openenv')}") from error
         make = load_function(place) if core is None else partial(core.GenericEnvClient, base_url=place)
         self._client: Callable[[], Any] = make
 

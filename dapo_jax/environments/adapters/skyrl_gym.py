@@ -12,7 +12,7 @@ from typing import Any
 
 from dapo_jax.environments.protocol import Context, Step, Turn
 from dapo_jax.environments.tools import conversation
-from dapo_jax.hints import how_to_install, nearest
+from dapo_jax.hints import did_you_mean, needing
 from dapo_jax.rewards.functions import load_function
 
 
@@ -72,15 +72,11 @@ class SkyRLEpisode:
 
 
 def _registered(name: str) -> Callable[..., Any]:
-    try:
+    with needing("skyrl-gym", f"skyrl_gym:{name} needs the package skyrl-gym"):
         package = importlib.import_module("skyrl_gym")
-    except ImportError as error:
-        remedy = how_to_install("skyrl-gym")
-        raise ValueError(f"skyrl_gym:{name} needs the package skyrl-gym: {remedy}") from error
     if name not in package.registry:
-        near = nearest(name, package.registry)
-        hint = f"did you mean {near[0]!r}?" if near else f"it has {sorted(package.registry)}."
-        raise ValueError(f"skyrl-gym has no environment {name!r}; {hint} Or use skyrl_gym:PLACE:Class")
+        hint = did_you_mean(name, package.registry)
+        raise ValueError(f"skyrl-gym has no environment {name!r} ({hint}); or use skyrl_gym:PLACE:Class")
     return lambda **given: package.make(name, **given)
 
 

@@ -42,10 +42,8 @@ class TinkerEnvironment:
         played = [SimpleNamespace(transitions=each.turns, final_ob=each.last) for each in episodes]
         envs = [each.env for each in episodes]
         given = await episodes[0].group.builder.compute_group_rewards(played, envs) if episodes else []
-        return [
-            sum(turn.reward for turn in each.turns) + reward
-            for each, (reward, _) in zip(episodes, given, strict=True)
-        ]
+        pairs = zip(episodes, given, strict=True)
+        return [sum(turn.reward for turn in each.turns) + reward for each, (reward, _) in pairs]
 
 
 class _BuilderEpisodes:
