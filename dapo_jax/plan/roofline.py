@@ -15,7 +15,7 @@ from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.plan.topologies import Topology
 from dapo_jax.plan.workload import MeshSizes, Workload, batch_shards
 from dapo_jax.run.policy import teacher_of
-from dapo_jax.run.programs import sampled_decoder
+from dapo_jax.run.programs import has_reference, objective_of, sampled_decoder
 from dapo_jax.run.sampler_setup import prefill_of
 from dapo_jax.sampling.pages import PageSizes
 from dapo_jax.sampling.prompt_packing import PrefillShape
@@ -255,7 +255,7 @@ def _trained(config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes:
     devices, count = sizes.devices, work.trained * work.sequence
     scored = work.updates - 1 if config.loss.old_logprobs == "trainer" else 0
     scored = scored if config.loss.select == "all" else work.updates
-    scored += work.updates if config.loss.kl_coef else 0
+    scored += work.updates if has_reference(config, objective_of(config.loss)) else 0
     # The numbers of tokens and of query-key pairs include padding, and attention is causal over the whole row.
     tokens = float(work.microbatches * work.microbatch_tokens)
     pairs = tokens * (config.row_tokens + 1) / 2

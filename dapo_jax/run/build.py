@@ -95,7 +95,6 @@ class Run:
             teacher = load_teacher(config, self.policy, self._mesh)
             taught = teacher.params, teacher.frozen
             scores = scorer_of(config, teacher, self._mesh).scores(teacher.params)
-            # `check_identity` always compares these files, because no name ends in .safetensors.
             found = model_files(teacher.folder, weights=True)
             files |= {f"teacher ({name})": digest for name, digest in found.items()}
         head_dim = self.policy.decoder.head_dim

@@ -228,6 +228,14 @@ def test_options_change_the_work():
     assert float32["decode"].hbm_bytes == 2 * phases["decode"].hbm_bytes
 
 
+def test_an_objective_that_requires_the_reference_policy_is_scored_by_it(tmp_path):
+    """Two updates by the reference policy, and one by the policy."""
+    file = tmp_path / "near.py"
+    file.write_text("def near(logprobs, old_logprobs, advantages, mask, *, weights, ref_logprobs): ...")
+    _, phases = works(replace(CONFIG, loss=LossConfig(objective=f"{file}:near")))
+    assert phases["log-probabilities"].runs == 3
+
+
 def compiled(name, received):
     traffic = [Traffic(kind="all-gather", count=1, received_bytes=received)]
     return Program(name=name, compile_s=1.0, memory=None, traffic=traffic)
