@@ -250,7 +250,7 @@ def _trained(config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes:
     """Returns the work of scoring, if any, and of the updates.
 
     Scoring computes the trainer's log-probabilities for all updates except the first (all with `loss.select`), and the log-probabilities of a
-    reference policy and a teacher for all updates.
+    reference policy and a teacher for all updates. With `teacher.kl=full`, the teacher's forward pass is part of the update.
     """
     devices, count = sizes.devices, work.trained * work.sequence
     scored = work.updates - 1 if config.loss.old_logprobs == "trainer" else 0
@@ -293,4 +293,11 @@ def _trained(config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes:
         flops, useful = runs * one / devices, runs / work.updates * own / devices
         read = runs * work.microbatches * weights
         found.append(Work(phase=phase, runs=runs, flops=flops, useful_flops=useful, hbm_bytes=read))
+    if config.teacher.source and config.teacher.kl == "full":
+        taught = found.pop()
+        sums = {
+            name: getattr(updates, name) + getattr(taught, name)
+            for name in ("flops", "useful_flops", "hbm_bytes")
+        }
+        updates = replace(updates, **sums)
     return [*(each for each in found if each.runs), updates]
