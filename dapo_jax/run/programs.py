@@ -191,12 +191,11 @@ def updater_of(
         teacher_kl=config.teacher.kl,
         offload=config.optimizer.offload,
     )
-    own = objective is not None or ":" in loss.objective
-    function = objective or objective_of(loss)
+    function, own = objective or objective_of(loss), (reference, frozen, teacher)
     arguments = (decoder, optimizer, mesh, layout, model.compute_dtype, model.remat, options, function)
-    if not own and reference is None and not frozen and teacher is None:
-        return _shared_updater(*arguments, None, None, None)
-    return _new_updater(*arguments, reference, frozen, teacher)
+    if objective or ":" in loss.objective or any(own):
+        return _new_updater(*arguments, *own)
+    return _shared_updater(*arguments)
 
 
 def load_teacher(config: TrainConfig, student: Policy, mesh: Mesh) -> Policy:
@@ -239,9 +238,9 @@ def _new_updater(
     remat: str,
     options: UpdateOptions,
     objective: Objective,
-    reference: nnx.State | None,
-    frozen: nnx.State | None,
-    teacher: Model | None,
+    reference: nnx.State | None = None,
+    frozen: nnx.State | None = None,
+    teacher: Model | None = None,
 ) -> Updater:
     return Updater(
         graph_of(decoder, compute_dtype=compute_dtype, remat=remat, layout=layout),

@@ -200,7 +200,6 @@ class Updater:
         self._placing = Placing(self._rows)
         self._score = Together(jax.jit(self._score_program, out_shardings=self._rows))
         self._choose = Together(jax.jit(self._select_program, out_shardings=self._rows))
-        self._ratio = jax.jit(_ratio, out_shardings=self._rows)
         changed, sums = (placed, self._whole), (placed.params, self._whole)
         self._update = Together(jax.jit(self._update_program, donate_argnums=0, out_shardings=changed))
         self._nothing = Together(jax.jit(self._nothing_program, out_shardings=sums))
@@ -213,9 +212,9 @@ class Updater:
 
         Must be called before the first update of a step, because the old policy is the policy at the start of the step.
         """
-        filled, by_policy = self._placing.put(minibatches), partial(self._scored, self.model(state.params))
+        filled, policy = self._placing.put(minibatches), self.model(state.params)
         if self._select is not None:
-            filled = [self._selected(m, [*map(by_policy, m)]) for m in filled]
+            filled = [self._selected(m, policy) for m in filled]
         if self._options.old_logprobs == "sampler":
             filled = [
                 with_array(m, "old_logprobs", lambda stack: stack.microbatches.sampler_logprobs)
@@ -223,25 +222,27 @@ class Updater:
             ]
         elif self._select is None:
             # In the first update, the old policy is the current policy, so `_loss` uses the log-probabilities that it computes anyway.
-            filled[1:] = [
-                with_array(m, "old_logprobs", lambda stack: by_policy(stack)[0]) for m in filled[1:]
-            ]
+            filled[1:] = [with_array(m, "old_logprobs", self._scores(policy)) for m in filled[1:]]
         for name, model in self._scored_by.items():
-            by_model = partial(self._scored, model)
-            filled = [with_array(m, name, lambda stack, by=by_model: by(stack)[0]) for m in filled]
+            filled = [with_array(m, name, self._scores(model)) for m in filled]
         return filled
 
     def model(self, params: nnx.State) -> Model:
         """Returns the decoder with `params` as its trained parameters."""
         return self._graph, params, self._frozen
 
+    def _scores(self, model: Model) -> Callable[[Stack], Array]:
+        """Returns the function that computes log-probabilities under `model`."""
+        return lambda stack: self._scored(model, stack)[0]
+
     def _scored(self, model: Model, stack: Stack) -> tuple[Array, ...]:
         """Returns the log-probabilities [capacity, rows, seq] of a stack's tokens under `model`, and the entropy if the selection requires it."""
         scores = self._score(model, stack)
         return scores if self._scores_entropy else (scores,)
 
-    def _selected(self, minibatch: Minibatch, scores: Sequence[tuple[Array, ...]]) -> Minibatch:
-        """Fills in the selected tokens and the log-probabilities of an update. `scores` has one item per stack."""
+    def _selected(self, minibatch: Minibatch, policy: Model) -> Minibatch:
+        """Fills in the log-probabilities of an update under the policy, and the selected tokens."""
+        scores = [self._scored(policy, stack) for stack in minibatch]
         chosen = self._choose(minibatch, scores)
         return tuple(
             replace(
@@ -292,8 +293,8 @@ class Updater:
         """Returns the ratio pi / pi_old that `update` would now compute for each token, as one array [capacity, rows, seq] per stack."""
         if first and self._options.old_logprobs == "trainer":
             return [jnp.ones_like(stack.microbatches.old_logprobs) for stack in minibatch]
-        by_policy = partial(self._scored, self.model(state.params))
-        return [self._ratio(by_policy(stack)[0], stack.microbatches.old_logprobs) for stack in minibatch]
+        score = self._scores(self.model(state.params))
+        return [jnp.exp(score(stack) - stack.microbatches.old_logprobs) for stack in minibatch]
 
     def lower_score(self, model: Model, *, capacity: int, rows: int, row_tokens: int) -> Lowered:
         """Lowers the program that `prepare` uses to compute log-probabilities. The parameters may be shapes with shardings."""
@@ -431,14 +432,14 @@ class Updater:
         logprobs, entropy, *divergences = self._logprobs(models, microbatch)
         current, by_trainer = lax.stop_gradient(logprobs), options.old_logprobs == "trainer"
         old = jnp.where(first, current, microbatch.old_logprobs) if by_trainer else microbatch.old_logprobs
-        of_tokens, of_weights = microbatch.weights, {}
-        advantages, of_teacher = microbatch.advantages, {}
+        of_tokens, advantages, metrics = microbatch.weights, microbatch.advantages, dict[str, Metric]()
         if "teacher_logprobs" in self._scored_by:
             taught, coef = microbatch.teacher_logprobs, options.teacher_coef
-            advantages, of_teacher = with_teacher(advantages, taught, old, mask, coef=coef)
+            advantages, measured = with_teacher(advantages, taught, old, mask, coef=coef)
+            metrics |= measured
         if options.correction != "none":
             low, high = options.importance_range
-            ratios, of_weights = importance_weights(
+            ratios, measured = importance_weights(
                 old,
                 microbatch.sampler_logprobs,
                 mask,
@@ -447,39 +448,34 @@ class Updater:
                 low=low,
                 high=high,
             )
-            of_tokens = of_tokens * ratios
+            of_tokens, metrics = of_tokens * ratios, metrics | measured
         of_objective = of_tokens
         if options.drop_off_policy is not None:
             delta, ids = options.drop_off_policy, microbatch.segment_ids
-            kept, dropped = drop_off_policy(
+            kept, measured = drop_off_policy(
                 current, microbatch.sampler_logprobs, advantages, mask, ids, delta=delta
             )
-            of_objective, of_weights = of_tokens * kept, {**of_weights, **dropped}
+            of_objective, metrics = of_tokens * kept, metrics | measured
         if self._select is not None:
             selected = microbatch.selected.astype(jnp.float32)
-            of_weights = {**of_weights, "policy/selected_frac": token_mean(selected, mask)}
+            metrics["policy/selected_frac"] = token_mean(selected, mask)
             of_objective = of_objective if "selected" in self._arrays else of_objective * selected
         # If the old log-probabilities are the sampler's, they are compared with the trainer's in the first update only, before the weights change.
         compared, trainers = (mask, old) if by_trainer else (mask & first, current)
         made = {"weights": of_objective, "entropy": entropy}
         arrays = {name: made[name] if name in made else getattr(microbatch, name) for name in self._arrays}
-        loss, metrics = self._objective(logprobs, old, advantages, mask, **arrays)
-        metrics = {
-            **metrics,
-            **of_weights,
-            **of_teacher,
-            "policy/entropy": token_mean(entropy, mask),
-            **mismatch_metrics(trainers, microbatch.sampler_logprobs, compared),
-        }
+        loss, measured = self._objective(logprobs, old, advantages, mask, **arrays)
+        metrics = {**measured, **metrics, "policy/entropy": token_mean(entropy, mask)}
+        metrics |= mismatch_metrics(trainers, microbatch.sampler_logprobs, compared)
         if options.kl_coef:
             # Like the objective, the KL estimate is an expectation over tokens sampled by the policy, so it needs the same importance weights. It has
             # no advantage, so `drop_off_policy` and `select` do not apply to it.
             how = {"estimator": options.kl_estimator, "old_logprobs": old, "weights": of_tokens}
-            penalty, kl_metrics = kl_penalty(logprobs, microbatch.ref_logprobs, mask, **how)
-            loss, metrics = loss + options.kl_coef * penalty, {**metrics, **kl_metrics}
+            penalty, measured = kl_penalty(logprobs, microbatch.ref_logprobs, mask, **how)
+            loss, metrics = loss + options.kl_coef * penalty, metrics | measured
         for divergence in divergences:
             loss = loss + options.teacher_coef * jnp.sum(of_tokens * divergence, where=mask)
-            metrics = {**metrics, "teacher/reverse_kl": token_mean(divergence, mask)}
+            metrics["teacher/reverse_kl"] = token_mean(divergence, mask)
         scored = (current, old) if by_trainer else (current,)
         found = {
             "nonfinite/sampler_logprobs": _not_finite(mask, microbatch.sampler_logprobs),
@@ -531,10 +527,6 @@ def _hidden(model: Model, m: Microbatch) -> tuple[Array, Any]:
 def _joined(*measured: dict[str, Metric]) -> dict[str, Metric]:
     """Concatenates the values of all stacks, for each metric."""
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *measured)
-
-
-def _ratio(logprobs: Array, old_logprobs: Array) -> Array:
-    return jnp.exp(logprobs - old_logprobs)
 
 
 def mismatch_metrics(
