@@ -471,7 +471,10 @@ class TeacherConfig(Section, at="teacher"):
     revision: str = key("", aliases="teacher_model_revision")
     """Branch, tag or commit of a teacher on the Hugging Face Hub. If empty, the main branch is used."""
     coef: float = key(1.0, range=POSITIVE)
-    """Factor of the teacher's advantages."""
+    """Factor of the teacher's advantages, or of the divergence from the teacher."""
+    kl: str = key("sampled", choices=["sampled", "full"])
+    """How to approach the teacher. `sampled`: by the advantages of the sampled tokens. `full`: by a term of the loss, the KL divergence from the policy to the teacher over the
+    whole vocabulary at each token."""
     rewards: bool = key(False)
     """Add the advantages of the rewards to the teacher's advantages. If false, training responses are not graded, all groups are trained on, and graders are used only in evaluations."""
 
@@ -764,6 +767,12 @@ class TrainConfig(RunConfig):
         if self.sampling.temperature != 1:
             remedy = "the teacher's log-probabilities are at temperature 1: set it to 1"
             self.refuse("sampling.temperature", "1 with teacher.source", remedy)
+        taught = self.teacher.kl == "sampled" or not self.teacher.rewards
+        if taught and self.loss.select in ("low_covariance", "high_covariance"):
+            remedy = (
+                "it would ignore the advantages of the teacher: set it to all, or choose another selection"
+            )
+            self.refuse("loss.select", "a selection without advantages with teacher.source", remedy)
         for name, by_reward, needs in (
             ("dynamic_sampling.enabled", self.dynamic_sampling.enabled, "false"),
             ("environment.credit", self.environment.credit == "turn", "episode"),

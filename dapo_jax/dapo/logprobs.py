@@ -3,8 +3,10 @@
 All log-probabilities are under softmax(logits / temperature), the distribution from which tokens are sampled.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,8 +54,9 @@ def chunked_logprobs(
     compute_dtype: str | None = None,
     vocab_size: int | None = None,
     vocab_axis: str | None = None,
-) -> tuple[Float[Array, " tokens"], Float[Array, " tokens"]]:
-    """Computes the log-probability and the entropy of each token under softmax(hidden @ unembedding.T / temperature).
+    teachers: Sequence[tuple[Array, Array]] = (),
+) -> tuple[Float[Array, " tokens"], ...]:
+    r"""Computes the log-probability and the entropy of each token under softmax(hidden @ unembedding.T / temperature).
 
     Neither the forward nor the backward pass stores more than `chunk_vocab` logits per token. The forward pass keeps running sums over the chunks of
     the vocabulary, relative to the largest logit so far (Milakov and Gimelshein 2018). The backward pass recomputes the logits of each chunk. On CPU
@@ -71,9 +74,11 @@ def chunked_logprobs(
         vocab_size: number of rows of `unembedding` that are not padding. Defaults to all rows.
         vocab_axis: inside `shard_map`, the mesh axis over which the rows of `unembedding` are split. All devices along this axis must have the same
             `hidden`, and they return the same values. The gradient of `hidden` on each device is a partial sum.
+        teachers: hidden states and unembedding of other models, without gradients. They may have another width, and more vocabulary entries, which are ignored.
 
     Returns:
-        Differentiable log-probabilities, and entropies without a gradient. Both are in nats, in float32 or wider.
+        Differentiable log-probabilities, entropies without a gradient, and for each teacher the differentiable divergence
+        $\mathrm{KL}(\pi \Vert \pi_\text{teacher})$ of the distributions of each token. All are in nats, in float32 or wider.
 
     Raises:
         ValueError: the temperature is a Python number and not above 0, or `chunk_vocab` is below 1.
@@ -85,7 +90,12 @@ def chunked_logprobs(
     wide = np.promote_types(hidden.dtype, jnp.float32)
     dtype = compute_dtype or hidden.dtype.name
     how = _Chunks(unembedding.shape[0], chunk_vocab, dtype, vocab_size, vocab_axis)
-    return _scores(how, hidden.astype(wide), unembedding, targets, jnp.asarray(temperature, wide))
+    hidden, temperature = hidden.astype(wide), jnp.asarray(temperature, wide)
+    others = lax.stop_gradient([(its.astype(wide), how.aligned(table)) for its, table in teachers])
+    split = [(its, how.split(table)) for its, table in others]
+    logprobs, entropy, *gaps = _scores(how, hidden, unembedding, targets, temperature, split)
+    log_sums = [_scan_vocabulary(how, *other, targets, temperature, [])[2] for other in others]
+    return logprobs, entropy, *(gap + log_sum for gap, log_sum in zip(gaps, log_sums, strict=True))
 
 
 @dataclass(frozen=True)
@@ -108,6 +118,13 @@ class _Chunks:
     def split(self, unembedding: Float[Array, "rows embed"]) -> Float[Array, "entries chunks embed"]:
         padding = -self.rows % self.count
         return jnp.pad(unembedding, ((0, padding), (0, 0))).reshape(-1, self.count, unembedding.shape[1])
+
+    def aligned(self, other: Float[Array, "its_rows its_embed"]) -> Float[Array, "rows its_embed"]:
+        """Returns the rows of another unembedding for the vocabulary entries of this device."""
+        if len(other) == self.rows:
+            return other
+        whole = other if self.axis is None else lax.all_gather(other, self.axis, tiled=True)
+        return lax.dynamic_slice_in_dim(jnp.pad(whole, ((0, self.rows), (0, 0))), self.first(), self.rows)
 
     def first(self) -> Int[Array, ""]:
         """Returns the vocabulary entry of this device's first row."""
@@ -139,82 +156,116 @@ class _Chunks:
         return logits
 
     def together(
-        self, top: Array, total: Array, moment: Array, chosen: Array
-    ) -> tuple[Array, Array, Array, Array]:
+        self, top: Array, total: Array, moment: Array, chosen: Array, *gaps: Array
+    ) -> tuple[Array, ...]:
         """Combines the running sums of all devices over which the vocabulary is sharded."""
         if self.axis is None:
-            return top, total, moment, chosen
+            return top, total, moment, chosen, *gaps
         highest = lax.pmax(top, self.axis)
         shrink = jnp.exp(top - highest)
         moment = shrink * (moment + total * (top - highest))
-        return highest, *lax.psum((shrink * total, moment, chosen), self.axis)
+        return highest, *lax.psum(
+            (shrink * total, moment, chosen, *(shrink * gap for gap in gaps)), self.axis
+        )
 
 
 _NEVER = -1e30
 """A logit below all real logits. It is finite, so that its product with a probability of 0 is 0."""
 
 
+Teachers = Sequence[tuple[Float[Array, "tokens its_embed"], Float[Array, "entries chunks its_embed"]]]
+"""Hidden states and chunks of the unembedding of each teacher."""
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scores(
-    how: _Chunks, hidden: Array, unembedding: Array, targets: Array, temperature: Array
-) -> tuple[Array, Array]:
-    return _scores_forward(how, hidden, unembedding, targets, temperature)[0]
+def _scores(how: _Chunks, *given: Any) -> tuple[Array, ...]:
+    """Takes the arguments of `_scan_vocabulary`. Returns log-probabilities, entropies, and the mean log-probability minus the mean logit of each teacher."""
+    return _scores_forward(how, *given)[0]
 
 
-def _scores_forward(
-    how: _Chunks, hidden: Array, unembedding: Array, targets: Array, temperature: Array
-) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
-    """Returns the log-probabilities and entropies, each [tokens], and the arrays for the backward pass, with the log-sum-exp of the logits last."""
+def _scan_vocabulary(
+    how: _Chunks,
+    hidden: Array,
+    unembedding: Array,
+    targets: Array,
+    temperature: Array,
+    teachers: Teachers,
+) -> tuple[Array, ...]:
+    """Returns log-probabilities, entropies, the log-sum-exp of the logits, and the mean difference from the logits of each teacher, each [tokens]."""
     chunks = how.split(unembedding)
 
     def add(index: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-        top, total, moment, chosen = sums
+        top, total, moment, chosen, *gaps = sums
         logits = how.logits(index, _chunk(chunks, index), hidden, temperature)
         new_top = jnp.maximum(top, logits.max(-1))
         below = logits - new_top[:, None]
         weights, shrink = jnp.exp(below), jnp.exp(top - new_top)
         moment = shrink * (moment + total * (top - new_top)) + jnp.sum(weights * below, -1)
         is_target = how.is_target(index, logits, targets)
+        theirs = _teacher_logits(how, index, teachers, temperature)
         return (
             new_top,
             total * shrink + weights.sum(-1),
             moment,
             chosen + jnp.sum(logits, axis=-1, where=is_target),
+            *(
+                gap * shrink + jnp.sum(weights * (logits - its), -1)
+                for gap, its in zip(gaps, theirs, strict=True)
+            ),
         )
 
     # The zeros are created from `hidden`, so that inside `shard_map` they are marked as varying over the same mesh axes.
     zeros = jnp.full_like(hidden, 0.0, shape=targets.shape)
-    sums = lax.fori_loop(0, how.count, add, (zeros + _NEVER, zeros, zeros, zeros))
-    top, total, moment, chosen = how.together(*sums)
+    sums = (zeros + _NEVER, *[zeros] * (3 + len(teachers)))
+    top, total, moment, chosen, *gaps = how.together(*lax.fori_loop(0, how.count, add, sums))
     log_total = jnp.log(total)
-    scores = (chosen - top) - log_total, log_total - moment / total
-    return scores, (hidden, unembedding, targets, temperature, top + log_total)
+    scores = (chosen - top) - log_total, log_total - moment / total, top + log_total
+    return *scores, *(gap / total for gap in gaps)
+
+
+def _scores_forward(how: _Chunks, *given: Any) -> tuple[tuple[Array, ...], tuple[Any, ...]]:
+    logprobs, entropy, log_sum, *gaps = _scan_vocabulary(how, *given)
+    return (logprobs, entropy, *(gap - log_sum for gap in gaps)), (*given, log_sum, *gaps)
 
 
 def _scores_backward(
-    how: _Chunks, saved: tuple[Array, ...], cotangents: tuple[Array, Array]
-) -> tuple[Array, Array, None, None]:
-    """Computes d logprob / d logits = (one_hot(target) - softmax) / temperature, chunk by chunk. Entropy has no gradient."""
-    hidden, unembedding, targets, temperature, log_sum = saved
-    chunks, cotangent = how.split(unembedding), cotangents[0][:, None]
+    how: _Chunks, saved: tuple[Any, ...], cotangents: tuple[Array, ...]
+) -> tuple[Array, Array, None, None, None]:
+    """Computes d logprob / d logits = (one_hot(target) - softmax) / temperature, chunk by chunk. Entropy has no gradient.
+
+    The gradient of the divergence is d KL / d logits = softmax (x - mean(x)) / temperature, where x is the difference from the teacher's logits.
+    """
+    hidden, unembedding, targets, temperature, teachers, log_sum, *gaps = saved
+    chunks = how.split(unembedding)
+    cotangent, *of_gaps = (each[:, None] for each in (cotangents[0], *cotangents[2:]))
     if how.axis is not None:
-        cotangent = lax.psum(cotangent, how.axis)  # each device's copy of the result may affect the loss
+        # Each device's copy of the result may affect the loss.
+        cotangent, *of_gaps = (lax.psum(each, how.axis) for each in (cotangent, *of_gaps))
 
     def add(index: Array, gradients: tuple[Array, Array]) -> tuple[Array, Array]:
         chunk = _chunk(chunks, index)
         logits, pull = jax.vjp(lambda w, h: how.logits(index, w, h, temperature), chunk, hidden)
         is_target = how.is_target(index, logits, targets).astype(logits.dtype)
-        d_chunk, d_part = pull((is_target - jnp.exp(logits - log_sum[:, None])) * cotangent)
+        softmax = jnp.exp(logits - log_sum[:, None])
+        d_logits = (is_target - softmax) * cotangent
+        theirs = _teacher_logits(how, index, teachers, temperature)
+        for its, mean, factor in zip(theirs, gaps, of_gaps, strict=True):
+            d_logits = d_logits + softmax * (logits - its - mean[:, None]) * factor
+        d_chunk, d_part = pull(d_logits)
         d_chunks = lax.dynamic_update_index_in_dim(gradients[1], d_chunk, index, axis=1)
         return gradients[0] + d_part, d_chunks
 
     start = jnp.zeros_like(hidden), jnp.zeros_like(chunks)
     d_hidden, d_chunks = lax.fori_loop(0, how.count, add, start)
     d_unembedding = d_chunks.reshape(-1, unembedding.shape[1])[: how.rows]
-    return d_hidden, d_unembedding, None, None
+    return d_hidden, d_unembedding, None, None, None
 
 
 _scores.defvjp(_scores_forward, _scores_backward)
+
+
+def _teacher_logits(how: _Chunks, index: Array, teachers: Teachers, temperature: Array) -> list[Array]:
+    return [how.logits(index, _chunk(chunks, index), hidden, temperature) for hidden, chunks in teachers]
 
 
 def _chunk(chunks: Float[Array, "entries chunks embed"], index: Array) -> Float[Array, "entries embed"]:

@@ -1,6 +1,6 @@
 """Defines how a decoder's arrays are distributed over devices: the interface that the decoder uses, and its implementation for one device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jaxtyping import Array, Float, Int
@@ -20,8 +20,8 @@ def output_dimensions(axes: tuple[str, ...]) -> int:
 class Layout:
     """The layout for a single device, or for arrays that the compiler places. `parallel.training_layout.MeshLayout` places all arrays explicitly."""
 
-    def shard(self, program: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple[Array, Array]]:
-        """Wraps `program` so that it runs on all devices. `program` maps parameters and arrays of shape [rows, seq] to two arrays of shape [rows, seq]."""
+    def shard(self, program: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple[Array, ...]]:
+        """Wraps `program` so that it runs on all devices. `program` maps parameters and arrays of shape [rows, seq] to arrays of shape [rows, seq]."""
         return program
 
     def weight_sharding(self, axes: tuple[str, ...]) -> WeightSharding | None:
@@ -74,7 +74,8 @@ class Layout:
         temperature: float,
         chunk_vocab: int,
         dtype: str,
-    ) -> tuple[Float[Array, " tokens"], Float[Array, " tokens"]]:
+        teachers: Sequence[tuple[Array, Array]] = (),
+    ) -> tuple[Float[Array, " tokens"], ...]:
         """Computes the log-probabilities of `targets` with `chunked_logprobs`. The rows of the unembedding beyond `vocab_size` are padding."""
         return chunked_logprobs(
             before,
@@ -84,6 +85,7 @@ class Layout:
             chunk_vocab=chunk_vocab,
             compute_dtype=dtype,
             vocab_size=None if len(unembedding) == vocab_size else vocab_size,
+            teachers=teachers,
         )
 
 

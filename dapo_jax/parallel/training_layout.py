@@ -7,7 +7,7 @@ tokens are sharded over `tensor` (sequence parallelism), so an all-gather preced
 Attention gathers keys and values over `context`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -46,20 +46,18 @@ class MeshLayout(Layout):
     attention: str = "xla"
     """The attention implementation: xla, splash, cudnn, or splash_interpreted, which runs the splash kernel slowly, without a TPU."""
 
-    def shard(self, program: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple[Array, Array]]:
-        def part(params: PyTree, arrays: PyTree) -> tuple[Array, Array]:
-            first, second = program(params, arrays)
-            return self._share(first)[None], self._share(second)[None]
+    def shard(self, program: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple[Array, ...]]:
+        def part(params: PyTree, arrays: PyTree) -> tuple[Array, ...]:
+            return tuple(self._share(result)[None] for result in program(params, arrays))
 
-        def whole(params: PyTree, arrays: PyTree) -> tuple[Array, Array]:
+        def whole(params: PyTree, arrays: PyTree) -> tuple[Array, ...]:
             placed = jax.tree.map(lambda sharding: sharding.spec, shardings(params, self.mesh))
             results = PartitionSpec("tensor", *ROWS)
             # check_vma is off because attention kernels do not declare the mesh axes over which their results vary.
             mapped = jax.shard_map(
                 part, mesh=self.mesh, in_specs=(placed, ROWS), out_specs=results, check_vma=False
             )
-            first, second = mapped(params, arrays)
-            return first.sum(0), second.sum(0)
+            return tuple(result.sum(0) for result in mapped(params, arrays))
 
         return whole
 
@@ -131,7 +129,8 @@ class MeshLayout(Layout):
         temperature: float,
         chunk_vocab: int,
         dtype: str,
-    ) -> tuple[Float[Array, " tokens"], Float[Array, " tokens"]]:
+        teachers: Sequence[tuple[Array, Array]] = (),
+    ) -> tuple[Float[Array, " tokens"], ...]:
         """Computes the log-probabilities of all target tokens. Each device along `tensor` handles a part of the vocabulary."""
         table = self._table(unembedding, dtype)
         padded = len(table) * self.mesh.shape["tensor"] != vocab_size
@@ -144,6 +143,7 @@ class MeshLayout(Layout):
             compute_dtype=dtype,
             vocab_size=vocab_size if padded else None,
             vocab_axis="tensor",
+            teachers=[(its, self._table(weight, dtype)) for its, weight in teachers],
         )
 
     def _table(self, weight: Float[Array, "entries shard"], dtype: str) -> Float[Array, "entries embed"]:

@@ -38,6 +38,8 @@ class Resident:
     """The reference policy's parameters; 0 if there is no reference policy."""
     teacher: int = 0
     """The teacher's parameters; 0 if there is no teacher."""
+    teaches_update: bool = False
+    """Whether the teacher's parameters are arguments of the update's program."""
     base: int = 0
     """The trainer's frozen base weights, if adapters are trained."""
     shares_base: bool = False
@@ -92,7 +94,7 @@ def as_compiled(there: Resident, programs: Mapping[str, ProgramMemory]) -> Resid
         weights = generate.kept - there.rotations - frozen
         there = replace(there, decode_state=generate.aliased, weights=weights)
     if update is not None:
-        minibatch = update.kept - there.base + there.shorter
+        minibatch = update.kept - there.base - there.teacher * there.teaches_update + there.shorter
         there = replace(there, state=update.aliased - there.loaded, minibatch=minibatch)
     if add is not None:
         there = replace(there, gradient=add.aliased)

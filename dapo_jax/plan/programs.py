@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 from jax.stages import Lowered
 
@@ -23,14 +22,14 @@ from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.plan.workload import MeshSizes, Workload
 from dapo_jax.rollout.response_sampler import ResponseSampler
 from dapo_jax.run.policy import Policy, frozen_structs, mesh_of, meshes_of, optimizer_of, teacher_of
-from dapo_jax.run.programs import has_reference, objective_of, scorer_of, sharing, updater_of
+from dapo_jax.run.programs import has_reference, objective_of, sharing, taught_by, updater_of
 from dapo_jax.run.sampler_setup import prefix_bytes, response_sampler
 from dapo_jax.run.training_pass import TrainingPass, for_mesh, training_pass
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
 from dapo_jax.text.tokenizers import ByteTokenizer
 from dapo_jax.training.state import TrainState, state_structs
-from dapo_jax.training.update import Updater
+from dapo_jax.training.update import Model
 
 Lower = Callable[[], Lowered]
 
@@ -87,13 +86,12 @@ class Programs:
         made |= self._updater.programs(self.state, capacity=self.work.room, rows=rows, lengths=lengths)
         scored = self.config.loss.old_logprobs == "trainer" and self.work.updates > 1
         if scored or self.config.loss.select != "all" or self._has_reference:
-            score = partial(self._updater.lower_score, params, rows=rows)
+            score = partial(self._updater.lower_score, self._updater.model(params), rows=rows)
             made["score"] = partial(score, capacity=self.work.room, row_tokens=lengths[0])
             if len(lengths) > 1:
                 made["score_shortest"] = partial(score, capacity=1, row_tokens=lengths[-1])
-        taught, scorer = self._teacher
-        if scorer is not None:
-            score = partial(scorer.lower_score, taught, rows=rows)
+        if self._teacher is not None and self.config.teacher.kl == "sampled":
+            score = partial(self._updater.lower_score, self._teacher, rows=rows)
             made["score_teacher"] = partial(score, capacity=self.work.room, row_tokens=lengths[0])
         return made
 
@@ -125,7 +123,8 @@ class Programs:
             state=params + moments,
             moments=moments,
             reference=params if self._has_reference else 0,
-            teacher=bytes_on_device(self._teacher[0], sizes.train),
+            teacher=bytes_on_device(self._teacher, sizes.train),
+            teaches_update=self.config.teacher.kl == "full",
             base=bytes_on_device(self._policy.frozen, sizes.train),
             shares_base=self._shares_base,
             sampler_base=0 if self._shares_base else base,
@@ -175,15 +174,15 @@ class Programs:
         return has_reference(self.config, objective_of(self.config.loss))
 
     @cached_property
-    def _teacher(self) -> tuple[nnx.State, Updater | None]:
-        """The shapes of the teacher's parameters, without adapters, and the updater that scores with them. Empty and None without a teacher."""
+    def _teacher(self) -> Model | None:
+        """The teacher, with the shapes of its parameters without adapters, or None without a teacher."""
         if not self.config.teacher.source:
-            return nnx.State({}), None
+            return None
         mesh = self.meshes.train
         decoder = for_mesh(decoder_of(teacher_of(self.config), section="teacher"), mesh)
         params = frozen_structs(decoder, mesh, dtype=self._dtype, apart=False)
         policy = Policy(decoder=decoder, params=params, tokenizer=ByteTokenizer())
-        return params, scorer_of(self.config, policy, mesh)
+        return taught_by(self.config, policy, mesh)
 
     @cached_property
     def _decoder(self) -> DecoderConfig:
@@ -200,7 +199,6 @@ class Programs:
 
     @cached_property
     def _updater(self) -> Any:
-        taught, scorer = self._teacher
         return updater_of(
             self.config,
             self._policy.decoder,
@@ -209,7 +207,7 @@ class Programs:
             layout=self._pass.layout,
             reference=self._policy.params if self._has_reference else None,
             frozen=self._policy.frozen,
-            teacher=None if scorer is None else scorer.scores(taught),
+            teacher=self._teacher,
         )
 
     @cached_property
@@ -226,7 +224,7 @@ class Programs:
 
     @cached_property
     def _sampler(self) -> ResponseSampler:
-        config, train, (taught, _) = self.config, self.sizes.train, self._teacher
+        config, train = self.config, self.sizes.train
         reference = bytes_on_device(self.state.params, train) if self._has_reference else 0
         return response_sampler(
             self._policy,
@@ -238,7 +236,7 @@ class Programs:
             group_size=config.batch.group_size,
             in_flight=self._in_flight,
             has_turns=bool(config.environment.source),
-            resident=bytes_on_device((self.state, self._policy.unshared, taught), train) + reference,
+            resident=bytes_on_device((self.state, self._policy.unshared, self._teacher), train) + reference,
             memory=self.memory,
         )
 

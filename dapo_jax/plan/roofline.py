@@ -15,7 +15,7 @@ from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.plan.topologies import Topology
 from dapo_jax.plan.workload import MeshSizes, Workload, batch_shards
 from dapo_jax.run.policy import teacher_of
-from dapo_jax.run.programs import sampled_decoder
+from dapo_jax.run.programs import has_reference, objective_of, sampled_decoder
 from dapo_jax.run.sampler_setup import prefill_of
 from dapo_jax.sampling.pages import PageSizes
 from dapo_jax.sampling.prompt_packing import PrefillShape
@@ -243,12 +243,12 @@ def _trained(config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes:
     """Returns the work of scoring, if any, and of the updates.
 
     Scoring computes the trainer's log-probabilities for all updates except the first (all with `loss.select`), and the log-probabilities of a
-    reference policy and a teacher for all updates.
+    reference policy and a teacher for all updates. With `teacher.kl=full`, the teacher's forward pass is part of the update.
     """
     devices, count = sizes.devices, work.trained * work.sequence
     scored = work.updates - 1 if config.loss.old_logprobs == "trainer" else 0
     scored = scored if config.loss.select == "all" else work.updates
-    scored += work.updates if config.loss.kl_coef else 0
+    scored += work.updates if has_reference(config, objective_of(config.loss)) else 0
     # The numbers of tokens and of query-key pairs include padding, and attention is causal over the whole row.
     tokens = float(work.microbatches * work.microbatch_tokens)
     pairs = tokens * (config.row_tokens + 1) / 2
@@ -286,4 +286,11 @@ def _trained(config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes:
         flops, useful = runs * one / devices, runs / work.updates * own / devices
         read = runs * work.microbatches * weights
         found.append(Work(phase=phase, runs=runs, flops=flops, useful_flops=useful, hbm_bytes=read))
+    if config.teacher.source and config.teacher.kl == "full":
+        taught = found.pop()
+        sums = {
+            name: getattr(updates, name) + getattr(taught, name)
+            for name in ("flops", "useful_flops", "hbm_bytes")
+        }
+        updates = replace(updates, **sums)
     return [*(each for each in found if each.runs), updates]

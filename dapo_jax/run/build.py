@@ -20,7 +20,7 @@ from dapo_jax.rollout.collector import Position
 from dapo_jax.rollout.group_sampling import GroupSampling
 from dapo_jax.run.grader_setup import check_graders, environment_of, episodes_of, grading, part_weights
 from dapo_jax.run.policy import check_trains, load_policy, lora_of, mesh_of, meshes_of, optimizer_of
-from dapo_jax.run.programs import has_reference, load_teacher, objective_of, scorer_of, sharing, updater_of
+from dapo_jax.run.programs import has_reference, load_teacher, objective_of, sharing, taught_by, updater_of
 from dapo_jax.run.prompt_sets import GivenRows, asked_too_often, held_out_prompts, training_prompts
 from dapo_jax.run.resume_point import (
     ResumePoint,
@@ -89,13 +89,11 @@ class Run:
             shares=sharing(meshes, config.sampling, dtype=model.compute_dtype),
         )
         check_trains(self.policy, config.lora, model.source)
-        files, taught, scores = model_files(self.policy.folder, weights=has_weights), None, None
+        files, taught = model_files(self.policy.folder, weights=has_weights), None
         if config.teacher.source:
             say(f"loading the teacher {config.teacher.source}")
             teacher = load_teacher(config, self.policy, self._mesh)
-            taught = teacher.params, teacher.frozen
-            scores = scorer_of(config, teacher, self._mesh).scores(teacher.params)
-            # `check_identity` always compares these files, because no name ends in .safetensors.
+            taught = taught_by(config, teacher, self._mesh)
             found = model_files(teacher.folder, weights=True)
             files |= {f"teacher ({name})": digest for name, digest in found.items()}
         head_dim = self.policy.decoder.head_dim
@@ -175,7 +173,7 @@ class Run:
             objective=objective,
             reference=reference,
             frozen=self.policy.frozen,
-            teacher=scores,
+            teacher=taught,
         )
 
     def start(self, checkpointer: Checkpointer, *, resume: bool, say: Callable[[str], None]) -> ResumePoint:

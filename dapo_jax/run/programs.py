@@ -17,7 +17,6 @@ from jax.stages import Lowered
 
 from dapo_jax.config import ConfigError, LossConfig, SamplingConfig, TrainConfig
 from dapo_jax.config.algorithms import CLIPS
-from dapo_jax.dapo.losses import dapo_loss
 from dapo_jax.dapo.objectives import load_objective, options_of, wanted, with_shared_metrics
 from dapo_jax.models.decoder import graph_of
 from dapo_jax.models.layout import Layout
@@ -39,7 +38,7 @@ from dapo_jax.run.resume_point import model_files
 from dapo_jax.run.training_pass import training_pass
 from dapo_jax.sampling.decoding import Decoding
 from dapo_jax.sampling.engine import DecoderEngine
-from dapo_jax.training.update import Objective, Scores, UpdateOptions, Updater
+from dapo_jax.training.update import Model, Objective, UpdateOptions, Updater
 
 _KEPT = 4
 
@@ -152,7 +151,8 @@ def has_reference(config: TrainConfig, objective: Objective) -> bool:
     """
     arrays = wanted(objective)
     unset = {"selected": "loss.select"} if config.loss.select == "all" else {}
-    unset |= {} if config.teacher.source else {"teacher_logprobs": "teacher.source"}
+    if not config.teacher.source or config.teacher.kl == "full":
+        unset["teacher_logprobs"] = "teacher.source, with teacher.kl=sampled"
     for array in arrays & unset.keys():
         raise ConfigError(f"{name_of(objective)} requires the array {array}: set {unset[array]}")
     return bool(config.loss.kl_coef) or "ref_logprobs" in arrays
@@ -168,7 +168,7 @@ def updater_of(
     objective: Objective | None = None,
     reference: nnx.State | None = None,
     frozen: nnx.State | None = None,
-    teacher: Scores | None = None,
+    teacher: Model | None = None,
 ) -> Updater:
     """Returns the updater that `config` describes. Runs share it, unless they have a custom objective, a reference policy, a LoRA base or a teacher.
 
@@ -188,14 +188,14 @@ def updater_of(
         kl_coef=loss.kl_coef,
         kl_estimator=loss.kl_estimator,
         teacher_coef=config.teacher.coef,
+        teacher_kl=config.teacher.kl,
         offload=config.optimizer.offload,
     )
-    own = objective is not None or ":" in loss.objective
-    function = objective or objective_of(loss)
+    function, own = objective or objective_of(loss), (reference, frozen, teacher)
     arguments = (decoder, optimizer, mesh, layout, model.compute_dtype, model.remat, options, function)
-    if not own and reference is None and not frozen and teacher is None:
-        return _shared_updater(*arguments, None, None, None)
-    return _new_updater(*arguments, reference, frozen, teacher)
+    if objective or ":" in loss.objective or any(own):
+        return _new_updater(*arguments, *own)
+    return _shared_updater(*arguments)
 
 
 def load_teacher(config: TrainConfig, student: Policy, mesh: Mesh) -> Policy:
@@ -212,15 +212,21 @@ def load_teacher(config: TrainConfig, student: Policy, mesh: Mesh) -> Policy:
             f"teacher.source={config.teacher.source!r} has another tokenizer than model.source={config.model.source!r}: sha256 of tokenizer.json "
             f"{other or '(no file)'} and {one or '(no file)'}. Token ids must have the same meaning in both: use a teacher of the same model family"
         )
+    least, found = student.decoder.vocab_size, teacher.decoder.vocab_size
+    if config.teacher.kl == "full" and found < least:
+        raise ConfigError(
+            f"teacher.kl=full needs a teacher with at least the {least} vocabulary entries of model.source={config.model.source!r}, but "
+            f"teacher.source={config.teacher.source!r} has {found}: set teacher.kl=sampled"
+        )
     return teacher
 
 
-def scorer_of(config: TrainConfig, teacher: Policy, mesh: Mesh) -> Updater:
-    """Returns an updater that computes the teacher's log-probabilities of the student's tokens. Only `scores` and `lower_score` are used."""
+def taught_by(config: TrainConfig, teacher: Policy, mesh: Mesh) -> Model:
+    """Returns the decoder of a teacher for updates on `mesh`, and its parameters."""
     model, tokens = config.model, config.row_tokens
     how = training_pass(model, config.batch, mesh, row_tokens=tokens, head_dim=teacher.decoder.head_dim)
-    rest = "none", UpdateOptions(), dapo_loss, None, teacher.frozen, None
-    return _new_updater(teacher.decoder, optax.identity(), mesh, how.layout, model.compute_dtype, *rest)
+    graph = teacher.graph(compute_dtype=model.compute_dtype, remat="none", layout=how.layout)
+    return graph, teacher.params, teacher.frozen
 
 
 def _new_updater(
@@ -232,9 +238,9 @@ def _new_updater(
     remat: str,
     options: UpdateOptions,
     objective: Objective,
-    reference: nnx.State | None,
-    frozen: nnx.State | None,
-    teacher: Scores | None,
+    reference: nnx.State | None = None,
+    frozen: nnx.State | None = None,
+    teacher: Model | None = None,
 ) -> Updater:
     return Updater(
         graph_of(decoder, compute_dtype=compute_dtype, remat=remat, layout=layout),

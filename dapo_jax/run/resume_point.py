@@ -148,10 +148,8 @@ def check_identity(where: str, progress: Mapping[str, Any], own: Mapping[str, An
         problems.append(f"the prompts were {_described(kept['prompts'])}, are {_described(own['prompts'])}")
     else:  # the prompts are the same, so the date in chat templates does not matter
         problems = [problem for problem in problems if not problem.startswith("data.template_date ")]
-    # The initial weights still matter only for a KL penalty and for adapters, which are added to the base weights.
-    needs_weights = own["config"]["loss.kl_coef"] or own["config"]["lora.rank"]
     for name, digest in own["model"].items():
-        if (needs_weights or not name.endswith(_WEIGHTS)) and kept["model"].get(name) != digest:
+        if kept["model"].get(name) != digest:
             problems.append(f"the model's {name} has changed since the run began")
     if problems:
         raise ConfigError(

@@ -36,11 +36,11 @@ from dapo_jax.rewards.sample import name_of
 from dapo_jax.training.minibatch import Minibatch, Placing, Stack, with_array
 from dapo_jax.training.state import TrainState, state_shardings
 
-Weights = tuple[nnx.State, nnx.State]
-"""Trained and frozen parameters. The frozen parameters are the base model if adapters are trained, and empty otherwise."""
+Model = tuple[nnx.GraphDef[Any], nnx.State, nnx.State]
+"""Structure, trained and frozen parameters of a decoder. The frozen parameters are the base model if adapters are trained, and empty otherwise."""
 
-Scores = Callable[[Stack], Array]
-"""A function that returns the log-probabilities [capacity, rows, seq] of a stack's tokens under some weights."""
+Fixed = tuple[nnx.State, tuple[Model, ...]]
+"""Arrays that an update does not change: the frozen parameters, and the teachers whose divergence is part of the loss."""
 
 Objective = Callable[..., tuple[Array, Mapping[str, Metric]]]
 """A function with the signature of `dapo_loss`: (logprobs, old_logprobs, advantages, mask, *, weights, ...) -> (loss, metrics).
@@ -131,7 +131,9 @@ class UpdateOptions:
     kl_estimator: str = "k3"
     """Estimator of the KL penalty: `k3` or `k3_unbiased` (see `kl_penalty`)."""
     teacher_coef: float = 1.0
-    """Factor of the teacher's advantages (see `with_teacher`)."""
+    """Factor of the teacher's advantages (see `with_teacher`), or of the divergence from the teacher."""
+    teacher_kl: str = "sampled"
+    """`sampled`: the teacher's log-probabilities become advantages. `full`: the divergence from the teacher over the whole vocabulary is part of the loss."""
     offload: bool = False
     """Keep the optimizer moments in host memory, and copy them to the device for each update."""
 
@@ -154,7 +156,7 @@ class Updater:
         options: UpdateOptions | None = None,
         reference: nnx.State | None = None,
         frozen: nnx.State | None = None,
-        teacher: Scores | None = None,
+        teacher: Model | None = None,
     ) -> None:
         """Prepares the programs. They are compiled when they are first used.
 
@@ -167,14 +169,19 @@ class Updater:
             options: other options. None: the defaults.
             reference: parameters of the reference policy. Required if and only if `kl_coef` is not 0 or the objective requires `ref_logprobs`.
             frozen: parameters of the base model, if `params` are adapters.
-            teacher: the log-probabilities of a teacher, which `scores` of the teacher's updater returns. They become advantages.
+            teacher: a teacher with the same vocabulary, sharded over the same mesh.
 
         Raises:
             ValueError: `reference` is missing although it is required, or is given although it is not.
         """
-        self._graph, self._reference, self._teacher = graph, reference, teacher
-        self._frozen = nnx.State({}) if frozen is None else frozen
+        self._graph, self._frozen = graph, nnx.State({}) if frozen is None else frozen
         self._optimizer, self._objective, self._options = optimizer, objective, options or UpdateOptions()
+        self._scored_by = {} if reference is None else {"ref_logprobs": self.model(reference)}
+        self._fixed: Fixed = self._frozen, ()
+        if teacher is not None and self._options.teacher_kl == "full":
+            self._fixed = self._frozen, (teacher,)
+        elif teacher is not None:
+            self._scored_by["teacher_logprobs"] = teacher
         self._arrays = wanted(objective) | {"weights"}
         if (reference is not None) != (self._options.kl_coef != 0.0 or "ref_logprobs" in self._arrays):
             raise ValueError(
@@ -193,7 +200,6 @@ class Updater:
         self._placing = Placing(self._rows)
         self._score = Together(jax.jit(self._score_program, out_shardings=self._rows))
         self._choose = Together(jax.jit(self._select_program, out_shardings=self._rows))
-        self._ratio = jax.jit(_ratio, out_shardings=self._rows)
         changed, sums = (placed, self._whole), (placed.params, self._whole)
         self._update = Together(jax.jit(self._update_program, donate_argnums=0, out_shardings=changed))
         self._nothing = Together(jax.jit(self._nothing_program, out_shardings=sums))
@@ -206,9 +212,9 @@ class Updater:
 
         Must be called before the first update of a step, because the old policy is the policy at the start of the step.
         """
-        filled, by_policy = self._placing.put(minibatches), partial(self._scored, state.params)
+        filled, policy = self._placing.put(minibatches), self.model(state.params)
         if self._select is not None:
-            filled = [self._selected(m, [*map(by_policy, m)]) for m in filled]
+            filled = [self._selected(m, policy) for m in filled]
         if self._options.old_logprobs == "sampler":
             filled = [
                 with_array(m, "old_logprobs", lambda stack: stack.microbatches.sampler_logprobs)
@@ -216,23 +222,27 @@ class Updater:
             ]
         elif self._select is None:
             # In the first update, the old policy is the current policy, so `_loss` uses the log-probabilities that it computes anyway.
-            filled[1:] = [
-                with_array(m, "old_logprobs", lambda stack: by_policy(stack)[0]) for m in filled[1:]
-            ]
-        if self._reference is not None:
-            by_reference = self.scores(self._reference)
-            filled = [with_array(m, "ref_logprobs", by_reference) for m in filled]
-        if self._teacher is not None:
-            filled = [with_array(m, "teacher_logprobs", self._teacher) for m in filled]
+            filled[1:] = [with_array(m, "old_logprobs", self._scores(policy)) for m in filled[1:]]
+        for name, model in self._scored_by.items():
+            filled = [with_array(m, name, self._scores(model)) for m in filled]
         return filled
 
-    def _scored(self, params: nnx.State, stack: Stack) -> tuple[Array, ...]:
-        """Returns the log-probabilities of a stack, and the entropy if the selection requires it."""
-        scores = self._score((params, self._frozen), stack)
+    def model(self, params: nnx.State) -> Model:
+        """Returns the decoder with `params` as its trained parameters."""
+        return self._graph, params, self._frozen
+
+    def _scores(self, model: Model) -> Callable[[Stack], Array]:
+        """Returns the function that computes log-probabilities under `model`."""
+        return lambda stack: self._scored(model, stack)[0]
+
+    def _scored(self, model: Model, stack: Stack) -> tuple[Array, ...]:
+        """Returns the log-probabilities [capacity, rows, seq] of a stack's tokens under `model`, and the entropy if the selection requires it."""
+        scores = self._score(model, stack)
         return scores if self._scores_entropy else (scores,)
 
-    def _selected(self, minibatch: Minibatch, scores: Sequence[tuple[Array, ...]]) -> Minibatch:
-        """Fills in the selected tokens and the log-probabilities of an update. `scores` has one item per stack."""
+    def _selected(self, minibatch: Minibatch, policy: Model) -> Minibatch:
+        """Fills in the log-probabilities of an update under the policy, and the selected tokens."""
+        scores = [self._scored(policy, stack) for stack in minibatch]
         chosen = self._choose(minibatch, scores)
         return tuple(
             replace(
@@ -270,11 +280,11 @@ class Updater:
         """
         rate, is_first = np.float32(learning_rate), np.bool_(first)
         if len(minibatch) == 1:
-            return self._update(state, self._frozen, *minibatch, rate, is_first)
+            return self._update(state, self._fixed, *minibatch, rate, is_first)
         # There is one program per stack shape. The temporary arrays of a program are freed before the next program runs.
         sums, measured = self._nothing(state.params), []
         for same_length in minibatch:
-            sums, metrics = self._add((state.params, self._frozen), sums, same_length, is_first)
+            sums, metrics = self._add((state.params, self._fixed), sums, same_length, is_first)
             measured.append(metrics)
         state, applied = self._apply(state, sums, rate)
         return state, {**self._join(*measured), **applied}
@@ -283,16 +293,12 @@ class Updater:
         """Returns the ratio pi / pi_old that `update` would now compute for each token, as one array [capacity, rows, seq] per stack."""
         if first and self._options.old_logprobs == "trainer":
             return [jnp.ones_like(stack.microbatches.old_logprobs) for stack in minibatch]
-        score = self.scores(state.params)
-        return [self._ratio(score(stack), stack.microbatches.old_logprobs) for stack in minibatch]
+        score = self._scores(self.model(state.params))
+        return [jnp.exp(score(stack) - stack.microbatches.old_logprobs) for stack in minibatch]
 
-    def scores(self, params: nnx.State) -> Scores:
-        """Returns the function that computes log-probabilities under `params`."""
-        return lambda stack: self._scored(params, stack)[0]
-
-    def lower_score(self, params: nnx.State, *, capacity: int, rows: int, row_tokens: int) -> Lowered:
-        """Lowers the program that `prepare` uses to compute log-probabilities. `params` may contain only shapes with shardings."""
-        return self._score.lower((params, self._frozen), self.stack_structs(capacity, rows, row_tokens))
+    def lower_score(self, model: Model, *, capacity: int, rows: int, row_tokens: int) -> Lowered:
+        """Lowers the program that `prepare` uses to compute log-probabilities. The parameters may be shapes with shardings."""
+        return self._score.lower(model, self.stack_structs(capacity, rows, row_tokens))
 
     def programs(
         self, state: TrainState, *, capacity: int, rows: int, lengths: Sequence[int]
@@ -313,11 +319,11 @@ class Updater:
             jax.ShapeDtypeStruct((), kind, sharding=self._whole) for kind in (jnp.float32, jnp.bool_)
         )
         made: dict[str, Callable[[], Lowered]] = {
-            "update": partial(self._update.lower, state, self._frozen, whole, rate, first)
+            "update": partial(self._update.lower, state, self._fixed, whole, rate, first)
         }
         if len(lengths) > 1:
             sums = self.sums_structs(state)
-            add = partial(self._add.lower, (state.params, self._frozen), sums)
+            add = partial(self._add.lower, (state.params, self._fixed), sums)
             made |= {
                 "update_begin": partial(self._nothing.lower, state.params),
                 "update_add_longest": partial(add, whole, first),
@@ -340,44 +346,40 @@ class Updater:
         """Returns the shapes and shardings of a stack."""
         count = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole)
         shape = (capacity, rows, row_tokens)
-        also = ["selected"] * (self._select is not None) + ["teacher_logprobs"] * (self._teacher is not None)
+        also = [*self._scored_by, *["selected"] * (self._select is not None)]
         arrays = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=self._rows),
             blank_microbatch((), *also),
         )
         return Stack(arrays, count)
 
-    def _logprobs(self, weights: Weights, microbatch: Microbatch) -> tuple[Array, Array]:
-        """Returns the log-probability of each token given the tokens before it, and the entropy, both [rows, seq]. Column 0 has no meaningful values."""
+    def _logprobs(self, models: tuple[Model, ...], microbatch: Microbatch) -> tuple[Array, ...]:
+        """Returns the log-probability of each token under the first model given the tokens before it, the entropy, and the divergence from each other model.
 
-        def program(weights: Weights, m: Microbatch) -> tuple[Array, Array]:
-            decoder = self._decoder(weights)
-            hidden = decoder(m.tokens, m.positions, m.segment_ids, m.prefix_ids)
-            before = looked_up(hidden, m.previous)
-            logprobs, entropy = decoder.ends.layout.logprobs(
-                before.reshape(-1, hidden.shape[-1]),
-                decoder.ends.unembedding(),
+        All have shape [rows, seq]. Column 0 has no meaningful values.
+        """
+
+        def program(models: tuple[Model, ...], m: Microbatch) -> tuple[Array, ...]:
+            (before, ends), *others = (_hidden(model, m) for model in models)
+            scores = ends.layout.logprobs(
+                before,
+                ends.unembedding(),
                 m.tokens.reshape(-1),
-                vocab_size=decoder.ends.config.vocab_size,
+                vocab_size=ends.config.vocab_size,
                 temperature=self._options.temperature,
                 chunk_vocab=self._options.logprob_chunk_vocab,
-                dtype=decoder.ends.compute_dtype,
+                dtype=ends.compute_dtype,
+                teachers=[(its, its_ends.unembedding()) for its, its_ends in others],
             )
-            return logprobs.reshape(m.tokens.shape), entropy.reshape(m.tokens.shape)
+            return tuple(each.reshape(m.tokens.shape) for each in scores)
 
-        return self._decoder(weights).ends.layout.shard(program)(weights, microbatch)
+        return _decoder(models[0]).ends.layout.shard(program)(models, microbatch)
 
-    def _decoder(self, weights: Weights) -> Any:
-        trained, frozen = weights
-        if frozen and is_apart(frozen):
-            frozen = in_tuples(frozen)
-        return nnx.merge(self._graph, trained, frozen)
-
-    def _score_program(self, weights: Weights, stack: Stack) -> PyTree:
+    def _score_program(self, model: Model, stack: Stack) -> PyTree:
         """Computes the log-probabilities of all microbatches in a stack, and the entropy if the selection requires it, [capacity, rows, seq]."""
 
         def score(i: Array, scores: PyTree) -> PyTree:
-            both = self._logprobs(weights, stack.at(i))
+            both = self._logprobs((model,), stack.at(i))
             put = partial(lax.dynamic_update_index_in_dim, index=i, axis=0)
             return jax.tree.map(put, scores, both if self._scores_entropy else both[0])
 
@@ -388,13 +390,13 @@ class Updater:
         return jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.float32)
 
     def _add_program(
-        self, weights: Weights, sums: Sums, stack: Stack, first: Bool[Array, ""]
+        self, weights: tuple[nnx.State, Fixed], sums: Sums, stack: Stack, first: Bool[Array, ""]
     ) -> tuple[Sums, dict[str, Metric]]:
         """Adds the gradients and losses of all microbatches in a stack to `sums`, in one loop that reuses the memory of temporary arrays."""
-        params, frozen = weights
+        params, (frozen, teachers) = weights
 
         def loss(params: nnx.State, i: Array) -> tuple[Float[Array, ""], dict[str, Metric]]:
-            return self._loss((params, frozen), microbatch=stack.at(i), first=first)
+            return self._loss(((self._graph, params, frozen), *teachers), stack.at(i), first)
 
         def accumulate(i: Array, so_far: tuple[Sums, PyTree]) -> tuple[Sums, PyTree]:
             (grads, total), metrics = so_far
@@ -411,7 +413,7 @@ class Updater:
     def _update_program(
         self,
         state: TrainState,
-        frozen: nnx.State,
+        fixed: Fixed,
         stack: Stack,
         learning_rate: Float[Array, ""],
         first: Bool[Array, ""],
@@ -419,25 +421,25 @@ class Updater:
         """Computes the gradient of a stack of microbatches and applies it, in one program."""
         nothing, total = self._nothing_program(state.params)
         start = (lax.with_sharding_constraint(nothing, self._shardings), total)
-        sums, metrics = self._add_program((state.params, frozen), start, stack, first)
+        sums, metrics = self._add_program((state.params, fixed), start, stack, first)
         state, applied = self._apply_program(state, sums, learning_rate)
         return state, {**metrics, **applied}
 
     def _loss(
-        self, weights: Weights, microbatch: Microbatch, first: Bool[Array, ""]
+        self, models: tuple[Model, ...], microbatch: Microbatch, first: Bool[Array, ""]
     ) -> tuple[Float[Array, ""], dict[str, Metric]]:
         options, mask = self._options, microbatch.mask
-        logprobs, entropy = self._logprobs(weights, microbatch)
+        logprobs, entropy, *divergences = self._logprobs(models, microbatch)
         current, by_trainer = lax.stop_gradient(logprobs), options.old_logprobs == "trainer"
         old = jnp.where(first, current, microbatch.old_logprobs) if by_trainer else microbatch.old_logprobs
-        of_tokens, of_weights = microbatch.weights, {}
-        advantages, of_teacher = microbatch.advantages, {}
-        if self._teacher is not None:
+        of_tokens, advantages, metrics = microbatch.weights, microbatch.advantages, dict[str, Metric]()
+        if "teacher_logprobs" in self._scored_by:
             taught, coef = microbatch.teacher_logprobs, options.teacher_coef
-            advantages, of_teacher = with_teacher(advantages, taught, old, mask, coef=coef)
+            advantages, measured = with_teacher(advantages, taught, old, mask, coef=coef)
+            metrics |= measured
         if options.correction != "none":
             low, high = options.importance_range
-            ratios, of_weights = importance_weights(
+            ratios, measured = importance_weights(
                 old,
                 microbatch.sampler_logprobs,
                 mask,
@@ -446,36 +448,34 @@ class Updater:
                 low=low,
                 high=high,
             )
-            of_tokens = of_tokens * ratios
+            of_tokens, metrics = of_tokens * ratios, metrics | measured
         of_objective = of_tokens
         if options.drop_off_policy is not None:
             delta, ids = options.drop_off_policy, microbatch.segment_ids
-            kept, dropped = drop_off_policy(
+            kept, measured = drop_off_policy(
                 current, microbatch.sampler_logprobs, advantages, mask, ids, delta=delta
             )
-            of_objective, of_weights = of_tokens * kept, {**of_weights, **dropped}
+            of_objective, metrics = of_tokens * kept, metrics | measured
         if self._select is not None:
             selected = microbatch.selected.astype(jnp.float32)
-            of_weights = {**of_weights, "policy/selected_frac": token_mean(selected, mask)}
+            metrics["policy/selected_frac"] = token_mean(selected, mask)
             of_objective = of_objective if "selected" in self._arrays else of_objective * selected
         # If the old log-probabilities are the sampler's, they are compared with the trainer's in the first update only, before the weights change.
         compared, trainers = (mask, old) if by_trainer else (mask & first, current)
         made = {"weights": of_objective, "entropy": entropy}
         arrays = {name: made[name] if name in made else getattr(microbatch, name) for name in self._arrays}
-        loss, metrics = self._objective(logprobs, old, advantages, mask, **arrays)
-        metrics = {
-            **metrics,
-            **of_weights,
-            **of_teacher,
-            "policy/entropy": token_mean(entropy, mask),
-            **mismatch_metrics(trainers, microbatch.sampler_logprobs, compared),
-        }
+        loss, measured = self._objective(logprobs, old, advantages, mask, **arrays)
+        metrics = {**measured, **metrics, "policy/entropy": token_mean(entropy, mask)}
+        metrics |= mismatch_metrics(trainers, microbatch.sampler_logprobs, compared)
         if options.kl_coef:
             # Like the objective, the KL estimate is an expectation over tokens sampled by the policy, so it needs the same importance weights. It has
             # no advantage, so `drop_off_policy` and `select` do not apply to it.
             how = {"estimator": options.kl_estimator, "old_logprobs": old, "weights": of_tokens}
-            penalty, kl_metrics = kl_penalty(logprobs, microbatch.ref_logprobs, mask, **how)
-            loss, metrics = loss + options.kl_coef * penalty, {**metrics, **kl_metrics}
+            penalty, measured = kl_penalty(logprobs, microbatch.ref_logprobs, mask, **how)
+            loss, metrics = loss + options.kl_coef * penalty, metrics | measured
+        for divergence in divergences:
+            loss = loss + options.teacher_coef * jnp.sum(of_tokens * divergence, where=mask)
+            metrics["teacher/reverse_kl"] = token_mean(divergence, mask)
         scored = (current, old) if by_trainer else (current,)
         found = {
             "nonfinite/sampler_logprobs": _not_finite(mask, microbatch.sampler_logprobs),
@@ -512,13 +512,21 @@ class Updater:
         }
 
 
+def _decoder(model: Model) -> Any:
+    graph, trained, frozen = model
+    return nnx.merge(graph, trained, in_tuples(frozen) if frozen and is_apart(frozen) else frozen)
+
+
+def _hidden(model: Model, m: Microbatch) -> tuple[Array, Any]:
+    """Returns the hidden states [tokens, embed] that predict the tokens, and the layers before and after the blocks."""
+    decoder = _decoder(model)
+    hidden = decoder(m.tokens, m.positions, m.segment_ids, m.prefix_ids)
+    return looked_up(hidden, m.previous).reshape(-1, hidden.shape[-1]), decoder.ends
+
+
 def _joined(*measured: dict[str, Metric]) -> dict[str, Metric]:
     """Concatenates the values of all stacks, for each metric."""
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *measured)
-
-
-def _ratio(logprobs: Array, old_logprobs: Array) -> Array:
-    return jnp.exp(logprobs - old_logprobs)
 
 
 def mismatch_metrics(

@@ -129,6 +129,8 @@ teacher.source=shipped:quickstart dynamic_sampling.enabled=false batch.keep=8 ba
 teacher.source=shipped:quickstart dynamic_sampling.enabled=false environment.source=guess environment.credit=turn -> environment.credit: found 'turn'; episode; teacher.rewards=true
 teacher.source=shipped:quickstart dynamic_sampling.enabled=false advantage.rewards=apart reward.graders=[{"grader":"exact"},{"grader":"math"}] -> advantage.rewards: found 'apart'; summed; teacher.rewards=true
 teacher.source=shipped:quickstart teacher.rewards=true sampling.temperature=0.9 -> sampling.temperature: found 0.9; teacher.source
+teacher.source=shipped:quickstart teacher.rewards=true loss.select=low_covariance -> loss.select: found 'low_covariance'; teacher.source
+teacher.source=shipped:quickstart dynamic_sampling.enabled=false teacher.kl=full loss.objective=kl_cov loss.select=high_covariance -> loss.select: found 'high_covariance'; teacher.source
 sampling.max_response_tokens=64 -> buffer_tokens: found 4096; 4096 > 64; here 12; enabled=false
 environment.source=guess environment.episode_tokens=64 -> buffer_tokens: found 4096; environment.episode_tokens = 64; here 12
 reward.overlong.buffer_tokens=0 -> buffer_tokens: found 0; 1 or more; reward.overlong.enabled=false
@@ -211,6 +213,7 @@ def test_a_wave_has_three_times_the_prompts_that_a_step_trains_on():
         "batch.keep=15 advantage.best_of=15 reward.incorrect=0",
         "environment.source=guess environment.credit=turn advantage.scale=none",
         "teacher.source=shipped:quickstart teacher.rewards=true",
+        "teacher.source=shipped:quickstart teacher.rewards=true teacher.kl=full loss.select=low_covariance",
         "compilation_cache= reward.answer_marker=",
     ],
 )
@@ -293,6 +296,7 @@ def test_every_choice_of_a_key_loads(path, key, words):
         "group_mean": ["reward.incorrect=0"],
         "apart": ["reward.graders=[{grader: exact}, {grader: math}]"],
         "reward_per_token": ["batch.keep=8"],
+        "full": ["teacher.source=shipped:quickstart", "teacher.rewards=true"],
     }
     for word in words:
         if key in leaf_types(TrainConfig):

@@ -172,9 +172,16 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary():
     def in_chunks(hidden, unembedding, targets):
         return chunked_logprobs(hidden, unembedding, targets, chunk_vocab=128)[0]
 
+    def taught(hidden, unembedding, targets):
+        teacher = hidden[:, ::-1], unembedding[:, ::-1]
+        return chunked_logprobs(hidden, unembedding, targets, chunk_vocab=128, teachers=[teacher])[2]
+
     assert temporary_bytes(plain, 2048) - temporary_bytes(plain, 1024) > 0.9 * more_logits
     short, long = temporary_bytes(in_chunks, 1024), temporary_bytes(in_chunks, 2048)
     assert long - short < 5 * 1024 * 128 * 4  # a few arrays of one chunk's logits
+    assert (
+        temporary_bytes(taught, 2048) - temporary_bytes(taught, 1024) < 10 * 1024 * 128 * 4
+    )  # of two models
     # With a copy of the output matrix, and its gradient.
     assert long < 5 * 2048 * 128 * 4 + 2 * 151_936 * 8 * 4
 
@@ -203,3 +210,36 @@ def test_a_sharded_vocabulary_is_not_gathered(sharded):
     apart, together = compiled(**{sharded: "part"}), compiled()
     assert apart.cost_analysis()["flops"] < 0.3 * together.cost_analysis()["flops"]
     assert "all-gather" not in apart.as_text()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_divergence_from_a_teacher_equals_the_formula_in_float64(x64, temperature):
+    """The teacher is wider and has 13 entries, of which the last two are ignored. 11 entries in chunks of 4, one of padding."""
+    hidden, unembedding, targets = random_head(0, np.float64)
+    its, table, _ = random_head(1, np.float64, vocab=13)
+    its, table = (jnp.concatenate([array, 0.5 * array], axis=1) for array in (its, table))
+
+    def total(hidden, unembedding, its, table):
+        how = {"temperature": temperature, "chunk_vocab": 4, "teachers": [(its, table)]}
+        logprobs, _, divergence = chunked_logprobs(hidden, unembedding, targets, **how)
+        return weighted(logprobs) + weighted(divergence[::-1]), divergence
+
+    def plain(hidden, unembedding):
+        own, other = (
+            jax.nn.log_softmax(logits / temperature)
+            for logits in (hidden @ unembedding.T, its @ table[:VOCAB].T)
+        )
+        divergence = (jnp.exp(own) * (own - other)).sum(-1)
+        chosen = token_logprobs(hidden @ unembedding.T, targets, temperature=temperature)
+        return weighted(chosen) + weighted(divergence[::-1]), divergence
+
+    gradients, divergence = jax.grad(total, argnums=(0, 1, 2, 3), has_aux=True)(
+        hidden, unembedding, its, table
+    )
+    expected, exact = jax.grad(plain, argnums=(0, 1), has_aux=True)(hidden, unembedding)
+    np.testing.assert_allclose(divergence, exact, rtol=1e-9)
+    for gradient, each in zip(gradients[:2], expected, strict=True):
+        np.testing.assert_allclose(gradient, each, rtol=1e-9, atol=1e-10)
+    assert not any(gradient.any() for gradient in gradients[2:])
+    _, _, same = chunked_logprobs(hidden, unembedding, targets, teachers=[(hidden, unembedding)])
+    np.testing.assert_allclose(same, 0.0, atol=1e-12)

@@ -96,6 +96,8 @@ def test_compiled_programs_replace_sizes_from_shapes():
     expected = held(state=120, minibatch=9, shorter=1, gradient=50)
     programs = {"update": update, "update_add_longest": add}
     assert as_compiled(held(shorter=1, gradient=40), programs) == expected
+    taught = held(teacher=5, teaches_update=True)
+    assert as_compiled(taught, {"update": update}) == replace(taught, state=120, minibatch=3)
     insert = memory(arguments=48, aliased=40)
     assert as_compiled(held(), {"insert_row": memory(arguments=9), "insert_rows": insert}) == held(prefix=8)
 

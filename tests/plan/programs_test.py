@@ -10,6 +10,7 @@ from dapo_jax.plan.memory import phases, together
 from dapo_jax.plan.programs import Programs
 from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.plan.workload import Assumptions, workload_of
+from dapo_jax.testing import tiny_params
 
 SMALL = [
     "model.source=preset:qwen2.5-0.5b", "parallel.fsdp=1", "sampling.slots=16", "sampling.prefill_tokens=32", "rollout.round_tokens=8", "dynamic_sampling.surplus=discard", "batch.group_size=4",
@@ -51,6 +52,14 @@ def test_a_teacher_is_resident_in_the_compute_dtype_and_its_scoring_program_is_c
     assert "score_teacher" not in programs_of().lowered()
     for program in ("generate", "score_teacher", "update"):
         assert together(program, planned.resident, updates=1)[1]["teacher"] == 4 * tiny.parameters
+    full = programs_of(*taught, "teacher.kl=full")
+    assert full.resident.teacher == planned.resident.teacher
+    assert "score_teacher" not in full.lowered()
+    # The update's arguments are the same, and the teacher's parameters.
+    arguments, more = (
+        len(jax.tree.leaves(each.lowered()["update"]().args_info)) for each in (programs_of(), full)
+    )
+    assert more - arguments == len(jax.tree.leaves(tiny_params(tiny)))
     norms = (2 * tiny.layers + 1) * tiny.embed_dim
     rounded = programs_of(*taught, "model.compute_dtype=bfloat16")
     assert rounded.resident.teacher == 2 * tiny.parameters + 2 * norms

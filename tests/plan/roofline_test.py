@@ -224,8 +224,20 @@ def test_options_change_the_work():
     found, tiny = taught["teacher's log-probabilities"], preset("tiny")
     assert found.flops == 2 * forward_flops(tiny, tokens=256, pairs=256 * 8.5, logits=256) / 8
     assert found.runs == 2
+    full = without(teacher=TeacherConfig(source="preset:tiny", kl="full"))
+    assert "teacher's log-probabilities" not in full
+    for name in ("flops", "useful_flops", "hbm_bytes"):
+        assert getattr(full["update"], name) == getattr(phases["update"], name) + getattr(found, name)
     float32 = without(model=replace(CONFIG.model, compute_dtype="float32"))
     assert float32["decode"].hbm_bytes == 2 * phases["decode"].hbm_bytes
+
+
+def test_an_objective_that_requires_the_reference_policy_is_scored_by_it(tmp_path):
+    """Two updates by the reference policy, and one by the policy."""
+    file = tmp_path / "near.py"
+    file.write_text("def near(logprobs, old_logprobs, advantages, mask, *, weights, ref_logprobs): ...")
+    _, phases = works(replace(CONFIG, loss=LossConfig(objective=f"{file}:near")))
+    assert phases["log-probabilities"].runs == 3
 
 
 def compiled(name, received):

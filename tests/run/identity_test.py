@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -102,8 +103,13 @@ def test_a_checkpoint_of_another_run_is_refused_and_stays(trained, run_dir, micr
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["1", "2"]
 
 
+def near_reference(logprobs, old_logprobs, advantages, mask, *, weights, ref_logprobs):
+    """An objective that requires the reference policy."""
+    return (weights * jnp.where(mask, logprobs - ref_logprobs, 0.0) ** 2).sum(), {}
+
+
 def test_a_model_folder_whose_files_were_changed_is_refused(model, micro, run_micro, rows, tmp_path):
-    """The initial weights matter to the KL penalty alone."""
+    """The initial weights matter only if they are the reference policy: for a KL penalty, or for an objective that requires it."""
     begun = shutil.copytree(model, tmp_path / "model")
     configs = [
         micro(tmp_path / name, steps=1, model__source=str(begun), loss__kl_coef=kl_coef)
@@ -111,11 +117,15 @@ def test_a_model_folder_whose_files_were_changed_is_refused(model, micro, run_mi
     ]
     for config in configs:
         run_micro(config)
+    requires = micro(tmp_path / "requires", steps=1, model__source=str(begun))
+    run_micro(requires, objective=near_reference)
     weights = load_file(begun / "model.safetensors")
     save_file({name: value + 1 for name, value in weights.items()}, begun / "model.safetensors")
     run_micro(configs[0], resume=True)
     with pytest.raises(ConfigError, match=r"the model's model\.safetensors has changed"):
         run_micro(configs[1], resume=True)
+    with pytest.raises(ConfigError, match=r"the model's model\.safetensors has changed"):
+        run_micro(requires, resume=True, objective=near_reference)
     described = json.loads((begun / "config.json").read_text())
     (begun / "config.json").write_text(json.dumps({**described, "rope_theta": 1e6}))
     with pytest.raises(ConfigError, match=r"the model's config\.json has changed"):

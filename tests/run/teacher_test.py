@@ -105,6 +105,23 @@ def test_with_rewards_responses_are_graded_and_advantages_are_added(distilling, 
     assert any(row["advantage"] for row in rows)
 
 
+def test_the_divergence_over_the_vocabulary_is_learnt_without_advantages(distilling, run_micro, teacher):
+    full = TeacherConfig(source=teacher, kl="full")
+    lines = run_micro(distilling(teacher=full), reward=never).metrics
+    assert all(line["teacher/reverse_kl"] > 0 and line["update/grad_norm"] > 0 for line in lines)
+
+
+def test_the_divergence_needs_a_probability_for_each_entry_of_the_vocabulary(distilling, tmp_path):
+    """Models may have more entries than their tokenizer: here the student."""
+    config = distilling(teacher=TeacherConfig(source=save_teacher(tmp_path / "teacher"), kl="full"))
+    student, mesh = load_policy(config.model, weights=False), mesh_of(config.parallel)
+    load_teacher(config, student, mesh)
+    size = student.decoder.vocab_size
+    more = replace(student, decoder=replace(student.decoder, vocab_size=size + 1))
+    with pytest.raises(ConfigError, match=rf"teacher\.kl=full.*{size + 1}.*has {size}.*teacher\.kl=sampled"):
+        load_teacher(config, more, mesh)
+
+
 def test_a_resumed_run_continues_with_the_same_teacher(trained, distilling, run_micro, tmp_path):
     run_dir = shutil.copytree(trained.run_dir, tmp_path / "run")
     shutil.rmtree(run_dir / "checkpoints" / "2")

@@ -60,7 +60,14 @@ def in_float64(params):
 
 
 def logprobs_of(p, tokens, config=CONFIG):
-    """Returns the log-probability of each token [n, seq] given the tokens before it, 0 in the first column: Llama (Touvron et al. 2023) in the dtype of `p`."""
+    """Returns the log-probability of each token [n, seq] given the tokens before it, 0 in the first column."""
+    every = jax.nn.log_softmax(logits_of(p, tokens, config)[:, :-1])
+    chosen = jnp.take_along_axis(every, tokens[:, 1:, None], axis=-1)[..., 0]
+    return jnp.pad(chosen, ((0, 0), (1, 0)))
+
+
+def logits_of(p, tokens, config):
+    """Returns the logits [n, seq, vocab] of the next tokens: Llama (Touvron et al. 2023) in the dtype of `p`."""
     seq = tokens.shape[1]
     half = config.head_dim // 2
     angles = np.arange(seq)[:, None] * config.rope_theta ** (-np.arange(half) / half)[None]
@@ -87,9 +94,7 @@ def logprobs_of(p, tokens, config=CONFIG):
         y = norm(x, of["mlp_norm"])
         gate, up = y @ of["gate"].T, y @ of["up"].T
         x = x + (gate / (1.0 + jnp.exp(-gate)) * up) @ of["down"].T
-    logits = norm(x, p["final_norm"]) @ p["embedding"].T
-    chosen = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], axis=-1)[..., 0]
-    return jnp.pad(chosen, ((0, 0), (1, 0)))
+    return norm(x, p["final_norm"]) @ p["embedding"].T
 
 
 def exact_logprobs(params, tokens):

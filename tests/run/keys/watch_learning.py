@@ -337,6 +337,7 @@ WATCHERS = [
     watch("teacher.source", teacher, ("", False), ("model", True), also={"dynamic_sampling.enabled": False}),
     watch("teacher.rewards", advantages, (False, [0.0]), (True, [-0.866, 0.866]), also=TAUGHT),
     echoes("teacher.coef", option("teacher_coef"), 1.0, 0.5, also=TAUGHT),
+    echoes("teacher.kl", option("teacher_kl"), "sampled", "full", also=TAUGHT),
     differs("seed", minibatch_order, 0, 1, what="order of learning", also=FOUR),
     # AdamW has two moments of a matrix, Muon has one.
     watch("optimizer.name", moments_of_a_matrix, ("adamw", 2), ("muon", 1)),
