@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from dapo_jax.hints import how_to_install
-from dapo_jax.models.families import FAMILIES, WHAT_LOADS
+from dapo_jax.models.families import WHAT_LOADS
 from dapo_jax.models.presets import DecoderConfig
-from dapo_jax.models.rope import RopeScaling, rope_frequencies
+from dapo_jax.models.rope import Rope, RopeScaling, rope_frequencies
 from dapo_jax.models.tensors import Cut, Shape, tensor_names
 
+_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -38,9 +39,9 @@ class GgufFile:
         except (OSError, ValueError, IndexError, KeyError, OverflowError) as error:
             raise ValueError(f"cannot read {path}: not a GGUF file, or incomplete ({error})") from error
         self._family = self.metadata.get("general.architecture")
-        if self._family not in FAMILIES:
+        if self._family not in _ARCHITECTURES:
             raise ValueError(
-                f"{path}: architecture {self._family!r} is not supported (only llama, qwen2 and qwen3). {WHAT_LOADS}"
+                f"{path}: architecture {self._family!r} is not supported (only {', '.join(_ARCHITECTURES)}). {WHAT_LOADS}"
             )
         layers = min(self._size("block_count"), len(reader.tensors))  # the file may be damaged
         known = get_tensor_name_map(MODEL_ARCH[self._family.upper()], layers)
@@ -107,13 +108,13 @@ class GgufFile:
             kv_heads=self._size("attention.head_count_kv", heads),
             head_dim=head_dim,
             mlp_dim=self._size("feed_forward_length"),
-            rope_theta=theta,
-            rope_scaling=self._rope_scaling(head_dim, theta),
+            ropes=(Rope(theta=theta, scaling=self._rope_scaling(head_dim, theta)),),
             norm_eps=_shortest(self._number("attention.layer_norm_rms_epsilon")),
             max_positions=self._size("context_length"),
             tied_embeddings="lm_head.weight" not in self.shapes,
             qkv_bias=self._family == "qwen2",
-            qk_norm=self._family == "qwen3",
+            qk_norm="head" if self._family == "qwen3" else "none",
+            family=str(self._family),
         )
 
     def _rope_scaling(self, head_dim: int, theta: float) -> RopeScaling | None:

@@ -8,12 +8,12 @@ from jaxtyping import Array, Float, Int
 from dapo_jax.dapo.logprobs import chunked_logprobs
 from dapo_jax.dapo.precision import WeightSharding, rounded
 from dapo_jax.dapo.segments import looked_up
-from dapo_jax.models.attention import causal_attention
+from dapo_jax.models.attention import Near, causal_attention
 
 
 def output_dimensions(axes: tuple[str, ...]) -> int:
     """Returns how many leading dimensions of a matrix with these logical axes are output dimensions. A matrix product sums over all other dimensions."""
-    return 2 if axes[1] == "head_dim" else 1
+    return 2 if axes[1:2] == ("head_dim",) else 1
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,10 @@ class Layout:
         """Returns this device's part of a product in `dtype`, to be added to the residual stream."""
         return x
 
+    def over_heads(self, x: Float[Array, " tokens"]) -> Float[Array, " tokens"]:
+        """Returns the sum of `x` over all devices that have different heads of the same tokens."""
+        return x
+
     def rows(
         self, x: Float[Array, "part embed"], shape: tuple[int, ...], dtype: str
     ) -> Float[Array, "rows seq embed"]:
@@ -60,9 +64,12 @@ class Layout:
         segment_ids: Int[Array, "batch seq"],
         prefix_ids: Int[Array, "batch seq"] | None,
         dtype: str,
+        *,
+        near: Near | None = None,
+        cap: float | None = None,
     ) -> Float[Array, "heads head_dim tokens"]:
         """Computes causal attention within segments (see `dapo_jax.models.attention.causal_attention`)."""
-        return causal_attention(query, key, value, segment_ids, prefix_ids, dtype=dtype)
+        return causal_attention(query, key, value, segment_ids, prefix_ids, near=near, cap=cap, dtype=dtype)
 
     def logprobs(
         self,
@@ -75,6 +82,7 @@ class Layout:
         chunk_vocab: int,
         dtype: str,
         teachers: Sequence[tuple[Array, Array]] = (),
+        caps: Sequence[float | None] = (),
     ) -> tuple[Float[Array, " tokens"], ...]:
         """Computes the log-probabilities of `targets` with `chunked_logprobs`. The rows of the unembedding beyond `vocab_size` are padding."""
         return chunked_logprobs(
@@ -86,6 +94,7 @@ class Layout:
             compute_dtype=dtype,
             vocab_size=None if len(unembedding) == vocab_size else vocab_size,
             teachers=teachers,
+            caps=caps,
         )
 
 

@@ -24,6 +24,7 @@ TRAINER_RULES: Mapping[str, str | None] = {
     "mlp": "tensor",
     "head_dim": None,
     "norm": None,
+    "features": None,
     "rank": None,
 }
 """The mesh axis for each logical axis of master weights and optimizer moments. None means that the axis is not sharded."""

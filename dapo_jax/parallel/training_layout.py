@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from dapo_jax.dapo.logprobs import chunked_logprobs
 from dapo_jax.dapo.precision import WeightSharding, gathered
 from dapo_jax.dapo.segments import looked_up
-from dapo_jax.models.attention import row_attention
+from dapo_jax.models.attention import Near, row_attention
 from dapo_jax.models.cudnn import packed_attention
 from dapo_jax.models.kernels import splash_attention, splash_kernel
 from dapo_jax.models.layout import Layout
@@ -77,6 +77,9 @@ class MeshLayout(Layout):
     def outer(self, x: Float[Array, "features tokens"], dtype: str) -> Float[Array, "features part"]:
         return x if self.mesh.shape["tensor"] == 1 else _scatter(x, "tensor", 1, dtype)
 
+    def over_heads(self, x: Float[Array, " tokens"]) -> Float[Array, " tokens"]:
+        return lax.psum(x, "tensor")
+
     def rows(
         self, x: Float[Array, "part embed"], shape: tuple[int, ...], dtype: str
     ) -> Float[Array, "rows seq embed"]:
@@ -101,17 +104,23 @@ class MeshLayout(Layout):
         segment_ids: Int[Array, "batch part"],
         prefix_ids: Int[Array, "batch part"] | None,
         dtype: str,
+        *,
+        near: Near | None = None,
+        cap: float | None = None,
     ) -> Float[Array, "heads head_dim tokens"]:
         own, prefix = segment_ids, segment_ids if prefix_ids is None else prefix_ids
         q, k, v = (part.reshape(*part.shape[:2], *own.shape) for part in (query, key, value))
         k, v = (_gather(part, "context", 3, dtype) for part in (k, v))
         segments = lax.all_gather(own, "context", axis=1, tiled=True)
         parts = self.mesh.shape["context"]
+        assert self.attention == "xla" or (near is None and cap is None), "`training_pass` chooses no kernel"
         if self.attention == "cudnn":
             out = packed_attention(q, k, v, own, prefix, dtype=dtype)
         elif self.attention == "xla":
             first = lax.axis_index("context") * own.shape[1] if parts > 1 else None
-            out = row_attention(q, k, v, own, prefix, segments, first=first, dtype=dtype)
+            if near is not None:
+                near = near[0], lax.all_gather(near[1], "context", axis=1, tiled=True)
+            out = row_attention(q, k, v, own, prefix, segments, first=first, near=near, cap=cap, dtype=dtype)
         else:
             kernel = splash_kernel(
                 len(q), segments.shape[1], parts=parts, interpret=self.attention == "splash_interpreted"
@@ -130,6 +139,7 @@ class MeshLayout(Layout):
         chunk_vocab: int,
         dtype: str,
         teachers: Sequence[tuple[Array, Array]] = (),
+        caps: Sequence[float | None] = (),
     ) -> tuple[Float[Array, " tokens"], ...]:
         """Computes the log-probabilities of all target tokens. Each device along `tensor` handles a part of the vocabulary."""
         table = self._table(unembedding, dtype)
@@ -144,6 +154,7 @@ class MeshLayout(Layout):
             vocab_size=vocab_size if padded else None,
             vocab_axis="tensor",
             teachers=[(its, self._table(weight, dtype)) for its, weight in teachers],
+            caps=caps,
         )
 
     def _table(self, weight: Float[Array, "entries shard"], dtype: str) -> Float[Array, "entries embed"]:

@@ -212,8 +212,9 @@ class Programs:
 
     @cached_property
     def _pass(self) -> TrainingPass:
-        config, mesh, size = self.config, self.meshes.train, self.decoder.head_dim
-        return training_pass(config.model, config.batch, mesh, row_tokens=config.row_tokens, head_dim=size)
+        config, mesh, decoder = self.config, self.meshes.train, self.decoder
+        how = {"head_dim": decoder.head_dim, "beyond_kernels": decoder.beyond_kernels}
+        return training_pass(config.model, config.batch, mesh, row_tokens=config.row_tokens, **how)
 
     @cached_property
     def engine(self) -> DecoderEngine:

@@ -87,6 +87,7 @@ class Run:
             sampler=meshes.sampler,
             weights=has_weights,
             shares=sharing(meshes, config.sampling, dtype=model.compute_dtype),
+            longest=data.max_prompt_tokens + config.sampling.max_response_tokens,
         )
         check_trains(self.policy, config.lora, model.source)
         files, taught = model_files(self.policy.folder, weights=has_weights), None
@@ -96,8 +97,15 @@ class Run:
             taught = taught_by(config, teacher, self._mesh)
             found = model_files(teacher.folder, weights=True)
             files |= {f"teacher ({name})": digest for name, digest in found.items()}
-        head_dim = self.policy.decoder.head_dim
-        how = training_pass(model, config.batch, self._mesh, row_tokens=config.row_tokens, head_dim=head_dim)
+        decoder = self.policy.decoder
+        how = training_pass(
+            model,
+            config.batch,
+            self._mesh,
+            row_tokens=config.row_tokens,
+            head_dim=decoder.head_dim,
+            beyond_kernels=decoder.beyond_kernels,
+        )
         self._optimizer = optimizer_of(config.optimizer)
         say("preparing prompts")
         self._prompts, asked = training_prompts(data, self.policy.tokenizer, seed=config.seed, rows=prompts)
@@ -105,8 +113,8 @@ class Run:
         if often := asked_too_often(config, self._prompts.rows_per_epoch):
             self.notes.append("; ".join(often))
         cached = config.sampling.cache_dtype or model.compute_dtype
-        if slower := without_kernel(meshes.sampler, self.policy.decoder.head_dim, cached):
-            self.notes.append(slower)
+        slower = without_kernel(meshes.sampler, decoder.head_dim, cached, decoder.beyond_kernels)
+        self.notes += filter(None, (how.note, slower))
         self.identity = identity_of(config, prompts=asked.identity, model=files)
         """Stored in every checkpoint to recognise the run that saved it (see `identity_of`)."""
         episodes = episodes_of(environment, config, self.policy)

@@ -204,7 +204,8 @@ def load_teacher(config: TrainConfig, student: Policy, mesh: Mesh) -> Policy:
     Raises:
         ConfigError: the teacher cannot be loaded, or its tokenizer is not the tokenizer of the student.
     """
-    teacher = load_policy(teacher_of(config), seed=config.seed, mesh=mesh, section="teacher")
+    longest = config.data.max_prompt_tokens + config.sampling.max_response_tokens
+    teacher = load_policy(teacher_of(config), seed=config.seed, mesh=mesh, section="teacher", longest=longest)
     one, other = (model_files(a.folder, weights=False).get("tokenizer.json") for a in (student, teacher))
     # Presets have no files. Their tokenizers are compared by value.
     if one != other if one and other else student.tokenizer != teacher.tokenizer:
@@ -224,7 +225,14 @@ def load_teacher(config: TrainConfig, student: Policy, mesh: Mesh) -> Policy:
 def taught_by(config: TrainConfig, teacher: Policy, mesh: Mesh) -> Model:
     """Returns the decoder of a teacher for updates on `mesh`, and its parameters."""
     model, tokens = config.model, config.row_tokens
-    how = training_pass(model, config.batch, mesh, row_tokens=tokens, head_dim=teacher.decoder.head_dim)
+    how = training_pass(
+        model,
+        config.batch,
+        mesh,
+        row_tokens=tokens,
+        head_dim=teacher.decoder.head_dim,
+        beyond_kernels=teacher.decoder.beyond_kernels,
+    )
     graph = teacher.graph(compute_dtype=model.compute_dtype, remat="none", layout=how.layout)
     return graph, teacher.params, teacher.frozen
 

@@ -35,6 +35,8 @@ class TrainingPass:
     row_tokens: int
     packing: dict[str, Any]
     """Keyword arguments for `row_packing.pack`: the number of device groups, whether prompts may be shared, and the shorter row lengths."""
+    note: str = ""
+    """The reason why attention uses XLA operations instead of the platform's kernel, or an empty string."""
 
 
 def training_pass(
@@ -44,6 +46,7 @@ def training_pass(
     *,
     row_tokens: int,
     head_dim: int,
+    beyond_kernels: str = "",
     device: AnyDevice | None = None,
 ) -> TrainingPass:
     """Returns the training pass for `model` and `batch`.
@@ -54,13 +57,17 @@ def training_pass(
         mesh: mesh of the trainer.
         row_tokens: number of tokens in a row. Rounded up to a multiple that mesh and attention can split, unless `batch.row_tokens` is set.
         head_dim: number of dimensions of an attention head.
+        beyond_kernels: the decoder's options that no attention kernel implements (`DecoderConfig.beyond_kernels`).
         device: device whose attention kernel is used. Defaults to the first device of the mesh.
 
     Raises:
         ConfigError: row length, mesh and attention do not fit together.
     """
     context, tensor = mesh.shape["context"], mesh.shape["tensor"]
-    attention = _attention(model, device or mesh.devices.flat[0], head_dim, context)
+    device = device or mesh.devices.flat[0]
+    attention, note = _attention(model, device, head_dim, context, beyond_kernels), ""
+    if beyond_kernels and device.platform in ("tpu", "gpu"):
+        note = f"training on {device.device_kind} uses XLA operations for attention, because its kernel is not set up for {beyond_kernels}"
     multiple = context * tensor if attention != "splash" else context * SPLASH_TOKENS * tensor
     filled = -(-row_tokens // multiple) * multiple
     if batch.row_tokens and filled != row_tokens:
@@ -79,6 +86,7 @@ def training_pass(
             "alone": not batch.packing,
             "shorter_rows": tuple(tokens for tokens in halves if SHORTEST_ROW <= tokens < filled),
         },
+        note=note,
     )
 
 
@@ -91,7 +99,7 @@ def for_mesh(decoder: DecoderConfig, *meshes: Mesh) -> DecoderConfig:
     return decoder
 
 
-def _attention(model: ModelConfig, device: AnyDevice, head_dim: int, context: int) -> str:
+def _attention(model: ModelConfig, device: AnyDevice, head_dim: int, context: int, beyond: str) -> str:
     platform, width = device.platform, head_dim % 8 == 0 and head_dim <= 256
     if model.attention != "auto":
         needed = {"splash": "tpu", "cudnn": "gpu"}.get(model.attention, platform)
@@ -100,12 +108,18 @@ def _attention(model: ModelConfig, device: AnyDevice, head_dim: int, context: in
                 f"model.attention={model.attention} is a kernel for platform {needed}, but the devices are {platform}: set "
                 "model.attention=auto or model.attention=xla"
             )
+        if model.attention != "xla" and beyond:
+            raise ConfigError(
+                f"model.attention={model.attention} is not set up for the model's {beyond}: set model.attention=auto or model.attention=xla"
+            )
         if model.attention == "cudnn" and (context > 1 or not width):
             raise ConfigError(
                 f"model.attention=cudnn needs parallel.context=1 and a head_dim that is a multiple of 8, at most 256; found "
                 f"parallel.context={context} and head_dim={head_dim}: set model.attention=xla"
             )
         return model.attention
+    if beyond:
+        return "xla"
     if platform == "tpu":
         return "splash"
     # The compute capability of an AMD GPU is a name, not a number.

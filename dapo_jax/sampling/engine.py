@@ -73,7 +73,7 @@ class _Call(NamedTuple):
     """The arguments of `generate` that stay constant during a call."""
 
     params: SamplerWeights
-    rope: RopeTables
+    rope: tuple[RopeTables, ...]
     tables: Array
     until: Array
 
@@ -122,6 +122,7 @@ class DecoderEngine:
                 f"prompt and response need {capacity} positions, but the model has {config.max_positions}; "
                 "lower data.max_prompt_tokens or sampling.max_response_tokens"
             )
+        config = config.for_length(capacity)
         self.slots, self.capacity, self.stop_ids = slots, capacity, tuple(stop_ids)
         self.steps_per_call = steps_per_call
         self._config, self._dtype, self._cache_dtype = config, compute_dtype, cache_dtype or compute_dtype
@@ -129,7 +130,9 @@ class DecoderEngine:
         self._fixed_steps = mesh.devices.flat[0].platform == "gpu"
         asked: Any = {"page_tokens": page_tokens, "cache_tokens": cache_tokens, "dtype": self._cache_dtype}
         leaves_slots = in_flight > 0 or batch_invariant or has_turns
-        kind = cache or kind_for(mesh, config.head_dim, **asked, turns=leaves_slots)
+        kind = cache or kind_for(
+            mesh, config.head_dim, **asked, turns=leaves_slots, beyond_kernels=config.beyond_kernels
+        )
         parks = has_turns and not batch_invariant
         holders = max(slots * (1 + parks), -(-in_flight // spread) * spread)
         self._takes_turns, self._reads_again = in_flight > slots, in_flight > 0 or has_turns
@@ -152,7 +155,7 @@ class DecoderEngine:
         )
         heads = {"kv_heads": config.kv_heads, "head_dim": config.head_dim}
         dtypes = {"cache_dtype": self._cache_dtype, "compute_dtype": compute_dtype}
-        self._cache = cache_for(kind, mesh, self.page_sizes, **heads, **dtypes)
+        self._cache = cache_for(kind, mesh, self.page_sizes, **heads, **dtypes, cap=config.score_cap)
         self._read = Prefill(
             config, mesh, self._cache, block=self._block, ends=self._ends, capacity=capacity, **dtypes,
             shape=prefill or prefill_shape(longest=capacity, capacity=capacity, prompts=_ROWS, tokens=_TOKENS, alone=batch_invariant),
@@ -248,7 +251,11 @@ class DecoderEngine:
         # These arguments are host arrays, so their structs have no sharding.
         number, column, fills, rows, tables = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
         key, state = jax.eval_shape(lambda: jax.random.key(0)), self.state_structs
-        rope = (self._struct((self._config.head_dim // 2, self.capacity), jnp.float32),) * 2
+        positions = jax.ShapeDtypeStruct((self.capacity,), jnp.int32)
+        rope = jax.tree.map(
+            lambda table: self._struct(table.shape, table.dtype),
+            jax.eval_shape(partial(rope_tables, config=self._config), positions),
+        )
         programs, prefixes = self._read.programs(params, again=again)
         made = {
             "init": self._init.lower,
@@ -275,7 +282,7 @@ class DecoderEngine:
         return made
 
     @cached_property
-    def _rope(self) -> RopeTables:
+    def _rope(self) -> tuple[RopeTables, ...]:
         """The rotary embedding tables. They are an argument of the programs; if a program computed them, XLA would recompute the cosines in every layer and
         for every head. They are computed at first use, so an engine that is only compiled allocates no array."""
         positions = jnp.arange(self.capacity, dtype=jnp.int32)
@@ -355,7 +362,7 @@ class DecoderEngine:
         return jnp.where(place < count, slots, self.slots + place)
 
     def _generate_program(
-        self, params: SamplerWeights, state: DecodeState, rope: RopeTables, decoding: Decoding, min_live: Array, tables: Array, until: Array
+        self, params: SamplerWeights, state: DecodeState, rope: tuple[RopeTables, ...], decoding: Decoding, min_live: Array, tables: Array, until: Array
     ) -> tuple[DecodeState, ResultTokens]:  # fmt: skip
         call = _Call(params, rope, tables, until)
         if not self._blocks:
@@ -467,19 +474,24 @@ class DecoderEngine:
         return replace(state, **lax.with_sharding_constraint(counts, self._rows))
 
     def _forward(
-        self, params: SamplerWeights, state: DecodeState, rope: RopeTables, tables: Array, drawing: Array, tokens: Array
+        self, params: SamplerWeights, state: DecodeState, rope: tuple[RopeTables, ...], tables: Array, drawing: Array, tokens: Array
     ) -> DecodeState:  # fmt: skip
         """Appends one token to the KV cache of each slot in `drawing`. Returns the state with the logits of the next tokens."""
         outer = nnx.merge(self._ends, params["ends"])
-        cos, sin = (part[:, state.lengths] for part in rope)
+        config = self._config
+        ropes = jax.tree.map(lambda part: part[:, state.lengths], rope)
         x, layers = outer.embed(tokens), []
         now = self._cache.reading(tables, state.lengths, drawing)
-        for weights, layer in zip(params["layers"], state.layers, strict=True):
+        for index, (weights, layer) in enumerate(zip(params["layers"], state.layers, strict=True)):
+            window = {"window": config.windows[index]} if config.windows else {}
 
-            def attend(query: Array, key: Array, value: Array, layer: Any = layer) -> tuple[Array, Any]:
-                return self._cache.extend(layer, now, query, key, value)
+            def attend(
+                query: Array, key: Array, value: Array, layer: Any = layer, window: dict[str, int] = window
+            ) -> tuple[Array, Any]:
+                return self._cache.extend(layer, now, query, key, value, **window)
 
-            x, grown = nnx.merge(self._block, weights)(x, (cos, sin), attend)
+            turn = config.rope_of_layer[index] if config.rope_of_layer else 0
+            x, grown = nnx.merge(self._block, weights)(x, ropes[turn], attend)
             x = lax.with_sharding_constraint(x, self._columns)
             layers.append(grown)
         # Both constraints are needed. With only the second, XLA would transfer the weights instead of the logits.

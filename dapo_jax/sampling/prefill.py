@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 from jaxtyping import Array, Float, Int
 
-from dapo_jax.models.attention import causal_attention, part_attention
+from dapo_jax.models.attention import Near, causal_attention, part_attention
 from dapo_jax.models.decoder import Block, EmbeddingAndHead, RopeTables, rope_tables
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.weights import SamplerWeights
@@ -96,18 +96,20 @@ class Prefill:
             shapes = (rows * width,), (rows, width), (rows * row_prompts,)
             # These arguments are host arrays, so their structs have no sharding.
             tokens, segments, last = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
-            x, rope = self._embed.eval_shape(ends, tokens), self._angles.eval_shape(tokens, self._config)
+            x, ropes = self._embed.eval_shape(ends, tokens), self._angles.eval_shape(tokens, self._config)
+            rope, window = self._of_layer(0, ropes)
             if name == "part":
                 pair, start = self._empty.eval_shape(), jax.ShapeDtypeStruct((), jnp.int32)
-                made["prefill_part"] = partial(self._part.lower, layer, x, pair, rope, start)
+                made["prefill_part"] = partial(self._part.lower, layer, x, pair, rope, start, window)
                 made["prefill_kept"] = partial(self._kept.lower, pair)
                 made["prefill_empty"] = self._empty.lower
                 kept = self._kept.eval_shape(pair)
             else:
                 made[f"prefill_{name}_embed"] = partial(self._embed.lower, ends, tokens)
-                made[f"prefill_{name}"] = partial(self._layer.lower, layer, x, rope, segments)
+                near = () if window is None else ((window, segments),)
+                made[f"prefill_{name}"] = partial(self._layer.lower, layer, x, rope, segments, *near)
                 made[f"prefill_{name}_head"] = partial(self._head.lower, ends, x, last)
-                _, kept = self._layer.eval_shape(layer, x, rope, segments)
+                _, kept = self._layer.eval_shape(layer, x, rope, segments, *near)
             prefixes[name] = Prefix(
                 layers=(kept,) * len(params["layers"]), logits=self._head.eval_shape(ends, x, last),
                 rows=last, starts=last, lengths=last,
@@ -115,10 +117,12 @@ class Prefill:
         return made, prefixes
 
     def _rows(self, params: SamplerWeights, packed: PackedPrompts) -> Prefix:
-        rope = self._angles(packed.positions.reshape(-1), self._config)
+        ropes = self._angles(packed.positions.reshape(-1), self._config)
         x, layers = self._embed(params["ends"], packed.tokens.reshape(-1)), []
-        for weights in params["layers"]:
-            x, kept = self._awaited(self._layer(weights, x, rope, packed.segment_ids))
+        for index, weights in enumerate(params["layers"]):
+            rope, window = self._of_layer(index, ropes)
+            near = () if window is None else ((window, packed.positions),)
+            x, kept = self._awaited(self._layer(weights, x, rope, packed.segment_ids, *near))
             layers.append(kept)
         last = packed.rows * self.shape.width + packed.starts + packed.lengths - 1
         rows, starts, lengths = (jnp.asarray(part) for part in (packed.rows, packed.starts, packed.lengths))
@@ -133,9 +137,10 @@ class Prefill:
             positions = np.arange(start, start + width, dtype=np.int32)
             part = np.zeros(width, np.int32)
             part[: len(prompt) - start] = prompt[start : start + width]
-            x, rope = self._embed(params["ends"], part), self._angles(positions, self._config)
+            x, ropes = self._embed(params["ends"], part), self._angles(positions, self._config)
             for index, weights in enumerate(params["layers"]):
-                made = self._part(weights, x, buffers[index], rope, np.int32(start))
+                rope, window = self._of_layer(index, ropes)
+                made = self._part(weights, x, buffers[index], rope, np.int32(start), window)
                 x, buffers[index] = self._awaited(made)
             if start + width < len(prompt):
                 yield None
@@ -146,6 +151,12 @@ class Prefill:
         layers = tuple(self._kept(buffer) for buffer in buffers)
         yield Prefix(layers=layers, logits=logits, rows=zero, starts=zero, lengths=length)
 
+    def _of_layer(self, index: int, ropes: tuple[RopeTables, ...]) -> tuple[RopeTables, np.int32 | None]:
+        """Returns the rotation and the window of a layer."""
+        config = self._config
+        window = np.int32(config.windows[index]) if config.windows else None
+        return ropes[config.rope_of_layer[index] if config.rope_of_layer else 0], window
+
     def _awaited(self, made: Any) -> Any:
         return jax.block_until_ready(made) if self._waits else made
 
@@ -155,23 +166,27 @@ class Prefill:
         return nnx.merge(self._ends, ends).embed(tokens)
 
     def _layer_program(
-        self, weights: nnx.State, x: Array, rope: RopeTables, segment_ids: Array
+        self, weights: nnx.State, x: Array, rope: RopeTables, segment_ids: Array, near: Near | None = None
     ) -> tuple[Array, Any]:
         def attend(query: Array, key: Array, value: Array) -> tuple[Array, Any]:
-            attended = causal_attention(query, key, value, segment_ids, dtype=self._dtype)
+            attended = causal_attention(
+                query, key, value, segment_ids, near=near, cap=self._config.score_cap, dtype=self._dtype
+            )
             return attended, self._cache.of_rows(key, value, len(segment_ids), self._cache_dtype)
 
         return nnx.merge(self._block, weights)(x, rope, attend)
 
     def _part_program(
-        self, weights: nnx.State, x: Array, buffers: tuple[Array, Array], rope: RopeTables, start: Array
-    ) -> tuple[Array, tuple[Array, Array]]:
+        self, weights: nnx.State, x: Array, buffers: tuple[Array, Array], rope: RopeTables, start: Array, window: Array | None = None
+    ) -> tuple[Array, tuple[Array, Array]]:  # fmt: skip
         def attend(query: Array, key: Array, value: Array) -> tuple[Array, Any]:
             keys, values = (
                 lax.dynamic_update_slice_in_dim(buffer, new.astype(buffer.dtype), start, axis=2)
                 for buffer, new in zip(buffers, (key, value), strict=True)
             )
-            return part_attention(query, keys, values, start, dtype=self._dtype), (keys, values)
+            cap = self._config.score_cap
+            out = part_attention(query, keys, values, start, window=window, cap=cap, dtype=self._dtype)
+            return out, (keys, values)
 
         return nnx.merge(self._block, weights)(x, rope, attend)
 

@@ -370,6 +370,7 @@ class Updater:
                 chunk_vocab=self._options.logprob_chunk_vocab,
                 dtype=ends.compute_dtype,
                 teachers=[(its, its_ends.unembedding()) for its, its_ends in others],
+                caps=[each.config.logit_cap for each in (ends, *(its_ends for _, its_ends in others))],
             )
             return tuple(each.reshape(m.tokens.shape) for each in scores)
 

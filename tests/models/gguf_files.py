@@ -4,7 +4,6 @@ import gguf
 import numpy as np
 from gguf import GGUFWriter
 
-from dapo_jax.models.families import family_of
 from dapo_jax.models.tensors import exported
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -41,7 +40,7 @@ def interleaved(weight, heads):
 
 def write_gguf(path, config, params, *, pre="smollm", kinds=(), extra=None, tensors=None, types=TYPES):
     """`kinds` maps the end of a tensor's name to its stored type. `extra` adds or replaces metadata, and None removes a key."""
-    family, extra = family_of(config), dict(extra or {})
+    family, extra = config.family, dict(extra or {})
     writer = GGUFWriter(str(path), extra.pop("general.architecture", family))
     metadata = {
         f"{family}.block_count": config.layers,
@@ -52,7 +51,7 @@ def write_gguf(path, config, params, *, pre="smollm", kinds=(), extra=None, tens
         f"{family}.attention.head_count_kv": config.kv_heads,
         f"{family}.attention.key_length": config.head_dim,
         f"{family}.attention.value_length": config.head_dim,
-        f"{family}.rope.freq_base": float(config.rope_theta),
+        f"{family}.rope.freq_base": float(config.ropes[0].theta),
         f"{family}.attention.layer_norm_rms_epsilon": float(config.norm_eps),
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre,

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.models.gguf import GgufFile
-from dapo_jax.models.rope import RopeScaling, rope_frequencies
+from dapo_jax.models.rope import Rope, RopeScaling, rope_frequencies
 from dapo_jax.models.tensors import place
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 
@@ -15,9 +15,9 @@ from tests.models.gguf_files import TOKENS, write_gguf  # noqa: E402 - needs ggu
 
 SIZES = {"vocab_size": len(TOKENS)}
 FAMILIES = {
-    "llama": tiny_decoder_config(**SIZES, norm_eps=1e-5, rope_theta=5e5),
-    "qwen2": tiny_decoder_config(**SIZES, qkv_bias=True, tied_embeddings=False, rope_theta=1e6),
-    "qwen3": tiny_decoder_config(**SIZES, qk_norm=True, head_dim=16),
+    "llama": tiny_decoder_config(**SIZES, norm_eps=1e-5, ropes=(Rope(theta=5e5),)),
+    "qwen2": tiny_decoder_config(**SIZES, qkv_bias=True, tied_embeddings=False, ropes=(Rope(theta=1e6),)),
+    "qwen3": tiny_decoder_config(**SIZES, qk_norm="head", head_dim=16),
 }
 LLAMA = FAMILIES["llama"]
 
@@ -64,7 +64,7 @@ def test_quantised_weights_are_dequantised(written):
 
 def test_metadata_that_is_left_out_has_the_defaults_of_the_format(written):
     keys = ("attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.freq_base")
-    config = tiny_decoder_config(**SIZES, kv_heads=4, rope_theta=10_000.0)
+    config = tiny_decoder_config(**SIZES, kv_heads=4)
     assert written(config, extra={f"llama.{key}": None for key in keys}).config() == config
 
 
@@ -81,7 +81,7 @@ def test_metadata_that_is_left_out_has_the_defaults_of_the_format(written):
 )
 def test_rope_scaling_of_the_metadata_is_taken_over(metadata, scaling, written):
     extra = {f"llama.rope.scaling.{key}": value for key, value in metadata.items()}
-    assert written(extra=extra).config().rope_scaling == scaling
+    assert written(extra=extra).config().ropes[0].scaling == scaling
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
@@ -95,7 +95,7 @@ def test_llama3_scaling_is_found_in_the_divisors_of_the_frequencies(factor, writ
         share = min(max((turns - 1.0) / 3.0, 0.0), 1.0)
         divisors.append(1.0 / (share + (1.0 - share) / factor))
     file = written(tensors={"rope_freqs.weight": np.array(divisors, np.float32)})
-    scaling = file.config().rope_scaling
+    scaling = file.config().ropes[0].scaling
     assert scaling == RopeScaling(kind="llama3", factor=factor, original_max_positions=8192)
     np.testing.assert_allclose(
         rope_frequencies(dim, theta, scaling), np.array(frequencies) / divisors, rtol=1e-6

@@ -17,6 +17,7 @@ from dapo_jax.dapo.losses import dapo_loss
 from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.dapo.objectives import gspo_loss
 from dapo_jax.models.decoder import graph_of
+from dapo_jax.models.rope import Rope
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.training_layout import ROWS as ROWS_SPLIT
 from dapo_jax.parallel.training_layout import layout_of
@@ -26,7 +27,7 @@ from dapo_jax.training.row_packing import pack
 from dapo_jax.training.state import init_state, state_shardings
 from dapo_jax.training.update import UpdateOptions, Updater
 
-CONFIG = tiny_decoder_config(heads=4, kv_heads=2, qkv_bias=True, qk_norm=True, tied_embeddings=False)
+CONFIG = tiny_decoder_config(heads=4, kv_heads=2, qkv_bias=True, qk_norm="head", tied_embeddings=False)
 MESHES = {
     "fsdp 8": {"fsdp": 8},
     "fsdp 4 x tensor 2": {"fsdp": 4, "tensor": 2},
@@ -34,6 +35,13 @@ MESHES = {
     "fsdp 2 x tensor 2 x context 2": {"fsdp": 2, "tensor": 2, "context": 2},
     "data 2 x context 4": {"data": 2, "context": 4, "fsdp": 1},
 }
+EVERY_SWITCH = tiny_decoder_config(
+    layers=3, qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm="all", norm_place="both", norm_offset=1.0,
+    windows=(6, 0, 6), ropes=(Rope(theta=100.0), None), rope_of_layer=(0, 1, 0), query_scale=0.3, query_growth=(0.1, 8),
+    score_cap=5.0, logit_cap=8.0, logit_divisor=1.5, embed_scale=3.0, residual_scale=0.7, activation="gelu_tanh",
+    clip_qkv=1.2, tied_embeddings=False,
+)  # fmt: skip
+"""Switches that no single family combines."""
 ROW_TOKENS, ROWS = 32, 8
 
 
@@ -94,13 +102,14 @@ def trained(
     attention="xla",
     offload=False,
     objective=dapo_loss,
+    config=CONFIG,
 ):
     """Returns the state and the metrics after the update on each batch; all updates but the first have ratios other than 1."""
-    graph = graph_of(CONFIG, layout=layout_of(mesh, attention=attention))
+    graph = graph_of(config, layout=layout_of(mesh, attention=attention))
     options = UpdateOptions(old_logprobs=old_logprobs, logprob_chunk_vocab=4, offload=offload)
-    params = jax.eval_shape(lambda: tiny_params(CONFIG))
+    params = jax.eval_shape(lambda: tiny_params(config))
     updater = Updater(graph, params, optimizer, mesh, objective=objective, options=options)
-    state, states, metrics = init_state(tiny_params(CONFIG), optimizer, mesh, offload=offload), [], []
+    state, states, metrics = init_state(tiny_params(config), optimizer, mesh, offload=offload), [], []
     for index, prepared in enumerate(updater.prepare(state, batches)):
         state, measured = updater.update(state, prepared, learning_rate=rate, first=index == 0)
         metrics.append(to_scalars(measured))
@@ -143,6 +152,15 @@ def test_losses_gradients_and_sgd_equal_the_results_on_one_device(axes, expected
         assert_same(found.params, expected.params)
     for found, expected in zip(metrics, expected_of_sgd[1], strict=True):
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-6, nan_ok=True)
+
+
+def test_every_switch_of_the_decoder_has_the_gradients_of_one_device():
+    """The norm over all heads is a sum over `tensor`, windows need the positions of other devices' keys, and some biases are replicated."""
+    mesh = make_mesh(**MESHES["fsdp 2 x tensor 2 x context 2"])
+    [found], measured = trained(mesh, KEEP_GRADIENT, BATCHES[:1], rate=0.0, config=EVERY_SWITCH)
+    [expected], other = trained(one_device(), KEEP_GRADIENT, BATCHES[:1], rate=0.0, config=EVERY_SWITCH)
+    assert_same(found.opt_state, expected.opt_state)
+    assert measured[0] == pytest.approx(other[0], rel=1e-5, abs=1e-6, nan_ok=True)
 
 
 @pytest.mark.slow

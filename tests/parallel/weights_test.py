@@ -14,7 +14,7 @@ from dapo_jax.parallel.sharding import shardings
 from dapo_jax.parallel.weights import WeightTransfer, both_on, local, stages
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 
-CONFIG = tiny_decoder_config(qkv_bias=True, qk_norm=True, tied_embeddings=False)
+CONFIG = tiny_decoder_config(qkv_bias=True, qk_norm="head", tied_embeddings=False)
 
 
 @pytest.fixture(scope="module")

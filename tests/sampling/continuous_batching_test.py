@@ -34,7 +34,7 @@ from dapo_jax.training.row_packing import pack
 from dapo_jax.training.state import init_state
 from dapo_jax.training.update import UpdateOptions, Updater
 
-CONFIG = tiny_decoder_config(qkv_bias=True, qk_norm=True, tied_embeddings=False)
+CONFIG = tiny_decoder_config(qkv_bias=True, qk_norm="head", tied_embeddings=False)
 EOS, MAX_PROMPT, LIMIT, GROUP = 1, 8, 16, 6
 KEY = jax.random.key(10)
 PROGRAMS = [

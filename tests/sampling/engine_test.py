@@ -21,7 +21,7 @@ from dapo_jax.sampling.pages import Pages
 from dapo_jax.sampling.prompt_packing import PrefillShape
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 
-CONFIG = tiny_decoder_config(qkv_bias=True, qk_norm=True, tied_embeddings=False)
+CONFIG = tiny_decoder_config(qkv_bias=True, qk_norm="head", tied_embeddings=False)
 WIDE = replace(CONFIG, head_dim=64)
 """With heads of a size for which the GPU has a kernel."""
 SLOTS, CAPACITY, STEPS, EOS = 4, 24, 8, 1

@@ -70,7 +70,7 @@ def logits_of(p, tokens, config):
     """Returns the logits [n, seq, vocab] of the next tokens: Llama (Touvron et al. 2023) in the dtype of `p`."""
     seq = tokens.shape[1]
     half = config.head_dim // 2
-    angles = np.arange(seq)[:, None] * config.rope_theta ** (-np.arange(half) / half)[None]
+    angles = np.arange(seq)[:, None] * config.ropes[0].theta ** (-np.arange(half) / half)[None]
     cos, sin = np.cos(angles)[None, :, None], np.sin(angles)[None, :, None]
 
     def norm(x, weight):
