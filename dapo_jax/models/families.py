@@ -28,6 +28,8 @@ class Family:
     """Keys that change other families, but not this one."""
     switches: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `DecoderConfig` that are the same in all models of the family."""
+    written: Mapping[str, Any] = field(default_factory=dict)
+    """Further keys of a written config.json, whose defaults in transformers describe another model."""
     full_every: int = 1
     """Every how many layers a layer attends to all tokens, if config.json does not list the kinds of layers. 0: all layers have a window."""
     two_ropes: bool = False
@@ -101,11 +103,12 @@ FAMILIES: Mapping[str, Family] = {
     "granite": Family(architecture="GraniteForCausalLM", defaults=_GRANITE),
     "granitemoehybrid": Family(
         architecture="GraniteMoeHybridForCausalLM",
+        written={"num_local_experts": 0, "num_experts_per_tok": 0, "mamba_n_heads": 1, "mamba_d_head": "auto"},
         defaults={**_GRANITE, "shared_intermediate_size": 1024, "layer_types": None, "position_embedding_type": None},
         tensors={"gate": "shared_mlp.input_linear.weight", "up": "shared_mlp.input_linear.weight", "down": "shared_mlp.output_linear.weight"},
     ),
     "seed_oss": Family(
-        architecture="SeedOssForCausalLM", ignored=("attention_dropout",),
+        architecture="SeedOssForCausalLM", ignored=("attention_dropout",), written={"attention_dropout": 0.1},
         defaults={
             "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "attention_out_bias": False, "mlp_bias": False,
         },
@@ -275,6 +278,7 @@ def describe(config: DecoderConfig, *, dtype: str = "float32") -> dict[str, Any]
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
+        **family.written,
     }
     described.setdefault("attention_bias", False)
     found, config = (
@@ -304,10 +308,14 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
     family = FAMILIES[name]
     _check_supported(described, family, where)
     heads, width = described.get("num_attention_heads"), described.get("hidden_size")
-    values = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, **_present({"num_key_value_heads": heads})}
+    values: dict[str, Any] = {
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-6,
+        **_present({"num_key_value_heads": heads}),
+    }
     if heads and width:
         values["head_dim"] = width // heads
-    values |= family.defaults | _present(described)
+    values |= {**family.defaults, **_present(described)}
     values |= {key: None for key in _NULLABLE if key in described and described[key] is None}
     sizes = {}
     for ours, key in _fields(family).items():
@@ -455,7 +463,10 @@ def _layer_fields(
     if "position_embedding_type" in reads and values["position_embedding_type"] != "rope":
         made["ropes"] = (None,)
     if "llama_4_scaling_beta" in reads and "llama_4_scaling_beta" in settings:
-        made["query_growth"] = float(settings["llama_4_scaling_beta"]), int(settings[_ORIGINAL])
+        made["query_growth"] = (
+            float(settings["llama_4_scaling_beta"]),
+            int(settings.get(_ORIGINAL, sizes["max_positions"])),
+        )
     still = (
         [bool(windows) and not slides for slides in sliding]
         if family.still_full
@@ -466,7 +477,7 @@ def _layer_fields(
     return made
 
 
-def _of_each_layer(values: Mapping[str, Any], key: str, layers: int, where: object) -> list[Any] | None:
+def _of_each_layer(values: Mapping[str, Any], key: str, layers: int, where: object) -> Sequence[Any] | None:
     """Returns a list with one entry per layer, or None if the key is absent."""
     found = values[key]
     if found is not None and (not isinstance(found, Sequence) or len(found) != layers):
@@ -596,7 +607,7 @@ def _scaling(
             original_max_positions=original,
             **given,
         )
-    numbers = {key: float(value) for key, value in given.items()}
+    numbers: dict[str, Any] = {key: float(value) for key, value in given.items()}
     scales = [numbers.pop(key, 0.0) for key in ("mscale", "mscale_all_dim")]
     if all(scales) and "attention_factor" not in numbers:
         over, under = (0.1 * scale * math.log(numbers["factor"]) + 1.0 for scale in scales)

@@ -93,6 +93,18 @@ class DecoderConfig:
         return replace(self, ropes=tuple(map(chosen, self.ropes)))
 
     @property
+    def length_note(self) -> str:
+        """A sentence about the factors of longrope that `for_length` chose, or an empty string."""
+        for rope in self.ropes:
+            if rope is not None and rope.scaling is not None and rope.scaling.kind == "longrope":
+                chosen, limit = ("long", "above") if rope.scaling.long else ("short", "at most")
+                return (
+                    f"RoPE uses {chosen}_factor, because data.max_prompt_tokens + sampling.max_response_tokens is {limit} "
+                    f"original_max_position_embeddings={rope.scaling.original_max_positions}; a run on the other side of this limit has another policy"
+                )
+        return ""
+
+    @property
     def beyond_kernels(self) -> str:
         """The options of this decoder that only attention in XLA operations implements, in words, or an empty string."""
         found = {"sliding windows": any(self.windows), "capped attention scores": self.score_cap is not None}

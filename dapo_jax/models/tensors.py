@@ -300,12 +300,14 @@ def adapter_tensors(config: DecoderConfig, adapters: nnx.State) -> Iterator[Tens
     """Yields A [rank, inputs] and B [outputs, rank] of each adapted matrix, with PEFT's names."""
     tensors = _tensors(config)
 
+    stacks = nnx.to_pure_dict(adapters)["blocks"]
+
     def fetch(name: str, layer: int, shape: Shape) -> np.ndarray:
-        found, order = _gathered(adapters["blocks"][name][...], layer), tensors.adapter_order(name, back=True)
+        found, order = _gathered(stacks[name], layer), tensors.adapter_order(name, back=True)
         return (found if order is None else found[:, order]).reshape(shape)
 
     for layer in range(config.layers):
-        for name, stack in nnx.to_pure_dict(adapters)["blocks"].items():
+        for name, stack in stacks.items():
             shape = _adapter_shape(name, stack.shape[1:])
             yield Tensor(
                 tensors.adapter_name(name, layer), shape, functools.partial(fetch, name, layer, shape)
@@ -314,15 +316,15 @@ def adapter_tensors(config: DecoderConfig, adapters: nnx.State) -> Iterator[Tens
 
 def check_adapters(config: DecoderConfig) -> None:
     """Raises ValueError if adapted matrices of this decoder are parts of one tensor, so that PEFT has one adapter for all of them."""
-    tensors = _tensors(config)
-    for target in config.lora.targets if config.lora is not None else ():
+    tensors, targets = _tensors(config), () if config.lora is None else config.lora.targets
+    for target in targets:
         theirs = tensors.name[MATRICES[target]]
         if len(tensors.parts[theirs]) > 1:
             separate = [
                 name for name, ours in MATRICES.items() if len(tensors.parts[tensors.name[ours]]) == 1
             ]
             raise ValueError(
-                f"lora.targets={list(config.lora.targets)}: {target} is a part of the tensor {theirs}, which has one adapter in PEFT; this is not supported: "
+                f"lora.targets={list(targets)}: {target} is a part of the tensor {theirs}, which has one adapter in PEFT; this is not supported: "
                 f"set lora.targets=[{','.join(separate)}], or train all weights with lora.rank=0"
             )
 

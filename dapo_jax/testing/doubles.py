@@ -183,8 +183,8 @@ def tiny_decoder_config(**changes: Any) -> DecoderConfig:
         "vocab_size": 20, "embed_dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "mlp_dim": 48,
         "max_positions": 64,
     }  # fmt: skip
-    family = "qwen2" if changes.get("qkv_bias") else "qwen3" if changes.get("qk_norm") else "llama"
-    return DecoderConfig(**{"family": family, **sizes, **changes})
+    sizes["family"] = "qwen2" if changes.get("qkv_bias") else "qwen3" if changes.get("qk_norm") else "llama"
+    return DecoderConfig(**{**sizes, **changes})
 
 
 def tiny_params(config: DecoderConfig, *, seed: int = 0) -> nnx.State:

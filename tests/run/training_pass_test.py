@@ -31,8 +31,13 @@ def chips(**axes):
     return make_mesh(fsdp=-1, **axes)
 
 
-def passed(mesh, model=BF16, *, row_tokens=1000, head_dim=128, platform="cpu", **batch):
-    how = {"row_tokens": row_tokens, "head_dim": head_dim, "device": DEVICES[platform]}
+def passed(mesh, model=BF16, *, row_tokens=1000, head_dim=128, platform="cpu", beyond="", **batch):
+    how = {
+        "row_tokens": row_tokens,
+        "head_dim": head_dim,
+        "device": DEVICES[platform],
+        "beyond_kernels": beyond,
+    }
     return training_pass(model, BatchConfig(**batch), mesh, **how)
 
 
@@ -112,6 +117,18 @@ def test_a_kernel_is_refused_where_its_chip_is_not(attention, needed):
         passed(chips(), model)
     found = passed(chips(), model, platform=needed, row_tokens=1024)
     assert found.layout.attention == attention
+
+
+@pytest.mark.parametrize(("platform", "kernel"), [("tpu", "splash"), ("gpu", "cudnn")])
+def test_a_decoder_with_options_beyond_the_kernels_trains_with_xla_and_the_run_reports_it(platform, kernel):
+    decoder = tiny_decoder_config(windows=(8, 0), score_cap=5.0)
+    found = passed(chips(), platform=platform, beyond=decoder.beyond_kernels)
+    assert found.layout == passed(chips()).layout
+    assert "XLA operations" in found.note
+    assert "sliding windows and capped attention scores" in found.note
+    with pytest.raises(ConfigError, match=rf"attention={kernel} .*sliding windows .*model\.attention=xla"):
+        passed(chips(), replace(BF16, attention=kernel), platform=platform, beyond=decoder.beyond_kernels)
+    assert passed(chips(), platform=platform, beyond=tiny_decoder_config().beyond_kernels).note == ""
 
 
 def test_a_vocabulary_is_padded_for_both_meshes_and_only_if_needed():

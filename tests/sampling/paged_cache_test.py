@@ -17,6 +17,7 @@ from dapo_jax.sampling import cache as dense
 from dapo_jax.sampling import gpu_cache, tpu_cache
 from dapo_jax.sampling.caches import cache_for, kind_for, sizes_for, without_kernel
 from dapo_jax.sampling.pages import slot_pages
+from dapo_jax.testing import tiny_decoder_config
 
 KINDS = [
     pytest.param(("pages", "cpu"), id="xla"),
@@ -297,7 +298,11 @@ class Gpu:
     platform, device_kind, process_index, id = "gpu", "NVIDIA H100", 0, 0
 
 
-GPU = Mesh(np.array([Gpu()]), ("data",))
+class Tpu:
+    platform, device_kind, process_index, id = "tpu", "TPU v5e", 0, 0
+
+
+GPU, TPU = (Mesh(np.array([device]), ("data",)) for device in (Gpu(), Tpu()))
 
 
 @pytest.mark.parametrize(
@@ -310,6 +315,16 @@ def test_heads_for_which_the_kernel_on_gpu_is_wrong_use_xla(head_dim, dtype, lea
     reported = without_kernel(GPU, head_dim, dtype)
     assert (f"head_dim of at least {least} in {dtype}" in reported) if least else reported == ""
     assert without_kernel(make_mesh(devices=jax.devices("cpu")[:1]), head_dim, dtype) == ""
+
+
+def test_windows_and_caps_use_xla_and_the_run_reports_it():
+    decoder = tiny_decoder_config(windows=(8, 0), head_dim=64)
+    how = {"dtype": "bfloat16", "beyond_kernels": decoder.beyond_kernels}
+    for mesh in (GPU, TPU):
+        assert kind_for(mesh, 64, **how) == "pages"
+        assert without_kernel(mesh, 64, **how).endswith("do not support the model's sliding windows")
+    one = make_mesh(devices=jax.devices("cpu")[:1])
+    assert (kind_for(one, 64, **how), without_kernel(one, 64, **how)) == ("slots", "")
 
 
 @pytest.mark.parametrize("gone", ["the import", "the lowering"])
