@@ -151,8 +151,8 @@ class Prefill:
         layers = tuple(self._kept(buffer) for buffer in buffers)
         yield Prefix(layers=layers, logits=logits, rows=zero, starts=zero, lengths=length)
 
-    def _of_layer(self, index: int, ropes: tuple[RopeTables, ...]) -> tuple[RopeTables, np.int32 | None]:
-        """Returns the rotation and the window of a layer."""
+    def _of_layer(self, index: int, ropes: Sequence[Any]) -> tuple[Any, np.int32 | None]:
+        """Returns the tables of a layer's rotation, which may be shape structs, and its window."""
         config = self._config
         window = np.int32(config.windows[index]) if config.windows else None
         return ropes[config.rope_of_layer[index] if config.rope_of_layer else 0], window
