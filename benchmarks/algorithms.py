@@ -1,6 +1,6 @@
 """Trains the quickstart with each algorithm by name, and tabulates held-out accuracy: `python -m benchmarks.algorithms`.
 
-Each run is one `dapo-jax train` of 20 steps. A second, shorter run of each algorithm measures the time of a step, so do nothing else on the machine then.
+Each run is one `dapo-jax train` of 20 steps.
 """
 
 import argparse
@@ -19,7 +19,7 @@ RESULTS = Path("docs/results/algorithms")
 METRICS_FILE = "metrics.csv"
 COLUMNS = ("algorithm", "seed", "before", "after", "tokens", "seconds")
 ACCURACY = "eval/arithmetic/avg@8"
-STEPS, TIMED_STEPS = 20, 6
+STEPS = 20
 TEACHER = "teacher_0"
 
 
@@ -30,9 +30,9 @@ def overrides(name: str, folder: Path) -> list[str]:
     return [*([] if name == "teacher" else [f"algorithm={name}"]), *given.get(name, [])]
 
 
-def run(name: str, seed: int, folder: Path, *more: str, suffix: str = "") -> None:
+def run(name: str, seed: int, folder: Path, *more: str) -> None:
     """Trains one run, unless `folder` already contains it."""
-    target = folder / f"{name}_{seed}{suffix}"
+    target = folder / f"{name}_{seed}"
     if not (target / "model").exists():
         print(f"{target.name}", flush=True)
         changes = [*overrides(name, folder), *more, f"seed={seed}", f"run_dir={target}"]
@@ -41,32 +41,18 @@ def run(name: str, seed: int, folder: Path, *more: str, suffix: str = "") -> Non
 
 
 def collect(folder: Path, seeds: Iterable[int], target: Path) -> None:
-    """Writes one line per run to a CSV file: accuracy before and after, sampled tokens of all steps, and median seconds of a step (first seed only)."""
+    """Writes one line per run to a CSV file: accuracy before and after, sampled tokens of all steps, and the median time of a step."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with target.open("w", newline="") as file:
         lines = csv.writer(file, lineterminator="\n")
         lines.writerow(COLUMNS)
-        for place, seed in enumerate(seeds):
-            for name in ALGORITHMS:
+        for name in ALGORITHMS:
+            for seed in seeds:
                 before, *steps = read_metrics(folder / f"{name}_{seed}" / "metrics.jsonl")
                 tokens = sum(step["speed/sampled_tokens_per_s"] * step["time/sample_s"] for step in steps)
-                seconds = "" if place else f"{_seconds(folder / f'{name}_{seed}_timed'):.2f}"
-                lines.writerow(
-                    [
-                        name,
-                        seed,
-                        f"{before[ACCURACY]:.4f}",
-                        f"{steps[-1][ACCURACY]:.4f}",
-                        round(tokens),
-                        seconds,
-                    ]
-                )
-
-
-def _seconds(folder: Path) -> float:
-    """Returns the median time of a step. The first two steps are left out, because they compile programs."""
-    steps = [line["time/step_s"] for line in read_metrics(folder / "metrics.jsonl") if line["step"] > 2]
-    return statistics.median(steps)
+                seconds = statistics.median(step["time/step_s"] for step in steps)
+                accuracies = [f"{line[ACCURACY]:.4f}" for line in (before, steps[-1])]
+                lines.writerow([name, seed, *accuracies, round(tokens), f"{seconds:.2f}"])
 
 
 def summary(path: Path) -> str:
@@ -79,8 +65,9 @@ def summary(path: Path) -> str:
         after = [float(line["after"]) for line in of_name]
         tokens = statistics.mean(int(line["tokens"]) for line in of_name)
         each = ", ".join(f"{value:.3f}" for value in after)
+        seconds = min(float(line["seconds"]) for line in of_name)
         rows.append(
-            [f"`{name}`", f"{statistics.mean(after):.3f}", each, f"{tokens / 1e6:.2f}", of_name[0]["seconds"]]
+            [f"`{name}`", f"{statistics.mean(after):.3f}", each, f"{tokens / 1e6:.2f}", f"{seconds:.1f}"]
         )
     return table(["algorithm", "avg@8", "by seed", "sampled tokens, millions", "s per step"], rows)
 
@@ -103,8 +90,6 @@ def main() -> None:
     for seed in given.seeds:
         for name in ALGORITHMS:
             run(name, seed, given.runs, f"steps={STEPS}")
-    for name in ALGORITHMS:
-        run(name, given.seeds[0], given.runs, f"steps={TIMED_STEPS}", "eval.every_steps=0", suffix="_timed")
     collect(given.runs, given.seeds, given.results / METRICS_FILE)
     show(given.results)
 

@@ -58,9 +58,11 @@ def with_table(text: str, name: str, made: str) -> str:
 
     >>> with_table("Rows:\\n<!-- ladder -->\\nold\\n<!-- end -->\\n", "ladder", "new")
     'Rows:\\n<!-- ladder -->\\nnew\\n<!-- end -->\\n'
+    >>> with_table("<!-- ladder -->\\n<!-- end -->\\nText\\n", "ladder", "new")
+    '<!-- ladder -->\\nnew\\n<!-- end -->\\nText\\n'
     """
     begin, end = f"<!-- {name} -->\n", "\n<!-- end -->\n"
     if begin not in text:
         return f"{text}{begin}{made}{end}"
     before, _, rest = text.partition(begin)
-    return f"{before}{begin}{made}{end}{rest.partition(end)[2]}"
+    return f"{before}{begin}{made}{end}{rest.partition(end.lstrip())[2]}"

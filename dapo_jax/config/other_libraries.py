@@ -42,7 +42,7 @@ _NOTES = {
     "use_bias_correction_kl use_unbiased_kl": "true is k3_unbiased",
     "kl_loss_type": "low_var_kl and k3 are k3",
     "adv_estimator advantage_estimator": "`algorithm: NAME` also sets the keys that belong to it: grpo, rloo, opo, reinforce_plus_plus, reinforce_plus_plus_baseline, gdpo, max_rl",
-    "scale_rewards norm_adv_by_std_in_grpo": "true and group are group_std, batch is batch_std, false and none are none",
+    "scale_rewards norm_adv_by_std_in_grpo": "write true and group as group_std, batch as batch_std, false as none",
     "optim": "adamw_torch is adamw",
     "warmup_ratio": "in steps, not as a share of the run",
     "betas": "and optimizer.beta2, each a number",

@@ -98,6 +98,11 @@ class _StreamOptions(msgspec.Struct, kw_only=True, frozen=True):
     include_usage: bool = False
 
 
+# msgspec prepares a struct when it is first used. If two threads did this at the same time, the process would crash.
+for _kind in (_SamplingParams, _GenerateBody, _ChatBody, _StreamOptions):
+    msgspec.json.Decoder(_kind)
+
+
 def read_generate(content: bytes, limits: ServedLimits) -> CheckedRequest:
     """Parses the body of a request to `/inference/v1/generate`.
 

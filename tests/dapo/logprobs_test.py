@@ -214,7 +214,7 @@ def test_a_sharded_vocabulary_is_not_gathered(sharded):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_divergence_from_a_teacher_equals_the_formula_in_float64(x64, temperature):
-    """The teacher is wider and has 13 entries, of which the last two are ignored. 11 entries in chunks of 4, one of padding."""
+    """The policy has 11 entries, in chunks of 4 with one entry of padding. The teacher is wider and has 13 entries. The last two are ignored."""
     hidden, unembedding, targets = random_head(0, np.float64)
     its, table, _ = random_head(1, np.float64, vocab=13)
     its, table = (jnp.concatenate([array, 0.5 * array], axis=1) for array in (its, table))

@@ -224,7 +224,7 @@ def test_options_change_the_work():
     found, tiny = taught["teacher's log-probabilities"], preset("tiny")
     assert found.flops == 2 * forward_flops(tiny, tokens=256, pairs=256 * 8.5, logits=256) / 8
     assert found.runs == 2
-    full = without(teacher=TeacherConfig(source="preset:tiny", kl="full"))
+    full = without(teacher=TeacherConfig(source="preset:tiny", rewards=True, kl="full"))
     assert "teacher's log-probabilities" not in full
     for name in ("flops", "useful_flops", "hbm_bytes"):
         assert getattr(full["update"], name) == getattr(phases["update"], name) + getattr(found, name)

@@ -110,8 +110,8 @@ def test_selected_tokens_do_not_depend_on_packing_microbatches_or_devices(select
         updater = make_updater(select, mesh)
         [placed] = updater._placing.put([microbatches])
         kinds = 2 if select == "high_entropy" else 1
-        scores = [scores_of(stack.microbatches.sampler_logprobs)[:kinds] for stack in placed]
-        return by_token(updater._selected(placed, scores), "selected")
+        updater._scored = lambda model, stack: scores_of(stack.microbatches.sampler_logprobs)[:kinds]
+        return by_token(updater._selected(placed, updater.model(fresh(mesh).params)), "selected")
 
     expected = chosen(ONE, packed())
     assert 0 < sum(expected.values()) < len(expected)

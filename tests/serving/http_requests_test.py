@@ -1,0 +1,30 @@
+"""Bodies of requests are parsed in several threads at the same time."""
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("msgspec", reason="needs the extra http")
+
+FIRST_REQUESTS = """
+import importlib, sys
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from dapo_jax.serving import http_requests
+
+GIVEN = {"_ChatBody": {"messages": [{}], "stop": "x"}, "_SamplingParams": {"stop": ["x"]}, "_GenerateBody": {"token_ids": [1]}}
+sys.setswitchinterval(1e-7)
+for _ in range(300):
+    importlib.reload(http_requests)
+    for name, given in GIVEN.items():
+        kind, start = getattr(http_requests, name), Barrier(4)
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda _: (start.wait(), http_requests._struct(dict(given), kind, "the body")), range(4)))
+"""
+
+
+def test_the_first_requests_of_a_server_may_arrive_together():
+    """The process crashed if the first conversions to a struct overlapped. Threads switch as often as possible here, so it crashed within 300 tries."""
+    done = subprocess.run([sys.executable, "-c", FIRST_REQUESTS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
