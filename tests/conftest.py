@@ -1,5 +1,6 @@
 """Strict JAX for every test: a silent dtype promotion or rank broadcast is an error, shapes are checked."""
 
+import contextlib
 import gc
 import os
 import shutil
@@ -52,6 +53,15 @@ def pytest_collection_finish():
     """What was imported stays for good: the garbage collector need not look at it again and again, nor at every 700th new object."""
     gc.freeze()
     gc.set_threshold(100_000, 50, 50)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_mappings():
+    """Drops the compiled programs of past modules in time: each has about 16 memory mappings, and Linux permits a process 65,530."""
+    yield
+    with contextlib.suppress(FileNotFoundError), open("/proc/self/maps", "rb") as maps:
+        if sum(1 for _ in maps) > 20_000:
+            jax.clear_caches()
 
 
 def pytest_unconfigure():

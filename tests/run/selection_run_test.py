@@ -23,7 +23,14 @@ SHARES = {
 """Smallest and largest value of `policy/selected_frac` for each algorithm."""
 
 
-@pytest.mark.parametrize("algorithm", SHARES)
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        "high_entropy",
+        "kl_cov",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("clip_cov", "m2po")),
+    ],
+)
 def test_a_step_with_each_selection(micro, run_micro, algorithm):
     low, high = SHARES[algorithm]
     [line] = run_micro(micro(steps=1, loss=loss_of(algorithm))).metrics
