@@ -148,7 +148,7 @@ FAMILIES: Mapping[str, Family] = {
 }  # fmt: skip
 """The supported model families by model_type."""
 
-_WRAPPED = {
+WRAPPED = {
     "gemma3": ("Gemma3ForConditionalGeneration", ("gemma3_text",)),
     "mistral3": ("Mistral3ForConditionalGeneration", ("mistral", "ministral3")),
 }
@@ -344,9 +344,9 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
 
 def _text_part(described: Mapping[str, Any], where: object) -> Mapping[str, Any]:
     """Returns the text_config of a model for images and text, or the whole config.json of a text model."""
-    if (name := str(described.get("model_type"))) not in _WRAPPED:
+    if (name := str(described.get("model_type"))) not in WRAPPED:
         return described
-    architecture, inner = _WRAPPED[name]
+    architecture, inner = WRAPPED[name]
     text = described.get("text_config")
     if not isinstance(text, Mapping) or text.get("model_type") not in inner:
         found = text.get("model_type") if isinstance(text, Mapping) else text

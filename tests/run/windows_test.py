@@ -6,6 +6,7 @@ trainer's log-probabilities are compared with the sampler's (`sync/logprob_diff_
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from dapo_jax.config import LoraConfig
@@ -16,7 +17,7 @@ from dapo_jax.models.rope import Rope
 from dapo_jax.run.policy import Policy
 from dapo_jax.testing import tiny_params
 from dapo_jax.text.tokenizers import CharTokenizer
-from tests.rollout.processes_test import assert_the_same
+from dapo_jax.trackers.rollout_log import read_rollouts
 
 STEPS = 3
 CONTEXT = {"parallel__data": 2, "parallel__fsdp": 2, "parallel__context": 2}
@@ -84,14 +85,25 @@ def test_preempted_responses_are_read_again(windowed, run_micro, rows, flown):
     """With pages for a single sequence on each device."""
     few = {"sampling__slots": 8, "sampling__cache_tokens": 96, "sampling__page_tokens": 4}
     found = run_micro(windowed(**FLIGHT | few, **CONTEXT), eval_rows=rows)
-    assert_the_same(found.run_dir, flown.run_dir, steps=range(1, STEPS + 1))
+    for step in range(1, STEPS + 1):
+        paths = (run.run_dir / "rollouts" / f"step_{step:06d}.jsonl" for run in (found, flown))
+        for one, other in zip(*map(read_rollouts, paths), strict=True):
+            np.testing.assert_allclose(one.pop("logprobs"), other.pop("logprobs"), rtol=0, atol=2e-5)
+            for response in (one, other):
+                response.pop("ratios")
+            assert one == other
 
 
 @pytest.mark.parametrize("weight_dtype", ["", "int8"])
 def test_adapters_are_sampled_as_they_are_trained(weight_dtype, windowed, run_micro, rows):
-    """Eight bits round a weight by up to 1 / 254 of its row's largest: far more than float32, and little enough to sample nearly the same policy."""
-    lora = {"lora": LoraConfig(rank=2, alpha=8.0), "sampling__weight_dtype": weight_dtype}
-    lora |= {"loss__importance_cap": 2.0} if weight_dtype else {}
-    found = run_micro(windowed(**lora), eval_rows=rows)
-    most = max(line["sync/logprob_diff_max"] for line in found.metrics[1:])
-    assert (1e-4 < most < 0.2) if weight_dtype else most <= 2e-5
+    """In eight bits, the sampler has another policy. Rounding the weights of this model changes a log-probability by 0.045 on average, with and without windows."""
+    lora = {
+        "loss__importance_cap": 2.0,
+        "lora": LoraConfig(rank=2, alpha=8.0),
+        "sampling__weight_dtype": weight_dtype,
+    }
+    lines = run_micro(windowed(**lora), eval_rows=rows).metrics[1:]
+    if weight_dtype:
+        assert 0.01 < max(line["sync/logprob_diff_mean"] for line in lines) < 0.1
+    else:
+        assert max(line["sync/logprob_diff_max"] for line in lines) <= 2e-5
