@@ -313,7 +313,7 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
         "rms_norm_eps": 1e-6,
         **_present({"num_key_value_heads": heads}),
     }
-    if type(heads) is type(width) is int and heads:
+    if isinstance(heads, int) and isinstance(width, int) and heads:
         values["head_dim"] = width // heads
     values |= {**family.defaults, **_present(described)}
     values |= {key: None for key in _NULLABLE if key in described and described[key] is None}
