@@ -14,7 +14,7 @@ _BLOCKS = (1024, 512, 256, 128)
 """Block sizes of splash attention in tokens. The largest size that divides the row, and whose blocks fit in the memory of a TPU core, is used."""
 
 _BLOCK_NUMBERS = 1024 * 128
-"""Maximum size of a block of queries or keys. With larger blocks, the gradient does not compile for v5p."""
+"""Maximum size of a block of queries or keys. With larger blocks, the gradient with capped scores does not compile for v5p."""
 
 SPLASH_TOKENS = _BLOCKS[-1]
 """Splash attention supports only rows whose number of tokens is a multiple of this number."""
