@@ -1,12 +1,13 @@
 """config.json: both notations of rotary scaling, keys that older files lack, and unsupported keys."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from dapo_jax.models.families import describe, understand
+from dapo_jax.models.families import FAMILIES, WRAPPED, describe, understand
 from dapo_jax.models.presets import PRESETS, preset
 from dapo_jax.models.rope import Rope, RopeScaling
 from dapo_jax.testing import tiny_decoder_config
@@ -191,6 +192,22 @@ def test_absent_and_null_mean_what_they_mean_in_transformers(name, changes, fiel
         ("olmo2", {"sliding_window": 8}, "sliding_window=8"),
         ("olmo2", {"attention_bias": True}, "attention_bias=True"),
         ("ernie4_5", {"use_bias": 1}, "use_bias is 1; .* true or false"),
+        ("mistral", {"model_type": ["mistral"]}, r"model_type \"\['mistral'\]\" is not one of llama"),
+        ("mistral", {"model_type": ...}, "model_type 'None' is not one of llama"),
+        ("mistral", {"architectures": [3]}, r"architectures \[3\]"),
+        ("mistral", {"num_attention_heads": "4", "head_dim": ...}, "num_attention_heads is '4'"),
+        ("mistral", {"rope_parameters": [1]}, r"rope_parameters is \[1\]; it must be an object"),
+        ("mistral", rope("mistral", rope_theta=-1.0), r"rope_theta is -1\.0; .* positive float"),
+        ("mistral", rope("mistral", rope_type=["yarn"]), "rope_type .*yarn.* is not one of default, linear"),
+        ("mistral", rope("mistral", rope_type="dynamic", factor=2.0), "rope_type 'dynamic' is not one of default, linear"),
+        ("gemma2", {"layer_types": 5}, "layer_types has 5 "),
+        ("gemma3", {"rope_parameters": {"full_attention": 3, "sliding_attention": {}}}, "rope_parameters is 3"),
+        ("gemma3", {"rope_parameters": {"full_attention": {}}}, r"rope_parameters has the keys \['full_attention'\]"),
+        ("phi3", rope("phi3", long_factor=None), "lacks the key 'long_factor', .* 'longrope'"),
+        ("phi3", rope("phi3", long_factor=[0.0] * 6), r"long_factor is 0\.0; .* positive float"),
+        ("phi3", rope("phi3", partial_rotary_factor=1.5), r"partial_rotary_factor is 1\.5; it must be at most 1"),
+        ("phi3", rope("phi3", original_max_position_embeddings=0), "original_max_position_embeddings is 0"),
+        ("ministral3", rope("ministral3", llama_4_scaling_beta="x"), "llama_4_scaling_beta is 'x'"),
         (
             "olmo3", {"rope_parameters": None, "rope_theta": 100.0},
             "rope_theta=100 does not determine .* rope_parameters",
@@ -209,6 +226,15 @@ def test_every_family_can_be_written_and_read(path):
     short = config.for_length(8)
     assert (short == config) == (path.parent.name != "phi3")
     assert understand(describe(short), "config.json") == config
+
+
+def test_the_table_of_models_lists_every_family():
+    page = (Path(__file__).parents[2] / "docs" / "bring_your_model.md").read_text(encoding="utf-8")
+    rows = [
+        line.split("|")[2] for line in page.splitlines() if line.startswith("| ") and line.count("|") == 6
+    ]
+    listed = {name for row in rows for name in re.findall("`(.*?)`", row)} - {"model_type"}
+    assert listed == {*FAMILIES, *WRAPPED}
 
 
 def test_two_notations_that_contradict_each_other_are_refused():
