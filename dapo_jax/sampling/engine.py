@@ -491,7 +491,7 @@ class DecoderEngine:
                 return self._cache.extend(layer, now, query, key, value, **window)
 
             turn = config.rope_of_layer[index] if config.rope_of_layer else 0
-            x, grown = nnx.merge(self._block, weights)(x, ropes[turn], attend)
+            x, grown, _ = nnx.merge(self._block, weights)(x, ropes[turn], attend)
             x = lax.with_sharding_constraint(x, self._columns)
             layers.append(grown)
         # Both constraints are needed. With only the second, XLA would transfer the weights instead of the logits.
