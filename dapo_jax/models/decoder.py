@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 from dapo_jax.dapo.precision import capped, product, rounded
 from dapo_jax.dapo.quantization import Quantized
@@ -226,7 +226,7 @@ class Block(nnx.Module):
         x: Float[Array, "embed part"],
         rope: RopeTables,
         attend: Attend,
-        routes: Int[Array, "tokens chosen"] | None = None,
+        routes: Integer[Array, "tokens chosen"] | None = None,
     ) -> tuple[Float[Array, "embed part"], Any, Int[Array, "tokens chosen"] | None]:
         """Returns the layer's output, the second result of `attend`, and the router's own choice of experts (None if there are no experts).
 
@@ -384,7 +384,7 @@ class Decoder(nnx.Module):
         positions: Int[Array, "batch seq"],
         segment_ids: Int[Array, "batch seq"],
         prefix_ids: Int[Array, "batch seq"] | None = None,
-        routes: Int[Array, "batch seq layers chosen"] | None = None,
+        routes: Integer[Array, "batch seq layers chosen"] | None = None,
     ) -> Any:
         """Returns the final hidden states of whole rows, [batch, row, embed]. Column t depends on the tokens of its segment (and of its prompt) up to t.
 
@@ -409,14 +409,11 @@ class Decoder(nnx.Module):
         def chosen(at: int) -> nnx.State:
             return jax.tree.map(lambda arrays: arrays[at], apart, is_leaf=_is_tuple)
 
-        real = segment_ids.reshape(-1) > 0
-
         def counted(own: Array, forced: Array | None) -> dict[str, Array]:
             used = own if forced is None else jnp.where(forced == NO_ROUTE, own, forced)
             kept = (own[:, :, None] == used[:, None]).any(2).all(1)
-            hits = (used[:, :, None] == jnp.arange(config.experts.count, dtype=jnp.int32)) & real[
-                :, None, None
-            ]
+            real = (segment_ids.reshape(-1) > 0).astype(jnp.int32)
+            hits = jax.nn.one_hot(used, config.experts.count, dtype=jnp.int32) * real[:, None, None]
             return {"flipped": (~kept).astype(jnp.int32), "load": hits.sum((0, 1), dtype=jnp.int32)}
 
         def layer(x: Array, given: tuple[Any, ...]) -> tuple[Array, dict[str, Array] | None]:

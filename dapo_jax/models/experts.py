@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 from dapo_jax.dapo.precision import WeightSharding, gathered
 from dapo_jax.dapo.quantization import Quantized
@@ -26,7 +26,7 @@ NO_ROUTE = 255
 
 
 def chosen(
-    logits: Float[Array, "experts tokens"], experts: Experts, routes: Int[Array, "tokens chosen"] | None
+    logits: Float[Array, "experts tokens"], experts: Experts, routes: Integer[Array, "tokens chosen"] | None
 ) -> tuple[Int[Array, "tokens chosen"], Int[Array, "tokens chosen"], Float[Array, "tokens chosen"]]:
     """Chooses the experts of each token.
 
