@@ -20,10 +20,9 @@ from jax.stages import Lowered
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from dapo_jax.models.decoder import Block, EmbeddingAndHead, RopeTables, rope_tables
-from dapo_jax.models.layout import PlacedLayout
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.mesh import BATCH_AXES
-from dapo_jax.parallel.sharding import SAMPLER_RULES
+from dapo_jax.parallel.training_layout import SamplerLayout
 from dapo_jax.parallel.weights import SamplerWeights
 from dapo_jax.sampling.caches import Kind, cache_for, kind_for, sizes_for, token_bytes
 from dapo_jax.sampling.decoding import Decoding, draw, response_keys
@@ -147,9 +146,12 @@ class DecoderEngine:
                 f"leave out sampling.cache_tokens, or lower sampling.slots, rollout.in_flight or sampling.max_response_tokens; {holders} sequences of up to {capacity} tokens "
                 f"do not fit in {self.page_sizes.pools * self.page_sizes.pool_pages} pages of {self.page_sizes.page_tokens} tokens"
             )
-        split = frozenset(axis for axis, over in SAMPLER_RULES.items() if over and mesh.shape[over] > 1)
-        how: dict[str, Any] = {"compute_dtype": compute_dtype, "layout": PlacedLayout(split)}
-        self._block, _ = nnx.split(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0), **how)))
+
+        def block(layout: SamplerLayout) -> nnx.GraphDef[Block]:
+            how: Any = {"compute_dtype": compute_dtype, "layout": layout}
+            return nnx.split(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0), **how)))[0]
+
+        self._block = block(SamplerLayout(mesh, by_slot=True))
         self._ends, _ = nnx.split(
             nnx.eval_shape(lambda: EmbeddingAndHead(config, rngs=nnx.Rngs(0), compute_dtype=compute_dtype))
         )
@@ -158,7 +160,7 @@ class DecoderEngine:
         masks: Any = {"windows": config.windows, "cap": config.score_cap}
         self._cache = cache_for(kind, mesh, self.page_sizes, **heads, **dtypes, **masks)
         self._read = Prefill(
-            config, mesh, self._cache, block=self._block, ends=self._ends, capacity=capacity, **dtypes,
+            config, mesh, self._cache, block=block(SamplerLayout(mesh)), ends=self._ends, capacity=capacity, **dtypes,
             shape=prefill or prefill_shape(longest=capacity, capacity=capacity, prompts=_ROWS, tokens=_TOKENS, alone=batch_invariant),
         )  # fmt: skip
         # Each device samples for its share of the slots, from complete rows of logits. So only the logits are transferred between devices, and only once.
@@ -492,7 +494,7 @@ class DecoderEngine:
                 return self._cache.extend(layer, now, query, key, value, **window)
 
             turn = config.rope_of_layer[index] if config.rope_of_layer else 0
-            x, grown = nnx.merge(self._block, weights)(x, ropes[turn], attend)
+            x, grown, _ = nnx.merge(self._block, weights)(x, ropes[turn], attend)
             x = lax.with_sharding_constraint(x, self._columns)
             layers.append(grown)
         # Both constraints are needed. With only the second, XLA would transfer the weights instead of the logits.
