@@ -175,7 +175,7 @@ _QWEN3 = DecoderConfig(
 )  # fmt: skip
 
 # The sizes are from config.json in the publishers' repositories: HuggingFaceTB/SmolLM2-135M, meta-llama/Llama-3.2-1B,
-# Qwen/Qwen2.5-*, Qwen/Qwen3-*. Tests check the number of parameters of each preset.
+# Qwen/Qwen2.5-*, Qwen/Qwen3-*, google/gemma-3-1b-it. Tests check the number of parameters of each preset.
 PRESETS: dict[str, DecoderConfig] = {
     # About half a million parameters and a character vocabulary. It can be trained to do arithmetic on a laptop CPU.
     "tiny": DecoderConfig(
@@ -199,6 +199,12 @@ PRESETS: dict[str, DecoderConfig] = {
     "qwen3-1.7b": _sized(_QWEN3, 2048, 28, 16, 6144),
     "qwen3-4b": _sized(_QWEN3, 2560, 36, 32, 9728),
     "qwen3-8b": _sized(_QWEN3, 4096, 36, 32, 12_288, tied_embeddings=False),
+    "gemma-3-1b": DecoderConfig(
+        family="gemma3_text", vocab_size=262_144, embed_dim=1152, layers=26, heads=4, kv_heads=1, head_dim=256, mlp_dim=6912, max_positions=32_768,
+        norm_place="both", norm_offset=1.0, qk_norm="head", activation="gelu_tanh", embed_scale=1152**0.5, query_scale=256**-0.5,
+        windows=tuple(0 if layer % 6 == 5 else 512 for layer in range(26)), ropes=(Rope(theta=1e6), Rope()),
+        rope_of_layer=tuple(int(layer % 6 != 5) for layer in range(26)),
+    ),
 }  # fmt: skip
 
 
