@@ -21,10 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 from dapo_jax.dapo.precision import capped, product, rounded
 from dapo_jax.dapo.quantization import Quantized
+from dapo_jax.models.experts import NO_ROUTE, chosen, mixture
 from dapo_jax.models.layout import Layout
 from dapo_jax.models.lora import LORA_PARTS, MATRICES, adapter, lora_delta
 from dapo_jax.models.presets import DecoderConfig
@@ -144,9 +145,13 @@ class Block(nnx.Module):
         self.output = _weight(
             rngs, (embed, heads, dim), ("embed", "heads", "head_dim"), heads * dim * writers
         )
-        self.gate = _weight(rngs, (hidden, embed), ("mlp", "embed"), embed)
-        self.up = _weight(rngs, (hidden, embed), ("mlp", "embed"), embed)
-        self.down = _weight(rngs, (embed, hidden), ("embed", "mlp"), hidden * writers)
+        many, each = ((), ()) if config.experts is None else ((config.experts.count,), ("experts",))
+        if config.experts is not None:
+            # The last axis keeps the router in float32, as it keeps norms.
+            self.router = _weight(rngs, (*many, embed), ("features", "norm"), embed)
+        self.gate = _weight(rngs, (*many, hidden, embed), (*each, "mlp", "embed"), embed)
+        self.up = _weight(rngs, (*many, hidden, embed), (*each, "mlp", "embed"), embed)
+        self.down = _weight(rngs, (*many, embed, hidden), (*each, "embed", "mlp"), hidden * writers)
         if config.qkv_bias:
             self.query_bias = _filled(0.0, (heads, dim), ("heads", "head_dim"))
             self.key_bias = _filled(0.0, (kv_heads, dim), ("kv_heads", "head_dim"))
@@ -217,9 +222,16 @@ class Block(nnx.Module):
         return (scaled * weight[..., None]).astype(x.dtype)
 
     def __call__(
-        self, x: Float[Array, "embed part"], rope: RopeTables, attend: Attend
-    ) -> tuple[Float[Array, "embed part"], Any]:
-        """Returns the layer's output and the second result of `attend`. `rope` contains the RoPE tables for the tokens' positions."""
+        self,
+        x: Float[Array, "embed part"],
+        rope: RopeTables,
+        attend: Attend,
+        routes: Integer[Array, "tokens chosen"] | None = None,
+    ) -> tuple[Float[Array, "embed part"], Any, Int[Array, "tokens chosen"] | None]:
+        """Returns the layer's output, the second result of `attend`, and the router's own choice of experts (None if there are no experts).
+
+        `rope` contains the RoPE tables for the tokens' positions. `routes` contains the experts to use, or `NO_ROUTE` for the router's own choice.
+        """
         inner, outer = (
             partial(part, dtype=self.compute_dtype) for part in (self.layout.inner, self.layout.outer)
         )
@@ -239,14 +251,30 @@ class Block(nnx.Module):
         x = added(
             x, "output", self._project("output", attended.reshape(-1, attended.shape[2]), ("embed", "heads"))
         )
-        y = inner(self._normed("mlp_norm", x) if before else x)
+        y = self._normed("mlp_norm", x) if before else x
+        if self.config.experts is not None:
+            own, used, factors = chosen(
+                self.layout.inner(self._scores(y), "float32"), self.config.experts, routes
+            )
+            matrices = self.gate[...], self.up[...], self.down[...]
+            act = _ACTIVATIONS[self.config.activation]
+            mixed = partial(mixture, activation=act, dtype=self.compute_dtype)
+            made = self.layout.experts(mixed, inner(y), factors, used, matrices, self.compute_dtype)
+            return added(x, "down", made), kept, own
+        y = inner(y)
 
         def hidden(name: str) -> Array:
             product = self._project(name, y, ("mlp", "embed"))
             return product + self._bias(name) if self.config.mlp_bias else product
 
         gated = _ACTIVATIONS[self.config.activation](hidden("gate")) * hidden("up")
-        return added(x, "down", self._project("down", gated, ("embed", "mlp"))), kept
+        return added(x, "down", self._project("down", gated, ("embed", "mlp"))), kept, None
+
+    def _scores(self, y: Float[Array, "embed part"]) -> Float[Array, "experts part"]:
+        """Returns the router's scores in float32, whatever the compute dtype is, because the choice must not depend on rounding."""
+        wide = np.promote_types(self.compute_dtype, np.float32)
+        weight, y = self.router[...].astype(wide), y.astype(wide)
+        return jnp.einsum("ei,it->et", weight, y, precision=jax.lax.Precision.HIGHEST)
 
     def _project(self, name: str, x: Float[Array, "inputs tokens"], axes: tuple[str, ...]) -> Array:
         """Multiplies `x` by the weight `name`, and adds the contribution of its adapter, if there is one.
@@ -356,8 +384,13 @@ class Decoder(nnx.Module):
         positions: Int[Array, "batch seq"],
         segment_ids: Int[Array, "batch seq"],
         prefix_ids: Int[Array, "batch seq"] | None = None,
-    ) -> Float[Array, "batch row embed"]:
-        """Returns the final hidden states of whole rows. Column t depends on the tokens of its segment (and of its prompt) up to and including t."""
+        routes: Integer[Array, "batch seq layers chosen"] | None = None,
+    ) -> Any:
+        """Returns the final hidden states of whole rows, [batch, row, embed]. Column t depends on the tokens of its segment (and of its prompt) up to t.
+
+        With experts, it also returns a dictionary: `flipped` [batch, seq], the number of layers in which the router's own choice differs from the forced
+        choice in `routes`, and `load` [layers, experts], the number of tokens that use each expert, without padding.
+        """
         config, layout, dtype = self.ends.config, self.ends.layout, self.ends.compute_dtype
         tables = rope_tables(positions.reshape(-1), config)
         given = config.rope_of_layer, config.windows
@@ -376,13 +409,21 @@ class Decoder(nnx.Module):
         def chosen(at: int) -> nnx.State:
             return jax.tree.map(lambda arrays: arrays[at], apart, is_leaf=_is_tuple)
 
-        def layer(x: Array, given: tuple[Any, ...]) -> tuple[Array, None]:
-            index, turn, window, weights = given
+        def counted(own: Array, forced: Array | None) -> dict[str, Array]:
+            used = own if forced is None else jnp.where(forced == NO_ROUTE, own, forced)
+            kept = (own[:, :, None] == used[:, None]).any(2).all(1)
+            real = (segment_ids.reshape(-1) > 0).astype(jnp.int32)
+            hits = jax.nn.one_hot(used, config.experts.count, dtype=jnp.int32) * real[:, None, None]
+            return {"flipped": (~kept).astype(jnp.int32), "load": hits.sum((0, 1), dtype=jnp.int32)}
+
+        def layer(x: Array, given: tuple[Any, ...]) -> tuple[Array, dict[str, Array] | None]:
+            index, turn, window, weights, forced = given
             if apart:
                 choices = [partial(chosen, at) for at in range(config.layers)]
                 weights = nnx.merge_state(weights, jax.lax.switch(index, choices))
             rope = tables if turn is None else tuple(table[turn] for table in tables)
-            return nnx.merge(graph, weights)(x, rope, partial(attend, window=window))
+            x, _, own = nnx.merge(graph, weights)(x, rope, partial(attend, window=window), forced)
+            return x, None if own is None else counted(own, forced)
 
         # Without `jax.checkpoint`, the scan would store a copy of each chosen layer's weights for the backward pass.
         if self.remat != "none" or apart:
@@ -390,8 +431,13 @@ class Decoder(nnx.Module):
         # With a single token axis, the backward pass on CPU is 1.6 times as fast as with two axes.
         x = self.ends.embed(tokens.reshape(-1))
         index = jnp.arange(config.layers, dtype=jnp.int32) if apart else None
-        x, _ = jax.lax.scan(layer, x, (index, turns, windows, stacked))
-        return self.ends.layout.rows(self.ends.normed(x), tokens.shape, self.ends.compute_dtype)
+        if routes is not None:
+            routes = routes.astype(jnp.int32).reshape(-1, *routes.shape[2:]).transpose(1, 0, 2)
+        x, counts = jax.lax.scan(layer, x, (index, turns, windows, stacked, routes))
+        hidden = self.ends.layout.rows(self.ends.normed(x), tokens.shape, self.ends.compute_dtype)
+        if counts is None:
+            return hidden
+        return hidden, {**counts, "flipped": counts["flipped"].sum(0, dtype=jnp.int32).reshape(tokens.shape)}
 
 
 def graph_of(config: DecoderConfig, **how: Any) -> nnx.GraphDef[Any]:

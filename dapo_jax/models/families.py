@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from dapo_jax.models.presets import DecoderConfig
+from dapo_jax.models.presets import DecoderConfig, Experts
 from dapo_jax.models.rope import Rope, RopeScaling
 
 WHAT_LOADS = "docs/bring_your_model.md lists the supported models"
@@ -37,7 +37,8 @@ class Family:
     still_full: bool = False
     """Whether layers without a window are not rotated, if other layers have a window."""
     tensors: Mapping[str, str] = field(default_factory=dict)
-    """The names of tensors in a layer that differ from Llama's. Parameters with the same name are stored in one tensor, one below the other."""
+    """The names of tensors in a layer that differ from Llama's. Parameters with the same name are stored in one tensor, one below the other. If a name
+    contains {}, each expert has a tensor of its own."""
     neighbours: bool = False
     """Whether the rotation pairs dimensions 2i and 2i + 1 in the file."""
 
@@ -55,6 +56,10 @@ _GEMMA_NORMS = {**_OUTPUT_NORMS, "mlp_norm": "pre_feedforward_layernorm.weight"}
 _GRANITE = {
     "embedding_multiplier": 1.0, "attention_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0,
 }  # fmt: skip
+_EXPERTS = {
+    "router": "mlp.gate.weight",
+    **{ours: f"mlp.experts.{{}}.{ours}_proj.weight" for ours in ("gate", "up", "down")},
+}
 _GATE_UP = {"gate": "mlp.gate_up_proj.weight", "up": "mlp.gate_up_proj.weight"}
 
 FAMILIES: Mapping[str, Family] = {
@@ -145,6 +150,24 @@ FAMILIES: Mapping[str, Family] = {
         switches={"qk_norm": "head", "qk_norm_after_rope": True},
         tensors={"query_norm": "self_attn.query_layernorm.weight", "key_norm": "self_attn.key_layernorm.weight"},
     ),
+    "qwen3_moe": Family(
+        architecture="Qwen3MoeForCausalLM", ignored=("sliding_window",), switches={"qk_norm": "head"}, tensors=_EXPERTS,
+        defaults={
+            "num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts": 128, "num_local_experts": 128, "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+        },
+    ),
+    "olmoe": Family(
+        architecture="OlmoeForCausalLM", switches={"qk_norm": "all"}, tensors=_EXPERTS,
+        defaults={"rms_norm_eps": 1e-5, "clip_qkv": None, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
+    ),
+    "granitemoe": Family(
+        architecture="GraniteMoeForCausalLM", defaults={**_GRANITE, "num_local_experts": 8, "num_experts_per_tok": 2},
+        tensors={
+            "router": "block_sparse_moe.router.layer.weight", **dict.fromkeys(("gate", "up"), "block_sparse_moe.input_linear.weight"),
+            "down": "block_sparse_moe.output_linear.weight",
+        },
+    ),
 }  # fmt: skip
 """The supported model families by model_type."""
 
@@ -175,7 +198,10 @@ _NUMBERS = {
     "logits_scaling": "logit_divisor",
     "attn_logit_softcapping": "score_cap",
     "final_logit_softcapping": "logit_cap",
+    "clip_qkv": "clip_qkv",
 }
+_COUNTS = ("num_experts", "num_local_experts")
+"""The keys for the number of experts on the hub, and in files that transformers 5 writes."""
 _BIASES = {
     "attention_bias": ("qkv_bias",),
     "attention_out_bias": ("output_bias",),
@@ -194,6 +220,9 @@ _COVERED_VALUES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), (1.0,)),
     **dict.fromkeys(("attention_multiplier", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "clip_qkv"), ()),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "first_k_dense_replace"), (0,)),
+    # Layers with experts and layers without do not fit one stack.
+    "mlp_only_layers": ([],),
+    "decoder_sparse_step": (1,),
     "sliding_window": (),
     "use_sliding_window": (False,),
     "no_rope_layers": (),
@@ -249,6 +278,10 @@ def describe(config: DecoderConfig, *, dtype: str = "float32") -> dict[str, Any]
         described["use_sliding_window"] = any(config.windows)
     if "position_embedding_type" in reads:
         described["position_embedding_type"] = "nope" if rope is None else "rope"
+    if config.experts is not None:
+        described |= {key: config.experts.count for key in _COUNTS if key in reads}
+        described["num_experts_per_tok"] = config.experts.chosen
+        described |= {"norm_topk_prob": config.experts.normalize} if "norm_topk_prob" in reads else {}
     activation = next(theirs for theirs, ours in _ACTIVATIONS.items() if ours == config.activation)
     settings = _rope_settings(rope or Rope(), reads)
     if config.query_growth is not None:
@@ -336,6 +369,8 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
         found["query_scale"] = _checked(values, "query_pre_attn_scalar", float, where) ** -0.5
         found["embed_scale"] = sizes["embed_dim"] ** 0.5
     try:
+        if "num_experts_per_tok" in family.defaults:
+            found["experts"] = _experts(values, described, family, where)
         found |= _layer_fields(values, described, family, sizes, where)
         return DecoderConfig(family=name, **sizes, **found)
     except ValueError as error:
@@ -366,8 +401,26 @@ def _text_part(described: Mapping[str, Any], where: object) -> Mapping[str, Any]
 
 
 def _fields(family: Family) -> dict[str, str]:
-    shared = "shared_intermediate_size"
-    return _FIELDS | ({"mlp_dim": shared} if shared in family.defaults else {})
+    keys = ("shared_intermediate_size", "moe_intermediate_size", "intermediate_size")
+    return _FIELDS | {"mlp_dim": next(key for key in keys if key in family.defaults or key == keys[-1])}
+
+
+def _experts(
+    values: Mapping[str, Any], described: Mapping[str, Any], family: Family, where: object
+) -> Experts:
+    keys = [key for key in _COUNTS if key in family.defaults]
+    counts = [_checked(values, key, int, where) for key in keys if described.get(key) is not None] or [
+        family.defaults[keys[0]]
+    ]
+    if counts[0] != counts[-1]:
+        raise ValueError(
+            f"{where}: num_experts={counts[0]} and num_local_experts={counts[1]} differ; keep one"
+        )
+    # If a family does not read the key, it computes a softmax over the chosen experts alone, which is the same as normalized probabilities.
+    normalize = (
+        _checked(values, "norm_topk_prob", bool, where) if "norm_topk_prob" in family.defaults else True
+    )
+    return Experts(counts[0], _checked(values, "num_experts_per_tok", int, where), normalize)
 
 
 def _checked(values: Mapping[str, Any], key: str, kind: type, where: object) -> Any:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxtyping import Array, Float, Int
 
@@ -10,10 +11,15 @@ from dapo_jax.dapo.precision import WeightSharding, rounded
 from dapo_jax.dapo.segments import looked_up
 from dapo_jax.models.attention import Near, causal_attention
 
+Matrices = tuple[Any, Any, Any]
+"""The matrices gate and up [experts, mlp, embed] and down [experts, embed, mlp], which may be `Quantized`."""
+Mixture = Callable[..., Array]
+"""A function like `dapo_jax.models.experts.mixture` with bound activation and dtype."""
+
 
 def output_dimensions(axes: tuple[str, ...]) -> int:
     """Returns how many leading dimensions of a matrix with these logical axes are output dimensions. A matrix product sums over all other dimensions."""
-    return 2 if axes[1:2] == ("head_dim",) else 1
+    return 2 if axes[1:2] == ("head_dim",) or axes[0] == "experts" else 1
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,13 @@ class Layout:
     def over_heads(self, x: Float[Array, " tokens"]) -> Float[Array, " tokens"]:
         """Returns the sum of `x` over all devices that have different heads of the same tokens."""
         return x
+
+    def experts(
+        self, mixture: Mixture, x: Float[Array, "embed tokens"], factors: Float[Array, "tokens chosen"], routes: Int[Array, "tokens chosen"],
+        matrices: Matrices, dtype: str,
+    ) -> Float[Array, "embed tokens"]:  # fmt: skip
+        """Calls `mixture` with the tokens of this device and the matrices of all experts. If the mlp axis is split, the result is a partial sum."""
+        return mixture(x, factors, routes, matrices)
 
     def rows(
         self, x: Float[Array, "part embed"], shape: tuple[int, ...], dtype: str
@@ -96,14 +109,3 @@ class Layout:
             teachers=teachers,
             caps=caps,
         )
-
-
-@dataclass(frozen=True)
-class PlacedLayout(Layout):
-    """The layout for weights that are sharded over devices if the compiler places all other arrays."""
-
-    split: frozenset[str]
-    """The logical axes of weights that are split over devices."""
-
-    def in_parts(self, axis: str) -> bool:
-        return axis in self.split

@@ -4,8 +4,26 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from dapo_jax.hints import nearest
-from dapo_jax.models.lora import LoraShape
+from dapo_jax.models.lora import SETS, LoraShape
 from dapo_jax.models.rope import Rope, RopeScaling
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538). In each layer, a router chooses some MLPs for each token."""
+
+    count: int
+    """Number of experts in each layer."""
+    chosen: int
+    """Number of experts that each token uses."""
+    normalize: bool
+    """Whether the factors of a token's experts are divided by their sum, so that they sum to 1. If False, they are probabilities over all experts."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.chosen <= self.count:
+            raise ValueError(
+                f"a token uses num_experts_per_tok={self.chosen} experts, but there are {self.count}; it must be 1 to {self.count}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +41,9 @@ class DecoderConfig:
     """Number of key and value heads. Each is shared by `heads / kv_heads` query heads."""
     head_dim: int
     mlp_dim: int
+    """Number of hidden features of the MLP, or of each expert."""
+    experts: Experts | None = None
+    """The experts that each layer has in place of the MLP. If None, there is one MLP."""
     ropes: tuple[Rope | None, ...] = (Rope(),)
     """The different rotations of the layers. None means that queries and keys are not rotated."""
     rope_of_layer: tuple[int, ...] = ()
@@ -74,6 +95,11 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.heads % self.kv_heads:
             raise ValueError(f"kv_heads={self.kv_heads} must divide heads={self.heads}")
+        if self.experts and self.lora and (odd := set(self.lora.targets) & set(SETS["mlp"])):
+            raise ValueError(
+                f"lora.targets has {', '.join(sorted(odd))}, but adapters of experts are not supported: set lora.targets=[attention], "
+                "or train all weights with lora.rank=0"
+            )
         for rope in self.ropes:
             if rope is not None and (odd := rope.width(self.head_dim)) % 2:
                 raise ValueError(
@@ -118,12 +144,22 @@ class DecoderConfig:
     @property
     def parameters(self) -> int:
         """Number of parameters, excluding adapters and vocabulary padding."""
+        return self._parameters(1 if self.experts is None else self.experts.count)
+
+    @property
+    def active_parameters(self) -> int:
+        """Number of parameters that one token uses: all parameters except the experts that the router does not choose."""
+        return self._parameters(1 if self.experts is None else self.experts.chosen)
+
+    def _parameters(self, mlps: int) -> int:
+        """Returns the number of parameters if each layer has this number of MLPs."""
         heads = self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         bias = self.head_dim * (self.heads + 2 * self.kv_heads) if self.qkv_bias else 0
         bias += self.output_bias * self.embed_dim + self.mlp_bias * (2 * self.mlp_dim + self.embed_dim)
         of_qk = {"none": 0, "head": 2, "all": self.heads + self.kv_heads}[self.qk_norm]
         norms = (4 if self.norm_place == "both" else 2) * self.embed_dim + of_qk * self.head_dim
-        layer = self.embed_dim * (heads + 3 * self.mlp_dim) + bias + norms
+        router = 0 if self.experts is None else self.experts.count
+        layer = self.embed_dim * (heads + 3 * mlps * self.mlp_dim + router) + bias + norms
         embeddings = self.vocab_size * self.embed_dim * (1 if self.tied_embeddings else 2)
         return self.layers * layer + embeddings + self.embed_dim
 

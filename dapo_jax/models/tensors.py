@@ -45,6 +45,7 @@ _LAYER_TENSORS = {
     "output_bias": "self_attn.o_proj.bias",
     "query_norm": "self_attn.q_norm.weight",
     "key_norm": "self_attn.k_norm.weight",
+    "router": "",
     "gate": "mlp.gate_proj.weight",
     "up": "mlp.up_proj.weight",
     "down": "mlp.down_proj.weight",
@@ -117,6 +118,7 @@ class _Tensors:
         for ours in _LAYER_TENSORS:
             if ours in shapes:
                 self.parts.setdefault(names[ours], []).append(ours)
+        self.experts = 0 if config.experts is None else config.experts.count
         rope = config.ropes[0]
         self._rotated = rope.width(config.head_dim) if rope and self._family.neighbours else 0
 
@@ -126,12 +128,25 @@ class _Tensors:
         return sum(self.rows(each) for each in parts[: parts.index(ours)])
 
     def rows(self, ours: str) -> int:
-        return _theirs_shape(ours, self._shapes[ours])[0]
+        """Returns the number of rows of a parameter, or of one expert's part of it."""
+        return _theirs_shape(ours, self._shapes[ours])[1 if self.of_experts(ours) else 0]
+
+    def of_experts(self, ours: str) -> bool:
+        return self.experts > 0 and ours in ("gate", "up", "down")
 
     def shape(self, theirs: str) -> Shape:
         """Returns the shape of a tensor."""
         parts = self.parts[theirs]
-        return sum(map(self.rows, parts)), *_theirs_shape(parts[0], self._shapes[parts[0]])[1:]
+        *_, width = like = _theirs_shape(parts[0], self._shapes[parts[0]])
+        rows = sum(map(self.rows, parts))
+        if self.of_experts(parts[0]):
+            return (rows, width) if "{}" in theirs else (self.experts, rows, width)
+        return rows, *like[1:]
+
+    def names(self, theirs: str, layer: int) -> list[str]:
+        """Returns the full names of a layer's tensor: one, or one for each expert."""
+        name = _in_layer(theirs, layer)
+        return [name.format(expert) for expert in range(self.experts)] if "{}" in name else [name]
 
     def order(self, ours: str, *, back: bool = False) -> np.ndarray | None:
         """Returns the index in the file of each dimension of a head, if files of this family rotate neighbouring dimensions. With `back`, returns the inverse."""
@@ -157,9 +172,10 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, Shape]:
     found = {_END_TENSORS[name]: like.shape for name, like in pure["ends"].items()}
     tensors = _tensors(config)
     return found | {
-        _in_layer(theirs, layer): tensors.shape(theirs)
+        name: tensors.shape(theirs)
         for layer in range(config.layers)
         for theirs in tensors.parts
+        for name in tensors.names(theirs, layer)
     }
 
 
@@ -238,8 +254,11 @@ def place(
         pure["ends"][name] = put(_END_TENSORS[name], name, leaf.shape, where["ends"][name])
 
     def put_layer(name: str, layer: int, shape: Shape, sharding: Sharding | None) -> Array:
-        how = {"first": tensors.first(name), "order": tensors.order(name)}
-        return put(_in_layer(tensors.name[name], layer), name, shape, sharding, **how)
+        theirs, first = _in_layer(tensors.name[name], layer), tensors.first(name)
+        if tensors.of_experts(name):
+            view = _OfExperts(file, theirs, first, shape)
+            return _put(view, theirs, name, shape, sharding, dtype=dtype, by_rows=by_rows)
+        return put(theirs, name, shape, sharding, first=first, order=tensors.order(name))
 
     for layer, leaves in like["blocks"].items() if apart else ():
         pure["blocks"][layer] = {
@@ -273,9 +292,9 @@ def exported(config: DecoderConfig, params: nnx.State, adapters: nnx.State | Non
         yield Tensor(_END_TENSORS[name], shape, lambda rows=rows, value=value: _gathered(value)[:rows])
     apart, tensors = 0 in pure["blocks"], _tensors(config)
 
-    def fetch(name: str, layer: int) -> np.ndarray:
+    def fetch(name: str, layer: int, *expert: int) -> np.ndarray:
         value = pure["blocks"][layer][name] if apart else pure["blocks"][name]
-        found = _gathered(value, None if apart else layer)
+        found = _gathered(value, *(() if apart else (layer,)), *expert)
         if pair := [added[f"{name}_{part}"] for part in LORA_PARTS if f"{name}_{part}" in added]:
             assert config.lora is not None
             a, b = (_gathered(stack, layer) for stack in pair)
@@ -285,14 +304,16 @@ def exported(config: DecoderConfig, params: nnx.State, adapters: nnx.State | Non
             found = found[:, order]
         return found.reshape(_theirs_shape(name, found.shape))
 
-    def joined(parts: list[str], layer: int) -> np.ndarray:
-        return np.concatenate([fetch(name, layer) for name in parts])
+    def joined(parts: list[str], layer: int, *expert: int) -> np.ndarray:
+        found = [fetch(name, layer, *expert) for name in parts]
+        return np.concatenate(found, axis=max(found[0].ndim - 2, 0))
 
     for layer in range(config.layers):
         for theirs, parts in tensors.parts.items():
-            yield Tensor(
-                _in_layer(theirs, layer), tensors.shape(theirs), functools.partial(joined, parts, layer)
-            )
+            names, shape = tensors.names(theirs, layer), tensors.shape(theirs)
+            for expert, name in enumerate(names):
+                at = (layer, expert) if "{}" in theirs else (layer,)
+                yield Tensor(name, shape, functools.partial(joined, parts, *at))
 
 
 def adapter_tensors(config: DecoderConfig, adapters: nnx.State) -> Iterator[Tensor]:
@@ -365,8 +386,8 @@ def _adapter_shape(name: str, shape: Shape) -> Shape:
 
 
 def _stored_as(name: str, dtype: str) -> str:
-    """Returns the dtype in which the parameter `name` is stored: float32 for norms, and `dtype` for all other parameters."""
-    return "float32" if name.endswith("norm") else dtype
+    """Returns the dtype in which the parameter `name` is stored: float32 for norms and routers, and `dtype` for all other parameters."""
+    return "float32" if name.endswith(("norm", "router")) else dtype
 
 
 @functools.cache
@@ -380,12 +401,15 @@ def _filler(sharding: Sharding | None) -> Callable[[Array, Array, np.int32], Arr
 
 
 @functools.cache
-def _picker(sharding: Sharding | None) -> Callable[[Array, np.int32], Array]:
-    """Returns a program that extracts one layer from a stack of layers."""
-    return jax.jit(
-        lambda stack, layer: jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False),
-        out_shardings=sharding,
-    )
+def _picker(sharding: Sharding | None) -> Callable[..., Array]:
+    """Returns a program that extracts one layer from a stack of layers, or one expert of a layer."""
+
+    def pick(stack: Array, *index: Array) -> Array:
+        for at in index:
+            stack = jax.lax.dynamic_index_in_dim(stack, at, keepdims=False)
+        return stack
+
+    return jax.jit(pick, out_shardings=sharding)
 
 
 def _of_a_layer(sharding: Sharding) -> Sharding:
@@ -438,6 +462,24 @@ def _put(
     return jax.block_until_ready(made)
 
 
+class _OfExperts:
+    """One matrix of all experts in a layer as one tensor [experts, rows, columns]. Implements `TensorFile`."""
+
+    def __init__(self, file: TensorFile, theirs: str, first: int, shape: Shape) -> None:
+        """`theirs` is the name of one tensor, or a pattern for one tensor per expert. The matrix begins in row `first` of each expert."""
+        self.where, self.shapes, self._file, self._first = file.where, {theirs: shape}, file, first
+
+    def read(self, name: str, cut: Cut) -> np.ndarray:
+        experts, rows, columns = (
+            slice(*axis.indices(size)) for axis, size in zip(cut, self.shapes[name], strict=True)
+        )
+        below = slice(self._first + rows.start, self._first + rows.stop), columns
+        if "{}" not in name:
+            return _finite(self._file, name, (experts, *below))
+        each = range(experts.start, experts.stop)
+        return np.stack([_finite(self._file, name.format(expert), below) for expert in each])
+
+
 def _finite(file: TensorFile, name: str, cut: Cut) -> np.ndarray:
     """Reads the part `cut` of a tensor.
 
@@ -462,15 +504,15 @@ def _padded(file: TensorFile, name: str, cut: Cut, dtype: str) -> np.ndarray:
     return found
 
 
-def _gathered(value: Array, layer: int | None = None, shape: Shape | None = None) -> np.ndarray:
-    """Copies an array, or one layer of a stack, to the host, and reshapes it to `shape` if given."""
+def _gathered(value: Array, *index: int) -> np.ndarray:
+    """Copies an array, or the part of a stack with this index, to the host."""
     sharding = value.sharding
     whole = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
-    if layer is not None:
-        value = _picker(whole)(value, np.int32(layer))
+    if index:
+        value = _picker(whole)(value, *map(np.int32, index))
     elif not value.is_fully_addressable:
         value = jax.device_put(value, whole)
-    return np.asarray(value).reshape(value.shape if shape is None else shape)
+    return np.asarray(value)
 
 
 def _merged(name: str, shape: Shape) -> int | None:

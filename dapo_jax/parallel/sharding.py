@@ -1,7 +1,9 @@
 """Array sharding: the tables that map logical axes to mesh axes, and the loading of sharded tensors from files."""
 
 import functools
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -9,9 +11,10 @@ import numpy as np
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from dapo_jax.dapo.quantization import Quantized
+from dapo_jax.models.layout import Layout, Matrices, Mixture
 from dapo_jax.models.tensors import Cut, Rows, Shape
 from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.parallel.together import Together, meet
@@ -26,11 +29,12 @@ TRAINER_RULES: Mapping[str, str | None] = {
     "norm": None,
     "features": None,
     "rank": None,
+    "experts": "fsdp",
 }
 """The mesh axis for each logical axis of master weights and optimizer moments. None means that the axis is not sharded."""
 
-SAMPLER_RULES: Mapping[str, str | None] = {**TRAINER_RULES, "embed": None}
-"""The mesh axis for each logical axis of the sampler's weights. They are not sharded along `embed`, so that decoding steps do not have to gather weights."""
+SAMPLER_RULES: Mapping[str, str | None] = {**TRAINER_RULES, "embed": None, "experts": None}
+"""The mesh axis for each logical axis of the sampler's weights. They are not sharded along `embed` and `experts`, so that decoding steps do not have to gather weights."""
 
 
 def shardings(tree: PyTree, mesh: Mesh, rules: Mapping[str, str | None] = TRAINER_RULES) -> PyTree:
@@ -51,7 +55,12 @@ def shardings(tree: PyTree, mesh: Mesh, rules: Mapping[str, str | None] = TRAINE
         if not jax.tree.leaves(leaf):  # a moment that an optimizer does not have for this parameter
             return leaf
         axes = leaf.get_metadata().get("axes", ()) if isinstance(leaf, nnx.Variable) else ()
-        spec = [None] * (leaf.ndim - len(axes)) + [rules[axis] for axis in axes]
+        over = dict(rules)
+        if "experts" in axes and over["experts"]:
+            # A device has whole experts. If their number cannot be divided, the matrices are split along `embed` like others.
+            whole = leaf.shape[-3] % mesh.shape[over["experts"]] == 0
+            over["embed" if whole else "experts"] = None
+        spec = [None] * (leaf.ndim - len(axes)) + [over[axis] for axis in axes]
         for size, axis in zip(leaf.shape, spec, strict=True):
             if axis is not None and size % mesh.shape[axis]:
                 fits = [str(n) for n in range(1, min(size, mesh.size) + 1) if size % n == 0]
@@ -63,6 +72,45 @@ def shardings(tree: PyTree, mesh: Mesh, rules: Mapping[str, str | None] = TRAINE
         return leaf.replace(sharding) if isinstance(leaf, nnx.Variable) else sharding
 
     return jax.tree_util.tree_map_with_path(place, tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+
+@dataclass(frozen=True)
+class SamplerLayout(Layout):
+    """The layout of a sampler's mesh. The compiler places all arrays, except in the products with experts, which it could not split."""
+
+    mesh: Mesh
+
+    def in_parts(self, axis: str) -> bool:
+        over = SAMPLER_RULES[axis]
+        return over is not None and self.mesh.shape[over] > 1
+
+    def experts(
+        self, mixture: Mixture, x: Float[Array, "embed tokens"], factors: Float[Array, "tokens chosen"], routes: Int[Array, "tokens chosen"],
+        matrices: Matrices, dtype: str,
+    ) -> Float[Array, "embed tokens"]:  # fmt: skip
+        """Splits the tokens over `data` and `fsdp` if possible, and each expert over `tensor`."""
+        if self.mesh.size == 1:
+            return mixture(x, factors, routes, matrices)
+        spread = math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
+        rows = BATCH_AXES if len(routes) % spread == 0 else None
+        columns, inner = PartitionSpec(None, rows), PartitionSpec(None, None, "tensor")
+        down: Any = Quantized(inner, PartitionSpec()) if isinstance(matrices[2], Quantized) else inner
+        outer = PartitionSpec(None, "tensor")
+
+        def part(*given: Any) -> Array:
+            made = mixture(*given)
+            if self.mesh.shape["tensor"] == 1:
+                return made
+            return lax.platform_dependent(
+                made,
+                cpu=lambda x: lax.psum(x, "tensor"),
+                default=lambda x: lax.psum(x.astype(dtype), "tensor").astype(x.dtype),
+            )
+
+        places = columns, PartitionSpec(rows), PartitionSpec(rows), (outer, outer, down)
+        return jax.shard_map(part, mesh=self.mesh, in_specs=places, out_specs=columns, check_vma=False)(
+            x, factors, routes, matrices
+        )
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -25,7 +25,7 @@ from dapo_jax.dapo.segments import looked_up
 from dapo_jax.models.attention import Near, row_attention
 from dapo_jax.models.cudnn import packed_attention
 from dapo_jax.models.kernels import splash_attention, splash_kernel
-from dapo_jax.models.layout import Layout
+from dapo_jax.models.layout import Layout, Matrices, Mixture
 from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.parallel.sharding import TRAINER_RULES, shardings
 
@@ -76,6 +76,36 @@ class MeshLayout(Layout):
 
     def outer(self, x: Float[Array, "features tokens"], dtype: str) -> Float[Array, "features part"]:
         return x if self.mesh.shape["tensor"] == 1 else _scatter(x, "tensor", 1, dtype)
+
+    def experts(
+        self, mixture: Mixture, x: Float[Array, "embed tokens"], factors: Float[Array, "tokens chosen"], routes: Int[Array, "tokens chosen"],
+        matrices: Matrices, dtype: str,
+    ) -> Float[Array, "embed tokens"]:  # fmt: skip
+        """Gathers the tokens of all devices along `fsdp`, applies this device's experts to them, and reduce-scatters the results.
+
+        The tokens of one device at a time pass through the experts, so that the arrays have room for the case that all of them choose experts of this device.
+        If `fsdp` does not divide the number of experts, their matrices are gathered instead, like all others.
+        """
+        parts, held = self.mesh.shape["fsdp"], len(matrices[0])
+        if parts == 1:
+            return mixture(x, factors, routes, matrices)
+        if matrices[0].shape[2] != len(x):
+            how = (self.weight_sharding(axes) for axes in (("mlp", "embed"), ("embed", "mlp")))
+            later = tuple(one and one._replace(dim=one.dim + 1) for one in how)
+            return mixture(x, factors, routes, matrices, sharding=later)
+        mine = jax.checkpoint(partial(mixture, first=lax.axis_index("fsdp") * held))
+
+        def of_devices(whole: Array) -> Array:
+            return whole.reshape(parts, -1, whole.shape[1])
+
+        gathered_tokens = (
+            _gather(x, "fsdp", 1, dtype).T,
+            _gather(factors, "fsdp", 0, "float32"),
+            lax.all_gather(routes, "fsdp", tiled=True),
+        )
+        given = tuple(map(of_devices, gathered_tokens))
+        made = lax.map(lambda part: mine(part[0].T, *part[1:], matrices).T, given)
+        return _scatter(made.reshape(-1, len(x)).T, "fsdp", 1, dtype)
 
     def over_heads(self, x: Float[Array, " tokens"]) -> Float[Array, " tokens"]:
         return lax.psum(x, "tensor")

@@ -174,7 +174,7 @@ class Prefill:
             )
             return attended, self._cache.of_rows(key, value, len(segment_ids), self._cache_dtype)
 
-        return nnx.merge(self._block, weights)(x, rope, attend)
+        return nnx.merge(self._block, weights)(x, rope, attend)[:2]
 
     def _part_program(
         self, weights: nnx.State, x: Array, buffers: tuple[Array, Array], rope: RopeTables, start: Array, window: Array | None = None
@@ -188,7 +188,7 @@ class Prefill:
             out = part_attention(query, keys, values, start, window=window, cap=cap, dtype=self._dtype)
             return out, (keys, values)
 
-        return nnx.merge(self._block, weights)(x, rope, attend)
+        return nnx.merge(self._block, weights)(x, rope, attend)[:2]
 
     def _kept_program(self, buffers: tuple[Array, Array]) -> Any:
         return self._cache.of_rows(*buffers, 1, self._cache_dtype)

@@ -522,6 +522,8 @@ def _hidden(model: Model, m: Microbatch) -> tuple[Array, Any]:
     """Returns the hidden states [tokens, embed] that predict the tokens, and the layers before and after the blocks."""
     decoder = _decoder(model)
     hidden = decoder(m.tokens, m.positions, m.segment_ids, m.prefix_ids)
+    if decoder.ends.config.experts is not None:
+        hidden, _ = hidden
     return looked_up(hidden, m.previous).reshape(-1, hidden.shape[-1]), decoder.ends
 
 

@@ -16,6 +16,7 @@ So 2e-4 on logits and keys is three times what rounding explains. Gradients diff
 import functools
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -28,9 +29,11 @@ from safetensors.numpy import load_file
 from dapo_jax.commands.convert import convert
 from dapo_jax.models.adapter_folder import read_adapter, save_adapter
 from dapo_jax.models.decoder import graph_of
+from dapo_jax.models.experts import NO_ROUTE
 from dapo_jax.models.families import understand
 from dapo_jax.models.folder import load_model, read_config, save_model
 from dapo_jax.models.lora import lora_shape, parted
+from dapo_jax.models.presets import Experts
 from dapo_jax.models.safetensors_files import SafetensorsFolder
 from dapo_jax.models.tensors import check_adapters, exported, place_adapters, shapes_of, tensor_shapes
 from dapo_jax.parallel.mesh import make_mesh
@@ -69,35 +72,55 @@ def arrays(sequences):
     )
 
 
+def scores(graph, params, *arrays):
+    """Logits, and the counts of a model with experts."""
+    decoder = nnx.merge(graph, params)
+    found = decoder(*arrays)
+    hidden, counts = (found, None) if decoder.ends.config.experts is None else found
+    return decoder.ends.logits(hidden), counts
+
+
 def logits_of(config, params, sequences):
-    graph = graph_of(config)
-
-    @jax.jit
-    def run(params, *arrays):
-        decoder = nnx.merge(graph, params)
-        return decoder.ends.logits(decoder(*arrays))
-
-    return np.asarray(run(params, *arrays(sequences)))
+    run = jax.jit(partial(scores, graph_of(config)))
+    return np.asarray(run(params, *arrays(sequences))[0])
 
 
 @functools.cache
 def passed(name):
     """(config, params, logits of both rows with their responses, gradients), all in one program."""
     config, params = load_model(FOLDERS[name])
-    graph, (prompts, sequences) = graph_of(config), rows_of(name)
+    (logits, _), gradients = gradients_of(config, params, *rows_of(name))
+    return config, params, np.asarray(logits), gradients
+
+
+def gradients_of(config, params, prompts, sequences, routes=None):
+    """The logits and counts of `scores`, and the gradient of the sum of the prompts' log-probabilities. `routes` are forced choices of experts."""
+    graph = graph_of(config)
     tokens, positions, ids = arrays(sequences)
     counted = np.zeros(tokens.shape, np.float32)
     for row, prompt in enumerate(prompts):
         counted[row, 1 : len(prompt)] = 1.0
 
     def total(params):
-        decoder = nnx.merge(graph, params)
-        logits = decoder.ends.logits(decoder(tokens, positions, ids))
+        logits, counts = scores(
+            graph, params, tokens, positions, ids, None, *(() if routes is None else (routes,))
+        )
         logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], -1)
-        return (logprobs[..., 0] * counted[:, 1:]).sum(), logits
+        return (logprobs[..., 0] * counted[:, 1:]).sum(), (logits, counts)
 
-    (_, logits), gradients = jax.jit(jax.value_and_grad(total, has_aux=True))(params)
-    return config, params, np.asarray(logits), gradients
+    (_, found), gradients = jax.jit(jax.value_and_grad(total, has_aux=True))(params)
+    return found, gradients
+
+
+def stored_gradient(config, gradients, key):
+    """The gradient that the file has under `key`. In transformers, each layer's experts are one array."""
+    name = key.removeprefix("grad.").removeprefix("replay_grad.").removeprefix("language_model.")
+    stacks, (layer, *inner) = nnx.to_pure_dict(gradients)["blocks"], name.removeprefix("layers.").split(".")
+    if config.experts and inner[-1] == "down_proj":
+        return np.asarray(stacks["down"][int(layer)])
+    if config.experts and inner[-2] in ("gate", "router"):
+        return np.asarray(stacks["router"][int(layer)])
+    return {tensor.name: tensor for tensor in exported(config, gradients)}[f"model.{name}"].fetch()
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -110,11 +133,10 @@ def test_logits_greedy_tokens_and_gradients_are_those_of_transformers(name):
             logits[row, : last + 1], found["logits"][row, : last + 1], rtol=0, atol=TOLERANCE
         )
         assert logits[row, last : last + NEW].argmax(-1).tolist() == found["greedy"][row].tolist()
-    ours = {tensor.name: tensor for tensor in exported(config, gradients)}
     names = [key for key in found if key.startswith("grad.")]
     assert names
     for key in names:
-        gradient = ours["model." + key.removeprefix("grad.").removeprefix("language_model.")].fetch()
+        gradient = stored_gradient(config, gradients, key)
         np.testing.assert_allclose(gradient, found[key], rtol=0, atol=1e-4 * np.abs(found[key]).max())
 
 
@@ -198,6 +220,52 @@ def test_a_loaded_model_is_saved_bit_for_bit(name, tmp_path):
     assert config.parameters == sum(int(np.prod(shape)) for shape in saved.shapes.values())
 
 
+MOE = ("qwen3_moe", "olmoe", "granitemoe")
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_forced_choices_of_experts_are_used_and_keep_the_gradient_of_the_router(name):
+    """The file forces other experts for about a quarter of all tokens and layers, with factors from the router's own scores."""
+    config, params, *_ = passed(name)
+    found, (prompts, _) = expected(name), rows_of(name)
+    (logits, counts), gradients = gradients_of(
+        config, params, prompts, prompts, records(found["replay_topk"])
+    )
+    for row, prompt in enumerate(prompts):
+        ours, theirs = logits[row, : len(prompt)], found["replay_logits"][row, : len(prompt)]
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=TOLERANCE)
+    for key in (key for key in found if key.startswith("replay_grad.")):
+        largest = np.abs(found[key]).max()
+        np.testing.assert_allclose(
+            stored_gradient(config, gradients, key), found[key], rtol=0, atol=1e-4 * largest
+        )
+    # In the first layer, no earlier choice was forced, so the router's own choice is known.
+    first = (np.sort(found["replay_topk"][0], -1) != np.sort(found["topk"][0], -1)).any(-1)
+    flipped, real = np.asarray(counts["flipped"]), found["attention_mask"] == 1
+    assert flipped[real & first].min() >= 1
+    assert (flipped <= config.layers).all()
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_the_routers_own_choice_is_used_where_no_choice_is_forced(name):
+    """Half of all tokens are forced to use what they choose anyway, and the others are not forced."""
+    config, params, *_ = passed(name)
+    found, (prompts, _) = expected(name), rows_of(name)
+    forced = records(found["topk"]).at[:, ::2].set(NO_ROUTE)
+    row = arrays(prompts)
+    made, counts = jax.jit(partial(scores, graph_of(config)))(params, *row, None, forced)
+    real = found["attention_mask"] == 1
+    np.testing.assert_allclose(np.asarray(made)[real], found["logits"][real], rtol=0, atol=TOLERANCE)
+    assert (np.asarray(counts["flipped"])[real] == 0).all()
+    load = np.stack([np.bincount(layer[real].reshape(-1), minlength=8) for layer in found["topk"]])
+    np.testing.assert_array_equal(counts["load"], load)
+
+
+def records(topk):
+    """The choices of all layers as the sampler records them, [batch, seq, layers, chosen]."""
+    return jnp.asarray(topk.transpose(1, 2, 0, 3).astype(np.uint8))
+
+
 @pytest.mark.parametrize("name", [name for name in FOLDERS if (FOLDERS[name] / "config.older.json").exists()])
 def test_the_notation_of_transformers_4_describes_the_same_decoder(name):
     older = FOLDERS[name] / "config.older.json"
@@ -271,6 +339,11 @@ LEFT_OUT = {
     "phi3": [lambda config: plain(config, scaling=None), lambda config: plain(config, share=1.0, scaling=None)],
     "glm4": [lambda config: plain(config, share=1.0), {"norm_place": "inputs"}],
     "hunyuan_dense": [{"qk_norm_after_rope": False}],
+    "qwen3_moe": [{"experts": Experts(8, 2, False)}, {"experts": Experts(8, 1, True)}, {"qk_norm": "none"}],
+    "olmoe": [{"experts": Experts(8, 3, True)}, {"experts": Experts(8, 2, False)}, {"qk_norm": "none"}, {"clip_qkv": None}],
+    "granitemoe": [
+        {"experts": Experts(8, 2, False)}, {"embed_scale": 1.0}, {"query_scale": None}, {"residual_scale": 1.0}, {"logit_divisor": 1.0},
+    ],
 }  # fmt: skip
 
 
