@@ -400,8 +400,8 @@ class Decoder(nnx.Module):
         def attend(query: Array, key: Array, value: Array, window: Array | None) -> tuple[Array, None]:
             near = None if window is None else (window, positions)
             out = layout.attend(
-                query, key, value, segment_ids, prefix_ids, dtype, near=near, cap=config.score_cap
-            )
+                query, key, value, segment_ids, prefix_ids, dtype, near=near, windows=config.windows, cap=config.score_cap
+            )  # fmt: skip
             return out, None
 
         graph, apart, stacked = nnx.split(self.blocks, lambda _, leaf: _is_tuple(leaf.get_value()), ...)

@@ -335,7 +335,7 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
         ValueError: a key is missing, or the decoder does not support its value.
     """
     described = _text_part(described, where)
-    name = described.get("model_type")
+    name = str(described.get("model_type"))
     if name not in FAMILIES:
         raise ValueError(f"{where}: model_type {name!r} is not one of {', '.join(FAMILIES)}. {WHAT_LOADS}")
     family = FAMILIES[name]
@@ -346,7 +346,7 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
         "rms_norm_eps": 1e-6,
         **_present({"num_key_value_heads": heads}),
     }
-    if heads and width:
+    if type(heads) is type(width) is int and heads:
         values["head_dim"] = width // heads
     values |= {**family.defaults, **_present(described)}
     values |= {key: None for key in _NULLABLE if key in described and described[key] is None}
@@ -379,7 +379,7 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
 
 def _text_part(described: Mapping[str, Any], where: object) -> Mapping[str, Any]:
     """Returns the text_config of a model for images and text, or the whole config.json of a text model."""
-    if (name := described.get("model_type")) not in _WRAPPED:
+    if (name := str(described.get("model_type"))) not in _WRAPPED:
         return described
     architecture, inner = _WRAPPED[name]
     text = described.get("text_config")
@@ -456,12 +456,15 @@ def _check_supported(described: Mapping[str, Any], family: Family, where: object
     supported = (
         (*full, "sliding_attention") if {"layer_types", "sliding_window"} <= set(family.defaults) else full
     )
-    if odd := [kind for kind in described.get("layer_types") or () if kind not in supported]:
+    kinds = described.get("layer_types") or ()
+    if odd := [
+        kind for kind in (kinds if isinstance(kinds, list | tuple) else [kinds]) if kind not in supported
+    ]:
         raise ValueError(
             f"{where}: layer_types has {odd[0]!r} (only {' or '.join(map(repr, supported))} loads). {WHAT_LOADS}"
         )
     named = described.get("architectures") or [family.architecture]
-    if [name.replace("Ernie4_5_", "Ernie4_5") for name in named] != [family.architecture]:
+    if [str(name).replace("Ernie4_5_", "Ernie4_5") for name in named] != [family.architecture]:
         raise ValueError(
             f"{where}: architectures {named!r} is not supported (only {family.architecture}). {WHAT_LOADS}"
         )
@@ -517,8 +520,8 @@ def _layer_fields(
         made["ropes"] = (None,)
     if "llama_4_scaling_beta" in reads and "llama_4_scaling_beta" in settings:
         made["query_growth"] = (
-            float(settings["llama_4_scaling_beta"]),
-            int(settings.get(_ORIGINAL, sizes["max_positions"])),
+            _checked(settings, "llama_4_scaling_beta", float, where),
+            _checked({_ORIGINAL: sizes["max_positions"], **settings}, _ORIGINAL, int, where),
         )
     still = (
         [bool(windows) and not slides for slides in sliding]
@@ -555,7 +558,7 @@ def _two_ropes(
     values: Mapping[str, Any], described: Mapping[str, Any], family: Family, sizes: Mapping[str, Any], where: object
 ) -> tuple[Rope, Rope]:  # fmt: skip
     """Returns the rotations of layers without and with a window."""
-    nested = described.get("rope_parameters") or {}
+    nested = _settings(described, "rope_parameters", where)
     if not any(isinstance(part, Mapping) for part in nested.values()):
         full = _rope(described, family, sizes, where)[0]
         if "rope_local_base_freq" in values:
@@ -597,14 +600,14 @@ def _rope(
     described: Mapping[str, Any], family: Family, sizes: Mapping[str, Any], where: object
 ) -> tuple[Rope, dict[str, Any]]:  # fmt: skip
     """Returns the rotation and its settings, from rope_parameters (transformers 5), or from rope_theta and rope_scaling (transformers 4)."""
-    notations = [described.get(key) for key in ("rope_parameters", "rope_scaling")]
+    notations = [_settings(described, key, where) for key in ("rope_parameters", "rope_scaling")]
     found = [_completed(rope, described, family) for rope in notations if rope] or [
         _completed({}, described, family)
     ]
     if found[0] != found[-1]:
         raise ValueError(f"{where}: rope_parameters {found[0]} and rope_scaling {found[1]} differ; keep one")
     rope = found[0]
-    kind = rope["rope_type"]
+    kind = str(rope["rope_type"])
     by_alpha = "alpha" in family.defaults and kind == "dynamic"
     if kind != "default" and kind not in _SCALING_KINDS and not by_alpha:
         raise ValueError(f"{where}: rope_type {kind!r} is not one of default, {', '.join(_SCALING_KINDS)}")
@@ -621,11 +624,26 @@ def _rope(
     for key in needed:
         if key not in rope:
             raise ValueError(f"{where} lacks the key {key!r}, which rope_type {kind!r} needs")
-    share, theta = float(rope.get("partial_rotary_factor", 1.0)), float(rope["rope_theta"])
+    share, theta = (
+        _checked({"partial_rotary_factor": 1.0, **rope}, key, float, where)
+        for key in ("partial_rotary_factor", "rope_theta")
+    )
+    if share > 1.0:
+        raise ValueError(f"{where}: partial_rotary_factor is {share:g}; it must be at most 1, the whole head")
     if by_alpha:
-        theta *= float(rope["alpha"]) ** (sizes["head_dim"] / (sizes["head_dim"] - 2))
+        theta *= _checked(rope, "alpha", float, where) ** (sizes["head_dim"] / (sizes["head_dim"] - 2))
     made = Rope(theta=theta, share=share)
     return replace(made, scaling=_scaling(rope, sizes, made.width(sizes["head_dim"]), where)), rope
+
+
+def _settings(described: Mapping[str, Any], key: str, where: object) -> Mapping[str, Any]:
+    """Returns the object at `key`, which is empty if the key is absent or null."""
+    found = described.get(key) or {}
+    if not isinstance(found, Mapping):
+        raise ValueError(
+            f"{where}: {key} is {found!r}; it must be an object such as {{'rope_type': 'default'}}"
+        )
+    return found
 
 
 def _completed(rope: Mapping[str, Any], described: Mapping[str, Any], family: Family) -> dict[str, Any]:
@@ -642,17 +660,19 @@ def _completed(rope: Mapping[str, Any], described: Mapping[str, Any], family: Fa
 def _scaling(
     rope: Mapping[str, Any], sizes: Mapping[str, Any], width: int, where: object
 ) -> RopeScaling | None:
-    kind = rope["rope_type"]
+    kind = str(rope["rope_type"])
     if kind not in _SCALING_KINDS:
         return None
     given: dict[str, Any] = {key: rope[key] for key in _SCALING_KINDS[kind] if key in rope}
-    original = int(given.pop(_ORIGINAL, sizes["max_positions"]))
+    original = _checked({_ORIGINAL: sizes["max_positions"], **given}, _ORIGINAL, int, where)
+    given.pop(_ORIGINAL, None)
     if kind == "longrope":
         for key in ("short_factor", "long_factor"):
-            given[key] = tuple(map(float, given[key]))
-            if len(given[key]) != width // 2:
+            entries = given[key] if isinstance(given[key], list | tuple) else [given[key]]
+            given[key] = tuple(_checked({key: entry}, key, float, where) for entry in entries)
+            if len(entries) != width // 2:
                 raise ValueError(
-                    f"{where}: {key} has {len(given[key])} entries, but {width // 2} pairs of dimensions are rotated"
+                    f"{where}: {key} has {len(entries)} entries, but {width // 2} pairs of dimensions are rotated"
                 )
         return RopeScaling(
             kind=kind,
@@ -660,7 +680,12 @@ def _scaling(
             original_max_positions=original,
             **given,
         )
-    numbers: dict[str, Any] = {key: float(value) for key, value in given.items()}
+    # An mscale of 0 means the same as no mscale.
+    numbers: dict[str, Any] = {
+        key: _checked(given, key, float, where)
+        for key in given
+        if given[key] != 0 or not key.startswith("mscale")
+    }
     scales = [numbers.pop(key, 0.0) for key in ("mscale", "mscale_all_dim")]
     if all(scales) and "attention_factor" not in numbers:
         over, under = (0.1 * scale * math.log(numbers["factor"]) + 1.0 for scale in scales)

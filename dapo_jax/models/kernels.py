@@ -17,8 +17,18 @@ SPLASH_TOKENS = _BLOCKS[-1]
 """Splash attention supports only rows whose number of tokens is a multiple of this number."""
 
 
-def splash_kernel(heads: int, seq: int, *, parts: int = 1, interpret: bool = False) -> Any:
+def splash_kernel(
+    heads: int,
+    seq: int,
+    *,
+    window: int = 0,
+    cap: float | None = None,
+    parts: int = 1,
+    interpret: bool = False,
+) -> Any:
     """Returns the kernel for causal attention with `heads` heads over rows of `seq` tokens. Each row's queries are sharded over `parts` devices.
+
+    A query attends to the last `window` tokens including its own, or to all if `window` is 0. `cap` caps the scores.
 
     Raises:
         ValueError: the rows cannot be split into blocks.
@@ -30,13 +40,15 @@ def splash_kernel(heads: int, seq: int, *, parts: int = 1, interpret: bool = Fal
             f"batch.row_tokens: found {seq}, needs a multiple of parallel.context x 128 = {step} for splash attention; "
             f"set it to {-(-seq // step) * step}, or set model.attention=xla"
         )
-    mask = splash.MultiHeadMask([splash.CausalMask((seq, seq)) for _ in range(heads)])
+    shape = (seq, seq)
+    one = splash.LocalMask(shape, (window - 1, 0), 0) if window else splash.CausalMask(shape)
+    mask = splash.MultiHeadMask([one] * heads)
     sizes = splash.BlockSizes(
         block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block, block_q_dq=block, block_kv_dq=block
     )  # fmt: skip
     return splash.make_splash_mha(
-        mask, block_sizes=sizes, head_shards=1, q_seq_shards=parts, interpret=interpret
-    )
+        mask, block_sizes=sizes, head_shards=1, q_seq_shards=parts, attn_logits_soft_cap=cap, interpret=interpret
+    )  # fmt: skip
 
 
 def splash_attention(

@@ -79,9 +79,10 @@ class Layout:
         dtype: str,
         *,
         near: Near | None = None,
+        windows: Sequence[int] = (),
         cap: float | None = None,
     ) -> Float[Array, "heads head_dim tokens"]:
-        """Computes causal attention within segments (see `dapo_jax.models.attention.causal_attention`)."""
+        """Computes causal attention within segments (see `dapo_jax.models.attention.causal_attention`). The window in `near` is one of `windows`."""
         return causal_attention(query, key, value, segment_ids, prefix_ids, near=near, cap=cap, dtype=dtype)
 
     def logprobs(

@@ -131,8 +131,8 @@ class DecoderConfig:
         return ""
 
     @property
-    def beyond_kernels(self) -> str:
-        """The options of this decoder that only attention in XLA operations implements, in words, or an empty string."""
+    def beyond_gpu(self) -> str:
+        """The options of this decoder that the GPU's kernel for a KV cache does not implement, in words, or an empty string."""
         found = {"sliding windows": any(self.windows), "capped attention scores": self.score_cap is not None}
         return " and ".join(name for name, there in found.items() if there)
 

@@ -136,6 +136,7 @@ class MeshLayout(Layout):
         dtype: str,
         *,
         near: Near | None = None,
+        windows: Sequence[int] = (),
         cap: float | None = None,
     ) -> Float[Array, "heads head_dim tokens"]:
         own, prefix = segment_ids, segment_ids if prefix_ids is None else prefix_ids
@@ -143,19 +144,29 @@ class MeshLayout(Layout):
         k, v = (_gather(part, "context", 3, dtype) for part in (k, v))
         segments = lax.all_gather(own, "context", axis=1, tiled=True)
         parts = self.mesh.shape["context"]
-        assert self.attention == "xla" or (near is None and cap is None), "`training_pass` chooses no kernel"
+
+        def by_window(attend: Callable[[int], Array]) -> Array:
+            """Calls a kernel with the layer's window, which is static in kernels."""
+            kinds = sorted(set(windows)) or [0]
+            kind = 0 if near is None else jnp.searchsorted(jnp.array(kinds, jnp.int32), near[0])
+            return lax.switch(kind, [partial(attend, window) for window in kinds])
+
         if self.attention == "cudnn":
-            out = packed_attention(q, k, v, own, prefix, dtype=dtype)
+            assert cap is None, "`training_pass` chooses XLA"
+            out = by_window(lambda window: packed_attention(q, k, v, own, prefix, window=window, dtype=dtype))
         elif self.attention == "xla":
             first = lax.axis_index("context") * own.shape[1] if parts > 1 else None
             if near is not None:
                 near = near[0], lax.all_gather(near[1], "context", axis=1, tiled=True)
             out = row_attention(q, k, v, own, prefix, segments, first=first, near=near, cap=cap, dtype=dtype)
         else:
-            kernel = splash_kernel(
-                len(q), segments.shape[1], parts=parts, interpret=self.attention == "splash_interpreted"
-            )
-            out = splash_attention(self._of_this_part(kernel), q, k, v, own, segments, dtype=dtype)
+            how: dict[str, Any] = {"parts": parts, "interpret": self.attention == "splash_interpreted"}
+
+            def splash(window: int) -> Array:
+                kernel = splash_kernel(len(q), segments.shape[1], window=window, cap=cap, **how)
+                return splash_attention(self._of_this_part(kernel), q, k, v, own, segments, dtype=dtype)
+
+            out = by_window(splash)
         return out.reshape(query.shape)
 
     def logprobs(

@@ -213,7 +213,7 @@ class Programs:
     @cached_property
     def _pass(self) -> TrainingPass:
         config, mesh, decoder = self.config, self.meshes.train, self.decoder
-        how = {"head_dim": decoder.head_dim, "beyond_kernels": decoder.beyond_kernels}
+        how = {"head_dim": decoder.head_dim, "score_cap": decoder.score_cap}
         return training_pass(config.model, config.batch, mesh, row_tokens=config.row_tokens, **how)
 
     @cached_property

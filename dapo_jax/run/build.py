@@ -104,7 +104,7 @@ class Run:
             self._mesh,
             row_tokens=config.row_tokens,
             head_dim=decoder.head_dim,
-            beyond_kernels=decoder.beyond_kernels,
+            score_cap=decoder.score_cap,
         )
         self._optimizer = optimizer_of(config.optimizer)
         say("preparing prompts")
@@ -113,7 +113,7 @@ class Run:
         if often := asked_too_often(config, self._prompts.rows_per_epoch):
             self.notes.append("; ".join(often))
         cached = config.sampling.cache_dtype or model.compute_dtype
-        slower = without_kernel(meshes.sampler, decoder.head_dim, cached, decoder.beyond_kernels)
+        slower = without_kernel(meshes.sampler, decoder.head_dim, cached, decoder.beyond_gpu)
         self.notes += filter(None, (how.note, slower, decoder.length_note))
         self.identity = identity_of(config, prompts=asked.identity, model=files)
         """Stored in every checkpoint to recognise the run that saved it (see `identity_of`)."""

@@ -231,7 +231,7 @@ def taught_by(config: TrainConfig, teacher: Policy, mesh: Mesh) -> Model:
         mesh,
         row_tokens=tokens,
         head_dim=teacher.decoder.head_dim,
-        beyond_kernels=teacher.decoder.beyond_kernels,
+        score_cap=teacher.decoder.score_cap,
     )
     graph = teacher.graph(compute_dtype=model.compute_dtype, remat="none", layout=how.layout)
     return graph, teacher.params, teacher.frozen

@@ -173,7 +173,7 @@ def room_for_cache(
         cache_tokens=sampling.cache_tokens,
         dtype=dtype,
         turns=in_flight > 0 or sampling.batch_invariant or has_turns,
-        beyond_kernels=decoder.beyond_kernels,
+        beyond_gpu=decoder.beyond_gpu,
     )
     if memory is None or sampling.cache_tokens or kind == "slots":
         return None

@@ -27,6 +27,9 @@ SHORTEST_ROW = 1024
 """Rows of 1/2 to 1/16 of the full length are used only if they have at least this many tokens, because each length requires its own compiled program."""
 
 
+_CAPPED = "capped attention scores (attn_logit_softcapping)"
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingPass:
     """The layout and row lengths that row packing and the update must agree on."""
@@ -46,7 +49,7 @@ def training_pass(
     *,
     row_tokens: int,
     head_dim: int,
-    beyond_kernels: str = "",
+    score_cap: float | None = None,
     device: AnyDevice | None = None,
 ) -> TrainingPass:
     """Returns the training pass for `model` and `batch`.
@@ -57,7 +60,7 @@ def training_pass(
         mesh: mesh of the trainer.
         row_tokens: number of tokens in a row. Rounded up to a multiple that mesh and attention can split, unless `batch.row_tokens` is set.
         head_dim: number of dimensions of an attention head.
-        beyond_kernels: the decoder's options that no attention kernel implements (`DecoderConfig.beyond_kernels`).
+        score_cap: cap of the attention scores (`DecoderConfig.score_cap`), which cuDNN does not support.
         device: device whose attention kernel is used. Defaults to the first device of the mesh.
 
     Raises:
@@ -65,9 +68,9 @@ def training_pass(
     """
     context, tensor = mesh.shape["context"], mesh.shape["tensor"]
     device = device or mesh.devices.flat[0]
-    attention, note = _attention(model, device, head_dim, context, beyond_kernels), ""
-    if beyond_kernels and device.platform in ("tpu", "gpu"):
-        note = f"training on {device.device_kind} uses XLA operations for attention, because its kernel is not set up for {beyond_kernels}"
+    attention, note = _attention(model, device, head_dim, context, score_cap), ""
+    if score_cap is not None and device.platform == "gpu":
+        note = f"training on {device.device_kind} uses XLA operations for attention, because cuDNN does not support {_CAPPED}"
     multiple = context * tensor if attention != "splash" else context * SPLASH_TOKENS * tensor
     filled = -(-row_tokens // multiple) * multiple
     if batch.row_tokens and filled != row_tokens:
@@ -99,7 +102,7 @@ def for_mesh(decoder: DecoderConfig, *meshes: Mesh) -> DecoderConfig:
     return decoder
 
 
-def _attention(model: ModelConfig, device: AnyDevice, head_dim: int, context: int, beyond: str) -> str:
+def _attention(model: ModelConfig, device: AnyDevice, head_dim: int, context: int, cap: float | None) -> str:
     platform, width = device.platform, head_dim % 8 == 0 and head_dim <= 256
     if model.attention != "auto":
         needed = {"splash": "tpu", "cudnn": "gpu"}.get(model.attention, platform)
@@ -108,9 +111,9 @@ def _attention(model: ModelConfig, device: AnyDevice, head_dim: int, context: in
                 f"model.attention={model.attention} is a kernel for platform {needed}, but the devices are {platform}: set "
                 "model.attention=auto or model.attention=xla"
             )
-        if model.attention != "xla" and beyond:
+        if model.attention == "cudnn" and cap is not None:
             raise ConfigError(
-                f"model.attention={model.attention} is not set up for the model's {beyond}: set model.attention=auto or model.attention=xla"
+                f"model.attention=cudnn does not support {_CAPPED}, and the model caps them at {cap:g}: set model.attention=auto or model.attention=xla"
             )
         if model.attention == "cudnn" and (context > 1 or not width):
             raise ConfigError(
@@ -118,14 +121,12 @@ def _attention(model: ModelConfig, device: AnyDevice, head_dim: int, context: in
                 f"parallel.context={context} and head_dim={head_dim}: set model.attention=xla"
             )
         return model.attention
-    if beyond:
-        return "xla"
     if platform == "tpu":
         return "splash"
     # The compute capability of an AMD GPU is a name, not a number.
     capability = getattr(device, "compute_capability", "")
     hopper = capability[:1].isdigit() and float(capability) >= 9.0
-    able = model.compute_dtype == "bfloat16" and context == 1 and width
+    able = model.compute_dtype == "bfloat16" and context == 1 and width and cap is None
     return "cudnn" if platform == "gpu" and hopper and able else "xla"
 
 

@@ -130,7 +130,7 @@ class DecoderEngine:
         asked: Any = {"page_tokens": page_tokens, "cache_tokens": cache_tokens, "dtype": self._cache_dtype}
         leaves_slots = in_flight > 0 or batch_invariant or has_turns
         kind = cache or kind_for(
-            mesh, config.head_dim, **asked, turns=leaves_slots, beyond_kernels=config.beyond_kernels
+            mesh, config.head_dim, **asked, turns=leaves_slots, beyond_gpu=config.beyond_gpu
         )
         parks = has_turns and not batch_invariant
         holders = max(slots * (1 + parks), -(-in_flight // spread) * spread)
@@ -153,7 +153,8 @@ class DecoderEngine:
         )
         heads = {"kv_heads": config.kv_heads, "head_dim": config.head_dim}
         dtypes = {"cache_dtype": self._cache_dtype, "compute_dtype": compute_dtype}
-        self._cache = cache_for(kind, mesh, self.page_sizes, **heads, **dtypes, cap=config.score_cap)
+        masks: Any = {"windows": config.windows, "cap": config.score_cap}
+        self._cache = cache_for(kind, mesh, self.page_sizes, **heads, **dtypes, **masks)
         self._read = Prefill(
             config, mesh, self._cache, block=self._block, ends=self._ends, capacity=capacity, **dtypes,
             shape=prefill or prefill_shape(longest=capacity, capacity=capacity, prompts=_ROWS, tokens=_TOKENS, alone=batch_invariant),

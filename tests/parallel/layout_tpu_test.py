@@ -1,5 +1,7 @@
 """A training pass compiled for TPU: its kernels compile, and it has only the collectives of the layout."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -60,6 +62,24 @@ def test_weights_are_gathered_and_gradients_reduce_scattered():
         gradients_of_a_device + 2 * scatters * activation, rel=0.15
     )
     assert found["all-reduce"] < 0.02 * found["reduce-scatter"]
+
+
+def test_windows_and_caps_compile_with_rows_over_two_chips():
+    """Heads of 256, as in Gemma. A layer has a kernel with a window and one without, and chooses by its number; neither stores scores."""
+    mesh = mesh_of("v6e:2x2", tensor=2, context=2)
+    config = replace(CONFIG, head_dim=256, windows=(512, 0, 512), score_cap=50.0)
+    graph = graph_of(
+        config, compute_dtype="bfloat16", remat="full", layout=layout_of(mesh, attention="splash")
+    )
+    params, optimizer = shapes_of(config), make_optimizer()
+    state = state_structs(params, optimizer, mesh)
+    lower = Updater(graph, params, optimizer, mesh).programs(state, capacity=1, rows=1, lengths=[8192])[
+        "update"
+    ]
+    compiled = lower().compile()
+    assert " conditional(" in compiled.as_text()
+    # Scores of the two heads of a chip would be 2 x 4096 x 8192 x 2 bytes = 128 MiB.
+    assert compiled.memory_analysis().temp_size_in_bytes < 128 * MIB
 
 
 @pytest.mark.slow
