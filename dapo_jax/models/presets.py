@@ -235,6 +235,9 @@ PRESETS: dict[str, DecoderConfig] = {
     "qwen3-1.7b": _sized(_QWEN3, 2048, 28, 16, 6144),
     "qwen3-4b": _sized(_QWEN3, 2560, 36, 32, 9728),
     "qwen3-8b": _sized(_QWEN3, 4096, 36, 32, 12_288, tied_embeddings=False),
+    "qwen3-30b-a3b": _sized(
+        _QWEN3, 2048, 48, 32, 768, kv_heads=4, family="qwen3_moe", experts=Experts(count=128, chosen=8, normalize=True), tied_embeddings=False,
+    ),
     "gemma-3-1b": DecoderConfig(
         family="gemma3_text", vocab_size=262_144, embed_dim=1152, layers=26, heads=4, kv_heads=1, head_dim=256, mlp_dim=6912, max_positions=32_768,
         norm_place="both", norm_offset=1.0, qk_norm="head", activation="gelu_tanh", embed_scale=1152**0.5, query_scale=256**-0.5,

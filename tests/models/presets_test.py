@@ -23,6 +23,7 @@ from dapo_jax.testing import tiny_decoder_config
         ("qwen3-1.7b", 1_720_574_976),
         ("qwen3-4b", 4_022_468_096),
         ("qwen3-8b", 8_190_735_360),
+        ("qwen3-30b-a3b", 30_532_122_624),
         ("gemma-3-1b", 999_885_952),
     ],
 )
