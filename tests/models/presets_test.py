@@ -42,6 +42,13 @@ def test_gemma_3_1b_is_what_its_config_json_describes():
     assert understand(described, "config.json") == preset("gemma-3-1b")
 
 
+def test_a_token_uses_the_chosen_experts_alone():
+    """Qwen3-30B-A3B: 8 of 128 experts of 3 x 768 x 2048 parameters in 48 layers, so 120 x 48 x 4,718,592 fewer than in total."""
+    config = preset("qwen3-30b-a3b")
+    assert config.active_parameters == config.parameters - 120 * 48 * 3 * 768 * 2048 == 3_353_032_704
+    assert preset("qwen3-8b").active_parameters == preset("qwen3-8b").parameters
+
+
 def test_an_unknown_preset_names_the_nearest_and_all():
     with pytest.raises(ValueError, match=r"'qwen2\.5-7B'.* 'qwen2\.5-7b' \(all: tiny, smollm2"):
         preset("qwen2.5-7B")
