@@ -171,7 +171,7 @@ FAMILIES: Mapping[str, Family] = {
 }  # fmt: skip
 """The supported model families by model_type."""
 
-_WRAPPED = {
+WRAPPED = {
     "gemma3": ("Gemma3ForConditionalGeneration", ("gemma3_text",)),
     "mistral3": ("Mistral3ForConditionalGeneration", ("mistral", "ministral3")),
 }
@@ -346,7 +346,7 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
         "rms_norm_eps": 1e-6,
         **_present({"num_key_value_heads": heads}),
     }
-    if type(heads) is type(width) is int and heads:
+    if isinstance(heads, int) and isinstance(width, int) and heads:
         values["head_dim"] = width // heads
     values |= {**family.defaults, **_present(described)}
     values |= {key: None for key in _NULLABLE if key in described and described[key] is None}
@@ -379,9 +379,9 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
 
 def _text_part(described: Mapping[str, Any], where: object) -> Mapping[str, Any]:
     """Returns the text_config of a model for images and text, or the whole config.json of a text model."""
-    if (name := str(described.get("model_type"))) not in _WRAPPED:
+    if (name := str(described.get("model_type"))) not in WRAPPED:
         return described
-    architecture, inner = _WRAPPED[name]
+    architecture, inner = WRAPPED[name]
     text = described.get("text_config")
     if not isinstance(text, Mapping) or text.get("model_type") not in inner:
         found = text.get("model_type") if isinstance(text, Mapping) else text

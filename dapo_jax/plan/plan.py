@@ -149,6 +149,9 @@ def plan(
         counted = "all offloaded moments are on the device during an update"
         on_device = config.optimizer.offload and bool(topology.chip.target)
         notes = (*resized, *topology.notes, *[counted] * on_device)
+    if windows := [window for window in decoder.windows if window]:
+        kept = f"{len(windows)} of {decoder.layers} layers attend to the last {max(windows):,} tokens, but the KV cache keeps all tokens of these layers, too"
+        notes = (*notes, kept)
     work = workload_of(config, assumed or Assumptions())
     work = replace(work, notes=(*work.notes, *notes))
     # JAX cannot place arrays in the host memory of absent devices, so offloaded moments are subtracted below.

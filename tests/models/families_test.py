@@ -1,12 +1,13 @@
 """config.json: both notations of rotary scaling, keys that older files lack, and unsupported keys."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from dapo_jax.models.families import describe, understand
+from dapo_jax.models.families import FAMILIES, WRAPPED, describe, understand
 from dapo_jax.models.presets import PRESETS, preset
 from dapo_jax.models.rope import Rope, RopeScaling
 from dapo_jax.testing import tiny_decoder_config
@@ -225,6 +226,15 @@ def test_every_family_can_be_written_and_read(path):
     short = config.for_length(8)
     assert (short == config) == (path.parent.name != "phi3")
     assert understand(describe(short), "config.json") == config
+
+
+def test_the_table_of_models_lists_every_family():
+    page = (Path(__file__).parents[2] / "docs" / "bring_your_model.md").read_text(encoding="utf-8")
+    rows = [
+        line.split("|")[2] for line in page.splitlines() if line.startswith("| ") and line.count("|") == 6
+    ]
+    listed = {name for row in rows for name in re.findall("`(.*?)`", row)} - {"model_type"}
+    assert listed == {*FAMILIES, *WRAPPED}
 
 
 def test_two_notations_that_contradict_each_other_are_refused():

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from dapo_jax.commands.convert import convert
 from dapo_jax.models.adapter_folder import read_adapter, save_adapter
@@ -282,6 +282,46 @@ def test_the_text_model_of_a_model_for_images_and_text_is_converted(tmp_path):
     config, params = load_model(tmp_path / "text")
     assert config == read_config(source)
     jax.tree.map(np.testing.assert_array_equal, params, load_model(source)[1])
+
+
+_QKV, _GATE_UP = "model.layers.1.self_attn.qkv_proj.weight", "model.layers.1.mlp.gate_up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("phi3", {_QKV: lambda old: old[:-8]}, rf"{_QKV} has shape \(\d+, \d+\), but the configuration needs"),
+        ("phi3", {_GATE_UP: None}, f"lacks the tensor '{_GATE_UP}'"),
+        ("phi3", {_GATE_UP: lambda old: old[:, :-1]}, f"{_GATE_UP} has shape"),
+        ("phi3", {_QKV: lambda old: old * np.nan}, f"{_QKV} contains NaN"),
+        ("glm4", {_GATE_UP: lambda old: old[: len(old) // 2]}, f"{_GATE_UP} has shape"),
+        ("granite4_dense", {"model.layers.0.shared_mlp.input_linear.weight": lambda old: old[2:]}, "input_linear.weight has shape"),
+        ("granite4_dense", {"model.layers.0.mamba.A_log": lambda _: np.ones(2, np.float32)}, r"has the tensors \['model.layers.0.mamba.A_log'\]"),
+        ("olmo2", {"model.layers.2.self_attn.q_norm.weight": None}, "lacks the tensor 'model.layers.2.self_attn.q_norm.weight'"),
+        ("olmo2", {"model.layers.2.self_attn.k_norm.weight": lambda old: old[:8]}, r"k_norm.weight has shape \(8,\)"),
+        ("olmo2", {"model.layers.0.input_layernorm.weight": lambda _: np.ones(64, np.float32)}, r"has the tensors \['model.layers.0.input_layernorm"),
+        ("gemma3", {"model.layers.0.pre_feedforward_layernorm.weight": None}, "lacks the tensor 'model.layers.0.pre_feedforward"),
+        ("gemma3", {"lm_head.weight": lambda _: np.ones((96, 64), np.float32)}, "lm_head.weight"),
+        ("hunyuan_dense", {"model.layers.0.self_attn.query_layernorm.weight": None}, "lacks the tensor .*query_layernorm"),
+        ("seed_oss", {"model.layers.0.self_attn.k_proj.bias": None}, "lacks the tensor 'model.layers.0.self_attn.k_proj.bias'"),
+        ("mistral", {"model.layers.0.self_attn.q_proj.bias": lambda _: np.ones(4, np.float32)}, r"has the tensors \['model.layers.0.self_attn.q_proj.bias'\]"),
+        ("mistral", {"model.layers.0.self_attn.q_proj.weight_scale_inv": lambda _: np.ones(4, np.float32)}, r"has the tensors \['model.*weight_scale_inv'\]"),
+        ("mistral", {"model.layers.0.mlp.up_proj.weight": lambda old: old.astype(np.int8)}, "up_proj.weight has type I8"),
+        ("gemma3_wrapped", {"language_model.model.layers.0.mlp.up_proj.weight": None}, "lacks the tensor 'model.layers.0.mlp.up_proj.weight'"),
+        ("gemma3_wrapped", {"audio_tower.weight": lambda _: np.ones(4, np.float32)}, r"has the tensors \['audio_tower.weight'\]"),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:.*image encoder")
+def test_a_checkpoint_that_does_not_fit_is_refused_by_tensor(name, changes, message, tmp_path):
+    (tmp_path / "config.json").write_bytes((FOLDERS[name] / "config.json").read_bytes())
+    tensors = load_file(FOLDERS[name] / "model.safetensors")
+    for tensor, change in changes.items():
+        old = tensors.pop(tensor, None)
+        if change is not None:
+            tensors[tensor] = np.ascontiguousarray(change(old))
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        load_model(tmp_path)
 
 
 def test_adapters_of_parts_of_a_tensor_are_refused():

@@ -7,6 +7,7 @@ each array.
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -206,8 +207,17 @@ def test_moments_may_be_in_host_memory(expected_of_adamw):
 
 
 @pytest.mark.slow  # the kernel is interpreted
-@pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2, "context": 2}, {"fsdp": 2, "context": 4}], ids=str)
-def test_splash_attention_over_split_rows_is_the_plain_one(axes):
+@pytest.mark.parametrize(
+    ("axes", "windows", "cap"),
+    [
+        ({"fsdp": 2, "tensor": 2, "context": 2}, (), None),
+        ({"fsdp": 2, "context": 4}, (), None),
+        ({"fsdp": 2, "context": 4}, (70, 0), 1.0),
+        ({"fsdp": 2, "tensor": 2, "context": 2}, (70, 70), None),
+    ],
+    ids=str,
+)
+def test_splash_attention_over_split_rows_is_the_plain_one(axes, windows, cap):
     """Each device has its own part of the queries, and of the kernel's tables. Both compute in float32, so only the order
     of sums differs, over up to 512 tokens and for gradients over up to 4 heads."""
     rng, mesh = np.random.default_rng(0), make_mesh(**axes)
@@ -220,8 +230,16 @@ def test_splash_attention_over_split_rows_is_the_plain_one(axes):
         layout = layout_of(mesh, attention=attention)
 
         def part(query, key, value, segments):
-            flat = (each.reshape(*each.shape[:2], -1) for each in (query, key, value))
-            return layout.attend(*flat, segments, None, "float32").reshape(query.shape)
+            flat = [each.reshape(*each.shape[:2], -1) for each in (query, key, value)]
+            # Differences of columns are those of positions within a segment.
+            width = segments.shape[1]
+            column = jax.lax.axis_index("context") * width + jnp.arange(width, dtype=jnp.int32)
+            positions, total = jnp.broadcast_to(column, segments.shape), 0.0
+            for window in windows or (None,):
+                near = None if window is None else (jnp.int32(window), positions)
+                how = {"near": near, "windows": windows, "cap": cap}
+                total = total + layout.attend(*flat, segments, None, "float32", **how)
+            return total.reshape(query.shape)
 
         mapped = jax.shard_map(part, mesh=mesh, in_specs=(split, split, split, ROWS_SPLIT), out_specs=split,
                                check_vma=False)  # fmt: skip

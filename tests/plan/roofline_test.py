@@ -130,6 +130,21 @@ def test_pages_hold_as_many_responses_as_their_mean_context_and_half_a_page_fit(
     assert in_flight(CONFIG, work, full, 2) == 8, "every slot has room for the longest response"
 
 
+def test_a_token_attends_to_its_window():
+    """Windows of 4 in two of three layers. The 10 tokens after a prompt of 6 attend to 7 + ... + 16 = 115 tokens in one layer and to 40 in each of the others:
+    65 on average instead of 115. A prompt of 6 has 21 pairs, of which 1 + 2 + 3 + 3 x 4 = 18 are in a window."""
+    windowed = replace(SMALL, windows=(4, 0, 4))
+    _, plain = works()
+    _, found = works(decoder=windowed)
+    seen = 10.5 * 65 / 115
+    assert found["decode"].hbm_bytes == pytest.approx(3840 * (3136 + 288 * seen))
+    assert found["decode"].flops == pytest.approx(30_720 * (6272 + 288 * seen) / 4)
+    assert plain["prefill"].flops - found["prefill"].flops == pytest.approx(768 * 288 * 2 / 4)
+    # A whole sequence of 16 has 136 pairs, and 10 + 12 x 4 = 58 in a window: 84 on average.
+    less = plain["update"].useful_flops - found["update"].useful_flops
+    assert less == pytest.approx(3 * 32 * 288 * (136 - 84) / 8)
+
+
 def test_eight_bits_read_less():
     """Weights of one byte; 72 numbers per token of one byte, and 12 scales of 4, over the 2 devices that share its heads."""
     sampling = replace(CONFIG.sampling, weight_dtype="int8", cache_dtype="int8")

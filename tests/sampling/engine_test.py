@@ -302,7 +302,7 @@ CACHES = ["slots", "pages", "tpu", "gpu"]
     ("cache", "config"),
     [
         *((cache, CONFIG) for cache in CACHES),
-        *(pytest.param(cache, SWITCHED, id=f"{cache}, every switch") for cache in CACHES[:2]),
+        *(pytest.param(cache, SWITCHED, id=f"{cache}, every switch") for cache in CACHES[:3]),
         pytest.param("gpu", WIDE, id="gpu's kernel interpreted, heads of 64"),
         pytest.param(None, CONFIG, marks=pytest.mark.tpu, id="tpu"),
         pytest.param(None, CONFIG, marks=pytest.mark.gpu, id="gpu"),
