@@ -217,7 +217,7 @@ _QWEN3 = DecoderConfig(
 )  # fmt: skip
 
 # The sizes are from config.json in the publishers' repositories: HuggingFaceTB/SmolLM2-135M, meta-llama/Llama-3.2-1B,
-# Qwen/Qwen2.5-*, Qwen/Qwen3-*. Tests check the number of parameters of each preset.
+# Qwen/Qwen2.5-*, Qwen/Qwen3-*, google/gemma-3-1b-it. Tests check the number of parameters of each preset.
 PRESETS: dict[str, DecoderConfig] = {
     # About half a million parameters and a character vocabulary. It can be trained to do arithmetic on a laptop CPU.
     "tiny": DecoderConfig(
@@ -248,6 +248,12 @@ PRESETS: dict[str, DecoderConfig] = {
     ),
     "qwen3-30b-a3b": _sized(
         _QWEN3, 2048, 48, 32, 768, family="qwen3_moe", kv_heads=4, tied_embeddings=False, experts=Experts(128, 8, normalize=True),
+    ),
+    "gemma-3-1b": DecoderConfig(
+        family="gemma3_text", vocab_size=262_144, embed_dim=1152, layers=26, heads=4, kv_heads=1, head_dim=256, mlp_dim=6912, max_positions=32_768,
+        norm_place="both", norm_offset=1.0, qk_norm="head", activation="gelu_tanh", embed_scale=1152**0.5, query_scale=256**-0.5,
+        windows=tuple(0 if layer % 6 == 5 else 512 for layer in range(26)), ropes=(Rope(theta=1e6), Rope()),
+        rope_of_layer=tuple(int(layer % 6 != 5) for layer in range(26)),
     ),
 }  # fmt: skip
 

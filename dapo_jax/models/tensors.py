@@ -94,11 +94,10 @@ def shapes_of(config: DecoderConfig) -> nnx.State:
     return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))[1]
 
 
-def tensor_names(layers: int) -> list[str]:
-    """Returns the names of all tensors that can occur in a Llama, Qwen2 or Qwen3 decoder with this number of layers."""
-    of_layers = [
-        _in_layer(theirs, layer) for layer in range(layers) for theirs in _LAYER_TENSORS.values() if theirs
-    ]
+def tensor_names(layers: int, family: str) -> list[str]:
+    """Returns the names of all tensors that can occur in a decoder of this family with this number of layers."""
+    names = _LAYER_TENSORS | dict(FAMILIES[family].tensors)
+    of_layers = [_in_layer(theirs, layer) for layer in range(layers) for theirs in names.values() if theirs]
     return [*_END_TENSORS.values(), *of_layers]
 
 

@@ -19,6 +19,8 @@ from dapo_jax.plan.sizes import decoder_of
         ("hf:Qwen/Qwen3-0.6B-Base", "qwen3-0.6b"),
         ("hf:meta-llama/Llama-3.2-1B", "llama-3.2-1b"),
         ("hf:HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2-135m"),
+        ("hf:google/gemma-3-1b-it", "gemma-3-1b"),
+        ("hf:Qwen/Qwen3-30B-A3B-Base", "qwen3-30b-a3b"),
         ("preset:qwen2.5-32b", "qwen2.5-32b"),
     ],
 )
