@@ -164,7 +164,7 @@ class Prefill:
         )
 
     def _recorded(
-        self, calls: Sequence[Sequence[Array]], begins: Sequence[int], lengths: Sequence[int]
+        self, calls: Sequence[Sequence[Array | None]], begins: Sequence[int], lengths: Sequence[int]
     ) -> list[np.ndarray] | None:
         """Copies the experts of sequences to the host, from the layers of one call, or of one call per chunk."""
         if self._routes is None:
