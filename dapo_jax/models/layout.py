@@ -109,14 +109,3 @@ class Layout:
             teachers=teachers,
             caps=caps,
         )
-
-
-@dataclass(frozen=True)
-class PlacedLayout(Layout):
-    """The layout for weights that are sharded over devices if the compiler places all other arrays."""
-
-    split: frozenset[str]
-    """The logical axes of weights that are split over devices."""
-
-    def in_parts(self, axis: str) -> bool:
-        return axis in self.split

@@ -1,7 +1,9 @@
 """Array sharding: the tables that map logical axes to mesh axes, and the loading of sharded tensors from files."""
 
 import functools
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -9,9 +11,10 @@ import numpy as np
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from dapo_jax.dapo.quantization import Quantized
+from dapo_jax.models.layout import Layout, Matrices, Mixture
 from dapo_jax.models.tensors import Cut, Rows, Shape
 from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.parallel.together import Together, meet
@@ -69,6 +72,45 @@ def shardings(tree: PyTree, mesh: Mesh, rules: Mapping[str, str | None] = TRAINE
         return leaf.replace(sharding) if isinstance(leaf, nnx.Variable) else sharding
 
     return jax.tree_util.tree_map_with_path(place, tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+
+@dataclass(frozen=True)
+class SamplerLayout(Layout):
+    """The layout of a sampler's mesh. The compiler places all arrays, except in the products with experts, which it could not split."""
+
+    mesh: Mesh
+
+    def in_parts(self, axis: str) -> bool:
+        over = SAMPLER_RULES[axis]
+        return over is not None and self.mesh.shape[over] > 1
+
+    def experts(
+        self, mixture: Mixture, x: Float[Array, "embed tokens"], factors: Float[Array, "tokens chosen"], routes: Int[Array, "tokens chosen"],
+        matrices: Matrices, dtype: str,
+    ) -> Float[Array, "embed tokens"]:  # fmt: skip
+        """Splits the tokens over `data` and `fsdp` if possible, and each expert over `tensor`."""
+        if self.mesh.size == 1:
+            return mixture(x, factors, routes, matrices)
+        spread = math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
+        rows = BATCH_AXES if len(routes) % spread == 0 else None
+        columns, inner = PartitionSpec(None, rows), PartitionSpec(None, None, "tensor")
+        down: Any = Quantized(inner, PartitionSpec()) if isinstance(matrices[2], Quantized) else inner
+        outer = PartitionSpec(None, "tensor")
+
+        def part(*given: Any) -> Array:
+            made = mixture(*given)
+            if self.mesh.shape["tensor"] == 1:
+                return made
+            return lax.platform_dependent(
+                made,
+                cpu=lambda x: lax.psum(x, "tensor"),
+                default=lambda x: lax.psum(x.astype(dtype), "tensor").astype(x.dtype),
+            )
+
+        places = columns, PartitionSpec(rows), PartitionSpec(rows), (outer, outer, down)
+        return jax.shard_map(part, mesh=self.mesh, in_specs=places, out_specs=columns, check_vma=False)(
+            x, factors, routes, matrices
+        )
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -225,14 +225,12 @@ MOE = ("qwen3_moe", "olmoe", "granitemoe")
 
 @pytest.mark.parametrize("name", MOE)
 def test_forced_choices_of_experts_are_used_and_keep_the_gradient_of_the_router(name):
-    """The file forces other experts for about a quarter of all tokens, with factors from the router's own scores. The others use the router's own choice."""
+    """The file forces other experts for about a quarter of all tokens and layers, with factors from the router's own scores."""
     config, params, *_ = passed(name)
     found, (prompts, _) = expected(name), rows_of(name)
-    forced = found["replay_topk"].transpose(1, 2, 0, 3).astype(np.uint8)  # [batch, seq, layers, chosen]
-    same = np.sort(found["replay_topk"], -1) == np.sort(found["topk"], -1)
-    unforced = same.all((0, 3)) & (np.arange(forced.shape[1]) % 2 == 0)
-    forced[unforced] = NO_ROUTE
-    (logits, counts), gradients = gradients_of(config, params, prompts, prompts, jnp.asarray(forced))
+    (logits, counts), gradients = gradients_of(
+        config, params, prompts, prompts, records(found["replay_topk"])
+    )
     for row, prompt in enumerate(prompts):
         ours, theirs = logits[row, : len(prompt)], found["replay_logits"][row, : len(prompt)]
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=TOLERANCE)
@@ -241,11 +239,31 @@ def test_forced_choices_of_experts_are_used_and_keep_the_gradient_of_the_router(
         np.testing.assert_allclose(
             stored_gradient(config, gradients, key), found[key], rtol=0, atol=1e-4 * largest
         )
+    # In the first layer, no earlier choice was forced, so the router's own choice is known.
+    first = (np.sort(found["replay_topk"][0], -1) != np.sort(found["topk"][0], -1)).any(-1)
+    flipped, real = np.asarray(counts["flipped"]), found["attention_mask"] == 1
+    assert flipped[real & first].min() >= 1
+    assert (flipped <= config.layers).all()
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_the_routers_own_choice_is_used_where_no_choice_is_forced(name):
+    """Half of all tokens are forced to use what they choose anyway, and the others are not forced."""
+    config, params, *_ = passed(name)
+    found, (prompts, _) = expected(name), rows_of(name)
+    forced = records(found["topk"]).at[:, ::2].set(NO_ROUTE)
+    row = arrays(prompts)
+    made, counts = jax.jit(partial(scores, graph_of(config)))(params, *row, None, forced)
     real = found["attention_mask"] == 1
-    tokens = real.sum() * config.experts.chosen
-    assert np.asarray(counts["load"]).sum(1).tolist() == [tokens] * config.layers
-    assert (np.asarray(counts["flipped"])[real & unforced] == 0).all()
-    assert counts["flipped"].sum() > 10
+    np.testing.assert_allclose(np.asarray(made)[real], found["logits"][real], rtol=0, atol=TOLERANCE)
+    assert (np.asarray(counts["flipped"])[real] == 0).all()
+    load = np.stack([np.bincount(layer[real].reshape(-1), minlength=8) for layer in found["topk"]])
+    np.testing.assert_array_equal(counts["load"], load)
+
+
+def records(topk):
+    """The choices of all layers as the sampler records them, [batch, seq, layers, chosen]."""
+    return jnp.asarray(topk.transpose(1, 2, 0, 3).astype(np.uint8))
 
 
 @pytest.mark.parametrize("name", [name for name in FOLDERS if (FOLDERS[name] / "config.older.json").exists()])
