@@ -144,8 +144,9 @@ class Run:
             on_submit=lambda: watch.note("grading the responses to a prompt"),
         )
         routes = recorded_routes(config, decoder)
-        if routes is not None:
-            self.notes.append(routes_note(config, math.prod(routes)))
+        route_bytes = 0 if routes is None else math.prod(routes)
+        if route_bytes:
+            self.notes.append(routes_note(config, route_bytes))
         sampler = response_sampler(
             self.policy,
             meshes,
@@ -177,6 +178,7 @@ class Run:
             stop=stop,
             watch=watch,
             episodes=episodes,
+            route_bytes=route_bytes,
         )
         masks, weights = config.reward.overlong.filter_truncated, part_weights(graders)
         by_rule = partial(step_advantages, **vars(config.advantage), filter_truncated=masks, weights=weights)

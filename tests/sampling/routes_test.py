@@ -17,6 +17,9 @@ from dapo_jax.dapo.rollouts import NO_ROUTE, Continuation
 from dapo_jax.models.decoder import Decoder
 from dapo_jax.models.presets import Experts
 from dapo_jax.models.tensors import shapes_of
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.parallel.sharding import shardings
+from dapo_jax.parallel.training_layout import layout_of
 from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.rollout.checkpoint_arrays import drawn_arrays, drawn_of
 from dapo_jax.rollout.collector import Collector
@@ -92,19 +95,22 @@ def examples_of(sampled):
 
 
 @functools.cache
-def updater_of(replays=True, **how):
+def updater_of(replays=True, mesh=None, **how):
+    how["layout"] = layout_of(mesh or one_device())
     graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0), **how)))
     options = UpdateOptions(
         logprob_chunk_vocab=100, old_logprobs="trainer", routes=(LAYERS, CHOSEN) if replays else None
     )
-    return Updater(graph, shapes_of(CONFIG), make_optimizer(), one_device(), options=options)
+    return Updater(graph, shapes_of(CONFIG), make_optimizer(), mesh or one_device(), options=options)
 
 
-def trained(rows, *, seed=0, row_tokens=40, **how):
+def trained(rows, *, seed=0, mesh=None, **how):
     """(sampler's minus trainer's log-probabilities of a scoring pass, metrics of an update) of packed rows."""
-    updater = updater_of(replays=rows[0].routes is not None, **how)
-    state = init_state(tiny_params(CONFIG, seed=seed), make_optimizer(), one_device())
-    packed = pack(rows, np.ones(len(rows)), row_tokens=row_tokens, rows_per_microbatch=24)
+    updater = updater_of(replays=rows[0].routes is not None, mesh=mesh, **how)
+    params = tiny_params(CONFIG, seed=seed)
+    params = params if mesh is None else jax.device_put(params, shardings(params, mesh))
+    state = init_state(params, make_optimizer(), mesh or one_device())
+    packed = pack(rows, np.ones(len(rows)), row_tokens=40, rows_per_microbatch=24, spread=2 if mesh else 1)
     _, [second] = updater.prepare(state, [packed, packed])
     m = jax.device_get(second.microbatches)
     _, metrics = updater.update(state, (second,), learning_rate=0.0, first=True)
@@ -217,6 +223,19 @@ def test_altered_records_are_used_in_scoring_and_in_the_update(how):
         places = np.arange(len(one.prompt_tokens), len(whole))
         expected.append(one.logprobs - np.asarray(logprobs)[places - 1, whole[places]])
     np.testing.assert_allclose(np.sort(differences), np.sort(np.concatenate(expected)), rtol=0, atol=2e-5)
+
+
+def test_a_mesh_uses_the_same_records():
+    """Two rows at a time, each split over context, with the experts over fsdp and each expert over tensor: as one device, and the same metrics."""
+    rows = [
+        replace(one, routes=altered(one.routes, at))
+        for at, one in enumerate(examples_of(sampled_by(engine_of(8), 0, 1, 2, 3, 4)))
+    ]
+    mesh = make_mesh(data=1, fsdp=2, tensor=2, context=2)
+    (found, measured), (expected, like) = trained(rows, mesh=mesh), trained(rows)
+    np.testing.assert_allclose(np.sort(found), np.sort(expected), rtol=0, atol=2e-5)
+    for name in (name for name in like if name.startswith("routing/")):
+        assert measured[name] == pytest.approx(like[name], abs=1e-6), name
 
 
 def rounds_of(seed, **how):

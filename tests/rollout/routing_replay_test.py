@@ -1,0 +1,62 @@
+"""Runs of a model with experts record them in flight, in checkpoints and between processes."""
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from dapo_jax.run import train
+from dapo_jax.trackers.progress import Progress
+from tests.rollout.processes_test import GRADER, assert_the_same, trained
+
+FLYING = {
+    "rollout__round_tokens": 2,
+    "rollout__in_flight": 16,
+    "sampling__slots": 16,
+    "optimizer__epsilon": 0.1,
+}
+"""Responses of up to 6 tokens take three rounds, so that most continue under other weights."""
+
+
+@pytest.fixture(scope="module")
+def flying(micro, moe_model):
+    return lambda run_dir=None, **changes: micro(run_dir, model__source=moe_model, **FLYING | changes)
+
+
+@pytest.fixture(scope="module")
+def flown(flying, run_micro):
+    return run_micro(flying(steps=3, checkpoint__every_steps=1, checkpoint__keep=9))
+
+
+def test_the_trainer_computes_the_samplers_logprobs_in_flight(flown):
+    """In the first step, all tokens are sampled with the weights of the step; in float32 their experts are the trainer's."""
+    first, *later = flown.metrics
+    assert first["sync/logprob_diff_max"] <= 2e-5
+    assert any(line["rollout/age_max"] > 0 for line in later)
+    for line in flown.metrics:
+        assert 0 < line["routing/no_record_frac"] < 0.5
+    # The second update of the first step has other weights than the sampler.
+    assert max(line["routing/flipped_frac"] for line in later) > 0
+
+
+def test_a_run_resumed_in_flight_is_the_uninterrupted_run(flying, flown, run_micro, same_run):
+    config = flying(steps=1, checkpoint__every_steps=1)
+    run_micro(config)
+    same_run(run_micro(flying(config.run_dir, steps=3, checkpoint__every_steps=1), resume=True), flown)
+
+
+def test_without_replay_nothing_is_recorded(flying, flown, run_micro):
+    [line] = run_micro(flying(steps=1, rollout__routing_replay="off")).metrics
+    assert "routing/flipped_frac" not in line
+    assert line["routing/busiest_load"] >= 1.0
+    np.testing.assert_allclose(line["update/loss"], flown.metrics[0]["update/loss"], atol=1e-4)
+
+
+def test_two_processes_hand_over_their_records(on_disk, moe_model, tmp_path):
+    make = on_disk(tmp_path, GRADER, "third")
+    how = {"model__source": moe_model, "rollout__round_tokens": 2, "rollout__in_flight": 16, "steps": 3}
+    one, _ = make("one", sampling__slots=16, **how)
+    train(one, progress=Progress(one.steps, console=Console(quiet=True)))
+    _, path = make("two", sampling__slots=8, **how)
+    [first, _] = trained(path, 2)
+    assert "routing replay records 4 bytes per token" in first
+    assert_the_same(path.with_name("two"), path.with_name("one"), steps=(2, 3))
