@@ -1,19 +1,20 @@
 """Mixture of experts: the choice of experts for each token, and the products of tokens with the matrices of their experts.
 
 Tokens are sorted by expert into rows, and each expert's rows are padded to whole blocks, so that all shapes are static. A block is multiplied by the
-matrix of one expert. On CPU, a loop runs over the blocks that contain tokens; on other platforms, one kernel multiplies all rows. In both, the order of
-each sum does not depend on other tokens, and the number of operations is proportional to the number of tokens, not to the number of experts.
+matrix of one expert. On CPU, a loop runs over the blocks that contain tokens. On TPU, megablox multiplies all rows. On GPU, each block is multiplied by a copy of its
+expert's matrix. The order of each sum does not depend on other tokens, and the number of operations is proportional to the number of tokens.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jaxtyping import Array, Float, Int, Integer
 
 from dapo_jax.dapo.precision import WeightSharding, gathered
@@ -69,7 +70,9 @@ def arranged(routes: Int[Array, "tokens chosen"], first: int | Array, count: int
     sizes = -(-jnp.diff(starts) // block) * block
     begins = jnp.cumsum(sizes) - sizes
     choices = expert.size
-    rows = -(-min(choices * block, choices + count * (block - 1)) // 128) * 128
+    most = min(choices * block, choices + count * (block - 1))
+    tile = 512 if most >= 512 * count else 128
+    rows = -(-most // tile) * tile
     index = jnp.arange(choices, dtype=jnp.int32)
     here = (begins - starts[:-1]).at[of_row].get(mode="fill", fill_value=0) + index
     here = jnp.where(of_row < count, here, rows)
@@ -159,7 +162,7 @@ def grouped(
 def _grouped(
     stored: Array, x: Array, sizes: Array, block: int, dtype: str, sharding: WeightSharding | None
 ) -> Array:
-    return _multiplied(gathered(stored, dtype, sharding), x, sizes, block, dtype)
+    return _multiplied(_whole(stored, dtype, sharding), x, sizes, block, dtype)
 
 
 def _grouped_forward(
@@ -179,12 +182,18 @@ def _grouped_backward(
     d_stored = _outer(cotangent, x, sizes, block, dtype)
     if sharding is not None:
         d_stored = sharding.summed(d_stored)
-    weight = gathered(stored, dtype, sharding)
-    d_x = _multiplied(weight, cotangent, sizes, block, dtype, transposed=True)
+    d_x = _multiplied(_whole(stored, dtype, sharding), cotangent, sizes, block, dtype, transposed=True)
     return d_stored.astype(stored.dtype), d_x.astype(x.dtype), None
 
 
 _grouped.defvjp(_grouped_forward, _grouped_backward)
+
+
+def _whole(stored: Array, dtype: str, sharding: WeightSharding | None) -> Array:
+    """Gathers a weight like `gathered`. A weight that has the compute dtype is returned as it is, because the loop on CPU widens one expert at a time."""
+    return (
+        stored if stored.dtype == np.dtype(dtype) and sharding is None else gathered(stored, dtype, sharding)
+    )
 
 
 def _multiplied(
@@ -192,45 +201,66 @@ def _multiplied(
 ) -> Array:
     """Multiplies each row by its expert's matrix, or by the transposed matrix."""
     wide = np.promote_types(dtype, np.float32)
-    width = weight.shape[2 if transposed else 1]
+    inputs, outputs = weight.shape[1:] if transposed else weight.shape[:0:-1]
 
     def looped(weight: Array, x: Array, sizes: Array) -> Array:
         def one(at: Array, out: Array, expert: Array) -> Array:
             matrix, part = weight[expert].astype(wide), _block(x, at, block).astype(wide)
-            made = part @ matrix if transposed else part @ matrix.T
-            return lax.dynamic_update_slice_in_dim(out, made, at, 0)
+            return lax.dynamic_update_slice_in_dim(out, part @ (matrix if transposed else matrix.T), at, 0)
 
-        return _over_blocks(one, jnp.zeros((len(x), width), wide), sizes, block)
+        return _over_blocks(one, jnp.zeros((len(x), outputs), wide), sizes, block)
 
     def kernel(weight: Array, x: Array, sizes: Array) -> Array:
-        contracted = 1 if transposed else 2
-        dims = lax.RaggedDotDimensionNumbers((((1,), (contracted,)), ((), ())), (0,), (0,))
-        return lax.ragged_dot_general(
-            x.astype(dtype), weight.astype(dtype), sizes, dims, preferred_element_type=wide
-        )
+        how = {"tiling": _tiles(len(x), len(sizes), inputs, outputs), "transpose_rhs": not transposed}
+        return _megablox(gmm, x.astype(dtype), weight.astype(dtype), sizes, wide, **how)
 
-    return lax.platform_dependent(weight, x, sizes, cpu=looped, default=kernel)
+    def batched(weight: Array, x: Array, sizes: Array) -> Array:
+        rows = x.astype(dtype).reshape(-1, block, inputs)
+        begins = jnp.arange(len(rows), dtype=jnp.int32) * block
+        matrices = weight[jnp.searchsorted(jnp.cumsum(sizes), begins, side="right")].astype(dtype)
+        spec = "bri,bio->bro" if transposed else "bri,boi->bro"
+        return jnp.einsum(spec, rows, matrices, preferred_element_type=wide).reshape(len(x), outputs)
+
+    return _on_platform(weight, x, sizes, dtype=wide, cpu=looped, tpu=kernel, default=batched)
 
 
 def _outer(left: Array, right: Array, sizes: Array, block: int, dtype: str) -> Array:
     """Returns the sum of left x right over the rows of each expert, [experts, left, right]."""
     wide = np.promote_types(dtype, np.float32)
+    widths = left.shape[1], right.shape[1]
 
-    def looped(left: Array, right: Array, sizes: Array) -> Array:
+    def looped(left: Array, right: Array, sizes: Array, kind: Any = wide, steps: int | None = None) -> Array:
         def one(at: Array, out: Array, expert: Array) -> Array:
-            made = _block(left, at, block).astype(wide).T @ _block(right, at, block).astype(wide)
-            return out.at[expert].add(made)
+            parts = (_block(rows, at, block).astype(kind) for rows in (left, right))
+            return out.at[expert].add(jnp.einsum("ro,ri->oi", *parts, preferred_element_type=wide))
 
-        blank = jnp.zeros((len(sizes), left.shape[1], right.shape[1]), wide)
-        return _over_blocks(one, blank, sizes, block)
+        return _over_blocks(one, jnp.zeros((len(sizes), *widths), wide), sizes, block, steps)
 
     def kernel(left: Array, right: Array, sizes: Array) -> Array:
-        dims = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
-        return lax.ragged_dot_general(
-            left.astype(dtype), right.astype(dtype), sizes, dims, preferred_element_type=wide
-        )
+        tiling = _tiles(len(left), len(sizes), *widths)
+        return _megablox(tgmm, left.astype(dtype).T, right.astype(dtype), sizes, wide, tiling=tiling)
 
-    return lax.platform_dependent(left, right, sizes, cpu=looped, default=kernel)
+    # A GPU would wait for the host before each step of a loop without a fixed number of steps.
+    fixed = partial(looped, kind=dtype, steps=len(left) // block)
+    return _on_platform(left, right, sizes, dtype=wide, cpu=looped, tpu=kernel, default=fixed)
+
+
+def _on_platform(*operands: Array, dtype: np.dtype, **forms: Callable[..., Array]) -> Array:
+    if dtype == np.float64:
+        del forms["tpu"]
+    return lax.platform_dependent(*operands, **forms)
+
+
+def _megablox(kernel: Callable[..., Array], *operands: Any, **how: Any) -> Array:
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return kernel(*operands, **how)
+
+
+def _tiles(rows: int, experts: int, inputs: int, outputs: int) -> tuple[int, int, int]:
+    """Returns the tile sizes of megablox for products of [rows, inputs] and [inputs, outputs]. They fit in the memory of every TPU core."""
+    large = rows % 512 == 0 and rows >= 512 * experts
+    inner, outer = (min(1024, -(-size // 128) * 128) for size in (inputs, outputs))
+    return 512 if large else 128, inner, outer
 
 
 def _block(x: Array, at: Array, block: int) -> Array:
@@ -238,13 +268,17 @@ def _block(x: Array, at: Array, block: int) -> Array:
 
 
 def _over_blocks(
-    one: Callable[[Array, Array, Array], Array], start: Array, sizes: Array, block: int
+    one: Callable[[Array, Array, Array], Array],
+    start: Array,
+    sizes: Array,
+    block: int,
+    steps: int | None = None,
 ) -> Array:
-    """Calls `one(first row, result so far, expert)` for each block that belongs to an expert."""
+    """Calls `one(first row, result so far, expert)` for each block that belongs to an expert, or for the first `steps` blocks."""
     ends = jnp.cumsum(sizes)
 
     def step(index: Array, so_far: Array) -> Array:
         at = index * block
         return one(at, so_far, jnp.searchsorted(ends, at, side="right"))
 
-    return lax.fori_loop(0, ends[-1] // block, step, start)
+    return lax.fori_loop(0, steps or ends[-1] // block, step, start)
