@@ -1,6 +1,5 @@
 """Runs of a model with experts record them in flight, in checkpoints and between processes."""
 
-import numpy as np
 import pytest
 from rich.console import Console
 
@@ -44,11 +43,10 @@ def test_a_run_resumed_in_flight_is_the_uninterrupted_run(flying, flown, run_mic
     same_run(run_micro(flying(config.run_dir, steps=3, checkpoint__every_steps=1), resume=True), flown)
 
 
-def test_without_replay_nothing_is_recorded(flying, flown, run_micro):
+def test_without_replay_nothing_is_recorded(flying, run_micro):
     [line] = run_micro(flying(steps=1, rollout__routing_replay="off")).metrics
     assert "routing/flipped_frac" not in line
     assert line["routing/busiest_load"] >= 1.0
-    np.testing.assert_allclose(line["update/loss"], flown.metrics[0]["update/loss"], atol=1e-4)
 
 
 def test_two_processes_hand_over_their_records(on_disk, moe_model, tmp_path):
