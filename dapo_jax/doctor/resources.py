@@ -40,7 +40,7 @@ def model(subject: Subject) -> Found:
     decoder, tokenizer, folder, size = subject.described
     weights = "random weights" if folder is None else f"{gib(size)} of weights"
     source, vocabulary = subject.config.model.source, tokenizer.vocab_size
-    return Found(f"{source}: {decoder.parameters:,} parameters, {weights}, {vocabulary:,} tokens")
+    return Found(f"{source}: {decoder.size_note}, {weights}, {vocabulary:,} tokens")
 
 
 def memory(subject: Subject) -> Found:

@@ -411,6 +411,7 @@ class Decoder(nnx.Module):
             return jax.tree.map(lambda arrays: arrays[at], apart, is_leaf=_is_tuple)
 
         def counted(own: Array, forced: Array | None) -> dict[str, Array]:
+            assert config.experts is not None
             used = own if forced is None else jnp.where(forced == NO_ROUTE, own, forced)
             kept = (own[:, :, None] == used[:, None]).any(2).all(1)
             real = (segment_ids.reshape(-1) > 0).astype(jnp.int32)

@@ -95,9 +95,9 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.heads % self.kv_heads:
             raise ValueError(f"kv_heads={self.kv_heads} must divide heads={self.heads}")
-        if self.experts and self.lora and (odd := set(self.lora.targets) & set(SETS["mlp"])):
+        if self.experts and self.lora and (refused := set(self.lora.targets) & set(SETS["mlp"])):
             raise ValueError(
-                f"lora.targets has {', '.join(sorted(odd))}, but adapters of experts are not supported: set lora.targets=[attention], "
+                f"lora.targets has {', '.join(sorted(refused))}, but adapters of experts are not supported: set lora.targets=[attention], "
                 "or train all weights with lora.rank=0"
             )
         for rope in self.ropes:
@@ -150,6 +150,12 @@ class DecoderConfig:
     def active_parameters(self) -> int:
         """Number of parameters that one token uses: all parameters except the experts that the router does not choose."""
         return self._parameters(1 if self.experts is None else self.experts.chosen)
+
+    @property
+    def size_note(self) -> str:
+        """The number of parameters in words, with experts also the number that a token uses."""
+        active = f", of which a token uses {self.active_parameters:,}" if self.experts else ""
+        return f"{self.parameters:,} parameters{active}"
 
     def _parameters(self, mlps: int) -> int:
         """Returns the number of parameters if each layer has this number of MLPs."""
@@ -235,6 +241,9 @@ PRESETS: dict[str, DecoderConfig] = {
     "qwen3-1.7b": _sized(_QWEN3, 2048, 28, 16, 6144),
     "qwen3-4b": _sized(_QWEN3, 2560, 36, 32, 9728),
     "qwen3-8b": _sized(_QWEN3, 4096, 36, 32, 12_288, tied_embeddings=False),
+    "qwen3-30b-a3b": _sized(
+        _QWEN3, 2048, 48, 32, 768, family="qwen3_moe", kv_heads=4, tied_embeddings=False, experts=Experts(128, 8, normalize=True),
+    ),
 }  # fmt: skip
 
 

@@ -468,7 +468,8 @@ class _OfExperts:
 
     def __init__(self, file: TensorFile, theirs: str, first: int, shape: Shape) -> None:
         """`theirs` is the name of one tensor, or a pattern for one tensor per expert. The matrix begins in row `first` of each expert."""
-        self.where, self.shapes, self._file, self._first = file.where, {theirs: shape}, file, first
+        self.where, self._file, self._first = file.where, file, first
+        self.shapes: Mapping[str, Shape] = {theirs: shape}
 
     def read(self, name: str, cut: Cut) -> np.ndarray:
         experts, rows, columns = (

@@ -140,11 +140,18 @@ def decode_steps(work: Workload, samplers: int, parallel: float) -> float:
     return max(tokens / parallel, work.longest if work.waves else 0.0)
 
 
-def matrix_parameters(decoder: DecoderConfig) -> int:
-    """Returns the number of weights in the layers' matrices and adapters, without embedding and unembedding."""
+def matrix_parameters(decoder: DecoderConfig, tokens: int | float = 1) -> int | float:
+    """Returns the number of weights in the layers' matrices and adapters that `tokens` tokens use, without embedding and unembedding.
+
+    If each token chooses k of E experts at random, n tokens use E (1 - (1 - k / E)^n) of them. Routers that were trained choose less evenly.
+    """
     heads = decoder.head_dim * (2 * decoder.heads + 2 * decoder.kv_heads)
     adapters = 0 if decoder.lora is None else decoder.trained_parameters
-    return decoder.layers * decoder.embed_dim * (heads + 3 * decoder.mlp_dim) + adapters
+    mlp: int | float = 3 * decoder.mlp_dim
+    if experts := decoder.experts:
+        used = experts.count * (1 - (1 - experts.chosen / experts.count) ** tokens)
+        mlp = used * mlp + experts.count
+    return decoder.layers * decoder.embed_dim * (heads + mlp) + adapters
 
 
 def forward_flops(
@@ -172,9 +179,9 @@ def item(dtype: str) -> int:
     return 2 if dtype == "bfloat16" else 4
 
 
-def decode_weight_parameters(decoder: DecoderConfig) -> int:
-    """Returns the number of weights that a decode step reads: matrices and unembedding. The embedding row of each token is not counted."""
-    return matrix_parameters(decoder) + _unembedding_parameters(decoder)
+def decode_weight_parameters(decoder: DecoderConfig, tokens: int | float = 1) -> int | float:
+    """Returns the number of weights that a step over `tokens` tokens reads: matrices and unembedding. The embedding row of each token is not counted."""
+    return matrix_parameters(decoder, tokens) + _unembedding_parameters(decoder)
 
 
 def _unembedding_parameters(decoder: DecoderConfig) -> int:
@@ -212,7 +219,7 @@ def _prefill(config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes:
         runs=runs,
         flops=(once + sum(more)) / devices,
         useful_flops=once / devices,
-        hbm_bytes=runs * _sampler_bytes(decode_weight_parameters(decoder), config, sizes),
+        hbm_bytes=runs * _sampler_bytes(decode_weight_parameters(decoder, shape.width), config, sizes),
     )
 
 
@@ -227,7 +234,8 @@ def _decode(
     config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes: MeshSizes, pages: PageSizes
 ) -> Work:
     """Counts the decode steps. Each reads the weights once, and the cached tokens of every response on the device."""
-    steps = decode_steps(work, sizes.samplers, in_flight(config, work, pages, sizes.samplers))
+    parallel = in_flight(config, work, pages, sizes.samplers)
+    steps = decode_steps(work, sizes.samplers, parallel)
     calls = steps / config.sampling.steps_per_call
     tokens = work.responses * work.response_mean / sizes.samplers
     pairs = tokens * work.context
@@ -235,7 +243,9 @@ def _decode(
     # The heads are split over `tensor`, the slots over the other axes.
     each = cache_bytes_per_token(config, decoder) / sizes.sampler["tensor"]
     cache = tokens / batch_shards(sizes.sampler) * work.context * each
-    read = steps * _sampler_bytes(decode_weight_parameters(decoder), config, sizes) + cache
+    # The slots are split over the batch axes, so each device reads the experts of its own tokens.
+    weights = decode_weight_parameters(decoder, parallel / batch_shards(sizes.sampler))
+    read = steps * _sampler_bytes(weights, config, sizes) + cache
     return Work(phase="decode", runs=calls, flops=flops, useful_flops=flops, hbm_bytes=read)
 
 

@@ -22,10 +22,18 @@ from dapo_jax.testing import tiny_decoder_config
         ("qwen3-1.7b", 1_720_574_976),
         ("qwen3-4b", 4_022_468_096),
         ("qwen3-8b", 8_190_735_360),
+        ("qwen3-30b-a3b", 30_532_122_624),
     ],
 )
 def test_a_preset_has_the_published_number_of_parameters(name, parameters):
     assert preset(name).parameters == parameters
+
+
+def test_a_token_uses_the_chosen_experts_alone():
+    """Qwen3-30B-A3B: 8 of 128 experts of 3 x 768 x 2048 parameters in 48 layers, so 120 x 48 x 4,718,592 fewer than in total."""
+    config = preset("qwen3-30b-a3b")
+    assert config.active_parameters == config.parameters - 120 * 48 * 3 * 768 * 2048 == 3_353_032_704
+    assert preset("qwen3-8b").active_parameters == preset("qwen3-8b").parameters
 
 
 def test_an_unknown_preset_names_the_nearest_and_all():
