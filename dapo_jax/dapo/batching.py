@@ -104,9 +104,9 @@ def training_examples(
 
 def _context_routes(response: Response, tokens: int, first: int) -> np.ndarray | None:
     """Returns the experts recorded for the `tokens` tokens before response token `first`, which are the prompt or the context that replaced it."""
-    if not first or response.routes is None:
+    if not first:
         return response.prompt_routes
-    return response.routes[first - tokens : first]
+    return None if response.routes is None else response.routes[first - tokens : first]
 
 
 def turn_advantages(group: Group, *, normalize_std: bool = True) -> dict[int, Float[np.ndarray, " response"]]:

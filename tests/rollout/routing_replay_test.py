@@ -3,7 +3,11 @@
 import pytest
 from rich.console import Console
 
+from dapo_jax.config import ConfigError
+from dapo_jax.models.presets import Experts
 from dapo_jax.run import train
+from dapo_jax.run.programs import recorded_routes
+from dapo_jax.testing import tiny_decoder_config
 from dapo_jax.trackers.progress import Progress
 from tests.rollout.processes_test import GRADER, assert_the_same, trained
 
@@ -47,6 +51,17 @@ def test_without_replay_nothing_is_recorded(flying, run_micro):
     [line] = run_micro(flying(steps=1, rollout__routing_replay="off")).metrics
     assert "routing/flipped_frac" not in line
     assert line["routing/busiest_load"] >= 1.0
+
+
+def test_more_experts_than_a_byte_can_number_are_refused(flying):
+    """255 means that nothing is recorded, so the largest number of an expert is 254."""
+    most, more = (
+        tiny_decoder_config(experts=Experts(count, 2, normalize=True), mlp_dim=16) for count in (255, 256)
+    )
+    assert recorded_routes(flying(), most) == (2, 2)
+    with pytest.raises(ConfigError, match=r"at most 255 experts.* has 256: set rollout\.routing_replay=off"):
+        recorded_routes(flying(), more)
+    assert recorded_routes(flying(rollout__routing_replay="off"), more) is None
 
 
 def test_two_processes_hand_over_their_records(on_disk, moe_model, tmp_path):

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from dapo_jax.models.decoder import Decoder
+from dapo_jax.models.presets import Experts
 from dapo_jax.models.rope import Rope
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh
@@ -158,12 +159,18 @@ def test_long_prompts_are_prefilled_in_parts(mesh, engine, weights):
     )
 
 
-@pytest.mark.parametrize("config", [CONFIG, pytest.param(SWITCHED, id="every switch")])
+EXPERTS = tiny_decoder_config(experts=Experts(8, 2, normalize=True), mlp_dim=16)
+
+
+@pytest.mark.parametrize(
+    "config", [CONFIG, pytest.param(SWITCHED, id="every switch"), pytest.param(EXPERTS, id="experts")]
+)
 def test_all_programs_of_a_run_can_be_compiled_beforehand(mesh, config, caplog):
     """After compiling from shapes alone, prompts of any length are prefilled, inserted and decoded without a compilation."""
     transfer = WeightTransfer(shapes_of(config), mesh, dtype="float32")
     weights = transfer(tiny_params(config))
-    engine = made(mesh, config, slots=3, prefill=PrefillShape(rows=2, width=7, longest=CAPACITY))
+    shape = PrefillShape(rows=2, width=7, longest=CAPACITY)
+    engine = made(mesh, config, slots=3, prefill=shape, records_routes=True)
     for lower in engine.programs(transfer.shapes, GREEDY).values():
         lower().compile()
     engine._rope  # noqa: B018 - tables of positions, which are arrays
