@@ -122,9 +122,8 @@ def _write_row(
         m.tokens[start:stop], m.positions[start:stop] = prompt, np.arange(len(prompt))
         m.segment_ids[start:stop] = m.prefix_ids[start:stop] = segment
         m.previous[start + 1 : stop] = np.arange(start, head)
-        for record in (examples[i].prompt_routes for i in bundle[:1]):
-            if record is not None:
-                m.routes[start:stop] = record
+        for record in [each for i in bundle if (each := examples[i].prompt_routes) is not None][:1]:
+            m.routes[start:stop] = record
         for one, weight in ((examples[i], float(weights[i])) for i in bundle):
             count = len(one.response_tokens)
             segment += len(bundle) > 1
