@@ -3,7 +3,7 @@
 import pytest
 from rich.console import Console
 
-from dapo_jax.config import ConfigError
+from dapo_jax.config import ConfigError, EnvironmentConfig
 from dapo_jax.models.presets import Experts
 from dapo_jax.run import train
 from dapo_jax.run.programs import recorded_routes
@@ -51,6 +51,18 @@ def test_without_replay_nothing_is_recorded(flying, run_micro):
     [line] = run_micro(flying(steps=1, rollout__routing_replay="off")).metrics
     assert "routing/flipped_frac" not in line
     assert line["routing/busiest_load"] >= 1.0
+
+
+def test_episodes_in_flight_have_records_of_all_their_tokens(flying, run_micro):
+    """Turns of one token each, and the environment's tokens between them."""
+    environment = EnvironmentConfig(source="guess", max_turns=2, turn_tokens=1)
+    config = flying(
+        steps=2, environment=environment, dynamic_sampling__enabled=False, rollout__round_tokens=1
+    )
+    lines = run_micro(config, reward=None).metrics
+    assert lines[0]["sync/logprob_diff_max"] <= 2e-5
+    # Two updates, and the last token of each of eight episodes has no record.
+    assert 0 < lines[0]["routing/no_record_frac"] < 0.3
 
 
 def test_more_experts_than_a_byte_can_number_are_refused(flying):
