@@ -1,7 +1,8 @@
 """Converts groups and responses in flight to plain arrays and back, for checkpoints and for other processes.
 
-Ragged lists become three arrays: the tokens of all responses, their log-probabilities, and JSON for everything else. If experts are recorded, there are two more arrays. Prompts are not stored, because their ordinals are
-enough to load them. A brief group contains the data for metrics and scores, but no tokens and no text. It occupies at most about 100 bytes per response.
+Ragged lists become arrays: the tokens of all responses, their log-probabilities, the records of experts if there are any, and JSON for everything else. Prompts are not
+stored, because their ordinals are enough to load them. A brief group contains the data for metrics and scores, but no tokens and no text. It occupies at most about 100
+bytes per response.
 """
 
 import json
