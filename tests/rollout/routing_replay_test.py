@@ -76,9 +76,16 @@ def test_more_experts_than_a_byte_can_number_are_refused(flying):
     assert recorded_routes(flying(rollout__routing_replay="off"), more) is None
 
 
-def test_two_processes_hand_over_their_records(on_disk, moe_model, tmp_path):
+# In waves, groups are sent as arrays, which tests/rollout/checkpoint_arrays_test.py checks.
+@pytest.mark.parametrize("in_flight", [16, pytest.param(0, marks=pytest.mark.slow)])
+def test_two_processes_hand_over_their_records(in_flight, on_disk, moe_model, tmp_path):
     make = on_disk(tmp_path, GRADER, "third")
-    how = {"model__source": moe_model, "rollout__round_tokens": 2, "rollout__in_flight": 16, "steps": 3}
+    how = {
+        "model__source": moe_model,
+        "rollout__round_tokens": 2,
+        "rollout__in_flight": in_flight,
+        "steps": 3,
+    }
     one, _ = make("one", sampling__slots=16, **how)
     train(one, progress=Progress(one.steps, console=Console(quiet=True)))
     _, path = make("two", sampling__slots=8, **how)
