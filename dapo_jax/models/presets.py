@@ -241,6 +241,11 @@ PRESETS: dict[str, DecoderConfig] = {
     "qwen3-1.7b": _sized(_QWEN3, 2048, 28, 16, 6144),
     "qwen3-4b": _sized(_QWEN3, 2560, 36, 32, 9728),
     "qwen3-8b": _sized(_QWEN3, 4096, 36, 32, 12_288, tied_embeddings=False),
+    # As small as `tiny`, for trying out mixtures of experts.
+    "tiny-moe": DecoderConfig(
+        family="qwen3_moe", vocab_size=32, embed_dim=128, layers=4, heads=4, kv_heads=2, head_dim=32, mlp_dim=64, max_positions=512,
+        qk_norm="head", experts=Experts(8, 2, normalize=True),
+    ),
     "qwen3-30b-a3b": _sized(
         _QWEN3, 2048, 48, 32, 768, family="qwen3_moe", kv_heads=4, tied_embeddings=False, experts=Experts(128, 8, normalize=True),
     ),

@@ -38,6 +38,9 @@ STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """The numpy name of each supported tensor type in a safetensors file."""
 _CODES = {name: code for code, name in STORED.items()}
 
+_MOST_HELD_BYTES = 2**28
+"""A file is closed when this many bytes of it have been read."""
+
 
 class StoredTensor(NamedTuple):
     """A tensor in a file: its type, its shape and, if the file is in a bucket, the byte at which the tensor begins."""
@@ -105,6 +108,9 @@ class SafetensorsFolder:
         self.where = str(only if listed is None else folder / INDEX)
         """Path of the single file, or of the index if there are several files."""
         self._tensors: dict[str, StoredTensor] = {}
+        self._open: Any = None
+        self._path: AnyPath | None = None
+        self._held_bytes = 0
         for path in [only] if listed is None else [folder / file for file in sorted(set(listed.values()))]:
             try:
                 self._tensors |= stored_tensors(path) if in_bucket(path) else _local_tensors(path)
@@ -121,6 +127,13 @@ class SafetensorsFolder:
         self.skipped = len(self._tensors) - len(self.shapes)
         """Number of tensors that do not belong to the text model."""
 
+    def _opened(self, path: AnyPath) -> Any:
+        """Opens a file, which takes milliseconds, or returns the file that is still open. Pages that were read stay in memory until the file is closed."""
+        if path != self._path or self._held_bytes > _MOST_HELD_BYTES:
+            self._open = self._path = None
+            self._open, self._path, self._held_bytes = safe_open(path, framework="numpy"), path, 0
+        return self._open
+
     def read(self, name: str, cut: Cut) -> np.ndarray:
         """Returns the part `cut` of a tensor, in the dtype stored in the file."""
         stored = self._stored[name]
@@ -128,9 +141,9 @@ class SafetensorsFolder:
         try:
             if in_bucket(path):
                 return self._tensors[stored].read(cut)
-            # The file is opened again for each tensor, because pages that were read stay in memory until the file is closed.
-            with safe_open(path, framework="numpy") as file:
-                return file.get_slice(stored)[cut]
+            found = self._opened(path).get_slice(stored)[cut]
+            self._held_bytes += found.nbytes
+            return found
         except (OSError, SafetensorError) as error:
             raise ValueError(f"cannot read {name} from {path}: {error}") from error
 
