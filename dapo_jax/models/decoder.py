@@ -25,7 +25,8 @@ from jaxtyping import Array, Float, Int, Integer
 
 from dapo_jax.dapo.precision import capped, product, rounded
 from dapo_jax.dapo.quantization import Quantized
-from dapo_jax.models.experts import NO_ROUTE, chosen, mixture
+from dapo_jax.dapo.rollouts import NO_ROUTE
+from dapo_jax.models.experts import chosen, mixture
 from dapo_jax.models.layout import Layout
 from dapo_jax.models.lora import LORA_PARTS, MATRICES, adapter, lora_delta
 from dapo_jax.models.presets import DecoderConfig

@@ -19,11 +19,9 @@ from jaxtyping import Array, Float, Int, Integer
 
 from dapo_jax.dapo.precision import WeightSharding, gathered
 from dapo_jax.dapo.quantization import Quantized
+from dapo_jax.dapo.rollouts import NO_ROUTE
 from dapo_jax.models.layout import Matrices
 from dapo_jax.models.presets import Experts
-
-NO_ROUTE = 255
-"""An entry of forced choices with this value means that the token uses the router's own choice."""
 
 
 def chosen(

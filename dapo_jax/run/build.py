@@ -1,5 +1,6 @@
 """Builds the objects of a training run from its configuration."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,16 @@ from dapo_jax.rollout.collector import Position
 from dapo_jax.rollout.group_sampling import GroupSampling
 from dapo_jax.run.grader_setup import check_graders, environment_of, episodes_of, grading, part_weights
 from dapo_jax.run.policy import check_trains, load_policy, lora_of, mesh_of, meshes_of, optimizer_of
-from dapo_jax.run.programs import has_reference, load_teacher, objective_of, sharing, taught_by, updater_of
+from dapo_jax.run.programs import (
+    has_reference,
+    load_teacher,
+    objective_of,
+    recorded_routes,
+    routes_note,
+    sharing,
+    taught_by,
+    updater_of,
+)
 from dapo_jax.run.prompt_sets import GivenRows, asked_too_often, held_out_prompts, training_prompts
 from dapo_jax.run.resume_point import (
     ResumePoint,
@@ -133,6 +143,10 @@ class Run:
             reward=reward,
             on_submit=lambda: watch.note("grading the responses to a prompt"),
         )
+        routes = recorded_routes(config, decoder)
+        route_bytes = 0 if routes is None else math.prod(routes)
+        if route_bytes:
+            self.notes.append(routes_note(config, route_bytes))
         sampler = response_sampler(
             self.policy,
             meshes,
@@ -143,6 +157,7 @@ class Run:
             group_size=config.batch.group_size,
             in_flight=-(-config.rollout.in_flight // meshes.count),
             has_turns=episodes is not None,
+            records_routes=routes is not None,
             resident=resident,
             on_look=lambda: watch.note("sampling tokens"),
         )
@@ -163,6 +178,7 @@ class Run:
             stop=stop,
             watch=watch,
             episodes=episodes,
+            route_bytes=route_bytes,
         )
         masks, weights = config.reward.overlong.filter_truncated, part_weights(graders)
         by_rule = partial(step_advantages, **vars(config.advantage), filter_truncated=masks, weights=weights)

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
+from dapo_jax.dapo.rollouts import NO_ROUTE
 from dapo_jax.models.decoder import Block, EmbeddingAndHead, RopeTables, rope_tables
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.mesh import BATCH_AXES
@@ -28,7 +29,7 @@ from dapo_jax.sampling.caches import Kind, cache_for, kind_for, sizes_for, token
 from dapo_jax.sampling.decoding import Decoding, draw, response_keys
 from dapo_jax.sampling.interface import Insertion, ResultTokens
 from dapo_jax.sampling.pages import Fill
-from dapo_jax.sampling.prefill import Prefill, Prefix, Read
+from dapo_jax.sampling.prefill import Known, Prefill, Prefix, Read
 from dapo_jax.sampling.prompt_packing import PrefillShape, prefill_shape
 
 
@@ -84,6 +85,7 @@ class DecoderEngine:
         self, config: DecoderConfig, *, slots: int, capacity: int, steps_per_call: int, stop_ids: Sequence[int], mesh: Mesh,
         compute_dtype: str = "float32", page_tokens: int = 0, cache_tokens: int = 0, cache_dtype: str = "", in_flight: int = 0,
         cache_bytes: int | None = None, cache: Kind | None = None, prefill: PrefillShape | None = None, batch_invariant: bool = False, has_turns: bool = False,
+        records_routes: bool = False,
     ) -> None:  # fmt: skip
         """Builds the programs for one mesh.
 
@@ -98,6 +100,7 @@ class DecoderEngine:
             batch_invariant: no bit of a response may depend on the number of slots or on other requests. If `prefill` is given, its `alone` must be True.
             has_turns: responses are multi-turn episodes. While its environment works, an episode keeps its pages until other responses need them; at most
                 `slots` episodes can. The answer's tokens are then fed. A batch-invariant engine re-prefills instead, because feeding rounds differently.
+            records_routes: return the experts that a model with experts chooses for each token. There must be at most `NO_ROUTE` experts.
 
         Raises:
             ValueError: the slots cannot be split evenly over the mesh, sequences are longer than the model's maximum position, or the cache cannot hold one
@@ -134,6 +137,8 @@ class DecoderEngine:
         )
         parks = has_turns and not batch_invariant
         holders = max(slots * (1 + parks), -(-in_flight // spread) * spread)
+        experts = config.experts if records_routes else None
+        self._routes = None if experts is None else (config.layers, experts.chosen)
         self._takes_turns, self._reads_again = in_flight > slots, in_flight > 0 or has_turns
         self.feed_tokens: int = FEED_TOKENS if parks else 0
         self.token_bytes: int = token_bytes(config, mesh, dtype=self._cache_dtype, kind=kind)
@@ -160,7 +165,7 @@ class DecoderEngine:
         masks: Any = {"windows": config.windows, "cap": config.score_cap}
         self._cache = cache_for(kind, mesh, self.page_sizes, **heads, **dtypes, **masks)
         self._read = Prefill(
-            config, mesh, self._cache, block=block(SamplerLayout(mesh)), ends=self._ends, capacity=capacity, **dtypes,
+            config, mesh, self._cache, block=block(SamplerLayout(mesh)), ends=self._ends, capacity=capacity, **dtypes, routes=self._routes,
             shape=prefill or prefill_shape(longest=capacity, capacity=capacity, prompts=_ROWS, tokens=_TOKENS, alone=batch_invariant),
         )  # fmt: skip
         # Each device samples for its share of the slots, from complete rows of logits. So only the logits are transferred between devices, and only once.
@@ -185,9 +190,11 @@ class DecoderEngine:
     def init_decode_state(self) -> DecodeState:
         return self._init()
 
-    def prefill(self, params: SamplerWeights, prompts: Sequence[Int[np.ndarray, " _"]]) -> Iterator[Read]:
+    def prefill(
+        self, params: SamplerWeights, prompts: Sequence[Int[np.ndarray, " _"]], routes: Known = ()
+    ) -> Iterator[Read]:
         """Prefills prompts of 1 to `capacity` tokens; see `Prefill`."""
-        return self._read(params, prompts)
+        return self._read(params, prompts, routes)
 
     def insert(
         self, prefix: Prefix, state: DecodeState, insertion: Insertion, key: PRNGKeyArray
@@ -368,9 +375,10 @@ class DecoderEngine:
         self, params: SamplerWeights, state: DecodeState, rope: tuple[RopeTables, ...], decoding: Decoding, min_live: Array, tables: Array, until: Array
     ) -> tuple[DecodeState, ResultTokens]:  # fmt: skip
         call = _Call(params, rope, tables, until)
+        begins = None if self._routes is None else state.lengths
         if not self._blocks:
             state, drawn = self._generated(call, state, decoding, min_live)
-            return state, ResultTokens(**drawn, live=state.live)
+            return state, ResultTokens(**drawn, live=state.live, begins=begins)
         drawing = self._drawing(state, until)
         total = jnp.maximum(drawing.sum(dtype=jnp.int32), 1)
         # The number of blocks is traced. If it were static, XLA would compile one block differently from several, and results could differ.
@@ -394,7 +402,7 @@ class DecoderEngine:
             return replace(rest, layers=slots.layers), {name: put(drawn[name], new[name]) for name in drawn}
 
         state, drawn = lax.fori_loop(0, count, block, (state, self._blank(self.slots)))
-        return state, ResultTokens(**drawn, live=state.live)
+        return state, ResultTokens(**drawn, live=state.live, begins=begins)
 
     def _of_block(self, slots: Array, index: Array) -> Array:
         """Selects the entries of one block from an array over all slots. On each device, a block is a range of adjacent slots."""
@@ -410,7 +418,14 @@ class DecoderEngine:
 
     def _blank(self, slots: int) -> dict[str, Array]:
         kinds = {"tokens": jnp.int32, "logprobs": jnp.float32, "valid": jnp.bool_}
-        return {name: jnp.zeros((slots, self.steps_per_call), kind) for name, kind in kinds.items()}
+        blank = {name: jnp.zeros((slots, self.steps_per_call), kind) for name, kind in kinds.items()}
+        if self._routes is not None:
+            blank["routes"] = self._no_routes(slots, self.steps_per_call)
+        return blank
+
+    def _no_routes(self, *shape: int) -> Array:
+        assert self._routes is not None
+        return jnp.full((*shape, *self._routes), NO_ROUTE, jnp.uint8)
 
     def _generated(
         self, call: _Call, state: DecodeState, decoding: Decoding, min_live: Array
@@ -436,7 +451,11 @@ class DecoderEngine:
                 return lax.dynamic_update_slice_in_dim(so_far[name], column[:, None], step, axis=1)
 
             written_so_far = {name: written(name, column) for name, column in new.items()}
-            return step + 1, self._take(call, state, tokens), written_so_far
+            following, (state, routes) = step + 1, self._take(call, state, tokens)
+            if routes is not None:
+                record = so_far["routes"]
+                written_so_far["routes"] = lax.dynamic_update_slice_in_dim(record, routes[:, None], step, 1)
+            return following, state, written_so_far
 
         start = (jnp.zeros((), jnp.int32), state, self._blank(len(state.live)))
         _, state, drawn = lax.while_loop(going, advance, start)
@@ -451,8 +470,9 @@ class DecoderEngine:
         """Returns a mask of the slots that sample or are fed: live slots that are not paused."""
         return state.live & (state.generated < until)
 
-    def _take(self, call: _Call, state: DecodeState, tokens: Array) -> DecodeState:
-        """Processes the sampled or fed token of each slot. In the returned state, each of these slots has either stopped or has new logits."""
+    def _take(self, call: _Call, state: DecodeState, tokens: Array) -> tuple[DecodeState, Array | None]:
+        """Processes the sampled or fed token of each slot. In the returned state, each of these slots has either stopped or has new logits. Also returns the experts
+        chosen for the tokens, [slots, layers, chosen], if they are recorded."""
         drawing, fed = self._drawing(state, call.until), {}
         taken = drawing.astype(jnp.int32)
         stopped = drawing & (tokens[:, None] == jnp.asarray(self.stop_ids, jnp.int32)[None]).any(-1)
@@ -470,20 +490,23 @@ class DecoderEngine:
         # The forward pass is skipped once all responses have ended. If a slot only pauses, it still needs logits for its next token.
         given = call.params, state, call.rope, call.tables, drawing, tokens
         if self._fixed_steps:
-            state = self._forward(*given)
+            state, routes = self._forward(*given)
         else:
-            state = lax.cond((live & drawing).any(), self._forward, lambda _, state, *__: state, *given)
+            nothing = None if self._routes is None else self._no_routes(len(tokens))
+            state, routes = lax.cond(
+                (live & drawing).any(), self._forward, lambda _, state, *__: (state, nothing), *given
+            )
         counts = {"lengths": state.lengths + taken, "generated": generated, "live": live, **fed}
-        return replace(state, **lax.with_sharding_constraint(counts, self._rows))
+        return replace(state, **lax.with_sharding_constraint(counts, self._rows)), routes
 
     def _forward(
         self, params: SamplerWeights, state: DecodeState, rope: tuple[RopeTables, ...], tables: Array, drawing: Array, tokens: Array
-    ) -> DecodeState:  # fmt: skip
-        """Appends one token to the KV cache of each slot in `drawing`. Returns the state with the logits of the next tokens."""
+    ) -> tuple[DecodeState, Array | None]:  # fmt: skip
+        """Appends one token to the KV cache of each slot in `drawing`. Returns the state with the logits of the next tokens, and the record of the tokens' experts."""
         outer = nnx.merge(self._ends, params["ends"])
         config = self._config
         ropes = jax.tree.map(lambda part: part[:, state.lengths], rope)
-        x, layers = outer.embed(tokens), []
+        x, layers, chosen = outer.embed(tokens), [], []
         now = self._cache.reading(tables, state.lengths, drawing)
         for index, (weights, layer) in enumerate(zip(params["layers"], state.layers, strict=True)):
             window = {"window": config.windows[index]} if config.windows else {}
@@ -494,10 +517,15 @@ class DecoderEngine:
                 return self._cache.extend(layer, now, query, key, value, **window)
 
             turn = config.rope_of_layer[index] if config.rope_of_layer else 0
-            x, grown, _ = nnx.merge(self._block, weights)(x, ropes[turn], attend)
+            x, grown, own = nnx.merge(self._block, weights)(x, ropes[turn], attend)
             x = lax.with_sharding_constraint(x, self._columns)
             layers.append(grown)
+            chosen.append(own)
         # Both constraints are needed. With only the second, XLA would transfer the weights instead of the logits.
         logits = lax.with_sharding_constraint(outer.logits(outer.normed(x)), self._halves)
         logits = lax.with_sharding_constraint(logits, self._shares)
-        return replace(state, layers=tuple(layers), logits=jnp.where(drawing[:, None], logits, state.logits))
+        state = replace(state, layers=tuple(layers), logits=jnp.where(drawing[:, None], logits, state.logits))
+        if self._routes is None:
+            return state, None
+        routes = jnp.where(drawing[:, None, None], jnp.stack(chosen, axis=1).astype(jnp.uint8), NO_ROUTE)
+        return state, lax.with_sharding_constraint(routes.astype(jnp.uint8), self._rows)

@@ -88,7 +88,10 @@ class ScriptedEngine:
         return (FREE,) * self.slots
 
     def prefill(
-        self, params: PyTree, prompts: Sequence[Int[np.ndarray, " _"]]
+        self,
+        params: PyTree,
+        prompts: Sequence[Int[np.ndarray, " _"]],
+        routes: Sequence[np.ndarray | None] = (),
     ) -> Iterator[list[tuple[int, Int[np.ndarray, " prompts"], int]]]:
         """Records the prompts and yields one batch with their lengths, which must be passed to `insert`."""
         self.prefills.append(list(prompts))

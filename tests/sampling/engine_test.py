@@ -170,7 +170,8 @@ def test_all_programs_of_a_run_can_be_compiled_beforehand(mesh, config, caplog):
     """After compiling from shapes alone, prompts of any length are prefilled, inserted and decoded without a compilation."""
     transfer = WeightTransfer(shapes_of(config), mesh, dtype="float32")
     weights = transfer(tiny_params(config))
-    engine = made(mesh, config, slots=3, prefill=PrefillShape(rows=2, width=7, longest=CAPACITY))
+    shape = PrefillShape(rows=2, width=7, longest=CAPACITY)
+    engine = made(mesh, config, slots=3, prefill=shape, records_routes=True)
     for lower in engine.programs(transfer.shapes, GREEDY).values():
         lower().compile()
     engine._rope  # noqa: B018 - tables of positions, which are arrays
