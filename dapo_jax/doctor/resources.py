@@ -16,7 +16,7 @@ from dapo_jax.models.safetensors_files import SafetensorsFolder
 from dapo_jax.plan.memory import MARGIN, together
 from dapo_jax.plan.topologies import present_bytes
 from dapo_jax.run.disk_space import gib, room_for, written_by
-from dapo_jax.run.policy import lora_of, mesh_of, meshes_of
+from dapo_jax.run.policy import mesh_of, meshes_of, with_adapters
 from dapo_jax.run.run_dir import check_run_dir, place_of
 from dapo_jax.storage import in_bucket
 from dapo_jax.trackers import check_trackers
@@ -84,7 +84,7 @@ def memory(subject: Subject) -> Found:
 def disk(subject: Subject) -> Found:
     """Checks that the disks have room for the files that a run writes."""
     try:
-        parameters = replace(subject.described[0], lora=lora_of(subject.config.lora)).trained_parameters
+        parameters = with_adapters(subject.described[0], subject.config.lora).trained_parameters
     except ConfigError:  # the `model` check reports this error
         parameters = 0
     return Found(*room_for(written_by(subject.config, parameters)))

@@ -222,12 +222,8 @@ class Block(nnx.Module):
         return (scaled * weight[..., None]).astype(x.dtype)
 
     def __call__(
-        self,
-        x: Float[Array, "embed part"],
-        rope: RopeTables,
-        attend: Attend,
-        routes: Integer[Array, "tokens chosen"] | None = None,
-    ) -> tuple[Float[Array, "embed part"], Any, Int[Array, "tokens chosen"] | None]:
+        self, x: Float[Array, "embed part"], rope: RopeTables, attend: Attend, routes: Integer[Array, "tokens chosen"] | None = None
+    ) -> tuple[Float[Array, "embed part"], Any, Int[Array, "tokens chosen"] | None]:  # fmt: skip
         """Returns the layer's output, the second result of `attend`, and the router's own choice of experts (None if there are no experts).
 
         `rope` contains the RoPE tables for the tokens' positions. `routes` contains the experts to use, or `NO_ROUTE` for the router's own choice.
@@ -253,14 +249,15 @@ class Block(nnx.Module):
         )
         y = self._normed("mlp_norm", x) if before else x
         if self.config.experts is not None:
-            own, used, factors = chosen(
-                self.layout.inner(self._scores(y), "float32"), self.config.experts, routes
-            )
+            scores = self.layout.inner(self._scores(y), "float32")
+            own, used, factors = chosen(scores, self.config.experts, routes)
             matrices = self.gate[...], self.up[...], self.down[...]
-            act = _ACTIVATIONS[self.config.activation]
-            mixed = partial(mixture, activation=act, dtype=self.compute_dtype)
-            made = self.layout.experts(mixed, inner(y), factors, used, matrices, self.compute_dtype)
-            return added(x, "down", made), kept, own
+            how: dict[str, Any] = {
+                "activation": _ACTIVATIONS[self.config.activation],
+                "dtype": self.compute_dtype,
+            }
+            given = partial(mixture, **how), inner(y), factors, used, matrices, self.compute_dtype
+            return added(x, "down", self.layout.experts(*given)), kept, own
         y = inner(y)
 
         def hidden(name: str) -> Array:
@@ -273,8 +270,8 @@ class Block(nnx.Module):
     def _scores(self, y: Float[Array, "embed part"]) -> Float[Array, "experts part"]:
         """Returns the router's scores in float32, whatever the compute dtype is, because the choice must not depend on rounding."""
         wide = np.promote_types(self.compute_dtype, np.float32)
-        weight, y = self.router[...].astype(wide), y.astype(wide)
-        return jnp.einsum("ei,it->et", weight, y, precision=jax.lax.Precision.HIGHEST)
+        operands = self.router[...].astype(wide), y.astype(wide)
+        return jnp.einsum("ei,it->et", *operands, precision=jax.lax.Precision.HIGHEST)
 
     def _project(self, name: str, x: Float[Array, "inputs tokens"], axes: tuple[str, ...]) -> Array:
         """Multiplies `x` by the weight `name`, and adds the contribution of its adapter, if there is one.

@@ -5,7 +5,7 @@ matrix of one expert. On CPU, a loop runs over the blocks that contain tokens. O
 expert's matrix. The order of each sum does not depend on other tokens, and the number of operations is proportional to the number of tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -85,26 +85,17 @@ def arranged(routes: Int[Array, "tokens chosen"], first: int | Array, count: int
 
 
 def mixture(
-    x: Float[Array, "embed tokens"],
-    factors: Float[Array, "tokens chosen"],
-    routes: Int[Array, "tokens chosen"],
-    matrices: Matrices,
-    *,
-    first: int | Int[Array, ""] = 0,
-    activation: Callable[[Array], Array],
-    dtype: str,
+    x: Float[Array, "embed tokens"], factors: Float[Array, "tokens chosen"], routes: Int[Array, "tokens chosen"], matrices: Matrices, *,
+    first: int | Int[Array, ""] = 0, activation: Callable[[Array], Array], dtype: str,
     sharding: tuple[WeightSharding | None, WeightSharding | None] = (None, None),
-) -> Float[Array, "embed tokens"]:
+) -> Float[Array, "embed tokens"]:  # fmt: skip
     """Returns the sum of factor x down (activation(gate x) * (up x)) over the experts of each token.
 
     Args:
         x: normalized tokens.
-        factors: factor of each chosen expert's output.
-        routes: numbers of the chosen experts.
+        factors, routes: factor and number of each chosen expert.
         matrices: matrices of the experts that are on this device. Choices of other experts contribute nothing.
         first: number of the first expert in `matrices`.
-        activation: activation function of the gate.
-        dtype: compute dtype.
         sharding: how gate and up, and down are sharded (see `dapo_jax.dapo.precision.product`).
     """
     count = len(matrices[0])
@@ -155,7 +146,7 @@ def grouped(
     """
     if not isinstance(stored, Quantized):
         return _grouped(stored, x, sizes, block, dtype, sharding)
-    expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(x), dtype=jnp.int32), side="right")
+    expert = _expert_at(sizes, jnp.arange(len(x), dtype=jnp.int32))
     scale = stored.scale[..., 0].at[expert].get(mode="fill", fill_value=0)
     return _multiplied(stored.values, x, sizes, block, dtype) * scale
 
@@ -167,19 +158,9 @@ def _grouped(
     return _multiplied(_whole(stored, dtype, sharding), x, sizes, block, dtype)
 
 
-def _grouped_forward(
-    stored: Array, x: Array, sizes: Array, block: int, dtype: str, sharding: WeightSharding | None
-) -> tuple[Array, tuple[Array, Array, Array]]:
-    return _grouped(stored, x, sizes, block, dtype, sharding), (stored, x, sizes)
-
-
 def _grouped_backward(
-    block: int,
-    dtype: str,
-    sharding: WeightSharding | None,
-    saved: tuple[Array, Array, Array],
-    cotangent: Array,
-) -> tuple[Array, Array, None]:
+    block: int, dtype: str, sharding: WeightSharding | None, saved: tuple[Array, Array, Array], cotangent: Array
+) -> tuple[Array, Array, None]:  # fmt: skip
     stored, x, sizes = saved
     d_stored = _outer(cotangent, x, sizes, block, dtype)
     if sharding is not None:
@@ -188,14 +169,12 @@ def _grouped_backward(
     return d_stored.astype(stored.dtype), d_x.astype(x.dtype), None
 
 
-_grouped.defvjp(_grouped_forward, _grouped_backward)
+_grouped.defvjp(lambda *given: (_grouped(*given), given[:3]), _grouped_backward)
 
 
 def _whole(stored: Array, dtype: str, sharding: WeightSharding | None) -> Array:
     """Gathers a weight like `gathered`. A weight that has the compute dtype is returned as it is, because the loop on CPU widens one expert at a time."""
-    return (
-        stored if stored.dtype == np.dtype(dtype) and sharding is None else gathered(stored, dtype, sharding)
-    )
+    return stored if stored.dtype == dtype and sharding is None else gathered(stored, dtype, sharding)
 
 
 def _multiplied(
@@ -206,20 +185,20 @@ def _multiplied(
     inputs, outputs = weight.shape[1:] if transposed else weight.shape[:0:-1]
 
     def looped(weight: Array, x: Array, sizes: Array) -> Array:
-        def one(at: Array, out: Array, expert: Array) -> Array:
-            matrix, part = weight[expert].astype(wide), _block(x, at, block).astype(wide)
+        def one(out: Array, at: Array, expert: Array, part: Array) -> Array:
+            matrix = weight[expert].astype(wide)
             return lax.dynamic_update_slice_in_dim(out, part @ (matrix if transposed else matrix.T), at, 0)
 
-        return _over_blocks(one, jnp.zeros((len(x), outputs), wide), sizes, block)
+        blank = jnp.zeros((len(x), outputs), wide)
+        return _over_blocks(one, blank, sizes, block, [x.astype(wide)])
 
     def kernel(weight: Array, x: Array, sizes: Array) -> Array:
-        how = {"tiling": _tiles(len(x), len(sizes), inputs, outputs), "transpose_rhs": not transposed}
-        return _megablox(gmm, x.astype(dtype), weight.astype(dtype), sizes, wide, **how)
+        tiling = _tiles(len(x), len(sizes), inputs, outputs)
+        return gmm(x.astype(dtype), weight.astype(dtype), sizes, wide, tiling, transpose_rhs=not transposed)
 
     def batched(weight: Array, x: Array, sizes: Array) -> Array:
         rows = x.astype(dtype).reshape(-1, block, inputs)
-        begins = jnp.arange(len(rows), dtype=jnp.int32) * block
-        matrices = weight[jnp.searchsorted(jnp.cumsum(sizes), begins, side="right")].astype(dtype)
+        matrices = weight[_expert_at(sizes, jnp.arange(0, len(x), block, jnp.int32))].astype(dtype)
         spec = "bri,bio->bro" if transposed else "bri,boi->bro"
         return jnp.einsum(spec, rows, matrices, preferred_element_type=wide).reshape(len(x), outputs)
 
@@ -232,15 +211,15 @@ def _outer(left: Array, right: Array, sizes: Array, block: int, dtype: str) -> A
     widths = left.shape[1], right.shape[1]
 
     def looped(left: Array, right: Array, sizes: Array, kind: Any = wide, steps: int | None = None) -> Array:
-        def one(at: Array, out: Array, expert: Array) -> Array:
-            parts = (_block(rows, at, block).astype(kind) for rows in (left, right))
+        def one(out: Array, at: Array, expert: Array, *parts: Array) -> Array:
             return out.at[expert].add(jnp.einsum("ro,ri->oi", *parts, preferred_element_type=wide))
 
-        return _over_blocks(one, jnp.zeros((len(sizes), *widths), wide), sizes, block, steps)
+        blank = jnp.zeros((len(sizes), *widths), wide)
+        return _over_blocks(one, blank, sizes, block, [left.astype(kind), right.astype(kind)], steps)
 
     def kernel(left: Array, right: Array, sizes: Array) -> Array:
         tiling = _tiles(len(left), len(sizes), *widths)
-        return _megablox(tgmm, left.astype(dtype).T, right.astype(dtype), sizes, wide, tiling=tiling)
+        return tgmm(left.astype(dtype).T, right.astype(dtype), sizes, wide, tiling)
 
     # A GPU would wait for the host before each step of a loop without a fixed number of steps.
     fixed = partial(looped, kind=dtype, steps=len(left) // block)
@@ -250,12 +229,8 @@ def _outer(left: Array, right: Array, sizes: Array, block: int, dtype: str) -> A
 def _on_platform(*operands: Array, dtype: np.dtype, **forms: Callable[..., Array]) -> Array:
     if dtype == np.float64:
         del forms["tpu"]
-    return lax.platform_dependent(*operands, **forms)
-
-
-def _megablox(kernel: Callable[..., Array], *operands: Any, **how: Any) -> Array:
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        return kernel(*operands, **how)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as megablox needs
+        return lax.platform_dependent(*operands, **forms)
 
 
 def _tiles(rows: int, experts: int, inputs: int, outputs: int) -> tuple[int, int, int]:
@@ -265,22 +240,18 @@ def _tiles(rows: int, experts: int, inputs: int, outputs: int) -> tuple[int, int
     return 512 if large else 128, inner, outer
 
 
-def _block(x: Array, at: Array, block: int) -> Array:
-    return lax.dynamic_slice_in_dim(x, at, block, 0)
+def _expert_at(sizes: Array, row: Array) -> Array:
+    return jnp.searchsorted(jnp.cumsum(sizes), row, side="right")
 
 
 def _over_blocks(
-    one: Callable[[Array, Array, Array], Array],
-    start: Array,
-    sizes: Array,
-    block: int,
-    steps: int | None = None,
-) -> Array:
-    """Calls `one(first row, result so far, expert)` for each block that belongs to an expert, or for the first `steps` blocks."""
-    ends = jnp.cumsum(sizes)
+    one: Callable[..., Array], start: Array, sizes: Array, block: int, rows: Sequence[Array], steps: int | None = None
+) -> Array:  # fmt: skip
+    """Calls `one(result so far, first row, expert, blocks of rows)` for each block that belongs to an expert, or for the first `steps` blocks."""
 
     def step(index: Array, so_far: Array) -> Array:
         at = index * block
-        return one(at, so_far, jnp.searchsorted(ends, at, side="right"))
+        parts = (lax.dynamic_slice_in_dim(each, at, block, 0) for each in rows)
+        return one(so_far, at, _expert_at(sizes, at), *parts)
 
-    return lax.fori_loop(0, steps or ends[-1] // block, step, start)
+    return lax.fori_loop(0, steps or sizes.sum(dtype=sizes.dtype) // block, step, start)

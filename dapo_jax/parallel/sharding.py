@@ -1,7 +1,6 @@
 """Array sharding: the tables that map logical axes to mesh axes, and the loading of sharded tensors from files."""
 
 import functools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +78,8 @@ class SamplerLayout(Layout):
     """The layout of a sampler's mesh. The compiler places all arrays, except in the products with experts, which it could not split."""
 
     mesh: Mesh
+    by_slot: bool = False
+    """Whether tokens are split over `data` and `fsdp`, like slots. Tokens of prefill are not, because then their sums would depend on the number of devices."""
 
     def in_parts(self, axis: str) -> bool:
         over = SAMPLER_RULES[axis]
@@ -88,11 +89,10 @@ class SamplerLayout(Layout):
         self, mixture: Mixture, x: Float[Array, "embed tokens"], factors: Float[Array, "tokens chosen"], routes: Int[Array, "tokens chosen"],
         matrices: Matrices, dtype: str,
     ) -> Float[Array, "embed tokens"]:  # fmt: skip
-        """Splits the tokens over `data` and `fsdp` if possible, and each expert over `tensor`."""
+        """Splits each expert over `tensor`."""
         if self.mesh.size == 1:
             return mixture(x, factors, routes, matrices)
-        spread = math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
-        rows = BATCH_AXES if len(routes) % spread == 0 else None
+        rows = BATCH_AXES if self.by_slot else None
         columns, inner = PartitionSpec(None, rows), PartitionSpec(None, None, "tensor")
         down: Any = Quantized(inner, PartitionSpec()) if isinstance(matrices[2], Quantized) else inner
         outer = PartitionSpec(None, "tensor")

@@ -95,15 +95,12 @@ class MeshLayout(Layout):
             return mixture(x, factors, routes, matrices, sharding=later)
         mine = jax.checkpoint(partial(mixture, first=lax.axis_index("fsdp") * held))
 
-        def of_devices(whole: Array) -> Array:
-            return whole.reshape(parts, -1, whole.shape[1])
-
-        gathered_tokens = (
+        given = (
             _gather(x, "fsdp", 1, dtype).T,
             _gather(factors, "fsdp", 0, "float32"),
             lax.all_gather(routes, "fsdp", tiled=True),
         )
-        given = tuple(map(of_devices, gathered_tokens))
+        given = tuple(whole.reshape(parts, -1, whole.shape[1]) for whole in given)
         made = lax.map(lambda part: mine(part[0].T, *part[1:], matrices).T, given)
         return _scatter(made.reshape(-1, len(x)).T, "fsdp", 1, dtype)
 

@@ -18,7 +18,7 @@ from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.plan.topologies import Topology, devices_of, present_bytes
 from dapo_jax.plan.workload import Assumptions, MeshSizes, Workload, batch_shards, workload_of
 from dapo_jax.run.disk_space import STATE_BYTES
-from dapo_jax.run.policy import lora_of
+from dapo_jax.run.policy import with_adapters
 from dapo_jax.run.sampler_setup import logits_bytes
 from dapo_jax.sampling.pages import PageSizes
 
@@ -137,7 +137,7 @@ def plan(
     Raises:
         ConfigError: the configuration cannot run on these devices, regardless of memory.
     """
-    decoder = replace(decoder_of(config.model), lora=lora_of(config.lora))
+    decoder = with_adapters(decoder_of(config.model), config.lora)
     notes = tuple[str, ...]()
     if topology is None:
         devices, host, on_device = _devices_of_run(config.parallel), None, False

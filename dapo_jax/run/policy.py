@@ -219,6 +219,14 @@ def lora_of(config: LoraConfig) -> LoraShape | None:
     return lora_shape(rank=config.rank, alpha=config.alpha, targets=config.targets) if config.rank else None
 
 
+def with_adapters(decoder: DecoderConfig, config: LoraConfig) -> DecoderConfig:
+    """Returns the decoder with the adapters that `config` describes. Raises ConfigError if it cannot have them."""
+    try:
+        return replace(decoder, lora=lora_of(config))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
 def read_base(model: ModelConfig, read: Callable[[ModelConfig], _Read]) -> _Read:
     """Calls `read` with `model` or, if `model.source` is an adapter, with the adapter's base model. Returns the result.
 

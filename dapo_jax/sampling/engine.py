@@ -146,8 +146,12 @@ class DecoderEngine:
                 f"leave out sampling.cache_tokens, or lower sampling.slots, rollout.in_flight or sampling.max_response_tokens; {holders} sequences of up to {capacity} tokens "
                 f"do not fit in {self.page_sizes.pools * self.page_sizes.pool_pages} pages of {self.page_sizes.page_tokens} tokens"
             )
-        how: dict[str, Any] = {"compute_dtype": compute_dtype, "layout": SamplerLayout(mesh)}
-        self._block, _ = nnx.split(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0), **how)))
+
+        def block(layout: SamplerLayout) -> nnx.GraphDef[Block]:
+            how: Any = {"compute_dtype": compute_dtype, "layout": layout}
+            return nnx.split(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0), **how)))[0]
+
+        self._block = block(SamplerLayout(mesh, by_slot=True))
         self._ends, _ = nnx.split(
             nnx.eval_shape(lambda: EmbeddingAndHead(config, rngs=nnx.Rngs(0), compute_dtype=compute_dtype))
         )
@@ -156,7 +160,7 @@ class DecoderEngine:
         masks: Any = {"windows": config.windows, "cap": config.score_cap}
         self._cache = cache_for(kind, mesh, self.page_sizes, **heads, **dtypes, **masks)
         self._read = Prefill(
-            config, mesh, self._cache, block=self._block, ends=self._ends, capacity=capacity, **dtypes,
+            config, mesh, self._cache, block=block(SamplerLayout(mesh)), ends=self._ends, capacity=capacity, **dtypes,
             shape=prefill or prefill_shape(longest=capacity, capacity=capacity, prompts=_ROWS, tokens=_TOKENS, alone=batch_invariant),
         )  # fmt: skip
         # Each device samples for its share of the slots, from complete rows of logits. So only the logits are transferred between devices, and only once.

@@ -7,10 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec as P
 
 from dapo_jax.dapo.quantization import quantized
 from dapo_jax.models.experts import NO_ROUTE, arranged, block_rows, chosen, mixture
 from dapo_jax.models.presets import Experts
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.parallel.training_layout import MeshLayout
 from dapo_jax.plan.topologies import devices_of, parse
 
 EXPERTS, EMBED, HIDDEN = 8, 24, 12
@@ -59,6 +62,31 @@ def test_gradients_equal_a_dense_computation_in_float64(tokens, each):
         given = drawn(tokens, each, dtype=np.float64)
         ours = partial(mixture, activation=jax.nn.silu, dtype="float64")
         assert_close(both(ours, each, *given), both(dense, each, *given), 1e-12)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["experts over fsdp", "embed over fsdp"])
+def test_gradients_on_eight_devices_equal_a_dense_computation_in_float64(whole):
+    """As in a block: tokens are split over both axes outside, and each expert's hidden features over `tensor`."""
+    mesh = make_mesh(fsdp=4, tensor=2)
+    layout, tokens = MeshLayout(mesh), P(None, ("fsdp", "tensor"))
+    wide, narrow = (
+        (P("fsdp", "tensor"), P("fsdp", None, "tensor"))
+        if whole
+        else (P(None, "tensor", "fsdp"), P(None, "fsdp", "tensor"))
+    )
+
+    def part(x, scores, matrices):
+        _, used, factors = chosen(layout.inner(scores, "float32"), Experts(EXPERTS, 2, normalize=True), None)
+        ours = partial(mixture, activation=jax.nn.silu, dtype="float64")
+        made = layout.experts(ours, layout.inner(x, "float64"), factors, used, matrices, "float64")
+        return layout.outer(made, "float64")
+
+    places = tokens, tokens, (wide, wide, narrow)
+    run = jax.shard_map(part, mesh=mesh, in_specs=places, out_specs=tokens, check_vma=False)
+    with jax.enable_x64(True):
+        *given, cotangent, matrices = drawn(40, 2, dtype=np.float64)
+        result, backward = jax.vjp(jax.jit(run), *given, matrices)
+        assert_close((result, backward(cotangent)), both(dense, 2, *given, cotangent, matrices), 1e-12)
 
 
 @pytest.mark.parametrize("platform", ["tpu", "default"])

@@ -35,7 +35,14 @@ from dapo_jax.models.folder import load_model, read_config, save_model
 from dapo_jax.models.lora import lora_shape, parted
 from dapo_jax.models.presets import Experts
 from dapo_jax.models.safetensors_files import SafetensorsFolder
-from dapo_jax.models.tensors import check_adapters, exported, place_adapters, shapes_of, tensor_shapes
+from dapo_jax.models.tensors import (
+    check_adapters,
+    checked,
+    exported,
+    place_adapters,
+    shapes_of,
+    tensor_shapes,
+)
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.sampling.decoding import decoding
@@ -354,6 +361,35 @@ def test_adapters_of_neighbouring_rotations_are_reordered_as_their_matrices(tmp_
         for added in (None, adapters)
     )
     np.testing.assert_allclose(merged, plain + 2.0 * b @ a, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_missing_and_additional_experts_are_refused_by_tensor(name, tmp_path):
+    config = read_config(FOLDERS[name])
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in tensor_shapes(config).items()}
+    expert = "model.layers.1.mlp.experts.5.up_proj.weight"
+    fused = "model.layers.1.block_sparse_moe.output_linear.weight"
+    absent = fused if name == "granitemoe" else expert
+    save_file({key: value for key, value in tensors.items() if key != absent}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"lacks the tensor '{absent}'"):
+        checked(config, SafetensorsFolder(tmp_path))
+    save_file(tensors, tmp_path / "model.safetensors")
+    more = {key.replace("experts.5", "experts.8"): value for key, value in tensors.items()}
+    save_file(tensors | more, tmp_path / "model.safetensors")
+    if name != "granitemoe":
+        with pytest.raises(
+            ValueError, match=r"has the tensors .*experts\.8\.down_proj.*not part of this model"
+        ):
+            checked(config, SafetensorsFolder(tmp_path))
+    other = replace(config, experts=replace(config.experts, count=4))
+    with pytest.raises(ValueError, match=r"weight has shape \(8, .* needs \(4, "):
+        checked(other, SafetensorsFolder(tmp_path))
+
+
+def test_adapters_of_experts_are_refused():
+    config = read_config(FOLDERS["qwen3_moe"])
+    with pytest.raises(ValueError, match=r"lora\.targets has down_proj, gate_proj, up_proj, .*\[attention\]"):
+        replace(config, lora=lora_shape(rank=2, alpha=2.0, targets=["all"]))
 
 
 def plain(config, **changes):

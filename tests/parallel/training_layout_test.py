@@ -18,8 +18,11 @@ from dapo_jax.dapo.losses import dapo_loss
 from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.dapo.objectives import gspo_loss
 from dapo_jax.models.decoder import graph_of
+from dapo_jax.models.presets import Experts
 from dapo_jax.models.rope import Rope
+from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.parallel.sharding import shardings
 from dapo_jax.parallel.training_layout import ROWS as ROWS_SPLIT
 from dapo_jax.parallel.training_layout import layout_of
 from dapo_jax.testing import tiny_decoder_config, tiny_params
@@ -160,6 +163,27 @@ def test_every_switch_of_the_decoder_has_the_gradients_of_one_device():
     mesh = make_mesh(**MESHES["fsdp 2 x tensor 2 x context 2"])
     [found], measured = trained(mesh, KEEP_GRADIENT, BATCHES[:1], rate=0.0, config=EVERY_SWITCH)
     [expected], other = trained(one_device(), KEEP_GRADIENT, BATCHES[:1], rate=0.0, config=EVERY_SWITCH)
+    assert_same(found.opt_state, expected.opt_state)
+    assert measured[0] == pytest.approx(other[0], rel=1e-5, abs=1e-6, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("count", "axes"),
+    [
+        (8, {"fsdp": 2, "tensor": 2, "context": 2}),
+        # The number of experts cannot be divided, so their matrices are gathered.
+        pytest.param(6, {"fsdp": 4, "tensor": 2}, marks=pytest.mark.slow),
+        pytest.param(8, {"fsdp": 8}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_experts_over_several_devices_have_the_gradients_of_one_device(count, axes):
+    config = tiny_decoder_config(experts=Experts(count, 2, normalize=True), mlp_dim=16, qk_norm="all")
+    mesh = make_mesh(**axes)
+    split = shardings(shapes_of(config), mesh)["blocks"]["gate"].get_value().spec
+    assert tuple(split) == (None, *(("fsdp", "tensor", None) if count == 8 else (None, "tensor", "fsdp")))
+    [found], measured = trained(mesh, KEEP_GRADIENT, BATCHES[:1], rate=0.0, config=config)
+    [expected], other = trained(one_device(), KEEP_GRADIENT, BATCHES[:1], rate=0.0, config=config)
     assert_same(found.opt_state, expected.opt_state)
     assert measured[0] == pytest.approx(other[0], rel=1e-5, abs=1e-6, nan_ok=True)
 

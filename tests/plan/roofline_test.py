@@ -26,13 +26,14 @@ from dapo_jax.config import (
 )
 from dapo_jax.models.decoder import Decoder
 from dapo_jax.models.lora import lora_shape
-from dapo_jax.models.presets import DecoderConfig, preset
+from dapo_jax.models.presets import DecoderConfig, Experts, preset
 from dapo_jax.plan.collectives import Traffic
 from dapo_jax.plan.compiled import Program
 from dapo_jax.plan.roofline import (
     Work,
     bound,
     decode_steps,
+    decode_weight_parameters,
     forward_flops,
     in_flight,
     work_of,
@@ -92,6 +93,15 @@ def test_operations_equal_those_of_the_decoders_own_products():
 
     counted = products(jax.make_jaxpr(logits)(params).jaxpr)
     assert counted == forward_flops(SMALL, tokens=20, pairs=400, logits=20)
+
+
+def test_a_token_uses_the_chosen_experts_and_a_step_reads_those_of_all_tokens():
+    """With 1 of 4 experts, a layer has 8 x (6 x 12 + 48 + 4 of the router) = 992 weights for a token. Two tokens use 4 x (1 - (3/4)^2) = 1.75 experts."""
+    decoder = replace(SMALL, experts=Experts(4, 1, normalize=True))
+    assert forward_flops(decoder, tokens=1) == pytest.approx(2 * 3 * 992)
+    assert decode_weight_parameters(decoder, 2) == pytest.approx(3 * 8 * (72 + 1.75 * 48 + 4) + 256)
+    assert decoder.active_parameters == SMALL.parameters + 3 * 4 * 8
+    assert decoder.parameters == decoder.active_parameters + 3 * 3 * 8 * 48
 
 
 def test_the_longest_time_bounds_a_phase():

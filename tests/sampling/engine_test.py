@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from dapo_jax.models.decoder import Decoder
+from dapo_jax.models.presets import Experts
 from dapo_jax.models.rope import Rope
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh
@@ -32,6 +33,9 @@ SWITCHED = tiny_decoder_config(
     clip_qkv=1.2, tied_embeddings=False,
 )  # fmt: skip
 """With every switch of the decoder."""
+EXPERTS = tiny_decoder_config(
+    layers=3, experts=Experts(8, 2, normalize=True), mlp_dim=16, qk_norm="all", tied_embeddings=False
+)
 SLOTS, CAPACITY, STEPS, EOS = 4, 24, 8, 1
 GREEDY = decoding(temperature=0.0)
 KEY = jax.random.key(0)
@@ -124,7 +128,8 @@ def trainer(dtype, config=CONFIG):
     def run(params, tokens):
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
         decoder = nnx.merge(graph, params)
-        return decoder.ends.logits(decoder(tokens, positions, jnp.ones_like(tokens)))
+        found = decoder(tokens, positions, jnp.ones_like(tokens))
+        return decoder.ends.logits(found if config.experts is None else found[0])
 
     return jax.jit(run)
 
@@ -158,7 +163,9 @@ def test_long_prompts_are_prefilled_in_parts(mesh, engine, weights):
     )
 
 
-@pytest.mark.parametrize("config", [CONFIG, pytest.param(SWITCHED, id="every switch")])
+@pytest.mark.parametrize(
+    "config", [CONFIG, pytest.param(SWITCHED, id="every switch"), pytest.param(EXPERTS, id="experts")]
+)
 def test_all_programs_of_a_run_can_be_compiled_beforehand(mesh, config, caplog):
     """After compiling from shapes alone, prompts of any length are prefilled, inserted and decoded without a compilation."""
     transfer = WeightTransfer(shapes_of(config), mesh, dtype="float32")
@@ -303,6 +310,7 @@ CACHES = ["slots", "pages", "tpu", "gpu"]
     [
         *((cache, CONFIG) for cache in CACHES),
         *(pytest.param(cache, SWITCHED, id=f"{cache}, every switch") for cache in CACHES[:3]),
+        pytest.param("pages", EXPERTS, id="experts"),
         pytest.param("gpu", WIDE, id="gpu's kernel interpreted, heads of 64"),
         pytest.param(None, CONFIG, marks=pytest.mark.tpu, id="tpu"),
         pytest.param(None, CONFIG, marks=pytest.mark.gpu, id="gpu"),
@@ -334,7 +342,11 @@ def test_sampler_and_trainer_agree_in_bfloat16(mesh, cache, config):
 
 @pytest.mark.parametrize(
     ("cache", "config"),
-    [*((cache, CONFIG) for cache in CACHES), pytest.param("pages", SWITCHED, id="pages, every switch")],
+    [
+        *((cache, CONFIG) for cache in CACHES),
+        pytest.param("pages", SWITCHED, id="pages, every switch"),
+        pytest.param("pages", EXPERTS, id="pages, experts"),
+    ],
 )
 def test_slots_and_heads_over_several_devices_sample_as_one_device_does(mesh, cache, config):
     """Slots are spread over two devices, heads and vocabulary over two; each device samples for one slot."""
