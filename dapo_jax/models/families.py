@@ -408,18 +408,16 @@ def _fields(family: Family) -> dict[str, str]:
 def _experts(
     values: Mapping[str, Any], described: Mapping[str, Any], family: Family, where: object
 ) -> Experts:
-    keys = [key for key in _COUNTS if key in family.defaults]
-    counts = [_checked(values, key, int, where) for key in keys if described.get(key) is not None] or [
-        family.defaults[keys[0]]
-    ]
+    reads = family.defaults
+    keys = [key for key in _COUNTS if key in reads]
+    given = [key for key in keys if described.get(key) is not None]
+    counts = [_checked(values, key, int, where) for key in given or keys[:1]]
     if counts[0] != counts[-1]:
         raise ValueError(
             f"{where}: num_experts={counts[0]} and num_local_experts={counts[1]} differ; keep one"
         )
     # If a family does not read the key, it computes a softmax over the chosen experts alone, which is the same as normalized probabilities.
-    normalize = (
-        _checked(values, "norm_topk_prob", bool, where) if "norm_topk_prob" in family.defaults else True
-    )
+    normalize = "norm_topk_prob" not in reads or _checked(values, "norm_topk_prob", bool, where)
     return Experts(counts[0], _checked(values, "num_experts_per_tok", int, where), normalize)
 
 

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -10,10 +9,9 @@ import numpy as np
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, PyTree
 
 from dapo_jax.dapo.quantization import Quantized
-from dapo_jax.models.layout import Layout, Matrices, Mixture
 from dapo_jax.models.tensors import Cut, Rows, Shape
 from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.parallel.together import Together, meet
@@ -71,46 +69,6 @@ def shardings(tree: PyTree, mesh: Mesh, rules: Mapping[str, str | None] = TRAINE
         return leaf.replace(sharding) if isinstance(leaf, nnx.Variable) else sharding
 
     return jax.tree_util.tree_map_with_path(place, tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-
-
-@dataclass(frozen=True)
-class SamplerLayout(Layout):
-    """The layout of a sampler's mesh. The compiler places all arrays, except in the products with experts, which it could not split."""
-
-    mesh: Mesh
-    by_slot: bool = False
-    """Whether tokens are split over `data` and `fsdp`, like slots. Tokens of prefill are not, because then their sums would depend on the number of devices."""
-
-    def in_parts(self, axis: str) -> bool:
-        over = SAMPLER_RULES[axis]
-        return over is not None and self.mesh.shape[over] > 1
-
-    def experts(
-        self, mixture: Mixture, x: Float[Array, "embed tokens"], factors: Float[Array, "tokens chosen"], routes: Int[Array, "tokens chosen"],
-        matrices: Matrices, dtype: str,
-    ) -> Float[Array, "embed tokens"]:  # fmt: skip
-        """Splits each expert over `tensor`."""
-        if self.mesh.size == 1:
-            return mixture(x, factors, routes, matrices)
-        rows = BATCH_AXES if self.by_slot else None
-        columns, inner = PartitionSpec(None, rows), PartitionSpec(None, None, "tensor")
-        down: Any = Quantized(inner, PartitionSpec()) if isinstance(matrices[2], Quantized) else inner
-        outer = PartitionSpec(None, "tensor")
-
-        def part(*given: Any) -> Array:
-            made = mixture(*given)
-            if self.mesh.shape["tensor"] == 1:
-                return made
-            return lax.platform_dependent(
-                made,
-                cpu=lambda x: lax.psum(x, "tensor"),
-                default=lambda x: lax.psum(x.astype(dtype), "tensor").astype(x.dtype),
-            )
-
-        places = columns, PartitionSpec(rows), PartitionSpec(rows), (outer, outer, down)
-        return jax.shard_map(part, mesh=self.mesh, in_specs=places, out_specs=columns, check_vma=False)(
-            x, factors, routes, matrices
-        )
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -21,13 +21,14 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from dapo_jax.dapo.logprobs import chunked_logprobs
 from dapo_jax.dapo.precision import WeightSharding, gathered
+from dapo_jax.dapo.quantization import Quantized
 from dapo_jax.dapo.segments import looked_up
 from dapo_jax.models.attention import Near, row_attention
 from dapo_jax.models.cudnn import packed_attention
 from dapo_jax.models.kernels import splash_attention, splash_kernel
 from dapo_jax.models.layout import Layout, Matrices, Mixture
 from dapo_jax.parallel.mesh import BATCH_AXES
-from dapo_jax.parallel.sharding import TRAINER_RULES, shardings
+from dapo_jax.parallel.sharding import SAMPLER_RULES, TRAINER_RULES, shardings
 
 ROWS = PartitionSpec(BATCH_AXES, "context")
 """Sharding of arrays with shape [rows, seq]."""
@@ -94,13 +95,12 @@ class MeshLayout(Layout):
             later = tuple(one and one._replace(dim=one.dim + 1) for one in how)
             return mixture(x, factors, routes, matrices, sharding=later)
         mine = jax.checkpoint(partial(mixture, first=lax.axis_index("fsdp") * held))
-
-        given = (
+        whole = (
             _gather(x, "fsdp", 1, dtype).T,
             _gather(factors, "fsdp", 0, "float32"),
             lax.all_gather(routes, "fsdp", tiled=True),
         )
-        given = tuple(whole.reshape(parts, -1, whole.shape[1]) for whole in given)
+        given = tuple(each.reshape(parts, -1, each.shape[1]) for each in whole)
         made = lax.map(lambda part: mine(part[0].T, *part[1:], matrices).T, given)
         return _scatter(made.reshape(-1, len(x)).T, "fsdp", 1, dtype)
 
@@ -220,6 +220,39 @@ class MeshLayout(Layout):
             return lax.dynamic_slice_in_dim(jnp.asarray(table), lax.axis_index("context") * size, size, axis)
 
         return jax.tree.map(mine, specs, kernel, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+
+
+@dataclass(frozen=True)
+class SamplerLayout(Layout):
+    """The layout of a sampler's mesh. The compiler places all arrays, except in the products with experts, which it could not split."""
+
+    mesh: Mesh
+    by_slot: bool = False
+    """Whether tokens are split over `data` and `fsdp`, like slots. Tokens of prefill are not, because then their sums would depend on the number of devices."""
+
+    def in_parts(self, axis: str) -> bool:
+        over = SAMPLER_RULES[axis]
+        return over is not None and self.mesh.shape[over] > 1
+
+    def experts(
+        self, mixture: Mixture, x: Float[Array, "embed tokens"], factors: Float[Array, "tokens chosen"], routes: Int[Array, "tokens chosen"],
+        matrices: Matrices, dtype: str,
+    ) -> Float[Array, "embed tokens"]:  # fmt: skip
+        """Splits each expert over `tensor`."""
+        if self.mesh.size == 1:
+            return mixture(x, factors, routes, matrices)
+        rows = BATCH_AXES if self.by_slot else None
+        columns, outer, inner = (
+            PartitionSpec(*axes) for axes in ((None, rows), (None, "tensor"), (None, None, "tensor"))
+        )
+        down: Any = Quantized(inner, PartitionSpec()) if isinstance(matrices[2], Quantized) else inner
+
+        def part(*given: Any) -> Array:
+            return _rounded(mixture(*given), dtype, lambda x: lax.psum(x, "tensor"))
+
+        places = columns, PartitionSpec(rows), PartitionSpec(rows), (outer, outer, down)
+        program = jax.shard_map(part, mesh=self.mesh, in_specs=places, out_specs=columns, check_vma=False)
+        return program(x, factors, routes, matrices)
 
 
 def _rounded(x: Array, dtype: str, collective: Callable[[Array], Array]) -> Array:

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 from dapo_jax.models.decoder import Block, EmbeddingAndHead, RopeTables, rope_tables
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.mesh import BATCH_AXES
-from dapo_jax.parallel.sharding import SamplerLayout
+from dapo_jax.parallel.training_layout import SamplerLayout
 from dapo_jax.parallel.weights import SamplerWeights
 from dapo_jax.sampling.caches import Kind, cache_for, kind_for, sizes_for, token_bytes
 from dapo_jax.sampling.decoding import Decoding, draw, response_keys

@@ -100,9 +100,9 @@ def passed(name):
     return config, params, np.asarray(logits), gradients
 
 
-def gradients_of(config, params, prompts, sequences, routes=None):
+def gradients_of(config, params, prompts, sequences, routes=None, **how):
     """The logits and counts of `scores`, and the gradient of the sum of the prompts' log-probabilities. `routes` are forced choices of experts."""
-    graph = graph_of(config)
+    graph = graph_of(config, **how)
     tokens, positions, ids = arrays(sequences)
     counted = np.zeros(tokens.shape, np.float32)
     for row, prompt in enumerate(prompts):
@@ -266,6 +266,14 @@ def test_the_routers_own_choice_is_used_where_no_choice_is_forced(name):
     assert (np.asarray(counts["flipped"])[real] == 0).all()
     load = np.stack([np.bincount(layer[real].reshape(-1), minlength=8) for layer in found["topk"]])
     np.testing.assert_array_equal(counts["load"], load)
+
+
+@pytest.mark.parametrize("remat", ["full", "dots"])
+def test_rematerialisation_changes_no_gradient_of_experts(remat):
+    config, params, _, gradients = passed("qwen3_moe")
+    found = gradients_of(config, params, *rows_of("qwen3_moe"), remat=remat)[1]
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(gradients), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
 
 
 def records(topk):
