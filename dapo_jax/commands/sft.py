@@ -111,6 +111,8 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
     with ExitStack() as stack:
         stack.callback(graders.close)
         shown = stack.enter_context(progress or Progress(config.steps))
+        for message in filter(None, (how.note, policy.decoder.length_note)):
+            shown.message(message)
         if lock.note:
             shown.message(lock.note)
         tracker = JsonlTracker(run_dir / "metrics.jsonl")

@@ -11,7 +11,10 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jaxtyping import Array, Float, Int
 
 _BLOCKS = (1024, 512, 256, 128)
-"""Block sizes of splash attention in tokens. The largest size that divides the row is used. Blocks of every size fit in the memory of a TPU core."""
+"""Block sizes of splash attention in tokens. The largest size that divides the row, and whose blocks fit in the memory of a TPU core, is used."""
+
+_BLOCK_NUMBERS = 1024 * 128
+"""Maximum size of a block of queries or keys. With larger blocks, the gradient with capped scores does not compile for v5p."""
 
 SPLASH_TOKENS = _BLOCKS[-1]
 """Splash attention supports only rows whose number of tokens is a multiple of this number."""
@@ -21,6 +24,7 @@ def splash_kernel(
     heads: int,
     seq: int,
     *,
+    head_dim: int = 128,
     window: int = 0,
     cap: float | None = None,
     parts: int = 1,
@@ -33,7 +37,8 @@ def splash_kernel(
     Raises:
         ValueError: the rows cannot be split into blocks.
     """
-    block = next((size for size in _BLOCKS if seq % (parts * size) == 0), None)
+    most = _BLOCK_NUMBERS // head_dim
+    block = next((size for size in _BLOCKS if seq % (parts * size) == 0 and size <= most), None)
     if block is None:
         step = parts * _BLOCKS[-1]
         raise ValueError(

@@ -160,7 +160,10 @@ class MeshLayout(Layout):
             how: dict[str, Any] = {"parts": parts, "interpret": self.attention == "splash_interpreted"}
 
             def splash(window: int) -> Array:
-                kernel = splash_kernel(len(q), segments.shape[1], window=window, cap=cap, **how)
+                heads, head_dim = q.shape[:2]
+                kernel = splash_kernel(
+                    heads, segments.shape[1], head_dim=head_dim, window=window, cap=cap, **how
+                )
                 return splash_attention(self._of_this_part(kernel), q, k, v, own, segments, dtype=dtype)
 
             out = by_window(splash)

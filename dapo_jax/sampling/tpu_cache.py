@@ -241,7 +241,7 @@ def _kernel(
         """Starts or awaits the transfer of a step's filled pages in the window."""
         slot = slot_of[step]
         first = (step - starts[slot]) * at_once
-        nearest = _first_token(lengths[slot], window) // page_tokens
+        nearest = _first_token(lengths[slot], window) // page_tokens if window else 0
         for place in range(at_once):
             used = first + place <= lengths[slot] // page_tokens
 

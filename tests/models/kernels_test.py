@@ -50,6 +50,13 @@ def assert_attends(found, parts, segment_ids, dtype, **masks):
     assert (np.abs(np.asarray(found) - exact) <= slack).all()
 
 
+@pytest.mark.parametrize(("head_dim", "block"), [(64, 1024), (128, 1024), (256, 512)])
+def test_blocks_of_wide_heads_have_fewer_tokens(head_dim, block):
+    """The update of a decoder with capped scores, heads of 256 and blocks of 1,024 needs more memory than a core of v5p has."""
+    kernel = splash_kernel(1, 4096, head_dim=head_dim, interpret=True)
+    assert kernel.kwargs["block_sizes"].block_q_dkv == block
+
+
 MASKS = [{}, {"window": 70}, {"window": 130, "cap": 1.0}]
 """Rows have two blocks of 128 tokens. The segments of the first row are cut by the windows, too."""
 
