@@ -50,19 +50,19 @@ def decoder_of(*, layers: int = 6, experts: int = 128, chosen: int = 8) -> Decod
 @contextmanager
 def rounded_activations() -> Iterator[None]:
     """Rounds both operands of every product on a CPU, as accelerators do. Sums stay in float32."""
-    einsum, block = precision._einsum, experts_module._block
+    einsum, grouped = precision._einsum, experts_module.grouped
 
     def rounds(spec: str, left: Any, right: Any, dtype: str, in_parts: bool = False) -> Any:
         return einsum(spec, precision.rounded(left, dtype), precision.rounded(right, dtype), dtype, in_parts)
 
-    def rounds_block(x: Any, at: Any, block_rows: int) -> Any:
-        return precision.rounded(block(x, at, block_rows), "bfloat16")
+    def rounds_grouped(stored: Any, x: Any, *how: Any) -> Any:
+        return grouped(stored, precision.rounded(x, "bfloat16"), *how)
 
-    precision._einsum, experts_module._block = rounds, rounds_block
+    precision._einsum, experts_module.grouped = rounds, rounds_grouped
     try:
         yield
     finally:
-        precision._einsum, experts_module._block = einsum, block
+        precision._einsum, experts_module.grouped = einsum, grouped
 
 
 def measure(

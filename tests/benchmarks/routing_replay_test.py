@@ -1,8 +1,11 @@
 """The measurement of routing replay, with fewer experts and tokens than on the page."""
 
+import pytest
+
 from benchmarks.routing_replay import decoder_of, measure, rounded_activations
 
 
+@pytest.mark.slow
 def test_replay_takes_the_mismatch_in_bfloat16_down_to_a_tenth():
     """With activations rounded as on accelerators. The page has about 1/40 for 128 experts in 6 layers."""
     with rounded_activations():

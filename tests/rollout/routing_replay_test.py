@@ -76,8 +76,9 @@ def test_more_experts_than_a_byte_can_number_are_refused(flying):
     assert recorded_routes(flying(rollout__routing_replay="off"), more) is None
 
 
-# In waves, groups are sent as arrays, which tests/rollout/checkpoint_arrays_test.py checks.
-@pytest.mark.parametrize("in_flight", [16, pytest.param(0, marks=pytest.mark.slow)])
+# Groups are sent as arrays, which tests/rollout/checkpoint_arrays_test.py checks.
+@pytest.mark.slow
+@pytest.mark.parametrize("in_flight", [16, 0])
 def test_two_processes_hand_over_their_records(in_flight, on_disk, moe_model, tmp_path):
     make = on_disk(tmp_path, GRADER, "third")
     how = {

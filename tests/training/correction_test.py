@@ -248,7 +248,9 @@ def test_the_cases_are_not_trivial():
     assert clipped(LATER, batches()[1], "truncate") > 0.05
 
 
-@pytest.mark.parametrize("kl", [0.0, KL], ids=["no KL", "KL"])
+@pytest.mark.parametrize(
+    "kl", [pytest.param(0.0, id="no KL"), pytest.param(KL, id="KL", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("case", CASES)
 def test_the_corrected_gradient_equals_the_formulas(case, kl):
     gradients, scalars = measured(case, kl=kl)
