@@ -114,6 +114,7 @@ def convert(arguments: argparse.Namespace) -> int:
     kind = f"an adapter for a {done.family}, with" if done.adapter else f"a {done.family} of"
     print(
         f"{arguments.target}: {kind} {done.parameters:,} parameters, {done.tensor_bytes:,} bytes in {done.dtype}"
+        + (f", without {done.skipped} tensors of the image encoder" if done.skipped else "")
     )
     print(f"    {', '.join(done.files)}")
     return 0

@@ -8,7 +8,7 @@ from pathlib import Path
 from dapo_jax.config import ConfigError, ModelConfig
 from dapo_jax.config.keys import Rules, check_value
 from dapo_jax.models.adapter_folder import is_adapter
-from dapo_jax.models.families import describe, family_of
+from dapo_jax.models.families import describe
 from dapo_jax.models.folder import CONFIG, read_config, write_model
 from dapo_jax.models.gguf import GgufFile
 from dapo_jax.models.gguf_tokenizer import special_ids, tokenizer_files
@@ -21,6 +21,8 @@ from dapo_jax.storage import AnyPath, entries, files_of, in_bucket, write_whole
 from dapo_jax.text.huggingface import TOKENIZER_FILES
 
 _COPIED = (*TOKENIZER_FILES, "added_tokens.json", "vocab.json", "merges.txt", "chat_template.json")
+
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,8 @@ class Converted:
     tensor_bytes: int
     files: tuple[str, ...]
     """Names of all written files, sorted."""
+    skipped: int = 0
+    """Number of tensors of the image encoder, in a model for images and text. They are not written."""
 
 
 def convert(source: str, target: str, *, dtype: str = "float32", merge: bool = False) -> Converted:
@@ -62,7 +66,7 @@ def convert(source: str, target: str, *, dtype: str = "float32", merge: bool = F
     try:
         if is_gguf and in_bucket(source):
             raise ConfigError(f"{source}: a GGUF file must be on a local disk; copy it there")
-        plain = policy = None
+        plain, policy, skipped = None, None, 0
         if not is_gguf and not source.startswith("preset:") and run_at(source) is None:
             found = folder_of(ModelConfig(source=source), weights=True)
             plain = None if is_adapter(found) else found
@@ -73,7 +77,7 @@ def convert(source: str, target: str, *, dtype: str = "float32", merge: bool = F
         if policy is not None:
             config, written = policy.decoder, policy.save(folder, dtype=dtype, merge=merge)
         else:
-            config, written = _converted(plain or path, folder, dtype, is_gguf=is_gguf)
+            config, written, skipped = _converted(plain or path, folder, dtype, is_gguf=is_gguf)
         adapter = config.lora is not None and not merge
     except BaseException as error:
         with suppress(OSError):  # removes the incomplete model
@@ -90,18 +94,22 @@ def convert(source: str, target: str, *, dtype: str = "float32", merge: bool = F
         raise ConfigError(f"{source}: {error}") from error
     return Converted(
         folder=folder,
-        family=family_of(config),
+        family=config.family,
         adapter=adapter,
         parameters=config.trained_parameters if adapter else config.parameters,
         dtype=dtype,
         tensor_bytes=written,
         files=tuple(sorted(file.name for file in entries(folder))),
+        skipped=skipped,
     )
 
 
-def _converted(source: AnyPath, folder: AnyPath, dtype: str, *, is_gguf: bool) -> tuple[DecoderConfig, int]:
-    """Converts a GGUF file or a model folder tensor by tensor. Of a folder's config.json, only the dtype changes."""
+def _converted(
+    source: AnyPath, folder: AnyPath, dtype: str, *, is_gguf: bool
+) -> tuple[DecoderConfig, int, int]:
+    """Converts a GGUF file or a model folder tensor by tensor. Of a folder's config.json, only the dtype changes. Also returns the numbers of bytes and of skipped tensors."""
     file: TensorFile
+    skipped = 0
     if is_gguf:
         file = gguf = GgufFile(Path(source))
         config = gguf.config()
@@ -112,8 +120,13 @@ def _converted(source: AnyPath, folder: AnyPath, dtype: str, *, is_gguf: bool) -
     else:
         config, file = read_config(source), SafetensorsFolder(source)
         checked(config, file)
+        skipped = file.skipped
         files = files_of(source, _COPIED)
-        described = read_json(source / CONFIG) | {"torch_dtype": dtype, "dtype": dtype}
+        described = read_json(source / CONFIG)
+        if "text_config" in described:  # of a model for images and text, only the text model is written
+            both = described["text_config"] | described
+            described = describe(config) | {key: both[key] for key in _TOKEN_IDS if key in both}
+        described |= {"torch_dtype": dtype, "dtype": dtype}
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         write_whole(folder / name, content)
@@ -121,4 +134,4 @@ def _converted(source: AnyPath, folder: AnyPath, dtype: str, *, is_gguf: bool) -
         Tensor(name, shape, partial(file.read, name, tuple(slice(0, size) for size in shape)))
         for name, shape in tensor_shapes(config).items()
     ]
-    return config, write_model(folder, described, tensors, dtype=dtype)
+    return config, write_model(folder, described, tensors, dtype=dtype), skipped

@@ -65,10 +65,17 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
     mesh = mesh_of(config.parallel, rows_per_microbatch=config.batch.rows_per_microbatch)
     meshes = meshes_of(config.parallel, mesh)
     shares = sharing(meshes, config.sampling, dtype=config.model.compute_dtype)
-    policy = load_policy(config.model, lora=lora_of(config.lora), seed=config.seed, mesh=mesh, shares=shares)
+    policy = load_policy(
+        config.model,
+        lora=lora_of(config.lora),
+        seed=config.seed,
+        mesh=mesh,
+        shares=shares,
+        longest=config.data.max_prompt_tokens + config.max_response_tokens,
+    )
     check_trains(policy, config.lora, config.model.source)
-    head_dim = policy.decoder.head_dim
-    how = training_pass(config.model, config.batch, mesh, row_tokens=config.row_tokens, head_dim=head_dim)
+    kernel = {"head_dim": policy.decoder.head_dim, "score_cap": policy.decoder.score_cap}
+    how = training_pass(config.model, config.batch, mesh, row_tokens=config.row_tokens, **kernel)
     optimizer = optimizer_of(config.optimizer)
     prompts, _ = training_prompts(config.data, policy.tokenizer, seed=config.seed)
     longest = config.max_response_tokens
@@ -104,6 +111,8 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
     with ExitStack() as stack:
         stack.callback(graders.close)
         shown = stack.enter_context(progress or Progress(config.steps))
+        for message in filter(None, (how.note, policy.decoder.length_note)):
+            shown.message(message)
         if lock.note:
             shown.message(lock.note)
         tracker = JsonlTracker(run_dir / "metrics.jsonl")

@@ -40,7 +40,8 @@ class ModelConfig(Section, at="model"):
     """Dtype of activations and matrix products: float32 or bfloat16. Master weights are always float32."""
     attention: str = key("auto", choices=["auto", "xla", "splash", "cudnn"], may_change=True)
     """Attention implementation for training. xla runs on every platform. splash is a TPU kernel. With splash, packed responses cannot share the computation of their
-    prompt. cudnn is an NVIDIA GPU kernel for bfloat16. auto selects splash on a TPU, cudnn on a GPU of compute capability 9.0 or higher in bfloat16 without parallel.context, and xla otherwise."""
+    prompt. cudnn is an NVIDIA GPU kernel for bfloat16. auto selects splash on a TPU, cudnn on a GPU of compute capability 9.0 or higher in bfloat16 without parallel.context (if the
+    model does not cap attention scores), and xla otherwise."""
     remat: str = key(
         "none",
         choices=["none", "full", "dots"],
@@ -251,6 +252,10 @@ class RolloutConfig(Section, at="rollout"):
     max_age_steps: int = key(0, aliases="max_staleness staleness_threshold max_off_policy_steps")
     """Bound n on staleness, in steps. Each step waits for the groups in flight that started n steps earlier. No group starts while the unfinished and unused groups suffice for n + 1 steps.
     Training data is then rarely older than n steps, and never older than 2n + 1 steps. 0 means no bound."""
+    routing_replay: str = key("sampler", choices=["off", "sampler"], aliases="enable_rollout_routing_replay")
+    """The experts that the trainer uses for a token of a model with experts. sampler: the experts that the sampler chose, in all log-probabilities and updates of the policy (rollout
+    routing replay, R3, https://arxiv.org/abs/2510.11370). off: the trainer's own choice, which rounding changes for some tokens. The record takes one byte per token, layer and
+    chosen expert, in host memory, in checkpoints and between processes. Models without experts are not affected."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt8
 
 from dapo_jax.dapo.losses import token_weights
-from dapo_jax.dapo.rollouts import Group
+from dapo_jax.dapo.rollouts import Group, Response
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,9 @@ class Example:
     """True for tokens that the policy sampled. Other tokens do not enter the loss. If None, the policy sampled all tokens."""
     noise: Float[np.ndarray, " response"] | None = None
     """A random number from 0 to 1 for each token, if a selection requires it."""
+    prompt_routes: UInt8[np.ndarray, "prompt layers chosen"] | None = None
+    routes: UInt8[np.ndarray, "response layers chosen"] | None = None
+    """The experts that the sampler chose for each token (see `Response.routes`)."""
     group: int = 0
     """Index of the example's group in the minibatch."""
     rollout: int | None = None
@@ -89,12 +92,21 @@ def training_examples(
                     else float(advantage),
                     in_loss=not (filter_truncated and rollout.truncated),
                     sampled=sampled[first:stop] if response.turns else None,
+                    prompt_routes=_context_routes(response, len(context), first),
+                    routes=None if response.routes is None else response.routes[first:stop],
                     group=index,
                     rollout=count if response.contexts else None,
                 )
                 for context, first, stop in response.parts(group.prompt.tokens)
             ]
     return examples
+
+
+def _context_routes(response: Response, tokens: int, first: int) -> np.ndarray | None:
+    """Returns the experts recorded for the `tokens` tokens before response token `first`, which are the prompt or the context that replaced it."""
+    if not first:
+        return response.prompt_routes
+    return None if response.routes is None else response.routes[first - tokens : first]
 
 
 def turn_advantages(group: Group, *, normalize_std: bool = True) -> dict[int, Float[np.ndarray, " response"]]:

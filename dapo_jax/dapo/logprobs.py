@@ -4,7 +4,7 @@ All log-probabilities are under softmax(logits / temperature), the distribution 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from dapo_jax.dapo.precision import product
+from dapo_jax.dapo.precision import capped, product
 
 
 def token_logprobs(
@@ -55,6 +55,7 @@ def chunked_logprobs(
     vocab_size: int | None = None,
     vocab_axis: str | None = None,
     teachers: Sequence[tuple[Array, Array]] = (),
+    caps: Sequence[float | None] = (),
 ) -> tuple[Float[Array, " tokens"], ...]:
     r"""Computes the log-probability and the entropy of each token under softmax(hidden @ unembedding.T / temperature).
 
@@ -75,6 +76,7 @@ def chunked_logprobs(
         vocab_axis: inside `shard_map`, the mesh axis over which the rows of `unembedding` are split. All devices along this axis must have the same
             `hidden`, and they return the same values. The gradient of `hidden` on each device is a partial sum.
         teachers: hidden states and unembedding of other models, without gradients. They may have another width, and more vocabulary entries, which are ignored.
+        caps: for this model and each teacher, the cap c if its logits x become c tanh(x / c) before the temperature. If empty, no logits are capped.
 
     Returns:
         Differentiable log-probabilities, entropies without a gradient, and for each teacher the differentiable divergence
@@ -89,12 +91,16 @@ def chunked_logprobs(
     hidden, unembedding = _vary_with(hidden, unembedding), _vary_with(unembedding, hidden)
     wide = np.promote_types(hidden.dtype, jnp.float32)
     dtype = compute_dtype or hidden.dtype.name
-    how = _Chunks(unembedding.shape[0], chunk_vocab, dtype, vocab_size, vocab_axis)
+    caps = tuple(caps) or (None,) * (1 + len(teachers))
+    how = _Chunks(unembedding.shape[0], chunk_vocab, dtype, vocab_size, vocab_axis, caps)
     hidden, temperature = hidden.astype(wide), jnp.asarray(temperature, wide)
     others = lax.stop_gradient([(its.astype(wide), how.aligned(table)) for its, table in teachers])
     split = [(its, how.split(table)) for its, table in others]
     logprobs, entropy, *gaps = _scores(how, hidden, unembedding, targets, temperature, split)
-    log_sums = [_scan_vocabulary(how, *other, targets, temperature, [])[2] for other in others]
+    log_sums = [
+        _scan_vocabulary(replace(how, caps=(cap,)), *other, targets, temperature, [])[2]
+        for other, cap in zip(others, caps[1:], strict=True)
+    ]
     return logprobs, entropy, *(gap + log_sum for gap, log_sum in zip(gaps, log_sums, strict=True))
 
 
@@ -108,6 +114,8 @@ class _Chunks:
     dtype: str
     vocab_size: int | None
     axis: str | None
+    caps: tuple[float | None, ...]
+    """The caps of this model's logits and of each teacher's."""
 
     @property
     def count(self) -> int:
@@ -145,9 +153,10 @@ class _Chunks:
         weight: Float[Array, "entries embed"],
         hidden: Float[Array, "tokens embed"],
         temperature: Float[Array, ""],
+        model: int = 0,
     ) -> Float[Array, "tokens entries"]:
-        """Returns the tempered logits of one chunk. Logits of padding are so low that they do not contribute to sums."""
-        logits = product("ve,te->tv", weight, hidden, self.dtype) / temperature
+        """Returns the tempered logits of one chunk. Logits of padding are so low that they do not contribute to sums. `model` is an index into `caps`."""
+        logits = capped(product("ve,te->tv", weight, hidden, self.dtype), self.caps[model]) / temperature
         row = self.row(index, logits)
         if self.rows % self.count:
             logits = jnp.where(row < self.rows, logits, _NEVER)
@@ -265,7 +274,10 @@ _scores.defvjp(_scores_forward, _scores_backward)
 
 
 def _teacher_logits(how: _Chunks, index: Array, teachers: Teachers, temperature: Array) -> list[Array]:
-    return [how.logits(index, _chunk(chunks, index), hidden, temperature) for hidden, chunks in teachers]
+    return [
+        how.logits(index, _chunk(chunks, index), hidden, temperature, model)
+        for model, (hidden, chunks) in enumerate(teachers, start=1)
+    ]
 
 
 def _chunk(chunks: Float[Array, "entries chunks embed"], index: Array) -> Float[Array, "entries embed"]:

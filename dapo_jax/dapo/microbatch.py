@@ -8,7 +8,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt8
+
+from dapo_jax.dapo.rollouts import NO_ROUTE
 
 
 @jax.tree_util.register_dataclass
@@ -46,11 +48,15 @@ class Microbatch:
     """A random number from 0 to 1 for each token, or None unless a selection requires it."""
     selected: Bool[Array, "rows seq"] | Any = None
     """True on the tokens that `loss.select` selects. None until `Updater.prepare` fills it in, and always with `loss.select=all`."""
+    routes: UInt8[Array, "rows seq layers chosen"] | Any = None
+    """The experts recorded for each token, `NO_ROUTE` where nothing is recorded, or None if the trainer chooses all experts itself."""
 
 
-def blank_microbatch(shape: tuple[int, ...], *also: str) -> Microbatch:
-    """Returns a microbatch of zeros as numpy arrays of shape `shape`: [rows, seq], optionally with leading dimensions. `also` names optional fields to include."""
+def blank_microbatch(shape: tuple[int, ...], *also: str, routes: tuple[int, ...] | None = None) -> Microbatch:
+    """Returns a microbatch of zeros as numpy arrays of shape `shape`: [rows, seq], optionally with leading dimensions. `also` names optional fields to include.
+    With `routes` = (layers, chosen), it has an empty record of experts."""
     integers = ("tokens", "segment_ids", "prefix_ids", "previous", "positions")
     kinds = {"mask": np.bool_, "selected": np.bool_, **dict.fromkeys(integers, np.int32)}
     names = [field.name for field in fields(Microbatch) if field.default is MISSING or field.name in also]
-    return Microbatch(**{name: np.zeros(shape, kinds.get(name, np.float32)) for name in names})
+    record = None if routes is None else np.full((*shape, *routes), NO_ROUTE, np.uint8)
+    return Microbatch(**{name: np.zeros(shape, kinds.get(name, np.float32)) for name in names}, routes=record)

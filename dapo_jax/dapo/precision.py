@@ -125,6 +125,11 @@ def rounded(x: Num[Array, "*shape"], dtype: str) -> Float[Array, "*shape"]:
     return lax.reduce_precision(wide, kind.nexp, kind.nmant) if loses else wide
 
 
+def capped(x: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
+    """Returns c tanh(x / c) for a cap c, or `x` if there is no cap."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
 def _einsum(spec: str, left: Array, right: Array, dtype: str, in_parts: bool = False) -> Array:
     wide = _wide(dtype)
 

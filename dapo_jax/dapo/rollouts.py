@@ -11,10 +11,13 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt8
 
 FinishReason = Literal["stop", "length"]
 """The reason why sampling ended: an end token ("stop"), or the length limit ("length")."""
+
+NO_ROUTE = 255
+"""Entry of a record of chosen experts where nothing is recorded. All entries of a token are equal to it, and the token then chooses its experts itself."""
 
 Lost = Literal["timeout", "memory", "died", "nonfinite", "raised"]
 """Why a response has no verdict: the grader exceeded its time or memory limit, its process died, its score is not finite, or the environment raised."""
@@ -117,6 +120,11 @@ class Response:
     """The turns of an episode, in order. Empty for a response without an environment."""
     contexts: tuple[ContextSpan, ...] = ()
     """The new contexts of an episode, in order. If empty, every token follows the prompt and all earlier tokens."""
+    routes: UInt8[np.ndarray, "response layers chosen"] | None = None
+    """The experts that the sampler chose for each token, `NO_ROUTE` where nothing is recorded (at least for the last token, which is never processed). None if
+    nothing is recorded at all."""
+    prompt_routes: UInt8[np.ndarray, "prompt layers chosen"] | None = None
+    """The experts that the sampler chose for the tokens of the prompt. Responses to a prompt share this array if they started together."""
 
     def parts(self, prompt: Int[np.ndarray, " prompt"]) -> list[ResponsePart]:
         """Splits the response into one part per context, and returns the parts that contain sampled tokens. Each part becomes a training example."""

@@ -11,10 +11,12 @@ from dapo_jax.doctor.check import Found
 from dapo_jax.doctor.machine import host_bytes
 from dapo_jax.doctor.subject import Subject
 from dapo_jax.locks import LockedError, check_free
+from dapo_jax.models.folder import NOT_LOADED
+from dapo_jax.models.safetensors_files import SafetensorsFolder
 from dapo_jax.plan.memory import MARGIN, together
 from dapo_jax.plan.topologies import present_bytes
 from dapo_jax.run.disk_space import gib, room_for, written_by
-from dapo_jax.run.policy import lora_of, mesh_of, meshes_of
+from dapo_jax.run.policy import mesh_of, meshes_of, with_adapters
 from dapo_jax.run.run_dir import check_run_dir, place_of
 from dapo_jax.storage import in_bucket
 from dapo_jax.trackers import check_trackers
@@ -39,8 +41,16 @@ def model(subject: Subject) -> Found:
     """Checks that the model exists, without loading its weights."""
     decoder, tokenizer, folder, size = subject.described
     weights = "random weights" if folder is None else f"{gib(size)} of weights"
-    source, vocabulary = subject.config.model.source, tokenizer.vocab_size
-    return Found(f"{source}: {decoder.parameters:,} parameters, {weights}, {vocabulary:,} tokens")
+    config, vocabulary = subject.config, tokenizer.vocab_size
+    # Of a model on the hub, only the description is there.
+    there = folder is not None and not config.model.source.startswith("hf:")
+    skipped = SafetensorsFolder(folder).skipped if there else 0
+    chosen = decoder.for_length(
+        config.data.max_prompt_tokens + config.sampling.max_response_tokens
+    ).length_note
+    notes = filter(None, (f"{skipped} {NOT_LOADED}" if skipped else "", chosen))
+    found = f"{config.model.source}: {decoder.size_note}, {weights}, {vocabulary:,} tokens"
+    return Found("; ".join((found, *notes)))
 
 
 def memory(subject: Subject) -> Found:
@@ -74,7 +84,7 @@ def memory(subject: Subject) -> Found:
 def disk(subject: Subject) -> Found:
     """Checks that the disks have room for the files that a run writes."""
     try:
-        parameters = replace(subject.described[0], lora=lora_of(subject.config.lora)).trained_parameters
+        parameters = with_adapters(subject.described[0], subject.config.lora).trained_parameters
     except ConfigError:  # the `model` check reports this error
         parameters = 0
     return Found(*room_for(written_by(subject.config, parameters)))

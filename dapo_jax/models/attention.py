@@ -8,10 +8,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from dapo_jax.dapo.precision import product
+from dapo_jax.dapo.precision import capped, product
 
 MASKED = -1e30
 """Score of a masked position. It is finite, so that a fully masked row does not become NaN."""
+
+Near = tuple[Int[Array, ""], Int[Array, "batch seq"]]
+"""A layer's window and the position of each token in its sequence. A query at position i attends to positions j with i - window < j <= i, or to all if the window is 0.
+Columns of a row cannot replace positions, because several responses may share a prompt in a row."""
 
 QUERY_BLOCKS, SMALLEST_BLOCK = 4, 64
 """Number of blocks into which the queries of a row are split, and the minimum size of a block."""
@@ -27,16 +31,20 @@ def causal_attention(
     segment_ids: Int[Array, "batch seq"],
     prefix_ids: Int[Array, "batch seq"] | None = None,
     *,
+    near: Near | None = None,
+    cap: float | None = None,
     dtype: str = "float32",
 ) -> Float[Array, "heads head_dim tokens"]:
     """Computes causal attention within segments. The `tokens` dimension is the concatenation of all rows of `segment_ids`.
 
     Each token attends to earlier tokens of its own segment and to itself. It also attends to earlier tokens of the segment given by
     `prefix_ids`. If several responses share a prompt, this is the prompt's segment. Other segments are masked. Padding (segment 0) attends only to padding.
+    `near` limits the distance, and `cap` caps the scores (see `dapo_jax.dapo.precision.capped`).
     """
     q, k, v = (part.reshape(*part.shape[:2], *segment_ids.shape) for part in (query, key, value))
     prefix_ids = segment_ids if prefix_ids is None else prefix_ids
-    return row_attention(q, k, v, segment_ids, prefix_ids, segment_ids, dtype=dtype).reshape(query.shape)
+    out = row_attention(q, k, v, segment_ids, prefix_ids, segment_ids, near=near, cap=cap, dtype=dtype)
+    return out.reshape(query.shape)
 
 
 def row_attention(
@@ -48,6 +56,8 @@ def row_attention(
     segment_ids: Int[Array, "batch seq"],
     *,
     first: Int[Array, ""] | None = None,
+    near: Near | None = None,
+    cap: float | None = None,
     dtype: str = "float32",
 ) -> Float[Array, "heads head_dim batch part"]:
     """Computes `causal_attention` for consecutive queries of each row, from column `first` on. Without `first`, these are all queries of the row.
@@ -58,7 +68,7 @@ def row_attention(
     (kv_heads, head_dim, _, seq), part = key.shape, query.shape[-1]
     grouped = (query * head_dim**-0.5).reshape(kv_heads, -1, *query.shape[1:])
     size = LONG_ROW_BLOCK if seq > LONG_ROW else max(-(-part // QUERY_BLOCKS), SMALLEST_BLOCK)
-    attend = jax.checkpoint(_attend, static_argnums=4) if seq > LONG_ROW else _attend
+    attend = jax.checkpoint(_attend, static_argnums=(4, 5)) if seq > LONG_ROW else _attend
     out = []
     for start in range(0, part, size):
         stop = min(start + size, part)
@@ -67,8 +77,12 @@ def row_attention(
         seen = (own[:, :, None] == before[:, None]) | (prefix[:, :, None] == before[:, None])
         column = jnp.arange(start, stop, dtype=jnp.int32) + (0 if first is None else first)
         causal = column[:, None] >= jnp.arange(end, dtype=jnp.int32)[None]
+        if near is not None:
+            window, position = near
+            own_position = lax.dynamic_slice_in_dim(position, column[0], stop - start, axis=1)
+            seen &= (window == 0) | (own_position[:, :, None] - position[:, None, :end] < window)
         block = grouped[..., start:stop]
-        out.append(attend(key[..., :end], value[..., :end], block, causal[None] & seen, dtype))
+        out.append(attend(key[..., :end], value[..., :end], block, causal[None] & seen, dtype, cap))
     return jnp.concatenate(out, axis=-1).reshape(query.shape)
 
 
@@ -78,8 +92,9 @@ def _attend(
     grouped: Float[Array, "kv_heads group head_dim batch block"],
     mask: Bool[Array, "batch block seq"],
     dtype: str,
+    cap: float | None,
 ) -> Float[Array, "kv_heads group head_dim batch block"]:
-    scores = product("kdbt,kgdbs->bkgst", k, grouped, dtype)
+    scores = capped(product("kdbt,kgdbs->bkgst", k, grouped, dtype), cap)
     scores = jnp.where(mask[:, None, None], scores, MASKED)
     # Attention weights are rounded before they are divided by their sum, so that results match decoding.
     weights = jnp.exp(scores - lax.stop_gradient(scores.max(-1, keepdims=True)))
@@ -93,11 +108,14 @@ def part_attention(
     values: Float[Array, "kv_heads head_dim room"],
     start: Int[Array, ""],
     *,
+    window: Int[Array, ""] | None = None,
+    cap: float | None = None,
     dtype: str = "float32",
 ) -> Float[Array, "heads head_dim part"]:
     """Computes causal attention for one chunk of a sequence in chunked prefill. The chunk has `part` tokens, from token `start` on.
 
     Keys are processed in chunks of `part` tokens, up to and including the chunk of the queries. `room` is a multiple of `part`.
+    With a `window` above 0 (see `Near`), the chunks before it are skipped.
     """
     _, head_dim, part = query.shape
     grouped = (query * head_dim**-0.5).reshape(len(keys), -1, head_dim, part)
@@ -109,8 +127,11 @@ def part_attention(
         some_keys, some_values = (
             lax.dynamic_slice_in_dim(whole, begin, part, axis=2) for whole in (keys, values)
         )
-        scores = product("kdt,kgds->kgst", some_keys, grouped, dtype)
-        scores = jnp.where(begin + column[None] <= start + column[:, None], scores, MASKED)
+        scores = capped(product("kdt,kgds->kgst", some_keys, grouped, dtype), cap)
+        mask = begin + column[None] <= start + column[:, None]
+        if window is not None:
+            mask &= (window == 0) | (start + column[:, None] - begin - column[None] < window)
+        scores = jnp.where(mask, scores, MASKED)
         new_top = jnp.maximum(top, scores.max(-1))
         weights, shrink = jnp.exp(scores - new_top[..., None]), jnp.exp(top - new_top)
         some = product("kdt,kgst->kgds", some_values, weights, dtype)
@@ -118,9 +139,12 @@ def part_attention(
 
     shape = grouped.shape
     rows = (*shape[:2], part)
-    # Every query attends to the first key, so no row is fully masked.
+    # Every query attends to its own key, so no row stays fully masked. What masked keys add before is multiplied by 0.
     carry = (jnp.full(rows, MASKED), jnp.zeros(rows), jnp.zeros(shape))
-    _, total, out = lax.fori_loop(0, start // part + 1, attend, carry)
+    first = 0
+    if window is not None:
+        first = jnp.where(window > 0, jnp.maximum(start - window + 1, 0) // part, 0)
+    _, total, out = lax.fori_loop(first, start // part + 1, attend, carry)
     return (out / total[:, :, None]).reshape(query.shape).astype(query.dtype)
 
 
@@ -131,8 +155,10 @@ def cached_attention(
     lengths: Int[Array, " slots"],
     *,
     chunk: int = 256,
+    window: int = 0,
+    cap: float | None = None,
 ) -> Float[Array, "heads head_dim slots"]:
-    """Computes attention for one query per slot over the first `lengths` entries of the slot's KV cache.
+    """Computes attention for one query per slot over the first `lengths` entries of the slot's KV cache, or over the last `window` of them if it is above 0.
 
     The loop runs over as many chunks as the longest slot needs. Chunks beyond the length of a shorter slot add exact zeros, so
     the result of a slot does not depend on the lengths of other slots.
@@ -151,9 +177,11 @@ def cached_attention(
         top, total, out = carry
         part_keys = lax.dynamic_slice_in_dim(keys, begin, chunk, axis=3)
         part_values = lax.dynamic_slice_in_dim(values, begin, chunk, axis=2)
-        scores = product("skdc,skgd->skgc", part_keys, grouped, dtype)
+        scores = capped(product("skdc,skgd->skgc", part_keys, grouped, dtype), cap)
         position = begin + jnp.arange(chunk, dtype=jnp.int32)
         live = (position[None] < lengths[:, None]) & (position >= start)[None]
+        if window:
+            live &= position[None] >= lengths[:, None] - window
         scores = jnp.where(live[:, None, None], scores, MASKED)
         new_top = jnp.maximum(top, scores.max(-1))
         weights = jnp.where(live[:, None, None], jnp.exp(scores - new_top[..., None]), 0.0)
@@ -166,8 +194,10 @@ def cached_attention(
     if chunk == capacity:
         _, total, out = attend(jnp.zeros((), jnp.int32), carry)
     else:
-        chunks = (lengths.max() + chunk - 1) // chunk
-        _, total, out = lax.fori_loop(0, chunks, lambda i, c: attend(i * chunk, c), carry)
+        chunks, first = (lengths.max() + chunk - 1) // chunk, 0
+        if window:
+            first = jnp.maximum(jnp.where(lengths > 0, lengths, capacity).min() - window, 0) // chunk
+        _, total, out = lax.fori_loop(first, chunks, lambda i, c: attend(i * chunk, c), carry)
     # A free slot has length 0 and total 0, so its output is 0. The output is not used.
     out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
     return out.transpose(1, 2, 3, 0).reshape(query.shape).astype(query.dtype)

@@ -9,6 +9,7 @@ segments, but the number of batches depends on the data. The gradient of a promp
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -35,16 +36,19 @@ def packed_attention(
     segment_ids: Ids,
     prefix_ids: Ids,
     *,
+    window: int = 0,
     dtype: str,
 ) -> Float[Array, "heads head_dim batch seq"]:
     """Computes `attention.causal_attention` with cuDNN, in bfloat16 or float16. The result at padding is 0.
+
+    A query attends to the last `window` tokens including its own, or to all if `window` is 0.
 
     The responses to a shared prompt must directly follow it, as `row_packing.pack` writes them.
     """
     q, k, v = (
         part.astype(dtype).transpose(2, 3, 0, 1).reshape(-1, *part.shape[:2]) for part in (query, key, value)
     )
-    out = _attention(q, k, v, segment_ids, prefix_ids).reshape(*segment_ids.shape, *query.shape[:2])
+    out = _attention(window, q, k, v, segment_ids, prefix_ids).reshape(*segment_ids.shape, *query.shape[:2])
     return out.transpose(2, 3, 0, 1).astype(query.dtype)
 
 
@@ -82,12 +86,12 @@ _ONCE: dict[str, Any] = {"mode": "drop", "unique_indices": True}
 """Scatter options that avoid atomic operations. With atomic operations, sums would depend on the order of threads."""
 
 
-@jax.custom_vjp
-def _attention(q: Heads, k: Heads, v: Heads, ids: Ids, prefixes: Ids) -> Heads:
-    return _forward(q, k, v, ids, prefixes)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(window: int, q: Heads, k: Heads, v: Heads, ids: Ids, prefixes: Ids) -> Heads:
+    return _forward(window, q, k, v, ids, prefixes)[0]
 
 
-def _forward(q: Heads, k: Heads, v: Heads, ids: Ids, prefixes: Ids) -> tuple[Heads, Any]:
+def _forward(window: int, q: Heads, k: Heads, v: Heads, ids: Ids, prefixes: Ids) -> tuple[Heads, Any]:
     out, sums = jnp.zeros_like(q), jnp.zeros(q.shape[:2], jnp.float32)
     for batch_of, count in _batches(ids, prefixes):
 
@@ -95,7 +99,7 @@ def _forward(q: Heads, k: Heads, v: Heads, ids: Ids, prefixes: Ids) -> tuple[Hea
             index: Array, before: tuple[Array, Array], batch_of: BatchOf = batch_of
         ) -> tuple[Array, Array]:
             (out, sums), batch = before, batch_of(index)
-            some, log = attend(q[batch.token], k[batch.token], v[batch.token], batch.lengths)
+            some, log = attend(q[batch.token], k[batch.token], v[batch.token], batch.lengths, window)
             target = batch.target(batch.own, len(q))
             return out.at[target].set(some, **_ONCE), sums.at[target].set(log.transpose(0, 2, 1), **_ONCE)
 
@@ -103,7 +107,7 @@ def _forward(q: Heads, k: Heads, v: Heads, ids: Ids, prefixes: Ids) -> tuple[Hea
     return out, (q, k, v, ids, prefixes, out, sums)
 
 
-def _backward(saved: Any, d_out: Heads) -> tuple[Any, ...]:
+def _backward(window: int, saved: Any, d_out: Heads) -> tuple[Any, ...]:
     q, k, v, ids, prefixes, out, sums = saved
     grads = jnp.zeros_like(q), jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     for batch_of, count in _batches(ids, prefixes):
@@ -113,7 +117,9 @@ def _backward(saved: Any, d_out: Heads) -> tuple[Any, ...]:
             own, log = batch.own[..., None, None], sums[batch.token].transpose(0, 2, 1)
             some_q, some_k, some_v, some_out = (x[batch.token] for x in (q, k, v, out))
             some = jnp.where(own, d_out[batch.token], 0)
-            d_q, d_k, d_v = attend_backward(some_q, some_k, some_v, log, some, some_out, batch.lengths)
+            d_q, d_k, d_v = attend_backward(
+                some_q, some_k, some_v, log, some, some_out, batch.lengths, window
+            )
             target = batch.target(batch.own, len(q))
             sum_target = batch.target(batch.own | (batch.prompt & batch.first.any(1)[:, None]), len(q))
             return (
@@ -180,18 +186,18 @@ def _runs(ids: Ids) -> tuple[PerToken, PerToken]:
 
 
 def attend(
-    q: Sequences, k: Sequences, v: Sequences, lengths: Int[Array, " batch"]
+    q: Sequences, k: Sequences, v: Sequences, lengths: Int[Array, " batch"], window: int = 0
 ) -> tuple[Sequences, Float[Array, "batch heads room"]]:
-    """Calls cuDNN for causal attention. Returns the output and the log-sum-exp of the scores. Values after the end of a sequence are undefined."""
+    """Calls cuDNN for causal attention (see `packed_attention` for `window`). Returns the output and the log-sum-exp of the scores. Values after the end of a sequence are undefined."""
     logs = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
     products = {"bmm1": (3, 2, 3, 2), "bmm2": (3, 1, 1, 2)}
-    [out], logs = _call("Softmax", (q, k, v, lengths, lengths), (q,), [logs], products)
+    [out], logs = _call("Softmax", (q, k, v, lengths, lengths), (q,), [logs], products, window)
     return out, logs
 
 
 def attend_backward(
     q: Sequences, k: Sequences, v: Sequences, logs: Float[Array, "batch heads room"], d_out: Sequences, out: Sequences,
-    lengths: Int[Array, " batch"],
+    lengths: Int[Array, " batch"], window: int = 0,
 ) -> tuple[Sequences, Sequences, Sequences]:  # fmt: skip
     """Calls cuDNN for the gradients of q, k and v, given the results of `attend`. Gradients after the end of a sequence are undefined."""
     products = {
@@ -199,13 +205,13 @@ def attend_backward(
         "bmm2_grad_gemm1": (2, 1, 1, 2), "bmm2_grad_gemm2": (3, 2, 3, 2),
     }  # fmt: skip
     operands = (q, k, v, logs, d_out, out, lengths, lengths)
-    d_q, d_k, d_v = _call("SoftmaxBackward", operands, (q, k, v), [], products)[0]
+    d_q, d_k, d_v = _call("SoftmaxBackward", operands, (q, k, v), [], products, window)[0]
     return d_q, d_k, d_v
 
 
 def _call(
     name: str, operands: tuple[Array, ...], like: tuple[Sequences, ...], others: list[jax.ShapeDtypeStruct],
-    products: dict[str, tuple[int, int, int, int]],
+    products: dict[str, tuple[int, int, int, int]], window: int,
 ) -> tuple[list[Sequences], Any]:  # fmt: skip
     """Calls cuDNN's attention through XLA, with the same options as `jax.nn.dot_product_attention`. That function can be traced only if a GPU is present.
 
@@ -218,7 +224,7 @@ def _call(
             "algo_id": "0", "math_type": "TENSOR_OP_MATH", "tuning_knobs": {"17": "1", "24": "0"},
             "is_cudnn_frontend": True, "workspace_size": "0",
         },
-        "fmha_scale": head_dim**-0.5, "dropout_rate": 0.0, "seed": 42, "sliding_window_length": 0,
+        "fmha_scale": head_dim**-0.5, "dropout_rate": 0.0, "seed": 42, "sliding_window_length": window,
         "max_seg_per_batch": 1, "is_paged_attention": False, "is_flash_attention": True, "mask_type": "PADDING_CAUSAL",
         "intermediate_tensor_shape": {
             "element_type": {"bfloat16": "BF16", "float16": "F16"}[operands[0].dtype.name],

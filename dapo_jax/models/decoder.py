@@ -1,4 +1,4 @@
-"""One decoder for the Llama 3, Qwen2 and Qwen3 families, for training and sampling.
+"""One decoder for all dense model families, for training and sampling. Families differ in the options of `DecoderConfig`.
 
 A `Block` does not implement attention, but passes queries, keys and values to a function `attend`. In training, this function
 attends within a row. In prefill, it also stores keys and values. In decoding, it attends to the KV cache. In this way, trainer
@@ -18,12 +18,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
-from dapo_jax.dapo.precision import product, rounded
+from dapo_jax.dapo.precision import capped, product, rounded
 from dapo_jax.dapo.quantization import Quantized
+from dapo_jax.dapo.rollouts import NO_ROUTE
+from dapo_jax.models.experts import chosen, mixture
 from dapo_jax.models.layout import Layout
 from dapo_jax.models.lora import LORA_PARTS, MATRICES, adapter, lora_delta
 from dapo_jax.models.presets import DecoderConfig
@@ -32,8 +35,8 @@ from dapo_jax.models.rope import rope_frequencies
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
 """A function that maps query, key and value, each [heads, head_dim, tokens], to the attention output and a second value, which `Block` returns unchanged."""
 
-RopeTables = tuple[Array, Array]
-"""Cosine and sine of the RoPE angles, each [head_dim / 2, tokens]."""
+RopeTables = tuple[Array, ...]
+"""Cosine and sine of the RoPE angles, each [rotated / 2, tokens], and with `query_growth`, also the factor of each query, [1, tokens]."""
 
 WHOLE = Layout()
 
@@ -54,22 +57,35 @@ def rms_norm(
     return (scaled * weight.astype(jnp.float32)[:, None]).astype(x.dtype)
 
 
-def rope_tables(positions: Int[Array, " tokens"], config: DecoderConfig) -> RopeTables:
-    """Returns the RoPE tables for the given positions. All layers share them."""
-    scaling = config.rope_scaling
-    frequencies = jnp.asarray(rope_frequencies(config.head_dim, config.rope_theta, scaling))
-    angles = frequencies[:, None] * positions.astype(jnp.float32)[None]
-    amplitude = 1.0 if scaling is None else scaling.amplitude
-    return jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude
+def rope_tables(positions: Int[Array, " tokens"], config: DecoderConfig) -> tuple[RopeTables, ...]:
+    """Returns the tables of each rotation in `config.ropes` for the given positions."""
+    width = max(rope.width(config.head_dim) if rope else 2 for rope in config.ropes)
+    growth: RopeTables = ()
+    if config.query_growth is not None:
+        beta, original = config.query_growth
+        growth = (1.0 + beta * jnp.log1p(jnp.floor(positions.astype(jnp.float32)[None] / original)),)
+    tables = []
+    for rope in config.ropes:
+        # Without a rotation, the angles are 0, which is exact.
+        still = np.zeros(width // 2, np.float32)
+        frequencies = still if rope is None else rope_frequencies(width, rope.theta, rope.scaling)
+        angles = jnp.asarray(frequencies)[:, None] * positions.astype(jnp.float32)[None]
+        amplitude = rope.scaling.amplitude if rope and rope.scaling else 1.0
+        tables.append((jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude, *growth))
+    return tuple(tables)
 
 
 def rotary(
     x: Float[Array, "heads head_dim tokens"], rope: RopeTables
 ) -> Float[Array, "heads head_dim tokens"]:
-    """Applies rotary position embedding (Su et al. 2021). As in Llama, dimension i is paired with dimension i + head_dim / 2."""
-    cos, sin = (part[None] for part in rope)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=1).astype(x.dtype)
+    """Applies rotary position embedding (Su et al. 2021). As in Llama, dimension i is paired with dimension i + rotated / 2. Other dimensions pass unchanged."""
+    cos, sin = (part[None] for part in rope[:2])
+    rotated, wide = 2 * cos.shape[1], x.astype(jnp.float32)
+    first, second = jnp.split(wide[:, :rotated], 2, axis=1)
+    rest = [] if rotated == x.shape[1] else [wide[:, rotated:]]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, *rest], axis=1).astype(
+        x.dtype
+    )
 
 
 def _weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], fan_in: int) -> nnx.Param[Array]:
@@ -88,8 +104,22 @@ def _table(rngs: nnx.Rngs, config: DecoderConfig) -> nnx.Param[Array]:
     return nnx.Param(jnp.pad(initial, rows), axes=("vocab", "embed"))
 
 
+def _norm(
+    config: DecoderConfig, shape: tuple[int, ...], axes: tuple[str, ...] = ("norm",)
+) -> nnx.Param[Array]:
+    return _filled(1.0 - config.norm_offset, shape, axes)
+
+
+def _offset(config: DecoderConfig, weight: Array) -> Array:
+    """Returns the factors of a norm with the stored weight `weight`."""
+    return weight + config.norm_offset if config.norm_offset else weight
+
+
+_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}
+
+
 class Block(nnx.Module):
-    """One transformer layer: attention and a gated MLP. Both have a norm before them, and both add their output to the residual stream."""
+    """One transformer layer: attention and a gated MLP. Both add their output to the residual stream, and have a norm before them, after them, or both."""
 
     def __init__(
         self,
@@ -102,8 +132,12 @@ class Block(nnx.Module):
         embed, hidden, dim = config.embed_dim, config.mlp_dim, config.head_dim
         heads, kv_heads = config.heads, config.kv_heads
         self.config, self.compute_dtype, self.layout = config, compute_dtype, layout
-        self.attention_norm = _filled(1.0, (embed,), ("norm",))
-        self.mlp_norm = _filled(1.0, (embed,), ("norm",))
+        if config.norm_place != "outputs":
+            self.attention_norm = _norm(config, (embed,))
+            self.mlp_norm = _norm(config, (embed,))
+        if config.norm_place != "inputs":
+            self.attention_out_norm = _norm(config, (embed,))
+            self.mlp_out_norm = _norm(config, (embed,))
         self.query = _weight(rngs, (heads, dim, embed), ("heads", "head_dim", "embed"), embed)
         self.key = _weight(rngs, (kv_heads, dim, embed), ("kv_heads", "head_dim", "embed"), embed)
         self.value = _weight(rngs, (kv_heads, dim, embed), ("kv_heads", "head_dim", "embed"), embed)
@@ -112,16 +146,29 @@ class Block(nnx.Module):
         self.output = _weight(
             rngs, (embed, heads, dim), ("embed", "heads", "head_dim"), heads * dim * writers
         )
-        self.gate = _weight(rngs, (hidden, embed), ("mlp", "embed"), embed)
-        self.up = _weight(rngs, (hidden, embed), ("mlp", "embed"), embed)
-        self.down = _weight(rngs, (embed, hidden), ("embed", "mlp"), hidden * writers)
+        many, each = ((), ()) if config.experts is None else ((config.experts.count,), ("experts",))
+        if config.experts is not None:
+            # The last axis keeps the router in float32, as it keeps norms.
+            self.router = _weight(rngs, (*many, embed), ("features", "norm"), embed)
+        self.gate = _weight(rngs, (*many, hidden, embed), (*each, "mlp", "embed"), embed)
+        self.up = _weight(rngs, (*many, hidden, embed), (*each, "mlp", "embed"), embed)
+        self.down = _weight(rngs, (*many, embed, hidden), (*each, "embed", "mlp"), hidden * writers)
         if config.qkv_bias:
             self.query_bias = _filled(0.0, (heads, dim), ("heads", "head_dim"))
             self.key_bias = _filled(0.0, (kv_heads, dim), ("kv_heads", "head_dim"))
             self.value_bias = _filled(0.0, (kv_heads, dim), ("kv_heads", "head_dim"))
-        if config.qk_norm:
-            self.query_norm = _filled(1.0, (dim,), ("norm",))
-            self.key_norm = _filled(1.0, (dim,), ("norm",))
+        if config.output_bias:
+            self.output_bias = _filled(0.0, (embed,), ("features",))
+        if config.mlp_bias:
+            self.gate_bias = _filled(0.0, (hidden,), ("mlp",))
+            self.up_bias = _filled(0.0, (hidden,), ("mlp",))
+            self.down_bias = _filled(0.0, (embed,), ("features",))
+        if config.qk_norm == "head":
+            self.query_norm = _norm(config, (dim,))
+            self.key_norm = _norm(config, (dim,))
+        if config.qk_norm == "all":
+            self.query_norm = _norm(config, (heads, dim), ("heads", "norm"))
+            self.key_norm = _norm(config, (kv_heads, dim), ("kv_heads", "norm"))
         if config.lora is not None:
             for name in (MATRICES[target] for target in config.lora.targets):
                 weight = getattr(self, name)
@@ -141,28 +188,91 @@ class Block(nnx.Module):
         )
         if config.qkv_bias:
             query, key, value = (
-                part + rounded(bias[...], self.compute_dtype)[..., None]
-                for part, bias in ((query, self.query_bias), (key, self.key_bias), (value, self.value_bias))
+                part + self._bias(name) for part, name in ((query, "query"), (key, "key"), (value, "value"))
             )
-        if config.qk_norm:
-            norm = jax.vmap(rms_norm, in_axes=(0, None, None))
-            query = norm(query, self.query_norm[...], config.norm_eps)
-            key = norm(key, self.key_norm[...], config.norm_eps)
-        return rotary(query, rope), rotary(key, rope), value
+        if config.qk_norm != "none" and not config.qk_norm_after_rope:
+            query, key = self._normed("query_norm", query), self._normed("key_norm", key)
+        if config.clip_qkv is not None:
+            query, key, value = (
+                jnp.clip(part, -config.clip_qkv, config.clip_qkv) for part in (query, key, value)
+            )
+        query, key = rotary(query, rope), rotary(key, rope)
+        if config.qk_norm_after_rope:
+            query, key = self._normed("query_norm", query), self._normed("key_norm", key)
+        if config.query_growth is not None:
+            query = query * rope[2][None]
+        if config.query_scale is not None:
+            # Attention divides by the square root of head_dim.
+            query = query * (config.query_scale * config.head_dim**0.5)
+        return query, key, value
+
+    def _bias(self, name: str) -> Array:
+        return rounded(getattr(self, f"{name}_bias")[...], self.compute_dtype)[..., None]
+
+    def _normed(self, name: str, x: Array) -> Array:
+        """Normalizes features [features, tokens], or queries or keys [heads, head_dim, tokens]."""
+        config, weight = self.config, _offset(self.config, getattr(self, name)[...])
+        if x.ndim == 2:
+            return rms_norm(x, weight, config.norm_eps)
+        if config.qk_norm == "head":
+            return jax.vmap(rms_norm, in_axes=(0, None, None))(x, weight, config.norm_eps)
+        wide = x.astype(jnp.float32)
+        heads = config.heads if name == "query_norm" else config.kv_heads
+        total = self.layout.over_heads((wide * wide).sum((0, 1)))
+        scaled = wide * jax.lax.rsqrt(total / (heads * config.head_dim) + config.norm_eps)[None, None]
+        return (scaled * weight[..., None]).astype(x.dtype)
 
     def __call__(
-        self, x: Float[Array, "embed part"], rope: RopeTables, attend: Attend
-    ) -> tuple[Float[Array, "embed part"], Any]:
-        """Returns the layer's output and the second result of `attend`. `rope` contains the RoPE tables for the tokens' positions."""
-        eps, dtype = self.config.norm_eps, self.compute_dtype
-        inner, outer = partial(self.layout.inner, dtype=dtype), partial(self.layout.outer, dtype=dtype)
-        normed = inner(rms_norm(x, self.attention_norm[...], eps))
+        self, x: Float[Array, "embed part"], rope: RopeTables, attend: Attend, routes: Integer[Array, "tokens chosen"] | None = None
+    ) -> tuple[Float[Array, "embed part"], Any, Int[Array, "tokens chosen"] | None]:  # fmt: skip
+        """Returns the layer's output, the second result of `attend`, and the router's own choice of experts (None if there are no experts).
+
+        `rope` contains the RoPE tables for the tokens' positions. `routes` contains the experts to use, or `NO_ROUTE` for the router's own choice.
+        """
+        inner, outer = (
+            partial(part, dtype=self.compute_dtype) for part in (self.layout.inner, self.layout.outer)
+        )
+        before, after = self.config.norm_place != "outputs", self.config.norm_place != "inputs"
+
+        def added(x: Array, name: str, product: Array) -> Array:
+            """Adds a product, with its bias and its norm, to the residual stream."""
+            change = outer(product)
+            if hasattr(self, f"{name}_bias"):
+                change = change + self._bias(name)
+            if after:
+                change = self._normed("attention_out_norm" if name == "output" else "mlp_out_norm", change)
+            return x + (change if self.config.residual_scale == 1.0 else change * self.config.residual_scale)
+
+        normed = inner(self._normed("attention_norm", x) if before else x)
         attended, kept = attend(*self._queries_keys_values(normed, rope))
-        x = x + outer(self._project("output", attended.reshape(-1, attended.shape[2]), ("embed", "heads")))
-        y = inner(rms_norm(x, self.mlp_norm[...], eps))
-        into = ("mlp", "embed")
-        gated = jax.nn.silu(self._project("gate", y, into)) * self._project("up", y, into)
-        return x + outer(self._project("down", gated, ("embed", "mlp"))), kept
+        x = added(
+            x, "output", self._project("output", attended.reshape(-1, attended.shape[2]), ("embed", "heads"))
+        )
+        y = self._normed("mlp_norm", x) if before else x
+        if self.config.experts is not None:
+            scores = self.layout.inner(self._scores(y), "float32")
+            own, used, factors = chosen(scores, self.config.experts, routes)
+            matrices = self.gate[...], self.up[...], self.down[...]
+            how: dict[str, Any] = {
+                "activation": _ACTIVATIONS[self.config.activation],
+                "dtype": self.compute_dtype,
+            }
+            given = partial(mixture, **how), inner(y), factors, used, matrices, self.compute_dtype
+            return added(x, "down", self.layout.experts(*given)), kept, own
+        y = inner(y)
+
+        def hidden(name: str) -> Array:
+            product = self._project(name, y, ("mlp", "embed"))
+            return product + self._bias(name) if self.config.mlp_bias else product
+
+        gated = _ACTIVATIONS[self.config.activation](hidden("gate")) * hidden("up")
+        return added(x, "down", self._project("down", gated, ("embed", "mlp"))), kept, None
+
+    def _scores(self, y: Float[Array, "embed part"]) -> Float[Array, "experts part"]:
+        """Returns the router's scores in float32, whatever the compute dtype is, because the choice must not depend on rounding."""
+        wide = np.promote_types(self.compute_dtype, np.float32)
+        operands = self.router[...].astype(wide), y.astype(wide)
+        return jnp.einsum("ei,it->et", *operands, precision=jax.lax.Precision.HIGHEST)
 
     def _project(self, name: str, x: Float[Array, "inputs tokens"], axes: tuple[str, ...]) -> Array:
         """Multiplies `x` by the weight `name`, and adds the contribution of its adapter, if there is one.
@@ -202,7 +312,7 @@ class EmbeddingAndHead(nnx.Module):
     ) -> None:
         self.config, self.compute_dtype, self.layout = config, compute_dtype, layout
         self.embedding = _table(rngs, config)
-        self.final_norm = _filled(1.0, (config.embed_dim,), ("norm",))
+        self.final_norm = _norm(config, (config.embed_dim,))
         if not config.tied_embeddings:
             self.lm_head = _table(rngs, config)
 
@@ -210,23 +320,30 @@ class EmbeddingAndHead(nnx.Module):
         """Returns the embeddings of `tokens`, which are the initial residual stream."""
         table = self.embedding[...]
         if isinstance(table, Quantized):
-            return rounded(table.rows(tokens), self.compute_dtype).T
-        return self.layout.lookup(table, tokens, self.compute_dtype)
+            found = rounded(table.rows(tokens), self.compute_dtype).T
+        else:
+            found = self.layout.lookup(table, tokens, self.compute_dtype)
+        scale = self.config.embed_scale
+        return found if scale == 1.0 else found * rounded(jnp.float32(scale), self.compute_dtype)
 
     def unembedding(self) -> Float[Array, "vocab embed"] | Quantized:
         """Returns the matrix that maps final hidden states to logits, with one row per vocabulary entry."""
         return (self.embedding if self.config.tied_embeddings else self.lm_head)[...]
 
     def normed(self, x: Float[Array, "embed tokens"]) -> Float[Array, "tokens embed"]:
-        """Applies the final norm and transposes the result, so that it has one row per token."""
-        normed = rms_norm(x, self.final_norm[...], self.config.norm_eps)
+        """Applies the final norm and the divisor of the logits, and transposes the result, so that it has one row per token."""
+        normed = rms_norm(x, _offset(self.config, self.final_norm[...]), self.config.norm_eps)
+        if self.config.logit_divisor != 1.0:
+            normed = normed / self.config.logit_divisor
         # Without the barrier, XLA fuses the transpose into the product with the unembedding, which is slower on CPU.
         return jax.lax.optimization_barrier(normed.T)
 
     def logits(self, hidden: Float[Array, "*tokens embed"]) -> Float[Array, "*tokens vocab"]:
         """Returns float32 logits for hidden states after the final norm. Logits of vocabulary padding are -inf."""
         flat = hidden.reshape(-1, hidden.shape[-1])
-        logits = product("ve,te->tv", self.unembedding(), flat, self.compute_dtype)
+        logits = capped(
+            product("ve,te->tv", self.unembedding(), flat, self.compute_dtype), self.config.logit_cap
+        )
         if logits.shape[1] != self.config.vocab_size:
             entry = jnp.arange(logits.shape[1], dtype=jnp.int32)
             logits = jnp.where(entry[None] < self.config.vocab_size, logits, -jnp.inf)
@@ -265,34 +382,61 @@ class Decoder(nnx.Module):
         positions: Int[Array, "batch seq"],
         segment_ids: Int[Array, "batch seq"],
         prefix_ids: Int[Array, "batch seq"] | None = None,
-    ) -> Float[Array, "batch row embed"]:
-        """Returns the final hidden states of whole rows. Column t depends on the tokens of its segment (and of its prompt) up to and including t."""
-        rope = rope_tables(positions.reshape(-1), self.ends.config)
+        routes: Integer[Array, "batch seq layers chosen"] | None = None,
+    ) -> Any:
+        """Returns the final hidden states of whole rows, [batch, row, embed]. Column t depends on the tokens of its segment (and of its prompt) up to t.
 
-        def attend(query: Array, key: Array, value: Array) -> tuple[Array, None]:
-            dtype, layout = self.ends.compute_dtype, self.ends.layout
-            return layout.attend(query, key, value, segment_ids, prefix_ids, dtype), None
+        With experts, it also returns a dictionary: `flipped` [batch, seq], the number of layers in which the router's own choice differs from the forced
+        choice in `routes`, and `load` [layers, experts], the number of tokens that use each expert, without padding.
+        """
+        config, layout, dtype = self.ends.config, self.ends.layout, self.ends.compute_dtype
+        tables = rope_tables(positions.reshape(-1), config)
+        given = config.rope_of_layer, config.windows
+        turns, windows = (jnp.asarray(part, jnp.int32) if part else None for part in given)
+        tables = tables[0] if turns is None else tuple(map(jnp.stack, zip(*tables, strict=True)))
+
+        def attend(query: Array, key: Array, value: Array, window: Array | None) -> tuple[Array, None]:
+            near = None if window is None else (window, positions)
+            out = layout.attend(
+                query, key, value, segment_ids, prefix_ids, dtype, near=near, windows=config.windows, cap=config.score_cap
+            )  # fmt: skip
+            return out, None
 
         graph, apart, stacked = nnx.split(self.blocks, lambda _, leaf: _is_tuple(leaf.get_value()), ...)
 
         def chosen(at: int) -> nnx.State:
             return jax.tree.map(lambda arrays: arrays[at], apart, is_leaf=_is_tuple)
 
-        def layer(x: Array, given: tuple[Array | None, nnx.State]) -> tuple[Array, None]:
-            index, weights = given
+        def counted(own: Array, forced: Array | None) -> dict[str, Array]:
+            assert config.experts is not None
+            used = own if forced is None else jnp.where(forced == NO_ROUTE, own, forced)
+            kept = (own[:, :, None] == used[:, None]).any(2).all(1)
+            real = (segment_ids.reshape(-1) > 0).astype(jnp.int32)
+            hits = jax.nn.one_hot(used, config.experts.count, dtype=jnp.int32) * real[:, None, None]
+            return {"flipped": (~kept).astype(jnp.int32), "load": hits.sum((0, 1), dtype=jnp.int32)}
+
+        def layer(x: Array, given: tuple[Any, ...]) -> tuple[Array, dict[str, Array] | None]:
+            index, turn, window, weights, forced = given
             if apart:
-                choices = [partial(chosen, at) for at in range(self.ends.config.layers)]
+                choices = [partial(chosen, at) for at in range(config.layers)]
                 weights = nnx.merge_state(weights, jax.lax.switch(index, choices))
-            return nnx.merge(graph, weights)(x, rope, attend)
+            rope = tables if turn is None else tuple(table[turn] for table in tables)
+            x, _, own = nnx.merge(graph, weights)(x, rope, partial(attend, window=window), forced)
+            return x, None if own is None else counted(own, forced)
 
         # Without `jax.checkpoint`, the scan would store a copy of each chosen layer's weights for the backward pass.
         if self.remat != "none" or apart:
             layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat])
         # With a single token axis, the backward pass on CPU is 1.6 times as fast as with two axes.
         x = self.ends.embed(tokens.reshape(-1))
-        index = jnp.arange(self.ends.config.layers, dtype=jnp.int32) if apart else None
-        x, _ = jax.lax.scan(layer, x, (index, stacked))
-        return self.ends.layout.rows(self.ends.normed(x), tokens.shape, self.ends.compute_dtype)
+        index = jnp.arange(config.layers, dtype=jnp.int32) if apart else None
+        if routes is not None:
+            routes = routes.astype(jnp.int32).reshape(-1, *routes.shape[2:]).transpose(1, 0, 2)
+        x, counts = jax.lax.scan(layer, x, (index, turns, windows, stacked, routes))
+        hidden = self.ends.layout.rows(self.ends.normed(x), tokens.shape, self.ends.compute_dtype)
+        if counts is None:
+            return hidden
+        return hidden, {**counts, "flipped": counts["flipped"].sum(0, dtype=jnp.int32).reshape(tokens.shape)}
 
 
 def graph_of(config: DecoderConfig, **how: Any) -> nnx.GraphDef[Any]:

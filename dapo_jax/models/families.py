@@ -1,17 +1,181 @@
 """Converts between a Hugging Face config.json and `DecoderConfig`.
 
-The Llama, Qwen2 and Qwen3 models in transformers use a fixed set of keys. Each of these keys is converted, and a
-value that the decoder does not support raises an error. Other keys, such as names and versions, are ignored.
+A `Family` lists the keys that its class in transformers reads, with their values if they are absent. Each of these keys is converted, and a
+value that the decoder does not support raises an error, as does a key of another family that changes the network. Other keys, such as names
+and versions, are ignored. Null means the same as an absent key, except for the keys in `_NULLABLE`.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from dapo_jax.models.presets import DecoderConfig
-from dapo_jax.models.rope import RopeScaling
+from dapo_jax.models.presets import DecoderConfig, Experts
+from dapo_jax.models.rope import Rope, RopeScaling
 
-FAMILIES = ("llama", "qwen2", "qwen3")
 WHAT_LOADS = "docs/bring_your_model.md lists the supported models"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """The differences of a model family from Llama, in config.json and in the names of tensors."""
+
+    architecture: str
+    """The class in transformers."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """The values of absent keys, if they differ from Llama's, and of all keys that Llama's class does not read."""
+    ignored: tuple[str, ...] = ()
+    """Keys that change other families, but not this one."""
+    switches: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `DecoderConfig` that are the same in all models of the family."""
+    written: Mapping[str, Any] = field(default_factory=dict)
+    """Further keys of a written config.json, whose defaults in transformers describe another model."""
+    full_every: int = 1
+    """Every how many layers a layer attends to all tokens, if config.json does not list the kinds of layers. 0: all layers have a window."""
+    two_ropes: bool = False
+    """Whether layers with a window have a rotation of their own."""
+    still_full: bool = False
+    """Whether layers without a window are not rotated, if other layers have a window."""
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    """The names of tensors in a layer that differ from Llama's. Parameters with the same name are stored in one tensor, one below the other. If a name
+    contains {}, each expert has a tensor of its own."""
+    neighbours: bool = False
+    """Whether the rotation pairs dimensions 2i and 2i + 1 in the file."""
+
+
+_OUTPUT_NORMS = {
+    "attention_out_norm": "post_attention_layernorm.weight",
+    "mlp_out_norm": "post_feedforward_layernorm.weight",
+}
+_GEMMA = {
+    "tie_word_embeddings": True, "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256, "sliding_window": 4096, "layer_types": None, "final_logit_softcapping": None,
+}  # fmt: skip
+_GEMMA_SWITCHES = {"norm_place": "both", "norm_offset": 1.0}
+_GEMMA_NORMS = {**_OUTPUT_NORMS, "mlp_norm": "pre_feedforward_layernorm.weight"}
+_GRANITE = {
+    "embedding_multiplier": 1.0, "attention_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0,
+}  # fmt: skip
+_EXPERTS = {
+    "router": "mlp.gate.weight",
+    **{ours: f"mlp.experts.{{}}.{ours}_proj.weight" for ours in ("gate", "up", "down")},
+}
+_GATE_UP = {"gate": "mlp.gate_up_proj.weight", "up": "mlp.gate_up_proj.weight"}
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(architecture="LlamaForCausalLM"),
+    "qwen2": Family(architecture="Qwen2ForCausalLM", ignored=("sliding_window",), switches={"qkv_bias": True}),
+    "qwen3": Family(
+        architecture="Qwen3ForCausalLM", ignored=("sliding_window",), defaults={"head_dim": 128}, switches={"qk_norm": "head"}
+    ),
+    "mistral": Family(
+        architecture="MistralForCausalLM", full_every=0,
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+    ),
+    "ministral3": Family(
+        architecture="Ministral3ForCausalLM", full_every=0,
+        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "head_dim": 128, "sliding_window": None, "llama_4_scaling_beta": None},
+    ),
+    "olmo2": Family(
+        architecture="Olmo2ForCausalLM", defaults={"rms_norm_eps": 1e-5},
+        switches={"norm_place": "outputs", "qk_norm": "all"}, tensors=_OUTPUT_NORMS,
+    ),
+    "olmo3": Family(
+        architecture="Olmo3ForCausalLM", full_every=4, two_ropes=True,
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 4096, "layer_types": None},
+        switches={"norm_place": "outputs", "qk_norm": "all"}, tensors=_OUTPUT_NORMS,
+    ),
+    "smollm3": Family(
+        architecture="SmolLM3ForCausalLM",
+        defaults={
+            "tie_word_embeddings": True, "num_key_value_heads": 4, "rope_theta": 2e6, "sliding_window": None,
+            "use_sliding_window": False, "layer_types": None, "no_rope_layers": None, "no_rope_layer_interval": 4,
+        },
+    ),
+    "gemma2": Family(
+        architecture="Gemma2ForCausalLM", full_every=2, ignored=("hidden_act",),
+        defaults={**_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        switches=_GEMMA_SWITCHES, tensors=_GEMMA_NORMS,
+    ),
+    "gemma3_text": Family(
+        architecture="Gemma3ForCausalLM", full_every=6, two_ropes=True, ignored=("hidden_act", "attn_logit_softcapping"),
+        defaults={
+            **_GEMMA, "vocab_size": 262_208, "num_attention_heads": 8, "max_position_embeddings": 131_072, "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4, "sliding_window_pattern": 6,
+        },
+        switches={**_GEMMA_SWITCHES, "qk_norm": "head"}, tensors=_GEMMA_NORMS,
+    ),
+    "granite": Family(architecture="GraniteForCausalLM", defaults=_GRANITE),
+    "granitemoehybrid": Family(
+        architecture="GraniteMoeHybridForCausalLM",
+        written={"num_local_experts": 0, "num_experts_per_tok": 0, "mamba_n_heads": 1, "mamba_d_head": "auto"},
+        defaults={**_GRANITE, "shared_intermediate_size": 1024, "layer_types": None, "position_embedding_type": None},
+        tensors={"gate": "shared_mlp.input_linear.weight", "up": "shared_mlp.input_linear.weight", "down": "shared_mlp.output_linear.weight"},
+    ),
+    "seed_oss": Family(
+        architecture="SeedOssForCausalLM", ignored=("attention_dropout",), written={"attention_dropout": 0.1},
+        defaults={
+            "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "attention_out_bias": False, "mlp_bias": False,
+        },
+    ),
+    "exaone4": Family(
+        architecture="Exaone4ForCausalLM", still_full=True,
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4, "layer_types": None},
+        switches={"norm_place": "outputs", "qk_norm": "head"}, tensors=_OUTPUT_NORMS,
+    ),
+    "phi3": Family(
+        architecture="Phi3ForCausalLM", full_every=0, ignored=("auto_map",),
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": None, "partial_rotary_factor": 1.0},
+        tensors={**dict.fromkeys(("query", "key", "value"), "self_attn.qkv_proj.weight"), **_GATE_UP},
+    ),
+    "glm4": Family(
+        architecture="Glm4ForCausalLM", neighbours=True,
+        defaults={
+            "rms_norm_eps": 1.5625e-7, "num_key_value_heads": 2, "head_dim": 128, "attention_bias": False, "partial_rotary_factor": 0.5,
+        },
+        switches={"norm_place": "both"},
+        tensors={
+            "attention_out_norm": "post_self_attn_layernorm.weight", "mlp_norm": "post_attention_layernorm.weight",
+            "mlp_out_norm": "post_mlp_layernorm.weight", **_GATE_UP,
+        },
+    ),
+    "ernie4_5": Family(
+        architecture="Ernie4_5ForCausalLM", neighbours=True,
+        defaults={
+            "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "num_key_value_heads": 2, "head_dim": 128, "rope_theta": 500_000.0, "use_bias": False,
+        },
+    ),
+    "hunyuan_v1_dense": Family(
+        architecture="HunYuanDenseV1ForCausalLM", ignored=("use_qk_norm",), defaults={"rms_norm_eps": 1e-5, "alpha": None},
+        switches={"qk_norm": "head", "qk_norm_after_rope": True},
+        tensors={"query_norm": "self_attn.query_layernorm.weight", "key_norm": "self_attn.key_layernorm.weight"},
+    ),
+    "qwen3_moe": Family(
+        architecture="Qwen3MoeForCausalLM", ignored=("sliding_window",), switches={"qk_norm": "head"}, tensors=_EXPERTS,
+        defaults={
+            "num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts": 128, "num_local_experts": 128, "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+        },
+    ),
+    "olmoe": Family(
+        architecture="OlmoeForCausalLM", switches={"qk_norm": "all"}, tensors=_EXPERTS,
+        defaults={"rms_norm_eps": 1e-5, "clip_qkv": None, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
+    ),
+    "granitemoe": Family(
+        architecture="GraniteMoeForCausalLM", defaults={**_GRANITE, "num_local_experts": 8, "num_experts_per_tok": 2},
+        tensors={
+            "router": "block_sparse_moe.router.layer.weight", **dict.fromkeys(("gate", "up"), "block_sparse_moe.input_linear.weight"),
+            "down": "block_sparse_moe.output_linear.weight",
+        },
+    ),
+}  # fmt: skip
+"""The supported model families by model_type."""
+
+WRAPPED = {
+    "gemma3": ("Gemma3ForConditionalGeneration", ("gemma3_text",)),
+    "mistral3": ("Mistral3ForConditionalGeneration", ("mistral", "ministral3")),
+}
+"""Models for images and text: their class and the families of their text_config. Only the text model is loaded."""
 
 _FIELDS = {
     "vocab_size": "vocab_size",
@@ -27,68 +191,141 @@ _FIELDS = {
 }
 """The key in config.json for each field of `DecoderConfig`."""
 
+_NUMBERS = {
+    "embedding_multiplier": "embed_scale",
+    "attention_multiplier": "query_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_divisor",
+    "attn_logit_softcapping": "score_cap",
+    "final_logit_softcapping": "logit_cap",
+    "clip_qkv": "clip_qkv",
+}
+_COUNTS = ("num_experts", "num_local_experts")
+"""The keys for the number of experts on the hub, and in files that transformers 5 writes."""
+_BIASES = {
+    "attention_bias": ("qkv_bias",),
+    "attention_out_bias": ("output_bias",),
+    "mlp_bias": ("mlp_bias",),
+    "use_bias": ("qkv_bias", "output_bias", "mlp_bias"),
+}
+"""Fields of `DecoderConfig` for keys that only some families read."""
+
+_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+"""Keys for which null means that there is no window or cap, whatever their default."""
+
 _COVERED_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
+    **dict.fromkeys(("attention_bias", "attention_out_bias", "mlp_bias", "use_bias"), (False,)),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), (1.0,)),
+    **dict.fromkeys(("attention_multiplier", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "clip_qkv"), ()),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "first_k_dense_replace"), (0,)),
+    # Layers with experts and layers without do not fit one stack.
+    "mlp_only_layers": ([],),
+    "decoder_sparse_step": (1,),
+    "sliding_window": (),
     "use_sliding_window": (False,),
+    "no_rope_layers": (),
+    "use_bidirectional_attention": (False,),
+    "use_qk_norm": (False,),
+    "position_embedding_type": ("rope",),
     "partial_rotary_factor": (1.0,),
     "rope_interleaved": (False,),
     "quantization_config": (),
     "auto_map": (),
     # Importance ratios compare log-probabilities, which must not depend on dropout.
     "attention_dropout": (0.0,),
-}
-"""Supported values of the config.json keys that change the network. null is always supported."""
+}  # fmt: skip
+"""Supported values of keys that change the network, in families that do not read the key. null is always supported."""
 
 _ORIGINAL = "original_max_position_embeddings"
 _SCALING_KINDS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", _ORIGINAL, "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", _ORIGINAL, "beta_fast", "beta_slow", "attention_factor"),
+    "yarn": ("factor", _ORIGINAL, "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
+    "longrope": (_ORIGINAL, "short_factor", "long_factor", "attention_factor"),
 }
 """The keys of each kind of RoPE scaling in config.json. `RopeScaling` has fields with the same names, except original_max_positions for `_ORIGINAL`."""
+_ALPHA_KEYS = ("alpha", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+"""The keys of the scaling "dynamic" with alpha. It only changes theta."""
 _NEUTRAL = {"partial_rotary_factor": 1.0, "truncate": True}
 """RoPE settings that have no effect at these values."""
-
-
-def family_of(config: DecoderConfig) -> str:
-    """Returns the model_type that config.json contains for this decoder.
-
-    Raises:
-        ValueError: no model family has this combination of options.
-    """
-    if config.qkv_bias and config.qk_norm:
-        raise ValueError(
-            "no model family has both qkv_bias (Qwen2) and qk_norm (Qwen3), so config.json cannot describe this decoder"
-        )
-    return "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
+_MEANINGLESS = ("rope_type", "rope_theta", _ORIGINAL, "max_position_embeddings")
+"""RoPE settings that every kind of scaling may contain."""
 
 
 def describe(config: DecoderConfig, *, dtype: str = "float32") -> dict[str, Any]:
-    """Returns the content of a decoder's config.json. RoPE settings are included in the formats of both transformers 4 and 5."""
-    family = family_of(config)
-    described = {theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()}
-    scaling = None
-    if config.rope_scaling is not None:
-        ours = {**vars(config.rope_scaling), _ORIGINAL: config.rope_scaling.original_max_positions}
-        fields = {key: ours[key] for key in _SCALING_KINDS[config.rope_scaling.kind]}
-        scaling = {"rope_type": config.rope_scaling.kind, **_present(fields)}
-    return described | {
-        "model_type": family,
-        "architectures": [f"{family.capitalize()}ForCausalLM"],
-        "attention_bias": False,
+    """Returns the content of a decoder's config.json. RoPE settings are included in the formats of both transformers 4 and 5.
+
+    Raises:
+        ValueError: the family of the decoder has no keys for some of its options.
+    """
+    family = FAMILIES[config.family]
+    described: dict[str, Any] = {theirs: getattr(config, ours) for ours, theirs in _fields(family).items()}
+    reads, (rope, *others) = family.defaults, config.ropes
+    described |= {key: getattr(config, ours) for key, ours in _NUMBERS.items() if key in reads}
+    described |= {key: getattr(config, ours[0]) for key, ours in _BIASES.items() if key in reads}
+    if "query_pre_attn_scalar" in reads and config.query_scale is not None:
+        scalar = round(config.query_scale**-2, 9)
+        described["query_pre_attn_scalar"] = int(scalar) if scalar.is_integer() else scalar
+    if "sliding_window" in reads:
+        described["sliding_window"] = max(config.windows, default=0) or None
+    if "layer_types" in reads:
+        windows = config.windows or (0,) * config.layers
+        described["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows]
+    if "no_rope_layers" in reads:
+        described["no_rope_layers"] = [1 - turn for turn in config.rope_of_layer or (0,) * config.layers]
+        described["use_sliding_window"] = any(config.windows)
+    if "position_embedding_type" in reads:
+        described["position_embedding_type"] = "nope" if rope is None else "rope"
+    if config.experts is not None:
+        described |= {key: config.experts.count for key in _COUNTS if key in reads}
+        described["num_experts_per_tok"] = config.experts.chosen
+        described |= {"norm_topk_prob": config.experts.normalize} if "norm_topk_prob" in reads else {}
+    activation = next(theirs for theirs, ours in _ACTIVATIONS.items() if ours == config.activation)
+    settings = _rope_settings(rope or Rope(), reads)
+    if config.query_growth is not None:
+        settings["llama_4_scaling_beta"], settings[_ORIGINAL] = config.query_growth
+    scaling = {
+        key: value for key, value in settings.items() if key not in ("rope_theta", "partial_rotary_factor")
+    }
+    parameters = settings
+    if family.two_ropes:
+        parameters = {
+            "full_attention": settings,
+            "sliding_attention": _rope_settings(others[0] or Rope(), reads),
+        }
+        if "rope_local_base_freq" in reads:
+            described["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
+    described |= {key: settings[key] for key in ("partial_rotary_factor", _ORIGINAL) if key in settings}
+    described |= {
+        "model_type": config.family,
+        "architectures": [family.architecture],
         "attention_dropout": 0.0,
-        "hidden_act": "silu",
+        "hidden_activation" if "hidden_activation" in reads else "hidden_act": activation,
         "torch_dtype": dtype,
         "dtype": dtype,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": scaling,
-        "rope_parameters": {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})},
+        "rope_theta": settings["rope_theta"],
+        "rope_scaling": None if settings["rope_type"] == "default" else scaling,
+        "rope_parameters": parameters,
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
+        **family.written,
     }
+    described.setdefault("attention_bias", False)
+    found, config = (
+        understand(described, "config.json"),
+        replace(config.base, vocab_multiple=1).for_length(2**62),
+    )
+    if lost := [
+        field.name for field in fields(config) if getattr(found, field.name) != getattr(config, field.name)
+    ]:
+        raise ValueError(
+            f"models of the family {config.family} cannot have these values of {', '.join(lost)}: "
+            f"{', '.join(repr(getattr(config, name)) for name in lost)}; config.json cannot describe this decoder"
+        )
+    return described
 
 
 def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
@@ -97,92 +334,360 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
     Raises:
         ValueError: a key is missing, or the decoder does not support its value.
     """
-    family = described.get("model_type")
-    if family not in FAMILIES:
-        raise ValueError(f"{where}: model_type {family!r} is not one of {', '.join(FAMILIES)}. {WHAT_LOADS}")
+    described = _text_part(described, where)
+    name = str(described.get("model_type"))
+    if name not in FAMILIES:
+        raise ValueError(f"{where}: model_type {name!r} is not one of {', '.join(FAMILIES)}. {WHAT_LOADS}")
+    family = FAMILIES[name]
     _check_supported(described, family, where)
-    rope = _rope(described, where)
-    described = {**_family_defaults(described, family), **_present(described)}
-    if missing := [key for key in _FIELDS.values() if key not in described]:
-        raise ValueError(f"{where} lacks the key {missing[0]!r}")
-    fields = {ours: described[theirs] for ours, theirs in _FIELDS.items()}
-    for ours, value in fields.items():
+    heads, width = described.get("num_attention_heads"), described.get("hidden_size")
+    values: dict[str, Any] = {
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-6,
+        **_present({"num_key_value_heads": heads}),
+    }
+    if isinstance(heads, int) and isinstance(width, int) and heads:
+        values["head_dim"] = width // heads
+    values |= {**family.defaults, **_present(described)}
+    values |= {key: None for key in _NULLABLE if key in described and described[key] is None}
+    sizes = {}
+    for ours, key in _fields(family).items():
+        if key not in values:
+            raise ValueError(f"{where} lacks the key {key!r}")
         kind = bool if ours == "tied_embeddings" else float if ours == "norm_eps" else int
-        if type(value) is not kind or (kind is not bool and value <= 0):
-            needed = "true or false" if kind is bool else f"a positive {kind.__name__}"
-            raise ValueError(f"{where}: {_FIELDS[ours]} is {value!r}; it must be {needed}")
+        sizes[ours] = _checked(values, key, kind, where)
+    found: dict[str, Any] = dict(family.switches)
+    for key, ours in _NUMBERS.items():
+        if key in family.defaults and values[key] is not None:
+            found[ours] = _checked(values, key, float, where)
+    for key, biases in _BIASES.items():
+        if key in family.defaults:
+            found |= dict.fromkeys(biases, _checked(values, key, bool, where))
+    key = "hidden_activation" if "hidden_activation" in family.defaults else "hidden_act"
+    found["activation"] = _ACTIVATIONS[values.get(key, "silu")]
+    if "query_pre_attn_scalar" in family.defaults:
+        found["query_scale"] = _checked(values, "query_pre_attn_scalar", float, where) ** -0.5
+        found["embed_scale"] = sizes["embed_dim"] ** 0.5
     try:
-        return DecoderConfig(
-            **fields,
-            rope_theta=float(rope["rope_theta"]),
-            rope_scaling=_scaling(rope, described["max_position_embeddings"]),
-            qkv_bias=family == "qwen2",
-            qk_norm=family == "qwen3",
-        )
+        if "num_experts_per_tok" in family.defaults:
+            found["experts"] = _experts(values, described, family, where)
+        found |= _layer_fields(values, described, family, sizes, where)
+        return DecoderConfig(family=name, **sizes, **found)
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+        raise error if str(error).startswith(f"{where}") else ValueError(f"{where}: {error}") from error
+
+
+def _text_part(described: Mapping[str, Any], where: object) -> Mapping[str, Any]:
+    """Returns the text_config of a model for images and text, or the whole config.json of a text model."""
+    if (name := str(described.get("model_type"))) not in WRAPPED:
+        return described
+    architecture, inner = WRAPPED[name]
+    text = described.get("text_config")
+    if not isinstance(text, Mapping) or text.get("model_type") not in inner:
+        found = text.get("model_type") if isinstance(text, Mapping) else text
+        raise ValueError(
+            f"{where}: model_type {name!r} with a text_config of model_type {found!r} is not supported (only {' or '.join(inner)}). {WHAT_LOADS}"
+        )
+    if (named := described.get("architectures") or [architecture]) != [architecture]:
+        raise ValueError(
+            f"{where}: architectures {named!r} is not supported (only {architecture}). {WHAT_LOADS}"
+        )
+    outside = {
+        key: described[key]
+        for key in ("tie_word_embeddings", "quantization_config", "auto_map")
+        if key in described
+    }
+    return {**text, **_present(outside)}
+
+
+def _fields(family: Family) -> dict[str, str]:
+    keys = ("shared_intermediate_size", "moe_intermediate_size", "intermediate_size")
+    return _FIELDS | {"mlp_dim": next(key for key in keys if key in family.defaults or key == keys[-1])}
+
+
+def _experts(
+    values: Mapping[str, Any], described: Mapping[str, Any], family: Family, where: object
+) -> Experts:
+    reads = family.defaults
+    keys = [key for key in _COUNTS if key in reads]
+    given = [key for key in keys if described.get(key) is not None]
+    counts = [_checked(values, key, int, where) for key in given or keys[:1]]
+    if counts[0] != counts[-1]:
+        raise ValueError(
+            f"{where}: num_experts={counts[0]} and num_local_experts={counts[1]} differ; keep one"
+        )
+    # If a family does not read the key, it computes a softmax over the chosen experts alone, which is the same as normalized probabilities.
+    normalize = "norm_topk_prob" not in reads or _checked(values, "norm_topk_prob", bool, where)
+    return Experts(counts[0], _checked(values, "num_experts_per_tok", int, where), normalize)
+
+
+def _checked(values: Mapping[str, Any], key: str, kind: type, where: object) -> Any:
+    """Returns a value of config.json, which must be a boolean or a positive number."""
+    value = values[key]
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind or (kind is not bool and not 0 < value < math.inf):
+        needed = "true or false" if kind is bool else f"a positive {kind.__name__}"
+        raise ValueError(f"{where}: {key} is {value!r}; it must be {needed}")
+    return value
 
 
 def _present(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Removes keys whose value is null, because null means the same as a missing key."""
+    """Removes keys whose value is null."""
     return {key: value for key, value in described.items() if value is not None}
 
 
-def _family_defaults(described: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """Returns transformers' default values of keys that are missing in older files."""
-    heads, width = described.get("num_attention_heads"), described.get("hidden_size")
-    head_dim = 128 if family == "qwen3" else width // heads if heads and width else None
-    return _present({"tie_word_embeddings": False, "num_key_value_heads": heads, "head_dim": head_dim})
-
-
-def _check_supported(described: Mapping[str, Any], family: str, where: object) -> None:
+def _check_supported(described: Mapping[str, Any], family: Family, where: object) -> None:
     for key, covered in _COVERED_VALUES.items():
         value = described.get(key)
+        if key in family.defaults or key in family.ignored:
+            continue
         if value is not None and value not in covered:
             known = f" (only {' or '.join(map(repr, covered))})" if covered else "; remove the key"
             raise ValueError(f"{where}: {key}={value!r} is not supported{known}. {WHAT_LOADS}")
-    if odd := [kind for kind in described.get("layer_types") or () if kind != "full_attention"]:
-        raise ValueError(f"{where}: layer_types has {odd[0]!r} (only 'full_attention' loads). {WHAT_LOADS}")
-    covered = f"{family.capitalize()}ForCausalLM"
-    named = described.get("architectures") or [covered]
-    if named != [covered]:
-        raise ValueError(f"{where}: architectures {named!r} is not supported (only {covered}). {WHAT_LOADS}")
+    activation = described.get("hidden_activation", "silu")
+    if "hidden_activation" in family.defaults and activation not in (None, *_ACTIVATIONS):
+        raise ValueError(
+            f"{where}: hidden_activation={activation!r} is not supported (only {' or '.join(_ACTIVATIONS)}). {WHAT_LOADS}"
+        )
+    full = ("full_attention", "attention")
+    supported = (
+        (*full, "sliding_attention") if {"layer_types", "sliding_window"} <= set(family.defaults) else full
+    )
+    kinds = described.get("layer_types") or ()
+    if odd := [
+        kind for kind in (kinds if isinstance(kinds, list | tuple) else [kinds]) if kind not in supported
+    ]:
+        raise ValueError(
+            f"{where}: layer_types has {odd[0]!r} (only {' or '.join(map(repr, supported))} loads). {WHAT_LOADS}"
+        )
+    named = described.get("architectures") or [family.architecture]
+    if [str(name).replace("Ernie4_5_", "Ernie4_5") for name in named] != [family.architecture]:
+        raise ValueError(
+            f"{where}: architectures {named!r} is not supported (only {family.architecture}). {WHAT_LOADS}"
+        )
 
 
-def _rope(described: Mapping[str, Any], where: object) -> dict[str, Any]:
-    """Returns the RoPE settings from rope_parameters (transformers 5), or from rope_theta and rope_scaling (transformers 4)."""
-    notations = [described.get(key) for key in ("rope_parameters", "rope_scaling")]
-    found = [_completed(rope, described) for rope in notations if rope] or [_completed({}, described)]
+def _layer_fields(
+    values: Mapping[str, Any], described: Mapping[str, Any], family: Family, sizes: Mapping[str, Any], where: object
+) -> dict[str, Any]:  # fmt: skip
+    """Returns the fields of `DecoderConfig` for windows and rotations."""
+    layers, reads = sizes["layers"], family.defaults
+    window = values["sliding_window"] if "sliding_window" in reads else None
+    window = None if window is None else _checked(values, "sliding_window", int, where)
+    turns = [1] * layers
+    if "no_rope_layers" in reads:
+        every = _checked(values, "no_rope_layer_interval", int, where)
+        turns = _of_each_layer(values, "no_rope_layers", layers, where) or [
+            int((i + 1) % every != 0) for i in range(layers)
+        ]
+        if odd := [turn for turn in turns if turn not in (0, 1)]:
+            raise ValueError(f"{where}: no_rope_layers has {odd[0]!r}; its entries must be 0 or 1")
+        window = window if _checked(values, "use_sliding_window", bool, where) else None
+    kinds = _of_each_layer(values, "layer_types", layers, where) if "layer_types" in reads else None
+    if kinds is None and "no_rope_layers" in reads:
+        kinds = ["sliding_attention" if window and not turn else "full_attention" for turn in turns]
+    if kinds is None:
+        every = (
+            _period(values["sliding_window_pattern"], where)
+            if "sliding_window_pattern" in reads
+            else family.full_every
+        )
+        every = 1 if window is None and not family.two_ropes else every
+        kinds = [
+            "full_attention" if every and (i + 1) % every == 0 else "sliding_attention" for i in range(layers)
+        ]
+    sliding = [kind == "sliding_attention" for kind in kinds]
+    if any(sliding) and window is None:
+        raise ValueError(
+            f"{where}: layer_types has 'sliding_attention', but sliding_window is null; set it, or use 'full_attention' for all layers"
+        )
+    if window is not None and not family.full_every and window >= sizes["max_positions"]:
+        sliding = [False] * layers  # a window that no sequence exceeds
+    windows = tuple(window if slides else 0 for slides in sliding) if window and any(sliding) else ()
+    made: dict[str, Any] = {"windows": windows}
+    if family.two_ropes:
+        made["ropes"], made["rope_of_layer"] = (
+            _two_ropes(values, described, family, sizes, where),
+            tuple(map(int, sliding)),
+        )
+        return made
+    rope, settings = _rope(described, family, sizes, where)
+    made["ropes"] = (rope,)
+    if "position_embedding_type" in reads and values["position_embedding_type"] != "rope":
+        made["ropes"] = (None,)
+    if "llama_4_scaling_beta" in reads and "llama_4_scaling_beta" in settings:
+        made["query_growth"] = (
+            _checked(settings, "llama_4_scaling_beta", float, where),
+            _checked({_ORIGINAL: sizes["max_positions"], **settings}, _ORIGINAL, int, where),
+        )
+    still = (
+        [bool(windows) and not slides for slides in sliding]
+        if family.still_full
+        else [not turn for turn in turns]
+    )
+    if any(still):
+        made["ropes"], made["rope_of_layer"] = (rope, None), tuple(map(int, still))
+    return made
+
+
+def _of_each_layer(values: Mapping[str, Any], key: str, layers: int, where: object) -> Sequence[Any] | None:
+    """Returns a list with one entry per layer, or None if the key is absent."""
+    found = values[key]
+    if found is not None and (not isinstance(found, Sequence) or len(found) != layers):
+        raise ValueError(
+            f"{where}: {key}={found!r} must have one entry for each of the num_hidden_layers={layers} layers"
+        )
+    return found
+
+
+def _period(pattern: Any, where: object) -> int:
+    """Returns every how many layers a layer attends to all tokens, from a number or a pattern such as "LLLG"."""
+    if isinstance(pattern, str) and pattern == "L" * (len(pattern) - 1) + "G":
+        return len(pattern)
+    if type(pattern) is not int or pattern < 1:
+        raise ValueError(
+            f"{where}: sliding_window_pattern is {pattern!r}; it must be a positive int, or local layers and a global one, such as 'LLLG'"
+        )
+    return pattern
+
+
+def _two_ropes(
+    values: Mapping[str, Any], described: Mapping[str, Any], family: Family, sizes: Mapping[str, Any], where: object
+) -> tuple[Rope, Rope]:  # fmt: skip
+    """Returns the rotations of layers without and with a window."""
+    nested = _settings(described, "rope_parameters", where)
+    if not any(isinstance(part, Mapping) for part in nested.values()):
+        full = _rope(described, family, sizes, where)[0]
+        if "rope_local_base_freq" in values:
+            return full, Rope(theta=_checked(values, "rope_local_base_freq", float, where))
+        if full.theta != family.defaults["rope_theta"]:
+            raise ValueError(
+                f"{where}: rope_theta={full.theta:g} does not determine the rotation of layers with a window, because versions of transformers differ: "
+                f"write rope_parameters with full_attention and sliding_attention, or use {family.defaults['rope_theta']:g}"
+            )
+        return full, Rope(theta=full.theta)
+    kinds = ("full_attention", "sliding_attention")
+    if set(nested) != set(kinds):
+        raise ValueError(
+            f"{where}: rope_parameters has the keys {sorted(nested)}; it must have {' and '.join(kinds)}"
+        )
+    ropes = [
+        _rope(
+            {**(described if kind == kinds[0] else {}), "rope_parameters": nested[kind]}, family, sizes, where
+        )[0]
+        for kind in kinds
+    ]
+    return ropes[0], ropes[1]
+
+
+def _rope_settings(rope: Rope, reads: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a rotation in the format of rope_parameters."""
+    settings: dict[str, Any] = {"rope_theta": rope.theta, "rope_type": "default"}
+    if "partial_rotary_factor" in reads:
+        settings["partial_rotary_factor"] = rope.share
+    if rope.scaling is not None:
+        ours = {**vars(rope.scaling), _ORIGINAL: rope.scaling.original_max_positions}
+        settings |= {"rope_type": rope.scaling.kind} | _present(
+            {key: ours.get(key) for key in _SCALING_KINDS[rope.scaling.kind]}
+        )
+    return settings
+
+
+def _rope(
+    described: Mapping[str, Any], family: Family, sizes: Mapping[str, Any], where: object
+) -> tuple[Rope, dict[str, Any]]:  # fmt: skip
+    """Returns the rotation and its settings, from rope_parameters (transformers 5), or from rope_theta and rope_scaling (transformers 4)."""
+    notations = [_settings(described, key, where) for key in ("rope_parameters", "rope_scaling")]
+    found = [_completed(rope, described, family) for rope in notations if rope] or [
+        _completed({}, described, family)
+    ]
     if found[0] != found[-1]:
         raise ValueError(f"{where}: rope_parameters {found[0]} and rope_scaling {found[1]} differ; keep one")
     rope = found[0]
-    kind = rope["rope_type"]
-    if kind != "default" and kind not in _SCALING_KINDS:
+    kind = str(rope["rope_type"])
+    by_alpha = "alpha" in family.defaults and kind == "dynamic"
+    if kind != "default" and kind not in _SCALING_KINDS and not by_alpha:
         raise ValueError(f"{where}: rope_type {kind!r} is not one of default, {', '.join(_SCALING_KINDS)}")
     # config.json may contain the original context length even if its type of scaling does not use it.
-    known = {*_SCALING_KINDS.get(kind, ()), "rope_type", "rope_theta", _ORIGINAL, *_NEUTRAL}
+    known = {*(_ALPHA_KEYS if by_alpha else _SCALING_KINDS.get(kind, ())), *_MEANINGLESS, *_NEUTRAL}
+    known |= {key for key in ("llama_4_scaling_beta",) if key in family.defaults}
+    neutral = {key: value for key, value in _NEUTRAL.items() if key not in family.defaults}
     for key, value in rope.items():
-        if key not in known or value != _NEUTRAL.get(key, value):
+        if key not in known or value != neutral.get(key, value):
             raise ValueError(f"{where}: {key}={value!r} with rope_type {kind!r} is not supported")
-    if kind != "default" and "factor" not in rope:
-        raise ValueError(f"{where} lacks the key 'factor', which rope_type {kind!r} needs")
-    return rope
+    needed = {"default": (), "dynamic": ("alpha",), "longrope": ("short_factor", "long_factor")}.get(
+        kind, ("factor",)
+    )
+    for key in needed:
+        if key not in rope:
+            raise ValueError(f"{where} lacks the key {key!r}, which rope_type {kind!r} needs")
+    share, theta = (
+        _checked({"partial_rotary_factor": 1.0, **rope}, key, float, where)
+        for key in ("partial_rotary_factor", "rope_theta")
+    )
+    if share > 1.0:
+        raise ValueError(f"{where}: partial_rotary_factor is {share:g}; it must be at most 1, the whole head")
+    if by_alpha:
+        theta *= _checked(rope, "alpha", float, where) ** (sizes["head_dim"] / (sizes["head_dim"] - 2))
+    made = Rope(theta=theta, share=share)
+    return replace(made, scaling=_scaling(rope, sizes, made.width(sizes["head_dim"]), where)), rope
 
 
-def _completed(rope: Mapping[str, Any], described: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(described: Mapping[str, Any], key: str, where: object) -> Mapping[str, Any]:
+    """Returns the object at `key`, which is empty if the key is absent or null."""
+    found = described.get(key) or {}
+    if not isinstance(found, Mapping):
+        raise ValueError(
+            f"{where}: {key} is {found!r}; it must be an object such as {{'rope_type': 'default'}}"
+        )
+    return found
+
+
+def _completed(rope: Mapping[str, Any], described: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Returns the RoPE settings in `rope`. Missing settings are filled in from other keys of config.json, and from defaults."""
     inside = _present(rope)
     old_name = inside.pop("type", "default")
     elsewhere = _present(described.get("rope_parameters") or {}) | _present(described)
-    kept = {key: elsewhere[key] for key in ("rope_theta", _ORIGINAL) if key in elsewhere}
-    return {"rope_type": old_name, "rope_theta": 10_000.0, **kept, **inside}
+    outside = ("rope_theta", _ORIGINAL, "partial_rotary_factor")
+    kept = {key: elsewhere[key] for key in outside if key in elsewhere}
+    defaults = {key: family.defaults[key] for key in outside if key in family.defaults}
+    return {"rope_type": old_name, "rope_theta": 10_000.0, **defaults, **kept, **inside}
 
 
-def _scaling(rope: Mapping[str, Any], max_positions: int) -> RopeScaling | None:
-    kind = rope["rope_type"]
-    if kind == "default":
+def _scaling(
+    rope: Mapping[str, Any], sizes: Mapping[str, Any], width: int, where: object
+) -> RopeScaling | None:
+    kind = str(rope["rope_type"])
+    if kind not in _SCALING_KINDS:
         return None
-    numbers: dict[str, Any] = {key: float(rope[key]) for key in _SCALING_KINDS[kind] if key in rope}
+    given: dict[str, Any] = {key: rope[key] for key in _SCALING_KINDS[kind] if key in rope}
+    original = _checked({_ORIGINAL: sizes["max_positions"], **given}, _ORIGINAL, int, where)
+    given.pop(_ORIGINAL, None)
+    if kind == "longrope":
+        for key in ("short_factor", "long_factor"):
+            entries = given[key] if isinstance(given[key], list | tuple) else [given[key]]
+            given[key] = tuple(_checked({key: entry}, key, float, where) for entry in entries)
+            if len(entries) != width // 2:
+                raise ValueError(
+                    f"{where}: {key} has {len(entries)} entries, but {width // 2} pairs of dimensions are rotated"
+                )
+        return RopeScaling(
+            kind=kind,
+            factor=max(1.0, sizes["max_positions"] / original),
+            original_max_positions=original,
+            **given,
+        )
+    # An mscale of 0 means the same as no mscale.
+    numbers: dict[str, Any] = {
+        key: _checked(given, key, float, where)
+        for key in given
+        if given[key] != 0 or not key.startswith("mscale")
+    }
+    scales = [numbers.pop(key, 0.0) for key in ("mscale", "mscale_all_dim")]
+    if all(scales) and "attention_factor" not in numbers:
+        over, under = (0.1 * scale * math.log(numbers["factor"]) + 1.0 for scale in scales)
+        numbers["attention_factor"] = over / under
     if kind != "linear":
-        numbers["original_max_positions"] = int(numbers.pop(_ORIGINAL, max_positions))
+        numbers["original_max_positions"] = original
     return RopeScaling(kind=kind, **numbers)

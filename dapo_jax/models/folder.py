@@ -4,6 +4,7 @@ Tensor names and orientations are the same as in transformers' Llama, Qwen2 and 
 """
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -24,6 +25,7 @@ from dapo_jax.models.tensors import ByRows, Tensor, exported, place
 from dapo_jax.storage import path_of
 
 CONFIG = "config.json"
+NOT_LOADED = "tensors of the image encoder are not loaded, because only the text model is used"
 
 
 def load_model(
@@ -52,6 +54,8 @@ def load_model(
     """
     config = config or read_config(folder)
     file = SafetensorsFolder(path_of(folder))
+    if file.skipped:
+        warnings.warn(f"{file.where}: {file.skipped} {NOT_LOADED}", stacklevel=2)
     return config, place(config, file, shardings=shardings, dtype=dtype, by_rows=by_rows, apart=apart)
 
 

@@ -1,20 +1,23 @@
-"""Loads GGUF files of the Llama, Qwen2 and Qwen3 architectures, and dequantizes them tensor by tensor.
+"""Loads GGUF files of the Llama, Qwen2, Qwen3 and Gemma 3 architectures, and dequantizes them tensor by tensor.
 
 The package `gguf` (installed by the `gguf` extra) parses the format and dequantizes the tensors.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dapo_jax.hints import how_to_install
-from dapo_jax.models.families import FAMILIES, WHAT_LOADS
+from dapo_jax.models.families import FAMILIES, WHAT_LOADS, understand
 from dapo_jax.models.presets import DecoderConfig
-from dapo_jax.models.rope import RopeScaling, rope_frequencies
+from dapo_jax.models.rope import Rope, RopeScaling, rope_frequencies
 from dapo_jax.models.tensors import Cut, Shape, tensor_names
 
+_FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
+"""The family of each supported architecture."""
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -37,14 +40,17 @@ class GgufFile:
             self.metadata: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
         except (OSError, ValueError, IndexError, KeyError, OverflowError) as error:
             raise ValueError(f"cannot read {path}: not a GGUF file, or incomplete ({error})") from error
-        self._family = self.metadata.get("general.architecture")
-        if self._family not in FAMILIES:
+        self._architecture = self.metadata.get("general.architecture")
+        if self._architecture not in _FAMILIES:
             raise ValueError(
-                f"{path}: architecture {self._family!r} is not supported (only llama, qwen2 and qwen3). {WHAT_LOADS}"
+                f"{path}: architecture {self._architecture!r} is not supported (only {', '.join(_FAMILIES)}). {WHAT_LOADS}"
             )
+        self._family = _FAMILIES[self._architecture]
         layers = min(self._size("block_count"), len(reader.tensors))  # the file may be damaged
-        known = get_tensor_name_map(MODEL_ARCH[self._family.upper()], layers)
-        names = {known.get_name(name, (".weight", ".bias")): name for name in tensor_names(layers)}
+        known = get_tensor_name_map(MODEL_ARCH[self._architecture.upper()], layers)
+        names = {
+            known.get_name(name, (".weight", ".bias")): name for name in tensor_names(layers, self._family)
+        }
         self._tensors = {names.get(tensor.name, tensor.name): tensor for tensor in reader.tensors}
         self.shapes: Mapping[str, Shape] = {
             name: tuple(int(size) for size in reversed(tensor.shape.tolist()))
@@ -61,20 +67,25 @@ class GgufFile:
             value = dequantize(tensor.data, tensor.tensor_type).reshape(self.shapes[name])
         except (ValueError, NotImplementedError) as error:
             raise ValueError(f"cannot read {tensor.name} from {self.where}: {error}") from error
-        if self._family == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+        if self._architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             # Restores the row order: Llama's GGUF files interleave the rows i and i + dim / 2 of each head.
             heads = self._size("attention.head_count")
             if name.endswith("k_proj.weight"):
                 heads = self._size("attention.head_count_kv", heads)
             rows, columns = value.shape
             value = value.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(value.shape)
-        return value[cut].astype(np.float32, copy=False)
+        value = value[cut].astype(np.float32, copy=False)
+        # Gemma's GGUF files contain the factors of norms, from which the offset has to be subtracted.
+        offset = FAMILIES[self._family].switches.get("norm_offset", 0.0)
+        return value - np.float32(offset) if offset and name.endswith("norm.weight") else value
 
     def _number(self, key: str, default: Any = None) -> Any:
         """Returns the number that the metadata contains under the key `{architecture}.{key}`, or `default`."""
-        value = self.metadata.get(f"{self._family}.{key}", default)
+        value = self.metadata.get(f"{self._architecture}.{key}", default)
         if not isinstance(value, int | float):
-            raise ValueError(f"{self.where}: {self._family}.{key} is {value!r}; it must be a single number")
+            raise ValueError(
+                f"{self.where}: {self._architecture}.{key} is {value!r}; it must be a single number"
+            )
         return value
 
     def _size(self, key: str, default: int | None = None) -> int:
@@ -91,35 +102,49 @@ class GgufFile:
         for key in ("attention.value_length", "rope.dimension_count"):
             if (found := self._number(key, head_dim)) != head_dim:
                 raise ValueError(
-                    f"{self.where}: {self._family}.{key}={found} is not supported; it must equal the head dimension {head_dim}"
+                    f"{self.where}: {self._architecture}.{key}={found} is not supported; it must equal the head dimension {head_dim}"
                 )
-        for key in ("expert_count", "attention.sliding_window"):
+        windowed = self._architecture == "gemma3"
+        for key in ("expert_count", *(() if windowed else ("attention.sliding_window",))):
             if found := self._number(key, 0):
-                raise ValueError(f"{self.where}: {self._family}.{key}={found} is not supported; {WHAT_LOADS}")
+                raise ValueError(
+                    f"{self.where}: {self._architecture}.{key}={found} is not supported; {WHAT_LOADS}"
+                )
         if "model.embed_tokens.weight" not in self.shapes:
             raise ValueError(f"{self.where} lacks the tensor 'token_embd.weight'")
-        theta = _shortest(self._number("rope.freq_base", 10_000.0))
-        return DecoderConfig(
-            vocab_size=self.shapes["model.embed_tokens.weight"][0],
-            embed_dim=width,
-            layers=self._size("block_count"),
-            heads=heads,
-            kv_heads=self._size("attention.head_count_kv", heads),
-            head_dim=head_dim,
-            mlp_dim=self._size("feed_forward_length"),
-            rope_theta=theta,
-            rope_scaling=self._rope_scaling(head_dim, theta),
-            norm_eps=_shortest(self._number("attention.layer_norm_rms_epsilon")),
-            max_positions=self._size("context_length"),
-            tied_embeddings="lm_head.weight" not in self.shapes,
-            qkv_bias=self._family == "qwen2",
-            qk_norm=self._family == "qwen3",
-        )
+        theta, layers = _shortest(self._number("rope.freq_base", 10_000.0)), self._size("block_count")
+        described: dict[str, Any] = {
+            "model_type": self._family,
+            "vocab_size": self.shapes["model.embed_tokens.weight"][0],
+            "hidden_size": width,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": self._size("attention.head_count_kv", heads),
+            "head_dim": head_dim,
+            "intermediate_size": self._size("feed_forward_length"),
+            "rms_norm_eps": _shortest(self._number("attention.layer_norm_rms_epsilon")),
+            "max_position_embeddings": self._size("context_length"),
+            "tie_word_embeddings": "lm_head.weight" not in self.shapes,
+            "rope_theta": theta,
+        }
+        if windowed:
+            cap = f"{self._architecture}.final_logit_softcapping"
+            described |= {
+                "sliding_window": self._size("attention.sliding_window"),
+                "sliding_window_pattern": self._size("attention.sliding_window_pattern", 6),
+                "rope_local_base_freq": _shortest(self._number("rope.freq_base_swa", 10_000.0)),
+                "final_logit_softcapping": self.metadata.get(cap),
+                # The file does not contain this number. Only Gemma 3 27B, which has 62 layers, divides by the square root of another one.
+                "query_pre_attn_scalar": width // heads if layers == 62 else head_dim,
+            }
+        config = understand(described, self.where)
+        first = Rope(theta=theta, scaling=self._rope_scaling(head_dim, theta))
+        return replace(config, ropes=(first, *config.ropes[1:]))
 
     def _rope_scaling(self, head_dim: int, theta: float) -> RopeScaling | None:
         if _ROPE_FACTORS in self._tensors:
             return self._llama3(head_dim, theta)
-        prefix = f"{self._family}.rope.scaling."
+        prefix = f"{self._architecture}.rope.scaling."
         kind = self.metadata.get(f"{prefix}type", "none")
         if kind == "none":
             return None

@@ -11,32 +11,49 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jaxtyping import Array, Float, Int
 
 _BLOCKS = (1024, 512, 256, 128)
-"""Block sizes of splash attention in tokens. The largest size that divides the row is used. Blocks of every size fit in the memory of a TPU core."""
+"""Block sizes of splash attention in tokens. The largest size that divides the row, and whose blocks fit in the memory of a TPU core, is used."""
+
+_BLOCK_NUMBERS = 1024 * 128
+"""Maximum size of a block of queries or keys. With larger blocks, the gradient with capped scores does not compile for v5p."""
 
 SPLASH_TOKENS = _BLOCKS[-1]
 """Splash attention supports only rows whose number of tokens is a multiple of this number."""
 
 
-def splash_kernel(heads: int, seq: int, *, parts: int = 1, interpret: bool = False) -> Any:
+def splash_kernel(
+    heads: int,
+    seq: int,
+    *,
+    head_dim: int = 128,
+    window: int = 0,
+    cap: float | None = None,
+    parts: int = 1,
+    interpret: bool = False,
+) -> Any:
     """Returns the kernel for causal attention with `heads` heads over rows of `seq` tokens. Each row's queries are sharded over `parts` devices.
+
+    A query attends to the last `window` tokens including its own, or to all if `window` is 0. `cap` caps the scores.
 
     Raises:
         ValueError: the rows cannot be split into blocks.
     """
-    block = next((size for size in _BLOCKS if seq % (parts * size) == 0), None)
+    most = _BLOCK_NUMBERS // head_dim
+    block = next((size for size in _BLOCKS if seq % (parts * size) == 0 and size <= most), None)
     if block is None:
         step = parts * _BLOCKS[-1]
         raise ValueError(
             f"batch.row_tokens: found {seq}, needs a multiple of parallel.context x 128 = {step} for splash attention; "
             f"set it to {-(-seq // step) * step}, or set model.attention=xla"
         )
-    mask = splash.MultiHeadMask([splash.CausalMask((seq, seq)) for _ in range(heads)])
+    shape = (seq, seq)
+    one = splash.LocalMask(shape, (window - 1, 0), 0) if window else splash.CausalMask(shape)
+    mask = splash.MultiHeadMask([one] * heads)
     sizes = splash.BlockSizes(
         block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block, block_q_dq=block, block_kv_dq=block
     )  # fmt: skip
     return splash.make_splash_mha(
-        mask, block_sizes=sizes, head_shards=1, q_seq_shards=parts, interpret=interpret
-    )
+        mask, block_sizes=sizes, head_shards=1, q_seq_shards=parts, attn_logits_soft_cap=cap, interpret=interpret
+    )  # fmt: skip
 
 
 def splash_attention(

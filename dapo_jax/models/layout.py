@@ -2,18 +2,24 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxtyping import Array, Float, Int
 
 from dapo_jax.dapo.logprobs import chunked_logprobs
 from dapo_jax.dapo.precision import WeightSharding, rounded
 from dapo_jax.dapo.segments import looked_up
-from dapo_jax.models.attention import causal_attention
+from dapo_jax.models.attention import Near, causal_attention
+
+Matrices = tuple[Any, Any, Any]
+"""The matrices gate and up [experts, mlp, embed] and down [experts, embed, mlp], which may be `Quantized`."""
+Mixture = Callable[..., Array]
+"""A function like `dapo_jax.models.experts.mixture` with bound activation and dtype."""
 
 
 def output_dimensions(axes: tuple[str, ...]) -> int:
     """Returns how many leading dimensions of a matrix with these logical axes are output dimensions. A matrix product sums over all other dimensions."""
-    return 2 if axes[1] == "head_dim" else 1
+    return 2 if axes[1:2] == ("head_dim",) or axes[0] == "experts" else 1
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,17 @@ class Layout:
         """Returns this device's part of a product in `dtype`, to be added to the residual stream."""
         return x
 
+    def over_heads(self, x: Float[Array, " tokens"]) -> Float[Array, " tokens"]:
+        """Returns the sum of `x` over all devices that have different heads of the same tokens."""
+        return x
+
+    def experts(
+        self, mixture: Mixture, x: Float[Array, "embed tokens"], factors: Float[Array, "tokens chosen"], routes: Int[Array, "tokens chosen"],
+        matrices: Matrices, dtype: str,
+    ) -> Float[Array, "embed tokens"]:  # fmt: skip
+        """Calls `mixture` with the tokens of this device and the matrices of all experts. If the mlp axis is split, the result is a partial sum."""
+        return mixture(x, factors, routes, matrices)
+
     def rows(
         self, x: Float[Array, "part embed"], shape: tuple[int, ...], dtype: str
     ) -> Float[Array, "rows seq embed"]:
@@ -60,9 +77,13 @@ class Layout:
         segment_ids: Int[Array, "batch seq"],
         prefix_ids: Int[Array, "batch seq"] | None,
         dtype: str,
+        *,
+        near: Near | None = None,
+        windows: Sequence[int] = (),
+        cap: float | None = None,
     ) -> Float[Array, "heads head_dim tokens"]:
-        """Computes causal attention within segments (see `dapo_jax.models.attention.causal_attention`)."""
-        return causal_attention(query, key, value, segment_ids, prefix_ids, dtype=dtype)
+        """Computes causal attention within segments (see `dapo_jax.models.attention.causal_attention`). The window in `near` is one of `windows`."""
+        return causal_attention(query, key, value, segment_ids, prefix_ids, near=near, cap=cap, dtype=dtype)
 
     def logprobs(
         self,
@@ -75,6 +96,7 @@ class Layout:
         chunk_vocab: int,
         dtype: str,
         teachers: Sequence[tuple[Array, Array]] = (),
+        caps: Sequence[float | None] = (),
     ) -> tuple[Float[Array, " tokens"], ...]:
         """Computes the log-probabilities of `targets` with `chunked_logprobs`. The rows of the unembedding beyond `vocab_size` are padding."""
         return chunked_logprobs(
@@ -86,15 +108,5 @@ class Layout:
             compute_dtype=dtype,
             vocab_size=None if len(unembedding) == vocab_size else vocab_size,
             teachers=teachers,
+            caps=caps,
         )
-
-
-@dataclass(frozen=True)
-class PlacedLayout(Layout):
-    """The layout for weights that are sharded over devices if the compiler places all other arrays."""
-
-    split: frozenset[str]
-    """The logical axes of weights that are split over devices."""
-
-    def in_parts(self, axis: str) -> bool:
-        return axis in self.split

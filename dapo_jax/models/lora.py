@@ -132,6 +132,6 @@ def rounded_to(dtype: str, params: nnx.State) -> nnx.State:
     """Casts parameters to `dtype`, except norms, which are always applied in float32."""
 
     def cast(leaf: nnx.Variable) -> nnx.Variable:
-        return leaf if leaf.get_metadata()["axes"] == ("norm",) else leaf.replace(leaf[...].astype(dtype))
+        return leaf if leaf.get_metadata()["axes"][-1] == "norm" else leaf.replace(leaf[...].astype(dtype))
 
     return jax.tree.map(cast, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))

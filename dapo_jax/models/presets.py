@@ -1,16 +1,37 @@
 """Configurations of known decoders. Model families differ only in field values, so they do not have separate classes."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from dapo_jax.hints import nearest
-from dapo_jax.models.lora import LoraShape
-from dapo_jax.models.rope import RopeScaling
+from dapo_jax.models.lora import SETS, LoraShape
+from dapo_jax.models.rope import Rope, RopeScaling
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538). In each layer, a router chooses some MLPs for each token."""
+
+    count: int
+    """Number of experts in each layer."""
+    chosen: int
+    """Number of experts that each token uses."""
+    normalize: bool
+    """Whether the factors of a token's experts are divided by their sum, so that they sum to 1. If False, they are probabilities over all experts."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.chosen <= self.count:
+            raise ValueError(
+                f"a token uses num_experts_per_tok={self.chosen} experts, but there are {self.count}; it must be 1 to {self.count}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Sizes and architecture options of a decoder. The architecture is Llama's: pre-norm, RoPE and SwiGLU."""
+    """Sizes and architecture options of a decoder. The defaults of the options describe Llama's architecture: pre-norm, RoPE and SwiGLU."""
+
+    family: str = "llama"
+    """The model family, as model_type in config.json. It determines the keys of config.json and the names of tensors, but not the computation."""
 
     vocab_size: int
     embed_dim: int
@@ -20,18 +41,52 @@ class DecoderConfig:
     """Number of key and value heads. Each is shared by `heads / kv_heads` query heads."""
     head_dim: int
     mlp_dim: int
-    rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
-    """Scaling of RoPE angles for long contexts. If None, angles are not scaled."""
+    """Number of hidden features of the MLP, or of each expert."""
+    experts: Experts | None = None
+    """The experts that each layer has in place of the MLP. If None, there is one MLP."""
+    ropes: tuple[Rope | None, ...] = (Rope(),)
+    """The different rotations of the layers. None means that queries and keys are not rotated."""
+    rope_of_layer: tuple[int, ...] = ()
+    """For each layer, an index into `ropes`. If empty, all layers have the first rotation."""
+    windows: tuple[int, ...] = ()
+    """For each layer, the number of tokens to which a query attends, including its own, or 0 for all. If empty, all layers attend to all tokens."""
     norm_eps: float = 1e-6
+    norm_place: Literal["inputs", "outputs", "both"] = "inputs"
+    """Whether the inputs or the outputs of attention and MLP are normalized, or both."""
+    norm_offset: float = 0.0
+    """Number that is added to the weights of all norms. Gemma stores the difference from 1."""
     max_positions: int = 4096
     """Maximum length of a sequence (prompt plus response) in tokens."""
     tied_embeddings: bool = True
     """If True, the unembedding uses the embedding matrix."""
     qkv_bias: bool = False
     """Whether the query, key and value projections have biases (Qwen2)."""
-    qk_norm: bool = False
-    """Whether RMS normalization is applied to the queries and keys of each head (Qwen3)."""
+    output_bias: bool = False
+    """Whether the output projection of attention has a bias."""
+    mlp_bias: bool = False
+    """Whether the three projections of the MLP have biases."""
+    qk_norm: Literal["none", "head", "all"] = "none"
+    """RMS normalization of queries and keys: over each head (Qwen3), or over all heads together (OLMo-2)."""
+    qk_norm_after_rope: bool = False
+    """Whether queries and keys are normalized after they are rotated (Hunyuan)."""
+    clip_qkv: float | None = None
+    """Bound to whose range queries, keys and values are clipped before the rotation (OLMoE). None: they are not clipped."""
+    query_scale: float | None = None
+    """Factor of the attention scores. None: head_dim^-0.5."""
+    query_growth: tuple[float, int] | None = None
+    """If (beta, original), a query at position p is multiplied by 1 + beta ln(1 + floor(p / original)) (Ministral 3)."""
+    score_cap: float | None = None
+    """If c, attention scores s become c tanh(s / c) before the softmax (Gemma 2)."""
+    logit_cap: float | None = None
+    """If c, logits x become c tanh(x / c) (Gemma 2)."""
+    logit_divisor: float = 1.0
+    """Divisor of the logits, which is applied before `logit_cap` (Granite)."""
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    """Activation function of the MLP's gate. `gelu_tanh` is the approximation of GELU with tanh."""
+    embed_scale: float = 1.0
+    """Factor of the embeddings, rounded to the compute dtype."""
+    residual_scale: float = 1.0
+    """Factor of the outputs of attention and MLP before they are added to the residual stream (Granite)."""
     vocab_multiple: int = 1
     """The rows of the embedding and the unembedding are padded to a multiple of this number, so that they can be split over devices."""
     lora: LoraShape | None = None
@@ -40,8 +95,46 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.heads % self.kv_heads:
             raise ValueError(f"kv_heads={self.kv_heads} must divide heads={self.heads}")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even, because RoPE rotates pairs")
+        if self.experts and self.lora and (refused := set(self.lora.targets) & set(SETS["mlp"])):
+            raise ValueError(
+                f"lora.targets has {', '.join(sorted(refused))}, but adapters of experts are not supported: set lora.targets=[attention], "
+                "or train all weights with lora.rank=0"
+            )
+        for rope in self.ropes:
+            if rope is not None and (odd := rope.width(self.head_dim)) % 2:
+                raise ValueError(
+                    f"head_dim={self.head_dim} x partial_rotary_factor={rope.share:g} = {odd} must be even, because RoPE rotates pairs"
+                )
+
+    def for_length(self, tokens: int) -> "DecoderConfig":
+        """Chooses the factors of longrope for a run whose longest sequence has `tokens` tokens. Other decoders do not change."""
+
+        def chosen(rope: Rope | None) -> Rope | None:
+            if rope is None or rope.scaling is None or rope.scaling.kind != "longrope":
+                return rope
+            return replace(
+                rope, scaling=replace(rope.scaling, long=tokens > rope.scaling.original_max_positions)
+            )
+
+        return replace(self, ropes=tuple(map(chosen, self.ropes)))
+
+    @property
+    def length_note(self) -> str:
+        """A sentence about the factors of longrope that `for_length` chose, or an empty string."""
+        for rope in self.ropes:
+            if rope is not None and rope.scaling is not None and rope.scaling.kind == "longrope":
+                chosen, limit = ("long", "above") if rope.scaling.long else ("short", "at most")
+                return (
+                    f"RoPE uses {chosen}_factor, because data.max_prompt_tokens + sampling.max_response_tokens is {limit} "
+                    f"original_max_position_embeddings={rope.scaling.original_max_positions}; a run on the other side of this limit has another policy"
+                )
+        return ""
+
+    @property
+    def beyond_gpu(self) -> str:
+        """The options of this decoder that the GPU's kernel for a KV cache does not implement, in words, or an empty string."""
+        found = {"sliding windows": any(self.windows), "capped attention scores": self.score_cap is not None}
+        return " and ".join(name for name, there in found.items() if there)
 
     @property
     def vocab_rows(self) -> int:
@@ -51,10 +144,28 @@ class DecoderConfig:
     @property
     def parameters(self) -> int:
         """Number of parameters, excluding adapters and vocabulary padding."""
+        return self._parameters(1 if self.experts is None else self.experts.count)
+
+    @property
+    def active_parameters(self) -> int:
+        """Number of parameters that one token uses: all parameters except the experts that the router does not choose."""
+        return self._parameters(1 if self.experts is None else self.experts.chosen)
+
+    @property
+    def size_note(self) -> str:
+        """The number of parameters in words, with experts also the number that a token uses."""
+        active = f", of which a token uses {self.active_parameters:,}" if self.experts else ""
+        return f"{self.parameters:,} parameters{active}"
+
+    def _parameters(self, mlps: int) -> int:
+        """Returns the number of parameters if each layer has this number of MLPs."""
         heads = self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         bias = self.head_dim * (self.heads + 2 * self.kv_heads) if self.qkv_bias else 0
-        norms = 2 * self.embed_dim + (2 * self.head_dim if self.qk_norm else 0)
-        layer = self.embed_dim * (heads + 3 * self.mlp_dim) + bias + norms
+        bias += self.output_bias * self.embed_dim + self.mlp_bias * (2 * self.mlp_dim + self.embed_dim)
+        of_qk = {"none": 0, "head": 2, "all": self.heads + self.kv_heads}[self.qk_norm]
+        norms = (4 if self.norm_place == "both" else 2) * self.embed_dim + of_qk * self.head_dim
+        router = 0 if self.experts is None else self.experts.count
+        layer = self.embed_dim * (heads + 3 * mlps * self.mlp_dim + router) + bias + norms
         embeddings = self.vocab_size * self.embed_dim * (1 if self.tied_embeddings else 2)
         return self.layers * layer + embeddings + self.embed_dim
 
@@ -85,24 +196,28 @@ def _sized(
     return replace(base, embed_dim=embed_dim, layers=layers, heads=heads, mlp_dim=mlp_dim, **others)
 
 
+def _llama3_rope(factor: float) -> Rope:
+    return Rope(theta=5e5, scaling=RopeScaling(kind="llama3", factor=factor, original_max_positions=8192))
+
+
 _LLAMA3 = DecoderConfig(
-    vocab_size=128_256, embed_dim=2048, layers=16, heads=32, kv_heads=8, head_dim=64, mlp_dim=8192, rope_theta=5e5, norm_eps=1e-5,
-    max_positions=131_072, rope_scaling=RopeScaling(kind="llama3", factor=32.0, original_max_positions=8192),
+    vocab_size=128_256, embed_dim=2048, layers=16, heads=32, kv_heads=8, head_dim=64, mlp_dim=8192, norm_eps=1e-5,
+    max_positions=131_072, ropes=(_llama3_rope(32.0),),
 )  # fmt: skip
 _QWEN2_5 = DecoderConfig(
-    vocab_size=151_936, embed_dim=896, layers=24, heads=14, kv_heads=2, head_dim=64, mlp_dim=4864, rope_theta=1e6,
+    family="qwen2", vocab_size=151_936, embed_dim=896, layers=24, heads=14, kv_heads=2, head_dim=64, mlp_dim=4864, ropes=(Rope(theta=1e6),),
     max_positions=32_768, qkv_bias=True,
 )  # fmt: skip
 _QWEN2_5_LARGE = replace(
     _QWEN2_5, vocab_size=152_064, heads=28, kv_heads=4, head_dim=128, tied_embeddings=False
 )
 _QWEN3 = DecoderConfig(
-    vocab_size=151_936, embed_dim=1024, layers=28, heads=16, kv_heads=8, head_dim=128, mlp_dim=3072, rope_theta=1e6,
-    max_positions=40_960, qk_norm=True,
+    family="qwen3", vocab_size=151_936, embed_dim=1024, layers=28, heads=16, kv_heads=8, head_dim=128, mlp_dim=3072, ropes=(Rope(theta=1e6),),
+    max_positions=40_960, qk_norm="head",
 )  # fmt: skip
 
 # The sizes are from config.json in the publishers' repositories: HuggingFaceTB/SmolLM2-135M, meta-llama/Llama-3.2-1B,
-# Qwen/Qwen2.5-*, Qwen/Qwen3-*. Tests check the number of parameters of each preset.
+# Qwen/Qwen2.5-*, Qwen/Qwen3-*, google/gemma-3-1b-it. Tests check the number of parameters of each preset.
 PRESETS: dict[str, DecoderConfig] = {
     # About half a million parameters and a character vocabulary. It can be trained to do arithmetic on a laptop CPU.
     "tiny": DecoderConfig(
@@ -110,12 +225,12 @@ PRESETS: dict[str, DecoderConfig] = {
     ),
     "smollm2-135m": DecoderConfig(
         vocab_size=49152, embed_dim=576, layers=30, heads=9, kv_heads=3, head_dim=64, mlp_dim=1536,
-        rope_theta=1e5, norm_eps=1e-5, max_positions=8192,
+        ropes=(Rope(theta=1e5),), norm_eps=1e-5, max_positions=8192,
     ),
     "llama-3.2-1b": _LLAMA3,
     "llama-3.1-8b": _sized(
         _LLAMA3, 4096, 32, 32, 14_336, head_dim=128, tied_embeddings=False,
-        rope_scaling=RopeScaling(kind="llama3", factor=8.0, original_max_positions=8192),
+        ropes=(_llama3_rope(8.0),),
     ),
     "qwen2.5-0.5b": _QWEN2_5,
     "qwen2.5-1.5b": _sized(_QWEN2_5, 1536, 28, 12, 8960, head_dim=128),
@@ -126,6 +241,20 @@ PRESETS: dict[str, DecoderConfig] = {
     "qwen3-1.7b": _sized(_QWEN3, 2048, 28, 16, 6144),
     "qwen3-4b": _sized(_QWEN3, 2560, 36, 32, 9728),
     "qwen3-8b": _sized(_QWEN3, 4096, 36, 32, 12_288, tied_embeddings=False),
+    # As small as `tiny`, for trying out mixtures of experts.
+    "tiny-moe": DecoderConfig(
+        family="qwen3_moe", vocab_size=32, embed_dim=128, layers=4, heads=4, kv_heads=2, head_dim=32, mlp_dim=64, max_positions=512,
+        qk_norm="head", experts=Experts(8, 2, normalize=True),
+    ),
+    "qwen3-30b-a3b": _sized(
+        _QWEN3, 2048, 48, 32, 768, family="qwen3_moe", kv_heads=4, tied_embeddings=False, experts=Experts(128, 8, normalize=True),
+    ),
+    "gemma-3-1b": DecoderConfig(
+        family="gemma3_text", vocab_size=262_144, embed_dim=1152, layers=26, heads=4, kv_heads=1, head_dim=256, mlp_dim=6912, max_positions=32_768,
+        norm_place="both", norm_offset=1.0, qk_norm="head", activation="gelu_tanh", embed_scale=1152**0.5, query_scale=256**-0.5,
+        windows=tuple(0 if layer % 6 == 5 else 512 for layer in range(26)), ropes=(Rope(theta=1e6), Rope()),
+        rope_of_layer=tuple(int(layer % 6 != 5) for layer in range(26)),
+    ),
 }  # fmt: skip
 
 

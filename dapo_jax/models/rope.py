@@ -14,11 +14,12 @@ class RopeScaling:
     `linear` divides every frequency by `factor` (Chen et al. 2023, https://arxiv.org/abs/2306.15595). `llama3` (section
     3.2 of https://arxiv.org/abs/2407.21783; the formula is in Meta's release of Llama 3.1) and `yarn` (Peng et al. 2023,
     https://arxiv.org/abs/2309.00071) divide only low frequencies, which complete few or no turns within the original
-    context. The transition to high frequencies is smooth.
+    context. The transition to high frequencies is smooth. `longrope` (Ding et al. 2024, https://arxiv.org/abs/2402.13753)
+    has a divisor for each frequency.
     """
 
     kind: str
-    """The kind of scaling: linear, llama3 or yarn."""
+    """The kind of scaling: linear, llama3, yarn or longrope."""
     factor: float
     """Divisor of the scaled frequencies. The context becomes longer by about the same factor."""
     original_max_positions: int = 8192
@@ -32,7 +33,14 @@ class RopeScaling:
     beta_slow: float = 1.0
     """For yarn: frequencies that complete at most this many turns within the original context are divided by the full factor."""
     attention_factor: float | None = None
-    """Factor by which cosine and sine are multiplied (yarn). None: 0.1 ln(factor) + 1, as in the paper."""
+    """Factor by which cosine and sine are multiplied (yarn, longrope). None: 0.1 ln(factor) + 1 for yarn, as in the paper, and
+    sqrt(1 + ln(factor) / ln(original_max_positions)) for longrope."""
+    short_factor: tuple[float, ...] = ()
+    """For longrope: divisor of each frequency if no sequence is longer than `original_max_positions`."""
+    long_factor: tuple[float, ...] = ()
+    """For longrope: divisor of each frequency if sequences may be longer."""
+    long: bool = True
+    """For longrope: whether `long_factor` is used. It is chosen once for a run, because cached keys must not change."""
 
     def __post_init__(self) -> None:
         low, high = self.low_freq_factor, self.high_freq_factor
@@ -45,9 +53,28 @@ class RopeScaling:
     @property
     def amplitude(self) -> float:
         """The factor by which cosine and sine are multiplied."""
-        if self.kind != "yarn":
+        if self.kind not in ("yarn", "longrope"):
             return 1.0
-        return 0.1 * math.log(self.factor) + 1.0 if self.attention_factor is None else self.attention_factor
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.kind == "yarn":
+            return 0.1 * math.log(self.factor) + 1.0
+        return math.sqrt(1.0 + math.log(self.factor) / math.log(self.original_max_positions))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """The rotation of a layer's queries and keys."""
+
+    theta: float = 10_000.0
+    scaling: RopeScaling | None = None
+    """Scaling of the angles for long contexts. If None, angles are not scaled."""
+    share: float = 1.0
+    """Share of each head's dimensions that are rotated, from the first on. The others pass unchanged."""
+
+    def width(self, head_dim: int) -> int:
+        """Returns the number of rotated dimensions of a head."""
+        return int(head_dim * self.share)
 
 
 def rope_frequencies(
@@ -55,10 +82,14 @@ def rope_frequencies(
 ) -> Float32[np.ndarray, " half"]:
     """Returns the head_dim / 2 frequencies in radians per position: theta^(-2i / head_dim), with scaling applied.
 
+    `head_dim` is the number of rotated dimensions.
+
     They are computed in float64 on the host, so that they are the same on all devices.
     """
     frequencies = theta ** (-2.0 * np.arange(head_dim // 2) / head_dim)
-    if scaling is not None:
+    if scaling is not None and scaling.kind == "longrope":
+        frequencies = frequencies / np.array(scaling.long_factor if scaling.long else scaling.short_factor)
+    elif scaling is not None:
         slowed = frequencies / scaling.factor
         kept = _kept(frequencies, head_dim, theta, scaling)
         frequencies = kept * frequencies + (1.0 - kept) * slowed

@@ -38,6 +38,9 @@ STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """The numpy name of each supported tensor type in a safetensors file."""
 _CODES = {name: code for code, name in STORED.items()}
 
+_MOST_HELD_BYTES = 2**28
+"""A file is closed when this many bytes of it have been read."""
+
 
 class StoredTensor(NamedTuple):
     """A tensor in a file: its type, its shape and, if the file is in a bucket, the byte at which the tensor begins."""
@@ -105,28 +108,70 @@ class SafetensorsFolder:
         self.where = str(only if listed is None else folder / INDEX)
         """Path of the single file, or of the index if there are several files."""
         self._tensors: dict[str, StoredTensor] = {}
+        self._open: Any = None
+        self._path: AnyPath | None = None
+        self._held_bytes = 0
         for path in [only] if listed is None else [folder / file for file in sorted(set(listed.values()))]:
             try:
                 self._tensors |= stored_tensors(path) if in_bucket(path) else _local_tensors(path)
             except (OSError, SafetensorError) as error:
                 raise ValueError(f"cannot read {path}: {error}") from error
-        self.shapes: Mapping[str, Shape] = {name: tensor.shape for name, tensor in self._tensors.items()}
-        """The shape of every tensor."""
         for name, file in (listed or {}).items():
             if name not in self._tensors or self._tensors[name].path != folder / file:
                 raise ValueError(f"{self.where} lists {name!r} in {file}, which does not contain it")
+        self._stored = _of_text_model(list(self._tensors))
+        self.shapes: Mapping[str, Shape] = {
+            name: self._tensors[stored].shape for name, stored in self._stored.items()
+        }
+        """The shape of every tensor. Of a model for images and text, only the tensors of the text model, with their names in a text model."""
+        self.skipped = len(self._tensors) - len(self.shapes)
+        """Number of tensors that do not belong to the text model."""
+
+    def _opened(self, path: AnyPath) -> Any:
+        """Opens a file, which takes milliseconds, or returns the file that is still open. Pages that were read stay in memory until the file is closed."""
+        if path != self._path or self._held_bytes > _MOST_HELD_BYTES:
+            self._open = self._path = None
+            self._open, self._path, self._held_bytes = safe_open(path, framework="numpy"), path, 0
+        return self._open
 
     def read(self, name: str, cut: Cut) -> np.ndarray:
         """Returns the part `cut` of a tensor, in the dtype stored in the file."""
-        path = self._tensors[name].path
+        stored = self._stored[name]
+        path = self._tensors[stored].path
         try:
             if in_bucket(path):
-                return self._tensors[name].read(cut)
-            # The file is opened again for each tensor, because pages that were read stay in memory until the file is closed.
-            with safe_open(path, framework="numpy") as file:
-                return file.get_slice(name)[cut]
+                return self._tensors[stored].read(cut)
+            found = self._opened(path).get_slice(stored)[cut]
+            self._held_bytes += found.nbytes
+            return found
         except (OSError, SafetensorError) as error:
             raise ValueError(f"cannot read {name} from {path}: {error}") from error
+
+
+_TEXT_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+"""The prefixes of the text model's tensors in models for images and text (transformers 4 and 5), and in text models."""
+_IMAGE_PREFIXES = (
+    "vision_tower.",
+    "model.vision_tower.",
+    "multi_modal_projector.",
+    "model.multi_modal_projector.",
+)
+
+
+def _of_text_model(names: Sequence[str]) -> dict[str, str]:
+    """Returns the name in the file of each tensor, by its name in a text model."""
+    if not any(name.startswith(tuple(_TEXT_PREFIXES)) for name in names):
+        return {name: name for name in names}
+    found = {}
+    for name in names:
+        if not name.startswith(_IMAGE_PREFIXES):
+            prefix = next((prefix for prefix in _TEXT_PREFIXES if name.startswith(prefix)), "")
+            found[_TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)] = name
+    return found
 
 
 def _read_index(folder: AnyPath) -> dict[str, str]:

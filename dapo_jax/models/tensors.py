@@ -1,4 +1,4 @@
-"""Conversion between decoder parameters and tensors with the names and shapes of transformers' Llama, Qwen2 and Qwen3.
+"""Conversion between decoder parameters and tensors with the names and shapes of transformers.
 
 `TensorFile` is the interface for weight files of any format. `place` builds decoder parameters from a `TensorFile`, and
 `exported` converts parameters back to tensors. Both keep at most one tensor on the host at a time.
@@ -18,7 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, PyTree
 
 from dapo_jax.models.decoder import Decoder, unstacked
-from dapo_jax.models.lora import LORA_PARTS, parted
+from dapo_jax.models.families import FAMILIES
+from dapo_jax.models.lora import LORA_PARTS, MATRICES, parted
 from dapo_jax.models.presets import DecoderConfig
 
 Shape = tuple[int, ...]
@@ -36,15 +37,23 @@ _LAYER_TENSORS = {
     "key": "self_attn.k_proj.weight",
     "value": "self_attn.v_proj.weight",
     "output": "self_attn.o_proj.weight",
+    "attention_out_norm": "",
+    "mlp_out_norm": "",
     "query_bias": "self_attn.q_proj.bias",
     "key_bias": "self_attn.k_proj.bias",
     "value_bias": "self_attn.v_proj.bias",
+    "output_bias": "self_attn.o_proj.bias",
     "query_norm": "self_attn.q_norm.weight",
     "key_norm": "self_attn.k_norm.weight",
+    "router": "",
     "gate": "mlp.gate_proj.weight",
     "up": "mlp.up_proj.weight",
     "down": "mlp.down_proj.weight",
+    "gate_bias": "mlp.gate_proj.bias",
+    "up_bias": "mlp.up_proj.bias",
+    "down_bias": "mlp.down_proj.bias",
 }
+"""The name of each parameter in Llama, Qwen2 and Qwen3. `Family.tensors` contains other names."""
 _END_TENSORS = {
     "embedding": "model.embed_tokens.weight",
     "final_norm": "model.norm.weight",
@@ -85,20 +94,94 @@ def shapes_of(config: DecoderConfig) -> nnx.State:
     return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))[1]
 
 
-def tensor_names(layers: int) -> list[str]:
-    """Returns the names of all tensors that can occur in a decoder with this number of layers, whatever its model family."""
-    of_layers = [_layer_name(name, layer) for layer in range(layers) for name in _LAYER_TENSORS]
+def tensor_names(layers: int, family: str) -> list[str]:
+    """Returns the names of all tensors that can occur in a decoder of this family with this number of layers."""
+    names = _LAYER_TENSORS | dict(FAMILIES[family].tensors)
+    of_layers = [_in_layer(theirs, layer) for layer in range(layers) for theirs in names.values() if theirs]
     return [*_END_TENSORS.values(), *of_layers]
+
+
+def _in_layer(theirs: str, layer: int) -> str:
+    return f"model.layers.{layer}.{theirs}"
+
+
+class _Tensors:
+    """The tensors of a decoder's layers. Several parameters may be parts of one tensor, one below the other."""
+
+    def __init__(self, config: DecoderConfig, shapes: Mapping[str, Shape]) -> None:
+        """`shapes` contains the shape of each parameter in one layer."""
+        self._family, self._head_dim, self._shapes = FAMILIES[config.family], config.head_dim, shapes
+        names = _LAYER_TENSORS | dict(self._family.tensors)
+        self.parts: dict[str, list[str]] = {}
+        """The parameters of each tensor, in the order of their rows."""
+        self.name = {ours: names[ours] for ours in shapes}
+        for ours in _LAYER_TENSORS:
+            if ours in shapes:
+                self.parts.setdefault(names[ours], []).append(ours)
+        self.experts = 0 if config.experts is None else config.experts.count
+        rope = config.ropes[0]
+        self._rotated = rope.width(config.head_dim) if rope and self._family.neighbours else 0
+
+    def first(self, ours: str) -> int:
+        """Returns the first row of a parameter in its tensor."""
+        parts = self.parts[self.name[ours]]
+        return sum(self.rows(each) for each in parts[: parts.index(ours)])
+
+    def rows(self, ours: str) -> int:
+        """Returns the number of rows of a parameter, or of one expert's part of it."""
+        return _theirs_shape(ours, self._shapes[ours])[1 if self.of_experts(ours) else 0]
+
+    def of_experts(self, ours: str) -> bool:
+        return self.experts > 0 and ours in ("gate", "up", "down")
+
+    def shape(self, theirs: str) -> Shape:
+        """Returns the shape of a tensor."""
+        parts = self.parts[theirs]
+        *_, width = like = _theirs_shape(parts[0], self._shapes[parts[0]])
+        rows = sum(map(self.rows, parts))
+        if self.of_experts(parts[0]):
+            return (rows, width) if "{}" in theirs else (self.experts, rows, width)
+        return rows, *like[1:]
+
+    def names(self, theirs: str, layer: int) -> list[str]:
+        """Returns the full names of a layer's tensor: one, or one for each expert."""
+        name = _in_layer(theirs, layer)
+        return [name.format(expert) for expert in range(self.experts)] if "{}" in name else [name]
+
+    def order(self, ours: str, *, back: bool = False) -> np.ndarray | None:
+        """Returns the index in the file of each dimension of a head, if files of this family rotate neighbouring dimensions. With `back`, returns the inverse."""
+        if not self._rotated or ours.removesuffix("_bias") not in ("query", "key"):
+            return None
+        rotated = np.arange(self._rotated).reshape(-1, 2).T.reshape(-1)
+        order = np.concatenate([rotated, np.arange(self._rotated, self._head_dim)])
+        return np.argsort(order) if back else order
+
+    def adapter_order(self, name: str, *, back: bool = False) -> np.ndarray | None:
+        """Returns `order` for an adapter parameter, such as `query_lora_b`. Only B has the dimensions of a head."""
+        return self.order(name.removesuffix("_lora_b"), back=back)
+
+    def adapter_name(self, name: str, layer: int) -> str:
+        """Returns PEFT's name for an adapter parameter of a layer, such as `query_lora_a`."""
+        theirs = self.name[name.removesuffix("_lora_a").removesuffix("_lora_b")].removesuffix("weight")
+        return f"base_model.model.{_in_layer(theirs, layer)}lora_{name[-1].upper()}.weight"
 
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, Shape]:
     """Returns the name and shape of each tensor of the decoder, without adapters, in the order in which they are written."""
     pure = nnx.to_pure_dict(shapes_of(replace(config.base, vocab_multiple=1)))
-    found = {_END_TENSORS[name]: _theirs_shape(name, like.shape) for name, like in pure["ends"].items()}
-    for layer in range(config.layers):
-        for name, like in pure["blocks"].items():
-            found[_layer_name(name, layer)] = _theirs_shape(name, like.shape[1:])
-    return found
+    found = {_END_TENSORS[name]: like.shape for name, like in pure["ends"].items()}
+    tensors = _tensors(config)
+    return found | {
+        name: tensors.shape(theirs)
+        for layer in range(config.layers)
+        for theirs in tensors.parts
+        for name in tensors.names(theirs, layer)
+    }
+
+
+def _tensors(config: DecoderConfig) -> _Tensors:
+    blocks = nnx.to_pure_dict(shapes_of(config.base))["blocks"]
+    return _Tensors(config, {name: like.shape[1:] for name, like in blocks.items()})
 
 
 def checked(config: DecoderConfig, file: TensorFile) -> None:
@@ -166,19 +249,27 @@ def place(
         jax.tree.map(lambda _: None, like) if shardings is None else nnx.to_pure_dict(shardings(shapes))
     )
 
-    put = functools.partial(_put, file, dtype=dtype, by_rows=by_rows)
+    put, tensors = functools.partial(_put, file, dtype=dtype, by_rows=by_rows), _tensors(config)
     for name, leaf in like["ends"].items():
         pure["ends"][name] = put(_END_TENSORS[name], name, leaf.shape, where["ends"][name])
+
+    def put_layer(name: str, layer: int, shape: Shape, sharding: Sharding | None) -> Array:
+        theirs, first = _in_layer(tensors.name[name], layer), tensors.first(name)
+        if tensors.of_experts(name):
+            view = _OfExperts(file, theirs, first, shape)
+            return _put(view, theirs, name, shape, sharding, dtype=dtype, by_rows=by_rows)
+        return put(theirs, name, shape, sharding, first=first, order=tensors.order(name))
+
     for layer, leaves in like["blocks"].items() if apart else ():
         pure["blocks"][layer] = {
-            name: put(_layer_name(name, layer), name, leaf.shape, where["blocks"][layer][name])
+            name: put_layer(name, layer, leaf.shape, where["blocks"][layer][name])
             for name, leaf in leaves.items()
         }
     for name, leaf in () if apart else like["blocks"].items():
         sharding = where["blocks"][name]
         stack = jnp.zeros(leaf.shape, _stored_as(name, dtype), device=sharding)
         for layer in range(config.layers):
-            part = put(_layer_name(name, layer), name, leaf.shape[1:], sharding and _of_a_layer(sharding))
+            part = put_layer(name, layer, leaf.shape[1:], sharding and _of_a_layer(sharding))
             stack = jax.block_until_ready(_filler(sharding)(stack, part, np.int32(layer)))
         pure["blocks"][name] = stack
     nnx.replace_by_pure_dict(shapes, pure)
@@ -199,40 +290,63 @@ def exported(config: DecoderConfig, params: nnx.State, adapters: nnx.State | Non
         rows = config.vocab_size if name in _TABLES else len(value)
         shape = (rows, *value.shape[1:])
         yield Tensor(_END_TENSORS[name], shape, lambda rows=rows, value=value: _gathered(value)[:rows])
-    apart = 0 in pure["blocks"]
+    apart, tensors = 0 in pure["blocks"], _tensors(config)
+
+    def fetch(name: str, layer: int, *expert: int) -> np.ndarray:
+        value = pure["blocks"][layer][name] if apart else pure["blocks"][name]
+        found = _gathered(value, *(() if apart else (layer,)), *expert)
+        if pair := [added[f"{name}_{part}"] for part in LORA_PARTS if f"{name}_{part}" in added]:
+            assert config.lora is not None
+            a, b = (_gathered(stack, layer) for stack in pair)
+            change = (b.reshape(-1, b.shape[-1]) @ a.reshape(len(a), -1)).reshape(found.shape)
+            found = found.astype(np.float32) + config.lora.scale * change
+        if (order := tensors.order(name, back=True)) is not None:
+            found = found[:, order]
+        return found.reshape(_theirs_shape(name, found.shape))
+
+    def joined(parts: list[str], layer: int, *expert: int) -> np.ndarray:
+        found = [fetch(name, layer, *expert) for name in parts]
+        return np.concatenate(found, axis=max(found[0].ndim - 2, 0))
+
     for layer in range(config.layers):
-        for name, value in (pure["blocks"][layer] if apart else pure["blocks"]).items():
-            shape = _theirs_shape(name, value.shape if apart else value.shape[1:])
-            pair = [added[f"{name}_{part}"] for part in LORA_PARTS if f"{name}_{part}" in added]
-
-            def fetch(
-                value: Array = value, layer: int = layer, shape: Shape = shape, pair: list[Array] = pair
-            ) -> np.ndarray:
-                found = _gathered(value, None if apart else layer, shape)
-                if not pair:
-                    return found
-                assert config.lora is not None
-                a, b = (_gathered(stack, layer) for stack in pair)
-                change = b.reshape(-1, b.shape[-1]) @ a.reshape(len(a), -1)
-                return found.astype(np.float32) + config.lora.scale * change
-
-            yield Tensor(_layer_name(name, layer), shape, fetch)
+        for theirs, parts in tensors.parts.items():
+            names, shape = tensors.names(theirs, layer), tensors.shape(theirs)
+            for expert, name in enumerate(names):
+                at = (layer, expert) if "{}" in theirs else (layer,)
+                yield Tensor(name, shape, functools.partial(joined, parts, *at))
 
 
 def adapter_tensors(config: DecoderConfig, adapters: nnx.State) -> Iterator[Tensor]:
-    """Yields A [rank, inputs] and B [outputs, rank] of each adapted matrix, with names from `adapter_name`."""
+    """Yields A [rank, inputs] and B [outputs, rank] of each adapted matrix, with PEFT's names."""
+    tensors = _tensors(config)
+
+    stacks = nnx.to_pure_dict(adapters)["blocks"]
+
+    def fetch(name: str, layer: int, shape: Shape) -> np.ndarray:
+        found, order = _gathered(stacks[name], layer), tensors.adapter_order(name, back=True)
+        return (found if order is None else found[:, order]).reshape(shape)
+
     for layer in range(config.layers):
-        for name, stack in nnx.to_pure_dict(adapters)["blocks"].items():
+        for name, stack in stacks.items():
             shape = _adapter_shape(name, stack.shape[1:])
-            fetch = functools.partial(_gathered, stack, layer, shape)
-            yield Tensor(adapter_name(name, layer), shape, fetch)
+            yield Tensor(
+                tensors.adapter_name(name, layer), shape, functools.partial(fetch, name, layer, shape)
+            )
 
 
-def adapter_name(name: str, layer: int) -> str:
-    """Returns PEFT's name for an adapter parameter of a layer. `name` is the name in this library, such as `query_lora_a`."""
-    matrix, part = name.removesuffix("_lora_a").removesuffix("_lora_b"), name[-1].upper()
-    theirs = _LAYER_TENSORS[matrix].removesuffix("weight")
-    return f"base_model.model.model.layers.{layer}.{theirs}lora_{part}.weight"
+def check_adapters(config: DecoderConfig) -> None:
+    """Raises ValueError if adapted matrices of this decoder are parts of one tensor, so that PEFT has one adapter for all of them."""
+    tensors, targets = _tensors(config), () if config.lora is None else config.lora.targets
+    for target in targets:
+        theirs = tensors.name[MATRICES[target]]
+        if len(tensors.parts[theirs]) > 1:
+            separate = [
+                name for name, ours in MATRICES.items() if len(tensors.parts[tensors.name[ours]]) == 1
+            ]
+            raise ValueError(
+                f"lora.targets={list(targets)}: {target} is a part of the tensor {theirs}, which has one adapter in PEFT; this is not supported: "
+                f"set lora.targets=[{','.join(separate)}], or train all weights with lora.rank=0"
+            )
 
 
 def place_adapters(
@@ -247,9 +361,9 @@ def place_adapters(
         ValueError: a tensor is missing, is unexpected or has the wrong shape. The message names the tensor.
     """
     shapes = parted(shapes_of(config))[0]
-    pure = nnx.to_pure_dict(shapes)["blocks"]
+    pure, tensors = nnx.to_pure_dict(shapes)["blocks"], _tensors(config)
     wanted = {
-        adapter_name(name, layer): _adapter_shape(name, leaf.shape[1:])
+        tensors.adapter_name(name, layer): _adapter_shape(name, leaf.shape[1:])
         for name, leaf in pure.items()
         for layer in range(config.layers)
     }
@@ -257,9 +371,10 @@ def place_adapters(
     where = None if shardings is None else nnx.to_pure_dict(shardings(shapes))["blocks"]
     made = {}
     for name, leaf in pure.items():
-        whole = (slice(None), slice(None))
-        layers = [_finite(file, adapter_name(name, layer), whole) for layer in range(config.layers)]
+        whole, order = (slice(None), slice(None)), tensors.adapter_order(name)
+        layers = [_finite(file, tensors.adapter_name(name, layer), whole) for layer in range(config.layers)]
         stack = np.stack([part.astype(np.float32).reshape(leaf.shape[1:]) for part in layers])
+        stack = stack if order is None else stack[:, :, order]
         made[name] = jnp.asarray(stack) if where is None else jax.device_put(stack, where[name])
     nnx.replace_by_pure_dict(shapes, {"blocks": made})
     return shapes
@@ -271,12 +386,8 @@ def _adapter_shape(name: str, shape: Shape) -> Shape:
 
 
 def _stored_as(name: str, dtype: str) -> str:
-    """Returns the dtype in which the parameter `name` is stored: float32 for norms, and `dtype` for all other parameters."""
-    return "float32" if name.endswith("norm") else dtype
-
-
-def _layer_name(name: str, layer: int) -> str:
-    return f"model.layers.{layer}.{_LAYER_TENSORS[name]}"
+    """Returns the dtype in which the parameter `name` is stored: float32 for norms and routers, and `dtype` for all other parameters."""
+    return "float32" if name.endswith(("norm", "router")) else dtype
 
 
 @functools.cache
@@ -290,12 +401,15 @@ def _filler(sharding: Sharding | None) -> Callable[[Array, Array, np.int32], Arr
 
 
 @functools.cache
-def _picker(sharding: Sharding | None) -> Callable[[Array, np.int32], Array]:
-    """Returns a program that extracts one layer from a stack of layers."""
-    return jax.jit(
-        lambda stack, layer: jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False),
-        out_shardings=sharding,
-    )
+def _picker(sharding: Sharding | None) -> Callable[..., Array]:
+    """Returns a program that extracts one layer from a stack of layers, or one expert of a layer."""
+
+    def pick(stack: Array, *index: Array) -> Array:
+        for at in index:
+            stack = jax.lax.dynamic_index_in_dim(stack, at, keepdims=False)
+        return stack
+
+    return jax.jit(pick, out_shardings=sharding)
 
 
 def _of_a_layer(sharding: Sharding) -> Sharding:
@@ -313,30 +427,58 @@ def _put(
     sharding: Sharding | None,
     dtype: str,
     by_rows: ByRows | None,
+    *,
+    first: int = 0,
+    order: np.ndarray | None = None,
 ) -> jax.Array:
-    """Loads the tensor `theirs` as the parameter `name`, whose shape is `shape`. A part that several devices need is read only once."""
+    """Loads a tensor, or its rows from `first` on, as the parameter `name`, whose shape is `shape`. A part that several devices need is read only once.
+
+    `order` contains the index in the file of each dimension of a head.
+    """
     dtype = _stored_as(name, dtype)
     if by_rows is not None and isinstance(sharding, NamedSharding):
         columns = [slice(0, size) for size in file.shapes[theirs][1:]]
 
         def rows(start: int, stop: int) -> np.ndarray:
-            return _padded(file, theirs, (slice(start, stop), *columns), dtype)
+            return _padded(file, theirs, (slice(first + start, first + stop), *columns), dtype)
 
-        return by_rows(rows, _theirs_shape(name, shape), shape, sharding)
+        made = by_rows(rows, _theirs_shape(name, shape), shape, sharding)
+        return made if order is None else jax.jit(lambda x: x[:, order], out_shardings=sharding)(made)
     parts: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
 
     def part(index: Cut | None) -> np.ndarray:
         index = index or (slice(None),) * len(shape)
         ranges = tuple(axis.indices(size)[:2] for axis, size in zip(index, shape, strict=True))
         if ranges not in parts:
-            cut = _theirs_cut(name, shape, tuple(slice(*ends) for ends in ranges))
+            rows, *columns = _theirs_cut(name, shape, tuple(slice(*ends) for ends in ranges))
             sizes = [stop - start for start, stop in ranges]
-            parts[ranges] = _padded(file, theirs, cut, dtype).reshape(sizes)
+            cut = slice(first + rows.start, first + rows.stop), *columns
+            found = _padded(file, theirs, cut, dtype).reshape(sizes)
+            parts[ranges] = found if order is None else found[:, order]
         return parts[ranges]
 
     made = jax.make_array_from_callback(shape, sharding, part) if sharding else jnp.asarray(part(None))
     # Wait for each transfer, so that the host's memory does not fill up with tensors in transfer.
     return jax.block_until_ready(made)
+
+
+class _OfExperts:
+    """One matrix of all experts in a layer as one tensor [experts, rows, columns]. Implements `TensorFile`."""
+
+    def __init__(self, file: TensorFile, theirs: str, first: int, shape: Shape) -> None:
+        """`theirs` is the name of one tensor, or a pattern for one tensor per expert. The matrix begins in row `first` of each expert."""
+        self.where, self._file, self._first = file.where, file, first
+        self.shapes: Mapping[str, Shape] = {theirs: shape}
+
+    def read(self, name: str, cut: Cut) -> np.ndarray:
+        experts, rows, columns = (
+            slice(*axis.indices(size)) for axis, size in zip(cut, self.shapes[name], strict=True)
+        )
+        below = slice(self._first + rows.start, self._first + rows.stop), columns
+        if "{}" not in name:
+            return _finite(self._file, name, (experts, *below))
+        each = range(experts.start, experts.stop)
+        return np.stack([_finite(self._file, name.format(expert), below) for expert in each])
 
 
 def _finite(file: TensorFile, name: str, cut: Cut) -> np.ndarray:
@@ -363,30 +505,33 @@ def _padded(file: TensorFile, name: str, cut: Cut, dtype: str) -> np.ndarray:
     return found
 
 
-def _gathered(value: Array, layer: int | None = None, shape: Shape | None = None) -> np.ndarray:
-    """Copies an array, or one layer of a stack, to the host, and reshapes it to `shape` if given."""
+def _gathered(value: Array, *index: int) -> np.ndarray:
+    """Copies an array, or the part of a stack with this index, to the host."""
     sharding = value.sharding
     whole = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
-    if layer is not None:
-        value = _picker(whole)(value, np.int32(layer))
+    if index:
+        value = _picker(whole)(value, *map(np.int32, index))
     elif not value.is_fully_addressable:
         value = jax.device_put(value, whole)
-    return np.asarray(value).reshape(value.shape if shape is None else shape)
+    return np.asarray(value)
 
 
-def _merged(name: str) -> int | None:
+def _merged(name: str, shape: Shape) -> int | None:
     """Returns the index of the parameter's heads axis, if it has one. Transformers merges this axis with the head_dim axis after it."""
-    return {"query": 0, "key": 0, "value": 0, "output": 1}.get(name.removesuffix("_bias"))
+    if name == "output":
+        return 1
+    # A norm of each head has only one axis.
+    return 0 if name.startswith(("query", "key", "value")) and len(shape) > 1 else None
 
 
 def _theirs_shape(name: str, shape: Shape) -> Shape:
-    axis = _merged(name)
+    axis = _merged(name, shape)
     return shape if axis is None else (*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
 
 
 def _theirs_cut(name: str, shape: Shape, whole: Cut) -> Cut:
     """Converts `whole`, slices of the parameter `name` (of shape `shape`), to the corresponding slices of transformers' tensor."""
-    axis = _merged(name)
+    axis = _merged(name, shape)
     if axis is None:
         return whole
     heads, within, dim = whole[axis], whole[axis + 1], shape[axis + 1]

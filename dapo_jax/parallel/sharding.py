@@ -24,12 +24,14 @@ TRAINER_RULES: Mapping[str, str | None] = {
     "mlp": "tensor",
     "head_dim": None,
     "norm": None,
+    "features": None,
     "rank": None,
+    "experts": "fsdp",
 }
 """The mesh axis for each logical axis of master weights and optimizer moments. None means that the axis is not sharded."""
 
-SAMPLER_RULES: Mapping[str, str | None] = {**TRAINER_RULES, "embed": None}
-"""The mesh axis for each logical axis of the sampler's weights. They are not sharded along `embed`, so that decoding steps do not have to gather weights."""
+SAMPLER_RULES: Mapping[str, str | None] = {**TRAINER_RULES, "embed": None, "experts": None}
+"""The mesh axis for each logical axis of the sampler's weights. They are not sharded along `embed` and `experts`, so that decoding steps do not have to gather weights."""
 
 
 def shardings(tree: PyTree, mesh: Mesh, rules: Mapping[str, str | None] = TRAINER_RULES) -> PyTree:
@@ -50,7 +52,12 @@ def shardings(tree: PyTree, mesh: Mesh, rules: Mapping[str, str | None] = TRAINE
         if not jax.tree.leaves(leaf):  # a moment that an optimizer does not have for this parameter
             return leaf
         axes = leaf.get_metadata().get("axes", ()) if isinstance(leaf, nnx.Variable) else ()
-        spec = [None] * (leaf.ndim - len(axes)) + [rules[axis] for axis in axes]
+        over = dict(rules)
+        if "experts" in axes and over["experts"]:
+            # A device has whole experts. If their number cannot be divided, the matrices are split along `embed` like others.
+            whole = leaf.shape[-3] % mesh.shape[over["experts"]] == 0
+            over["embed" if whole else "experts"] = None
+        spec = [None] * (leaf.ndim - len(axes)) + [over[axis] for axis in axes]
         for size, axis in zip(leaf.shape, spec, strict=True):
             if axis is not None and size % mesh.shape[axis]:
                 fits = [str(n) for n in range(1, min(size, mesh.size) + 1) if size % n == 0]

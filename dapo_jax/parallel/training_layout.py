@@ -21,13 +21,14 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from dapo_jax.dapo.logprobs import chunked_logprobs
 from dapo_jax.dapo.precision import WeightSharding, gathered
+from dapo_jax.dapo.quantization import Quantized
 from dapo_jax.dapo.segments import looked_up
-from dapo_jax.models.attention import row_attention
+from dapo_jax.models.attention import Near, row_attention
 from dapo_jax.models.cudnn import packed_attention
 from dapo_jax.models.kernels import splash_attention, splash_kernel
-from dapo_jax.models.layout import Layout
+from dapo_jax.models.layout import Layout, Matrices, Mixture
 from dapo_jax.parallel.mesh import BATCH_AXES
-from dapo_jax.parallel.sharding import TRAINER_RULES, shardings
+from dapo_jax.parallel.sharding import SAMPLER_RULES, TRAINER_RULES, shardings
 
 ROWS = PartitionSpec(BATCH_AXES, "context")
 """Sharding of arrays with shape [rows, seq]."""
@@ -77,6 +78,35 @@ class MeshLayout(Layout):
     def outer(self, x: Float[Array, "features tokens"], dtype: str) -> Float[Array, "features part"]:
         return x if self.mesh.shape["tensor"] == 1 else _scatter(x, "tensor", 1, dtype)
 
+    def experts(
+        self, mixture: Mixture, x: Float[Array, "embed tokens"], factors: Float[Array, "tokens chosen"], routes: Int[Array, "tokens chosen"],
+        matrices: Matrices, dtype: str,
+    ) -> Float[Array, "embed tokens"]:  # fmt: skip
+        """Gathers the tokens of all devices along `fsdp`, applies this device's experts to them, and reduce-scatters the results.
+
+        The tokens of one device at a time pass through the experts, so that the arrays have room for the case that all of them choose experts of this device.
+        If `fsdp` does not divide the number of experts, their matrices are gathered instead, like all others.
+        """
+        parts, held = self.mesh.shape["fsdp"], len(matrices[0])
+        if parts == 1:
+            return mixture(x, factors, routes, matrices)
+        if matrices[0].shape[2] != len(x):
+            how = (self.weight_sharding(axes) for axes in (("mlp", "embed"), ("embed", "mlp")))
+            later = tuple(one and one._replace(dim=one.dim + 1) for one in how)
+            return mixture(x, factors, routes, matrices, sharding=later)
+        mine = jax.checkpoint(partial(mixture, first=lax.axis_index("fsdp") * held))
+        whole = (
+            _gather(x, "fsdp", 1, dtype).T,
+            _gather(factors, "fsdp", 0, "float32"),
+            lax.all_gather(routes, "fsdp", tiled=True),
+        )
+        given = tuple(each.reshape(parts, -1, each.shape[1]) for each in whole)
+        made = lax.map(lambda part: mine(part[0].T, *part[1:], matrices).T, given)
+        return _scatter(made.reshape(-1, len(x)).T, "fsdp", 1, dtype)
+
+    def over_heads(self, x: Float[Array, " tokens"]) -> Float[Array, " tokens"]:
+        return lax.psum(x, "tensor")
+
     def rows(
         self, x: Float[Array, "part embed"], shape: tuple[int, ...], dtype: str
     ) -> Float[Array, "rows seq embed"]:
@@ -101,22 +131,42 @@ class MeshLayout(Layout):
         segment_ids: Int[Array, "batch part"],
         prefix_ids: Int[Array, "batch part"] | None,
         dtype: str,
+        *,
+        near: Near | None = None,
+        windows: Sequence[int] = (),
+        cap: float | None = None,
     ) -> Float[Array, "heads head_dim tokens"]:
         own, prefix = segment_ids, segment_ids if prefix_ids is None else prefix_ids
         q, k, v = (part.reshape(*part.shape[:2], *own.shape) for part in (query, key, value))
         k, v = (_gather(part, "context", 3, dtype) for part in (k, v))
         segments = lax.all_gather(own, "context", axis=1, tiled=True)
         parts = self.mesh.shape["context"]
+
+        def by_window(attend: Callable[[int], Array]) -> Array:
+            """Calls a kernel with the layer's window, which is static in kernels."""
+            kinds = sorted(set(windows)) or [0]
+            kind = 0 if near is None else jnp.searchsorted(jnp.array(kinds, jnp.int32), near[0])
+            return lax.switch(kind, [partial(attend, window) for window in kinds])
+
         if self.attention == "cudnn":
-            out = packed_attention(q, k, v, own, prefix, dtype=dtype)
+            assert cap is None, "`training_pass` chooses XLA"
+            out = by_window(lambda window: packed_attention(q, k, v, own, prefix, window=window, dtype=dtype))
         elif self.attention == "xla":
             first = lax.axis_index("context") * own.shape[1] if parts > 1 else None
-            out = row_attention(q, k, v, own, prefix, segments, first=first, dtype=dtype)
+            if near is not None:
+                near = near[0], lax.all_gather(near[1], "context", axis=1, tiled=True)
+            out = row_attention(q, k, v, own, prefix, segments, first=first, near=near, cap=cap, dtype=dtype)
         else:
-            kernel = splash_kernel(
-                len(q), segments.shape[1], parts=parts, interpret=self.attention == "splash_interpreted"
-            )
-            out = splash_attention(self._of_this_part(kernel), q, k, v, own, segments, dtype=dtype)
+            how: dict[str, Any] = {"parts": parts, "interpret": self.attention == "splash_interpreted"}
+
+            def splash(window: int) -> Array:
+                heads, head_dim = q.shape[:2]
+                kernel = splash_kernel(
+                    heads, segments.shape[1], head_dim=head_dim, window=window, cap=cap, **how
+                )
+                return splash_attention(self._of_this_part(kernel), q, k, v, own, segments, dtype=dtype)
+
+            out = by_window(splash)
         return out.reshape(query.shape)
 
     def logprobs(
@@ -130,6 +180,7 @@ class MeshLayout(Layout):
         chunk_vocab: int,
         dtype: str,
         teachers: Sequence[tuple[Array, Array]] = (),
+        caps: Sequence[float | None] = (),
     ) -> tuple[Float[Array, " tokens"], ...]:
         """Computes the log-probabilities of all target tokens. Each device along `tensor` handles a part of the vocabulary."""
         table = self._table(unembedding, dtype)
@@ -144,6 +195,7 @@ class MeshLayout(Layout):
             vocab_size=vocab_size if padded else None,
             vocab_axis="tensor",
             teachers=[(its, self._table(weight, dtype)) for its, weight in teachers],
+            caps=caps,
         )
 
     def _table(self, weight: Float[Array, "entries shard"], dtype: str) -> Float[Array, "entries embed"]:
@@ -171,6 +223,39 @@ class MeshLayout(Layout):
             return lax.dynamic_slice_in_dim(jnp.asarray(table), lax.axis_index("context") * size, size, axis)
 
         return jax.tree.map(mine, specs, kernel, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+
+
+@dataclass(frozen=True)
+class SamplerLayout(Layout):
+    """The layout of a sampler's mesh. The compiler places all arrays, except in the products with experts, which it could not split."""
+
+    mesh: Mesh
+    by_slot: bool = False
+    """Whether tokens are split over `data` and `fsdp`, like slots. Tokens of prefill are not, because then their sums would depend on the number of devices."""
+
+    def in_parts(self, axis: str) -> bool:
+        over = SAMPLER_RULES[axis]
+        return over is not None and self.mesh.shape[over] > 1
+
+    def experts(
+        self, mixture: Mixture, x: Float[Array, "embed tokens"], factors: Float[Array, "tokens chosen"], routes: Int[Array, "tokens chosen"],
+        matrices: Matrices, dtype: str,
+    ) -> Float[Array, "embed tokens"]:  # fmt: skip
+        """Splits each expert over `tensor`."""
+        if self.mesh.size == 1:
+            return mixture(x, factors, routes, matrices)
+        rows = BATCH_AXES if self.by_slot else None
+        columns, outer, inner = (
+            PartitionSpec(*axes) for axes in ((None, rows), (None, "tensor"), (None, None, "tensor"))
+        )
+        down: Any = Quantized(inner, PartitionSpec()) if isinstance(matrices[2], Quantized) else inner
+
+        def part(*given: Any) -> Array:
+            return _rounded(mixture(*given), dtype, lambda x: lax.psum(x, "tensor"))
+
+        places = columns, PartitionSpec(rows), PartitionSpec(rows), (outer, outer, down)
+        program = jax.shard_map(part, mesh=self.mesh, in_specs=places, out_specs=columns, check_vma=False)
+        return program(x, factors, routes, matrices)
 
 
 def _rounded(x: Array, dtype: str, collective: Callable[[Array], Array]) -> Array:

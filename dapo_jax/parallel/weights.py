@@ -120,7 +120,7 @@ class WeightTransfer:
     def _cast(self, tree: nnx.State) -> nnx.State:
         def cast(leaf: nnx.Variable) -> nnx.Variable:
             axes = leaf.get_metadata()["axes"]
-            if axes == ("norm",):
+            if axes[-1] == "norm":
                 return leaf
             # A matrix product sums over all dimensions after the output dimensions. A bias has only output dimensions.
             summed = tuple(range(output_dimensions(axes), len(axes)))
@@ -158,7 +158,7 @@ def shares_base(frozen: nnx.State, meshes: Meshes, *, dtype: str) -> bool:
     """Returns whether trainer and sampler can share one copy of the base. The base must have the sampler's `dtype` and equal
     shardings in trainer and sampler, and a single sampler must use all devices. `frozen` is the base, or its shapes, with stacked layers."""
     variables = jax.tree.leaves(frozen, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-    kinds = {each.dtype.name for each in variables if each.get_metadata()["axes"] != ("norm",)}
+    kinds = {each.dtype.name for each in variables if each.get_metadata()["axes"][-1] != "norm"}
     if meshes.count > 1 or meshes.train.size != meshes.sampler.size or kinds != {dtype}:
         return False
     trained = jax.tree.leaves(shardings(frozen, meshes.train, TRAINER_RULES))

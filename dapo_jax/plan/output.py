@@ -30,7 +30,10 @@ def as_data(plan: Plan) -> dict[str, Any]:
         **{name: getattr(plan, name) for name in derived},
         "cache_tokens": plan.pages.tokens,
         "fits": plan.fits if plan.programs else None,
-        "model": {"source": plan.config.model.source, **_data(plan.decoder, "parameters", "trained_parameters")},
+        "model": {
+            "source": plan.config.model.source,
+            **_data(plan.decoder, "parameters", "active_parameters", "trained_parameters"),
+        },
         "topology": plan.topology and _data(plan.topology, "name", "chips", "hosts"),
         "sizes": _data(plan.sizes),
         "work": _data(plan.work, "context"),
@@ -178,7 +181,7 @@ def _heading(plan: Plan) -> str:
     if topology is not None:
         where = f"{topology.name}: {topology.chips} chips ({plan.sizes.devices} devices) on {topology.hosts} hosts"
     lines = (
-        f"{plan.config.model.source}: {decoder.parameters:,} parameters{adapters}",
+        f"{plan.config.model.source}: {decoder.size_note}{adapters}",
         f"{where}; mesh {mesh}; {plan.sizes.samplers} samplers, each {sampler or '1 device'}",
         *(f"assumed: {note}" for note in plan.work.notes),
     )

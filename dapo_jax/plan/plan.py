@@ -18,7 +18,7 @@ from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.plan.topologies import Topology, devices_of, present_bytes
 from dapo_jax.plan.workload import Assumptions, MeshSizes, Workload, batch_shards, workload_of
 from dapo_jax.run.disk_space import STATE_BYTES
-from dapo_jax.run.policy import lora_of
+from dapo_jax.run.policy import with_adapters
 from dapo_jax.run.sampler_setup import logits_bytes
 from dapo_jax.sampling.pages import PageSizes
 
@@ -137,7 +137,7 @@ def plan(
     Raises:
         ConfigError: the configuration cannot run on these devices, regardless of memory.
     """
-    decoder = replace(decoder_of(config.model), lora=lora_of(config.lora))
+    decoder = with_adapters(decoder_of(config.model), config.lora)
     notes = tuple[str, ...]()
     if topology is None:
         devices, host, on_device = _devices_of_run(config.parallel), None, False
@@ -149,6 +149,9 @@ def plan(
         counted = "all offloaded moments are on the device during an update"
         on_device = config.optimizer.offload and bool(topology.chip.target)
         notes = (*resized, *topology.notes, *[counted] * on_device)
+    if windows := [window for window in decoder.windows if window]:
+        kept = f"{len(windows)} of {decoder.layers} layers attend to the last {max(windows):,} tokens, but the KV cache keeps all tokens of these layers, too"
+        notes = (*notes, kept)
     work = workload_of(config, assumed or Assumptions())
     work = replace(work, notes=(*work.notes, *notes))
     # JAX cannot place arrays in the host memory of absent devices, so offloaded moments are subtracted below.

@@ -22,7 +22,7 @@ from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.plan.workload import MeshSizes, Workload
 from dapo_jax.rollout.response_sampler import ResponseSampler
 from dapo_jax.run.policy import Policy, frozen_structs, mesh_of, meshes_of, optimizer_of, teacher_of
-from dapo_jax.run.programs import has_reference, objective_of, sharing, taught_by, updater_of
+from dapo_jax.run.programs import has_reference, objective_of, recorded_routes, sharing, taught_by, updater_of
 from dapo_jax.run.sampler_setup import prefix_bytes, response_sampler
 from dapo_jax.run.training_pass import TrainingPass, for_mesh, training_pass
 from dapo_jax.sampling.decoding import decoding
@@ -212,8 +212,9 @@ class Programs:
 
     @cached_property
     def _pass(self) -> TrainingPass:
-        config, mesh, size = self.config, self.meshes.train, self.decoder.head_dim
-        return training_pass(config.model, config.batch, mesh, row_tokens=config.row_tokens, head_dim=size)
+        config, mesh, decoder = self.config, self.meshes.train, self.decoder
+        how = {"head_dim": decoder.head_dim, "score_cap": decoder.score_cap}
+        return training_pass(config.model, config.batch, mesh, row_tokens=config.row_tokens, **how)
 
     @cached_property
     def engine(self) -> DecoderEngine:
@@ -236,6 +237,7 @@ class Programs:
             group_size=config.batch.group_size,
             in_flight=self._in_flight,
             has_turns=bool(config.environment.source),
+            records_routes=recorded_routes(config, self._decoder) is not None,
             resident=bytes_on_device((self.state, self._policy.unshared, self._teacher), train) + reference,
             memory=self.memory,
         )

@@ -140,11 +140,18 @@ def decode_steps(work: Workload, samplers: int, parallel: float) -> float:
     return max(tokens / parallel, work.longest if work.waves else 0.0)
 
 
-def matrix_parameters(decoder: DecoderConfig) -> int:
-    """Returns the number of weights in the layers' matrices and adapters, without embedding and unembedding."""
+def matrix_parameters(decoder: DecoderConfig, tokens: int | float = 1) -> int | float:
+    """Returns the number of weights in the layers' matrices and adapters that `tokens` tokens use, without embedding and unembedding.
+
+    If each token chooses k of E experts at random, n tokens use E (1 - (1 - k / E)^n) of them. Routers that were trained choose less evenly.
+    """
     heads = decoder.head_dim * (2 * decoder.heads + 2 * decoder.kv_heads)
     adapters = 0 if decoder.lora is None else decoder.trained_parameters
-    return decoder.layers * decoder.embed_dim * (heads + 3 * decoder.mlp_dim) + adapters
+    mlp: int | float = 3 * decoder.mlp_dim
+    if experts := decoder.experts:
+        used = experts.count * (1 - (1 - experts.chosen / experts.count) ** tokens)
+        mlp = used * mlp + experts.count
+    return decoder.layers * decoder.embed_dim * (heads + mlp) + adapters
 
 
 def forward_flops(
@@ -160,6 +167,26 @@ def forward_flops(
     return 2 * matrix_parameters(decoder) * tokens + attention * pairs + 2 * unembedding * logits
 
 
+def window_share(decoder: DecoderConfig, last: int | float, *, first: int | float = 0) -> float:
+    """Returns the share of causal query-key pairs that are within the windows of the layers, for the queries after token `first` up to token `last` of a sequence.
+
+    With a window w, the token at position i (from 1 on) attends to min(i, w) tokens.
+    """
+
+    def pairs(window: int) -> float:
+        most = window or math.inf
+        return _pairs(last, most) - _pairs(first, most)
+
+    windows = decoder.windows or (0,)
+    return sum(map(pairs, windows)) / (pairs(0) * len(windows))
+
+
+def _pairs(tokens: int | float, most: int | float) -> float:
+    """Returns the sum of min(i, most) over the positions i of a sequence of `tokens` tokens."""
+    near = min(tokens, most)
+    return near * (near + 1) / 2 + (most * (tokens - near) if tokens > near else 0.0)
+
+
 def cache_bytes_per_token(config: TrainConfig, decoder: DecoderConfig) -> int:
     """Returns the size in bytes of one token's keys and values across all layers, with the scales of an int8 cache."""
     plain = decoder.head_dim * item(config.model.compute_dtype)
@@ -172,9 +199,9 @@ def item(dtype: str) -> int:
     return 2 if dtype == "bfloat16" else 4
 
 
-def decode_weight_parameters(decoder: DecoderConfig) -> int:
-    """Returns the number of weights that a decode step reads: matrices and unembedding. The embedding row of each token is not counted."""
-    return matrix_parameters(decoder) + _unembedding_parameters(decoder)
+def decode_weight_parameters(decoder: DecoderConfig, tokens: int | float = 1) -> int | float:
+    """Returns the number of weights that a step over `tokens` tokens reads: matrices and unembedding. The embedding row of each token is not counted."""
+    return matrix_parameters(decoder, tokens) + _unembedding_parameters(decoder)
 
 
 def _unembedding_parameters(decoder: DecoderConfig) -> int:
@@ -203,7 +230,10 @@ def _prefill(config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes:
     counts = [each / sizes.samplers for each in (work.prompts, config.rollout.in_flight, again)]
     read = list(zip(lengths, counts, strict=True))
     once, *more = (
-        count * forward_flops(decoder, tokens=length, pairs=length * (length + 1) / 2, logits=1)
+        count
+        * forward_flops(
+            decoder, tokens=length, pairs=length * (length + 1) / 2 * window_share(decoder, length), logits=1
+        )
         for length, count in read
     )
     runs = sum(count * _calls(shape, length) for length, count in read)
@@ -212,7 +242,7 @@ def _prefill(config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes:
         runs=runs,
         flops=(once + sum(more)) / devices,
         useful_flops=once / devices,
-        hbm_bytes=runs * _sampler_bytes(decode_weight_parameters(decoder), config, sizes),
+        hbm_bytes=runs * _sampler_bytes(decode_weight_parameters(decoder, shape.width), config, sizes),
     )
 
 
@@ -227,15 +257,19 @@ def _decode(
     config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes: MeshSizes, pages: PageSizes
 ) -> Work:
     """Counts the decode steps. Each reads the weights once, and the cached tokens of every response on the device."""
-    steps = decode_steps(work, sizes.samplers, in_flight(config, work, pages, sizes.samplers))
+    parallel = in_flight(config, work, pages, sizes.samplers)
+    steps = decode_steps(work, sizes.samplers, parallel)
     calls = steps / config.sampling.steps_per_call
     tokens = work.responses * work.response_mean / sizes.samplers
-    pairs = tokens * work.context
-    flops = forward_flops(decoder, tokens=tokens, pairs=pairs, logits=tokens) / sizes.sampler_devices
+    # Slots read the pages from the first in a window on, if the kernel for TPU is used. Other caches read more.
+    seen = work.context * window_share(decoder, work.sequence, first=work.prompt_mean)
+    flops = forward_flops(decoder, tokens=tokens, pairs=tokens * seen, logits=tokens) / sizes.sampler_devices
     # The heads are split over `tensor`, the slots over the other axes.
     each = cache_bytes_per_token(config, decoder) / sizes.sampler["tensor"]
-    cache = tokens / batch_shards(sizes.sampler) * work.context * each
-    read = steps * _sampler_bytes(decode_weight_parameters(decoder), config, sizes) + cache
+    cache = tokens / batch_shards(sizes.sampler) * seen * each
+    # The slots are split over the batch axes, so each device reads the experts of its own tokens.
+    weights = decode_weight_parameters(decoder, parallel / batch_shards(sizes.sampler))
+    read = steps * _sampler_bytes(weights, config, sizes) + cache
     return Work(phase="decode", runs=calls, flops=flops, useful_flops=flops, hbm_bytes=read)
 
 
@@ -254,8 +288,9 @@ def _trained(config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes:
     pairs = tokens * (config.row_tokens + 1) / 2
 
     def forward(decoder: DecoderConfig) -> tuple[float, float, float]:
-        own = forward_flops(decoder, tokens=count, pairs=work.trained * work.attended, logits=count)
-        one = forward_flops(decoder, tokens=tokens, pairs=pairs, logits=tokens)
+        near, nearest = (window_share(decoder, length) for length in (work.sequence, config.row_tokens))
+        own = forward_flops(decoder, tokens=count, pairs=work.trained * work.attended * near, logits=count)
+        one = forward_flops(decoder, tokens=tokens, pairs=pairs * nearest, logits=tokens)
         # Each pass over a microbatch reads the gathered weights in the compute dtype. They remain sharded over the tensor axis.
         used = decoder.parameters - (0 if decoder.tied_embeddings else _unembedding_parameters(decoder))
         used += 0 if decoder.lora is None else decoder.trained_parameters

@@ -7,13 +7,15 @@ from dapo_jax.models.folder import read_config
 from dapo_jax.models.presets import PRESETS, DecoderConfig, preset
 from dapo_jax.run.policy import folder_of, read_base
 
-_PUBLISHERS = {"smollm2": "HuggingFaceTB/SmolLM2", "llama": "meta-llama/Llama", "qwen": "Qwen/Qwen"}
+_PUBLISHERS = {
+    "smollm2": "HuggingFaceTB/SmolLM2", "llama": "meta-llama/Llama", "qwen": "Qwen/Qwen", "gemma": "google/gemma"
+}  # fmt: skip
 _REPOSITORIES = {
     f"{repository}{known.removeprefix(family)}{kind}".lower(): known
     for family, repository in _PUBLISHERS.items()
     for known in PRESETS
     if known.startswith(family)
-    for kind in ("", "-base", "-instruct")
+    for kind in ("", "-base", "-instruct", "-it", "-pt")
 }
 """Maps each hub repository, in lower case, to the preset with the same shapes."""
 

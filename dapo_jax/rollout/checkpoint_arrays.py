@@ -1,7 +1,8 @@
 """Converts groups and responses in flight to plain arrays and back, for checkpoints and for other processes.
 
-Ragged lists become three arrays: the tokens of all responses, their log-probabilities, and JSON for everything else. Prompts are not stored, because their ordinals are
-enough to load them. A brief group contains the data for metrics and scores, but no tokens and no text. It occupies at most about 100 bytes per response.
+Ragged lists become arrays: the tokens of all responses, their log-probabilities, the records of experts if there are any, and JSON for everything else. Prompts are not
+stored, because their ordinals are enough to load them. A brief group contains the data for metrics and scores, but no tokens and no text. It occupies at most about 100
+bytes per response.
 """
 
 import json
@@ -122,11 +123,28 @@ def _as_bytes(records: Any) -> np.ndarray:
     return np.frombuffer(json.dumps(records, separators=(",", ":")).encode(), np.uint8)
 
 
+_NOTHING, _SAME = -1, -2
+"""Marks in place of a number of records: there is no record, or it is the last prompt's record. Responses to a prompt mostly share its record."""
+
+
 def _joined(parts: Sequence[Response | Request | Drawn]) -> Arrays:
+    counts, routes, last = [], list[np.ndarray](), None
+    for part in parts:
+        prompt, own = part.prompt_routes, part.routes
+        same = prompt is not None and last is not None and np.array_equal(prompt, last)
+        counts.append([_SAME if same else _count(prompt), _count(own)])
+        routes += [record for record in (None if same else prompt, own) if record is not None]
+        last = last if prompt is None else prompt
+    recorded = {"routes": np.concatenate(routes), "counts": np.array(counts, np.int32)} if routes else {}
     return {
+        **recorded,
         "tokens": np.concatenate([np.empty(0, np.int32), *(part.tokens for part in parts)]),
         "logprobs": np.concatenate([np.empty(0, np.float32), *(part.logprobs for part in parts)]),
     }
+
+
+def _count(record: np.ndarray | None) -> int:
+    return _NOTHING if record is None else len(record)
 
 
 class _Parts:
@@ -134,11 +152,25 @@ class _Parts:
 
     def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
         self._tokens, self._logprobs, self._at = arrays["tokens"], arrays["logprobs"], 0
+        self._routes, self._counts = arrays.get("routes"), iter(arrays.get("counts", ()))
+        self._prompt: np.ndarray | None = None
+        self._recorded = 0
 
-    def __call__(self, length: int) -> Arrays:
+    def __call__(self, length: int) -> dict[str, Any]:
         part = slice(self._at, self._at + length)
         self._at = part.stop
-        return {"tokens": self._tokens[part], "logprobs": self._logprobs[part]}
+        found = {"tokens": self._tokens[part], "logprobs": self._logprobs[part]}
+        if self._routes is None:
+            return found
+        prompt, own = (self._record(self._routes, count) for count in next(self._counts).tolist())
+        self._prompt = self._prompt if prompt is None else prompt
+        return {**found, "prompt_routes": prompt, "routes": own}
+
+    def _record(self, routes: np.ndarray, count: int) -> np.ndarray | None:
+        if count < 0:
+            return self._prompt if count == _SAME else None
+        self._recorded += count
+        return routes[self._recorded - count : self._recorded]
 
 
 def _zeros(count: int) -> Arrays:
@@ -150,7 +182,7 @@ def _record(part: Response | Request) -> list[Any]:
     return [len(part.tokens), reason, part.spans, part.turns, part.contexts]
 
 
-def _part(record: Sequence[Any], take: Callable[[int], Arrays]) -> dict[str, Any]:
+def _part(record: Sequence[Any], take: Callable[[int], Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the fields of a response or request from its `_record`."""
     length, reason, spans, turns, contexts = record
     return {
@@ -173,7 +205,7 @@ def _rollout_record(rollout: Rollout, with_text: bool) -> list[Any]:
     ]
 
 
-def _rollout(record: Sequence[Any], take: Callable[[int], Arrays]) -> Rollout:
+def _rollout(record: Sequence[Any], take: Callable[[int], Mapping[str, Any]]) -> Rollout:
     *kept, text, reward, penalty, verdict = record
     return Rollout(
         response=Response(**_part(kept, take)),

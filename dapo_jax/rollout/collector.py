@@ -141,6 +141,8 @@ class Collector:
         for one in started:
             prompt = self.prompt_of(one.ordinal) if one.index else self.prompt_at(one.ordinal)
             request = Request(prompt, one.index, 0, version=self.clock.version)
+            if one.index:
+                request.prompt_routes = self.responses[ResponseId(one.ordinal, 0)].prompt_routes
             if self.limits is not None:
                 request.due = self._now + self.clock.sizes.answer_rounds
             self.responses[one] = request
@@ -160,6 +162,10 @@ class Collector:
             self.drawn_tokens += len(part.tokens)
             if one not in here:
                 request.append(part.tokens, part.logprobs)
+                if part.routes is not None:
+                    request.record(request.length - len(part.routes), part.routes)
+                if part.prompt_routes is not None:
+                    request.prompt_routes = part.prompt_routes
             if part.finish_reason is None:
                 continue
             if self.limits is None:

@@ -38,16 +38,26 @@ class Exchange:
     """Decides which prompts this process samples and grades, and exchanges data with the other processes."""
 
     def __init__(
-        self, meshes: Meshes, stop: Stop, watch: Watch, *, in_flight: int, round_tokens: int
+        self,
+        meshes: Meshes,
+        stop: Stop,
+        watch: Watch,
+        *,
+        in_flight: int,
+        round_tokens: int,
+        route_bytes: int = 0,
     ) -> None:
-        """The buffer of a round has room for all tokens of one sampler's share of `in_flight` responses, so the buffer's shape never changes."""
+        """The buffer of a round has room for all tokens of one sampler's share of `in_flight` responses, each with `route_bytes` bytes of records, so the buffer's
+        shape never changes."""
         self.index, self.count, self._stop, self._watch = meshes.index, meshes.count, stop, watch
         members = {device.process_index for device in meshes.sampler.devices.flat}
         self._shared = len(members) > 1
         self.alone = jax.process_count() == 1
         self.grades = jax.process_index() == min(members)
         """Whether this process grades. All processes that share a sampler have all of the sampler's responses, but only one process grades them."""
-        self._buffer_bytes = _HEAD_BYTES + -(-in_flight // self.count) * (8 + 8 * round_tokens)
+        self._buffer_bytes = _HEAD_BYTES + -(-in_flight // self.count) * (
+            8 + (8 + route_bytes) * round_tokens
+        )
         self._failed = ""
 
     def takes(self, ordinal: int) -> bool:

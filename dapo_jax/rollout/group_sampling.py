@@ -52,8 +52,9 @@ class GroupSampling:
         stop: Stop,
         watch: Watch,
         episodes: Episodes | None = None,
+        route_bytes: int = 0,
     ) -> None:
-        """`watch` is notified of progress. With `episodes`, responses have several turns."""
+        """`watch` is notified of progress. With `episodes`, responses have several turns. `route_bytes` is the size of a token's record of experts."""
         self._config, self._sampler, self._grading, self._episodes = config, sampler, grading, episodes
         self._evaluating = grading
         if not config.learns_rewards and episodes is None:  # an environment must see the end of each episode
@@ -73,9 +74,8 @@ class GroupSampling:
             max_age_steps=rollout.max_age_steps if self._in_rounds else 0,
             waves=not self._in_rounds,
         )
-        self._exchange = Exchange(
-            meshes, stop, watch, in_flight=rollout.in_flight, round_tokens=rollout.round_tokens
-        )
+        sizes = {"in_flight": rollout.in_flight, "round_tokens": rollout.round_tokens}
+        self._exchange = Exchange(meshes, stop, watch, **sizes, route_bytes=route_bytes)
         self._pending: dict[int, Future[Group]] = {}
         """Groups in flight whose verdicts this process waits for, by ordinal."""
         self._turns: TurnsInFlight | None = None

@@ -1,5 +1,6 @@
 """Builds the objects of a training run from its configuration."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,16 @@ from dapo_jax.rollout.collector import Position
 from dapo_jax.rollout.group_sampling import GroupSampling
 from dapo_jax.run.grader_setup import check_graders, environment_of, episodes_of, grading, part_weights
 from dapo_jax.run.policy import check_trains, load_policy, lora_of, mesh_of, meshes_of, optimizer_of
-from dapo_jax.run.programs import has_reference, load_teacher, objective_of, sharing, taught_by, updater_of
+from dapo_jax.run.programs import (
+    has_reference,
+    load_teacher,
+    objective_of,
+    recorded_routes,
+    routes_note,
+    sharing,
+    taught_by,
+    updater_of,
+)
 from dapo_jax.run.prompt_sets import GivenRows, asked_too_often, held_out_prompts, training_prompts
 from dapo_jax.run.resume_point import (
     ResumePoint,
@@ -87,6 +97,7 @@ class Run:
             sampler=meshes.sampler,
             weights=has_weights,
             shares=sharing(meshes, config.sampling, dtype=model.compute_dtype),
+            longest=data.max_prompt_tokens + config.sampling.max_response_tokens,
         )
         check_trains(self.policy, config.lora, model.source)
         files, taught = model_files(self.policy.folder, weights=has_weights), None
@@ -96,8 +107,15 @@ class Run:
             taught = taught_by(config, teacher, self._mesh)
             found = model_files(teacher.folder, weights=True)
             files |= {f"teacher ({name})": digest for name, digest in found.items()}
-        head_dim = self.policy.decoder.head_dim
-        how = training_pass(model, config.batch, self._mesh, row_tokens=config.row_tokens, head_dim=head_dim)
+        decoder = self.policy.decoder
+        how = training_pass(
+            model,
+            config.batch,
+            self._mesh,
+            row_tokens=config.row_tokens,
+            head_dim=decoder.head_dim,
+            score_cap=decoder.score_cap,
+        )
         self._optimizer = optimizer_of(config.optimizer)
         say("preparing prompts")
         self._prompts, asked = training_prompts(data, self.policy.tokenizer, seed=config.seed, rows=prompts)
@@ -105,8 +123,8 @@ class Run:
         if often := asked_too_often(config, self._prompts.rows_per_epoch):
             self.notes.append("; ".join(often))
         cached = config.sampling.cache_dtype or model.compute_dtype
-        if slower := without_kernel(meshes.sampler, self.policy.decoder.head_dim, cached):
-            self.notes.append(slower)
+        slower = without_kernel(meshes.sampler, decoder.head_dim, cached, decoder.beyond_gpu)
+        self.notes += filter(None, (how.note, slower, decoder.length_note))
         self.identity = identity_of(config, prompts=asked.identity, model=files)
         """Stored in every checkpoint to recognise the run that saved it (see `identity_of`)."""
         episodes = episodes_of(environment, config, self.policy)
@@ -125,6 +143,10 @@ class Run:
             reward=reward,
             on_submit=lambda: watch.note("grading the responses to a prompt"),
         )
+        routes = recorded_routes(config, decoder)
+        route_bytes = 0 if routes is None else math.prod(routes)
+        if route_bytes:
+            self.notes.append(routes_note(config, route_bytes))
         sampler = response_sampler(
             self.policy,
             meshes,
@@ -135,6 +157,7 @@ class Run:
             group_size=config.batch.group_size,
             in_flight=-(-config.rollout.in_flight // meshes.count),
             has_turns=episodes is not None,
+            records_routes=routes is not None,
             resident=resident,
             on_look=lambda: watch.note("sampling tokens"),
         )
@@ -155,6 +178,7 @@ class Run:
             stop=stop,
             watch=watch,
             episodes=episodes,
+            route_bytes=route_bytes,
         )
         masks, weights = config.reward.overlong.filter_truncated, part_weights(graders)
         by_rule = partial(step_advantages, **vars(config.advantage), filter_truncated=masks, weights=weights)

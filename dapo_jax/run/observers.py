@@ -1,6 +1,7 @@
 """Observers of a run: per-token ratios pi / pi_old of logged rollouts, the progress display, and profiler traces."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 from jaxtyping import Float
@@ -52,7 +53,7 @@ class Ratios(Observer):
         of_text = {
             tokens.tobytes(): values
             for stack, found in zip(minibatch, on_host(ratios), strict=True)
-            for tokens, values in responses_in(on_host(stack.microbatches), found)
+            for tokens, values in responses_in(on_host(replace(stack.microbatches, routes=None)), found)
         }
         for group in wanted:
             for index, rollout in group.indexed:

@@ -36,7 +36,14 @@ from dapo_jax.models.layout import Layout
 from dapo_jax.models.lora import LoraShape, lora_shape, parted, rounded_to
 from dapo_jax.models.presets import DecoderConfig, preset
 from dapo_jax.models.safetensors_files import A_PICKLE, PICKLED
-from dapo_jax.models.tensors import TensorFile, adapter_tensors, exported, place_adapters, shapes_of
+from dapo_jax.models.tensors import (
+    TensorFile,
+    adapter_tensors,
+    check_adapters,
+    exported,
+    place_adapters,
+    shapes_of,
+)
 from dapo_jax.parallel.mesh import BATCH_AXES, AnyDevice, Meshes, make_mesh, make_meshes
 from dapo_jax.parallel.processes import is_first
 from dapo_jax.parallel.sharding import read_by_rows, shardings
@@ -125,6 +132,7 @@ def load_policy(
     weights: bool = True,
     shares: Callable[[nnx.State], bool] = lambda frozen: False,
     section: str = "model",
+    longest: int | None = None,
 ) -> Policy:
     """Loads or initializes the policy that `model.source` specifies.
 
@@ -138,6 +146,7 @@ def load_policy(
         weights: whether to load or initialize weights. If False, `params` contains only shapes.
         shares: takes the shapes of a LoRA base, and returns whether the sampler uses the trainer's arrays of this base (`parallel.weights.shares_base`).
         section: the section with the source, for error messages. The weights of a `teacher` are never trained, so they are rounded to `model.compute_dtype`.
+        longest: number of tokens in the longest sequence of the run, which determines the factors of longrope. None: `long_factor`.
 
     Raises:
         ConfigError: the preset, shipped model or folder does not exist, or the adapter does not match `lora`.
@@ -154,6 +163,8 @@ def load_policy(
         source, lora = (model, lora) if adapter is None else (adapter.base, adapter.shape)
         decoder, tokenizer, base_folder = _read_base(model, adapter, partial(description_of, weights=weights))
         decoder = replace(for_mesh(decoder, *filter(None, (mesh, sampler))), lora=lora)
+        decoder = decoder if longest is None else decoder.for_length(longest)
+        check_adapters(decoder)
         trained, frozen = parted(shapes_of(decoder))
         where = None if mesh is None else lambda shapes: shardings(shapes, mesh)
         if weights:
@@ -206,6 +217,14 @@ def check_trains(policy: Policy, config: LoraConfig, source: str) -> None:
 def lora_of(config: LoraConfig) -> LoraShape | None:
     """Returns the adapters that `config` describes, or None without LoRA."""
     return lora_shape(rank=config.rank, alpha=config.alpha, targets=config.targets) if config.rank else None
+
+
+def with_adapters(decoder: DecoderConfig, config: LoraConfig) -> DecoderConfig:
+    """Returns the decoder with the adapters that `config` describes. Raises ConfigError if it cannot have them."""
+    try:
+        return replace(decoder, lora=lora_of(config))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def read_base(model: ModelConfig, read: Callable[[ModelConfig], _Read]) -> _Read:

@@ -18,6 +18,7 @@ from jax.stages import Lowered
 from dapo_jax.config import ConfigError, LossConfig, SamplingConfig, TrainConfig
 from dapo_jax.config.algorithms import CLIPS
 from dapo_jax.dapo.objectives import load_objective, options_of, wanted, with_shared_metrics
+from dapo_jax.dapo.rollouts import NO_ROUTE
 from dapo_jax.models.decoder import graph_of
 from dapo_jax.models.layout import Layout
 from dapo_jax.models.lora import parted
@@ -158,6 +159,32 @@ def has_reference(config: TrainConfig, objective: Objective) -> bool:
     return bool(config.loss.kl_coef) or "ref_logprobs" in arrays
 
 
+def recorded_routes(config: TrainConfig, decoder: DecoderConfig) -> tuple[int, int] | None:
+    """Returns the number of layers and of experts per token that a run records, or None if it does not record the sampler's choice of experts.
+
+    Raises:
+        ConfigError: a record cannot have the numbers of all experts.
+    """
+    if config.rollout.routing_replay == "off" or decoder.experts is None:
+        return None
+    if decoder.experts.count > NO_ROUTE:
+        raise ConfigError(
+            f"rollout.routing_replay=sampler records experts in one byte and so needs at most {NO_ROUTE} experts, but model.source={config.model.source!r} has "
+            f"{decoder.experts.count}: set rollout.routing_replay=off"
+        )
+    return decoder.layers, decoder.experts.chosen
+
+
+def routes_note(config: TrainConfig, token_bytes: int) -> str:
+    """Returns a message about the size of the records of experts. `token_bytes` is the size of one token's record."""
+    batch, longest = config.batch, config.data.max_prompt_tokens + config.episode_tokens
+    most = batch.prompts_per_step * batch.group_size * longest * token_bytes
+    return (
+        f"routing replay records {token_bytes} bytes per token: the groups of a step take up to {most / 2**30:.2f} GiB of host memory in each process, and as much is sent to "
+        "the other processes (to train without records, set rollout.routing_replay=off)"
+    )
+
+
 def updater_of(
     config: TrainConfig,
     decoder: DecoderConfig,
@@ -190,6 +217,7 @@ def updater_of(
         teacher_coef=config.teacher.coef,
         teacher_kl=config.teacher.kl,
         offload=config.optimizer.offload,
+        routes=recorded_routes(config, decoder),
     )
     function, own = objective or objective_of(loss), (reference, frozen, teacher)
     arguments = (decoder, optimizer, mesh, layout, model.compute_dtype, model.remat, options, function)
@@ -204,7 +232,8 @@ def load_teacher(config: TrainConfig, student: Policy, mesh: Mesh) -> Policy:
     Raises:
         ConfigError: the teacher cannot be loaded, or its tokenizer is not the tokenizer of the student.
     """
-    teacher = load_policy(teacher_of(config), seed=config.seed, mesh=mesh, section="teacher")
+    longest = config.data.max_prompt_tokens + config.sampling.max_response_tokens
+    teacher = load_policy(teacher_of(config), seed=config.seed, mesh=mesh, section="teacher", longest=longest)
     one, other = (model_files(a.folder, weights=False).get("tokenizer.json") for a in (student, teacher))
     # Presets have no files. Their tokenizers are compared by value.
     if one != other if one and other else student.tokenizer != teacher.tokenizer:
@@ -224,7 +253,14 @@ def load_teacher(config: TrainConfig, student: Policy, mesh: Mesh) -> Policy:
 def taught_by(config: TrainConfig, teacher: Policy, mesh: Mesh) -> Model:
     """Returns the decoder of a teacher for updates on `mesh`, and its parameters."""
     model, tokens = config.model, config.row_tokens
-    how = training_pass(model, config.batch, mesh, row_tokens=tokens, head_dim=teacher.decoder.head_dim)
+    how = training_pass(
+        model,
+        config.batch,
+        mesh,
+        row_tokens=tokens,
+        head_dim=teacher.decoder.head_dim,
+        score_cap=teacher.decoder.score_cap,
+    )
     graph = teacher.graph(compute_dtype=model.compute_dtype, remat="none", layout=how.layout)
     return graph, teacher.params, teacher.frozen
 

@@ -64,6 +64,7 @@ def response_sampler(
     group_size: int,
     in_flight: int = 0,
     has_turns: bool = False,
+    records_routes: bool = False,
     resident: int = 0,
     memory: int | None = None,
     on_look: Callable[[], None] = lambda: None,
@@ -80,6 +81,7 @@ def response_sampler(
         group_size: number of responses to a prompt.
         in_flight: maximum number of responses in flight in this sampler. If 0, no response is carried over to a later step.
         has_turns: whether responses are episodes of several turns.
+        records_routes: whether responses contain a record of the chosen experts.
         resident: memory in use on each device during sampling, in bytes, without the sampler's weights and cache.
         memory: memory of a device in bytes. Defaults to the amount that the devices report. CPUs do not report an amount.
         on_look: called before each engine call that samples tokens.
@@ -127,6 +129,7 @@ def response_sampler(
             prefill=shape,
             batch_invariant=sampling.batch_invariant,
             has_turns=has_turns,
+            records_routes=records_routes,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -173,6 +176,7 @@ def room_for_cache(
         cache_tokens=sampling.cache_tokens,
         dtype=dtype,
         turns=in_flight > 0 or sampling.batch_invariant or has_turns,
+        beyond_gpu=decoder.beyond_gpu,
     )
     if memory is None or sampling.cache_tokens or kind == "slots":
         return None

@@ -27,6 +27,9 @@ SHORTEST_ROW = 1024
 """Rows of 1/2 to 1/16 of the full length are used only if they have at least this many tokens, because each length requires its own compiled program."""
 
 
+_CAPPED = "capped attention scores (attn_logit_softcapping)"
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingPass:
     """The layout and row lengths that row packing and the update must agree on."""
@@ -35,6 +38,8 @@ class TrainingPass:
     row_tokens: int
     packing: dict[str, Any]
     """Keyword arguments for `row_packing.pack`: the number of device groups, whether prompts may be shared, and the shorter row lengths."""
+    note: str = ""
+    """The reason why attention uses XLA operations instead of the platform's kernel, or an empty string."""
 
 
 def training_pass(
@@ -44,6 +49,7 @@ def training_pass(
     *,
     row_tokens: int,
     head_dim: int,
+    score_cap: float | None = None,
     device: AnyDevice | None = None,
 ) -> TrainingPass:
     """Returns the training pass for `model` and `batch`.
@@ -54,13 +60,17 @@ def training_pass(
         mesh: mesh of the trainer.
         row_tokens: number of tokens in a row. Rounded up to a multiple that mesh and attention can split, unless `batch.row_tokens` is set.
         head_dim: number of dimensions of an attention head.
+        score_cap: cap of the attention scores (`DecoderConfig.score_cap`), which cuDNN does not support.
         device: device whose attention kernel is used. Defaults to the first device of the mesh.
 
     Raises:
         ConfigError: row length, mesh and attention do not fit together.
     """
     context, tensor = mesh.shape["context"], mesh.shape["tensor"]
-    attention = _attention(model, device or mesh.devices.flat[0], head_dim, context)
+    device = device or mesh.devices.flat[0]
+    attention, note = _attention(model, device, head_dim, context, score_cap), ""
+    if score_cap is not None and device.platform == "gpu":
+        note = f"training on {device.device_kind} uses XLA operations for attention, because cuDNN does not support {_CAPPED}"
     multiple = context * tensor if attention != "splash" else context * SPLASH_TOKENS * tensor
     filled = -(-row_tokens // multiple) * multiple
     if batch.row_tokens and filled != row_tokens:
@@ -79,6 +89,7 @@ def training_pass(
             "alone": not batch.packing,
             "shorter_rows": tuple(tokens for tokens in halves if SHORTEST_ROW <= tokens < filled),
         },
+        note=note,
     )
 
 
@@ -91,7 +102,7 @@ def for_mesh(decoder: DecoderConfig, *meshes: Mesh) -> DecoderConfig:
     return decoder
 
 
-def _attention(model: ModelConfig, device: AnyDevice, head_dim: int, context: int) -> str:
+def _attention(model: ModelConfig, device: AnyDevice, head_dim: int, context: int, cap: float | None) -> str:
     platform, width = device.platform, head_dim % 8 == 0 and head_dim <= 256
     if model.attention != "auto":
         needed = {"splash": "tpu", "cudnn": "gpu"}.get(model.attention, platform)
@@ -99,6 +110,10 @@ def _attention(model: ModelConfig, device: AnyDevice, head_dim: int, context: in
             raise ConfigError(
                 f"model.attention={model.attention} is a kernel for platform {needed}, but the devices are {platform}: set "
                 "model.attention=auto or model.attention=xla"
+            )
+        if model.attention == "cudnn" and cap is not None:
+            raise ConfigError(
+                f"model.attention=cudnn does not support {_CAPPED}, and the model caps them at {cap:g}: set model.attention=auto or model.attention=xla"
             )
         if model.attention == "cudnn" and (context > 1 or not width):
             raise ConfigError(
@@ -111,7 +126,7 @@ def _attention(model: ModelConfig, device: AnyDevice, head_dim: int, context: in
     # The compute capability of an AMD GPU is a name, not a number.
     capability = getattr(device, "compute_capability", "")
     hopper = capability[:1].isdigit() and float(capability) >= 9.0
-    able = model.compute_dtype == "bfloat16" and context == 1 and width
+    able = model.compute_dtype == "bfloat16" and context == 1 and width and cap is None
     return "cudnn" if platform == "gpu" and hopper and able else "xla"
 
 

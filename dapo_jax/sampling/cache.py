@@ -156,9 +156,17 @@ def append_to_pages(
 
 
 def extend(
-    cache: LayerCache, now: CacheStep, query: Queries, key: NewHeads, value: NewHeads
+    cache: LayerCache,
+    now: CacheStep,
+    query: Queries,
+    key: NewHeads,
+    value: NewHeads,
+    *,
+    window: int = 0,
+    cap: float | None = None,
 ) -> tuple[Queries, LayerCache]:
-    """Appends one token to each slot and computes attention. The query of a live slot attends to all of its tokens, including the new one."""
+    """Appends one token to each slot and computes attention. The query of a live slot attends to all of its tokens, including the new one, or to the last
+    `window` tokens if it is above 0. `cap` caps the scores (see `dapo_jax.dapo.precision.capped`)."""
 
     def append(into: Array, new: Array, axis: int) -> Array:
         def one_slot(into: Array, new: Array, at: Array) -> Array:
@@ -168,7 +176,7 @@ def extend(
 
     grown = LayerCache(append(cache.keys, key, 2), append(cache.values, value, 1))
     counts = (now.lengths + 1) * now.live.astype(jnp.int32)
-    return cached_attention(query, grown.keys, grown.values, counts), grown
+    return cached_attention(query, grown.keys, grown.values, counts, window=window, cap=cap), grown
 
 
 DENSE = Cache(empty=empty, of_rows=of_rows, fill=fill, reading=partial(CacheStep, page=()), extend=extend)

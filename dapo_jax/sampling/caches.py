@@ -1,5 +1,7 @@
 """Chooses the KV cache implementation for the platform of a mesh, and the sizes of the cache."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -22,23 +24,28 @@ DEFAULT_PAGE_TOKENS = {"tpu": 128}
 
 
 def kind_for(
-    mesh: Mesh, head_dim: int, *, page_tokens: int = 0, cache_tokens: int = 0, dtype: str = "float32", turns: bool = False
+    mesh: Mesh, head_dim: int, *, page_tokens: int = 0, cache_tokens: int = 0, dtype: str = "float32", turns: bool = False, beyond_gpu: str = ""
 ) -> Kind:  # fmt: skip
     """Returns the kind of cache for a mesh. `turns` is True if responses may leave their slots and keep their cached tokens. On CPU, the cache is paged
-    only if `turns` is True, a page or cache size is set, or the dtype is 8-bit."""
+    only if `turns` is True, a page or cache size is set, or the dtype is 8-bit. The GPU's kernel is not used if there are options `beyond_gpu` (see `DecoderConfig`)."""
     platform = mesh.devices.flat[0].platform
     if platform == "tpu":
         return "tpu"
-    if platform == "gpu" and not gpu_cache.without_kernel(head_dim, dtype):
+    if platform == "gpu" and not beyond_gpu and not gpu_cache.without_kernel(head_dim, dtype):
         return "gpu"
     asked = page_tokens or cache_tokens or turns or dtype in cache.EIGHT_BITS
     return "slots" if platform == "cpu" and not asked else "pages"
 
 
-def without_kernel(mesh: Mesh, head_dim: int, dtype: str) -> str:
+def without_kernel(mesh: Mesh, head_dim: int, dtype: str, beyond_gpu: str = "") -> str:
     """Returns a warning if decoding runs on a GPU and attention uses XLA operations instead of a kernel, else an empty string."""
     device = mesh.devices.flat[0]
-    if device.platform != "gpu" or not (reason := gpu_cache.without_kernel(head_dim, dtype)):
+    if device.platform != "gpu":
+        return ""
+    reason = (
+        f"the kernel for a paged KV cache does not support the model's {beyond_gpu}" if beyond_gpu else ""
+    )
+    if not (reason := reason or gpu_cache.without_kernel(head_dim, dtype)):
         return ""
     return f"decoding on {device.device_kind} uses XLA operations for attention, which are slower than a kernel: {reason}"
 
@@ -113,16 +120,17 @@ def sizes_for(
 
 
 def cache_for(
-    kind: Kind, mesh: Mesh, sizes: PageSizes, *, kv_heads: int, head_dim: int, cache_dtype: str, compute_dtype: str
+    kind: Kind, mesh: Mesh, sizes: PageSizes, *, kv_heads: int, head_dim: int, cache_dtype: str, compute_dtype: str, windows: Sequence[int] = (),
+    cap: float | None = None,
 ) -> Cache:  # fmt: skip
     """Returns the functions of a cache of kind `kind`. Keys and values are stored in `cache_dtype`, and attention products are computed in `compute_dtype`.
-    On any platform other than its own, a kernel runs in the slow interpret mode.
+    On any platform other than its own, a kernel runs in the slow interpret mode. `windows` and `cap` are the layers' windows (see `DecoderConfig`) and the cap of the attention scores.
 
     Raises:
         ValueError: the key-value heads cannot be split over the mesh.
     """
     if kind == "slots":
-        return DENSE
+        return DENSE if cap is None else replace(DENSE, extend=partial(DENSE.extend, cap=cap))
     heads, slots = PartitionSpec("tensor", None, BATCH_AXES), PartitionSpec(BATCH_AXES)
     layer = PartitionSpec(BATCH_AXES, "tensor")
     if kv_heads % (tensor := mesh.shape["tensor"]):
@@ -134,9 +142,11 @@ def cache_for(
     step = paged_cache if kind == "pages" else pages
     reading = partial(step.reading, page_tokens=sizes.page_tokens)
     extend = partial(step.extend, dtype=compute_dtype)
+    if cap is not None:
+        extend = partial(extend, cap=cap)
     if kind == "tpu":
         at_once = tpu_cache.pages_at_once(kv_heads // tensor, sizes.page_tokens, head_dim, cache_dtype)
-        reading = partial(reading, at_once=at_once)
+        reading = partial(reading, at_once=at_once, windows=windows or (0,))
     if kind != "pages":
         extend = partial(extend, interpret=mesh.devices.flat[0].platform != kind)
     # Each device processes its own slots and heads, because its page numbers refer to its own pool and XLA cannot partition a kernel.
@@ -146,7 +156,9 @@ def cache_for(
         of_rows=pages.of_rows,
         fill=pages.fill,
         reading=spread(reading, in_specs=(slots, slots, slots), out_specs=slots),
-        extend=spread(extend, in_specs=(layer, slots, heads, heads, heads), out_specs=(heads, layer)),
+        extend=lambda *arrays, **window: spread(
+            partial(extend, **window), in_specs=(layer, slots, heads, heads, heads), out_specs=(heads, layer)
+        )(*arrays),
     )
 
 

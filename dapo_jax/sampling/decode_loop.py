@@ -228,10 +228,14 @@ class DecodeLoop:
         tokens, logprobs, live = result.tokens, result.logprobs, result.live
         counts, ended = result.valid.sum(axis=1), Ended()
         for slot, request in enumerate(slots.owners):
-            if request is None or not counts[slot]:
+            if request is None or (result.routes is None and not counts[slot]):
                 continue
             seen = request.drawn
             request.append(tokens[slot, : counts[slot]], logprobs[slot, : counts[slot]])
+            if result.routes is not None:
+                request.record(int(result.begins[slot]), result.routes[slot])
+            if not counts[slot]:
+                continue
             begun, stop = request.begun, self._stop if request.options is None else request.options.stop
             cut = stop(request.tokens[begun : request.drawn], seen - begun) if stop else None
             if live[slot] and cut is None:
@@ -241,6 +245,8 @@ class DecodeLoop:
                 slots.released.append(slot)
             if cut is not None:
                 request.drawn = begun + cut
+            # Whether the last token was processed depends on other slots. If the episode continues, the token is processed again.
+            request.forget_routes(request.drawn - 1)
             stopped = cut is not None or int(request.tokens[request.drawn - 1]) in self._engine.stop_ids
             ended.append((request, "stop" if stopped else "length"))
         return ended

@@ -19,17 +19,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
+from dapo_jax.dapo.rollouts import NO_ROUTE
 from dapo_jax.models.decoder import Block, EmbeddingAndHead, RopeTables, rope_tables
-from dapo_jax.models.layout import PlacedLayout
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.mesh import BATCH_AXES
-from dapo_jax.parallel.sharding import SAMPLER_RULES
+from dapo_jax.parallel.training_layout import SamplerLayout
 from dapo_jax.parallel.weights import SamplerWeights
 from dapo_jax.sampling.caches import Kind, cache_for, kind_for, sizes_for, token_bytes
 from dapo_jax.sampling.decoding import Decoding, draw, response_keys
 from dapo_jax.sampling.interface import Insertion, ResultTokens
 from dapo_jax.sampling.pages import Fill
-from dapo_jax.sampling.prefill import Prefill, Prefix, Read
+from dapo_jax.sampling.prefill import Known, Prefill, Prefix, Read
 from dapo_jax.sampling.prompt_packing import PrefillShape, prefill_shape
 
 
@@ -73,7 +73,7 @@ class _Call(NamedTuple):
     """The arguments of `generate` that stay constant during a call."""
 
     params: SamplerWeights
-    rope: RopeTables
+    rope: tuple[RopeTables, ...]
     tables: Array
     until: Array
 
@@ -85,6 +85,7 @@ class DecoderEngine:
         self, config: DecoderConfig, *, slots: int, capacity: int, steps_per_call: int, stop_ids: Sequence[int], mesh: Mesh,
         compute_dtype: str = "float32", page_tokens: int = 0, cache_tokens: int = 0, cache_dtype: str = "", in_flight: int = 0,
         cache_bytes: int | None = None, cache: Kind | None = None, prefill: PrefillShape | None = None, batch_invariant: bool = False, has_turns: bool = False,
+        records_routes: bool = False,
     ) -> None:  # fmt: skip
         """Builds the programs for one mesh.
 
@@ -99,6 +100,7 @@ class DecoderEngine:
             batch_invariant: no bit of a response may depend on the number of slots or on other requests. If `prefill` is given, its `alone` must be True.
             has_turns: responses are multi-turn episodes. While its environment works, an episode keeps its pages until other responses need them; at most
                 `slots` episodes can. The answer's tokens are then fed. A batch-invariant engine re-prefills instead, because feeding rounds differently.
+            records_routes: return the experts that a model with experts chooses for each token. There must be at most `NO_ROUTE` experts.
 
         Raises:
             ValueError: the slots cannot be split evenly over the mesh, sequences are longer than the model's maximum position, or the cache cannot hold one
@@ -122,6 +124,7 @@ class DecoderEngine:
                 f"prompt and response need {capacity} positions, but the model has {config.max_positions}; "
                 "lower data.max_prompt_tokens or sampling.max_response_tokens"
             )
+        config = config.for_length(capacity)
         self.slots, self.capacity, self.stop_ids = slots, capacity, tuple(stop_ids)
         self.steps_per_call = steps_per_call
         self._config, self._dtype, self._cache_dtype = config, compute_dtype, cache_dtype or compute_dtype
@@ -129,9 +132,13 @@ class DecoderEngine:
         self._fixed_steps = mesh.devices.flat[0].platform == "gpu"
         asked: Any = {"page_tokens": page_tokens, "cache_tokens": cache_tokens, "dtype": self._cache_dtype}
         leaves_slots = in_flight > 0 or batch_invariant or has_turns
-        kind = cache or kind_for(mesh, config.head_dim, **asked, turns=leaves_slots)
+        kind = cache or kind_for(
+            mesh, config.head_dim, **asked, turns=leaves_slots, beyond_gpu=config.beyond_gpu
+        )
         parks = has_turns and not batch_invariant
         holders = max(slots * (1 + parks), -(-in_flight // spread) * spread)
+        experts = config.experts if records_routes else None
+        self._routes = None if experts is None else (config.layers, experts.chosen)
         self._takes_turns, self._reads_again = in_flight > slots, in_flight > 0 or has_turns
         self.feed_tokens: int = FEED_TOKENS if parks else 0
         self.token_bytes: int = token_bytes(config, mesh, dtype=self._cache_dtype, kind=kind)
@@ -144,17 +151,21 @@ class DecoderEngine:
                 f"leave out sampling.cache_tokens, or lower sampling.slots, rollout.in_flight or sampling.max_response_tokens; {holders} sequences of up to {capacity} tokens "
                 f"do not fit in {self.page_sizes.pools * self.page_sizes.pool_pages} pages of {self.page_sizes.page_tokens} tokens"
             )
-        split = frozenset(axis for axis, over in SAMPLER_RULES.items() if over and mesh.shape[over] > 1)
-        how: dict[str, Any] = {"compute_dtype": compute_dtype, "layout": PlacedLayout(split)}
-        self._block, _ = nnx.split(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0), **how)))
+
+        def block(layout: SamplerLayout) -> nnx.GraphDef[Block]:
+            how: Any = {"compute_dtype": compute_dtype, "layout": layout}
+            return nnx.split(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0), **how)))[0]
+
+        self._block = block(SamplerLayout(mesh, by_slot=True))
         self._ends, _ = nnx.split(
             nnx.eval_shape(lambda: EmbeddingAndHead(config, rngs=nnx.Rngs(0), compute_dtype=compute_dtype))
         )
         heads = {"kv_heads": config.kv_heads, "head_dim": config.head_dim}
         dtypes = {"cache_dtype": self._cache_dtype, "compute_dtype": compute_dtype}
-        self._cache = cache_for(kind, mesh, self.page_sizes, **heads, **dtypes)
+        masks: Any = {"windows": config.windows, "cap": config.score_cap}
+        self._cache = cache_for(kind, mesh, self.page_sizes, **heads, **dtypes, **masks)
         self._read = Prefill(
-            config, mesh, self._cache, block=self._block, ends=self._ends, capacity=capacity, **dtypes,
+            config, mesh, self._cache, block=block(SamplerLayout(mesh)), ends=self._ends, capacity=capacity, **dtypes, routes=self._routes,
             shape=prefill or prefill_shape(longest=capacity, capacity=capacity, prompts=_ROWS, tokens=_TOKENS, alone=batch_invariant),
         )  # fmt: skip
         # Each device samples for its share of the slots, from complete rows of logits. So only the logits are transferred between devices, and only once.
@@ -179,9 +190,11 @@ class DecoderEngine:
     def init_decode_state(self) -> DecodeState:
         return self._init()
 
-    def prefill(self, params: SamplerWeights, prompts: Sequence[Int[np.ndarray, " _"]]) -> Iterator[Read]:
+    def prefill(
+        self, params: SamplerWeights, prompts: Sequence[Int[np.ndarray, " _"]], routes: Known = ()
+    ) -> Iterator[Read]:
         """Prefills prompts of 1 to `capacity` tokens; see `Prefill`."""
-        return self._read(params, prompts)
+        return self._read(params, prompts, routes)
 
     def insert(
         self, prefix: Prefix, state: DecodeState, insertion: Insertion, key: PRNGKeyArray
@@ -248,7 +261,11 @@ class DecoderEngine:
         # These arguments are host arrays, so their structs have no sharding.
         number, column, fills, rows, tables = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
         key, state = jax.eval_shape(lambda: jax.random.key(0)), self.state_structs
-        rope = (self._struct((self._config.head_dim // 2, self.capacity), jnp.float32),) * 2
+        positions = jax.ShapeDtypeStruct((self.capacity,), jnp.int32)
+        rope = jax.tree.map(
+            lambda table: self._struct(table.shape, table.dtype),
+            jax.eval_shape(partial(rope_tables, config=self._config), positions),
+        )
         programs, prefixes = self._read.programs(params, again=again)
         made = {
             "init": self._init.lower,
@@ -275,7 +292,7 @@ class DecoderEngine:
         return made
 
     @cached_property
-    def _rope(self) -> RopeTables:
+    def _rope(self) -> tuple[RopeTables, ...]:
         """The rotary embedding tables. They are an argument of the programs; if a program computed them, XLA would recompute the cosines in every layer and
         for every head. They are computed at first use, so an engine that is only compiled allocates no array."""
         positions = jnp.arange(self.capacity, dtype=jnp.int32)
@@ -355,12 +372,13 @@ class DecoderEngine:
         return jnp.where(place < count, slots, self.slots + place)
 
     def _generate_program(
-        self, params: SamplerWeights, state: DecodeState, rope: RopeTables, decoding: Decoding, min_live: Array, tables: Array, until: Array
+        self, params: SamplerWeights, state: DecodeState, rope: tuple[RopeTables, ...], decoding: Decoding, min_live: Array, tables: Array, until: Array
     ) -> tuple[DecodeState, ResultTokens]:  # fmt: skip
         call = _Call(params, rope, tables, until)
+        begins = None if self._routes is None else state.lengths
         if not self._blocks:
             state, drawn = self._generated(call, state, decoding, min_live)
-            return state, ResultTokens(**drawn, live=state.live)
+            return state, ResultTokens(**drawn, live=state.live, begins=begins)
         drawing = self._drawing(state, until)
         total = jnp.maximum(drawing.sum(dtype=jnp.int32), 1)
         # The number of blocks is traced. If it were static, XLA would compile one block differently from several, and results could differ.
@@ -384,7 +402,7 @@ class DecoderEngine:
             return replace(rest, layers=slots.layers), {name: put(drawn[name], new[name]) for name in drawn}
 
         state, drawn = lax.fori_loop(0, count, block, (state, self._blank(self.slots)))
-        return state, ResultTokens(**drawn, live=state.live)
+        return state, ResultTokens(**drawn, live=state.live, begins=begins)
 
     def _of_block(self, slots: Array, index: Array) -> Array:
         """Selects the entries of one block from an array over all slots. On each device, a block is a range of adjacent slots."""
@@ -400,7 +418,14 @@ class DecoderEngine:
 
     def _blank(self, slots: int) -> dict[str, Array]:
         kinds = {"tokens": jnp.int32, "logprobs": jnp.float32, "valid": jnp.bool_}
-        return {name: jnp.zeros((slots, self.steps_per_call), kind) for name, kind in kinds.items()}
+        blank = {name: jnp.zeros((slots, self.steps_per_call), kind) for name, kind in kinds.items()}
+        if self._routes is not None:
+            blank["routes"] = self._no_routes(slots, self.steps_per_call)
+        return blank
+
+    def _no_routes(self, *shape: int) -> Array:
+        assert self._routes is not None
+        return jnp.full((*shape, *self._routes), NO_ROUTE, jnp.uint8)
 
     def _generated(
         self, call: _Call, state: DecodeState, decoding: Decoding, min_live: Array
@@ -426,7 +451,11 @@ class DecoderEngine:
                 return lax.dynamic_update_slice_in_dim(so_far[name], column[:, None], step, axis=1)
 
             written_so_far = {name: written(name, column) for name, column in new.items()}
-            return step + 1, self._take(call, state, tokens), written_so_far
+            following, (state, routes) = step + 1, self._take(call, state, tokens)
+            if routes is not None:
+                record = so_far["routes"]
+                written_so_far["routes"] = lax.dynamic_update_slice_in_dim(record, routes[:, None], step, 1)
+            return following, state, written_so_far
 
         start = (jnp.zeros((), jnp.int32), state, self._blank(len(state.live)))
         _, state, drawn = lax.while_loop(going, advance, start)
@@ -441,8 +470,9 @@ class DecoderEngine:
         """Returns a mask of the slots that sample or are fed: live slots that are not paused."""
         return state.live & (state.generated < until)
 
-    def _take(self, call: _Call, state: DecodeState, tokens: Array) -> DecodeState:
-        """Processes the sampled or fed token of each slot. In the returned state, each of these slots has either stopped or has new logits."""
+    def _take(self, call: _Call, state: DecodeState, tokens: Array) -> tuple[DecodeState, Array | None]:
+        """Processes the sampled or fed token of each slot. In the returned state, each of these slots has either stopped or has new logits. Also returns the experts
+        chosen for the tokens, [slots, layers, chosen], if they are recorded."""
         drawing, fed = self._drawing(state, call.until), {}
         taken = drawing.astype(jnp.int32)
         stopped = drawing & (tokens[:, None] == jnp.asarray(self.stop_ids, jnp.int32)[None]).any(-1)
@@ -460,29 +490,42 @@ class DecoderEngine:
         # The forward pass is skipped once all responses have ended. If a slot only pauses, it still needs logits for its next token.
         given = call.params, state, call.rope, call.tables, drawing, tokens
         if self._fixed_steps:
-            state = self._forward(*given)
+            state, routes = self._forward(*given)
         else:
-            state = lax.cond((live & drawing).any(), self._forward, lambda _, state, *__: state, *given)
+            nothing = None if self._routes is None else self._no_routes(len(tokens))
+            state, routes = lax.cond(
+                (live & drawing).any(), self._forward, lambda _, state, *__: (state, nothing), *given
+            )
         counts = {"lengths": state.lengths + taken, "generated": generated, "live": live, **fed}
-        return replace(state, **lax.with_sharding_constraint(counts, self._rows))
+        return replace(state, **lax.with_sharding_constraint(counts, self._rows)), routes
 
     def _forward(
-        self, params: SamplerWeights, state: DecodeState, rope: RopeTables, tables: Array, drawing: Array, tokens: Array
-    ) -> DecodeState:  # fmt: skip
-        """Appends one token to the KV cache of each slot in `drawing`. Returns the state with the logits of the next tokens."""
+        self, params: SamplerWeights, state: DecodeState, rope: tuple[RopeTables, ...], tables: Array, drawing: Array, tokens: Array
+    ) -> tuple[DecodeState, Array | None]:  # fmt: skip
+        """Appends one token to the KV cache of each slot in `drawing`. Returns the state with the logits of the next tokens, and the record of the tokens' experts."""
         outer = nnx.merge(self._ends, params["ends"])
-        cos, sin = (part[:, state.lengths] for part in rope)
-        x, layers = outer.embed(tokens), []
+        config = self._config
+        ropes = jax.tree.map(lambda part: part[:, state.lengths], rope)
+        x, layers, chosen = outer.embed(tokens), [], []
         now = self._cache.reading(tables, state.lengths, drawing)
-        for weights, layer in zip(params["layers"], state.layers, strict=True):
+        for index, (weights, layer) in enumerate(zip(params["layers"], state.layers, strict=True)):
+            window = {"window": config.windows[index]} if config.windows else {}
 
-            def attend(query: Array, key: Array, value: Array, layer: Any = layer) -> tuple[Array, Any]:
-                return self._cache.extend(layer, now, query, key, value)
+            def attend(
+                query: Array, key: Array, value: Array, layer: Any = layer, window: dict[str, int] = window
+            ) -> tuple[Array, Any]:
+                return self._cache.extend(layer, now, query, key, value, **window)
 
-            x, grown = nnx.merge(self._block, weights)(x, (cos, sin), attend)
+            turn = config.rope_of_layer[index] if config.rope_of_layer else 0
+            x, grown, own = nnx.merge(self._block, weights)(x, ropes[turn], attend)
             x = lax.with_sharding_constraint(x, self._columns)
             layers.append(grown)
+            chosen.append(own)
         # Both constraints are needed. With only the second, XLA would transfer the weights instead of the logits.
         logits = lax.with_sharding_constraint(outer.logits(outer.normed(x)), self._halves)
         logits = lax.with_sharding_constraint(logits, self._shares)
-        return replace(state, layers=tuple(layers), logits=jnp.where(drawing[:, None], logits, state.logits))
+        state = replace(state, layers=tuple(layers), logits=jnp.where(drawing[:, None], logits, state.logits))
+        if self._routes is None:
+            return state, None
+        routes = jnp.where(drawing[:, None, None], jnp.stack(chosen, axis=1).astype(jnp.uint8), NO_ROUTE)
+        return state, lax.with_sharding_constraint(routes.astype(jnp.uint8), self._rows)

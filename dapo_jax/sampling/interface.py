@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, UInt8
 
 from dapo_jax.sampling.decoding import Decoding
 from dapo_jax.sampling.pages import Fill, PageSizes
@@ -22,6 +22,10 @@ class ResultTokens:
     valid: Bool[Array, "slots steps"] | Any
     live: Bool[Array, " slots"] | Any
     """True if the slot's response has not ended. It may be paused."""
+    routes: UInt8[Array, "slots steps layers chosen"] | Any = None
+    """The experts chosen for the tokens that the slot processed, sampled and fed tokens alike, in order; then `NO_ROUTE`. None if the engine records nothing."""
+    begins: Int[Array, " slots"] | Any = None
+    """Index in the slot's context of the first token in `routes`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +69,14 @@ class Engine(Protocol):
         ...
 
     def prefill(
-        self, params: PyTree, prompts: Sequence[Int[np.ndarray, " _"]]
+        self,
+        params: PyTree,
+        prompts: Sequence[Int[np.ndarray, " _"]],
+        routes: Sequence[UInt8[np.ndarray, "_ layers chosen"] | None] = (),
     ) -> Iterator[list[tuple[int, PyTree, int]]]:
         """Prefills prompts in several calls. After each call, yields a list, possibly empty, of `(index in prompts, prefix, index in prefix)` for finished
-        prompts."""
+        prompts. If the engine records the chosen experts, `prefix.routes` has one array [tokens, layers, chosen] per prompt. Such an engine uses
+        the experts in `routes`, if it is given, where they are not `NO_ROUTE`."""
         ...
 
     def insert(self, prefix: PyTree, state: PyTree, insertion: Insertion, key: PRNGKeyArray) -> PyTree:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from dapo_jax.dapo.precision import product
+from dapo_jax.dapo.precision import capped, product
 from dapo_jax.models.attention import MASKED
 from dapo_jax.sampling.cache import (
     CacheStep,
@@ -67,11 +67,19 @@ def reading(tables: Tables, lengths: PerSlot, live: Live, *, page_tokens: int) -
 
 
 def extend(
-    cache: LayerCache, now: PagedStep, query: Queries, key: NewHeads, value: NewHeads, *, dtype: str
+    cache: LayerCache,
+    now: PagedStep,
+    query: Queries,
+    key: NewHeads,
+    value: NewHeads,
+    *,
+    dtype: str,
+    window: int = 0,
+    cap: float | None = None,
 ) -> tuple[Queries, LayerCache]:
     """Implements `cache.extend`, but slots that are not live get no token, and their attention output is 0. Products are computed in `dtype`.
 
-    Page entries after a slot's last token are masked, so a NaN that the page's previous owner left there has no effect.
+    Page entries after a slot's last token are masked, so a NaN that the page's previous owner left there has no effect. Pages before a window are read and masked.
     """
     cache = append_to_pages(cache, now.page, now.lengths, key, value)
     heads, head_dim, slots = query.shape
@@ -91,10 +99,13 @@ def extend(
         top, total, out = map(some, carry)
         position = place * page_tokens + jnp.arange(page_tokens, dtype=jnp.int32)
         there = position[None] < some(now.counts)[:, None]
+        if window:
+            there &= position[None] >= some(now.counts)[:, None] - window
         values = jnp.where(there[:, None, :, None], cache.values[pages], 0)
         scores = product("skdc,skgd->skgc", cache.keys[pages], some(grouped), dtype)
         if cache.key_scales is not None:
             scores = scores * cache.key_scales[pages][:, :, None]
+        scores = capped(scores, cap)
         scores = jnp.where(there[:, None, None], scores, MASKED)
         new_top = jnp.maximum(top, scores.max(-1))
         weights = jnp.where(there[:, None, None], jnp.exp(scores - new_top[..., None]), 0.0)

@@ -18,15 +18,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 from jaxtyping import Array, Float, Int
 
-from dapo_jax.models.attention import causal_attention, part_attention
-from dapo_jax.models.decoder import Block, EmbeddingAndHead, RopeTables, rope_tables
+from dapo_jax.dapo.rollouts import NO_ROUTE
+from dapo_jax.models.attention import Near, causal_attention, part_attention
+from dapo_jax.models.decoder import Attend, Block, EmbeddingAndHead, RopeTables, rope_tables
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.weights import SamplerWeights
 from dapo_jax.sampling.cache import Cache
 from dapo_jax.sampling.prompt_packing import PackedPrompts, PrefillShape, pack_prompts
 
 
-@jax.tree_util.register_dataclass
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["layers", "logits", "rows", "starts", "lengths"],
+    meta_fields=[],
+    drop_fields=["routes"],
+)
 @dataclass(frozen=True, kw_only=True)
 class Prefix:
     """Prefilled prompts. Their buffers are never donated, so one prompt can be inserted into many slots."""
@@ -38,7 +44,12 @@ class Prefix:
     rows: Int[Array, " prompts"] | Any
     starts: Int[Array, " prompts"] | Any
     lengths: Int[Array, " prompts"] | Any
+    routes: Sequence[np.ndarray] | None = None
+    """The experts chosen for each prompt's tokens, [tokens, layers, chosen], or None if they are not recorded. They stay on the host."""
 
+
+Known = Sequence[np.ndarray | None]
+"""For each sequence, the recorded experts [tokens, layers, chosen] that its tokens must use, `NO_ROUTE` for the router's own choice, or None."""
 
 Read = list[tuple[int, Prefix, int]]
 """The prompts that one prefill call finished, as tuples `(index in prompts, prefix, index in the prefix)`."""
@@ -49,9 +60,11 @@ class Prefill:
 
     def __init__(
         self, config: DecoderConfig, mesh: Mesh, cache: Cache, *, block: nnx.GraphDef[Block], ends: nnx.GraphDef[EmbeddingAndHead],
-        shape: PrefillShape, capacity: int, cache_dtype: str, compute_dtype: str,
+        shape: PrefillShape, capacity: int, cache_dtype: str, compute_dtype: str, routes: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
-        """Builds the programs. `block` is a layer's graph definition, and `ends` defines the embedding and head. `capacity` is the maximum sequence length."""
+        """Builds the programs. `block` is a layer's graph definition, and `ends` defines the embedding and head. `capacity` is the maximum sequence length.
+        With `routes` = (layers, chosen), prefixes contain the chosen experts."""
+        self._routes = routes
         self.shape, self._config, self._cache, self._block, self._ends = shape, config, cache, block, ends
         self._dtype, self._cache_dtype = compute_dtype, cache_dtype
         # Each program is awaited, because the CPU runtime may hang if many programs with collectives are queued.
@@ -61,22 +74,28 @@ class Prefill:
             NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), (None, "tensor"), ("tensor",))
         )
         self._embed = jax.jit(self._embed_program, out_shardings=whole)
-        self._layer = jax.jit(self._layer_program, donate_argnums=1, out_shardings=(whole, row))
+        self._layer = jax.jit(self._layer_program, donate_argnums=1, out_shardings=(whole, row, whole))
         pair = buffer, buffer
-        self._part = jax.jit(self._part_program, donate_argnums=(1, 2), out_shardings=(whole, pair))
+        self._part = jax.jit(self._part_program, donate_argnums=(1, 2), out_shardings=(whole, pair, whole))
         self._kept = jax.jit(self._kept_program, out_shardings=row)
         self._head = jax.jit(self._head_program, out_shardings=whole)
         self._angles = jax.jit(rope_tables, static_argnums=1, out_shardings=whole)
         self._empty = jax.jit(self._empty_program, out_shardings=pair)
 
-    def __call__(self, params: SamplerWeights, prompts: Sequence[Int[np.ndarray, " _"]]) -> Iterator[Read]:
-        """Prefills prompts; prompts longer than a row come last. After each call, yields the list of finished prompts, possibly empty."""
+    def __call__(
+        self, params: SamplerWeights, prompts: Sequence[Int[np.ndarray, " _"]], routes: Known = ()
+    ) -> Iterator[Read]:
+        """Prefills prompts; prompts longer than a row come last. After each call, yields the list of finished prompts, possibly empty. `routes` has the experts to
+        use for the tokens of each prompt, or None."""
+        routes = routes or (None,) * len(prompts)
         short = [index for index, prompt in enumerate(prompts) if len(prompt) <= self.shape.width]
         for packed in pack_prompts(prompts, short, self.shape) if short else ():
-            prefix = self._rows(params, packed)
+            prefix = self._rows(params, packed, [routes[index] for index in packed.indices])
             yield [(index, prefix, place) for place, index in enumerate(packed.indices)]
         for index, prompt in enumerate(prompts):
-            for prefix in self._parts(params, prompt) if len(prompt) > self.shape.width else ():
+            for prefix in (
+                self._parts(params, prompt, routes[index]) if len(prompt) > self.shape.width else ()
+            ):
                 yield [] if prefix is None else [(index, prefix, 0)]
 
     def programs(
@@ -96,47 +115,96 @@ class Prefill:
             shapes = (rows * width,), (rows, width), (rows * row_prompts,)
             # These arguments are host arrays, so their structs have no sharding.
             tokens, segments, last = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
-            x, rope = self._embed.eval_shape(ends, tokens), self._angles.eval_shape(tokens, self._config)
+            x, ropes = self._embed.eval_shape(ends, tokens), self._angles.eval_shape(tokens, self._config)
+            rope, window = self._of_layer(0, ropes)
+            forced = {
+                name: jax.ShapeDtypeStruct(each.shape, each.dtype)
+                for name, each in self._forced(0, self._record(len(tokens))).items()
+            }
             if name == "part":
                 pair, start = self._empty.eval_shape(), jax.ShapeDtypeStruct((), jnp.int32)
-                made["prefill_part"] = partial(self._part.lower, layer, x, pair, rope, start)
+                made["prefill_part"] = partial(
+                    self._part.lower, layer, x, pair, rope, start, window, **forced
+                )
                 made["prefill_kept"] = partial(self._kept.lower, pair)
                 made["prefill_empty"] = self._empty.lower
                 kept = self._kept.eval_shape(pair)
             else:
                 made[f"prefill_{name}_embed"] = partial(self._embed.lower, ends, tokens)
-                made[f"prefill_{name}"] = partial(self._layer.lower, layer, x, rope, segments)
+                near = () if window is None else ((window, segments),)
+                made[f"prefill_{name}"] = partial(
+                    self._layer.lower, layer, x, rope, segments, *near, **forced
+                )
                 made[f"prefill_{name}_head"] = partial(self._head.lower, ends, x, last)
-                _, kept = self._layer.eval_shape(layer, x, rope, segments)
+                _, kept, _ = self._layer.eval_shape(layer, x, rope, segments, *near, **forced)
             prefixes[name] = Prefix(
                 layers=(kept,) * len(params["layers"]), logits=self._head.eval_shape(ends, x, last),
                 rows=last, starts=last, lengths=last,
             )  # fmt: skip
         return made, prefixes
 
-    def _rows(self, params: SamplerWeights, packed: PackedPrompts) -> Prefix:
-        rope = self._angles(packed.positions.reshape(-1), self._config)
-        x, layers = self._embed(params["ends"], packed.tokens.reshape(-1)), []
-        for weights in params["layers"]:
-            x, kept = self._awaited(self._layer(weights, x, rope, packed.segment_ids))
+    def _rows(self, params: SamplerWeights, packed: PackedPrompts, known: Known) -> Prefix:
+        begins = packed.rows * self.shape.width + packed.starts
+        forced = self._record(packed.tokens.size, *zip(begins.tolist(), known, strict=False))
+        ropes = self._angles(packed.positions.reshape(-1), self._config)
+        x, layers, routes = self._embed(params["ends"], packed.tokens.reshape(-1)), [], []
+        for index, weights in enumerate(params["layers"]):
+            rope, window = self._of_layer(index, ropes)
+            near = () if window is None else ((window, packed.positions),)
+            how = self._forced(index, forced)
+            x, kept, own = self._awaited(self._layer(weights, x, rope, packed.segment_ids, *near, **how))
             layers.append(kept)
-        last = packed.rows * self.shape.width + packed.starts + packed.lengths - 1
+            routes.append(own)
+        last = begins + packed.lengths - 1
         rows, starts, lengths = (jnp.asarray(part) for part in (packed.rows, packed.starts, packed.lengths))
         logits = self._head(params["ends"], x, last)
-        return Prefix(layers=tuple(layers), logits=logits, rows=rows, starts=starts, lengths=lengths)
+        found = self._recorded([routes], begins.tolist(), packed.lengths.tolist())
+        return Prefix(
+            layers=tuple(layers), logits=logits, rows=rows, starts=starts, lengths=lengths, routes=found
+        )
 
-    def _parts(self, params: SamplerWeights, prompt: Int[np.ndarray, " _"]) -> Iterator[Prefix | None]:
+    def _recorded(
+        self, calls: Sequence[Sequence[Array | None]], begins: Sequence[int], lengths: Sequence[int]
+    ) -> list[np.ndarray] | None:
+        """Copies the experts of sequences to the host, from the layers of one call, or of one call per chunk."""
+        if self._routes is None:
+            return None
+        whole = np.concatenate([np.stack(layers, axis=1) for layers in jax.device_get(calls)])
+        return [whole[begin : begin + length].copy() for begin, length in zip(begins, lengths, strict=True)]
+
+    def _record(self, tokens: int, *known: tuple[int, np.ndarray | None]) -> np.ndarray | None:
+        """Returns the experts to use for the tokens of a call, from pairs of a first token and a record, or None if experts are not recorded."""
+        if self._routes is None:
+            return None
+        record = np.full((tokens, *self._routes), NO_ROUTE, np.uint8)
+        for begin, part in known:
+            if part is not None:
+                record[begin : begin + len(part)] = part
+        return record
+
+    def _forced(self, index: int, record: np.ndarray | None) -> dict[str, np.ndarray]:
+        """Returns the argument of a layer's program that forces its experts."""
+        return {} if record is None else {"forced": np.ascontiguousarray(record[:, index])}
+
+    def _parts(
+        self, params: SamplerWeights, prompt: Int[np.ndarray, " _"], known: np.ndarray | None
+    ) -> Iterator[Prefix | None]:
         """Prefills one sequence in chunks as wide as a row. Yields None after each chunk except the last, and finally the prefix."""
         width, buffers, x = self.shape.width, [self._empty() for _ in params["layers"]], None
-        starts = range(0, len(prompt), width)
+        starts, routes = range(0, len(prompt), width), []
         for start in starts:
+            routes.append([])
+            forced = self._record(width, (0, None if known is None else known[start : start + width]))
             positions = np.arange(start, start + width, dtype=np.int32)
             part = np.zeros(width, np.int32)
             part[: len(prompt) - start] = prompt[start : start + width]
-            x, rope = self._embed(params["ends"], part), self._angles(positions, self._config)
+            x, ropes = self._embed(params["ends"], part), self._angles(positions, self._config)
             for index, weights in enumerate(params["layers"]):
-                made = self._part(weights, x, buffers[index], rope, np.int32(start))
-                x, buffers[index] = self._awaited(made)
+                rope, window = self._of_layer(index, ropes)
+                how = self._forced(index, forced)
+                made = self._part(weights, x, buffers[index], rope, np.int32(start), window, **how)
+                x, buffers[index], own = self._awaited(made)
+                routes[-1].append(own)
             if start + width < len(prompt):
                 yield None
         last = np.zeros(self.shape.row_prompts, np.int32)
@@ -144,7 +212,14 @@ class Prefill:
         logits = self._head(params["ends"], x, last)
         zero, length = jnp.zeros(len(last), jnp.int32), jnp.full(len(last), len(prompt), jnp.int32)
         layers = tuple(self._kept(buffer) for buffer in buffers)
-        yield Prefix(layers=layers, logits=logits, rows=zero, starts=zero, lengths=length)
+        found = self._recorded(routes, [0], [len(prompt)])
+        yield Prefix(layers=layers, logits=logits, rows=zero, starts=zero, lengths=length, routes=found)
+
+    def _of_layer(self, index: int, ropes: Sequence[Any]) -> tuple[Any, np.int32 | None]:
+        """Returns the tables of a layer's rotation, which may be shape structs, and its window."""
+        config = self._config
+        window = np.int32(config.windows[index]) if config.windows else None
+        return ropes[config.rope_of_layer[index] if config.rope_of_layer else 0], window
 
     def _awaited(self, made: Any) -> Any:
         return jax.block_until_ready(made) if self._waits else made
@@ -155,25 +230,39 @@ class Prefill:
         return nnx.merge(self._ends, ends).embed(tokens)
 
     def _layer_program(
-        self, weights: nnx.State, x: Array, rope: RopeTables, segment_ids: Array
-    ) -> tuple[Array, Any]:
+        self, weights: nnx.State, x: Array, rope: RopeTables, segment_ids: Array, near: Near | None = None,
+        forced: Array | None = None,
+    ) -> tuple[Array, Any, Array | None]:  # fmt: skip
         def attend(query: Array, key: Array, value: Array) -> tuple[Array, Any]:
-            attended = causal_attention(query, key, value, segment_ids, dtype=self._dtype)
+            attended = causal_attention(
+                query, key, value, segment_ids, near=near, cap=self._config.score_cap, dtype=self._dtype
+            )
             return attended, self._cache.of_rows(key, value, len(segment_ids), self._cache_dtype)
 
-        return nnx.merge(self._block, weights)(x, rope, attend)
+        return self._called(weights, x, rope, attend, forced)
 
     def _part_program(
-        self, weights: nnx.State, x: Array, buffers: tuple[Array, Array], rope: RopeTables, start: Array
-    ) -> tuple[Array, tuple[Array, Array]]:
+        self, weights: nnx.State, x: Array, buffers: tuple[Array, Array], rope: RopeTables, start: Array, window: Array | None = None,
+        forced: Array | None = None,
+    ) -> tuple[Array, tuple[Array, Array], Array | None]:  # fmt: skip
         def attend(query: Array, key: Array, value: Array) -> tuple[Array, Any]:
             keys, values = (
                 lax.dynamic_update_slice_in_dim(buffer, new.astype(buffer.dtype), start, axis=2)
                 for buffer, new in zip(buffers, (key, value), strict=True)
             )
-            return part_attention(query, keys, values, start, dtype=self._dtype), (keys, values)
+            cap = self._config.score_cap
+            out = part_attention(query, keys, values, start, window=window, cap=cap, dtype=self._dtype)
+            return out, (keys, values)
 
-        return nnx.merge(self._block, weights)(x, rope, attend)
+        return self._called(weights, x, rope, attend, forced)
+
+    def _called(
+        self, weights: nnx.State, x: Array, rope: RopeTables, attend: Attend, forced: Array | None
+    ) -> tuple[Array, Any, Array | None]:
+        """Calls a layer. Returns its output, its keys and values, and the router's choice if it is recorded."""
+        routes = None if forced is None else forced.astype(jnp.int32)
+        x, kept, own = nnx.merge(self._block, weights)(x, rope, attend, routes)
+        return x, kept, None if own is None or self._routes is None else own.astype(jnp.uint8)
 
     def _kept_program(self, buffers: tuple[Array, Array]) -> Any:
         return self._cache.of_rows(*buffers, 1, self._cache_dtype)

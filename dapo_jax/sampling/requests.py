@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from jaxtyping import Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Float, Int, PRNGKeyArray, PyTree, UInt8
 
 from dapo_jax.dapo.rollouts import (
+    NO_ROUTE,
     ContextSpan,
     Continuation,
     DrawnTurn,
@@ -112,6 +113,9 @@ class Request:
     tokens: Int[np.ndarray, " room"] = field(default_factory=lambda: NOTHING)
     """Token buffer. Its first `drawn` entries are the tokens of the response."""
     logprobs: Float[np.ndarray, " room"] = field(default_factory=lambda: np.zeros(0, np.float32))
+    routes: UInt8[np.ndarray, "room layers chosen"] | None = None
+    """Buffer of the recorded experts, as long as `tokens` (see `Response.routes`)."""
+    prompt_routes: UInt8[np.ndarray, "prompt layers chosen"] | None = None
     prefix: PyTree = None
     """The prefilled context to insert into a slot. None before the context is prefilled and after it is inserted."""
     place: int = 0
@@ -173,19 +177,58 @@ class Request:
             return self.prompt.tokens
         return np.concatenate([self.prompt.tokens, self.tokens[: self.drawn]])
 
+    @property
+    def context_routes(self) -> UInt8[np.ndarray, "length layers chosen"] | None:
+        """The records of the tokens of the context, or None if there is no record. A token that is processed again uses its recorded experts, as in the trainer."""
+        if self.context_start is not None:
+            return None if self.routes is None else self.routes[self.context_start : self.drawn]
+        if self.prompt_routes is None:
+            return None
+        known = _widened(self.prompt_routes, self.length)
+        if self.routes is not None:
+            known[self.ahead :] = self.routes[: self.drawn]
+        return known
+
     def append(self, tokens: Int[np.ndarray, " new"], logprobs: Float[np.ndarray, " new"]) -> None:
         """Appends new tokens and their log-probabilities to the response."""
         place = slice(self.drawn, self.drawn + len(tokens))
         if place.stop > len(self.tokens):  # buffers grow on demand, because most requests are only waiting
             room = max(place.stop, 2 * len(self.tokens), min(self.limit, _FIRST_TOKENS))
-            old, self.tokens = self.tokens, np.empty(room, np.int32)
-            self.tokens[: self.drawn] = old[: self.drawn]
-            old, self.logprobs = self.logprobs, np.empty(room, np.float32)
-            self.logprobs[: self.drawn] = old[: self.drawn]
+            self.tokens, self.logprobs = (
+                _widened(buffer[: self.drawn], room) for buffer in (self.tokens, self.logprobs)
+            )
+            self.routes = None if self.routes is None else _widened(self.routes[: self.drawn], room)
         if len(tokens) and (not self.spans or self.spans[-1].version != self.version):
             self.spans = (*self.spans, Span(self.drawn, self.version))
         self.tokens[place], self.logprobs[place] = tokens, logprobs
         self.drawn = place.stop
+
+    def record(self, first: int, routes: UInt8[np.ndarray, "new layers chosen"]) -> None:
+        """Records the experts chosen for the tokens of the context from index `first` on; entries after the last token are ignored. A token keeps its first record."""
+        at = first - self.ahead
+        if at < 0:
+            self.prompt_routes = routes[:-at] if self.prompt_routes is None else self.prompt_routes
+            routes, at = routes[-at:], 0
+        if self.routes is None:
+            self.routes = _widened(np.empty((0, *routes.shape[1:]), np.uint8), len(self.tokens))
+        own = self.routes[at : min(self.drawn, at + len(routes))]
+        np.copyto(own, routes[: len(own)], where=own == NO_ROUTE)
+
+    def forget_routes(self, first: int) -> None:
+        """Discards the records of the response's tokens from `first` on."""
+        if self.routes is not None:
+            self.routes[first:] = NO_ROUTE
+
+    @property
+    def recorded(self) -> int:
+        """Number of response tokens up to the last one with a record."""
+        if self.routes is None:
+            return 0
+        return 1 + max(np.flatnonzero(self.routes[: self.drawn, 0, 0] != NO_ROUTE).tolist(), default=-1)
+
+    def routes_from(self, first: int) -> UInt8[np.ndarray, "new layers chosen"] | None:
+        """Returns a copy of the records of the response's tokens from `first` on."""
+        return None if self.routes is None else self.routes[first : self.drawn].copy()
 
     def end_turn(self, reason: FinishReason) -> DrawnTurn:
         """Ends the current turn of an episode and returns it."""
@@ -231,6 +274,8 @@ class Request:
             spans=self.spans or (Span(0, version),),
             turns=self.turns,
             contexts=self.contexts,
+            routes=self.routes_from(0),
+            prompt_routes=self.prompt_routes,
         )
 
     def rest(self) -> "Request":
@@ -239,6 +284,7 @@ class Request:
             self,
             tokens=self.tokens[: self.drawn].copy(),
             logprobs=self.logprobs[: self.drawn].copy(),
+            routes=self.routes_from(0),
             prefix=None,
             order=-1,
             row=None,
@@ -246,11 +292,19 @@ class Request:
         )
 
 
+def _widened(buffer: np.ndarray, room: int) -> np.ndarray:
+    """Copies a buffer into one with `room` entries. New entries are filled with `NO_ROUTE`, which only matters for records."""
+    new = np.full((room, *buffer.shape[1:]), NO_ROUTE, buffer.dtype)
+    new[: len(buffer)] = buffer
+    return new
+
+
 def by_context(requests: Sequence[Request]) -> list[list[Request]]:
     """Groups the requests of each prompt that have the same context, so that one prefill serves them."""
     groups: dict[tuple[int, bytes], list[Request]] = {}
     for request in requests:
-        groups.setdefault((request.prompt.ordinal, request.sequence.tobytes()), []).append(request)
+        known = b"" if (routes := request.context_routes) is None else routes.tobytes()
+        groups.setdefault((request.prompt.ordinal, request.sequence.tobytes() + known), []).append(request)
     return list(groups.values())
 
 
@@ -276,15 +330,20 @@ class Reading:
     def begin(self, requests: Sequence[Sequence[Request]]) -> None:
         """Starts to prefill sequences, each shared by a list of requests."""
         self._requests, self._unread = requests, set(range(len(requests)))
-        self._work = self._engine.prefill(self._params, [same[0].sequence for same in requests])
+        records = [same[0].context_routes for same in requests]
+        known = (records,) if any(each is not None for each in records) else ()
+        self._work = self._engine.prefill(self._params, [same[0].sequence for same in requests], *known)
 
     def advance(self) -> list[Request]:
         """Runs one prefill call. Returns the requests that can start now."""
         new: list[Request] = []
         for index, prefix, place in next(self._work):
             self._unread.remove(index)
+            routes = getattr(prefix, "routes", None)
             for request in self._requests[index]:
                 request.prefix, request.place, request.fed = prefix, place, NOTHING
+                if routes is not None:
+                    request.record(0, routes[place])
                 new.append(request)
         if not self._unread:
             self._work, self._requests = iter(()), ()  # frees prefixes on the device

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Float, Int, PRNGKeyArray, PyTree, UInt8
 
 from dapo_jax.dapo.rollouts import FinishReason
 from dapo_jax.sampling.continuous_batching import check_prompts
@@ -27,6 +27,9 @@ class Drawn:
     """Log-probabilities in nats, at the sampling temperature and under the weights of the round."""
     finish_reason: FinishReason | None
     """None if the response, or the current turn of an episode, has not ended."""
+    routes: UInt8[np.ndarray, "recorded layers chosen"] | None = None
+    """The new records of experts. They belong to the last tokens of the response: the new tokens, and before them tokens that an environment appended."""
+    prompt_routes: UInt8[np.ndarray, "prompt layers chosen"] | None = None
 
 
 class RoundSampler:
@@ -70,7 +73,7 @@ class RoundSampler:
         for over in [request for request in self._between if request.finish_reason is not None]:
             self._loop.slots.forget(over)
             self._between.remove(over)
-        begin = [request.drawn for request in requests]
+        begin = [(each.drawn, each.recorded, each.prompt_routes is None) for each in requests]
         for request in requests:
             request.limit = self._limit if self._limits is None else self._limits.turn_end(request)
             request.target = min(request.drawn + tokens, request.limit)
@@ -81,10 +84,15 @@ class RoundSampler:
         self._between.difference_update(requests)
         if self._limits is not None:
             self._between.update(ended)
-        new = [(request, slice(first, request.drawn)) for request, first in zip(requests, begin, strict=True)]
         return [
-            Drawn(tokens=of.tokens[at].copy(), logprobs=of.logprobs[at].copy(), finish_reason=ended.get(of))
-            for of, at in new
+            Drawn(
+                tokens=of.tokens[first : of.drawn].copy(),
+                logprobs=of.logprobs[first : of.drawn].copy(),
+                finish_reason=ended.get(of),
+                routes=of.routes_from(recorded),
+                prompt_routes=of.prompt_routes if is_new else None,
+            )
+            for of, (first, recorded, is_new) in zip(requests, begin, strict=True)
         ]
 
     def close(self) -> None:

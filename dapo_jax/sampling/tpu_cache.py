@@ -6,6 +6,7 @@ capacity. While it computes one block, the pages of the next block are transferr
 updates would loop over the slots.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Num
 
+from dapo_jax.dapo.precision import capped
 from dapo_jax.models.attention import MASKED
 from dapo_jax.sampling.cache import (
     EIGHT_BITS,
@@ -60,12 +62,8 @@ def tile_rows(dtype: str) -> int:
 class TpuStep(CacheStep):
     """Data of a decoding step in the format that the kernel expects."""
 
-    count: Int[Array, "1"] | Any
-    """Number of kernel steps: one per block of pages of each live slot (including a partly filled block), but at least one in total."""
-    slot_of: Int[Array, " most"] | Any
-    """The slot of each kernel step."""
-    starts: PerSlot | Any
-    """The first kernel step of each slot."""
+    walks: dict[int, tuple[Int[Array, "1"], Int[Array, " most"], PerSlot]] | Any
+    """For each window of a layer (0: all tokens), the result of `_walk`."""
 
 
 def pages_at_once(kv_heads: int, page_tokens: int, head_dim: int, dtype: str) -> int:
@@ -104,17 +102,29 @@ def fill(cache: Pairs, read: Pairs, page: Scalar, row: Scalar, start: Scalar) ->
     )
 
 
-def reading(tables: Tables, lengths: PerSlot, live: Live, *, page_tokens: int, at_once: int) -> TpuStep:
-    """Returns the data of a decoding step in the kernel's format. `at_once` is the result of `pages_at_once`."""
+def reading(
+    tables: Tables, lengths: PerSlot, live: Live, *, page_tokens: int, at_once: int, windows: Sequence[int] = (0,)
+) -> TpuStep:  # fmt: skip
+    """Returns the data of a decoding step in the kernel's format. `at_once` is the result of `pages_at_once`, and `windows` are the windows of the layers."""
     slots, most = tables.shape
     lengths, at_once = jnp.where(live, lengths, 0), min(at_once, most)
-    blocks = jnp.where(live, lengths // (at_once * page_tokens) + 1, 0)
-    count, slot_of, starts = _walk(blocks, slots * pl.cdiv(most, at_once))
-    return TpuStep(tables, lengths, live, (), count, slot_of, starts)
+    block, walks = at_once * page_tokens, {}
+    for window in sorted(set(windows)):
+        blocks = jnp.where(live, lengths // block + 1, 0)
+        first = _first_token(lengths, window) // block if window else 0
+        count, slot_of, starts = _walk(blocks - first if window else blocks, slots * pl.cdiv(most, at_once))
+        walks[window] = count, slot_of, starts - first if window else starts
+    return TpuStep(tables, lengths, live, (), walks)
+
+
+def _first_token(length: Any, window: int) -> Any:
+    """Returns the first token of a slot to which a new token after `length` tokens attends."""
+    return jnp.maximum(length + 1 - window, 0) if window else 0
 
 
 def _walk(blocks: PerSlot, most: int) -> tuple[Int[Array, "1"], Int[Array, " most"], PerSlot]:
-    """Returns the number of kernel steps (at least one), the slot of each step, and each slot's first step."""
+    """Returns the number of kernel steps, the slot of each step, and each slot's first step. There is one step per block of pages of each live slot
+    (including a partly filled block), but at least one in total."""
     ends = jnp.cumsum(blocks, dtype=jnp.int32)
     # A slot's steps begin where the previous slot's steps end; a slot without blocks has no steps.
     passed = jnp.cumsum(jnp.zeros(most, jnp.int32).at[ends].add(1, mode="drop"), dtype=jnp.int32)
@@ -129,14 +139,17 @@ def extend(
     value: NewHeads,
     *,
     dtype: str,
+    window: int = 0,
+    cap: float | None = None,
     interpret: bool = False,
 ) -> tuple[Queries, Pairs]:
-    """Implements `paged_cache.extend`.
+    """Implements `paged_cache.extend`. Pages before a window are not read.
 
     The running softmax starts from the new token, so it is never empty, and the new token is not read from the cache. Products are computed in `dtype` and
     summed in float32.
     """
     pairs, kv_heads, live = cache.pairs, len(key), now.live
+    count, slot_of, starts = now.walks[window]
     slots, kept = len(live), pairs.dtype.name
     page_tokens, width = pairs.shape[2:]
     parts = _parts(kv_heads)
@@ -171,10 +184,10 @@ def extend(
         scratch.append(pltpu.VMEM((2, heads, 2, block), jnp.float32))
     first_pool = 6 + len(news)
     attended, *grown = pl.pallas_call(
-        partial(_kernel, heads=heads, page_tokens=page_tokens, pools=len(pools)),
+        partial(_kernel, heads=heads, page_tokens=page_tokens, pools=len(pools), window=window, cap=cap),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
-            grid=(parts, now.count[0]),
+            grid=(parts, count[0]),
             in_specs=[
                 pl.BlockSpec(per_head, at_slot),
                 *new_specs,
@@ -196,8 +209,8 @@ def extend(
         interpret=interpret,
         name="extend",
     )(
-        now.slot_of,
-        now.starts,
+        slot_of,
+        starts,
         now.lengths,
         now.tables,
         live.any()[None].astype(jnp.int32),
@@ -211,7 +224,8 @@ def extend(
 
 
 def _kernel(
-    slot_of: Any, starts: Any, lengths: Any, tables: Any, any_live: Any, query: Any, *refs: Any, heads: int, page_tokens: int, pools: int
+    slot_of: Any, starts: Any, lengths: Any, tables: Any, any_live: Any, query: Any, *refs: Any, heads: int, page_tokens: int, pools: int,
+    window: int, cap: float | None,
 ) -> None:  # fmt: skip
     """Computes one block of one slot. `out`, `top` and `total` store the slot's running softmax. `tiles` store the rows and scales with its new token.
 
@@ -224,12 +238,14 @@ def _kernel(
     at_once = block // page_tokens
 
     def transfers(step: Any, do: str) -> None:
-        """Starts or awaits the transfer of a step's filled pages."""
+        """Starts or awaits the transfer of a step's filled pages in the window."""
         slot = slot_of[step]
         first = (step - starts[slot]) * at_once
+        nearest = _first_token(lengths[slot], window) // page_tokens if window else 0
         for place in range(at_once):
+            used = first + place <= lengths[slot] // page_tokens
 
-            @pl.when(first + place <= lengths[slot] // page_tokens)
+            @pl.when(used & (first + place >= nearest) if window else used)
             def _(place: int = place) -> None:
                 page, tokens = tables[slot, first + place], pl.ds(place * page_tokens, page_tokens)
                 for axis, (source, target) in enumerate(zip(sources, pages, strict=True)):
@@ -249,11 +265,12 @@ def _kernel(
     transfers(step, "wait")
     slot = slot_of[step]
     index, length, head_dim = step - starts[slot], lengths[slot], query.shape[-1]
+    first_token = _first_token(length, window)
     queries = query[0]
     exact = lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None
     product = partial(jnp.einsum, preferred_element_type=jnp.float32, precision=exact)
 
-    @pl.when(index == 0)
+    @pl.when(index == first_token // block)
     def _begin() -> None:
         own = new[0].astype(jnp.float32)
         own_key, own_value = own[..., :head_dim], own[..., head_dim:]
@@ -261,7 +278,7 @@ def _kernel(
             own_key, own_value = (
                 own_part * new_scales[0][0, :, row : row + 1, :1] for row, own_part in enumerate((own_key, own_value))
             )  # fmt: skip
-        top[...] = (queries.astype(jnp.float32) * own_key).sum(-1, keepdims=True)
+        top[...] = capped((queries.astype(jnp.float32) * own_key).sum(-1, keepdims=True), cap)
         total[...] = jnp.ones_like(total)
         out[0] = jnp.broadcast_to(own_value, out.shape[1:])
 
@@ -269,18 +286,23 @@ def _kernel(
     scores = product("hgd,hcd->hgc", queries, there[..., :head_dim])
     if new_scales:
         scores = scores * pages[1][step % 2, :, :1]
-    position = index * block + lax.broadcasted_iota(jnp.int32, scores.shape, 2)
-    scores = jnp.where(position < length, scores, MASKED)
+
+    def seen(shape: tuple[int, ...], axis: int) -> Array:
+        """Returns which of the block's tokens along `axis` are cached tokens in the window."""
+        token = index * block + lax.broadcasted_iota(jnp.int32, shape, axis)
+        return (token < length) & (token >= first_token) if window else token < length
+
+    attended = seen(scores.shape, 2)
+    scores = jnp.where(attended, capped(scores, cap), MASKED)
     peak = jnp.maximum(top[...], scores.max(-1, keepdims=True))
     weights, shrink = jnp.exp(scores - peak), jnp.exp(top[...] - peak)
     top[...] = peak
     total[...] = total[...] * shrink + weights.sum(-1, keepdims=True)
     if new_scales:
-        weights = jnp.where(position < length, weights * pages[1][step % 2, :, 1:], 0.0)
+        weights = jnp.where(attended, weights * pages[1][step % 2, :, 1:], 0.0)
     values = there[..., head_dim:]
-    # Rows after the slot's tokens may contain NaN. They are set to 0, because 0 x NaN is NaN.
-    row = index * block + lax.broadcasted_iota(jnp.int32, values.shape, 1)
-    values = jnp.where(row < length, values, jnp.zeros_like(values))
+    # Rows after the slot's tokens, and pages that were not read, may contain NaN. They are set to 0, because 0 x NaN is NaN.
+    values = jnp.where(seen(values.shape, 1), values, jnp.zeros_like(values))
     out[0] = out[0] * shrink + product("hgc,hcd->hgd", weights.astype(values.dtype), values)
 
     @pl.when(index == length // block)

@@ -88,7 +88,10 @@ class ScriptedEngine:
         return (FREE,) * self.slots
 
     def prefill(
-        self, params: PyTree, prompts: Sequence[Int[np.ndarray, " _"]]
+        self,
+        params: PyTree,
+        prompts: Sequence[Int[np.ndarray, " _"]],
+        routes: Sequence[np.ndarray | None] = (),
     ) -> Iterator[list[tuple[int, Int[np.ndarray, " prompts"], int]]]:
         """Records the prompts and yields one batch with their lengths, which must be passed to `insert`."""
         self.prefills.append(list(prompts))
@@ -183,6 +186,7 @@ def tiny_decoder_config(**changes: Any) -> DecoderConfig:
         "vocab_size": 20, "embed_dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "mlp_dim": 48,
         "max_positions": 64,
     }  # fmt: skip
+    sizes["family"] = "qwen2" if changes.get("qkv_bias") else "qwen3" if changes.get("qk_norm") else "llama"
     return DecoderConfig(**{**sizes, **changes})
 
 

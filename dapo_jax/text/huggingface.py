@@ -111,6 +111,7 @@ class HuggingFaceTokenizer:
         path = path_of(folder)
         files = files_of(path, (*TOKENIZER_FILES, "config.json"))
         model = read_object(files.get("config.json", b"{}"), path / "config.json")
+        model = {**(model.get("text_config") or {}), **model}  # of a model for images and text
         return cls(files, model=model, place=str(path))
 
     def save(self, folder: str | os.PathLike[str]) -> None:

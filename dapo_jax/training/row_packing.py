@@ -92,12 +92,13 @@ def pack(
         for index, one in enumerate(examples)
     ]
     also = ["noise"] if any(one.noise is not None for one in examples) else []
+    routes = next((one.routes.shape[1:] for one in examples if one.routes is not None), None)
     lengths = sorted({row_tokens, *shorter_rows}, reverse=True)
     made = []
     for length, rows in share_out(
         pieces, lengths=lengths, rows_per_microbatch=rows_per_microbatch, spread=spread, alone=alone
     ):
-        made.append(blank_microbatch((rows_per_microbatch, length), *also))
+        made.append(blank_microbatch((rows_per_microbatch, length), *also, routes=routes))
         made[-1].tokens[:] = pad_id
         for index, row in enumerate(rows):
             _write_row(
@@ -121,6 +122,8 @@ def _write_row(
         m.tokens[start:stop], m.positions[start:stop] = prompt, np.arange(len(prompt))
         m.segment_ids[start:stop] = m.prefix_ids[start:stop] = segment
         m.previous[start + 1 : stop] = np.arange(start, head)
+        for record in [each for i in bundle if (each := examples[i].prompt_routes) is not None][:1]:
+            m.routes[start:stop] = record
         for one, weight in ((examples[i], float(weights[i])) for i in bundle):
             count = len(one.response_tokens)
             segment += len(bundle) > 1
@@ -132,6 +135,8 @@ def _write_row(
             m.mask[place], m.advantages[place] = one.mask, one.advantage
             if one.noise is not None:
                 m.noise[place] = one.noise
+            if one.routes is not None:
+                m.routes[place] = one.routes
             m.weights[place] = weight if one.sampled is None else weight * one.sampled
 
 

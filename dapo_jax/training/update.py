@@ -26,6 +26,7 @@ from dapo_jax.dapo.losses import dapo_loss, k3, kl_penalty, with_teacher
 from dapo_jax.dapo.metrics import Max, Mean, Metric, token_mean
 from dapo_jax.dapo.microbatch import Microbatch, blank_microbatch
 from dapo_jax.dapo.objectives import ARRAYS, wanted
+from dapo_jax.dapo.rollouts import NO_ROUTE
 from dapo_jax.dapo.segments import looked_up
 from dapo_jax.dapo.selections import SELECTIONS
 from dapo_jax.hints import nearest
@@ -136,6 +137,8 @@ class UpdateOptions:
     """`sampled`: the teacher's log-probabilities become advantages. `full`: the divergence from the teacher over the whole vocabulary is part of the loss."""
     offload: bool = False
     """Keep the optimizer moments in host memory, and copy them to the device for each update."""
+    routes: tuple[int, int] | None = None
+    """Number of layers and of experts per token in the records of minibatches, or None if there are no records."""
 
 
 Sums = tuple[nnx.State, Float[Array, ""]]
@@ -224,16 +227,16 @@ class Updater:
             # In the first update, the old policy is the current policy, so `_loss` uses the log-probabilities that it computes anyway.
             filled[1:] = [with_array(m, "old_logprobs", self._scores(policy)) for m in filled[1:]]
         for name, model in self._scored_by.items():
-            filled = [with_array(m, name, self._scores(model)) for m in filled]
+            filled = [with_array(m, name, self._scores(model, replays=False)) for m in filled]
         return filled
 
     def model(self, params: nnx.State) -> Model:
         """Returns the decoder with `params` as its trained parameters."""
         return self._graph, params, self._frozen
 
-    def _scores(self, model: Model) -> Callable[[Stack], Array]:
-        """Returns the function that computes log-probabilities under `model`."""
-        return lambda stack: self._scored(model, stack)[0]
+    def _scores(self, model: Model, *, replays: bool = True) -> Callable[[Stack], Array]:
+        """Returns the function that computes log-probabilities under `model`. Without `replays`, the model chooses its experts itself."""
+        return lambda stack: self._scored(model, stack if replays else _unrecorded(stack))[0]
 
     def _scored(self, model: Model, stack: Stack) -> tuple[Array, ...]:
         """Returns the log-probabilities [capacity, rows, seq] of a stack's tokens under `model`, and the entropy if the selection requires it."""
@@ -298,7 +301,8 @@ class Updater:
 
     def lower_score(self, model: Model, *, capacity: int, rows: int, row_tokens: int) -> Lowered:
         """Lowers the program that `prepare` uses to compute log-probabilities. The parameters may be shapes with shardings."""
-        return self._score.lower(model, self.stack_structs(capacity, rows, row_tokens))
+        stack = self.stack_structs(capacity, rows, row_tokens)
+        return self._score.lower(model, stack if model[0] is self._graph else _unrecorded(stack))
 
     def programs(
         self, state: TrainState, *, capacity: int, rows: int, lengths: Sequence[int]
@@ -348,19 +352,21 @@ class Updater:
         shape = (capacity, rows, row_tokens)
         also = [*self._scored_by, *["selected"] * (self._select is not None)]
         arrays = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=self._rows),
-            blank_microbatch((), *also),
+            lambda leaf: jax.ShapeDtypeStruct((*shape, *leaf.shape), leaf.dtype, sharding=self._rows),
+            blank_microbatch((), *also, routes=self._options.routes),
         )
         return Stack(arrays, count)
 
     def _logprobs(self, models: tuple[Model, ...], microbatch: Microbatch) -> tuple[Array, ...]:
         """Returns the log-probability of each token under the first model given the tokens before it, the entropy, and the divergence from each other model.
 
-        All have shape [rows, seq]. Column 0 has no meaningful values.
+        All have shape [rows, seq]. Column 0 has no meaningful values. If the first model has experts, two more arrays follow: the number of layers in which the
+        router's choice differs from the record, [rows, seq], and each device's number of tokens per expert, for `routing_metrics`.
         """
 
         def program(models: tuple[Model, ...], m: Microbatch) -> tuple[Array, ...]:
-            (before, ends), *others = (_hidden(model, m) for model in models)
+            before, ends, counts = _hidden(models[0], m)
+            others = [_hidden(model, replace(m, routes=None))[:2] for model in models[1:]]
             scores = ends.layout.logprobs(
                 before,
                 ends.unembedding(),
@@ -370,8 +376,9 @@ class Updater:
                 chunk_vocab=self._options.logprob_chunk_vocab,
                 dtype=ends.compute_dtype,
                 teachers=[(its, its_ends.unembedding()) for its, its_ends in others],
+                caps=[each.config.logit_cap for each in (ends, *(its_ends for _, its_ends in others))],
             )
-            return tuple(each.reshape(m.tokens.shape) for each in scores)
+            return *(each.reshape(m.tokens.shape) for each in scores), *counts
 
         return _decoder(models[0]).ends.layout.shard(program)(models, microbatch)
 
@@ -381,7 +388,7 @@ class Updater:
         def score(i: Array, scores: PyTree) -> PyTree:
             both = self._logprobs((model,), stack.at(i))
             put = partial(lax.dynamic_update_index_in_dim, index=i, axis=0)
-            return jax.tree.map(put, scores, both if self._scores_entropy else both[0])
+            return jax.tree.map(put, scores, both[:2] if self._scores_entropy else both[0])
 
         blank = jnp.zeros_like(stack.microbatches.old_logprobs)
         return lax.fori_loop(0, stack.count, score, (blank, blank) if self._scores_entropy else blank)
@@ -429,7 +436,8 @@ class Updater:
         self, models: tuple[Model, ...], microbatch: Microbatch, first: Bool[Array, ""]
     ) -> tuple[Float[Array, ""], dict[str, Metric]]:
         options, mask = self._options, microbatch.mask
-        logprobs, entropy, *divergences = self._logprobs(models, microbatch)
+        logprobs, entropy, *found = self._logprobs(models, microbatch)
+        divergences, counts = found[: len(models) - 1], found[len(models) - 1 :]
         current, by_trainer = lax.stop_gradient(logprobs), options.old_logprobs == "trainer"
         old = jnp.where(first, current, microbatch.old_logprobs) if by_trainer else microbatch.old_logprobs
         of_tokens, advantages, metrics = microbatch.weights, microbatch.advantages, dict[str, Metric]()
@@ -467,6 +475,11 @@ class Updater:
         loss, measured = self._objective(logprobs, old, advantages, mask, **arrays)
         metrics = {**measured, **metrics, "policy/entropy": token_mean(entropy, mask)}
         metrics |= mismatch_metrics(trainers, microbatch.sampler_logprobs, compared)
+        if counts:
+            config = _decoder(models[0]).ends.config
+            flipped, load = counts
+            how = {"layers": config.layers, "experts": config.experts.count}
+            metrics |= routing_metrics(flipped, load, microbatch, **how)
         if options.kl_coef:
             # Like the objective, the KL estimate is an expectation over tokens sampled by the policy, so it needs the same importance weights. It has
             # no advantage, so `drop_off_policy` and `select` do not apply to it.
@@ -517,11 +530,19 @@ def _decoder(model: Model) -> Any:
     return nnx.merge(graph, trained, in_tuples(frozen) if frozen and is_apart(frozen) else frozen)
 
 
-def _hidden(model: Model, m: Microbatch) -> tuple[Array, Any]:
-    """Returns the hidden states [tokens, embed] that predict the tokens, and the layers before and after the blocks."""
+def _unrecorded(stack: Stack) -> Stack:
+    return replace(stack, microbatches=replace(stack.microbatches, routes=None))
+
+
+def _hidden(model: Model, m: Microbatch) -> tuple[Array, Any, tuple[Array, ...]]:
+    """Returns the hidden states [tokens, embed] that predict the tokens, the layers before and after the blocks, and the counts of experts, if there are experts."""
     decoder = _decoder(model)
-    hidden = decoder(m.tokens, m.positions, m.segment_ids, m.prefix_ids)
-    return looked_up(hidden, m.previous).reshape(-1, hidden.shape[-1]), decoder.ends
+    hidden = decoder(m.tokens, m.positions, m.segment_ids, m.prefix_ids, m.routes)
+    counts: tuple[Array, ...] = ()
+    if decoder.ends.config.experts is not None:
+        hidden, found = hidden
+        counts = tuple(found[name].astype(jnp.float32) for name in ("flipped", "load"))
+    return looked_up(hidden, m.previous).reshape(-1, hidden.shape[-1]), decoder.ends, counts
 
 
 def _joined(*measured: dict[str, Metric]) -> dict[str, Metric]:
@@ -542,6 +563,29 @@ def mismatch_metrics(
         "sync/logprob_diff_mean": token_mean(jnp.abs(delta), mask),
         "sync/logprob_diff_max": Max(jnp.abs(delta).max()),
         "sync/sampler_trainer_kl": token_mean(k3(delta), mask),
+    }
+
+
+def routing_metrics(
+    flipped: Float[Array, "rows seq"], load: Float[Array, "parts columns"], m: Microbatch, *, layers: int, experts: int
+) -> dict[str, Metric]:  # fmt: skip
+    """Returns the metrics `routing/*` of a microbatch without its padding.
+
+    `flipped` is the number of layers in which a token's router chooses other experts than the record. `load` has the tokens of each expert: the arrays
+    [layers, experts] of all devices, next to each other in both dimensions.
+    """
+    load = load.reshape(-1, layers, load.shape[1] // experts, experts).sum((0, 2))
+    busiest = load.max(1) / jnp.maximum(load.mean(1), 1e-9)
+    found: dict[str, Metric] = {
+        "routing/busiest_load": Mean(busiest.sum(), jnp.float32(layers)),
+        "routing/unused_frac": Mean((load == 0).sum(dtype=jnp.float32), jnp.float32(layers * experts)),
+    }
+    if m.routes is None:
+        return found
+    real, recorded = m.segment_ids > 0, m.routes[..., 0, 0] != NO_ROUTE
+    return found | {
+        "routing/flipped_frac": token_mean(flipped / layers, real & recorded),
+        "routing/no_record_frac": token_mean((~recorded).astype(jnp.float32), real),
     }
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dapo_jax.dapo.advantages import step_advantages
 from dapo_jax.dapo.batching import Example, example_weights, split_minibatches, training_examples
-from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
+from dapo_jax.dapo.rollouts import ContextSpan, Group, Prompt, Response, Rollout, TurnSpan, Verdict
 from dapo_jax.training.row_packing import pack
 
 
@@ -181,6 +181,44 @@ def test_responses_to_one_prompt_follow_it_in_one_row():
     assert m.positions.tolist() == [[0, 1, 2, 3, 4, 2, 3, 0, 1, 2, 0]]
     assert m.previous.tolist() == [[0, 0, 1, 2, 3, 1, 5, 0, 7, 8, 0]]
     assert m.weights.tolist() == [[0, 0, 2, 2, 2, 0.5, 0.5, 0, 3, 3, 0]]
+
+
+def test_records_of_experts_are_packed_next_to_their_tokens():
+    """One layer, one expert per token. A prompt has the record of the first response that has one; padding and tokens without a record have 255."""
+
+    def record(*experts):
+        return np.array(experts, np.uint8).reshape(-1, 1, 1)
+
+    prompt = np.array([1, 2], np.int32)
+    first, second, third = (replace(make_row(2, n, start=10 * n), prompt_tokens=prompt) for n in (3, 2, 1))
+    rows = [
+        first,  # lost before its first token was sampled
+        replace(second, prompt_routes=record(4, 5), routes=record(6, 255)),
+        replace(third, prompt_routes=record(0, 0), routes=record(255)),
+        replace(make_row(1, 2, start=31), prompt_routes=record(8), routes=record(9, 255)),
+    ]
+    [m] = pack(rows, np.ones(4), row_tokens=13, rows_per_microbatch=1)
+    assert m.tokens[0, :2].tolist() == [1, 2]
+    assert m.routes[0, :, 0, 0].tolist() == [4, 5, 255, 255, 255, 6, 255, 255, 8, 9, 255, 255, 255]
+    assert m.routes.dtype == np.uint8
+    assert pack([first], np.ones(1), row_tokens=13, rows_per_microbatch=1)[0].routes is None
+
+
+def test_an_example_has_the_records_of_its_own_context():
+    """Two sampled tokens after the prompt; then a new context of two tokens, and three sampled tokens."""
+    group = make_group(0, [1.0], lengths=[7])
+    routes = np.arange(7, dtype=np.uint8).reshape(-1, 1, 1)
+    response = replace(
+        group.rollouts[0].response,
+        turns=(TurnSpan(0, 2), TurnSpan(4, 7)),
+        contexts=(ContextSpan(2, 4),),
+        routes=routes,
+        prompt_routes=np.full((3, 1, 1), 9, np.uint8),
+    )
+    group = replace(group, rollouts=(replace(group.rollouts[0], response=response),))
+    one, other = training_examples([group], [[1.0]])
+    assert (one.prompt_routes.ravel().tolist(), one.routes.ravel().tolist()) == ([9, 9, 9], [0, 1])
+    assert (other.prompt_routes.ravel().tolist(), other.routes.ravel().tolist()) == ([2, 3], [4, 5, 6])
 
 
 @given(groups=st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(1, 10), min_size=1, max_size=5)), min_size=1, max_size=5),

@@ -20,10 +20,11 @@ from tests.plan.repeatability import not_repeatable
 HEADS, KV_HEADS = 4, 2
 
 
-def scores_of(q, k, lengths):
+def scores_of(q, k, lengths, window):
     """Scores [batch, heads, room, room] of the pairs that attend, and minus infinity elsewhere."""
     at = jnp.arange(q.shape[1])[None, None]
-    seen = (at.transpose(0, 2, 1) >= at) & (at < lengths[:, None, None])
+    near = (window == 0) | (at.transpose(0, 2, 1) - at < window)
+    seen = near & (at.transpose(0, 2, 1) >= at) & (at < lengths[:, None, None])
     keys = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, keys) * q.shape[-1] ** -0.5
     return jnp.where(seen[:, None], scores, -jnp.inf)
@@ -35,8 +36,8 @@ def up_to_the_end(x, lengths):
     return jnp.where(ended[..., None, None], jnp.nan, x)
 
 
-def attend(q, k, v, lengths):
-    scores = scores_of(q, k, lengths)
+def attend(q, k, v, lengths, window):
+    scores = scores_of(q, k, lengths, window)
     values = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)
     out = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), values)
     ended = jnp.arange(q.shape[1])[None] >= lengths[:, None]
@@ -44,11 +45,11 @@ def attend(q, k, v, lengths):
     return up_to_the_end(out, lengths), sums
 
 
-def attend_backward(q, k, v, sums, d_out, out, lengths):
+def attend_backward(q, k, v, sums, d_out, out, lengths, window):
     """The gradients, from the given log-sum-exps and results instead of recomputed ones. Queries after the end count for nothing."""
     here = jnp.arange(q.shape[1])[None] < lengths[:, None]
     group = q.shape[2] // k.shape[2]
-    weights = jnp.exp(scores_of(q, k, lengths) - jnp.where(here[:, None], sums, jnp.inf)[..., None])
+    weights = jnp.exp(scores_of(q, k, lengths, window) - jnp.where(here[:, None], sums, jnp.inf)[..., None])
     d = jnp.where(here[..., None, None], d_out, 0)
     change = jnp.where(here[..., None, None], d * out, 0).sum(-1).transpose(0, 2, 1)[..., None]
     keys, values = (jnp.repeat(x, group, axis=2) for x in (k, v))
@@ -83,7 +84,20 @@ CASES = {
 }
 
 
-def both(packed, width, dtype, seed=0):
+def positions_of(ids, prefixes):
+    """The position of each token in its sequence. A response follows its prompt."""
+    found = np.zeros_like(ids)
+    for row, segment in {
+        (row, segment) for row, segments in enumerate(ids) for segment in segments if segment
+    }:
+        own = ids[row] == segment
+        prompt = prefixes[row][own][0]
+        shared = (ids[row] == prompt).sum() if prompt != segment else 0
+        found[row, own] = shared + np.arange(own.sum())
+    return found
+
+
+def both(packed, width, dtype, seed=0, window=0):
     """Result and gradients with cuDNN's calls and with XLA in float32, on the same rounded inputs. The cotangent of padding is 0."""
     ids, prefixes = map(jnp.asarray, packed)
     rng = np.random.default_rng(seed)
@@ -94,11 +108,13 @@ def both(packed, width, dtype, seed=0):
     )
 
     def by_cudnn(*parts):
-        return cudnn.packed_attention(*parts, ids, prefixes, dtype=dtype)
+        return cudnn.packed_attention(*parts, ids, prefixes, window=window, dtype=dtype)
+
+    near = (jnp.int32(window), jnp.asarray(positions_of(*packed)))
 
     def plainly(*parts):
         flat = (part.reshape(*part.shape[:2], -1) for part in parts)
-        return jnp.where(real, causal_attention(*flat, ids, prefixes).reshape(parts[0].shape), 0)
+        return jnp.where(real, causal_attention(*flat, ids, prefixes, near=near).reshape(parts[0].shape), 0)
 
     def all_of(attention):
         out, back = jax.vjp(attention, *parts)
@@ -109,25 +125,30 @@ def both(packed, width, dtype, seed=0):
 
 
 @pytest.mark.parametrize(
-    ("case", "tokens"), [*((case, 64) for case in CASES), ("three rooms", 16_384), ("short segments", 16_384)]
-)
-def test_packed_rows_attend_as_with_xla(case, tokens, monkeypatch):
-    """In float32, only the order of sums differs. With 64 tokens, the copies of a prompt are in several batches."""
+    ("case", "tokens", "window"),
+    [
+        *((case, 64, 0) for case in CASES), ("three rooms", 16_384, 0), ("short segments", 16_384, 0),
+        ("one room", 64, 5), ("three rooms", 16_384, 30),
+    ],
+)  # fmt: skip
+def test_packed_rows_attend_as_with_xla(case, tokens, window, monkeypatch):
+    """In float32, only the order of sums differs. With 64 tokens, the copies of a prompt are in several batches. Windows end in a prompt and in a response."""
     monkeypatch.setattr(cudnn, "BATCH_TOKENS", tokens)
     monkeypatch.setattr(cudnn, "_SHORTEST", 16)
     monkeypatch.setattr(cudnn, "attend", attend)
     monkeypatch.setattr(cudnn, "attend_backward", attend_backward)
-    found, expected = both(CASES[case], 8, "float32")
+    found, expected = both(CASES[case], 8, "float32", window=window)
     for one, other in zip(found, expected, strict=True):
         assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other)
     assert not np.asarray(found[0])[:, :, CASES[case][0] == 0].any()
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_packed_rows_attend_as_with_xla():
+@pytest.mark.parametrize("window", [0, 250])
+def test_on_a_gpu_packed_rows_attend_as_with_xla(window):
     """Weights, results and their cotangents are rounded by 2^-8 each, which is 2^-6 of a gradient's norm in total."""
     rows = [(200, 700, 300, 40), (31, 9), (500,)], [(2048,)]
-    found, expected = both(rows_of(*rows, seq=2048), 128, "bfloat16")
+    found, expected = both(rows_of(*rows, seq=2048), 128, "bfloat16", window=window)
     for one, other in zip(found, expected, strict=True):
         assert np.linalg.norm(one - other) < 2**-6 * np.linalg.norm(other)
 
@@ -153,9 +174,9 @@ def lowered(attention, rows, seq, heads, kv_heads, width):
     return jax.jit(all_of).lower(*parts, ids, ids)
 
 
-def by_cudnn(query, key, value, ids, prefixes, dtype):
+def by_cudnn(query, key, value, ids, prefixes, dtype, window=0):
     parts = (part.reshape(*part.shape[:2], *ids.shape) for part in (query, key, value))
-    return cudnn.packed_attention(*parts, ids, prefixes, dtype=dtype).reshape(query.shape)
+    return cudnn.packed_attention(*parts, ids, prefixes, window=window, dtype=dtype).reshape(query.shape)
 
 
 def largest(text):
@@ -168,7 +189,7 @@ def largest(text):
 @compiles
 def test_compiled_for_an_h100_it_has_cudnn_s_calls_and_no_array_of_scores():
     """The scores of a single head would have 1024^2 elements, four times as many as the queries."""
-    text = lowered(by_cudnn, 1, 1024, 4, 2, 64).compile().as_text()
+    text = lowered(partial(by_cudnn, window=256), 1, 1024, 4, 2, 64).compile().as_text()
     targets = re.findall(r'custom_call_target="(\S+)"', text)
     assert {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"} == set(targets)
     assert largest(text) == 1024 * 4 * 64
@@ -206,19 +227,21 @@ def calls(text):
     not (importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cudnn")),
     reason="nvidia-cudnn-cu12",
 )
-def test_its_calls_are_those_of_jax():
+@pytest.mark.parametrize("window", [0, 20])
+def test_its_calls_are_those_of_jax(window):
     placed = jax.sharding.SingleDeviceSharding(devices_of(parse("h100:1"))[0])
     q, k, d = (jax.ShapeDtypeStruct((3, 96, n, 64), jnp.bfloat16, sharding=placed) for n in (4, 2, 4))
     lengths = jax.ShapeDtypeStruct((3,), jnp.int32, sharding=placed)
 
     def by_jax(q, k, v, d_out, lengths):
         how = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths, "implementation": "cudnn"}
+        how |= {"local_window_size": (window - 1, 0)} if window else {}
         out, back = jax.vjp(partial(jax.nn.dot_product_attention, is_causal=True, **how), q, k, v)
         return out, *back(d_out)
 
     def ours(q, k, v, d_out, lengths):
-        out, logs = cudnn.attend(q, k, v, lengths)
-        return out, *cudnn.attend_backward(q, k, v, logs, d_out, out, lengths)
+        out, logs = cudnn.attend(q, k, v, lengths, window)
+        return out, *cudnn.attend_backward(q, k, v, logs, d_out, out, lengths, window)
 
     expected, found = (calls(jax.jit(each).lower(q, k, k, d, lengths).as_text()) for each in (by_jax, ours))
     assert [call[0] for call in found] == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]

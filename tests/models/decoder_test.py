@@ -11,14 +11,15 @@ from flax import nnx
 
 from dapo_jax.models.decoder import Decoder, graph_of
 from dapo_jax.models.presets import PRESETS
+from dapo_jax.models.rope import Rope
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 
 FAMILIES = {
     "llama": tiny_decoder_config(),
     "llama, untied": tiny_decoder_config(tied_embeddings=False, norm_eps=1e-5),
-    "qwen2": tiny_decoder_config(qkv_bias=True, rope_theta=1e6),
-    "qwen3, untied": tiny_decoder_config(qk_norm=True, tied_embeddings=False),
+    "qwen2": tiny_decoder_config(qkv_bias=True, ropes=(Rope(theta=1e6),)),
+    "qwen3, untied": tiny_decoder_config(qk_norm="head", tied_embeddings=False),
 }
 SHAPE = (2, 12)
 
@@ -62,7 +63,7 @@ def reference_logits(config, params, tokens):
         """Complex numbers (x_i, x_{i + dim/2}), each turned by position * theta^(-2i / dim)."""
         out = np.zeros(dim)
         for i in range(dim // 2):
-            angle = position * config.rope_theta ** (-2 * i / dim)
+            angle = position * config.ropes[0].theta ** (-2 * i / dim)
             turned = complex(x[i], x[i + dim // 2]) * complex(math.cos(angle), math.sin(angle))
             out[i], out[i + dim // 2] = turned.real, turned.imag
         return out
@@ -71,7 +72,7 @@ def reference_logits(config, params, tokens):
         out = weights[name][head] @ x
         if config.qkv_bias:
             out = out + weights[f"{name}_bias"][head]
-        if config.qk_norm and name != "value":
+        if config.qk_norm == "head" and name != "value":
             out = norm(out, weights[f"{name}_norm"])
         return out if name == "value" else turn(out, position)
 
@@ -154,7 +155,7 @@ def test_the_program_does_not_grow_with_depth():
 
 
 def test_every_block_parameter_is_stacked_and_names_its_axes():
-    shapes = shapes_of(tiny_decoder_config(layers=7, qkv_bias=True, qk_norm=True, tied_embeddings=False))
+    shapes = shapes_of(tiny_decoder_config(layers=7, qkv_bias=True, qk_norm="head", tied_embeddings=False))
     assert (len(shapes["blocks"]), len(shapes["ends"])) == (14, 3)
     for variable in shapes["blocks"].values():
         assert variable.shape[0] == 7
@@ -175,7 +176,7 @@ def test_layers_start_with_different_weights():
 
 def test_no_parameter_is_weakly_typed():
     """A weakly typed parameter changes its type with the first update, and all programs compile again."""
-    config = tiny_decoder_config(qkv_bias=True, qk_norm=True)
+    config = tiny_decoder_config(qkv_bias=True, qk_norm="head")
     state = jax.eval_shape(lambda: nnx.state(Decoder(config, rngs=nnx.Rngs(0))))
     assert not [leaf for leaf in jax.tree.leaves(state) if leaf.weak_type]
 
@@ -184,7 +185,7 @@ def test_no_parameter_is_weakly_typed():
 def test_the_parameter_count_is_the_real_one(name):
     own = {
         "untied": tiny_decoder_config(tied_embeddings=False),
-        "everything": tiny_decoder_config(qkv_bias=True, qk_norm=True, layers=3),
+        "everything": tiny_decoder_config(qkv_bias=True, qk_norm="head", layers=3),
     }
     config = own.get(name) or PRESETS[name]
     assert config.parameters == sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes_of(config)))

@@ -1,12 +1,15 @@
 """config.json: both notations of rotary scaling, keys that older files lack, and unsupported keys."""
 
+import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from dapo_jax.models.families import describe, understand
+from dapo_jax.models.families import FAMILIES, WRAPPED, describe, understand
 from dapo_jax.models.presets import PRESETS, preset
-from dapo_jax.models.rope import RopeScaling
+from dapo_jax.models.rope import Rope, RopeScaling
 from dapo_jax.testing import tiny_decoder_config
 
 SCALINGS = {
@@ -25,6 +28,7 @@ SCALINGS = {
         attention_factor=1.5,
     ),
 }
+GOLDEN = Path(__file__).parents[1] / "golden" / "families"
 QWEN2 = tiny_decoder_config(qkv_bias=True)
 
 
@@ -35,7 +39,7 @@ def without(described, *keys):
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("absent", [(), ("rope_theta", "rope_scaling"), ("rope_parameters",)])
 def test_a_scaling_is_read_from_either_notation(scaling, absent):
-    config = tiny_decoder_config(rope_scaling=SCALINGS[scaling], rope_theta=5e5)
+    config = tiny_decoder_config(ropes=(Rope(theta=5e5, scaling=SCALINGS[scaling]),))
     assert understand(without(describe(config), *absent), "config.json") == config
 
 
@@ -48,7 +52,7 @@ def test_the_old_and_the_new_name_of_the_kind_are_understood():
     described = without(describe(QWEN2), "rope_parameters")
     for names in ({"type": "linear"}, {"type": "linear", "rope_type": "linear"}):
         config = understand({**described, "rope_scaling": {**names, "factor": 2}}, "config.json")
-        assert config.rope_scaling == RopeScaling(kind="linear", factor=2.0)
+        assert config.ropes[0].scaling == RopeScaling(kind="linear", factor=2.0)
 
 
 def test_the_original_context_of_a_scaling_may_be_outside_of_it():
@@ -56,18 +60,18 @@ def test_the_original_context_of_a_scaling_may_be_outside_of_it():
     described = without(describe(QWEN2), "rope_parameters") | {
         "rope_scaling": {"type": "yarn", "factor": 4.0}
     }
-    assert understand(described, "config.json").rope_scaling.original_max_positions == 64
+    assert understand(described, "config.json").ropes[0].scaling.original_max_positions == 64
     described["original_max_position_embeddings"] = 32
-    assert understand(described, "config.json").rope_scaling.original_max_positions == 32
+    assert understand(described, "config.json").ropes[0].scaling.original_max_positions == 32
 
 
 def test_keys_that_older_files_lack_have_the_defaults_of_transformers():
-    described = describe(tiny_decoder_config(kv_heads=4, rope_theta=10_000.0, tied_embeddings=False))
+    described = describe(tiny_decoder_config(kv_heads=4, tied_embeddings=False))
     older = without(
         described, "num_key_value_heads", "head_dim", "rope_theta", "rope_parameters", "tie_word_embeddings"
     )
     assert understand(older, "config.json") == understand(described, "config.json")
-    qwen3 = describe(tiny_decoder_config(qk_norm=True, head_dim=128))
+    qwen3 = describe(tiny_decoder_config(qk_norm="head", head_dim=128))
     assert understand(without(qwen3, "head_dim"), "config.json").head_dim == 128
 
 
@@ -89,7 +93,7 @@ def test_null_means_absent():
         ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
         ({"quantization_config": {"bits": 4}}, "quantization_config=.* remove the key"),
         ({"architectures": ["Qwen2ForSequenceClassification"]}, "architectures .* Qwen2ForCausalLM"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "rope_type 'longrope'.* default, linear"),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 2}}, "rope_type 'ntk'.* default, linear"),
         ({"rope_scaling": {"type": "linear"}}, "lacks the key 'factor', .* 'linear'"),
         ({"rope_scaling": {"type": "linear", "factor": 2, "mrope_section": [1]}}, r"mrope_section=\[1\]"),
         ({"rope_scaling": {"type": "yarn", "factor": 2, "truncate": False}}, "truncate=False .* 'yarn'"),
@@ -106,6 +110,144 @@ def test_unsupported_models_are_refused_by_key(changes, message):
         understand({key: value for key, value in described.items() if value is not ...}, "config.json")
 
 
+def golden(name, changes=(), *, older=False):
+    """The config.json of a golden model, with changes. `...` removes a key."""
+    path = GOLDEN / name / ("config.older.json" if older else "config.json")
+    described = json.loads(path.read_text()) | dict(changes)
+    return {key: value for key, value in described.items() if value is not ...}
+
+
+def rope(name, **changes):
+    return {"rope_parameters": golden(name)["rope_parameters"] | changes}
+
+
+def inside(**changes):
+    """Changes in the text model of a model for images and text."""
+    return {"text_config": golden("gemma3_wrapped")["text_config"] | changes}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "field", "value"),
+    [
+        ("mistral", {"sliding_window": ..., "max_position_embeddings": 8192}, "windows", (4096,) * 5),
+        ("mistral", {"sliding_window": None}, "windows", ()),
+        ("mistral", {"sliding_window": 256}, "windows", ()),  # as many as the positions
+        ("gemma2", {"attn_logit_softcapping": ..., "final_logit_softcapping": None}, "score_cap", 50.0),
+        ("gemma2", {"attn_logit_softcapping": ..., "final_logit_softcapping": None}, "logit_cap", None),
+        ("gemma2", {"final_logit_softcapping": ...}, "logit_cap", 30.0),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "score_cap", None),  # which its class ignores
+        ("gemma3", {"layer_types": ..., "sliding_window_pattern": ...}, "windows", (8,) * 5 + (0,)),
+        ("exaone4", {"layer_types": ..., "sliding_window_pattern": "LLLG"}, "windows", (8, 8, 8, 0, 8)),
+        ("exaone4", {"layer_types": ..., "sliding_window": None}, "rope_of_layer", ()),
+        ("smollm3", {"no_rope_layers": ..., "no_rope_layer_interval": 2}, "rope_of_layer", (0, 1, 0, 1, 0)),
+        (
+            "smollm3", {"layer_types": ..., "use_sliding_window": True, "sliding_window": 9},
+            "windows", (0, 0, 0, 9, 0),
+        ),
+        ("granite4_dense", {"position_embedding_type": None}, "ropes", (None,)),
+        ("ministral3", rope("ministral3", max_position_embeddings=99, llama_4_scaling_beta=None), "query_growth", None),
+        ("gemma2", {"tie_word_embeddings": ...}, "tied_embeddings", True),
+        ("mistral", {"tie_word_embeddings": ...}, "tied_embeddings", False),
+        ("olmo2", {"rms_norm_eps": ...}, "norm_eps", 1e-5),
+        ("seed_oss", {"attention_bias": ...}, "qkv_bias", True),
+        ("ernie4_5", {"use_bias": True}, "mlp_bias", True),
+        ("gemma3_wrapped", inside(num_attention_heads=..., head_dim=None), "head_dim", 256),
+    ],
+)  # fmt: skip
+def test_absent_and_null_mean_what_they_mean_in_transformers(name, changes, field, value):
+    described = golden(name, changes)
+    if "text_config" in described:
+        described["text_config"] = without(described["text_config"], "num_attention_heads")
+    assert getattr(understand(described, "config.json"), field) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("mistral", {"sliding_window": 0}, "sliding_window is 0; .* positive int"),
+        ("gemma2", {"attn_logit_softcapping": -1.0}, r"attn_logit_softcapping is -1\.0; .* positive float"),
+        ("gemma2", {"final_logit_softcapping": 0}, r"final_logit_softcapping is 0"),
+        ("gemma2", {"layer_types": ["full_attention"]}, r"layer_types=.* num_hidden_layers=5"),
+        ("gemma2", {"layer_types": ["chunked_attention"] * 5}, "layer_types has 'chunked_attention'"),
+        ("gemma2", {"sliding_window": None}, "layer_types has 'sliding_attention', .* sliding_window is null"),
+        ("gemma2", {"hidden_activation": "relu2"}, "hidden_activation='relu2'"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("gemma3", {"rope_parameters": {"full_attention": {}, "chunked_attention": {}}}, r"rope_parameters .*chunked_attention"),
+        ("gemma3", {"query_pre_attn_scalar": "x"}, "query_pre_attn_scalar is 'x'"),
+        ("gemma3_wrapped", inside(model_type="gemma4_text"), r"text_config of model_type 'gemma4_text' is not supported \(only gemma3_text\)"),
+        ("gemma3_wrapped", {"text_config": None}, "text_config of model_type None"),
+        ("gemma3_wrapped", {"quantization_config": {"bits": 4}}, "quantization_config="),
+        ("smollm3", {"no_rope_layers": [1, 1]}, "no_rope_layers=.* num_hidden_layers=5"),
+        ("smollm3", {"no_rope_layers": [1, 1, 2, 0, 1]}, "no_rope_layers has 2"),
+        ("phi3", rope("phi3", short_factor=[1.0]), "short_factor has 1 .* 6 pairs"),
+        ("glm4", rope("glm4", partial_rotary_factor=0.7), "partial_rotary_factor=0.7 = 11 must be even"),
+        ("exaone4", {"layer_types": None, "sliding_window_pattern": "LGLG"}, "sliding_window_pattern is 'LGLG'"),
+        ("granite4_dense", {"num_local_experts": 8}, "num_local_experts=8"),
+        ("granite4_dense", {"layer_types": ["mamba"] * 5}, "layer_types has 'mamba'"),
+        ("hunyuan_dense", rope("hunyuan_dense", alpha=None), "lacks the key 'alpha'"),
+        ("mistral", {"attention_multiplier": 0.2}, "attention_multiplier=0.2"),
+        ("mistral", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ("mistral", {"num_experts": 8}, "num_experts=8"),
+        ("mistral", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok=9 experts, but there are 8"),
+        ("qwen3_moe", {"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
+        ("qwen3_moe", {"num_experts": 16}, "num_experts=16 and num_local_experts=8 differ"),
+        ("qwen3_moe", {"num_local_experts": 0}, "num_local_experts is 0"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\] .*only \[\]"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 .*only 1"),
+        ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob is 1; .* true or false"),
+        ("qwen3_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size is 0"),
+        ("olmoe", {"clip_qkv": -1.0}, r"clip_qkv is -1\.0; .* positive float"),
+        ("olmoe", {"num_local_experts": 8}, "num_local_experts=8"),
+        ("granitemoe", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ("olmo2", {"sliding_window": 8}, "sliding_window=8"),
+        ("olmo2", {"attention_bias": True}, "attention_bias=True"),
+        ("ernie4_5", {"use_bias": 1}, "use_bias is 1; .* true or false"),
+        ("mistral", {"model_type": ["mistral"]}, r"model_type \"\['mistral'\]\" is not one of llama"),
+        ("mistral", {"model_type": ...}, "model_type 'None' is not one of llama"),
+        ("mistral", {"architectures": [3]}, r"architectures \[3\]"),
+        ("mistral", {"num_attention_heads": "4", "head_dim": ...}, "num_attention_heads is '4'"),
+        ("mistral", {"rope_parameters": [1]}, r"rope_parameters is \[1\]; it must be an object"),
+        ("mistral", rope("mistral", rope_theta=-1.0), r"rope_theta is -1\.0; .* positive float"),
+        ("mistral", rope("mistral", rope_type=["yarn"]), "rope_type .*yarn.* is not one of default, linear"),
+        ("mistral", rope("mistral", rope_type="dynamic", factor=2.0), "rope_type 'dynamic' is not one of default, linear"),
+        ("gemma2", {"layer_types": 5}, "layer_types has 5 "),
+        ("gemma3", {"rope_parameters": {"full_attention": 3, "sliding_attention": {}}}, "rope_parameters is 3"),
+        ("gemma3", {"rope_parameters": {"full_attention": {}}}, r"rope_parameters has the keys \['full_attention'\]"),
+        ("phi3", rope("phi3", long_factor=None), "lacks the key 'long_factor', .* 'longrope'"),
+        ("phi3", rope("phi3", long_factor=[0.0] * 6), r"long_factor is 0\.0; .* positive float"),
+        ("phi3", rope("phi3", partial_rotary_factor=1.5), r"partial_rotary_factor is 1\.5; it must be at most 1"),
+        ("phi3", rope("phi3", original_max_position_embeddings=0), "original_max_position_embeddings is 0"),
+        ("ministral3", rope("ministral3", llama_4_scaling_beta="x"), "llama_4_scaling_beta is 'x'"),
+        (
+            "olmo3", {"rope_parameters": None, "rope_theta": 100.0},
+            "rope_theta=100 does not determine .* rope_parameters",
+        ),
+    ],
+)  # fmt: skip
+def test_settings_that_no_switch_covers_are_refused_by_key(name, changes, message):
+    with pytest.raises(ValueError, match=message):
+        understand(golden(name, changes), "config.json")
+
+
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("*/config.json")), ids=lambda path: path.parent.name)
+def test_every_family_can_be_written_and_read(path):
+    config = understand(json.loads(path.read_text()), path)
+    assert understand(describe(config), "config.json") == config
+    short = config.for_length(8)
+    assert (short == config) == (path.parent.name != "phi3")
+    assert understand(describe(short), "config.json") == config
+
+
+def test_the_table_of_models_lists_every_family():
+    page = (Path(__file__).parents[2] / "docs" / "bring_your_model.md").read_text(encoding="utf-8")
+    rows = [
+        line.split("|")[2] for line in page.splitlines() if line.startswith("| ") and line.count("|") == 6
+    ]
+    listed = {name for row in rows for name in re.findall("`(.*?)`", row)} - {"model_type"}
+    assert listed == {*FAMILIES, *WRAPPED}
+
+
 def test_two_notations_that_contradict_each_other_are_refused():
     """Such as a scaling in the older notation that was added to a file in the newer one."""
     described = describe(QWEN2) | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
@@ -114,5 +256,5 @@ def test_two_notations_that_contradict_each_other_are_refused():
 
 
 def test_a_decoder_of_no_family_cannot_be_written():
-    with pytest.raises(ValueError, match=r"qkv_bias .*qk_norm"):
-        describe(replace(QWEN2, qk_norm=True))
+    with pytest.raises(ValueError, match=r"qwen2 .*qk_norm"):
+        describe(replace(QWEN2, qk_norm="head"))

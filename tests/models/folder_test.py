@@ -8,12 +8,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from dapo_jax.models.folder import load_model, save_model
+from dapo_jax.models.rope import Rope
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 
 FAMILIES = {
-    "llama": tiny_decoder_config(norm_eps=1e-5, rope_theta=5e5),
+    "llama": tiny_decoder_config(norm_eps=1e-5, ropes=(Rope(theta=5e5),)),
     "qwen2": tiny_decoder_config(qkv_bias=True, tied_embeddings=False),
-    "qwen3": tiny_decoder_config(qk_norm=True, head_dim=16),
+    "qwen3": tiny_decoder_config(qk_norm="head", head_dim=16),
 }
 
 

@@ -4,7 +4,6 @@ import gguf
 import numpy as np
 from gguf import GGUFWriter
 
-from dapo_jax.models.families import family_of
 from dapo_jax.models.tensors import exported
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -39,9 +38,27 @@ def interleaved(weight, heads):
     return weight[rows]
 
 
+GEMMA_TOKENS = {
+    "<pad>": (3, -1000.0), "<eos>": (3, -1000.0), "<bos>": (3, -1000.0), "<unk>": (3, -1000.0), "<end_of_turn>": (3, -1000.0),
+    "\n": (4, -1000.0), "\n\n": (4, -1000.0), "  ": (4, -1000.0), "   ": (4, -1000.0), "<b>": (4, -1000.0),
+    **{f"<0x{byte:02X}>": (6, 0.0) for byte in range(256)},
+    **{token: (1, -float(rank)) for rank, token in enumerate(("ab", "bc", "abc", "▁a", "▁ab", "▁", "a", "b", "c"))},
+}  # fmt: skip
+"""A vocabulary like Gemma's: the type and score of each token. The scores of ordinary tokens fall by 1, and of others are not used."""
+GEMMA = {
+    "tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default", "tokenizer.ggml.tokens": list(GEMMA_TOKENS),
+    "tokenizer.ggml.token_type": [kind for kind, _ in GEMMA_TOKENS.values()],
+    "tokenizer.ggml.scores": [score for _, score in GEMMA_TOKENS.values()], "tokenizer.ggml.merges": None,
+    "tokenizer.ggml.bos_token_id": 2, "tokenizer.ggml.eos_token_id": 1, "tokenizer.ggml.padding_token_id": 0, "tokenizer.ggml.unknown_token_id": 3,
+    "tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_space_prefix": False, "tokenizer.chat_template": None,
+}  # fmt: skip
+"""The metadata of the tokenizer in a Gemma file."""
+ARCHITECTURES = {"gemma3_text": "gemma3"}
+
+
 def write_gguf(path, config, params, *, pre="smollm", kinds=(), extra=None, tensors=None, types=TYPES):
     """`kinds` maps the end of a tensor's name to its stored type. `extra` adds or replaces metadata, and None removes a key."""
-    family, extra = family_of(config), dict(extra or {})
+    family, extra = ARCHITECTURES.get(config.family, config.family), dict(extra or {})
     writer = GGUFWriter(str(path), extra.pop("general.architecture", family))
     metadata = {
         f"{family}.block_count": config.layers,
@@ -52,7 +69,7 @@ def write_gguf(path, config, params, *, pre="smollm", kinds=(), extra=None, tens
         f"{family}.attention.head_count_kv": config.kv_heads,
         f"{family}.attention.key_length": config.head_dim,
         f"{family}.attention.value_length": config.head_dim,
-        f"{family}.rope.freq_base": float(config.rope_theta),
+        f"{family}.rope.freq_base": float(config.ropes[0].theta),
         f"{family}.attention.layer_norm_rms_epsilon": float(config.norm_eps),
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre,
@@ -60,6 +77,10 @@ def write_gguf(path, config, params, *, pre="smollm", kinds=(), extra=None, tens
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.padding_token_id": 0,
         "tokenizer.chat_template": TEMPLATE,
+        "tokenizer.ggml.tokens": list(TOKENS),
+        "tokenizer.ggml.token_type": list(types),
+        "tokenizer.ggml.merges": list(MERGES),
+        **({f"{family}.attention.sliding_window": max(config.windows)} if config.windows else {}),
         **extra,
     }
     for key, value in metadata.items():
@@ -73,13 +94,12 @@ def write_gguf(path, config, params, *, pre="smollm", kinds=(), extra=None, tens
             writer.add_string(key, value)
         elif value is not None:
             writer.add_array(key, value)
-    writer.add_array("tokenizer.ggml.tokens", list(TOKENS))
-    writer.add_array("tokenizer.ggml.token_type", list(types))
-    writer.add_array("tokenizer.ggml.merges", list(MERGES))
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], config.layers)
     for tensor in exported(config, params):
         name = names.get_name(tensor.name, (".weight", ".bias"))
         value = np.ascontiguousarray(tensor.fetch())
+        if name.endswith("norm.weight"):
+            value = value + np.float32(config.norm_offset)
         if family == "llama" and name.endswith(("attn_q.weight", "attn_k.weight")):
             value = interleaved(value, config.heads if "attn_q" in name else config.kv_heads)
         kind = next((kind for end, kind in dict(kinds).items() if name.endswith(end)), None)

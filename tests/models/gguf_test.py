@@ -1,33 +1,43 @@
 """GGUF files: weights bit for bit, quantized ones as in the `gguf` package, and the configuration from metadata."""
 
+from dataclasses import replace
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from dapo_jax.models.gguf import GgufFile
-from dapo_jax.models.rope import RopeScaling, rope_frequencies
+from dapo_jax.models.rope import Rope, RopeScaling, rope_frequencies
 from dapo_jax.models.tensors import place
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 
 gguf = pytest.importorskip("gguf")
 
-from tests.models.gguf_files import TOKENS, write_gguf  # noqa: E402 - needs gguf
+from tests.models.gguf_files import GEMMA_TOKENS, TOKENS, write_gguf  # noqa: E402 - needs gguf
 
 SIZES = {"vocab_size": len(TOKENS)}
 FAMILIES = {
-    "llama": tiny_decoder_config(**SIZES, norm_eps=1e-5, rope_theta=5e5),
-    "qwen2": tiny_decoder_config(**SIZES, qkv_bias=True, tied_embeddings=False, rope_theta=1e6),
-    "qwen3": tiny_decoder_config(**SIZES, qk_norm=True, head_dim=16),
+    "llama": tiny_decoder_config(**SIZES, norm_eps=1e-5, ropes=(Rope(theta=5e5),)),
+    "qwen2": tiny_decoder_config(**SIZES, qkv_bias=True, tied_embeddings=False, ropes=(Rope(theta=1e6),)),
+    "qwen3": tiny_decoder_config(**SIZES, qk_norm="head", head_dim=16),
 }
 LLAMA = FAMILIES["llama"]
+GEMMA = tiny_decoder_config(
+    family="gemma3_text", vocab_size=len(GEMMA_TOKENS), layers=7, head_dim=16, qk_norm="head", norm_place="both", norm_offset=1.0,
+    activation="gelu_tanh", embed_scale=32**0.5, query_scale=16**-0.5, windows=(*[4] * 5, 0, 4), ropes=(Rope(theta=1e6), Rope(theta=1e4)),
+    rope_of_layer=(1, 1, 1, 1, 1, 0, 1),
+)  # fmt: skip
+"""Six layers are a period, and queries are divided by the square root of head_dim. embed_dim is 32."""
 
 
 @pytest.fixture
 def written(tmp_path):
     """Writes a tiny Llama with changes, and opens it."""
 
-    def write(config=LLAMA, **how):
-        return GgufFile(write_gguf(tmp_path / "model.gguf", config, tiny_params(config), **how))
+    def write(config=LLAMA, params=None, **how):
+        return GgufFile(write_gguf(tmp_path / "model.gguf", config, params or tiny_params(config), **how))
 
     return write
 
@@ -39,6 +49,49 @@ def test_float32_weights_come_in_bit_for_bit(family, written):
     file = written(config)
     assert file.config() == config
     jax.tree.map(np.testing.assert_array_equal, place(config, file), tiny_params(config))
+
+
+def test_a_gemma_file_has_the_factors_of_norms(written):
+    """A file contains 1 + w in float32, so w is rounded to a multiple of 2^-24 or 2^-23."""
+    params = nnx.to_pure_dict(tiny_params(GEMMA))
+    random = np.random.default_rng(0)
+    for part in params.values():
+        for name in (name for name in part if name.endswith("norm")):
+            part[name] = jnp.asarray(random.normal(0.0, 0.5, part[name].shape), jnp.float32)
+    changed = tiny_params(GEMMA)
+    nnx.replace_by_pure_dict(changed, params)
+    file = written(GEMMA, params=changed)
+    assert file.config() == GEMMA
+    found = nnx.to_pure_dict(place(GEMMA, file))
+    for part, values in params.items():
+        for name, value in values.items():
+            one = np.float32(name.endswith("norm"))
+            np.testing.assert_array_equal(found[part][name], (np.asarray(value) + one) - one, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("extra", "changed"),
+    [
+        ({"attention.sliding_window_pattern": 2}, {"windows": (4, 0) * 3 + (4,), "rope_of_layer": (1, 0) * 3 + (1,)}),
+        ({"rope.freq_base_swa": 500.0}, {"ropes": (Rope(theta=1e6), Rope(theta=500.0))}),
+        (
+            {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0},  # of layers without a window
+            {"ropes": (Rope(theta=1e6, scaling=RopeScaling(kind="linear", factor=8.0)), Rope(theta=1e4))},
+        ),
+        ({"final_logit_softcapping": 30.0}, {"logit_cap": 30.0}),
+    ],
+    ids=lambda value: next(iter(value)),
+)  # fmt: skip
+def test_gemma_options_in_the_metadata_are_taken_over(extra, changed, written):
+    found = written(GEMMA, extra={f"gemma3.{key}": value for key, value in extra.items()}).config()
+    assert found == replace(GEMMA, **changed)
+
+
+def test_gemma_27b_has_another_scale_of_queries(written):
+    """Its 62 layers divide by the square root of hidden size / heads, which the file does not contain: here 32 / 4 instead of head_dim 16."""
+    config = written(GEMMA, extra={"gemma3.block_count": 62}).config()
+    assert config.query_scale == 8**-0.5
+    assert config.layers == 62
 
 
 def test_quantised_weights_are_dequantised(written):
@@ -64,7 +117,7 @@ def test_quantised_weights_are_dequantised(written):
 
 def test_metadata_that_is_left_out_has_the_defaults_of_the_format(written):
     keys = ("attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.freq_base")
-    config = tiny_decoder_config(**SIZES, kv_heads=4, rope_theta=10_000.0)
+    config = tiny_decoder_config(**SIZES, kv_heads=4)
     assert written(config, extra={f"llama.{key}": None for key in keys}).config() == config
 
 
@@ -81,7 +134,7 @@ def test_metadata_that_is_left_out_has_the_defaults_of_the_format(written):
 )
 def test_rope_scaling_of_the_metadata_is_taken_over(metadata, scaling, written):
     extra = {f"llama.rope.scaling.{key}": value for key, value in metadata.items()}
-    assert written(extra=extra).config().rope_scaling == scaling
+    assert written(extra=extra).config().ropes[0].scaling == scaling
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
@@ -95,7 +148,7 @@ def test_llama3_scaling_is_found_in_the_divisors_of_the_frequencies(factor, writ
         share = min(max((turns - 1.0) / 3.0, 0.0), 1.0)
         divisors.append(1.0 / (share + (1.0 - share) / factor))
     file = written(tensors={"rope_freqs.weight": np.array(divisors, np.float32)})
-    scaling = file.config().rope_scaling
+    scaling = file.config().ropes[0].scaling
     assert scaling == RopeScaling(kind="llama3", factor=factor, original_max_positions=8192)
     np.testing.assert_allclose(
         rope_frequencies(dim, theta, scaling), np.array(frequencies) / divisors, rtol=1e-6
@@ -112,7 +165,8 @@ def test_divisors_that_are_not_llama3s_are_refused(written):
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"general.architecture": "gemma3"}, r"'gemma3' .*docs/bring_your_model\.md"),
+        ({"general.architecture": "gemma2"}, r"'gemma2' .*docs/bring_your_model\.md"),
+        ({"llama.attention.sliding_window": 4}, r"llama\.attention\.sliding_window=4 .*docs/bring_your_model\.md"),
         ({"llama.expert_count": 8}, r"llama\.expert_count=8 .*docs/bring_your_model\.md"),
         ({"llama.attention.value_length": 4}, r"llama\.attention\.value_length=4 .* 8"),
         ({"llama.attention.head_count_kv": [2, 1]}, r"llama\.attention\.head_count_kv is \[2, 1\]"),
@@ -130,6 +184,11 @@ def test_divisors_that_are_not_llama3s_are_refused(written):
 def test_unsupported_models_are_refused_by_name(extra, message, written):
     with pytest.raises(ValueError, match=message):
         written(extra=extra).config()
+
+
+def test_a_gemma_file_without_its_window_is_refused(written):
+    with pytest.raises(ValueError, match=r"gemma3\.attention\.sliding_window is None"):
+        written(GEMMA, extra={"gemma3.attention.sliding_window": None}).config()
 
 
 def test_missing_and_unexpected_tensors_are_named(written):

@@ -8,10 +8,11 @@ from tokenizers import Tokenizer
 from dapo_jax.models.gguf import GgufFile
 from dapo_jax.models.gguf_tokenizer import tokenizer_files
 from dapo_jax.testing import tiny_decoder_config, tiny_params
+from dapo_jax.text.huggingface import HuggingFaceTokenizer
 
 pytest.importorskip("gguf")
 
-from tests.models.gguf_files import TEMPLATE, TOKENS, write_gguf
+from tests.models.gguf_files import GEMMA, GEMMA_TOKENS, TEMPLATE, TOKENS, write_gguf
 
 CONFIG = tiny_decoder_config(vocab_size=len(TOKENS), layers=1)
 
@@ -84,6 +85,49 @@ def test_the_token_that_begins_a_text_is_added_if_the_file_has_it(adds, files):
     assert json.loads(made["tokenizer_config.json"])["add_bos_token"] == adds
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        # "ab" has a higher score than "bc" and "▁a". "ab" and "c" are then "abc", and " " and "ab" are "▁ab", of which "abc" has the higher score.
+        ("abc", ["abc"]),
+        (" abc", ["▁", "abc"]),
+        (" ab", ["▁ab"]),
+        (" acb", ["▁a", "c", "b"]),
+        ("bcab", ["bc", "ab"]),
+        # User-defined tokens are found first, the longest at each place.
+        ("a  ab", ["a", "▁▁", "ab"]),
+        ("a   ab", ["a", "▁▁▁", "ab"]),
+        ("a\n\n\nb", ["a", "\n\n", "\n", "b"]),
+        ("a<b>b", ["a", "<b>", "b"]),
+        # Characters outside the vocabulary are their bytes in UTF-8.
+        ("é", ["<0xC3>", "<0xA9>"]),
+        ("ab<end_of_turn>", ["ab", "<end_of_turn>"]),
+    ],
+)  # fmt: skip
+def test_a_gemma_file_joins_the_neighbours_of_the_highest_score(text, expected, files):
+    made = files(extra=GEMMA)
+    assert tokens_of(made, text) == expected
+    tokenizer = Tokenizer.from_str(made["tokenizer.json"])
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text.replace("<end_of_turn>", "")
+    ids = {token.replace(" ", "▁"): i for i, token in enumerate(GEMMA_TOKENS)}
+    assert tokenizer.encode(text, add_special_tokens=False).ids == [ids[token] for token in expected]
+
+
+def test_a_gemma_prompt_begins_once_and_ends_with_a_turn_or_a_text(files, tmp_path):
+    made = files(extra=GEMMA)
+    for name, content in made.items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    tokenizer = HuggingFaceTokenizer.load(tmp_path)
+    for text in ("ab", "<bos>ab"):
+        assert tokenizer.encode_prompt(text).tolist() == [2, list(GEMMA_TOKENS).index("ab")]
+    assert tokenizer.stop_ids == (1, 4)
+    assert json.loads(made["generation_config.json"]) == {
+        "bos_token_id": 2, "eos_token_id": [1, 4], "pad_token_id": 0
+    }  # fmt: skip
+    turned = files(extra=GEMMA | {"tokenizer.ggml.eos_token_id": 4})
+    assert json.loads(turned["generation_config.json"])["eos_token_id"] == [4, 1]
+
+
 def test_configuration_files_agree_with_the_metadata(files):
     made = files(extra={"tokenizer.ggml.unknown_token_id": 0, "tokenizer.ggml.eot_token_id": 0})
     config = json.loads(made["tokenizer_config.json"])
@@ -99,7 +143,9 @@ def test_configuration_files_agree_with_the_metadata(files):
     ("how", "message"),
     [
         ({"pre": "deepseek-llm"}, r"model\.gguf: tokenizer\.ggml\.pre 'deepseek-llm'.* 'smollm', 'llama-bpe'"),
-        ({"extra": {"tokenizer.ggml.model": "llama"}}, r"tokenizer\.ggml\.model 'llama'.* 'gpt2'"),
+        ({"extra": {"tokenizer.ggml.model": "rwkv"}}, r"tokenizer\.ggml\.model 'rwkv'.* 'gpt2' and 'llama'"),
+        ({"extra": GEMMA | {"tokenizer.ggml.add_space_prefix": True}}, r"tokenizer\.ggml\.add_space_prefix=False.* True and 275 scores"),
+        ({"extra": GEMMA | {"tokenizer.ggml.scores": None}}, r"score for each of the 275 tokens.* False and 0 scores"),
         ({"extra": {"tokenizer.ggml.eos_token_id": 900}}, r"special tokens {'eos': 900} are outside the vocabulary of 268"),
     ],
 )  # fmt: skip

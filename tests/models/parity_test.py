@@ -19,7 +19,7 @@ from dapo_jax.commands.convert import convert
 from dapo_jax.commands.inference import sample
 from dapo_jax.models.decoder import graph_of
 from dapo_jax.models.folder import load_model, save_model
-from dapo_jax.models.rope import RopeScaling
+from dapo_jax.models.rope import Rope, RopeScaling
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.text.tokenizers import CharTokenizer, save_tokenizer
@@ -81,10 +81,11 @@ def test_golden_logits_and_greedy_tokens_are_ours(golden):
 def test_golden_models_show_it_when_their_scaling_is_left_out(golden):
     folder, expected = golden
     config, params = load_model(folder)
-    if config.rope_scaling is None:
+    (rope,) = config.ropes
+    if rope.scaling is None:
         assert "scaling" not in folder.name
         return
-    found = logits_of(replace(config, rope_scaling=None), params, expected["tokens"])
+    found = logits_of(replace(config, ropes=(replace(rope, scaling=None),)), params, expected["tokens"])
     assert np.abs(found - expected["logits"]).max() > 0.1
 
 
@@ -118,27 +119,32 @@ def their_logits(folder, tokens):
 
 
 LIVE = {
-    "llama": tiny_decoder_config(norm_eps=1e-5, rope_theta=5e5),
+    "llama": tiny_decoder_config(norm_eps=1e-5, ropes=(Rope(theta=5e5),)),
     "llama3": tiny_decoder_config(
-        rope_scaling=RopeScaling(kind="llama3", factor=8.0, original_max_positions=16), tied_embeddings=False
+        ropes=(Rope(scaling=RopeScaling(kind="llama3", factor=8.0, original_max_positions=16)),),
+        tied_embeddings=False,
     ),
-    "linear": tiny_decoder_config(rope_scaling=RopeScaling(kind="linear", factor=3.0)),
+    "linear": tiny_decoder_config(ropes=(Rope(scaling=RopeScaling(kind="linear", factor=3.0)),)),
     "yarn": tiny_decoder_config(
-        qkv_bias=True, rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_max_positions=16)
+        qkv_bias=True, ropes=(Rope(scaling=RopeScaling(kind="yarn", factor=4.0, original_max_positions=16)),)
     ),
     "yarn, own factor": tiny_decoder_config(
-        rope_theta=100.0,
-        rope_scaling=RopeScaling(
-            kind="yarn",
-            factor=4.0,
-            original_max_positions=16,
-            attention_factor=0.8,
-            beta_fast=3.0,
-            beta_slow=0.5,
+        ropes=(
+            Rope(
+                theta=100.0,
+                scaling=RopeScaling(
+                    kind="yarn",
+                    factor=4.0,
+                    original_max_positions=16,
+                    attention_factor=0.8,
+                    beta_fast=3.0,
+                    beta_slow=0.5,
+                ),
+            ),
         ),
     ),
     "qwen2": tiny_decoder_config(qkv_bias=True, tied_embeddings=False),
-    "qwen3": tiny_decoder_config(qk_norm=True, head_dim=16),
+    "qwen3": tiny_decoder_config(qk_norm="head", head_dim=16),
 }
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from dapo_jax.models.families import understand
 from dapo_jax.models.presets import preset
 from dapo_jax.testing import tiny_decoder_config
 
@@ -22,10 +23,30 @@ from dapo_jax.testing import tiny_decoder_config
         ("qwen3-1.7b", 1_720_574_976),
         ("qwen3-4b", 4_022_468_096),
         ("qwen3-8b", 8_190_735_360),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("gemma-3-1b", 999_885_952),
     ],
 )
 def test_a_preset_has_the_published_number_of_parameters(name, parameters):
     assert preset(name).parameters == parameters
+
+
+def test_gemma_3_1b_is_what_its_config_json_describes():
+    """The keys that the published file has; all others have the defaults of the class."""
+    described = {
+        "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "vocab_size": 262_144, "hidden_size": 1152, "num_hidden_layers": 26,
+        "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "intermediate_size": 6912, "max_position_embeddings": 32_768,
+        "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 512, "sliding_window_pattern": 6,
+        "rope_theta": 1_000_000, "rope_local_base_freq": 10_000, "rms_norm_eps": 1e-6,
+    }  # fmt: skip
+    assert understand(described, "config.json") == preset("gemma-3-1b")
+
+
+def test_a_token_uses_the_chosen_experts_alone():
+    """Qwen3-30B-A3B: 8 of 128 experts of 3 x 768 x 2048 parameters in 48 layers, so 120 x 48 x 4,718,592 fewer than in total."""
+    config = preset("qwen3-30b-a3b")
+    assert config.active_parameters == config.parameters - 120 * 48 * 3 * 768 * 2048 == 3_353_032_704
+    assert preset("qwen3-8b").active_parameters == preset("qwen3-8b").parameters
 
 
 def test_an_unknown_preset_names_the_nearest_and_all():

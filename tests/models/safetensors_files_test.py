@@ -14,7 +14,7 @@ from dapo_jax.models.safetensors_files import INDEX, stored_tensors
 from dapo_jax.storage import path_of
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 
-CONFIG = tiny_decoder_config(qk_norm=True, tied_embeddings=False)
+CONFIG = tiny_decoder_config(qk_norm="head", tied_embeddings=False)
 SHARD = 16_000
 """Bytes: the 22,592 parameters need six or seven such files."""
 

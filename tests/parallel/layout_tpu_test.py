@@ -62,29 +62,47 @@ def test_weights_are_gathered_and_gradients_reduce_scattered():
     assert found["all-reduce"] < 0.02 * found["reduce-scatter"]
 
 
+def test_windows_and_caps_compile_with_rows_over_two_chips():
+    """Heads of 256, as in Gemma, need smaller blocks. A layer chooses one of two kernels by its window; neither stores scores."""
+    mesh, windows = mesh_of("v5p:2x2x1", tensor=2, context=2), (512, 0)
+    compiled = compiled_attention(mesh, 4, 2, 8192, head_dim=256, windows=windows, cap=50.0)
+    assert " conditional(" in compiled.as_text()
+    # Scores of the two heads of a chip would be 2 x 4096 x 8192 x 2 bytes = 128 MiB.
+    assert compiled.memory_analysis().temp_size_in_bytes < 128 * MIB
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"tensor": 4}, {"context": 4}, {"tensor": 2, "context": 2}])
 def test_splash_attention_compiles_at_the_longest_rows_of_the_paper(axes):
     """22,528 tokens of Qwen2.5-32B's heads, forward and backward: no scores in memory, and only keys and values travel."""
-    mesh, heads, kv_heads, tokens = mesh_of("v5p:2x2x1", **axes), 40, 8, 22_528
+    compiled = compiled_attention(mesh_of("v5p:2x2x1", **axes), 40, 8, 22_528)
+    # Scores of one head alone would be 22,528^2 x 2 bytes = 968 MiB.
+    assert compiled.memory_analysis().temp_size_in_bytes < 968 * MIB
+    if axes.get("context", 1) > 1:
+        kinds = {kind.kind for kind in collectives(compiled.as_text())}
+        assert kinds <= {"all-gather", "reduce-scatter", "all-reduce"}
+
+
+def compiled_attention(mesh, heads, kv_heads, tokens, *, head_dim=128, windows=(), cap=None):
+    """The gradients of attention in one row of `tokens` tokens. If there are `windows`, the program receives the window."""
     layout = layout_of(mesh, attention="splash")
     split = PartitionSpec("tensor", None, "context")
 
     def struct(shape, dtype, spec):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
-    def loss(query, key, value, segments):
-        body = lambda q, k, v, s: layout.attend(q, k, v, s, None, "bfloat16")  # noqa: E731
-        specs = (split, split, split, PartitionSpec(None, "context"))
-        mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False)
-        return mapped(query, key, value, segments).sum()
+    def body(query, key, value, segments, window):
+        near = (window, segments) if windows else None
+        how = {"near": near, "windows": windows, "cap": cap}
+        return layout.attend(query, key, value, segments, None, "bfloat16", **how)
 
-    query = struct((heads, 128, tokens), jnp.float32, split)
-    key = struct((kv_heads, 128, tokens), jnp.float32, split)
+    def loss(query, key, value, *others):
+        specs = (split, split, split, PartitionSpec(None, "context"), PartitionSpec())
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False)
+        return mapped(query, key, value, *others).sum()
+
+    query = struct((heads, head_dim, tokens), jnp.float32, split)
+    key = struct((kv_heads, head_dim, tokens), jnp.float32, split)
     segments = struct((1, tokens), jnp.int32, PartitionSpec(None, "context"))
-    compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(query, key, key, segments).compile()
-    # Scores of one head alone would be 22,528^2 x 2 bytes = 968 MiB.
-    assert compiled.memory_analysis().temp_size_in_bytes < 968 * MIB
-    if axes.get("context", 1) > 1:
-        kinds = {kind.kind for kind in collectives(compiled.as_text())}
-        assert kinds <= {"all-gather", "reduce-scatter", "all-reduce"}
+    window = struct((), jnp.int32, PartitionSpec())
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(query, key, key, segments, window).compile()

@@ -14,7 +14,7 @@ from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.sharding import SAMPLER_RULES, by_row, shardings
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 
-EVERYTHING = tiny_decoder_config(qkv_bias=True, qk_norm=True, tied_embeddings=False)
+EVERYTHING = tiny_decoder_config(qkv_bias=True, qk_norm="head", tied_embeddings=False)
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ each array.
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -17,7 +18,11 @@ from dapo_jax.dapo.losses import dapo_loss
 from dapo_jax.dapo.metrics import to_scalars
 from dapo_jax.dapo.objectives import gspo_loss
 from dapo_jax.models.decoder import graph_of
+from dapo_jax.models.presets import Experts
+from dapo_jax.models.rope import Rope
+from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.parallel.sharding import shardings
 from dapo_jax.parallel.training_layout import ROWS as ROWS_SPLIT
 from dapo_jax.parallel.training_layout import layout_of
 from dapo_jax.testing import tiny_decoder_config, tiny_params
@@ -26,7 +31,7 @@ from dapo_jax.training.row_packing import pack
 from dapo_jax.training.state import init_state, state_shardings
 from dapo_jax.training.update import UpdateOptions, Updater
 
-CONFIG = tiny_decoder_config(heads=4, kv_heads=2, qkv_bias=True, qk_norm=True, tied_embeddings=False)
+CONFIG = tiny_decoder_config(heads=4, kv_heads=2, qkv_bias=True, qk_norm="head", tied_embeddings=False)
 MESHES = {
     "fsdp 8": {"fsdp": 8},
     "fsdp 4 x tensor 2": {"fsdp": 4, "tensor": 2},
@@ -34,6 +39,13 @@ MESHES = {
     "fsdp 2 x tensor 2 x context 2": {"fsdp": 2, "tensor": 2, "context": 2},
     "data 2 x context 4": {"data": 2, "context": 4, "fsdp": 1},
 }
+EVERY_SWITCH = tiny_decoder_config(
+    layers=3, qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm="all", norm_place="both", norm_offset=1.0,
+    windows=(6, 0, 6), ropes=(Rope(theta=100.0), None), rope_of_layer=(0, 1, 0), query_scale=0.3, query_growth=(0.1, 8),
+    score_cap=5.0, logit_cap=8.0, logit_divisor=1.5, embed_scale=3.0, residual_scale=0.7, activation="gelu_tanh",
+    clip_qkv=1.2, tied_embeddings=False,
+)  # fmt: skip
+"""Switches that no single family combines."""
 ROW_TOKENS, ROWS = 32, 8
 
 
@@ -94,13 +106,14 @@ def trained(
     attention="xla",
     offload=False,
     objective=dapo_loss,
+    config=CONFIG,
 ):
     """Returns the state and the metrics after the update on each batch; all updates but the first have ratios other than 1."""
-    graph = graph_of(CONFIG, layout=layout_of(mesh, attention=attention))
+    graph = graph_of(config, layout=layout_of(mesh, attention=attention))
     options = UpdateOptions(old_logprobs=old_logprobs, logprob_chunk_vocab=4, offload=offload)
-    params = jax.eval_shape(lambda: tiny_params(CONFIG))
+    params = jax.eval_shape(lambda: tiny_params(config))
     updater = Updater(graph, params, optimizer, mesh, objective=objective, options=options)
-    state, states, metrics = init_state(tiny_params(CONFIG), optimizer, mesh, offload=offload), [], []
+    state, states, metrics = init_state(tiny_params(config), optimizer, mesh, offload=offload), [], []
     for index, prepared in enumerate(updater.prepare(state, batches)):
         state, measured = updater.update(state, prepared, learning_rate=rate, first=index == 0)
         metrics.append(to_scalars(measured))
@@ -143,6 +156,36 @@ def test_losses_gradients_and_sgd_equal_the_results_on_one_device(axes, expected
         assert_same(found.params, expected.params)
     for found, expected in zip(metrics, expected_of_sgd[1], strict=True):
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-6, nan_ok=True)
+
+
+def test_every_switch_of_the_decoder_has_the_gradients_of_one_device():
+    """The norm over all heads is a sum over `tensor`, windows need the positions of other devices' keys, and some biases are replicated."""
+    mesh = make_mesh(**MESHES["fsdp 2 x tensor 2 x context 2"])
+    [found], measured = trained(mesh, KEEP_GRADIENT, BATCHES[:1], rate=0.0, config=EVERY_SWITCH)
+    [expected], other = trained(one_device(), KEEP_GRADIENT, BATCHES[:1], rate=0.0, config=EVERY_SWITCH)
+    assert_same(found.opt_state, expected.opt_state)
+    assert measured[0] == pytest.approx(other[0], rel=1e-5, abs=1e-6, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("count", "axes"),
+    [
+        (8, {"fsdp": 2, "tensor": 2, "context": 2}),
+        # The number of experts cannot be divided, so their matrices are gathered.
+        pytest.param(6, {"fsdp": 4, "tensor": 2}, marks=pytest.mark.slow),
+        pytest.param(8, {"fsdp": 8}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_experts_over_several_devices_have_the_gradients_of_one_device(count, axes):
+    config = tiny_decoder_config(experts=Experts(count, 2, normalize=True), mlp_dim=16, qk_norm="all")
+    mesh = make_mesh(**axes)
+    split = shardings(shapes_of(config), mesh)["blocks"]["gate"].get_value().spec
+    assert tuple(split) == (None, *(("fsdp", "tensor", None) if count == 8 else (None, "tensor", "fsdp")))
+    [found], measured = trained(mesh, KEEP_GRADIENT, BATCHES[:1], rate=0.0, config=config)
+    [expected], other = trained(one_device(), KEEP_GRADIENT, BATCHES[:1], rate=0.0, config=config)
+    assert_same(found.opt_state, expected.opt_state)
+    assert measured[0] == pytest.approx(other[0], rel=1e-5, abs=1e-6, nan_ok=True)
 
 
 @pytest.mark.slow
@@ -188,8 +231,17 @@ def test_moments_may_be_in_host_memory(expected_of_adamw):
 
 
 @pytest.mark.slow  # the kernel is interpreted
-@pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2, "context": 2}, {"fsdp": 2, "context": 4}], ids=str)
-def test_splash_attention_over_split_rows_is_the_plain_one(axes):
+@pytest.mark.parametrize(
+    ("axes", "windows", "cap"),
+    [
+        ({"fsdp": 2, "tensor": 2, "context": 2}, (), None),
+        ({"fsdp": 2, "context": 4}, (), None),
+        ({"fsdp": 2, "context": 4}, (70, 0), 1.0),
+        ({"fsdp": 2, "tensor": 2, "context": 2}, (70, 70), None),
+    ],
+    ids=str,
+)
+def test_splash_attention_over_split_rows_is_the_plain_one(axes, windows, cap):
     """Each device has its own part of the queries, and of the kernel's tables. Both compute in float32, so only the order
     of sums differs, over up to 512 tokens and for gradients over up to 4 heads."""
     rng, mesh = np.random.default_rng(0), make_mesh(**axes)
@@ -202,8 +254,16 @@ def test_splash_attention_over_split_rows_is_the_plain_one(axes):
         layout = layout_of(mesh, attention=attention)
 
         def part(query, key, value, segments):
-            flat = (each.reshape(*each.shape[:2], -1) for each in (query, key, value))
-            return layout.attend(*flat, segments, None, "float32").reshape(query.shape)
+            flat = [each.reshape(*each.shape[:2], -1) for each in (query, key, value)]
+            # Differences of columns are those of positions within a segment.
+            width = segments.shape[1]
+            column = jax.lax.axis_index("context") * width + jnp.arange(width, dtype=jnp.int32)
+            positions, total = jnp.broadcast_to(column, segments.shape), 0.0
+            for window in windows or (None,):
+                near = None if window is None else (jnp.int32(window), positions)
+                how = {"near": near, "windows": windows, "cap": cap}
+                total = total + layout.attend(*flat, segments, None, "float32", **how)
+            return total.reshape(query.shape)
 
         mapped = jax.shard_map(part, mesh=mesh, in_specs=(split, split, split, ROWS_SPLIT), out_specs=split,
                                check_vma=False)  # fmt: skip

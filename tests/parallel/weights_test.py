@@ -8,13 +8,14 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from dapo_jax.models.presets import Experts
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh, make_meshes
 from dapo_jax.parallel.sharding import shardings
 from dapo_jax.parallel.weights import WeightTransfer, both_on, local, stages
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 
-CONFIG = tiny_decoder_config(qkv_bias=True, qk_norm=True, tied_embeddings=False)
+CONFIG = tiny_decoder_config(qkv_bias=True, qk_norm="head", tied_embeddings=False)
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +83,27 @@ def test_matrices_in_eight_bits_have_a_scale_for_each_output(mesh, request):
     assert jax.tree.map(lambda leaf: leaf.sharding, weights) == jax.tree.map(
         lambda leaf: leaf.sharding, made.shapes
     )
+
+
+@pytest.mark.parametrize("eight_bit", [False, True], ids=["bfloat16", "int8"])
+def test_experts_are_gathered_and_the_router_stays_in_float32(eight_bit, eight_devices):
+    config = tiny_decoder_config(experts=Experts(8, 2, normalize=True), mlp_dim=16)
+    params = jax.device_put(tiny_params(config), shardings(shapes_of(config), eight_devices))
+    made = WeightTransfer(shapes_of(config), eight_devices, dtype="bfloat16", eight_bit=eight_bit)
+    layer, stacked = made(params)["layers"][1], nnx.to_pure_dict(tiny_params(config))["blocks"]
+    # [experts 8, mlp 16, embed 32]: the trainer has half of the experts and half of each, the sampler half of each expert.
+    assert params["blocks"]["gate"][...].sharding.shard_shape((2, 8, 16, 32)) == (2, 4, 8, 32)
+    np.testing.assert_array_equal(layer["router"][...], stacked["router"][1])
+    assert layer["router"][...].dtype == jnp.float32
+    for name, shape in {"gate": (8, 8, 32), "down": (8, 32, 8)}.items():
+        found, exact = layer[name].get_value(), stacked[name][1]
+        values = found.values if eight_bit else found
+        assert values.sharding.shard_shape(values.shape) == shape
+        if eight_bit:
+            largest = np.abs(exact).max(2, keepdims=True)
+            assert (np.abs(found.whole - exact) <= largest / 127 / 2 * 1.0001).all()
+        else:
+            np.testing.assert_array_equal(found, exact.astype(jnp.bfloat16))
 
 
 def compiled(caplog):

@@ -36,6 +36,16 @@ def test_the_32b_run_by_hand():
     assert (made.sizes.samplers, made.sizes.devices) == (32, 128)
 
 
+def test_windows_do_not_shrink_the_cache_and_the_plan_reports_it():
+    folder = Path(__file__).parents[1] / "golden" / "families" / "gemma3"
+    made = plan(load_config("quickstart", ["parallel.fsdp=1", f"model.source={folder}"]))
+    notes = [note for note in made.work.notes if "KV cache keeps all tokens" in note]
+    assert len(notes) == 1
+    assert notes[0].startswith("4 of 6 layers attend to the last 8 tokens")
+    # Keys and values of 6 layers with 2 heads of 16 dimensions in float32.
+    assert as_data(made)["cached_token_bytes"] == 2 * 6 * 2 * 16 * 4
+
+
 def test_muon_has_one_moment_for_a_matrix():
     """4 bytes per element of a layer's matrices, 8 of other parameters. Besides, two step counts and three coefficients of 4 bytes."""
     names = ("adamw", "muon")

@@ -26,13 +26,14 @@ from dapo_jax.config import (
 )
 from dapo_jax.models.decoder import Decoder
 from dapo_jax.models.lora import lora_shape
-from dapo_jax.models.presets import DecoderConfig, preset
+from dapo_jax.models.presets import DecoderConfig, Experts, preset
 from dapo_jax.plan.collectives import Traffic
 from dapo_jax.plan.compiled import Program
 from dapo_jax.plan.roofline import (
     Work,
     bound,
     decode_steps,
+    decode_weight_parameters,
     forward_flops,
     in_flight,
     work_of,
@@ -94,6 +95,15 @@ def test_operations_equal_those_of_the_decoders_own_products():
     assert counted == forward_flops(SMALL, tokens=20, pairs=400, logits=20)
 
 
+def test_a_token_uses_the_chosen_experts_and_a_step_reads_those_of_all_tokens():
+    """With 1 of 4 experts, a layer has 8 x (6 x 12 + 48 + 4 of the router) = 992 weights for a token. Two tokens use 4 x (1 - (3/4)^2) = 1.75 experts."""
+    decoder = replace(SMALL, experts=Experts(4, 1, normalize=True))
+    assert forward_flops(decoder, tokens=1) == pytest.approx(2 * 3 * 992)
+    assert decode_weight_parameters(decoder, 2) == pytest.approx(3 * 8 * (72 + 1.75 * 48 + 4) + 256)
+    assert decoder.active_parameters == SMALL.parameters + 3 * 4 * 8
+    assert decoder.parameters == decoder.active_parameters + 3 * 3 * 8 * 48
+
+
 def test_the_longest_time_bounds_a_phase():
     """v5e: 197e12 operations, 819e9 and 200e9 bytes per second. H100: 989.4e12, 3350e9, 450e9, and 50e9 between machines."""
     work = Work(phase="x", runs=1, flops=394e12, useful_flops=0, hbm_bytes=819e9, ici_bytes=600e9)
@@ -128,6 +138,21 @@ def test_pages_hold_as_many_responses_as_their_mean_context_and_half_a_page_fit(
     assert phases["decode"].hbm_bytes == pytest.approx(1600 * 3136 + 30_720 / 2 * 10.5 * 72)
     full = PageSizes(holders=8, capacity=16, page_tokens=4, pools=2, pool_pages=16)
     assert in_flight(CONFIG, work, full, 2) == 8, "every slot has room for the longest response"
+
+
+def test_a_token_attends_to_its_window():
+    """Windows of 4 in two of three layers. The 10 tokens after a prompt of 6 attend to 7 + ... + 16 = 115 tokens in one layer and to 40 in each of the others:
+    65 on average instead of 115. A prompt of 6 has 21 pairs, of which 1 + 2 + 3 + 3 x 4 = 18 are in a window."""
+    windowed = replace(SMALL, windows=(4, 0, 4))
+    _, plain = works()
+    _, found = works(decoder=windowed)
+    seen = 10.5 * 65 / 115
+    assert found["decode"].hbm_bytes == pytest.approx(3840 * (3136 + 288 * seen))
+    assert found["decode"].flops == pytest.approx(30_720 * (6272 + 288 * seen) / 4)
+    assert plain["prefill"].flops - found["prefill"].flops == pytest.approx(768 * 288 * 2 / 4)
+    # A whole sequence of 16 has 136 pairs, and 10 + 12 x 4 = 58 in a window: 84 on average.
+    less = plain["update"].useful_flops - found["update"].useful_flops
+    assert less == pytest.approx(3 * 32 * 288 * (136 - 84) / 8)
 
 
 def test_eight_bits_read_less():

@@ -19,6 +19,8 @@ from dapo_jax.plan.sizes import decoder_of
         ("hf:Qwen/Qwen3-0.6B-Base", "qwen3-0.6b"),
         ("hf:meta-llama/Llama-3.2-1B", "llama-3.2-1b"),
         ("hf:HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2-135m"),
+        ("hf:google/gemma-3-1b-it", "gemma-3-1b"),
+        ("hf:Qwen/Qwen3-30B-A3B-Base", "qwen3-30b-a3b"),
         ("preset:qwen2.5-32b", "qwen2.5-32b"),
     ],
 )
@@ -31,7 +33,7 @@ def test_known_models_are_found_without_the_hub(source, known):
     ("source", "message"),
     [
         ("hf:Qwen/Qwen2.5-7C", r"qwen/qwen2\.5-7b.*folder"),
-        ("hf:mistralai/Mistral-7B-v0.3", r"\(llama, qwen2, qwen3\)"),
+        ("hf:mistralai/Mistral-7B-v0.3", r"\(llama, qwen2, qwen3, mistral, "),
     ],
 )
 def test_an_unknown_repository_is_answered_with_the_nearest_and_the_families(source, message):
@@ -47,9 +49,9 @@ def test_a_folder_needs_only_its_config(tmp_path):
 @pytest.mark.parametrize("options", [[], ["--sweep"]])
 def test_an_architecture_that_is_not_covered_is_reported_first(options, tmp_path, capsys, monkeypatch):
     """Even if the mesh does not fit the devices and libtpu is missing."""
-    described = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    described = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(described))
     monkeypatch.setitem(sys.modules, "libtpu", None)
     arguments = [f"model.source={tmp_path}", "parallel.fsdp=3", "--topology", "v5p:4x4x8", *options]
     assert main(["plan", "configs/dapo_qwen2.5_32b.yaml", *arguments]) == 2
-    assert "mistral" in capsys.readouterr().err
+    assert "mixtral" in capsys.readouterr().err

@@ -198,6 +198,54 @@ def test_the_new_tokens_of_a_round_survive_as_arrays(drawn):
     assert len(packed) == 8 * len(drawn) + 8 * sum(len(part.tokens) for part in drawn)
 
 
+def recorded(*shape):
+    return np.random.default_rng(sum(shape)).integers(0, 8, (*shape, 2, 3), np.uint8)
+
+
+def test_records_of_experts_survive_as_arrays_and_a_prompts_only_once():
+    """Of responses that share the record of their prompt, that have another, or that have no record."""
+    prompt, other = recorded(2), recorded(2) + np.uint8(1)
+    given = [
+        replace(
+            Drawn(tokens=np.zeros(3, np.int32), logprobs=np.zeros(3, np.float32), finish_reason=None),
+            prompt_routes=of_prompt,
+            routes=own,
+        )
+        for of_prompt, own in (
+            (None, None), (prompt, recorded(3)), (prompt.copy(), recorded(5)), (None, recorded(1)), (prompt, recorded(0)),
+            (other, None), (None, None), (other, recorded(2)),
+        )
+    ]  # fmt: skip
+    arrays = drawn_arrays(given)
+    assert_equal(drawn_of(arrays), given)
+    assert len(arrays["routes"]) == 2 + 2 + 3 + 5 + 1 + 0 + 2, "two records of prompts"
+    values = {"length": 3, "start": 2, "finish_reason": "stop", "text": "", "reward": 1.0, "overlong_penalty": 0.0, "verdict": {"correct": True}}  # fmt: skip
+    plain = make_rollout(values)
+    rollouts = [
+        replace(
+            plain,
+            response=replace(
+                plain.response,
+                prompt_routes=part.prompt_routes,
+                routes=None if part.routes is None else recorded(3),
+            ),
+        )
+        for part in given
+    ]
+    groups = [Group(prompt=prompt_at(at), rollouts=tuple(rollouts[4 * at : 4 * at + 4])) for at in range(2)]
+    assert_equal(groups_of(group_arrays(groups), prompt_at), groups)
+    brief, whole = groups_of(group_arrays(groups, whole=[False, True]), prompt_at)
+    assert brief.rollouts[1].response.routes is None
+    assert_equal([whole], groups[1:])
+    flight = in_flight()
+    for request, part in zip(flight.responses.values(), given[1:], strict=False):
+        request.routes, request.prompt_routes = recorded(len(request.tokens)), part.prompt_routes
+    found = flight_of(flight_arrays(flight), prompt_at)
+    for request, expected in zip(found.responses.values(), flight.responses.values(), strict=True):
+        np.testing.assert_equal(request.routes, expected.routes)
+        np.testing.assert_equal(request.prompt_routes, expected.prompt_routes)
+
+
 def test_an_answer_of_an_environment_survives_as_json():
     standing = Standing(rewards=(0.1, -1.0), correct=True, metrics={"luck": 1 / 3}, lost="died", reason="x")
     for before in (None, Continuation(np.array([3, 1], np.int32), True), Continuation(np.zeros(0, np.int32))):

@@ -28,6 +28,7 @@ from dapo_jax.config import (
     to_yaml,
 )
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Span, Verdict
+from dapo_jax.models.presets import Experts
 from dapo_jax.run import train
 from dapo_jax.run.policy import Policy
 from dapo_jax.testing import tiny_decoder_config, tiny_params
@@ -51,6 +52,18 @@ def save_micro_model(folder):
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     save_micro_model(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def moe_model(tmp_path_factory):
+    """A model like `model`, with two layers of eight experts. It is as wide as eight devices need."""
+    folder, tokenizer = tmp_path_factory.mktemp("moe_model"), CharTokenizer("0123456789+=:,?")
+    decoder = tiny_decoder_config(
+        vocab_size=tokenizer.vocab_size, embed_dim=16, layers=2, heads=2, kv_heads=1, head_dim=8, mlp_dim=16,
+        max_positions=128, family="qwen3_moe", qk_norm="head", experts=Experts(8, 2, normalize=True),
+    )  # fmt: skip
+    Policy(decoder=decoder, params=tiny_params(decoder, seed=5), tokenizer=tokenizer).save(folder)
     return str(folder)
 
 

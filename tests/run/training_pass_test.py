@@ -31,8 +31,13 @@ def chips(**axes):
     return make_mesh(fsdp=-1, **axes)
 
 
-def passed(mesh, model=BF16, *, row_tokens=1000, head_dim=128, platform="cpu", **batch):
-    how = {"row_tokens": row_tokens, "head_dim": head_dim, "device": DEVICES[platform]}
+def passed(mesh, model=BF16, *, row_tokens=1000, head_dim=128, platform="cpu", cap=None, **batch):
+    how = {
+        "row_tokens": row_tokens,
+        "head_dim": head_dim,
+        "device": DEVICES[platform],
+        "score_cap": cap,
+    }
     return training_pass(model, BatchConfig(**batch), mesh, **how)
 
 
@@ -112,6 +117,17 @@ def test_a_kernel_is_refused_where_its_chip_is_not(attention, needed):
         passed(chips(), model)
     found = passed(chips(), model, platform=needed, row_tokens=1024)
     assert found.layout.attention == attention
+
+
+def test_capped_scores_train_with_xla_on_a_gpu_and_the_run_reports_it():
+    found = passed(chips(), platform="gpu", cap=50.0)
+    assert found.layout == passed(chips()).layout
+    assert "XLA operations" in found.note
+    assert "attn_logit_softcapping" in found.note
+    with pytest.raises(ConfigError, match=r"attention=cudnn .*caps them at 50: set model\.attention=auto"):
+        passed(chips(), replace(BF16, attention="cudnn"), platform="gpu", cap=50.0)
+    on_tpu = passed(chips(), platform="tpu", cap=50.0)
+    assert (on_tpu.layout, on_tpu.note) == (passed(chips(), platform="tpu").layout, "")
 
 
 def test_a_vocabulary_is_padded_for_both_meshes_and_only_if_needed():

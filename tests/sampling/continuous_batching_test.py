@@ -19,6 +19,7 @@ from flax import nnx
 from dapo_jax.dapo.batching import Example
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.models.decoder import Decoder
+from dapo_jax.models.presets import Experts
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh, make_meshes
 from dapo_jax.parallel.sharding import shardings
@@ -34,7 +35,7 @@ from dapo_jax.training.row_packing import pack
 from dapo_jax.training.state import init_state
 from dapo_jax.training.update import UpdateOptions, Updater
 
-CONFIG = tiny_decoder_config(qkv_bias=True, qk_norm=True, tied_embeddings=False)
+CONFIG = tiny_decoder_config(qkv_bias=True, qk_norm="head", tied_embeddings=False)
 EOS, MAX_PROMPT, LIMIT, GROUP = 1, 8, 16, 6
 KEY = jax.random.key(10)
 PROGRAMS = [
@@ -47,9 +48,9 @@ def one_device():
     return make_mesh(devices=jax.devices()[:1])
 
 
-def made(slots, steps=8, *, mesh=None, **how):
+def made(slots, steps=8, *, mesh=None, config=CONFIG, **how):
     return DecoderEngine(
-        CONFIG, slots=slots, capacity=MAX_PROMPT + LIMIT, steps_per_call=steps, stop_ids=[EOS], mesh=mesh or one_device(), **how
+        config, slots=slots, capacity=MAX_PROMPT + LIMIT, steps_per_call=steps, stop_ids=[EOS], mesh=mesh or one_device(), **how
     )  # fmt: skip
 
 
@@ -156,16 +157,16 @@ def test_slots_and_steps_per_call_change_no_response(slots, steps):
 
 
 @functools.cache
-def invariant(slots, steps, devices=1):
+def invariant(slots, steps, devices=1, config=CONFIG):
     mesh = make_mesh(devices=jax.devices()[:devices])
-    engine = made(slots, steps, mesh=mesh, batch_invariant=True)
-    weights = WeightTransfer(shapes_of(CONFIG), mesh, dtype="float32")(tiny_params(CONFIG))
+    engine = made(slots, steps, mesh=mesh, config=config, batch_invariant=True)
+    weights = WeightTransfer(shapes_of(config), mesh, dtype="float32")(tiny_params(config))
     return engine, weights
 
 
 @functools.cache
-def invariant_baseline():
-    engine, weights = invariant(8, 8)
+def invariant_baseline(config=CONFIG):
+    engine, weights = invariant(8, 8, config=config)
     return sample(engine, prompts(0, 1, 2, 3, 4), weights=weights)
 
 
@@ -188,6 +189,14 @@ def test_batch_invariant_sampling_changes_no_bit(slots, steps, devices, order, a
     engine, weights = invariant(slots, steps, devices)
     found = sample(engine, prompts(*order), weights=weights, at_once=at_once)
     assert_same(found, invariant_baseline(), logprob_tolerance=0)
+
+
+def test_batch_invariant_sampling_with_experts_changes_no_bit():
+    """Tokens are sorted by expert, so a token's row depends on other responses, but its result does not."""
+    config = tiny_decoder_config(experts=Experts(8, 2, normalize=True), mlp_dim=16)
+    engine, weights = invariant(16, 8, 2, config)
+    found = sample(engine, prompts(3, 1, 4, 0, 2), weights=weights, at_once=4)
+    assert_same(found, invariant_baseline(config), logprob_tolerance=0)
 
 
 def test_other_slots_change_bits_unless_sampling_is_batch_invariant():

@@ -11,6 +11,8 @@ import pytest
 from flax import nnx
 
 from dapo_jax.models.decoder import Decoder
+from dapo_jax.models.presets import Experts
+from dapo_jax.models.rope import Rope
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.weights import WeightTransfer
@@ -21,9 +23,19 @@ from dapo_jax.sampling.pages import Pages
 from dapo_jax.sampling.prompt_packing import PrefillShape
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 
-CONFIG = tiny_decoder_config(qkv_bias=True, qk_norm=True, tied_embeddings=False)
+CONFIG = tiny_decoder_config(qkv_bias=True, qk_norm="head", tied_embeddings=False)
 WIDE = replace(CONFIG, head_dim=64)
 """With heads of a size for which the GPU has a kernel."""
+SWITCHED = tiny_decoder_config(
+    layers=3, qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm="all", norm_place="both", norm_offset=1.0,
+    windows=(6, 0, 6), ropes=(Rope(theta=100.0), None), rope_of_layer=(0, 1, 0), query_scale=0.3, query_growth=(0.1, 8),
+    score_cap=5.0, logit_cap=8.0, logit_divisor=1.5, embed_scale=3.3, residual_scale=0.7, activation="gelu_tanh",
+    clip_qkv=1.2, tied_embeddings=False,
+)  # fmt: skip
+"""With every switch of the decoder."""
+EXPERTS = tiny_decoder_config(
+    layers=3, experts=Experts(8, 2, normalize=True), mlp_dim=16, qk_norm="all", tied_embeddings=False
+)
 SLOTS, CAPACITY, STEPS, EOS = 4, 24, 8, 1
 GREEDY = decoding(temperature=0.0)
 KEY = jax.random.key(0)
@@ -116,7 +128,8 @@ def trainer(dtype, config=CONFIG):
     def run(params, tokens):
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
         decoder = nnx.merge(graph, params)
-        return decoder.ends.logits(decoder(tokens, positions, jnp.ones_like(tokens)))
+        found = decoder(tokens, positions, jnp.ones_like(tokens))
+        return decoder.ends.logits(found if config.experts is None else found[0])
 
     return jax.jit(run)
 
@@ -150,9 +163,15 @@ def test_long_prompts_are_prefilled_in_parts(mesh, engine, weights):
     )
 
 
-def test_all_programs_of_a_run_can_be_compiled_beforehand(mesh, weights, transfer, caplog):
+@pytest.mark.parametrize(
+    "config", [CONFIG, pytest.param(SWITCHED, id="every switch"), pytest.param(EXPERTS, id="experts")]
+)
+def test_all_programs_of_a_run_can_be_compiled_beforehand(mesh, config, caplog):
     """After compiling from shapes alone, prompts of any length are prefilled, inserted and decoded without a compilation."""
-    engine = made(mesh, slots=3, prefill=PrefillShape(rows=2, width=7, longest=CAPACITY))
+    transfer = WeightTransfer(shapes_of(config), mesh, dtype="float32")
+    weights = transfer(tiny_params(config))
+    shape = PrefillShape(rows=2, width=7, longest=CAPACITY)
+    engine = made(mesh, config, slots=3, prefill=shape, records_routes=True)
     for lower in engine.programs(transfer.shapes, GREEDY).values():
         lower().compile()
     engine._rope  # noqa: B018 - tables of positions, which are arrays
@@ -291,6 +310,8 @@ CACHES = ["slots", "pages", "tpu", "gpu"]
     ("cache", "config"),
     [
         *((cache, CONFIG) for cache in CACHES),
+        *(pytest.param(cache, SWITCHED, id=f"{cache}, every switch") for cache in CACHES[:3]),
+        pytest.param("pages", EXPERTS, id="experts"),
         pytest.param("gpu", WIDE, id="gpu's kernel interpreted, heads of 64"),
         pytest.param(None, CONFIG, marks=pytest.mark.tpu, id="tpu"),
         pytest.param(None, CONFIG, marks=pytest.mark.gpu, id="gpu"),
@@ -320,12 +341,22 @@ def test_sampler_and_trainer_agree_in_bfloat16(mesh, cache, config):
     assert np.abs(sampled - trained).mean() < 0.75 * np.abs(trained - exact).mean()
 
 
-@pytest.mark.parametrize("cache", CACHES)
-def test_slots_and_heads_over_several_devices_sample_as_one_device_does(engine, weights, cache):
+@pytest.mark.parametrize(
+    ("cache", "config"),
+    [
+        *((cache, CONFIG) for cache in CACHES),
+        pytest.param("pages", SWITCHED, id="pages, every switch"),
+        pytest.param("pages", EXPERTS, id="pages, experts"),
+    ],
+)
+def test_slots_and_heads_over_several_devices_sample_as_one_device_does(mesh, cache, config):
     """Slots are spread over two devices, heads and vocabulary over two; each device samples for one slot."""
     spread = make_mesh(data=2, fsdp=1, tensor=2, devices=jax.devices()[:4])
-    several = made(spread, cache=cache)
-    params = WeightTransfer(shapes_of(CONFIG), spread, dtype="float32")(tiny_params(CONFIG))
+    engine, several = made(mesh, config), made(spread, config, cache=cache)
+    weights, params = (
+        WeightTransfer(shapes_of(config), where, dtype="float32")(tiny_params(config))
+        for where in (mesh, spread)
+    )
 
     def drawn(engine, weights):
         prefix = prefilled(engine, weights, prompts(3, 8, 5))

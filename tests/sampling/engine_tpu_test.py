@@ -21,12 +21,12 @@ SLOTS, CAPACITY, STEPS, EMBED, VOCAB, LAYERS = 64, 4096, 16, 1024, 8192, 2
 MIB = 2**20
 
 
-def compiled(head_dim=128, name="generate", dtype="bfloat16", eight_bit=False, **sizes):
+def compiled(head_dim=128, name="generate", dtype="bfloat16", eight_bit=False, windows=(), **sizes):
     """A program for one host of four chips, and the bytes of a layer's cache on each."""
     mesh = make_mesh(**{"fsdp": 1, **sizes}, devices=devices_of(parse("v5e:2x2")))
     config = tiny_decoder_config(
         vocab_size=VOCAB, embed_dim=EMBED, layers=LAYERS, heads=8, kv_heads=4, head_dim=head_dim, mlp_dim=4096,
-        qkv_bias=True, tied_embeddings=False, max_positions=CAPACITY,
+        qkv_bias=True, tied_embeddings=False, max_positions=CAPACITY, windows=windows,
     )  # fmt: skip
     engine = DecoderEngine(
         config, slots=SLOTS, capacity=CAPACITY, steps_per_call=STEPS, stop_ids=[1], mesh=mesh, compute_dtype=dtype,
@@ -87,6 +87,13 @@ def test_sums_over_chips_are_in_the_compute_dtype(name, how, added):
 
 def test_slots_over_the_chips_exchange_only_sampled_tokens():
     program, layer = compiled(data=4)
+    assert not moved(program)
+    assert_in_place(program, layer)
+
+
+def test_layers_with_and_without_a_window_are_in_one_program():
+    """Heads of 256, as in Gemma. Each kind of layer has its own order of pages, and all caches are updated in place."""
+    program, layer = compiled(data=4, head_dim=256, windows=(512, 0))
     assert not moved(program)
     assert_in_place(program, layer)
 

@@ -17,6 +17,7 @@ from dapo_jax.sampling import cache as dense
 from dapo_jax.sampling import gpu_cache, tpu_cache
 from dapo_jax.sampling.caches import cache_for, kind_for, sizes_for, without_kernel
 from dapo_jax.sampling.pages import slot_pages
+from dapo_jax.testing import tiny_decoder_config
 
 KINDS = [
     pytest.param(("pages", "cpu"), id="xla"),
@@ -30,12 +31,14 @@ KINDS = [
 class Filled:
     """A cache whose pages are all filled, with page tables in random order. Keys and values are kept apart."""
 
-    def __init__(self, kind, slots, kv_heads, capacity, head_dim, dtype, *, page_tokens=32, spare=3, seed=0):
+    def __init__(
+        self, kind, slots, kv_heads, capacity, head_dim, dtype, *, page_tokens=32, spare=3, seed=0, **masks
+    ):
         name, platform = kind
         self.mesh = make_mesh(devices=jax.devices(platform)[:1])
         sizes = sizes_for(name, self.mesh, holders=slots, capacity=capacity, page_tokens=page_tokens)
         self.kind, self.sizes, self.slots = name, sizes, slots
-        self.heads = {"kv_heads": kv_heads, "head_dim": head_dim}
+        self.heads = {"kv_heads": kv_heads, "head_dim": head_dim, **masks}
         self.functions = cache_for(
             name, self.mesh, sizes, **self.heads, cache_dtype=dtype, compute_dtype=dtype
         )
@@ -48,7 +51,7 @@ class Filled:
 
         self.keys, self.values, self.dtype = some(), some(), dtype
 
-    def extended(self, new, lengths, live=None, *, dtype=None):
+    def extended(self, new, lengths, live=None, *, dtype=None, window=None):
         """One step: (attention, keys, values), with keys and values times their scales. `dtype` is the cache's, if it has eight bits."""
         functions, dtype = self.functions, dtype or self.dtype
         if dtype != self.dtype:
@@ -64,7 +67,8 @@ class Filled:
             layer = jax.lax.fori_loop(
                 0, count, lambda page, layer: functions.fill(layer, read, page, page, jnp.int32(0)), layer
             )
-            return functions.extend(layer, functions.reading(tables, lengths, live), *new)
+            only = {} if window is None else {"window": window}
+            return functions.extend(layer, functions.reading(tables, lengths, live), *new, **only)
 
         rows = [
             part.transpose(1, 3, 0, 2).reshape(kv_heads, head_dim, -1) for part in (self.keys, self.values)
@@ -97,9 +101,10 @@ def new_token(slots, heads, kv_heads, head_dim, dtype, seed=1):
     return [part.astype(dtype).astype(jnp.float32) for part in drawn]
 
 
-def attend(query, keys, values):
-    """softmax(query keys) values in float64, and the same with absolute values."""
+def attend(query, keys, values, cap=None):
+    """softmax(query keys) values in float64, and the same with absolute values. `cap` caps the scores."""
     scores = keys.astype(np.float64) @ query.astype(np.float64)
+    scores = scores if cap is None else cap * np.tanh(scores / cap)
     weights = np.exp(scores - scores.max())
     weights /= weights.sum()
     return weights @ values, weights @ np.abs(values)
@@ -297,7 +302,11 @@ class Gpu:
     platform, device_kind, process_index, id = "gpu", "NVIDIA H100", 0, 0
 
 
-GPU = Mesh(np.array([Gpu()]), ("data",))
+class Tpu:
+    platform, device_kind, process_index, id = "tpu", "TPU v5e", 0, 0
+
+
+GPU, TPU = (Mesh(np.array([device]), ("data",)) for device in (Gpu(), Tpu()))
 
 
 @pytest.mark.parametrize(
@@ -310,6 +319,49 @@ def test_heads_for_which_the_kernel_on_gpu_is_wrong_use_xla(head_dim, dtype, lea
     reported = without_kernel(GPU, head_dim, dtype)
     assert (f"head_dim of at least {least} in {dtype}" in reported) if least else reported == ""
     assert without_kernel(make_mesh(devices=jax.devices("cpu")[:1]), head_dim, dtype) == ""
+
+
+def test_windows_and_caps_use_xla_on_a_gpu_and_the_run_reports_it():
+    decoder = tiny_decoder_config(windows=(8, 0), score_cap=5.0, head_dim=64)
+    how = {"dtype": "bfloat16", "beyond_gpu": decoder.beyond_gpu}
+    assert kind_for(GPU, 64, **how) == "pages"
+    reported = without_kernel(GPU, 64, **how)
+    assert reported.endswith("does not support the model's sliding windows and capped attention scores")
+    one = make_mesh(devices=jax.devices("cpu")[:1])
+    for mesh, kind in ((TPU, "tpu"), (one, "slots")):
+        assert (kind_for(mesh, 64, **how), without_kernel(mesh, 64, **how)) == (kind, "")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.values[0][0] != "gpu"])
+@pytest.mark.parametrize(
+    ("window", "dtype"), [(1, "float32"), (40, "float32"), (400, "float32"), (200, "int8")]
+)
+def test_a_window_and_a_cap_limit_what_a_new_token_attends_to(kind, dtype, window, monkeypatch):
+    """Against attention in float64, in blocks of two pages of 128 tokens.
+
+    The windows begin in the first block, at and within pages, and in a later block. All tokens before the window and after the slot's last are NaN, so none of
+    them is used; eight-bit caches have no NaN. Tolerances are as in the tests above: products in float32.
+    """
+    cap, head_dim, page_tokens, lengths = 1.5, 64, 128, [639, 0, 39, 384, 255]
+    monkeypatch.setattr(tpu_cache, "_BLOCK_BYTES", 2 * page_tokens * 2 * head_dim * jnp.dtype(dtype).itemsize)
+    masks = {"windows": (window, 0), "cap": cap}
+    there = Filled(kind, 5, 1, 640, head_dim, "float32", page_tokens=page_tokens, **masks)
+    query, key, value = new_token(5, 2, 1, head_dim, "float32")
+    if dtype == "float32":
+        first = [length + 1 - window for length in lengths]
+        for slot, length in enumerate(lengths):
+            for place, page in enumerate(there.tables[slot]):
+                token = place * page_tokens + np.arange(page_tokens)
+                there.keys[page, :, (token < first[slot]) | (token >= length)] = np.nan
+                there.values[page, :, (token < first[slot]) | (token >= length)] = np.nan
+    found, keys, values = there.extended((query, key, value), lengths, dtype=dtype, window=window)
+    scaled = np.asarray(query) * head_dim**-0.5
+    for slot, length in enumerate(lengths):
+        seen = slice(max(length + 1 - window, 0), length + 1)
+        for head in range(2):
+            own_keys, own_values = (there.of_slot(array, slot)[0, seen] for array in (keys, values))
+            exact, _ = attend(scaled[head, :, slot], own_keys, own_values, cap=cap)
+            np.testing.assert_allclose(found[head, :, slot], exact, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("gone", ["the import", "the lowering"])

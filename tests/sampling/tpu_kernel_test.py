@@ -29,9 +29,24 @@ CASES = [
 ]
 
 
+# (heads, key heads, head_dim, window, cap): Gemma 3 1B, and Gemma 2 2B over 2 devices.
+MASKED_SHAPES = [(4, 1, 256, 512, None), (4, 2, 256, 4096, 50.0)]
+
+
+@pytest.mark.parametrize("shape", MASKED_SHAPES)
+def test_the_kernel_compiles_with_a_window_and_a_cap(shape):
+    *shape, window, cap = shape
+    for dtype in DTYPES[:2]:
+        compiles_in_place("v6e:2x2", shape, dtype, window=window, cap=cap)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("chip", "shape"), CASES)
 def test_the_kernel_compiles_in_place(chip, shape, dtype):
+    compiles_in_place(chip, shape, dtype)
+
+
+def compiles_in_place(chip, shape, dtype, window=0, cap=None):
     """The result is stored in place of the argument; all other memory is less than an eighth of it (a pool has 8 to 256 MiB here)."""
     heads, kv_heads, head_dim = shape
     mesh = Mesh(np.array(devices_of(parse(chip))[:1]), ("x",))
@@ -39,8 +54,8 @@ def test_the_kernel_compiles_in_place(chip, shape, dtype):
     at_once = tpu_cache.pages_at_once(kv_heads, PAGE, head_dim, dtype)
 
     def step(layer, tables, lengths, live, query, key, value):
-        now = tpu_cache.reading(tables, lengths, live, page_tokens=PAGE, at_once=at_once)
-        return tpu_cache.extend(layer, now, query, key, value, dtype="bfloat16")
+        now = tpu_cache.reading(tables, lengths, live, page_tokens=PAGE, at_once=at_once, windows=(window, 0))
+        return tpu_cache.extend(layer, now, query, key, value, dtype="bfloat16", window=window, cap=cap)
 
     def struct(dims, kind=jnp.float32):
         return jax.ShapeDtypeStruct(dims, kind, sharding=where)

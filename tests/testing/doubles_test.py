@@ -88,7 +88,7 @@ def test_a_response_that_outgrows_its_slot_is_refused():
 
 
 def test_tiny_parameters_have_nothing_at_its_start_value():
-    config = tiny_decoder_config(qkv_bias=True, qk_norm=True, tied_embeddings=False)
+    config = tiny_decoder_config(qkv_bias=True, qk_norm="head", tied_embeddings=False)
     for leaf in map(np.asarray, jax.tree.leaves(tiny_params(config))):
         assert leaf.dtype == np.float32
         assert 0.1 < leaf.std() < 0.4

@@ -70,7 +70,7 @@ def logits_of(p, tokens, config):
     """Returns the logits [n, seq, vocab] of the next tokens: Llama (Touvron et al. 2023) in the dtype of `p`."""
     seq = tokens.shape[1]
     half = config.head_dim // 2
-    angles = np.arange(seq)[:, None] * config.rope_theta ** (-np.arange(half) / half)[None]
+    angles = np.arange(seq)[:, None] * config.ropes[0].theta ** (-np.arange(half) / half)[None]
     cos, sin = np.cos(angles)[None, :, None], np.sin(angles)[None, :, None]
 
     def norm(x, weight):
@@ -248,7 +248,9 @@ def test_the_cases_are_not_trivial():
     assert clipped(LATER, batches()[1], "truncate") > 0.05
 
 
-@pytest.mark.parametrize("kl", [0.0, KL], ids=["no KL", "KL"])
+@pytest.mark.parametrize(
+    "kl", [pytest.param(0.0, id="no KL"), pytest.param(KL, id="KL", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("case", CASES)
 def test_the_corrected_gradient_equals_the_formulas(case, kl):
     gradients, scalars = measured(case, kl=kl)

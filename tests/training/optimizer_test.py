@@ -13,7 +13,7 @@ from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.training.optimizer import make_optimizer
 from dapo_jax.training.state import init_state, state_shardings
 
-CONFIG = tiny_decoder_config(layers=2, qkv_bias=True, qk_norm=True)
+CONFIG = tiny_decoder_config(layers=2, qkv_bias=True, qk_norm="head")
 HOW = {"weight_decay": 0.3, "epsilon": 1e-6, "beta1": 0.8, "beta2": 0.99}
 MUON = make_optimizer(name="muon", max_grad_norm=2.0, **HOW)
 MATRICES = {"query", "key", "value", "output", "gate", "up", "down"}

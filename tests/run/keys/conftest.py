@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from importlib import import_module
 from itertools import count
 
@@ -15,7 +16,7 @@ from dapo_jax.environments import Episodes
 from dapo_jax.health.stalls import Watch
 from dapo_jax.health.watchdogs import Watchdogs
 from dapo_jax.models.decoder import graph_of
-from dapo_jax.models.presets import PRESETS
+from dapo_jax.models.presets import PRESETS, Experts
 from dapo_jax.parallel.weights import WeightTransfer
 from dapo_jax.rewards.async_calls import AsyncCalls
 from dapo_jax.rewards.pool import GradingPool
@@ -75,13 +76,11 @@ def watched():
         patch.setattr("dapo_jax.run.policy.download", download)
         patch.setattr(WeightTransfer, "__call__", lambda self, params: self.shapes)
         patch.setattr(import_module("dapo_jax.run.train"), "to_yaml", doubles.once(to_yaml))
-        patch.setitem(
-            PRESETS,
-            "micro",
-            tiny_decoder_config(
-                vocab_size=32, embed_dim=16, layers=1, heads=2, kv_heads=2, head_dim=8, mlp_dim=16
-            ),
+        micro = tiny_decoder_config(
+            vocab_size=32, embed_dim=16, layers=1, heads=2, kv_heads=2, head_dim=8, mlp_dim=16
         )
+        patch.setitem(PRESETS, "micro", micro)
+        patch.setitem(PRESETS, "micro_moe", replace(micro, experts=Experts(8, 2, normalize=True)))
         # The slowest functions run once for each set of arguments.
         for place in (policy, programs):
             patch.setattr(place, "graph_of", doubles.once(graph_of))

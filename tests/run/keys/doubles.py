@@ -30,14 +30,14 @@ class Engine(ScriptedEngine):
 
     def __init__(
         self, decoder, *, slots, capacity, steps_per_call, stop_ids, mesh, compute_dtype, page_tokens, cache_tokens,
-        cache_dtype, cache_bytes, prefill, in_flight, batch_invariant, has_turns,
+        cache_dtype, cache_bytes, prefill, in_flight, batch_invariant, has_turns, records_routes,
     ):  # fmt: skip
         kind = kind_for(
             mesh, decoder.head_dim, page_tokens=page_tokens, cache_tokens=cache_tokens, turns=in_flight > 0
         )
         how = {"page_tokens": page_tokens, "cache_tokens": cache_tokens}
         self.cache_dtype, self.prefill_shape, self.batch_invariant = cache_dtype, prefill, batch_invariant
-        self.has_turns = has_turns
+        self.has_turns, self.records_routes = has_turns, records_routes
         sizes = sizes_for(kind, mesh, holders=max(slots, in_flight), capacity=capacity, **how)
         super().__init__(
             script(end=stop_ids[0]), slots=slots, capacity=capacity, steps_per_call=steps_per_call, stop_ids=stop_ids,

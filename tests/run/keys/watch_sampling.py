@@ -145,7 +145,20 @@ def first_answer(look):
     return collector.responses[first].due
 
 
+def recorded(look):
+    """Layers and experts per token in the records of minibatches, and whether the engine records them."""
+    look.run()
+    return look.updates.options.routes, look.engine.records_routes
+
+
 WATCHERS = [
+    watch(
+        "rollout.routing_replay",
+        recorded,
+        ("off", (None, False)),
+        ("sampler", ((1, 2), True)),
+        also={**MICRO, "model.source": "preset:micro_moe"},
+    ),
     # With 8: groups 0 and 1 at first, then 2, then 3 and half of 4. With 4: 0, half of 1 after a round, all of it and half of 2 after two, the rest of 2 after three,
     # half of 3 after four; group 1 has its verdict after five.
     watch("rollout.in_flight", flight, (0, None), (8, [3, 5]), (4, [5, 4]), also=FLYING),

@@ -1,0 +1,255 @@
+"""Mixture of experts: the choice of experts for each token, and the products of tokens with the matrices of their experts.
+
+Tokens are sorted by expert into rows, and each expert's rows are padded to whole blocks, so that all shapes are static. A block is multiplied by the
+matrix of one expert. On CPU, a loop runs over the blocks that contain tokens. On TPU, megablox multiplies all rows. On GPU, each block is multiplied by a copy of its
+expert's matrix. The order of each sum does not depend on other tokens, and the number of operations is proportional to the number of tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
+from jaxtyping import Array, Float, Int, Integer
+
+from dapo_jax.dapo.precision import WeightSharding, gathered
+from dapo_jax.dapo.quantization import Quantized
+from dapo_jax.dapo.rollouts import NO_ROUTE
+from dapo_jax.models.layout import Matrices
+from dapo_jax.models.presets import Experts
+
+
+def chosen(
+    logits: Float[Array, "experts tokens"], experts: Experts, routes: Integer[Array, "tokens chosen"] | None
+) -> tuple[Int[Array, "tokens chosen"], Int[Array, "tokens chosen"], Float[Array, "tokens chosen"]]:
+    """Chooses the experts of each token.
+
+    Args:
+        logits: scores of the router.
+        experts: number of experts, and how their factors are normalized.
+        routes: forced choices, or `NO_ROUTE` in all entries of a token.
+
+    Returns:
+        The router's own choice in the order of decreasing scores, the choice that is used, and the factors of the used experts' outputs.
+    """
+    scores = jax.nn.softmax(logits.T)
+    own = lax.top_k(scores, experts.chosen)[1]
+    used = own if routes is None else jnp.where(routes == NO_ROUTE, own, routes.astype(own.dtype))
+    factors = jnp.take_along_axis(scores, used, axis=1)
+    return own, used, factors / factors.sum(1, keepdims=True) if experts.normalize else factors
+
+
+class Rows(NamedTuple):
+    """The arrangement of a layer's tokens in rows, sorted by expert."""
+
+    token: Int[Array, " rows"]
+    """The token in each row, or the number of tokens if the row is empty."""
+    place: Int[Array, "tokens chosen"]
+    """The row of each choice of a token, or the number of rows if the expert belongs to another device."""
+    sizes: Int[Array, " experts"]
+    """Number of rows of each expert, in whole blocks."""
+
+
+def block_rows(choices: int, experts: int) -> int:
+    """Returns the number of rows in a block: a power of 2, at most half of the mean number of choices per expert."""
+    return min(128, max(8, 1 << max(choices // (2 * experts), 1).bit_length() - 1))
+
+
+def arranged(routes: Int[Array, "tokens chosen"], first: int | Array, count: int, block: int) -> Rows:
+    """Sorts the choices for the experts from `first` to `first + count` by expert, and pads the rows of each expert to whole blocks."""
+    expert = routes.reshape(-1) - first
+    expert = jnp.where((expert >= 0) & (expert < count), expert, count)
+    order = jnp.argsort(expert, stable=True)
+    of_row = expert[order]
+    starts = jnp.searchsorted(of_row, jnp.arange(count + 1, dtype=of_row.dtype)).astype(jnp.int32)
+    sizes = -(-jnp.diff(starts) // block) * block
+    begins = jnp.cumsum(sizes) - sizes
+    choices = expert.size
+    most = min(choices * block, choices + count * (block - 1))
+    tile = 512 if most >= 512 * count else 128
+    rows = -(-most // tile) * tile
+    index = jnp.arange(choices, dtype=jnp.int32)
+    here = (begins - starts[:-1]).at[of_row].get(mode="fill", fill_value=0) + index
+    here = jnp.where(of_row < count, here, rows)
+    place = jnp.zeros_like(index).at[order].set(here, unique_indices=True)
+    token = jnp.full(rows, len(routes), jnp.int32)
+    token = token.at[here].set(order.astype(jnp.int32) // routes.shape[1], mode="drop")
+    return Rows(token, place.reshape(routes.shape), sizes.astype(jnp.int32))
+
+
+def mixture(
+    x: Float[Array, "embed tokens"], factors: Float[Array, "tokens chosen"], routes: Int[Array, "tokens chosen"], matrices: Matrices, *,
+    first: int | Int[Array, ""] = 0, activation: Callable[[Array], Array], dtype: str,
+    sharding: tuple[WeightSharding | None, WeightSharding | None] = (None, None),
+) -> Float[Array, "embed tokens"]:  # fmt: skip
+    """Returns the sum of factor x down (activation(gate x) * (up x)) over the experts of each token.
+
+    Args:
+        x: normalized tokens.
+        factors, routes: factor and number of each chosen expert.
+        matrices: matrices of the experts that are on this device. Choices of other experts contribute nothing.
+        first: number of the first expert in `matrices`.
+        sharding: how gate and up, and down are sharded (see `dapo_jax.dapo.precision.product`).
+    """
+    count = len(matrices[0])
+    block = block_rows(routes.size, count)
+    rows = arranged(routes, first, count, block)
+
+    def multiplied(weight: Array | Quantized, x: Array, sharding: WeightSharding | None) -> Array:
+        return checkpoint_name(grouped(weight, x, rows.sizes, block, dtype, sharding), "projection")
+
+    gate, up, down = matrices
+    inputs = _spread(x.T, rows.token, rows.place)
+    hidden = activation(multiplied(gate, inputs, sharding[0])) * multiplied(up, inputs, sharding[0])
+    outputs = multiplied(down, hidden, sharding[1])
+    # A row's factor is looked up by the number of its choice. Empty rows have none.
+    scale = jnp.zeros(len(outputs) + 1, factors.dtype).at[rows.place].set(factors)[:-1]
+    return _collected(outputs * scale[:, None], rows.token, rows.place).T
+
+
+@jax.custom_vjp
+def _spread(x: Array, token: Array, place: Array) -> Array:
+    """Copies each token to the rows of its experts."""
+    return x.at[token].get(mode="fill", fill_value=0)
+
+
+@jax.custom_vjp
+def _collected(rows: Array, token: Array, place: Array) -> Array:
+    """Adds the rows of each token, always in the same order. This is the transpose of `_spread`."""
+    return rows.at[place].get(mode="fill", fill_value=0).sum(1)
+
+
+# Gradients that JAX would derive use scatter-add, whose order of summation may vary on GPUs.
+_spread.defvjp(
+    lambda x, token, place: (_spread(x, token, place), (token, place)),
+    lambda saved, cotangent: (_collected(cotangent, *saved), None, None),
+)
+_collected.defvjp(
+    lambda rows, token, place: (_collected(rows, token, place), (token, place)),
+    lambda saved, cotangent: (_spread(cotangent, *saved), None, None),
+)
+
+
+def grouped(
+    stored: Array | Quantized, x: Float[Array, "rows inputs"], sizes: Int[Array, " experts"], block: int, dtype: str, sharding: WeightSharding | None
+) -> Float[Array, "rows outputs"]:  # fmt: skip
+    """Multiplies each row by the matrix of its expert, in `stored` [experts, outputs, inputs], like `dapo_jax.dapo.precision.product`.
+
+    Expert e has `sizes[e]` rows, a multiple of `block`, after the rows of the experts before it. Later rows have no meaningful values.
+    """
+    if not isinstance(stored, Quantized):
+        return _grouped(stored, x, sizes, block, dtype, sharding)
+    expert = _expert_at(sizes, jnp.arange(len(x), dtype=jnp.int32))
+    scale = stored.scale[..., 0].at[expert].get(mode="fill", fill_value=0)
+    return _multiplied(stored.values, x, sizes, block, dtype) * scale
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _grouped(
+    stored: Array, x: Array, sizes: Array, block: int, dtype: str, sharding: WeightSharding | None
+) -> Array:
+    return _multiplied(_whole(stored, dtype, sharding), x, sizes, block, dtype)
+
+
+def _grouped_backward(
+    block: int, dtype: str, sharding: WeightSharding | None, saved: tuple[Array, Array, Array], cotangent: Array
+) -> tuple[Array, Array, None]:  # fmt: skip
+    stored, x, sizes = saved
+    d_stored = _outer(cotangent, x, sizes, block, dtype)
+    if sharding is not None:
+        d_stored = sharding.summed(d_stored)
+    d_x = _multiplied(_whole(stored, dtype, sharding), cotangent, sizes, block, dtype, transposed=True)
+    return d_stored.astype(stored.dtype), d_x.astype(x.dtype), None
+
+
+_grouped.defvjp(lambda *given: (_grouped(*given), given[:3]), _grouped_backward)
+
+
+def _whole(stored: Array, dtype: str, sharding: WeightSharding | None) -> Array:
+    """Gathers a weight like `gathered`. A weight that has the compute dtype is returned as it is, because the loop on CPU widens one expert at a time."""
+    return stored if stored.dtype == dtype and sharding is None else gathered(stored, dtype, sharding)
+
+
+def _multiplied(
+    weight: Array, x: Array, sizes: Array, block: int, dtype: str, *, transposed: bool = False
+) -> Array:
+    """Multiplies each row by its expert's matrix, or by the transposed matrix."""
+    wide = np.promote_types(dtype, np.float32)
+    inputs, outputs = weight.shape[1:] if transposed else weight.shape[:0:-1]
+
+    def looped(weight: Array, x: Array, sizes: Array) -> Array:
+        def one(out: Array, at: Array, expert: Array, part: Array) -> Array:
+            matrix = weight[expert].astype(wide)
+            return lax.dynamic_update_slice_in_dim(out, part @ (matrix if transposed else matrix.T), at, 0)
+
+        blank = jnp.zeros((len(x), outputs), wide)
+        return _over_blocks(one, blank, sizes, block, [x.astype(wide)])
+
+    def kernel(weight: Array, x: Array, sizes: Array) -> Array:
+        tiling = _tiles(len(x), len(sizes), inputs, outputs)
+        return gmm(x.astype(dtype), weight.astype(dtype), sizes, wide, tiling, transpose_rhs=not transposed)
+
+    def batched(weight: Array, x: Array, sizes: Array) -> Array:
+        rows = x.astype(dtype).reshape(-1, block, inputs)
+        matrices = weight[_expert_at(sizes, jnp.arange(0, len(x), block, jnp.int32))].astype(dtype)
+        spec = "bri,bio->bro" if transposed else "bri,boi->bro"
+        return jnp.einsum(spec, rows, matrices, preferred_element_type=wide).reshape(len(x), outputs)
+
+    return _on_platform(weight, x, sizes, dtype=wide, cpu=looped, tpu=kernel, default=batched)
+
+
+def _outer(left: Array, right: Array, sizes: Array, block: int, dtype: str) -> Array:
+    """Returns the sum of left x right over the rows of each expert, [experts, left, right]."""
+    wide = np.promote_types(dtype, np.float32)
+    widths = left.shape[1], right.shape[1]
+
+    def looped(left: Array, right: Array, sizes: Array, kind: Any = wide, steps: int | None = None) -> Array:
+        def one(out: Array, at: Array, expert: Array, *parts: Array) -> Array:
+            return out.at[expert].add(jnp.einsum("ro,ri->oi", *parts, preferred_element_type=wide))
+
+        blank = jnp.zeros((len(sizes), *widths), wide)
+        return _over_blocks(one, blank, sizes, block, [left.astype(kind), right.astype(kind)], steps)
+
+    def kernel(left: Array, right: Array, sizes: Array) -> Array:
+        tiling = _tiles(len(left), len(sizes), *widths)
+        return tgmm(left.astype(dtype).T, right.astype(dtype), sizes, wide, tiling)
+
+    # A GPU would wait for the host before each step of a loop without a fixed number of steps.
+    fixed = partial(looped, kind=dtype, steps=len(left) // block)
+    return _on_platform(left, right, sizes, dtype=wide, cpu=looped, tpu=kernel, default=fixed)
+
+
+def _on_platform(*operands: Array, dtype: np.dtype, **forms: Callable[..., Array]) -> Array:
+    if dtype == np.float64:
+        del forms["tpu"]
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as megablox needs
+        return lax.platform_dependent(*operands, **forms)
+
+
+def _tiles(rows: int, experts: int, inputs: int, outputs: int) -> tuple[int, int, int]:
+    """Returns the tile sizes of megablox for products of [rows, inputs] and [inputs, outputs]. They fit in the memory of every TPU core."""
+    large = rows % 512 == 0 and rows >= 512 * experts
+    inner, outer = (min(1024, -(-size // 128) * 128) for size in (inputs, outputs))
+    return 512 if large else 128, inner, outer
+
+
+def _expert_at(sizes: Array, row: Array) -> Array:
+    return jnp.searchsorted(jnp.cumsum(sizes), row, side="right")
+
+
+def _over_blocks(
+    one: Callable[..., Array], start: Array, sizes: Array, block: int, rows: Sequence[Array], steps: int | None = None
+) -> Array:  # fmt: skip
+    """Calls `one(result so far, first row, expert, blocks of rows)` for each block that belongs to an expert, or for the first `steps` blocks."""
+
+    def step(index: Array, so_far: Array) -> Array:
+        at = index * block
+        parts = (lax.dynamic_slice_in_dim(each, at, block, 0) for each in rows)
+        return one(so_far, at, _expert_at(sizes, at), *parts)
+
+    return lax.fori_loop(0, steps or sizes.sum(dtype=sizes.dtype) // block, step, start)

@@ -1,0 +1,472 @@
+"""Each model family against transformers: logits, greedy tokens, gradients, the cache, and files.
+
+The models are tiny and random, in float32. transformers 5.24.0 (torch 2.13.0, CPU, eager attention) wrote `model.safetensors` and `config.json`, and computed
+`expected.safetensors` from two rows of tokens, of which the second is padded:
+
+* `logits`, and `greedy`: the 12 tokens that follow each row, by full recomputation.
+* `grad.NAME`: the gradient of the sum of log p(token, given the tokens before it) over all tokens but the first of each row.
+* `cache.N.keys`: the keys of layer N for the first row and its response, as attention multiplies them.
+
+`config.older.json` describes the same model in the notation of transformers 4.
+
+Tolerances: two right computations in float32 differ by up to 4.2e-5 in logits of up to 25 (eager against fused attention in transformers), and float64 by up to 6.6e-5.
+So 2e-4 on logits and keys is three times what rounding explains. Gradients differ by 2.1e-5 of their largest entry, and may differ by 1e-4.
+"""
+
+import functools
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from dapo_jax.commands.convert import convert
+from dapo_jax.models.adapter_folder import read_adapter, save_adapter
+from dapo_jax.models.decoder import graph_of
+from dapo_jax.models.experts import NO_ROUTE
+from dapo_jax.models.families import understand
+from dapo_jax.models.folder import load_model, read_config, save_model
+from dapo_jax.models.lora import lora_shape, parted
+from dapo_jax.models.presets import Experts
+from dapo_jax.models.safetensors_files import SafetensorsFolder
+from dapo_jax.models.tensors import (
+    check_adapters,
+    checked,
+    exported,
+    place_adapters,
+    shapes_of,
+    tensor_shapes,
+)
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.parallel.weights import WeightTransfer
+from dapo_jax.sampling.decoding import decoding
+from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.sampling.interface import Insertion
+from dapo_jax.sampling.pages import Pages
+from dapo_jax.sampling.prompt_packing import PrefillShape
+from dapo_jax.testing import tiny_params
+
+FOLDERS = {path.name: path for path in sorted((Path(__file__).parents[1] / "golden" / "families").iterdir())}
+TOLERANCE, NEW = 2e-4, 12
+
+
+@functools.cache
+def expected(name):
+    return load_file(FOLDERS[name] / "expected.safetensors")
+
+
+def rows_of(name):
+    """The rows without padding, each followed by its greedy response."""
+    found = expected(name)
+    prompts = [row[mask == 1] for row, mask in zip(found["input_ids"], found["attention_mask"], strict=True)]
+    return prompts, [np.concatenate(pair) for pair in zip(prompts, found["greedy"], strict=True)]
+
+
+def arrays(sequences):
+    """Tokens, positions and segment ids of rows, padded to the longest."""
+    width = max(map(len, sequences))
+    tokens, ids = (np.zeros((len(sequences), width), np.int32) for _ in range(2))
+    for row, sequence in enumerate(sequences):
+        tokens[row, : len(sequence)], ids[row, : len(sequence)] = sequence, 1
+    return tuple(
+        map(jnp.asarray, (tokens, np.broadcast_to(np.arange(width, dtype=np.int32), tokens.shape), ids))
+    )
+
+
+def scores(graph, params, *arrays):
+    """Logits, and the counts of a model with experts."""
+    decoder = nnx.merge(graph, params)
+    found = decoder(*arrays)
+    hidden, counts = (found, None) if decoder.ends.config.experts is None else found
+    return decoder.ends.logits(hidden), counts
+
+
+def logits_of(config, params, sequences):
+    run = jax.jit(partial(scores, graph_of(config)))
+    return np.asarray(run(params, *arrays(sequences))[0])
+
+
+@functools.cache
+def passed(name):
+    """(config, params, logits of both rows with their responses, gradients), all in one program."""
+    config, params = load_model(FOLDERS[name])
+    (logits, _), gradients = gradients_of(config, params, *rows_of(name))
+    return config, params, np.asarray(logits), gradients
+
+
+def gradients_of(config, params, prompts, sequences, routes=None, **how):
+    """The logits and counts of `scores`, and the gradient of the sum of the prompts' log-probabilities. `routes` are forced choices of experts."""
+    graph = graph_of(config, **how)
+    tokens, positions, ids = arrays(sequences)
+    counted = np.zeros(tokens.shape, np.float32)
+    for row, prompt in enumerate(prompts):
+        counted[row, 1 : len(prompt)] = 1.0
+
+    def total(params):
+        logits, counts = scores(
+            graph, params, tokens, positions, ids, None, *(() if routes is None else (routes,))
+        )
+        logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], -1)
+        return (logprobs[..., 0] * counted[:, 1:]).sum(), (logits, counts)
+
+    (_, found), gradients = jax.jit(jax.value_and_grad(total, has_aux=True))(params)
+    return found, gradients
+
+
+def stored_gradient(config, gradients, key):
+    """The gradient that the file has under `key`. In transformers, each layer's experts are one array."""
+    name = key.removeprefix("grad.").removeprefix("replay_grad.").removeprefix("language_model.")
+    stacks, (layer, *inner) = nnx.to_pure_dict(gradients)["blocks"], name.removeprefix("layers.").split(".")
+    if config.experts and inner[-1] == "down_proj":
+        return np.asarray(stacks["down"][int(layer)])
+    if config.experts and inner[-2] in ("gate", "router"):
+        return np.asarray(stacks["router"][int(layer)])
+    return {tensor.name: tensor for tensor in exported(config, gradients)}[f"model.{name}"].fetch()
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_logits_greedy_tokens_and_gradients_are_those_of_transformers(name):
+    config, _, logits, gradients = passed(name)
+    found = expected(name)
+    for row, prompt in enumerate(rows_of(name)[0]):
+        last = len(prompt) - 1
+        np.testing.assert_allclose(
+            logits[row, : last + 1], found["logits"][row, : last + 1], rtol=0, atol=TOLERANCE
+        )
+        assert logits[row, last : last + NEW].argmax(-1).tolist() == found["greedy"][row].tolist()
+    names = [key for key in found if key.startswith("grad.")]
+    assert names
+    for key in names:
+        gradient = stored_gradient(config, gradients, key)
+        np.testing.assert_allclose(gradient, found[key], rtol=0, atol=1e-4 * np.abs(found[key]).max())
+
+
+def sampled(name, cache, width):
+    """Greedy tokens and their log-probabilities from prefill and decoding, and the final state."""
+    config, params, *_ = passed(name)
+    mesh, prompts = make_mesh(devices=jax.devices()[:1]), rows_of(name)[0]
+    longest = max(map(len, prompts))
+    pages_of = {"page_tokens": 16} if cache == "pages" else {}
+    engine = DecoderEngine(
+        config, mesh=mesh, slots=2, capacity=longest + NEW, steps_per_call=NEW, stop_ids=[], cache=cache,
+        prefill=PrefillShape(rows=1, width=width, longest=longest), **pages_of,
+    )  # fmt: skip
+    weights = WeightTransfer(shapes_of(config), mesh, dtype="float32")(params)
+    pages, state = Pages(engine.page_sizes), engine.init_decode_state()
+    for part in engine.prefill(weights, [prompt.astype(np.int32) for prompt in prompts]):
+        for index, prefix, place in part:
+            fills = [
+                (place, fill) for fill in pages.start(index, engine.capacity, read=int(prefix.lengths[place]))
+            ]
+            one = {
+                key: np.array([value], np.int32)
+                for key, value in {"slots": index, "prompts": place, "ordinals": index, "indices": 0, "limits": NEW, "drawn": 0, "turns": 0}.items()
+            }  # fmt: skip
+            state = engine.insert(prefix, state, Insertion(**one, fills=fills), jax.random.key(0))
+    greedy = decoding(temperature=0.0)
+    state, result = engine.generate(weights, state, greedy, 1, pages.tables[:2])
+    return np.asarray(result.tokens), np.asarray(result.logprobs), state
+
+
+# Rows of 48 tokens prefill each prompt at once; rows of 16 prefill it in parts. Families whose attention differs are tested with both; for the others, the
+# first of the two shows that the sampler has all switches.
+BOTH = ("mistral", "ministral3", "gemma2", "gemma3")
+
+
+@pytest.mark.parametrize(
+    ("name", "cache", "width"),
+    [
+        *((name, "slots", 48) for name in FOLDERS),
+        *(
+            pytest.param(name, "pages", 16, marks=[] if name in BOTH else pytest.mark.slow)
+            for name in FOLDERS
+        ),
+    ],
+)
+def test_the_sampler_continues_as_the_trainer_computes(name, cache, width):
+    config, _, logits, _ = passed(name)
+    found = expected(name)
+    tokens, logprobs, state = sampled(name, cache, width)
+    assert tokens.tolist() == found["greedy"].tolist()
+    for row, prompt in enumerate(rows_of(name)[0]):
+        ours = jax.nn.log_softmax(logits[row, len(prompt) - 1 : len(prompt) - 1 + NEW])
+        trained = np.take_along_axis(np.asarray(ours), found["greedy"][row][:, None].astype(np.int32), -1)
+        np.testing.assert_allclose(logprobs[row], trained[:, 0], rtol=0, atol=2e-5)
+    if cache != "slots":
+        return
+    for key in (key for key in found if key.endswith(".keys")):
+        layer, keys = int(key.split(".")[1]), found[key]
+        if name in ("glm4", "ernie4_5"):
+            # The file rotates neighbouring dimensions, and the decoder the two halves of the rotated dimensions.
+            rotated = config.ropes[0].width(config.head_dim)
+            order = [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, config.head_dim)]
+            keys = keys[..., order]
+        held = np.asarray(state.layers[layer].keys[0, :, :, : keys.shape[1]]).swapaxes(1, 2)
+        np.testing.assert_allclose(held, keys, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_loaded_model_is_saved_bit_for_bit(name, tmp_path):
+    """The names and bytes of all tensors are those of the source. Of a model for images and text, only the text model is written."""
+    config, params = load_model(FOLDERS[name])
+    save_model(tmp_path, config, params, max_shard_bytes=100_000)
+    source, saved = SafetensorsFolder(FOLDERS[name]), SafetensorsFolder(tmp_path)
+    assert source.shapes == saved.shapes == tensor_shapes(config)
+    for tensor, shape in saved.shapes.items():
+        cut = tuple(slice(0, size) for size in shape)
+        np.testing.assert_array_equal(saved.read(tensor, cut), source.read(tensor, cut), err_msg=tensor)
+    again, loaded = load_model(tmp_path)
+    assert again == config
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    assert config.parameters == sum(int(np.prod(shape)) for shape in saved.shapes.values())
+
+
+MOE = ("qwen3_moe", "olmoe", "granitemoe")
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_forced_choices_of_experts_are_used_and_keep_the_gradient_of_the_router(name):
+    """The file forces other experts for about a quarter of all tokens and layers, with factors from the router's own scores."""
+    config, params, *_ = passed(name)
+    found, (prompts, _) = expected(name), rows_of(name)
+    (logits, counts), gradients = gradients_of(
+        config, params, prompts, prompts, records(found["replay_topk"])
+    )
+    for row, prompt in enumerate(prompts):
+        ours, theirs = logits[row, : len(prompt)], found["replay_logits"][row, : len(prompt)]
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=TOLERANCE)
+    for key in (key for key in found if key.startswith("replay_grad.")):
+        largest = np.abs(found[key]).max()
+        np.testing.assert_allclose(
+            stored_gradient(config, gradients, key), found[key], rtol=0, atol=1e-4 * largest
+        )
+    # In the first layer, no earlier choice was forced, so the router's own choice is known.
+    first = (np.sort(found["replay_topk"][0], -1) != np.sort(found["topk"][0], -1)).any(-1)
+    flipped, real = np.asarray(counts["flipped"]), found["attention_mask"] == 1
+    assert flipped[real & first].min() >= 1
+    assert (flipped <= config.layers).all()
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_the_routers_own_choice_is_used_where_no_choice_is_forced(name):
+    """Half of all tokens are forced to use what they choose anyway, and the others are not forced."""
+    config, params, *_ = passed(name)
+    found, (prompts, _) = expected(name), rows_of(name)
+    forced = records(found["topk"]).at[:, ::2].set(NO_ROUTE)
+    row = arrays(prompts)
+    made, counts = jax.jit(partial(scores, graph_of(config)))(params, *row, None, forced)
+    real = found["attention_mask"] == 1
+    np.testing.assert_allclose(np.asarray(made)[real], found["logits"][real], rtol=0, atol=TOLERANCE)
+    assert (np.asarray(counts["flipped"])[real] == 0).all()
+    load = np.stack([np.bincount(layer[real].reshape(-1), minlength=8) for layer in found["topk"]])
+    np.testing.assert_array_equal(counts["load"], load)
+
+
+@pytest.mark.parametrize("remat", ["full", "dots"])
+def test_rematerialisation_changes_no_gradient_of_experts(remat):
+    config, params, _, gradients = passed("qwen3_moe")
+    found = gradients_of(config, params, *rows_of("qwen3_moe"), remat=remat)[1]
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(gradients), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
+
+
+def records(topk):
+    """The choices of all layers as the sampler records them, [batch, seq, layers, chosen]."""
+    return jnp.asarray(topk.transpose(1, 2, 0, 3).astype(np.uint8))
+
+
+@pytest.mark.parametrize("name", [name for name in FOLDERS if (FOLDERS[name] / "config.older.json").exists()])
+def test_the_notation_of_transformers_4_describes_the_same_decoder(name):
+    older = FOLDERS[name] / "config.older.json"
+    assert understand(json.loads(older.read_text()), older) == read_config(FOLDERS[name])
+
+
+def test_the_text_model_of_a_model_for_images_and_text_is_converted(tmp_path):
+    source = FOLDERS["gemma3_wrapped"]
+    done = convert(str(source), str(tmp_path / "text"))
+    names = load_file(source / "model.safetensors")
+    assert done.skipped == sum(not name.startswith("language_model.") for name in names) > 0
+    written = json.loads((tmp_path / "text" / "config.json").read_text())
+    assert (done.family, written["eos_token_id"]) == (written["model_type"], 1) == ("gemma3_text", 1)
+    config, params = load_model(tmp_path / "text")
+    assert config == read_config(source)
+    jax.tree.map(np.testing.assert_array_equal, params, load_model(source)[1])
+
+
+_QKV, _GATE_UP = "model.layers.1.self_attn.qkv_proj.weight", "model.layers.1.mlp.gate_up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("phi3", {_QKV: lambda old: old[:-8]}, rf"{_QKV} has shape \(\d+, \d+\), but the configuration needs"),
+        ("phi3", {_GATE_UP: None}, f"lacks the tensor '{_GATE_UP}'"),
+        ("phi3", {_GATE_UP: lambda old: old[:, :-1]}, f"{_GATE_UP} has shape"),
+        ("phi3", {_QKV: lambda old: old * np.nan}, f"{_QKV} contains NaN"),
+        ("glm4", {_GATE_UP: lambda old: old[: len(old) // 2]}, f"{_GATE_UP} has shape"),
+        ("granite4_dense", {"model.layers.0.shared_mlp.input_linear.weight": lambda old: old[2:]}, "input_linear.weight has shape"),
+        ("granite4_dense", {"model.layers.0.mamba.A_log": lambda _: np.ones(2, np.float32)}, r"has the tensors \['model.layers.0.mamba.A_log'\]"),
+        ("olmo2", {"model.layers.2.self_attn.q_norm.weight": None}, "lacks the tensor 'model.layers.2.self_attn.q_norm.weight'"),
+        ("olmo2", {"model.layers.2.self_attn.k_norm.weight": lambda old: old[:8]}, r"k_norm.weight has shape \(8,\)"),
+        ("olmo2", {"model.layers.0.input_layernorm.weight": lambda _: np.ones(64, np.float32)}, r"has the tensors \['model.layers.0.input_layernorm"),
+        ("gemma3", {"model.layers.0.pre_feedforward_layernorm.weight": None}, "lacks the tensor 'model.layers.0.pre_feedforward"),
+        ("gemma3", {"lm_head.weight": lambda _: np.ones((96, 64), np.float32)}, "lm_head.weight"),
+        ("hunyuan_dense", {"model.layers.0.self_attn.query_layernorm.weight": None}, "lacks the tensor .*query_layernorm"),
+        ("seed_oss", {"model.layers.0.self_attn.k_proj.bias": None}, "lacks the tensor 'model.layers.0.self_attn.k_proj.bias'"),
+        ("mistral", {"model.layers.0.self_attn.q_proj.bias": lambda _: np.ones(4, np.float32)}, r"has the tensors \['model.layers.0.self_attn.q_proj.bias'\]"),
+        ("mistral", {"model.layers.0.self_attn.q_proj.weight_scale_inv": lambda _: np.ones(4, np.float32)}, r"has the tensors \['model.*weight_scale_inv'\]"),
+        ("mistral", {"model.layers.0.mlp.up_proj.weight": lambda old: old.astype(np.int8)}, "up_proj.weight has type I8"),
+        ("gemma3_wrapped", {"language_model.model.layers.0.mlp.up_proj.weight": None}, "lacks the tensor 'model.layers.0.mlp.up_proj.weight'"),
+        ("gemma3_wrapped", {"audio_tower.weight": lambda _: np.ones(4, np.float32)}, r"has the tensors \['audio_tower.weight'\]"),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:.*image encoder")
+def test_a_checkpoint_that_does_not_fit_is_refused_by_tensor(name, changes, message, tmp_path):
+    (tmp_path / "config.json").write_bytes((FOLDERS[name] / "config.json").read_bytes())
+    tensors = load_file(FOLDERS[name] / "model.safetensors")
+    for tensor, change in changes.items():
+        old = tensors.pop(tensor, None)
+        if change is not None:
+            tensors[tensor] = np.ascontiguousarray(change(old))
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        load_model(tmp_path)
+
+
+def test_adapters_of_parts_of_a_tensor_are_refused():
+    config = read_config(FOLDERS["phi3"])
+    for targets in (["q_proj"], ["mlp"]):
+        shape = lora_shape(rank=2, alpha=2.0, targets=targets)
+        with pytest.raises(
+            ValueError, match=r"lora\.targets=.*_proj is a part of .*lora\.targets=\[o_proj,down_proj\]"
+        ):
+            check_adapters(replace(config, lora=shape))
+    check_adapters(replace(config, lora=lora_shape(rank=2, alpha=2.0, targets=["o_proj", "down_proj"])))
+
+
+def test_adapters_of_neighbouring_rotations_are_reordered_as_their_matrices(tmp_path):
+    """GLM-4's file has other rows than the decoder. B A x added to a saved matrix is what the decoder adds."""
+    shape = lora_shape(rank=2, alpha=4.0, targets=["q_proj"])
+    config = replace(read_config(FOLDERS["glm4"]), lora=shape)
+    adapters, base = parted(tiny_params(config))
+    save_adapter(tmp_path, config, adapters, base="glm4")
+    again = place_adapters(config, read_adapter(tmp_path)[1])
+    jax.tree.map(np.testing.assert_array_equal, again, adapters)
+    file, name = (
+        SafetensorsFolder(tmp_path, single="adapter_model.safetensors"),
+        "model.layers.1.self_attn.q_proj",
+    )
+    whole = (slice(None), slice(None))
+    a, b = (file.read(f"base_model.model.{name}.lora_{part}.weight", whole) for part in "AB")
+    plain, merged = (
+        {tensor.name: tensor for tensor in exported(config, base, added)}[f"{name}.weight"].fetch()
+        for added in (None, adapters)
+    )
+    np.testing.assert_allclose(merged, plain + 2.0 * b @ a, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_missing_and_additional_experts_are_refused_by_tensor(name, tmp_path):
+    config = read_config(FOLDERS[name])
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in tensor_shapes(config).items()}
+    expert = "model.layers.1.mlp.experts.5.up_proj.weight"
+    fused = "model.layers.1.block_sparse_moe.output_linear.weight"
+    absent = fused if name == "granitemoe" else expert
+    save_file({key: value for key, value in tensors.items() if key != absent}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"lacks the tensor '{absent}'"):
+        checked(config, SafetensorsFolder(tmp_path))
+    save_file(tensors, tmp_path / "model.safetensors")
+    more = {key.replace("experts.5", "experts.8"): value for key, value in tensors.items()}
+    save_file(tensors | more, tmp_path / "model.safetensors")
+    if name != "granitemoe":
+        with pytest.raises(
+            ValueError, match=r"has the tensors .*experts\.8\.down_proj.*not part of this model"
+        ):
+            checked(config, SafetensorsFolder(tmp_path))
+    other = replace(config, experts=replace(config.experts, count=4))
+    with pytest.raises(ValueError, match=r"weight has shape \(8, .* needs \(4, "):
+        checked(other, SafetensorsFolder(tmp_path))
+
+
+def test_adapters_of_experts_are_refused():
+    config = read_config(FOLDERS["qwen3_moe"])
+    with pytest.raises(ValueError, match=r"lora\.targets has down_proj, gate_proj, up_proj, .*\[attention\]"):
+        replace(config, lora=lora_shape(rank=2, alpha=2.0, targets=["all"]))
+
+
+def plain(config, **changes):
+    """The configuration with the scaling of all rotations, or other parts of them, left out."""
+    return {"ropes": tuple(rope and replace(rope, **changes) for rope in config.ropes)}
+
+
+LEFT_OUT = {
+    "mistral": [{"windows": ()}],
+    "ministral3": [{"query_growth": None}, lambda config: plain(config, scaling=None)],
+    "olmo2": [{"qk_norm": "none"}],
+    "olmo3": [{"windows": ()}, {"rope_of_layer": ()}, lambda config: plain(config, scaling=None)],
+    "smollm3": [{"rope_of_layer": ()}],
+    "gemma2": [
+        {"windows": ()}, {"norm_offset": 0.0}, {"norm_place": "inputs"}, {"query_scale": None}, {"score_cap": None}, {"logit_cap": None},
+        {"activation": "silu"}, {"embed_scale": 1.0},
+    ],
+    "gemma3": [{"rope_of_layer": ()}, {"qk_norm": "none"}, {"windows": ()}, lambda config: plain(config, scaling=None)],
+    "granite": [{"embed_scale": 1.0}, {"query_scale": None}, {"residual_scale": 1.0}, {"logit_divisor": 1.0}],
+    "granite4_dense": [{"ropes": (None,)}],
+    "seed_oss": [{"qkv_bias": False}],
+    "exaone4": [{"rope_of_layer": ()}, {"qk_norm": "none"}],
+    "phi3": [lambda config: plain(config, scaling=None), lambda config: plain(config, share=1.0, scaling=None)],
+    "glm4": [lambda config: plain(config, share=1.0), {"norm_place": "inputs"}],
+    "hunyuan_dense": [{"qk_norm_after_rope": False}],
+    "qwen3_moe": [{"experts": Experts(8, 2, False)}, {"experts": Experts(8, 1, True)}, {"qk_norm": "none"}],
+    "olmoe": [{"experts": Experts(8, 3, True)}, {"experts": Experts(8, 2, False)}, {"qk_norm": "none"}, {"clip_qkv": None}],
+    "granitemoe": [
+        {"experts": Experts(8, 2, False)}, {"embed_scale": 1.0}, {"query_scale": None}, {"residual_scale": 1.0}, {"logit_divisor": 1.0},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "number"), [(name, number) for name, changes in LEFT_OUT.items() for number in range(len(changes))]
+)  # fmt: skip
+def test_no_switch_can_be_left_out(name, number):
+    """Without any one switch, logits change by 0.4 or more. Half of that shows that the tests above would fail."""
+    config, params, logits, _ = passed(name)
+    change = LEFT_OUT[name][number]
+    other = replace(config, **(change(config) if callable(change) else change))
+    kept = nnx.to_pure_dict(shapes_of(other))
+    state = shapes_of(other)
+    whole = nnx.to_pure_dict(params)
+    nnx.replace_by_pure_dict(
+        state, {part: {leaf: whole[part][leaf] for leaf in leaves} for part, leaves in kept.items()}
+    )
+    found = logits_of(other, state, rows_of(name)[1])
+    ids = np.asarray(arrays(rows_of(name)[1])[2]) == 1
+    assert np.abs(found - logits)[ids].max() > 0.2
+
+
+def test_a_window_counts_positions_where_responses_share_a_prompt():
+    """The second response is 8 columns farther from its prompt than in a row of its own, but not farther in its sequence."""
+    config, params, *_ = passed("mistral")
+    tokens = rows_of("mistral")[1][0][:28]
+    prompt, responses = tokens[:12], (tokens[12:20], tokens[20:28])
+    alone = [logits_of(config, params, [np.concatenate([prompt, each])])[0] for each in responses]
+    graph = graph_of(config)
+    positions = np.concatenate([np.arange(20), np.arange(12, 20)]).astype(np.int32)[None]
+    segments = np.repeat(np.array([1, 2, 3], np.int32), [12, 8, 8])[None]
+    prefixes = np.ones_like(segments)
+
+    @jax.jit
+    def shared(params):
+        decoder = nnx.merge(graph, params)
+        row = map(jnp.asarray, (tokens.astype(np.int32)[None], positions, segments, prefixes))
+        return decoder.ends.logits(decoder(*row))[0]
+
+    found = np.asarray(shared(params))
+    np.testing.assert_allclose(found[:20], alone[0], rtol=0, atol=5e-5)
+    np.testing.assert_allclose(found[20:], alone[1][12:], rtol=0, atol=5e-5)

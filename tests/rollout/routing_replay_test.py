@@ -1,0 +1,95 @@
+"""Runs of a model with experts record them in flight, in checkpoints and between processes."""
+
+import pytest
+from rich.console import Console
+
+from dapo_jax.config import ConfigError, EnvironmentConfig
+from dapo_jax.models.presets import Experts
+from dapo_jax.run import train
+from dapo_jax.run.programs import recorded_routes
+from dapo_jax.testing import tiny_decoder_config
+from dapo_jax.trackers.progress import Progress
+from tests.rollout.processes_test import GRADER, assert_the_same, trained
+
+FLYING = {
+    "rollout__round_tokens": 2,
+    "rollout__in_flight": 16,
+    "sampling__slots": 16,
+    "optimizer__epsilon": 0.1,
+}
+"""Responses of up to 6 tokens take three rounds, so that most continue under other weights."""
+
+
+@pytest.fixture(scope="module")
+def flying(micro, moe_model):
+    return lambda run_dir=None, **changes: micro(run_dir, model__source=moe_model, **FLYING | changes)
+
+
+@pytest.fixture(scope="module")
+def flown(flying, run_micro):
+    return run_micro(flying(steps=3, checkpoint__every_steps=1, checkpoint__keep=9))
+
+
+def test_the_trainer_computes_the_samplers_logprobs_in_flight(flown):
+    """In the first step, all tokens are sampled with the weights of the step; in float32 their experts are the trainer's."""
+    first, *later = flown.metrics
+    assert first["sync/logprob_diff_max"] <= 2e-5
+    assert any(line["rollout/age_max"] > 0 for line in later)
+    for line in flown.metrics:
+        assert 0 < line["routing/no_record_frac"] < 0.5
+    # The second update of the first step has other weights than the sampler.
+    assert max(line["routing/flipped_frac"] for line in later) > 0
+
+
+def test_a_run_resumed_in_flight_is_the_uninterrupted_run(flying, flown, run_micro, same_run):
+    config = flying(steps=1, checkpoint__every_steps=1)
+    run_micro(config)
+    same_run(run_micro(flying(config.run_dir, steps=3, checkpoint__every_steps=1), resume=True), flown)
+
+
+def test_without_replay_nothing_is_recorded(flying, run_micro):
+    [line] = run_micro(flying(steps=1, rollout__routing_replay="off")).metrics
+    assert "routing/flipped_frac" not in line
+    assert line["routing/busiest_load"] >= 1.0
+
+
+def test_episodes_in_flight_have_records_of_all_their_tokens(flying, run_micro):
+    """Turns of one token each, and the environment's tokens between them."""
+    environment = EnvironmentConfig(source="guess", max_turns=2, turn_tokens=1)
+    config = flying(
+        steps=2, environment=environment, dynamic_sampling__enabled=False, rollout__round_tokens=1
+    )
+    lines = run_micro(config, reward=None).metrics
+    assert lines[0]["sync/logprob_diff_max"] <= 2e-5
+    # Two updates, and the last token of each of eight episodes has no record.
+    assert 0 < lines[0]["routing/no_record_frac"] < 0.3
+
+
+def test_more_experts_than_a_byte_can_number_are_refused(flying):
+    """255 means that nothing is recorded, so the largest number of an expert is 254."""
+    most, more = (
+        tiny_decoder_config(experts=Experts(count, 2, normalize=True), mlp_dim=16) for count in (255, 256)
+    )
+    assert recorded_routes(flying(), most) == (2, 2)
+    with pytest.raises(ConfigError, match=r"at most 255 experts.* has 256: set rollout\.routing_replay=off"):
+        recorded_routes(flying(), more)
+    assert recorded_routes(flying(rollout__routing_replay="off"), more) is None
+
+
+# Groups are sent as arrays, which tests/rollout/checkpoint_arrays_test.py checks.
+@pytest.mark.slow
+@pytest.mark.parametrize("in_flight", [16, 0])
+def test_two_processes_hand_over_their_records(in_flight, on_disk, moe_model, tmp_path):
+    make = on_disk(tmp_path, GRADER, "third")
+    how = {
+        "model__source": moe_model,
+        "rollout__round_tokens": 2,
+        "rollout__in_flight": in_flight,
+        "steps": 3,
+    }
+    one, _ = make("one", sampling__slots=16, **how)
+    train(one, progress=Progress(one.steps, console=Console(quiet=True)))
+    _, path = make("two", sampling__slots=8, **how)
+    [first, _] = trained(path, 2)
+    assert "routing replay records 4 bytes per token" in first
+    assert_the_same(path.with_name("two"), path.with_name("one"), steps=(2, 3))

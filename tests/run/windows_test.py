@@ -1,0 +1,109 @@
+"""Runs of a small Gemma 3 with a sliding window, through every way in which a run may attend.
+
+Prompts have up to 4 and responses up to 6 tokens, and a window has 3. So windows end within prompts and within responses, and cross from one into the other. In each run, the
+trainer's log-probabilities are compared with the sampler's (`sync/logprob_diff_max`), whose tolerance of 2e-5 is the one of `lora_test`: float32 sums in another order.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dapo_jax.config import LoraConfig
+from dapo_jax.models.families import describe, understand
+from dapo_jax.models.folder import read_config
+from dapo_jax.models.presets import DecoderConfig
+from dapo_jax.models.rope import Rope
+from dapo_jax.run.policy import Policy
+from dapo_jax.testing import tiny_params
+from dapo_jax.text.tokenizers import CharTokenizer
+from dapo_jax.trackers.rollout_log import read_rollouts
+
+STEPS = 3
+CONTEXT = {"parallel__data": 2, "parallel__fsdp": 2, "parallel__context": 2}
+"""The rows of a device group are split over two devices."""
+
+
+def gemma(tokenizer):
+    described = describe(
+        DecoderConfig(
+            family="gemma3_text", vocab_size=tokenizer.vocab_size, embed_dim=16, layers=3, heads=2, kv_heads=1, head_dim=8, mlp_dim=16, max_positions=128,
+            norm_place="both", norm_offset=1.0, qk_norm="head", activation="gelu_tanh", embed_scale=4.0, query_scale=0.25,
+            windows=(3, 0, 3), ropes=(Rope(theta=100.0), Rope(theta=10.0)), rope_of_layer=(1, 0, 1),
+        )
+    )  # fmt: skip
+    return understand(described, "config.json")
+
+
+@pytest.fixture(scope="module")
+def windowed(micro, tmp_path_factory):
+    """Makes configurations with prompts that responses share in packed rows, and a checkpoint at every step."""
+    folder, tokenizer = tmp_path_factory.mktemp("windowed"), CharTokenizer("0123456789+=:,?")
+    decoder = gemma(tokenizer)
+    Policy(decoder=decoder, params=tiny_params(decoder, seed=5), tokenizer=tokenizer).save(folder)
+    assert read_config(folder).windows == (3, 0, 3)
+
+    def make(run_dir=None, **changes):
+        fixed = {
+            "model__source": str(folder), "steps": STEPS, "batch__row_tokens": 24, "optimizer__epsilon": 0.1, "optimizer__learning_rate": 0.01,
+            "dynamic_sampling__surplus": "discard", "checkpoint__every_steps": 1, "checkpoint__keep": 9, "log__rollouts_every_steps": 1,
+        }  # fmt: skip
+        return micro(run_dir, **fixed | changes)
+
+    return make
+
+
+FLIGHT = {"rollout__round_tokens": 2, "rollout__in_flight": 16, "sampling__slots": 16}
+
+
+@pytest.fixture(scope="module")
+def flown(windowed, run_micro, rows):
+    """A run with rollouts in flight, rows over two devices each, and steps whose responses were sampled by several weights."""
+    return run_micro(windowed(**FLIGHT, **CONTEXT), eval_rows=rows)
+
+
+def test_packed_rows_over_several_devices_are_those_that_were_sampled(windowed, run_micro, rows):
+    found = run_micro(windowed(**CONTEXT), eval_rows=rows)
+    for line in found.metrics[1:]:
+        assert line["sync/logprob_diff_max"] <= 2e-5
+        assert line["update/grad_norm"] > 0
+
+
+def test_a_run_with_rollouts_in_flight_resumes_bit_for_bit(windowed, run_micro, rows, flown, same_run):
+    assert any(line["rollout/age_max"] > 0 for line in flown.metrics[1:])
+    folder = windowed().run_dir
+    for steps in range(1, STEPS + 1):
+        config = windowed(folder, steps=steps, **FLIGHT, **CONTEXT)
+        found = run_micro(config, resume=steps > 1, eval_rows=rows)
+    lines = [
+        {name: value for name, value in line.items() if "eval" not in name} for line in found.metrics[1:-1]
+    ]
+    same_run(replace(found, metrics=[found.metrics[0], *lines, found.metrics[-1]]), flown)
+
+
+def test_preempted_responses_are_read_again(windowed, run_micro, rows, flown):
+    """With pages for a single sequence on each device."""
+    few = {"sampling__slots": 8, "sampling__cache_tokens": 96, "sampling__page_tokens": 4}
+    found = run_micro(windowed(**FLIGHT | few, **CONTEXT), eval_rows=rows)
+    for step in range(1, STEPS + 1):
+        paths = (run.run_dir / "rollouts" / f"step_{step:06d}.jsonl" for run in (found, flown))
+        for one, other in zip(*map(read_rollouts, paths), strict=True):
+            np.testing.assert_allclose(one.pop("logprobs"), other.pop("logprobs"), rtol=0, atol=2e-5)
+            for response in (one, other):
+                response.pop("ratios")
+            assert one == other
+
+
+@pytest.mark.parametrize("weight_dtype", ["int8", pytest.param("", marks=pytest.mark.slow)])
+def test_adapters_are_sampled_as_they_are_trained(weight_dtype, windowed, run_micro, rows):
+    """In eight bits, the sampler has another policy. Rounding the weights of this model changes a log-probability by 0.045 on average, with and without windows."""
+    lora = {
+        "loss__importance_cap": 2.0,
+        "lora": LoraConfig(rank=2, alpha=8.0),
+        "sampling__weight_dtype": weight_dtype,
+    }
+    lines = run_micro(windowed(**lora), eval_rows=rows).metrics[1:]
+    if weight_dtype:
+        assert 0.01 < max(line["sync/logprob_diff_mean"] for line in lines) < 0.1
+    else:
+        assert max(line["sync/logprob_diff_max"] for line in lines) <= 2e-5

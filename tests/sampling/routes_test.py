@@ -1,0 +1,322 @@
+"""The sampler records the experts that it chooses, each at its token, and the trainer that uses the record computes the sampler's log-probabilities.
+
+In float32, the trainer's own choices are the sampler's, so a record at another token would show as flipped choices.
+"""
+
+import functools
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from dapo_jax.dapo.batching import Example
+from dapo_jax.dapo.metrics import to_scalars
+from dapo_jax.dapo.rollouts import NO_ROUTE, Continuation
+from dapo_jax.models.decoder import Decoder
+from dapo_jax.models.presets import Experts
+from dapo_jax.models.tensors import shapes_of
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.parallel.sharding import shardings
+from dapo_jax.parallel.training_layout import layout_of
+from dapo_jax.parallel.weights import WeightTransfer
+from dapo_jax.rollout.checkpoint_arrays import drawn_arrays, drawn_of
+from dapo_jax.rollout.collector import Collector
+from dapo_jax.rollout.scheduler import ClockSizes, VirtualClock
+from dapo_jax.sampling.continuous_batching import limits_of
+from dapo_jax.sampling.decoding import decoding
+from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.sampling.prompt_packing import PrefillShape
+from dapo_jax.sampling.requests import Request
+from dapo_jax.sampling.round_sampler import RoundSampler
+from dapo_jax.testing import tiny_decoder_config, tiny_params
+from dapo_jax.training.optimizer import make_optimizer
+from dapo_jax.training.row_packing import pack
+from dapo_jax.training.state import init_state
+from dapo_jax.training.update import UpdateOptions, Updater
+from tests.sampling.continuous_batching_test import (
+    EOS,
+    GROUP,
+    KEY,
+    LIMIT,
+    MAX_PROMPT,
+    all_of,
+    one_device,
+    prompts,
+    sample,
+)
+from tests.sampling.turns_test import Appending, anew, two_more
+
+LAYERS, CHOSEN = 2, 3
+CONFIG = tiny_decoder_config(
+    layers=LAYERS, experts=Experts(count=8, chosen=CHOSEN, normalize=True), mlp_dim=16, qk_norm="head"
+)
+
+
+@functools.cache
+def engine_of(slots, steps=8, **how):
+    return DecoderEngine(
+        CONFIG, slots=slots, capacity=MAX_PROMPT + LIMIT, steps_per_call=steps, stop_ids=[EOS], mesh=one_device(),
+        records_routes=True, **how,
+    )  # fmt: skip
+
+
+@functools.cache
+def transfer():
+    return WeightTransfer(shapes_of(CONFIG), one_device(), dtype="float32")
+
+
+@functools.cache
+def weights_of(seed=0):
+    return transfer()(tiny_params(CONFIG, seed=seed))
+
+
+def sampled_by(engine, *ordinals, **how):
+    return sample(engine, prompts(*ordinals), weights=weights_of(), **how)
+
+
+def examples_of(sampled):
+    """{ordinal: responses} as the trainer gets them, by `training_examples` without groups."""
+    asked = {prompt.ordinal: prompt.tokens for prompt in prompts(*sampled)}
+    return [
+        Example(
+            prompt_tokens=context,
+            response_tokens=response.tokens[first:stop],
+            logprobs=response.logprobs[first:stop],
+            sampled=response.sampled[first:stop],
+            prompt_routes=response.routes[first - len(context) : first] if first else response.prompt_routes,
+            routes=response.routes[first:stop],
+        )
+        for ordinal, responses in sampled.items()
+        for response in responses
+        for context, first, stop in response.parts(asked[ordinal])
+    ]
+
+
+@functools.cache
+def updater_of(replays=True, mesh=None, **how):
+    how["layout"] = layout_of(mesh or one_device())
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0), **how)))
+    options = UpdateOptions(
+        logprob_chunk_vocab=100, old_logprobs="trainer", routes=(LAYERS, CHOSEN) if replays else None
+    )
+    return Updater(graph, shapes_of(CONFIG), make_optimizer(), mesh or one_device(), options=options)
+
+
+def trained(rows, *, seed=0, mesh=None, **how):
+    """(sampler's minus trainer's log-probabilities of a scoring pass, metrics of an update) of packed rows."""
+    updater = updater_of(replays=rows[0].routes is not None, mesh=mesh, **how)
+    params = tiny_params(CONFIG, seed=seed)
+    params = params if mesh is None else jax.device_put(params, shardings(params, mesh))
+    state = init_state(params, make_optimizer(), mesh or one_device())
+    packed = pack(rows, np.ones(len(rows)), row_tokens=40, rows_per_microbatch=24, spread=2 if mesh else 1)
+    _, [second] = updater.prepare(state, [packed, packed])
+    m = jax.device_get(second.microbatches)
+    _, metrics = updater.update(state, (second,), learning_rate=0.0, first=True)
+    return (m.sampler_logprobs - m.old_logprobs)[m.mask], to_scalars(metrics)
+
+
+def assert_recorded(sampled, *, ends=True):
+    """Each token has three different experts in each layer, but for the last token of a response."""
+    for response in all_of(sampled):
+        routes = response.routes
+        assert routes.dtype == np.uint8
+        assert routes.shape == (len(response.tokens), LAYERS, CHOSEN)
+        assert (routes[-1] == NO_ROUTE).all()
+        known = (
+            routes[:-1]
+            if response.prompt_routes is None
+            else np.concatenate([response.prompt_routes, routes[:-1]])
+        )
+        if ends:
+            assert (known < 8).all()
+            assert all(len(set(each)) == CHOSEN for each in known.reshape(-1, CHOSEN).tolist())
+
+
+def assert_the_trainers(sampled, **how):
+    differences, metrics = trained(examples_of(sampled), **how)
+    assert np.abs(differences).max() <= 2e-5
+    assert metrics["routing/flipped_frac"] == 0.0
+    assert metrics["sync/logprob_diff_max"] <= 2e-5
+    return metrics
+
+
+NARROW = PrefillShape(rows=1, width=4, longest=MAX_PROMPT)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"page_tokens": 4, "cache_tokens": 48, "prefill": NARROW},
+        {"batch_invariant": True},
+    ],
+    ids=["slots", "chunks and preempted", "batch invariant"],
+)
+def test_records_are_the_trainers_choices(how):
+    """Groups share a prefill. With 48 cached tokens in pages of 4, responses are preempted; prompts of up to 8 tokens take two chunks."""
+    sampled = sampled_by(engine_of(8, **how), 0, 1, 2, 3, 4)
+    assert_recorded(sampled)
+    metrics = assert_the_trainers(sampled, remat="dots")
+    # Six responses to a prompt share its tokens in a row, and the last token of each has no record.
+    tokens = [len(prompt.tokens) for prompt in prompts(0, 1, 2, 3, 4)]
+    total = sum(tokens) + sum(len(response.tokens) for response in all_of(sampled))
+    assert metrics["routing/no_record_frac"] == pytest.approx(30 / total, abs=0.02)
+    assert metrics["routing/busiest_load"] >= 1.0
+    assert 0.0 <= metrics["routing/unused_frac"] < 1.0
+
+
+def test_slots_and_preemption_change_no_record():
+    one, other = (
+        sampled_by(engine_of(8, **how), 0, 1, 2, 3, 4)
+        for how in ({}, {"page_tokens": 4, "cache_tokens": 48, "prefill": NARROW})
+    )
+    for ordinal, responses in one.items():
+        for a, b in zip(responses, other[ordinal], strict=True):
+            np.testing.assert_array_equal(a.routes, b.routes)
+            np.testing.assert_array_equal(a.prompt_routes, b.prompt_routes)
+
+
+@pytest.mark.parametrize("answer", [two_more, anew], ids=["appended", "new contexts"])
+@pytest.mark.parametrize("how", [{}, {"batch_invariant": True}], ids=["fed", "prefilled again"])
+def test_tokens_of_environments_and_the_last_tokens_of_turns_have_records(answer, how):
+    engine = engine_of(8, has_turns=True, **how)
+    sampled = sampled_by(engine, 0, 1, 2, environments=Appending(answer, turn_tokens=3))
+    assert_recorded(sampled, ends=answer is two_more)
+    metrics = assert_the_trainers(sampled)
+    examples = examples_of(sampled)
+    for one in examples:
+        assert (one.routes[:-1] < 8).all(), "only the last token of a context has no record"
+    assert metrics["routing/no_record_frac"] > 0
+
+
+def altered(routes, seed=0):
+    """Other experts in the place of the recorded ones, for a quarter of all tokens and layers."""
+    rng = np.random.default_rng(seed)
+    others = np.stack([rng.permutation(8)[:CHOSEN] for _ in range(routes[..., 0].size)]).reshape(routes.shape)
+    change = (rng.random(routes.shape[:2]) < 0.25)[..., None] & (routes != NO_ROUTE)
+    return np.where(change, others, routes).astype(np.uint8)
+
+
+@pytest.mark.parametrize("how", [{}, {"remat": "full"}])
+def test_altered_records_are_used_in_scoring_and_in_the_update(how):
+    """As a direct call of the decoder for each response alone does, to 2e-5."""
+    sampled = sampled_by(engine_of(8), 0, 1, 2, 3, 4)
+    rows = [replace(one, routes=altered(one.routes, at)) for at, one in enumerate(examples_of(sampled))]
+    differences, metrics = trained(rows, **how)
+    assert np.abs(differences).max() > 0.01
+    assert metrics["sync/logprob_diff_max"] == pytest.approx(np.abs(differences).max(), abs=2e-5)
+    assert 0.1 < metrics["routing/flipped_frac"] < 0.3
+    params = tiny_params(CONFIG)
+    decoder = nnx.merge(nnx.split(nnx.eval_shape(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0))))[0], params)
+    expected = []
+    call = jax.jit(lambda *arrays: decoder.ends.logits(decoder(*arrays)[0]))
+    for one in rows:
+        whole = np.concatenate([one.prompt_tokens, one.response_tokens])
+        record = np.concatenate([one.prompt_routes, one.routes])
+        tokens, positions = np.zeros((1, 24), np.int32), np.arange(24, dtype=np.int32)[None]
+        routes = np.full((1, 24, LAYERS, CHOSEN), NO_ROUTE, np.uint8)
+        tokens[0, : len(whole)], routes[0, : len(whole)] = whole, record
+        segments = (positions < len(whole)).astype(np.int32)
+        logprobs = jax.nn.log_softmax(call(tokens, positions, segments, segments, routes))[0]
+        places = np.arange(len(one.prompt_tokens), len(whole))
+        expected.append(one.logprobs - np.asarray(logprobs)[places - 1, whole[places]])
+    np.testing.assert_allclose(np.sort(differences), np.sort(np.concatenate(expected)), rtol=0, atol=2e-5)
+
+
+def test_a_mesh_uses_the_same_records():
+    """Two rows at a time, each split over context, with the experts over fsdp and each expert over tensor: as one device, and the same metrics."""
+    rows = [
+        replace(one, routes=altered(one.routes, at))
+        for at, one in enumerate(examples_of(sampled_by(engine_of(8), 0, 1, 2, 3, 4)))
+    ]
+    mesh = make_mesh(data=1, fsdp=2, tensor=2, context=2)
+    (found, measured), (expected, like) = trained(rows, mesh=mesh), trained(rows)
+    np.testing.assert_allclose(np.sort(found), np.sort(expected), rtol=0, atol=2e-5)
+    for name in (name for name in like if name.startswith("routing/")):
+        assert measured[name] == pytest.approx(like[name], abs=1e-6), name
+
+
+def rounds_of(seed, **how):
+    return RoundSampler(
+        engine_of(4, 4, in_flight=12, page_tokens=4, **how.pop("engine", {})), weights_of(seed), key=KEY,
+        decoding=decoding(), max_response_tokens=LIMIT, **how,
+    )  # fmt: skip
+
+
+def test_responses_in_flight_keep_their_records_when_the_weights_change():
+    """Tokens that older weights processed keep their experts, in the sampler and in the trainer. So both compute the same log-probabilities with the new weights."""
+    asked = prompts(1, 2)
+    going = [Request(prompt, index, 0) for prompt in asked for index in range(GROUP)]
+    rounds_of(0).draw(going, 5)
+    before = [request.routes_from(0) for request in going]
+    going = [request.rest() for request in going if request.drawn == 5]
+    for request in going:
+        request.version = 1
+    rounds_of(1).draw(going, 6)
+    assert len(going) > 6
+    rows, kept = [], [each for each in before if len(each) == 5][: len(going)]
+    for request, old in zip(going, kept, strict=True):
+        np.testing.assert_array_equal(request.routes[:4], old[:4])
+        rows.append(
+            Example(
+                prompt_tokens=request.prompt.tokens,
+                response_tokens=request.tokens[: request.drawn],
+                logprobs=request.logprobs[: request.drawn],
+                prompt_routes=request.prompt_routes,
+                routes=request.routes_from(0),
+                sampled=np.arange(request.drawn) >= 5,
+            )
+        )
+    differences, metrics = trained(rows, seed=1)
+    assert np.abs(differences).max() <= 2e-5
+    assert metrics["routing/flipped_frac"] > 0.05, "new weights choose other experts"
+    free = [replace(row, routes=None, prompt_routes=None) for row in rows]
+    assert np.abs(trained(free, seed=1)[0]).max() > 1e-3
+
+
+def test_other_processes_get_the_records_of_a_round():
+    """What `Drawn` hands over, in arrays, is the record of the sampling process, with tokens that environments appended, and after new contexts."""
+    sizes = ClockSizes(in_flight=12, samples_per_prompt=GROUP, needed=2, answer_rounds=0)
+    environments = Appending(anew, turn_tokens=3)
+    limits = limits_of(environments, max_response_tokens=LIMIT, capacity=MAX_PROMPT + LIMIT)
+    asked = {prompt.ordinal: prompt for prompt in prompts(0, 1, 2)}
+    here, there = (
+        Collector(clock=VirtualClock(sizes), ready={}, prompt_at=asked.__getitem__, limits=limits)
+        for _ in range(2)
+    )
+    sampler = rounds_of(0, limits=limits, engine={"has_turns": True})
+    for collector in (here, there):
+        collector.start()
+    seen = {one: [] for one in here.responses}
+
+    def answer():
+        for collector in (here, there):
+            for one in collector.answers_due():
+                request = collector.responses[one]
+                before = anew(one.ordinal, one.index, request.turns)
+                found = Continuation(np.array(before, np.int32)) if isinstance(before, list) else before
+                collector.answer(one, found, request.standing)
+
+    answer()
+    for _ in range(5):
+        names = [one for one in here.responses if here.draws(one)]
+        drawn = sampler.draw([here.responses[one] for one in names], 2)
+        sent = drawn_of({name: array.copy() for name, array in drawn_arrays(drawn).items()})
+        here.take(dict(zip(names, drawn, strict=True)), set(names))
+        there.take(dict(zip(names, sent, strict=True)), set())
+        answer()
+        for one, request in here.responses.items():
+            other = there.responses[one]
+            np.testing.assert_array_equal(other.tokens[: other.drawn], request.tokens[: request.drawn])
+            for found, expected in zip(
+                (other.routes_from(0), other.prompt_routes),
+                (request.routes_from(0), request.prompt_routes),
+                strict=True,
+            ):
+                np.testing.assert_array_equal(found, expected)
+            seen[one].append(request.recorded)
+        for collector in (here, there):
+            collector.end_round()
+    assert all(counts[-1] > counts[0] for counts in seen.values())
