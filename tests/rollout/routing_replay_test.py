@@ -3,7 +3,7 @@
 import pytest
 from rich.console import Console
 
-from dapo_jax.config import ConfigError, EnvironmentConfig
+from dapo_jax.config import ConfigError, EnvironmentConfig, LoraConfig
 from dapo_jax.models.presets import Experts
 from dapo_jax.run import train
 from dapo_jax.run.programs import recorded_routes
@@ -51,6 +51,27 @@ def test_without_replay_nothing_is_recorded(flying, run_micro):
     [line] = run_micro(flying(steps=1, rollout__routing_replay="off")).metrics
     assert "routing/flipped_frac" not in line
     assert line["routing/busiest_load"] >= 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weight_dtype", ["", "int8"])
+def test_adapters_are_sampled_as_they_are_trained(weight_dtype, flying, run_micro):
+    """With a row of several responses and their prompt split over two devices. Rounding to eight bits gives the sampler another policy."""
+    mesh = {"parallel__data": 2, "parallel__fsdp": 2, "parallel__context": 2}
+    adapters = LoraConfig(rank=2, alpha=8.0, targets=["q_proj", "k_proj", "v_proj", "o_proj"])
+    how = {
+        "rollout__in_flight": 0,
+        "batch__row_tokens": 24,
+        "dynamic_sampling__surplus": "discard",
+        "loss__importance_cap": 2.0,
+    }
+    config = flying(steps=3, **how, **mesh, lora=adapters, sampling__weight_dtype=weight_dtype)
+    lines = run_micro(config).metrics
+    assert all(line["update/grad_norm"] > 0 for line in lines)
+    if weight_dtype:
+        assert 1e-3 < max(line["sync/logprob_diff_mean"] for line in lines) < 0.1
+    else:
+        assert max(line["sync/logprob_diff_max"] for line in lines) <= 2e-5
 
 
 def test_episodes_in_flight_have_records_of_all_their_tokens(flying, run_micro):
