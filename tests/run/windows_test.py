@@ -94,7 +94,8 @@ def test_preempted_responses_are_read_again(windowed, run_micro, rows, flown):
             assert one == other
 
 
-@pytest.mark.parametrize("weight_dtype", ["int8", pytest.param("", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("weight_dtype", ["", "int8"])
 def test_adapters_are_sampled_as_they_are_trained(weight_dtype, windowed, run_micro, rows):
     """In eight bits, the sampler has another policy. Rounding the weights of this model changes a log-probability by 0.045 on average, with and without windows."""
     lora = {

@@ -15,7 +15,13 @@ from dapo_jax.testing import check_objective
 from dapo_jax.testing.objectives import PROPERTIES
 from tests.docs.blocks import ROOT
 
-LOSSES = [*OBJECTIVES.values(), supervised_loss, kl_penalty, partial(dapo_loss, dual_clip=3.0)]
+SAME_AS_GSPO = pytest.param(OBJECTIVES["gspo_token"], marks=pytest.mark.slow)
+LOSSES = [
+    *({**OBJECTIVES, "gspo_token": SAME_AS_GSPO}).values(),
+    supervised_loss,
+    kl_penalty,
+    partial(dapo_loss, dual_clip=3.0),
+]
 OTHER_OPTIONS = {"divergence": "kl", "estimator": "k1"}
 
 constant = jax.lax.stop_gradient
