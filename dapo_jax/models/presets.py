@@ -153,8 +153,8 @@ class DecoderConfig:
 
     @property
     def size_note(self) -> str:
-        """The number of parameters in words, with experts also the number that a token uses."""
-        active = f", of which a token uses {self.active_parameters:,}" if self.experts else ""
+        """The number of parameters in words. With experts, it includes the number of parameters that each token uses."""
+        active = f" ({self.active_parameters:,} used per token)" if self.experts else ""
         return f"{self.parameters:,} parameters{active}"
 
     def _parameters(self, mlps: int) -> int:

@@ -88,7 +88,7 @@ def test_the_token_that_begins_a_text_is_added_if_the_file_has_it(adds, files):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        # "ab" has a higher score than "bc" and "▁a". "ab" and "c" are then "abc", and " " and "ab" are "▁ab", of which "abc" has the higher score.
+        # "ab" has a higher score than "bc" and "▁a". "ab" and "c" are then "abc", and " " and "ab" are "▁ab". "abc" has the higher score.
         ("abc", ["abc"]),
         (" abc", ["▁", "abc"]),
         (" ab", ["▁ab"]),

@@ -255,7 +255,7 @@ def test_splash_attention_over_split_rows_is_the_plain_one(axes, windows, cap):
 
         def part(query, key, value, segments):
             flat = [each.reshape(*each.shape[:2], -1) for each in (query, key, value)]
-            # Differences of columns are those of positions within a segment.
+            # Within a segment, columns differ by as much as positions.
             width = segments.shape[1]
             column = jax.lax.axis_index("context") * width + jnp.arange(width, dtype=jnp.int32)
             positions, total = jnp.broadcast_to(column, segments.shape), 0.0

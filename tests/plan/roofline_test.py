@@ -142,7 +142,7 @@ def test_pages_hold_as_many_responses_as_their_mean_context_and_half_a_page_fit(
 
 def test_a_token_attends_to_its_window():
     """Windows of 4 in two of three layers. The 10 tokens after a prompt of 6 attend to 7 + ... + 16 = 115 tokens in one layer and to 40 in each of the others:
-    65 on average instead of 115. A prompt of 6 has 21 pairs, of which 1 + 2 + 3 + 3 x 4 = 18 are in a window."""
+    65 on average instead of 115. A prompt of 6 has 21 pairs; 1 + 2 + 3 + 3 x 4 = 18 of them are in a window."""
     windowed = replace(SMALL, windows=(4, 0, 4))
     _, plain = works()
     _, found = works(decoder=windowed)

@@ -118,7 +118,7 @@ def trained(rows, *, seed=0, mesh=None, **how):
 
 
 def assert_recorded(sampled, *, ends=True):
-    """Each token has three different experts in each layer, but for the last token of a response."""
+    """Each token has three different experts in each layer. The last token of a response has no record."""
     for response in all_of(sampled):
         routes = response.routes
         assert routes.dtype == np.uint8
