@@ -1,0 +1,60 @@
+"""The comparison of measurements with a baseline."""
+
+import json
+
+import pytest
+
+from benchmarks.compare import BASELINES, compared, read
+from benchmarks.workload import Workload
+
+MACHINE = {"processor": "AMD EPYC 7B13", "cpus": 2, "memory_gb": 24.0, "load": 0.1}
+
+
+def written(folder, *, ours=(2.0, 2.0), peak=1.5):
+    """Two rounds of 4,096 tokens. The limit is 4,096 tokens/s; TRL's sampler takes 4 s."""
+    systems = {
+        "ours:float32": {"seconds": list(ours), "peak_gb": peak, "version": "dapo_jax 0.1"},
+        "hf:float32": {"seconds": [4.0, 4.0], "peak_gb": 3.0, "version": "transformers 5"},
+    }
+    limits = [{"float32": {"tokens_per_s": 4096.0}}] * 2
+    content = {"time": "2026-11-27T00:00:00", "machine": MACHINE, "workload": Workload(model="m").to_json()}
+    (folder / "rollout.json").write_text(json.dumps(content | {"systems": systems, "limits": limits}))
+    return read(folder)
+
+
+def test_figures_follow_from_seconds(tmp_path):
+    found = written(tmp_path)
+    assert found["kind"] == "amd_epyc_7b13-2"
+    assert found["versions"] == {"ours": "dapo_jax 0.1", "hf": "transformers 5"}
+    figures = found["figures"]
+    assert figures["rollout/ours:float32/tokens_per_s"] == [2048.0, 2048.0]
+    assert figures["rollout/ours:float32/share_of_limit"] == [0.5, 0.5]
+    assert figures["rollout/hf:float32/seconds_relative_to_ours"] == [2.0, 2.0]
+    assert figures["rollout/ours:float32/peak_gb"] == [1.5]
+
+
+@pytest.mark.parametrize(
+    ("ours", "moved"),
+    [
+        pytest.param((2.0, 2.0), False, id="equal"),
+        pytest.param((2.04, 2.05), False, id="under three percent"),
+        pytest.param((1.9, 2.6), False, id="the ranges overlap"),
+        pytest.param((2.2, 2.2), True, id="ten percent slower"),
+    ],
+)
+def test_a_figure_moved_if_the_ranges_are_apart_and_the_medians_differ(tmp_path, ours, moved):
+    text = compared(written(tmp_path), written(tmp_path, ours=ours))
+    assert ("rollout/ours:float32/seconds: " in text) == moved
+    assert ("Nothing moved." in text) != moved
+
+
+def test_a_folder_without_measurements_is_an_error(tmp_path):
+    with pytest.raises(SystemExit, match=r"rollout\.json"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("path", sorted(BASELINES.glob("*.json")), ids=lambda path: path.stem)
+def test_every_baseline_is_named_after_its_machine(path):
+    content = json.loads(path.read_text())
+    assert content["kind"] == path.stem
+    assert all(values for values in content["figures"].values())
