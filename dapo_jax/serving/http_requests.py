@@ -1,4 +1,4 @@
-"""Parses HTTP request bodies with `msgspec`, in vLLM's format (token ids) or OpenAI's format (messages). Error messages name the field.
+"""Parses HTTP request bodies with `msgspec`, in vLLM's format (token ids) or OpenAI's formats (messages, and prompts to complete). Error messages name the field.
 
 A field that this server does not support is accepted if its value has no effect, and refused otherwise.
 """
@@ -45,7 +45,7 @@ _Stop = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class _Sampling(msgspec.Struct, kw_only=True, frozen=True):
-    """Sampling options that both `/inference/v1/generate` and `/v1/chat/completions` accept."""
+    """Sampling options that all routes accept."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -89,7 +89,17 @@ class _ChatBody(_Sampling, kw_only=True, frozen=True):
     return_tokens_as_token_ids: bool = False
 
 
-_Body = TypeVar("_Body", _GenerateBody, _ChatBody)
+class _CompletionsBody(_Sampling, kw_only=True, frozen=True):
+    """The body of a request to `/v1/completions`."""
+
+    prompt: str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
+    model: str = ""
+    echo: bool = False
+    logprobs: Annotated[int, Meta(ge=0, le=1)] | None = None
+    return_tokens_as_token_ids: bool = False
+
+
+_Body = TypeVar("_Body", _GenerateBody, _ChatBody, _CompletionsBody)
 
 
 class _StreamOptions(msgspec.Struct, kw_only=True, frozen=True):
@@ -99,7 +109,7 @@ class _StreamOptions(msgspec.Struct, kw_only=True, frozen=True):
 
 
 # msgspec prepares a struct when it is first used. If two threads did this at the same time, the process would crash.
-for _kind in (_SamplingParams, _GenerateBody, _ChatBody, _StreamOptions):
+for _kind in (_SamplingParams, _GenerateBody, _ChatBody, _CompletionsBody, _StreamOptions):
     msgspec.json.Decoder(_kind)
 
 
@@ -142,6 +152,44 @@ def read_chat(content: bytes, limits: ServedLimits) -> CheckedRequest:
         body, prompt, limits, logprobs=body.logprobs, return_token_ids=body.return_token_ids, tokens_as_ids=body.return_tokens_as_token_ids,
         stream=body.stream, include_usage=streaming.include_usage,
     )  # fmt: skip
+
+
+def read_completions(content: bytes, limits: ServedLimits) -> list[CheckedRequest]:
+    """Parses the body of a request to `/v1/completions`, and tokenizes its prompts. Returns one request for each prompt.
+
+    Raises:
+        RequestError: the request cannot be served; the message names the field.
+    """
+    body = _body(content, _CompletionsBody, limits)
+    prompts: list[Any] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    if all(isinstance(each, int) for each in prompts):
+        prompts = [prompts]
+    if len({type(each) for each in prompts}) > 1 or isinstance(prompts[0], int):
+        raise RequestError(
+            f"prompt: found {body.prompt!r:.80}, a list of several types; needs texts, token ids, or lists of token ids"
+        )
+    if len(prompts) * body.n > limits.most_responses:
+        raise RequestError(
+            f"prompt: {len(prompts)} prompts with n={body.n} need {len(prompts) * body.n} responses; the server accepts {limits.most_responses}: "
+            "send fewer prompts, or serve with a larger --queue"
+        )
+    scoring = {"max_tokens": (0, 1), "temperature": (0, None), "n": (1,)} if body.echo else {}
+    for name, accepted in scoring.items():
+        if (found := getattr(body, name)) not in accepted:
+            raise RequestError(
+                f"{name} is {found}; with echo, which scores the prompt, the server accepts {' or '.join(map(str, accepted))}"
+            )
+    how = {"logprobs": body.logprobs is not None, "tokens_as_ids": body.return_tokens_as_token_ids}
+
+    def request(prompt: Any) -> CheckedRequest:
+        try:
+            ids = limits.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt
+        except ValueError as error:
+            raise RequestError(f"prompt: {error!s:.1000}") from error
+        known = limits.checked_ids("prompt", list(ids))
+        return _request(body, np.array(known, np.int32), limits, echo=body.echo, **how)
+
+    return [request(prompt) for prompt in prompts]
 
 
 def _body(content: bytes, kind: type[_Body], limits: ServedLimits) -> _Body:
