@@ -183,10 +183,10 @@ def read_completions(content: bytes, limits: ServedLimits) -> list[CheckedReques
 
     def request(prompt: Any) -> CheckedRequest:
         try:
-            ids = limits.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt
+            ids = limits.tokenizer.encode_prompt(prompt).tolist() if isinstance(prompt, str) else prompt
         except ValueError as error:
             raise RequestError(f"prompt: {error!s:.1000}") from error
-        known = limits.checked_ids("prompt", list(ids))
+        known = limits.checked_ids("prompt", ids)
         return _request(body, np.array(known, np.int32), limits, echo=body.echo, **how)
 
     return [request(prompt) for prompt in prompts]
