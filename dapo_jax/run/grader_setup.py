@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from datetime import date
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from dapo_jax.config import ConfigError, EnvironmentConfig, EvaluateConfig, RewardConfig, TrainConfig
@@ -19,6 +20,7 @@ from dapo_jax.rewards.graders import ROW_GRADERS, kimi_length
 from dapo_jax.rewards.grading import Grading, Part, immediately, part_names, weighted_sum
 from dapo_jax.rewards.pool import GradingPool
 from dapo_jax.rewards.shaping import Shaping
+from dapo_jax.run.judge import Judge
 from dapo_jax.run.policy import Policy
 from dapo_jax.text.stop_strings import StopStrings
 
@@ -41,6 +43,7 @@ def grading(
     max_response_tokens: int,
     stop: Sequence[str] = (),
     reward: Rewards | None = None,
+    graders: Sequence["ConfiguredGrader"] = (),
     episodes: Episodes | None = None,
     on_submit: Callable[[], None] = lambda: None,
 ) -> Grading:
@@ -52,12 +55,15 @@ def grading(
         max_response_tokens: maximum response length for the overlong penalty.
         stop: strings that end a response. The text from a stop string on is not graded.
         reward: replaces the configured graders.
+        graders: the result of `check_graders`. If empty, the graders are loaded.
         episodes: the episodes of an environment. If given, the environment supplies the rewards instead of graders.
         on_submit: called before the responses to a prompt are submitted.
     """
     overlong = config.overlong
     submit, close = (
-        submit_of(config, reward=reward) if episodes is None else (episodes.verdicts, episodes.close)
+        submit_of(config, reward=reward, graders=graders)
+        if episodes is None
+        else (episodes.verdicts, episodes.close)
     )
     shaping = Shaping(
         correct=config.correct,
@@ -72,15 +78,17 @@ def grading(
     return Grading(submit=submit, tokenizer=tokenizer, shaping=shaping, on_submit=on_submit, on_close=close)
 
 
-def submit_of(config: RewardConfig, *, reward: Rewards | None = None) -> tuple[Submit, Close | None]:
+def submit_of(
+    config: RewardConfig, *, reward: Rewards | None = None, graders: Sequence["ConfiguredGrader"] = ()
+) -> tuple[Submit, Close | None]:
     """Returns a function that submits a group to the graders, and a function that stops the graders' workers and event loop (None if nothing was started).
 
-    `reward` replaces the graders in the configuration.
+    `reward` replaces the graders in the configuration. `graders` is the result of `check_graders`, if it was called before.
 
     Raises:
         ConfigError: a grader cannot be loaded, or its weight is missing. In this case nothing was started.
     """
-    graders = check_graders(config, reward=reward)
+    graders = graders or check_graders(config, reward=reward)
     closing: list[Close] = []
     loop: AsyncCalls | None = None
     submits: list[Submit] = []
@@ -143,7 +151,12 @@ def check_graders(config: RewardConfig, *, reward: Rewards | None = None) -> lis
 
     def loaded(key: str, spec: str | RewardFunction, weight: float | None = None) -> ConfiguredGrader:
         try:
-            found = load_reward(spec, answer_marker=config.answer_marker, on_nonfinite=config.on_nonfinite)
+            if isinstance(spec, str) and spec.startswith("judge:"):
+                found = _judge(spec.removeprefix("judge:"), timeout_s=config.timeout_s)
+            else:
+                found = load_reward(
+                    spec, answer_marker=config.answer_marker, on_nonfinite=config.on_nonfinite
+                )
         except ValueError as error:
             raise ConfigError(f"{key}: {error}") from error
         return ConfiguredGrader(found, spec if isinstance(spec, str) else None, weight)
@@ -162,6 +175,16 @@ def check_graders(config: RewardConfig, *, reward: Rewards | None = None) -> lis
             "kimi_length needs another grader before it, for example reward.graders=[{grader: math}, {grader: kimi_length, weight: 0.5}]"
         )
     return found
+
+
+def _judge(path: str, *, timeout_s: float) -> LoadedReward:
+    judge = Judge(path)
+    if (longest := judge.config.longest_s) > timeout_s:
+        raise ConfigError(
+            f"{path}: the judge may take {longest:g} s with all retries, but reward.timeout_s={timeout_s:g} would end its call earlier: set "
+            f"reward.timeout_s={math.ceil(longest)}, or lower judge.timeout_s or judge.retries"
+        )
+    return LoadedReward(function=judge, name=f"judge:{Path(path).stem}")
 
 
 def weighted(reward: object) -> list[tuple[str | RewardFunction, float]]:

@@ -174,7 +174,7 @@ class Prefill:
             routes.append(own)
         last = begins + packed.lengths - 1
         following = np.roll(packed.tokens.reshape(-1), -1)
-        scores = [self._scores(params["ends"], x, following)] if score else None
+        scores = [self._scores(params["ends"], x, following)] if score else []
         rows, starts, lengths = (jnp.asarray(part) for part in (packed.rows, packed.starts, packed.lengths))
         logits = self._head(params["ends"], x, last)
         found = self._recorded([routes], begins.tolist(), packed.lengths.tolist())
@@ -184,10 +184,10 @@ class Prefill:
         )  # fmt: skip
 
     def _scored(
-        self, calls: Sequence[Sequence[Array]] | None, begins: Sequence[int], lengths: Sequence[int]
+        self, calls: Sequence[Sequence[Array]], begins: Sequence[int], lengths: Sequence[int]
     ) -> list[Scores] | None:
         """Copies the scores of sequences to the host, from one call, or from one call per chunk."""
-        if calls is None:
+        if not calls:
             return None
         whole = [np.concatenate(parts) for parts in zip(*jax.device_get(calls), strict=True)]
         places = zip(begins, lengths, strict=True)
@@ -222,14 +222,12 @@ class Prefill:
         """Prefills one sequence in chunks as wide as a row. Yields None after each chunk except the last, and finally the prefix."""
         width, buffers, x = self.shape.width, [self._empty() for _ in params["layers"]], None
         starts, routes, scores = range(0, len(prompt), width), [], []
-        following = np.zeros(-(-len(prompt) // width) * width, np.int32)
-        following[: len(prompt) - 1] = prompt[1:]
+        padded = np.pad(prompt, (0, width)).astype(np.int32)
         for start in starts:
             routes.append([])
             forced = self._record(width, (0, None if known is None else known[start : start + width]))
             positions = np.arange(start, start + width, dtype=np.int32)
-            part = np.zeros(width, np.int32)
-            part[: len(prompt) - start] = prompt[start : start + width]
+            part, following = padded[start : start + width], padded[start + 1 : start + 1 + width]
             x, ropes = self._embed(params["ends"], part), self._angles(positions, self._config)
             for index, weights in enumerate(params["layers"]):
                 rope, window = self._of_layer(index, ropes)
@@ -238,7 +236,7 @@ class Prefill:
                 x, buffers[index], own = self._awaited(made)
                 routes[-1].append(own)
             if score:
-                scores.append(self._scores(params["ends"], x, following[start : start + width]))
+                scores.append(self._scores(params["ends"], x, following))
             if start + width < len(prompt):
                 yield None
         last = np.zeros(self.shape.row_prompts, np.int32)
@@ -249,7 +247,7 @@ class Prefill:
         found = self._recorded(routes, [0], [len(prompt)])
         yield Prefix(
             layers=layers, logits=logits, rows=zero, starts=zero, lengths=length, routes=found,
-            scores=self._scored(scores or None, [0], [len(prompt)]),
+            scores=self._scored(scores, [0], [len(prompt)]),
         )  # fmt: skip
 
     def _of_layer(self, index: int, ropes: Sequence[Any]) -> tuple[Any, np.int32 | None]:

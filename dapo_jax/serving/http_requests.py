@@ -96,7 +96,6 @@ class _CompletionsBody(_Sampling, kw_only=True, frozen=True):
     model: str = ""
     echo: bool = False
     logprobs: Annotated[int, Meta(ge=0, le=1)] | None = None
-    return_tokens_as_token_ids: bool = False
 
 
 _Body = TypeVar("_Body", _GenerateBody, _ChatBody, _CompletionsBody)
@@ -168,28 +167,21 @@ def read_completions(content: bytes, limits: ServedLimits) -> list[CheckedReques
         raise RequestError(
             f"prompt: found {body.prompt!r:.80}, a list of several types; needs texts, token ids, or lists of token ids"
         )
-    if len(prompts) * body.n > limits.most_responses:
-        raise RequestError(
-            f"prompt: {len(prompts)} prompts with n={body.n} need {len(prompts) * body.n} responses; the server accepts {limits.most_responses}: "
-            "send fewer prompts, or serve with a larger --queue"
-        )
     scoring = {"max_tokens": (0, 1), "temperature": (0, None), "n": (1,)} if body.echo else {}
     for name, accepted in scoring.items():
         if (found := getattr(body, name)) not in accepted:
             raise RequestError(
                 f"{name} is {found}; with echo, which scores the prompt, the server accepts {' or '.join(map(str, accepted))}"
             )
-    how = {"logprobs": body.logprobs is not None, "tokens_as_ids": body.return_tokens_as_token_ids}
-
-    def request(prompt: Any) -> CheckedRequest:
+    requests = []
+    for prompt in prompts:
         try:
             ids = limits.tokenizer.encode_prompt(prompt).tolist() if isinstance(prompt, str) else prompt
         except ValueError as error:
             raise RequestError(f"prompt: {error!s:.1000}") from error
-        known = limits.checked_ids("prompt", ids)
-        return _request(body, np.array(known, np.int32), limits, echo=body.echo, **how)
-
-    return [request(prompt) for prompt in prompts]
+        known = np.array(limits.checked_ids("prompt", ids), np.int32)
+        requests.append(_request(body, known, limits, logprobs=body.logprobs is not None, echo=body.echo))
+    return requests
 
 
 def _body(content: bytes, kind: type[_Body], limits: ServedLimits) -> _Body:

@@ -63,16 +63,10 @@ class GenerateAnswer:
         entries = []
         for token, logprob in zip(new.tokens.tolist(), new.logprobs.tolist(), strict=True):
             content = token_bytes(self._tokenizer, token)
-            entry = {
-                "token": self._name(token, named=named),
-                "logprob": logprob,
-                "bytes": None if content is None else list(content),
-            }
+            name = decoded(self._tokenizer, [token]) if named else f"token_id:{token}"
+            entry = {"token": name, "logprob": logprob, "bytes": None if content is None else list(content)}
             entries.append({**entry, "top_logprobs": []})
         return {"content": entries}
-
-    def _name(self, token: int, *, named: bool) -> str:
-        return decoded(self._tokenizer, [token]) if named else f"token_id:{token}"
 
     def _usage(self) -> dict[str, int]:
         prompt, sampled = len(self._request.prompt), self._sampled
@@ -138,41 +132,30 @@ class ChatAnswer(GenerateAnswer):
 class CompletionAnswer(GenerateAnswer):
     """The answer to one prompt of a request to `/v1/completions`."""
 
-    def choices(self) -> list[dict[str, Any]]:
-        """Returns the choices. Every response must have ended."""
+    def whole(self) -> dict[str, Any]:
+        """Returns the choices, without indices, and the totals. Every response must have ended."""
         choices = []
         for _, new in sorted(self._latest.items()):
             text = GrowingText(self._tokenizer, self._request.stop).add(new.tokens.tolist(), last=True)
             choices.append({"text": text, "logprobs": self._table(new), **_ending(new)})
-        return choices
-
-    def totals(self) -> dict[str, Any]:
-        """Returns the token counts and the version of the weights. An echoed prompt does not count as sampled."""
         self._sampled -= len(self._request.prompt) * self._request.echo
-        return self._totals()
+        return {"choices": choices, **self._totals()}
 
     def _table(self, new: NewTokens) -> dict[str, Any] | None:
         """Returns the log-probabilities in the format of OpenAI's completions, or None if not requested. Only scored prompts have `top_logprobs`."""
         if not self._request.logprobs:
             return None
-        name = partial(self._name, named=not self._request.tokens_as_ids)
         tokens, logprobs, tops = new.tokens.tolist(), list[float | None](new.logprobs.tolist()), None
-        names, text = list(map(name, tokens)), GrowingText(self._tokenizer)
-        offsets = [0, *accumulate(len(text.add([token])) for token in tokens)]
+        names, text = [decoded(self._tokenizer, [token]) for token in tokens], GrowingText(self._tokenizer)
+        offsets = [0, *accumulate(len(text.add([token])) for token in tokens[:-1])]
         if (scores := new.scores) is not None:
+            own = islice(zip(names, logprobs, strict=True), 1, None)
+            top = [decoded(self._tokenizer, [token]) for token in scores.top.tolist()]
+            best = zip(top, scores.top_logprobs.tolist(), strict=True)
             # If two tokens have the same text, the more likely token comes last and so remains.
-            own, best = (
-                zip(names, logprobs, strict=True),
-                zip(map(name, scores.top.tolist()), scores.top_logprobs.tolist(), strict=True),
-            )
-            tops = [None, *(dict(pair) for pair in zip(islice(own, 1, None), best, strict=False))]
+            tops = [None, *map(dict, zip(own, best, strict=False))]
             logprobs[0] = None
-        return {
-            "tokens": names,
-            "token_logprobs": logprobs,
-            "top_logprobs": tops,
-            "text_offset": offsets[:-1],
-        }
+        return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
 
 class HttpServer(ServerThread):
@@ -321,25 +304,20 @@ class HttpServer(ServerThread):
         content = await _body(request)
         self._connections.works(request.protocol)
         asked = await asyncio.to_thread(read_completions, content, self._limits)
-        choices, totals = [], []
+        parts = []
         async with AsyncExitStack() as submitted:
             batch = [await submitted.enter_async_context(sampled(self._requests, each)) for each in asked]
             for each, arriving in zip(asked, batch, strict=True):
                 answer = CompletionAnswer(each, self._limits)
                 async for new in arriving:
                     answer.add(new)
-                choices += answer.choices()
-                totals.append(answer.totals())
-        head = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": self._limits.model,
-        }
-        usage = {name: sum(each["usage"][name] for each in totals) for name in totals[0]["usage"]}
-        version = min(each["weights_version"] for each in totals)
-        numbered = [{"index": index, **choice} for index, choice in enumerate(choices)]
-        return _json({**head, "choices": numbered, "usage": usage, "weights_version": version})
+                parts.append(answer.whole())
+        choices = enumerate(choice for part in parts for choice in part["choices"])
+        usage = {name: sum(part["usage"][name] for part in parts) for name in parts[0]["usage"]}
+        head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
+        found = {"choices": [{"index": index, **choice} for index, choice in choices], "usage": usage}
+        version = min(part["weights_version"] for part in parts)
+        return _json({**head, "model": self._limits.model, **found, "weights_version": version})
 
 
 def is_loopback(host: str) -> bool:

@@ -79,8 +79,6 @@ class ServedRequest:
     """If True, new tokens are sent to the listener after every engine call instead of only at the end of a response."""
     sent: list[int]
     """Number of tokens of each response that the listener has received."""
-    scores: bool
-    """If True, the prompt is scored, and the most likely token is the only token that may follow it."""
 
 
 class RequestLoop:
@@ -147,7 +145,7 @@ class RequestLoop:
                 )  # fmt: skip
             asked = Prompt(ordinal=next(self._ordinals), tokens=prompt, text="", answer="")
             requests = [Request(asked, index, max_tokens, options=options) for index in range(count)]
-            served = ServedRequest(requests, listener, streams, [0] * count, scores)
+            served = ServedRequest(requests, listener, streams, [0] * count)
             (self._unscored if scores else self._new).append(served)
             self._changed.notify()
         return served
@@ -253,7 +251,7 @@ class RequestLoop:
             prompt, limit = served.requests[0].prompt.tokens, served.requests[0].limit
             tokens = np.append(prompt, scores.top[-1:])[: len(prompt) + limit]
             logprobs = np.concatenate(
-                [np.zeros(1, np.float32), scores.logprobs[:-1], scores.top_logprobs[-1:]]
+                [[0.0], scores.logprobs[:-1], scores.top_logprobs[-1:]], dtype=np.float32
             )
             reason = "stop" if limit and tokens[-1] in self._engine.stop_ids else "length"
             spans = (Span(0, self.version),)

@@ -76,14 +76,9 @@ class ServedLimits:
                 f"the prompt has {len(prompt)} tokens; the server accepts 1 to {self.max_prompt_tokens}: shorten it, or serve with a larger --max-prompt-tokens",
                 code="context_length_exceeded" if len(prompt) else "invalid_value",
             )
+        fewest = 0 if others.get("echo") else 1
         for name, value, least, most, remedy in (
-            (
-                named,
-                max_tokens,
-                0 if others.get("echo") else 1,
-                self.max_response_tokens,
-                "--max-response-tokens",
-            ),
+            (named, max_tokens, fewest, self.max_response_tokens, "--max-response-tokens"),
             ("n", count, 1, self.most_responses, "--queue"),
         ):
             if not least <= value <= most:
