@@ -95,10 +95,8 @@ def entry(where: str, value: Mapping[str, Any], schema: type[_Entry]) -> _Entry:
     Raises:
         ConfigError: a name is unknown or missing, or a value has the wrong type or is out of range. The message names the key.
     """
-    hints, fields = (
-        get_type_hints(schema),
-        {each.name: each for each in dataclasses.fields(cast(Any, schema))},
-    )
+    hints = get_type_hints(schema)
+    fields = {field.name: field for field in dataclasses.fields(cast(Any, schema))}
     for name, item in value.items():
         if name not in fields:
             near = nearest(name, fields)

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Sequence
 from datetime import date
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 from dapo_jax.config import ConfigError, EnvironmentConfig, EvaluateConfig, RewardConfig, TrainConfig
@@ -60,11 +59,10 @@ def grading(
         on_submit: called before the responses to a prompt are submitted.
     """
     overlong = config.overlong
-    submit, close = (
-        submit_of(config, reward=reward, graders=graders)
-        if episodes is None
-        else (episodes.verdicts, episodes.close)
-    )
+    if episodes is None:
+        submit, close = submit_of(config, reward=reward, graders=graders)
+    else:
+        submit, close = episodes.verdicts, episodes.close
     shaping = Shaping(
         correct=config.correct,
         incorrect=config.incorrect,
@@ -151,12 +149,9 @@ def check_graders(config: RewardConfig, *, reward: Rewards | None = None) -> lis
 
     def loaded(key: str, spec: str | RewardFunction, weight: float | None = None) -> ConfiguredGrader:
         try:
-            if isinstance(spec, str) and spec.startswith("judge:"):
-                found = _judge(spec.removeprefix("judge:"), timeout_s=config.timeout_s)
-            else:
-                found = load_reward(
-                    spec, answer_marker=config.answer_marker, on_nonfinite=config.on_nonfinite
-                )
+            is_judge = isinstance(spec, str) and spec.startswith("judge:")
+            given = Judge(spec.removeprefix("judge:"), timeout_s=config.timeout_s) if is_judge else spec
+            found = load_reward(given, answer_marker=config.answer_marker, on_nonfinite=config.on_nonfinite)
         except ValueError as error:
             raise ConfigError(f"{key}: {error}") from error
         return ConfiguredGrader(found, spec if isinstance(spec, str) else None, weight)
@@ -175,16 +170,6 @@ def check_graders(config: RewardConfig, *, reward: Rewards | None = None) -> lis
             "kimi_length needs another grader before it, for example reward.graders=[{grader: math}, {grader: kimi_length, weight: 0.5}]"
         )
     return found
-
-
-def _judge(path: str, *, timeout_s: float) -> LoadedReward:
-    judge = Judge(path)
-    if (longest := judge.config.longest_s) > timeout_s:
-        raise ConfigError(
-            f"{path}: the judge may take {longest:g} s with all retries, but reward.timeout_s={timeout_s:g} would end its call earlier: set "
-            f"reward.timeout_s={math.ceil(longest)}, or lower judge.timeout_s or judge.retries"
-        )
-    return LoadedReward(function=judge, name=f"judge:{Path(path).stem}")
 
 
 def weighted(reward: object) -> list[tuple[str | RewardFunction, float]]:

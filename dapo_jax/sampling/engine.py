@@ -29,7 +29,7 @@ from dapo_jax.sampling.caches import Kind, cache_for, kind_for, sizes_for, token
 from dapo_jax.sampling.decoding import Decoding, draw, response_keys
 from dapo_jax.sampling.interface import Insertion, ResultTokens
 from dapo_jax.sampling.pages import Fill
-from dapo_jax.sampling.prefill import Known, Prefill, Prefix, Read, Scores
+from dapo_jax.sampling.prefill import Known, Prefill, Prefix, Read
 from dapo_jax.sampling.prompt_packing import PrefillShape, prefill_shape
 
 
@@ -191,17 +191,10 @@ class DecoderEngine:
         return self._init()
 
     def prefill(
-        self, params: SamplerWeights, prompts: Sequence[Int[np.ndarray, " _"]], routes: Known = ()
-    ) -> Iterator[Read]:
-        """Prefills prompts of 1 to `capacity` tokens; see `Prefill`."""
-        return self._read(params, prompts, routes)
-
-    def score(self, params: SamplerWeights, prompts: Sequence[Int[np.ndarray, " _"]]) -> list[Scores]:
-        """Returns the scores of prompts of 1 to `capacity` tokens. The first call for each call shape compiles a program."""
-        found: dict[int, Scores] = {}
-        for finished in self._read(params, prompts, score=True):
-            found |= {index: prefix.scores[place] for index, prefix, place in finished if prefix.scores}
-        return [found[index] for index in range(len(prompts))]
+        self, params: SamplerWeights, prompts: Sequence[Int[np.ndarray, " _"]], routes: Known = (), *, score: bool = False
+    ) -> Iterator[Read]:  # fmt: skip
+        """Prefills prompts of 1 to `capacity` tokens; see `Prefill`. With `score`, the first call for each call shape compiles a program."""
+        return self._read(params, prompts, routes, score=score)
 
     def insert(
         self, prefix: Prefix, state: DecodeState, insertion: Insertion, key: PRNGKeyArray

@@ -31,14 +31,12 @@ _SCORED = 128
 
 
 class Scores(NamedTuple):
-    """The scores of a prompt, on the host. Entry t describes the token after the prompt's first t + 1 tokens, at temperature 1."""
+    """The scores of a prompt, on the host. Entry t describes the token at t + 1: the log-probability in nats at temperature 1 of the prompt's token (without
+    meaning in the last entry), the most likely token, and its log-probability. Log-probabilities of the same token are bitwise equal."""
 
     logprobs: Float[np.ndarray, " tokens"]
-    """Log-probability in nats of the prompt's token at t + 1. The last entry has no meaning."""
     top: Int[np.ndarray, " tokens"]
-    """The most likely token."""
     top_logprobs: Float[np.ndarray, " tokens"]
-    """Log-probability of the most likely token. It is bitwise equal to the entry in `logprobs` if the tokens are the same."""
 
 
 @partial(
@@ -60,8 +58,8 @@ class Prefix:
     lengths: Int[Array, " prompts"] | Any
     routes: Sequence[np.ndarray] | None = None
     """The experts chosen for each prompt's tokens, [tokens, layers, chosen], or None if they are not recorded. They stay on the host."""
-    scores: Sequence[Scores] | None = None
-    """The scores of each prompt, or None if prompts are not scored."""
+    scores: Sequence[Scores] = ()
+    """The scores of each prompt; empty if prompts are not scored."""
 
 
 Known = Sequence[np.ndarray | None]
@@ -183,14 +181,10 @@ class Prefill:
             scores=self._scored(scores, begins.tolist(), packed.lengths.tolist()),
         )  # fmt: skip
 
-    def _scored(
-        self, calls: Sequence[Sequence[Array]], begins: Sequence[int], lengths: Sequence[int]
-    ) -> list[Scores] | None:
+    def _scored(self, calls: Sequence[Any], begins: Sequence[int], lengths: Sequence[int]) -> list[Scores]:
         """Copies the scores of sequences to the host, from one call, or from one call per chunk."""
-        if not calls:
-            return None
         whole = [np.concatenate(parts) for parts in zip(*jax.device_get(calls), strict=True)]
-        places = zip(begins, lengths, strict=True)
+        places = zip(begins, lengths, strict=True) if whole else ()
         return [Scores(*(part[begin : begin + length] for part in whole)) for begin, length in places]
 
     def _recorded(

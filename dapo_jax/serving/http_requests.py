@@ -12,7 +12,7 @@ import jax
 import msgspec
 import numpy as np
 from jaxtyping import Int, PRNGKeyArray
-from msgspec import Meta
+from msgspec import Meta, structs
 
 from dapo_jax.hints import nearest
 from dapo_jax.sampling.requests import OwnOptions, StopRule
@@ -160,27 +160,27 @@ def read_completions(content: bytes, limits: ServedLimits) -> list[CheckedReques
         RequestError: the request cannot be served; the message names the field.
     """
     body = _body(content, _CompletionsBody, limits)
-    prompts: list[Any] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    if all(isinstance(each, int) for each in prompts):
-        prompts = [prompts]
-    if len({type(each) for each in prompts}) > 1 or isinstance(prompts[0], int):
+    prompts: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+    if len(kinds := {type(each) for each in prompts}) > 1:
         raise RequestError(
-            f"prompt: found {body.prompt!r:.80}, a list of several types; needs texts, token ids, or lists of token ids"
+            f"prompt: found {prompts!r:.80}, a list of several types; needs texts, token ids, or lists of token ids"
         )
+    prompts = [prompts] if kinds == {int} else prompts
     scoring = {"max_tokens": (0, 1), "temperature": (0, None), "n": (1,)} if body.echo else {}
     for name, accepted in scoring.items():
         if (found := getattr(body, name)) not in accepted:
             raise RequestError(
                 f"{name} is {found}; with echo, which scores the prompt, the server accepts {' or '.join(map(str, accepted))}"
             )
-    requests = []
+    requests, options = [], structs.replace(body, max_tokens=1) if body.echo else body
     for prompt in prompts:
         try:
             ids = limits.tokenizer.encode_prompt(prompt).tolist() if isinstance(prompt, str) else prompt
         except ValueError as error:
             raise RequestError(f"prompt: {error!s:.1000}") from error
         known = np.array(limits.checked_ids("prompt", ids), np.int32)
-        requests.append(_request(body, known, limits, logprobs=body.logprobs is not None, echo=body.echo))
+        request = _request(options, known, limits, logprobs=body.logprobs is not None, echo=body.echo)
+        requests.append(replace(request, max_tokens=body.max_tokens or 0) if body.echo else request)
     return requests
 
 

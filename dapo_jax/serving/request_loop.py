@@ -244,20 +244,20 @@ class RequestLoop:
         """Scores the prompts of the next requests, at most one per slot, so that running responses need not wait for all of them."""
         with self._changed:
             taken = list(islice(self._unscored, self._engine.slots))
-        if not taken:
-            return
-        found = self._engine.score(self._weights, [served.requests[0].prompt.tokens for served in taken])
-        for served, scores in zip(taken, found, strict=True):
-            prompt, limit = served.requests[0].prompt.tokens, served.requests[0].limit
-            tokens = np.append(prompt, scores.top[-1:])[: len(prompt) + limit]
-            logprobs = np.concatenate(
-                [[0.0], scores.logprobs[:-1], scores.top_logprobs[-1:]], dtype=np.float32
-            )
-            reason = "stop" if limit and tokens[-1] in self._engine.stop_ids else "length"
-            spans = (Span(0, self.version),)
-            served.listener(NewTokens(0, tokens, logprobs[: len(tokens)], spans, reason, scores))
-            with self._changed:
-                self._unscored.popleft()
+        prompts = [served.requests[0].prompt.tokens for served in taken]
+        for finished in self._engine.prefill(self._weights, prompts, score=True) if taken else ():
+            for index, prefix, place in finished:
+                taken[index].listener(self._scored(taken[index].requests[0], prefix.scores[place]))
+                with self._changed:
+                    self._unscored.remove(taken[index])
+
+    def _scored(self, request: Request, scores: Scores) -> NewTokens:
+        """Returns the prompt's tokens, and with a limit of 1 also the most likely next token."""
+        tokens = np.append(request.prompt.tokens, scores.top[-1:])
+        logprobs = np.concatenate([[0.0], scores.logprobs[:-1], scores.top_logprobs[-1:]], dtype=np.float32)
+        kept, stops = slice(len(request.prompt.tokens) + request.limit), tokens[-1] in self._engine.stop_ids
+        reason, spans = "stop" if request.limit and stops else "length", (Span(0, self.version),)
+        return NewTokens(0, tokens[kept], logprobs[kept], spans, reason, scores)
 
     def _more(self) -> list[Sequence[Request]]:
         """Removes up to `engine.slots` requests from the queue, and returns them to be prefilled next."""

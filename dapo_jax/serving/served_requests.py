@@ -41,7 +41,7 @@ class CheckedRequest:
     stream: bool = False
     include_usage: bool = False
     echo: bool = False
-    """Whether the prompt is scored. The response is then the prompt, and with `max_tokens=1` also the most likely next token."""
+    """Whether the prompt is scored (see `RequestLoop.submit`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,21 +69,20 @@ class ServedLimits:
         """Checks and returns a request. `named` is the name of the field that set `max_tokens`, for error messages.
 
         Raises:
-            RequestError: the prompt is empty or too long, or `max_tokens` (except with `echo`) or `count` is zero, or one of the two is too large.
+            RequestError: the prompt is empty or too long, or `max_tokens` or `count` is zero or too large.
         """
         if not 0 < len(prompt) <= self.max_prompt_tokens:
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens; the server accepts 1 to {self.max_prompt_tokens}: shorten it, or serve with a larger --max-prompt-tokens",
                 code="context_length_exceeded" if len(prompt) else "invalid_value",
             )
-        fewest = 0 if others.get("echo") else 1
-        for name, value, least, most, remedy in (
-            (named, max_tokens, fewest, self.max_response_tokens, "--max-response-tokens"),
-            ("n", count, 1, self.most_responses, "--queue"),
+        for name, value, most, remedy in (
+            (named, max_tokens, self.max_response_tokens, "--max-response-tokens"),
+            ("n", count, self.most_responses, "--queue"),
         ):
-            if not least <= value <= most:
+            if not 0 < value <= most:
                 raise RequestError(
-                    f"{name} is {value}; the server accepts {least} to {most}: lower it, or serve with a larger {remedy}"
+                    f"{name} is {value}; the server accepts 1 to {most}: lower it, or serve with a larger {remedy}"
                 )
         options = others.pop("options", None) or OwnOptions(decoding=self.decoding)
         return CheckedRequest(prompt=prompt, max_tokens=max_tokens, count=count, options=options, **others)
