@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,7 +22,7 @@ from jaxtyping import Float, Int, PRNGKeyArray, PyTree
 from dapo_jax.dapo.rollouts import FinishReason, Prompt, Span
 from dapo_jax.sampling.decode_loop import DecodeLoop
 from dapo_jax.sampling.decoding import decoding
-from dapo_jax.sampling.engine import DecoderEngine
+from dapo_jax.sampling.interface import Engine
 from dapo_jax.sampling.prefill import Scores
 from dapo_jax.sampling.requests import OwnOptions, Request
 
@@ -93,7 +94,7 @@ class RequestLoop:
     """
 
     def __init__(
-        self, engine: DecoderEngine, weights: PyTree, *, key: PRNGKeyArray, version: int, most_responses: int
+        self, engine: Engine, weights: PyTree, *, key: PRNGKeyArray, version: int, most_responses: int
     ) -> None:
         self._engine, self._weights, self._most = engine, weights, most_responses
         self.version = version
@@ -245,7 +246,8 @@ class RequestLoop:
         with self._changed:
             taken = list(islice(self._unscored, self._engine.slots))
         prompts = [served.requests[0].prompt.tokens for served in taken]
-        for finished in self._engine.prefill(self._weights, prompts, score=True) if taken else ():
+        prefill: Any = self._engine.prefill  # scores are not part of the interface `Engine`
+        for finished in prefill(self._weights, prompts, score=True) if taken else ():
             for index, prefix, place in finished:
                 taken[index].listener(self._scored(taken[index].requests[0], prefix.scores[place]))
                 with self._changed:

@@ -1,5 +1,6 @@
 """The HTTP server in this process, compared with the library's own sampler and the trainer's log-probabilities."""
 
+import asyncio
 import functools
 import json
 import os
@@ -23,6 +24,8 @@ from dapo_jax.models.decoder import Decoder
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.weights import WeightTransfer
+from dapo_jax.rewards import Sample
+from dapo_jax.run.judge import Judge
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
@@ -292,8 +295,6 @@ def test_a_prompt_may_be_a_text_or_ids_or_a_list_of_either(address):
         for name, a, b in zip(table["tokens"], table["text_offset"], ends, strict=True)
     ]
     assert all(name == piece for name, piece in whole if "\ufffd" not in name)
-    named = completions(address, ids, **SCORED, return_tokens_as_token_ids=True)["choices"][0]["logprobs"]
-    assert named["tokens"][:-1] == [f"token_id:{token}" for token in ids]
 
 
 def test_completions_are_the_tokens_of_generate(address):
@@ -356,6 +357,26 @@ def test_a_conversation_is_rendered_as_in_training(address):
         "content": TOKENIZER.decode(np.array(choice["token_ids"], np.int32)),
     }
     assert "token_ids" not in chat(address)["choices"][0]
+
+
+def test_a_judge_can_be_asked_here(address, tmp_path):
+    """The random model's reply has no score, so the verdict's reason quotes it."""
+    settings = {
+        "url": f"http://{address}/v1",
+        "model": "tiny",
+        "prompt": "{response}",
+        "on_failure": "lost",
+        "options": {"max_tokens": 9},
+    }
+    (tmp_path / "judge.yaml").write_text(json.dumps(settings))
+    judge = Judge(str(tmp_path / "judge.yaml"), timeout_s=100.0)
+    prompt = Prompt(ordinal=0, tokens=np.array([1], np.int32), text="", answer="")
+    verdict = asyncio.run(
+        judge(Sample(prompt=prompt, response="12 + 34", tokens=prompt.tokens, finish_reason="stop"))
+    )
+    same = chat(address, temperature=0, max_tokens=9)
+    assert f"replied {same['choices'][0]['message']['content']!r:.200}, but judge.score" in verdict.reason
+    assert judge.counts == {"calls": 1, "cache_hits": 0, "tokens": same["usage"]["total_tokens"]}
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
@@ -502,7 +523,6 @@ MALFORMED = [
     (COMPLETE, {"prompt": [5, "a"]}, "prompt: found [5, 'a'], a list of several types"),
     (COMPLETE, {"prompt": [[5], 5]}, "prompt: found [[5], 5]"),
     (COMPLETE, {"prompt": [[5], [999]]}, "prompt has the token id 999"),
-    (COMPLETE, {"prompt": [[5]] * 20, "n": 20}, f"20 prompts with n=20 need 400 responses; the server accepts {MOST}"),
     (COMPLETE, {"prompt": "1", "max_tokens": 0}, "max_tokens is 0; the server accepts 1 to 32"),
     (COMPLETE, {"prompt": "1", "echo": True}, "max_tokens is None; with echo, which scores the prompt, the server accepts 0 or 1"),
     (COMPLETE, {"prompt": "1", **SCORED, "temperature": 0.5}, "temperature is 0.5; with echo"),
