@@ -59,10 +59,9 @@ def grading(
         on_submit: called before the responses to a prompt are submitted.
     """
     overlong = config.overlong
-    if episodes is None:
-        submit, close = submit_of(config, reward=reward, graders=graders)
-    else:
-        submit, close = episodes.verdicts, episodes.close
+    submit, close = (
+        submit_of(config, reward=reward, graders=graders) if episodes is None else (episodes.verdicts, episodes.close)
+    )  # fmt: skip
     shaping = Shaping(
         correct=config.correct,
         incorrect=config.incorrect,

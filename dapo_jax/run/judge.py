@@ -24,10 +24,8 @@ from dapo_jax.parallel.together import all_gather_bytes
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.run.loop import Observer, StepResult
 
-_CREATE = "create table if not exists replies (request text primary key, reply text)"
 _FIND, _KEEP = "select reply from replies where request = ?", "insert or replace into replies values (?, ?)"
-_MOST_BYTES = 1 << 20
-"""Maximum size of an answer from the judge's server. A longer answer is cut off and therefore not valid JSON."""
+_MOST_BYTES = 1 << 20  # a longer answer is cut off, and then it is not JSON
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +42,6 @@ class JudgeConfig:
     on_failure: str = key("error", choices=["error", "lost"])
     """Action if there is no score for any reason: error, or lost (the response has no verdict and counts as wrong)."""
     options: dict[str, Any] = key(default_factory=dict)
-    """Further fields of the request. `temperature` is 0 and `max_tokens` is 256 by default."""
     timeout_s: float = key(30.0, range=POSITIVE)
     retries: int = 2
     api_key_env: str = ""
@@ -64,7 +61,7 @@ class Judge:
             self._key = os.environ.get(config.api_key_env, "").strip()
             _check(config, self._key, timeout_s)
             if config.cache:
-                self._of_cache(_CREATE)
+                self._of_cache("create table if not exists replies (request text primary key, reply text)")
         except (ValueError, OSError, RuntimeError) as error:
             raise ConfigError(f"{path}: {error}") from error
         self.__qualname__ = f"judge:{Path(path).stem}"  # the name in messages and metrics
@@ -114,7 +111,7 @@ class Judge:
         )
 
     async def _asked(self, body: bytes) -> str:
-        """Sends a request, and repeats it if the server is overloaded, fails or cannot be reached."""
+        """Sends a request, and repeats it if the server is overloaded, fails or cannot be reached. Surrogates in the reply are replaced, because files cannot store them."""
         config, number, repeats, reason = self.config, 0, True, ""
         while repeats and number <= config.retries:
             if number:
@@ -126,8 +123,7 @@ class Judge:
                 if status == 200:
                     answer = json.loads(content)
                     self.counts["tokens"] += int((answer.get("usage") or {}).get("total_tokens", 0))
-                    text = str(answer["choices"][0]["message"]["content"])
-                    return text.encode(errors="replace").decode()  # surrogates cannot be stored
+                    return str(answer["choices"][0]["message"]["content"]).encode(errors="replace").decode()
                 reason, repeats = f"status {status}: {content[:300]!r}", status == 429 or status >= 500
             except (OSError, HTTPException) as error:
                 reason = f"{type(error).__name__}: {error}"

@@ -30,7 +30,7 @@ _SCORED = 128
 """Number of tokens whose logits are in memory at the same time while prompts are scored."""
 
 
-class Scores(NamedTuple):
+class PromptScores(NamedTuple):
     """The scores of a prompt, on the host. Entry t describes the token at t + 1: the log-probability in nats at temperature 1 of the prompt's token (without
     meaning in the last entry), the most likely token, and its log-probability. Log-probabilities of the same token are bitwise equal."""
 
@@ -58,7 +58,7 @@ class Prefix:
     lengths: Int[Array, " prompts"] | Any
     routes: Sequence[np.ndarray] | None = None
     """The experts chosen for each prompt's tokens, [tokens, layers, chosen], or None if they are not recorded. They stay on the host."""
-    scores: Sequence[Scores] = ()
+    scores: Sequence[PromptScores] = ()
     """The scores of each prompt; empty if prompts are not scored."""
 
 
@@ -181,11 +181,13 @@ class Prefill:
             scores=self._scored(scores, begins.tolist(), packed.lengths.tolist()),
         )  # fmt: skip
 
-    def _scored(self, calls: Sequence[Any], begins: Sequence[int], lengths: Sequence[int]) -> list[Scores]:
+    def _scored(
+        self, calls: Sequence[Any], begins: Sequence[int], lengths: Sequence[int]
+    ) -> list[PromptScores]:
         """Copies the scores of sequences to the host, from one call, or from one call per chunk."""
         whole = [np.concatenate(parts) for parts in zip(*jax.device_get(calls), strict=True)]
         places = zip(begins, lengths, strict=True) if whole else ()
-        return [Scores(*(part[begin : begin + length] for part in whole)) for begin, length in places]
+        return [PromptScores(*(part[begin : begin + length] for part in whole)) for begin, length in places]
 
     def _recorded(
         self, calls: Sequence[Sequence[Array | None]], begins: Sequence[int], lengths: Sequence[int]
@@ -301,7 +303,7 @@ class Prefill:
         return outer.logits(outer.normed(x[:, last]))
 
     def _scores_program(self, ends: nnx.State, x: Array, following: Array) -> tuple[Array, Array, Array]:
-        """Returns the fields of `Scores` for all tokens of a call, whose next tokens are `following`."""
+        """Returns the fields of `PromptScores` for all tokens of a call, whose next tokens are `following`."""
         outer = nnx.merge(self._ends, ends)
 
         def block(part: tuple[Array, Array]) -> tuple[Array, Array, Array]:

@@ -23,7 +23,7 @@ from dapo_jax.dapo.rollouts import FinishReason, Prompt, Span
 from dapo_jax.sampling.decode_loop import DecodeLoop
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.interface import Engine
-from dapo_jax.sampling.prefill import Scores
+from dapo_jax.sampling.prefill import PromptScores
 from dapo_jax.sampling.requests import OwnOptions, Request
 
 _REFILL_FRAC = 0.125
@@ -62,7 +62,7 @@ class NewTokens:
     """The response so far, split into spans of tokens that were sampled with the same version of the weights."""
     finish_reason: FinishReason | None
     """Why the response ended, or None if it continues."""
-    scores: Scores | None = None
+    scores: PromptScores | None = None
     """The prompt's scores, if the request asked for them. `tokens` then begin with the prompt, whose first token has the log-probability 0."""
 
 
@@ -121,8 +121,7 @@ class RequestLoop:
     def under_way(self) -> int:
         """Number of running and waiting responses."""
         with self._changed:
-            waiting = [*self._new, *self._unscored]
-            return sum(len(each.requests) for each in waiting) + len(self._running)
+            return sum(len(each.requests) for each in [*self._new, *self._unscored]) + len(self._running)
 
     def submit(
         self, prompt: Int[np.ndarray, " prompt"], options: OwnOptions, *, count: int, max_tokens: int, listener: Listener,
@@ -242,7 +241,7 @@ class RequestLoop:
             taken.set_result(None)
 
     def _score(self) -> None:
-        """Scores the prompts of the next requests, at most one per slot, so that running responses need not wait for all of them."""
+        """PromptScores the prompts of the next requests, at most one per slot, so that running responses need not wait for all of them."""
         with self._changed:
             taken = list(islice(self._unscored, self._engine.slots))
         prompts = [served.requests[0].prompt.tokens for served in taken]
@@ -253,7 +252,7 @@ class RequestLoop:
                 with self._changed:
                     self._unscored.remove(taken[index])
 
-    def _scored(self, request: Request, scores: Scores) -> NewTokens:
+    def _scored(self, request: Request, scores: PromptScores) -> NewTokens:
         """Returns the prompt's tokens, and with a limit of 1 also the most likely next token."""
         tokens = np.append(request.prompt.tokens, scores.top[-1:])
         logprobs = np.concatenate([[0.0], scores.logprobs[:-1], scores.top_logprobs[-1:]], dtype=np.float32)
