@@ -158,7 +158,7 @@ class RewardConfig(Section, at="reward"):
 
     grader: str = key("exact", not_empty=True, aliases="reward_funcs custom_reward_function")
     """The grader: a name in `dapo_jax.rewards.GRADERS` (exact, dapo, dapo_boxed, math, gsm8k), `reasoning_gym` (the task's own scorer),
-    `module:function`, or `path/to/file.py:function`. For a function written for TRL or verl, add the prefix `trl:` or `verl:`."""
+    `module:function`, `path/to/file.py:function`, or `judge:FILE.yaml` (a language model with an API). For a function written for TRL or verl, add the prefix `trl:` or `verl:`."""
     graders: list[dict[str, Any]] = key(default_factory=list, aliases="reward_weights")
     """List of graders to use instead of `grader`, for example [{grader: math}, {grader: "my.py:brief", weight: 0.5}]. The reward is the weighted sum of the graders' rewards.
     Only the first grader decides whether a response is correct. The other graders only shape the reward. kimi_length is a length reward, which needs another grader before it."""

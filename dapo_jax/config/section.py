@@ -89,24 +89,26 @@ def rules_by_key(schema: type, prefix: str = "") -> dict[str, Rules]:
     return found
 
 
-def entries(key: str, values: Sequence[Mapping[str, Any]], schema: type[_Entry]) -> list[_Entry]:
-    """Converts the mappings in the list `key` to objects of class `schema`.
+def entry(where: str, value: Mapping[str, Any], schema: type[_Entry]) -> _Entry:
+    """Converts the mapping at `where` to an object of class `schema`.
 
     Raises:
-        ConfigError: a name is unknown or missing, or a value has the wrong type or is out of range. The message names the entry.
+        ConfigError: a name is unknown or missing, or a value has the wrong type or is out of range. The message names the key.
     """
-    hints, made = get_type_hints(schema), []
+    hints = get_type_hints(schema)
     fields = {field.name: field for field in dataclasses.fields(cast(Any, schema))}
-    for place, value in enumerate(values):
-        for name, item in value.items():
-            if name not in fields:
-                near = nearest(name, fields)
-                remedy = f"did you mean {near[0]}?" if near else f"its names are {', '.join(fields)}"
-                refuse(f"{key}[{place}].{name}", item, "a known name", remedy)
-            check_value(f"{key}[{place}].{name}", item, hints[name], rules_of(fields[name]))
-        for name, field in fields.items():
-            if needed(field) and name not in value:
-                refuse(f"{key}[{place}]", dict(value), f"a {name}", f"write {name}: ... in it")
-        given = {name: float(item) if hints[name] is float else item for name, item in value.items()}
-        made.append(schema(**given))
-    return made
+    for name, item in value.items():
+        if name not in fields:
+            near = nearest(name, fields)
+            remedy = f"did you mean {near[0]}?" if near else f"its names are {', '.join(fields)}"
+            refuse(f"{where}.{name}", item, "a known name", remedy)
+        check_value(f"{where}.{name}", item, hints[name], rules_of(fields[name]))
+    for name, field in fields.items():
+        if needed(field) and name not in value:
+            refuse(where, dict(value), f"a {name}", f"write {name}: ... in it")
+    return schema(**{name: float(item) if hints[name] is float else item for name, item in value.items()})
+
+
+def entries(key: str, values: Sequence[Mapping[str, Any]], schema: type[_Entry]) -> list[_Entry]:
+    """Converts the mappings in the list `key` to objects of class `schema`. Raises the errors of `entry`."""
+    return [entry(f"{key}[{place}]", value, schema) for place, value in enumerate(values)]

@@ -20,6 +20,7 @@ from dapo_jax.rewards.functions import Rewards
 from dapo_jax.rollout.collector import Position
 from dapo_jax.rollout.group_sampling import GroupSampling
 from dapo_jax.run.grader_setup import check_graders, environment_of, episodes_of, grading, part_weights
+from dapo_jax.run.judge import Judge
 from dapo_jax.run.policy import check_trains, load_policy, lora_of, mesh_of, meshes_of, optimizer_of
 from dapo_jax.run.programs import (
     has_reference,
@@ -76,6 +77,7 @@ class Run:
         stop = stop or Stop()
         watch = watch or Watch(0.0, end=lambda status, why: None)
         graders = check_graders(config.reward, reward=reward)  # before the model loads
+        self.judges = [each.loaded.function for each in graders if isinstance(each.loaded.function, Judge)]
         if advantages is not None and config.environment.credit == "turn":
             raise ConfigError(
                 "environment.credit=turn computes the advantages, but a function was given as well: set environment.credit=episode"
@@ -140,7 +142,7 @@ class Run:
             episodes=episodes,
             max_response_tokens=config.episode_tokens,
             stop=config.sampling.stop,
-            reward=reward,
+            graders=graders,
             on_submit=lambda: watch.note("grading the responses to a prompt"),
         )
         routes = recorded_routes(config, decoder)

@@ -19,6 +19,7 @@ from dapo_jax.rewards.graders import ROW_GRADERS, kimi_length
 from dapo_jax.rewards.grading import Grading, Part, immediately, part_names, weighted_sum
 from dapo_jax.rewards.pool import GradingPool
 from dapo_jax.rewards.shaping import Shaping
+from dapo_jax.run.judge import Judge
 from dapo_jax.run.policy import Policy
 from dapo_jax.text.stop_strings import StopStrings
 
@@ -41,6 +42,7 @@ def grading(
     max_response_tokens: int,
     stop: Sequence[str] = (),
     reward: Rewards | None = None,
+    graders: Sequence["ConfiguredGrader"] = (),
     episodes: Episodes | None = None,
     on_submit: Callable[[], None] = lambda: None,
 ) -> Grading:
@@ -52,13 +54,14 @@ def grading(
         max_response_tokens: maximum response length for the overlong penalty.
         stop: strings that end a response. The text from a stop string on is not graded.
         reward: replaces the configured graders.
+        graders: the result of `check_graders`. If empty, the graders are loaded.
         episodes: the episodes of an environment. If given, the environment supplies the rewards instead of graders.
         on_submit: called before the responses to a prompt are submitted.
     """
     overlong = config.overlong
     submit, close = (
-        submit_of(config, reward=reward) if episodes is None else (episodes.verdicts, episodes.close)
-    )
+        submit_of(config, reward=reward, graders=graders) if episodes is None else (episodes.verdicts, episodes.close)
+    )  # fmt: skip
     shaping = Shaping(
         correct=config.correct,
         incorrect=config.incorrect,
@@ -72,15 +75,17 @@ def grading(
     return Grading(submit=submit, tokenizer=tokenizer, shaping=shaping, on_submit=on_submit, on_close=close)
 
 
-def submit_of(config: RewardConfig, *, reward: Rewards | None = None) -> tuple[Submit, Close | None]:
+def submit_of(
+    config: RewardConfig, *, reward: Rewards | None = None, graders: Sequence["ConfiguredGrader"] = ()
+) -> tuple[Submit, Close | None]:
     """Returns a function that submits a group to the graders, and a function that stops the graders' workers and event loop (None if nothing was started).
 
-    `reward` replaces the graders in the configuration.
+    `reward` replaces the graders in the configuration. `graders` is the result of `check_graders`, if it was called before.
 
     Raises:
         ConfigError: a grader cannot be loaded, or its weight is missing. In this case nothing was started.
     """
-    graders = check_graders(config, reward=reward)
+    graders = graders or check_graders(config, reward=reward)
     closing: list[Close] = []
     loop: AsyncCalls | None = None
     submits: list[Submit] = []
@@ -143,7 +148,9 @@ def check_graders(config: RewardConfig, *, reward: Rewards | None = None) -> lis
 
     def loaded(key: str, spec: str | RewardFunction, weight: float | None = None) -> ConfiguredGrader:
         try:
-            found = load_reward(spec, answer_marker=config.answer_marker, on_nonfinite=config.on_nonfinite)
+            is_judge = isinstance(spec, str) and spec.startswith("judge:")
+            given = Judge(spec.removeprefix("judge:"), timeout_s=config.timeout_s) if is_judge else spec
+            found = load_reward(given, answer_marker=config.answer_marker, on_nonfinite=config.on_nonfinite)
         except ValueError as error:
             raise ConfigError(f"{key}: {error}") from error
         return ConfiguredGrader(found, spec if isinstance(spec, str) else None, weight)

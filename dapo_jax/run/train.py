@@ -20,6 +20,7 @@ from dapo_jax.run.build import Run
 from dapo_jax.run.disk_space import check_room
 from dapo_jax.run.end_of_step import EndOfStep, OnStep
 from dapo_jax.run.guard import Guard
+from dapo_jax.run.judge import JudgeCounts
 from dapo_jax.run.loop import run_steps
 from dapo_jax.run.observers import Ratios, StepProgress, TracedSteps
 from dapo_jax.run.policy import Policy
@@ -176,7 +177,8 @@ def train(
             check=check,
         )
         # The order matters: traces end before the guard checks the step, and `EndOfStep` writes the guard's metrics.
-        observers = (TracedSteps(profile), ratios, StepProgress(config, shown), guard, end_of_step)
+        counts = JudgeCounts(run.judges)
+        observers = (TracedSteps(profile), ratios, StepProgress(config, shown), counts, guard, end_of_step)
         stack.enter_context(stop.held())
         shown.starting("compiling (later runs load the programs from the cache)")
         run.sampling.compile()

@@ -191,10 +191,10 @@ class DecoderEngine:
         return self._init()
 
     def prefill(
-        self, params: SamplerWeights, prompts: Sequence[Int[np.ndarray, " _"]], routes: Known = ()
-    ) -> Iterator[Read]:
-        """Prefills prompts of 1 to `capacity` tokens; see `Prefill`."""
-        return self._read(params, prompts, routes)
+        self, params: SamplerWeights, prompts: Sequence[Int[np.ndarray, " _"]], routes: Known = (), *, score: bool = False
+    ) -> Iterator[Read]:  # fmt: skip
+        """Prefills prompts of 1 to `capacity` tokens; see `Prefill`. With `score`, the first call for each call shape compiles a program."""
+        return self._read(params, prompts, routes, score=score)
 
     def insert(
         self, prefix: Prefix, state: DecodeState, insertion: Insertion, key: PRNGKeyArray

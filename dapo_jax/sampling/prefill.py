@@ -7,7 +7,7 @@ and one chunk of a sequence that attends to the earlier chunks.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +26,24 @@ from dapo_jax.parallel.weights import SamplerWeights
 from dapo_jax.sampling.cache import Cache
 from dapo_jax.sampling.prompt_packing import PackedPrompts, PrefillShape, pack_prompts
 
+_SCORED = 128
+"""Number of tokens whose logits are in memory at the same time while prompts are scored."""
+
+
+class PromptScores(NamedTuple):
+    """The scores of a prompt, on the host. Entry t describes the token at t + 1: the log-probability in nats at temperature 1 of the prompt's token (without
+    meaning in the last entry), the most likely token, and its log-probability. Log-probabilities of the same token are bitwise equal."""
+
+    logprobs: Float[np.ndarray, " tokens"]
+    top: Int[np.ndarray, " tokens"]
+    top_logprobs: Float[np.ndarray, " tokens"]
+
 
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["layers", "logits", "rows", "starts", "lengths"],
     meta_fields=[],
-    drop_fields=["routes"],
+    drop_fields=["routes", "scores"],
 )
 @dataclass(frozen=True, kw_only=True)
 class Prefix:
@@ -46,6 +58,8 @@ class Prefix:
     lengths: Int[Array, " prompts"] | Any
     routes: Sequence[np.ndarray] | None = None
     """The experts chosen for each prompt's tokens, [tokens, layers, chosen], or None if they are not recorded. They stay on the host."""
+    scores: Sequence[PromptScores] = ()
+    """The scores of each prompt; empty if prompts are not scored."""
 
 
 Known = Sequence[np.ndarray | None]
@@ -79,22 +93,23 @@ class Prefill:
         self._part = jax.jit(self._part_program, donate_argnums=(1, 2), out_shardings=(whole, pair, whole))
         self._kept = jax.jit(self._kept_program, out_shardings=row)
         self._head = jax.jit(self._head_program, out_shardings=whole)
+        self._scores = jax.jit(self._scores_program, out_shardings=whole)
         self._angles = jax.jit(rope_tables, static_argnums=1, out_shardings=whole)
         self._empty = jax.jit(self._empty_program, out_shardings=pair)
 
     def __call__(
-        self, params: SamplerWeights, prompts: Sequence[Int[np.ndarray, " _"]], routes: Known = ()
-    ) -> Iterator[Read]:
+        self, params: SamplerWeights, prompts: Sequence[Int[np.ndarray, " _"]], routes: Known = (), *, score: bool = False
+    ) -> Iterator[Read]:  # fmt: skip
         """Prefills prompts; prompts longer than a row come last. After each call, yields the list of finished prompts, possibly empty. `routes` has the experts to
-        use for the tokens of each prompt, or None."""
+        use for the tokens of each prompt, or None. With `score`, prefixes contain the scores of their prompts."""
         routes = routes or (None,) * len(prompts)
         short = [index for index, prompt in enumerate(prompts) if len(prompt) <= self.shape.width]
         for packed in pack_prompts(prompts, short, self.shape) if short else ():
-            prefix = self._rows(params, packed, [routes[index] for index in packed.indices])
+            prefix = self._rows(params, packed, [routes[index] for index in packed.indices], score)
             yield [(index, prefix, place) for place, index in enumerate(packed.indices)]
         for index, prompt in enumerate(prompts):
             for prefix in (
-                self._parts(params, prompt, routes[index]) if len(prompt) > self.shape.width else ()
+                self._parts(params, prompt, routes[index], score) if len(prompt) > self.shape.width else ()
             ):
                 yield [] if prefix is None else [(index, prefix, 0)]
 
@@ -143,7 +158,7 @@ class Prefill:
             )  # fmt: skip
         return made, prefixes
 
-    def _rows(self, params: SamplerWeights, packed: PackedPrompts, known: Known) -> Prefix:
+    def _rows(self, params: SamplerWeights, packed: PackedPrompts, known: Known, score: bool) -> Prefix:
         begins = packed.rows * self.shape.width + packed.starts
         forced = self._record(packed.tokens.size, *zip(begins.tolist(), known, strict=False))
         ropes = self._angles(packed.positions.reshape(-1), self._config)
@@ -156,12 +171,23 @@ class Prefill:
             layers.append(kept)
             routes.append(own)
         last = begins + packed.lengths - 1
+        following = np.roll(packed.tokens.reshape(-1), -1)
+        scores = [self._scores(params["ends"], x, following)] if score else []
         rows, starts, lengths = (jnp.asarray(part) for part in (packed.rows, packed.starts, packed.lengths))
         logits = self._head(params["ends"], x, last)
         found = self._recorded([routes], begins.tolist(), packed.lengths.tolist())
         return Prefix(
-            layers=tuple(layers), logits=logits, rows=rows, starts=starts, lengths=lengths, routes=found
-        )
+            layers=tuple(layers), logits=logits, rows=rows, starts=starts, lengths=lengths, routes=found,
+            scores=self._scored(scores, begins.tolist(), packed.lengths.tolist()),
+        )  # fmt: skip
+
+    def _scored(
+        self, calls: Sequence[Any], begins: Sequence[int], lengths: Sequence[int]
+    ) -> list[PromptScores]:
+        """Copies the scores of sequences to the host, from one call, or from one call per chunk."""
+        whole = [np.concatenate(parts) for parts in zip(*jax.device_get(calls), strict=True)]
+        places = zip(begins, lengths, strict=True) if whole else ()
+        return [PromptScores(*(part[begin : begin + length] for part in whole)) for begin, length in places]
 
     def _recorded(
         self, calls: Sequence[Sequence[Array | None]], begins: Sequence[int], lengths: Sequence[int]
@@ -187,17 +213,17 @@ class Prefill:
         return {} if record is None else {"forced": np.ascontiguousarray(record[:, index])}
 
     def _parts(
-        self, params: SamplerWeights, prompt: Int[np.ndarray, " _"], known: np.ndarray | None
+        self, params: SamplerWeights, prompt: Int[np.ndarray, " _"], known: np.ndarray | None, score: bool
     ) -> Iterator[Prefix | None]:
         """Prefills one sequence in chunks as wide as a row. Yields None after each chunk except the last, and finally the prefix."""
         width, buffers, x = self.shape.width, [self._empty() for _ in params["layers"]], None
-        starts, routes = range(0, len(prompt), width), []
+        starts, routes, scores = range(0, len(prompt), width), [], []
+        padded = np.pad(prompt, (0, width)).astype(np.int32)
         for start in starts:
             routes.append([])
             forced = self._record(width, (0, None if known is None else known[start : start + width]))
             positions = np.arange(start, start + width, dtype=np.int32)
-            part = np.zeros(width, np.int32)
-            part[: len(prompt) - start] = prompt[start : start + width]
+            part, following = padded[start : start + width], padded[start + 1 : start + 1 + width]
             x, ropes = self._embed(params["ends"], part), self._angles(positions, self._config)
             for index, weights in enumerate(params["layers"]):
                 rope, window = self._of_layer(index, ropes)
@@ -205,6 +231,8 @@ class Prefill:
                 made = self._part(weights, x, buffers[index], rope, np.int32(start), window, **how)
                 x, buffers[index], own = self._awaited(made)
                 routes[-1].append(own)
+            if score:
+                scores.append(self._scores(params["ends"], x, following))
             if start + width < len(prompt):
                 yield None
         last = np.zeros(self.shape.row_prompts, np.int32)
@@ -213,7 +241,10 @@ class Prefill:
         zero, length = jnp.zeros(len(last), jnp.int32), jnp.full(len(last), len(prompt), jnp.int32)
         layers = tuple(self._kept(buffer) for buffer in buffers)
         found = self._recorded(routes, [0], [len(prompt)])
-        yield Prefix(layers=layers, logits=logits, rows=zero, starts=zero, lengths=length, routes=found)
+        yield Prefix(
+            layers=layers, logits=logits, rows=zero, starts=zero, lengths=length, routes=found,
+            scores=self._scored(scores, [0], [len(prompt)]),
+        )  # fmt: skip
 
     def _of_layer(self, index: int, ropes: Sequence[Any]) -> tuple[Any, np.int32 | None]:
         """Returns the tables of a layer's rotation, which may be shape structs, and its window."""
@@ -270,6 +301,20 @@ class Prefill:
     def _head_program(self, ends: nnx.State, x: Array, last: Array) -> Array:
         outer = nnx.merge(self._ends, ends)
         return outer.logits(outer.normed(x[:, last]))
+
+    def _scores_program(self, ends: nnx.State, x: Array, following: Array) -> tuple[Array, Array, Array]:
+        """Returns the fields of `PromptScores` for all tokens of a call, whose next tokens are `following`."""
+        outer = nnx.merge(self._ends, ends)
+
+        def block(part: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+            logprobs = jax.nn.log_softmax(outer.logits(part[0]))
+            chosen = jnp.take_along_axis(logprobs, part[1][:, None], axis=1)[:, 0]
+            return chosen, logprobs.argmax(1).astype(jnp.int32), logprobs.max(1)
+
+        padding, tokens = -len(following) % _SCORED, len(following)
+        hidden = jnp.pad(outer.normed(x), ((0, padding), (0, 0))).reshape(-1, _SCORED, len(x))
+        found = lax.map(block, (hidden, jnp.pad(following, (0, padding)).reshape(-1, _SCORED)))
+        return tuple(part.reshape(-1)[:tokens] for part in found)
 
     def _empty_program(self) -> tuple[Array, Array]:
         buffer = jnp.zeros((self._config.kv_heads, self._config.head_dim, self._room), self._dtype)

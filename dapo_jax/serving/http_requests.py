@@ -1,4 +1,4 @@
-"""Parses HTTP request bodies with `msgspec`, in vLLM's format (token ids) or OpenAI's format (messages). Error messages name the field.
+"""Parses HTTP request bodies with `msgspec`, in vLLM's format (token ids) or OpenAI's formats (messages, and prompts to complete). Error messages name the field.
 
 A field that this server does not support is accepted if its value has no effect, and refused otherwise.
 """
@@ -12,7 +12,7 @@ import jax
 import msgspec
 import numpy as np
 from jaxtyping import Int, PRNGKeyArray
-from msgspec import Meta
+from msgspec import Meta, structs
 
 from dapo_jax.hints import nearest
 from dapo_jax.sampling.requests import OwnOptions, StopRule
@@ -45,7 +45,7 @@ _Stop = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class _Sampling(msgspec.Struct, kw_only=True, frozen=True):
-    """Sampling options that both `/inference/v1/generate` and `/v1/chat/completions` accept."""
+    """Sampling options that all routes accept."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -89,7 +89,16 @@ class _ChatBody(_Sampling, kw_only=True, frozen=True):
     return_tokens_as_token_ids: bool = False
 
 
-_Body = TypeVar("_Body", _GenerateBody, _ChatBody)
+class _CompletionsBody(_Sampling, kw_only=True, frozen=True):
+    """The body of a request to `/v1/completions`."""
+
+    prompt: str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
+    model: str = ""
+    echo: bool = False
+    logprobs: Annotated[int, Meta(ge=0, le=1)] | None = None
+
+
+_Body = TypeVar("_Body", _GenerateBody, _ChatBody, _CompletionsBody)
 
 
 class _StreamOptions(msgspec.Struct, kw_only=True, frozen=True):
@@ -99,7 +108,7 @@ class _StreamOptions(msgspec.Struct, kw_only=True, frozen=True):
 
 
 # msgspec prepares a struct when it is first used. If two threads did this at the same time, the process would crash.
-for _kind in (_SamplingParams, _GenerateBody, _ChatBody, _StreamOptions):
+for _kind in (_SamplingParams, _GenerateBody, _ChatBody, _CompletionsBody, _StreamOptions):
     msgspec.json.Decoder(_kind)
 
 
@@ -142,6 +151,37 @@ def read_chat(content: bytes, limits: ServedLimits) -> CheckedRequest:
         body, prompt, limits, logprobs=body.logprobs, return_token_ids=body.return_token_ids, tokens_as_ids=body.return_tokens_as_token_ids,
         stream=body.stream, include_usage=streaming.include_usage,
     )  # fmt: skip
+
+
+def read_completions(content: bytes, limits: ServedLimits) -> list[CheckedRequest]:
+    """Parses the body of a request to `/v1/completions`, and tokenizes its prompts. Returns one request for each prompt.
+
+    Raises:
+        RequestError: the request cannot be served; the message names the field.
+    """
+    body = _body(content, _CompletionsBody, limits)
+    prompts: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+    if len(kinds := {type(each) for each in prompts}) > 1:
+        raise RequestError(
+            f"prompt: found {prompts!r:.80}, a list of several types; needs texts, token ids, or lists of token ids"
+        )
+    prompts = [prompts] if kinds == {int} else prompts
+    scoring = {"max_tokens": (0, 1), "temperature": (0, None), "n": (1,)} if body.echo else {}
+    for name, accepted in scoring.items():
+        if (found := getattr(body, name)) not in accepted:
+            raise RequestError(
+                f"{name} is {found}; with echo, which scores the prompt, the server accepts {' or '.join(map(str, accepted))}"
+            )
+    requests, options = [], structs.replace(body, max_tokens=1) if body.echo else body
+    for prompt in prompts:
+        try:
+            ids = limits.tokenizer.encode_prompt(prompt).tolist() if isinstance(prompt, str) else prompt
+        except ValueError as error:
+            raise RequestError(f"prompt: {error!s:.1000}") from error
+        known = np.array(limits.checked_ids("prompt", ids), np.int32)
+        request = _request(options, known, limits, logprobs=body.logprobs is not None, echo=body.echo)
+        requests.append(replace(request, max_tokens=body.max_tokens or 0) if body.echo else request)
+    return requests
 
 
 def _body(content: bytes, kind: type[_Body], limits: ServedLimits) -> _Body:

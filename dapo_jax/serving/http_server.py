@@ -6,8 +6,9 @@ import ipaddress
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from functools import partial
+from itertools import accumulate, islice
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from dapo_jax.serving.http_connections import Connections
-from dapo_jax.serving.http_requests import read_chat, read_generate
+from dapo_jax.serving.http_requests import read_chat, read_completions, read_generate
 from dapo_jax.serving.request_loop import NewTokens, RequestError, RequestLoop, stopping
 from dapo_jax.serving.served_requests import GRACE_S, CheckedRequest, ServedLimits, ServerThread, sampled
 from dapo_jax.serving.text import GrowingText, decoded
@@ -128,6 +129,35 @@ class ChatAnswer(GenerateAnswer):
         return {**parts, "token_ids": new.tokens.tolist()} if self._request.return_token_ids else parts
 
 
+class CompletionAnswer(GenerateAnswer):
+    """The answer to one prompt of a request to `/v1/completions`."""
+
+    def whole(self) -> dict[str, Any]:
+        """Returns the choices, without indices, and the totals. Every response must have ended."""
+        choices = []
+        for _, new in sorted(self._latest.items()):
+            text = GrowingText(self._tokenizer, self._request.stop).add(new.tokens.tolist(), last=True)
+            choices.append({"text": text, "logprobs": self._table(new), **_ending(new)})
+        self._sampled -= len(self._request.prompt) * self._request.echo
+        return {"choices": choices, **self._totals()}
+
+    def _table(self, new: NewTokens) -> dict[str, Any] | None:
+        """Returns the log-probabilities in the format of OpenAI's completions, or None if not requested. Only scored prompts have `top_logprobs`."""
+        if not self._request.logprobs:
+            return None
+        tokens, logprobs, tops = new.tokens.tolist(), list[float | None](new.logprobs.tolist()), None
+        names, text = [decoded(self._tokenizer, [token]) for token in tokens], GrowingText(self._tokenizer)
+        offsets = [0, *accumulate(len(text.add([token])) for token in tokens[:-1])]
+        if (scores := new.scores) is not None:
+            own = islice(zip(names, logprobs, strict=True), 1, None)
+            top = [decoded(self._tokenizer, [token]) for token in scores.top.tolist()]
+            best = zip(top, scores.top_logprobs.tolist(), strict=True)
+            # If two tokens have the same text, the more likely token comes last and so remains.
+            tops = [None, *map(dict, zip(own, best, strict=False))]
+            logprobs[0] = None
+        return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+
+
 class HttpServer(ServerThread):
     """Serves a `RequestLoop` over HTTP.
 
@@ -156,6 +186,7 @@ class HttpServer(ServerThread):
         app = web.Application(middlewares=[self._guard], client_max_size=most)
         app.router.add_post("/inference/v1/generate", partial(self._sample, read_generate, GenerateAnswer))
         app.router.add_post("/v1/chat/completions", partial(self._sample, read_chat, ChatAnswer))
+        app.router.add_post("/v1/completions", self._complete)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         # If a client disconnects, aiohttp cancels the request's handler, which then cancels the request's responses.
@@ -229,7 +260,7 @@ class HttpServer(ServerThread):
         if error.status in (404, 405):
             return RequestError(
                 f"{visible(request.method[:20])} {visible(request.path[:80])} does not exist; the server has "
-                "POST /inference/v1/generate, POST /v1/chat/completions, GET /v1/models and GET /health",
+                "POST /inference/v1/generate, POST /v1/chat/completions, POST /v1/completions, GET /v1/models and GET /health",
                 status=error.status, code="not_found" if error.status == 404 else "method_not_allowed",
             )  # fmt: skip
         return RequestError(error.reason, status=error.status)
@@ -267,6 +298,26 @@ class HttpServer(ServerThread):
             async for new in arriving:
                 answer.add(new)
         return _json(answer.whole())
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        """Answers a request to `/v1/completions`, whose prompts are scored or sampled in one batch."""
+        content = await _body(request)
+        self._connections.works(request.protocol)
+        asked = await asyncio.to_thread(read_completions, content, self._limits)
+        parts = []
+        async with AsyncExitStack() as submitted:
+            batch = [await submitted.enter_async_context(sampled(self._requests, each)) for each in asked]
+            for each, arriving in zip(asked, batch, strict=True):
+                answer = CompletionAnswer(each, self._limits)
+                async for new in arriving:
+                    answer.add(new)
+                parts.append(answer.whole())
+        choices = enumerate(choice for part in parts for choice in part["choices"])
+        usage = {name: sum(part["usage"][name] for part in parts) for name in parts[0]["usage"]}
+        head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
+        found = {"choices": [{"index": index, **choice} for index, choice in choices], "usage": usage}
+        version = min(part["weights_version"] for part in parts)
+        return _json({**head, "model": self._limits.model, **found, "weights_version": version})
 
 
 def is_loopback(host: str) -> bool:

@@ -12,6 +12,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,6 +23,7 @@ from dapo_jax.dapo.rollouts import FinishReason, Prompt, Span
 from dapo_jax.sampling.decode_loop import DecodeLoop
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.interface import Engine
+from dapo_jax.sampling.prefill import PromptScores
 from dapo_jax.sampling.requests import OwnOptions, Request
 
 _REFILL_FRAC = 0.125
@@ -59,6 +62,8 @@ class NewTokens:
     """The response so far, split into spans of tokens that were sampled with the same version of the weights."""
     finish_reason: FinishReason | None
     """Why the response ended, or None if it continues."""
+    scores: PromptScores | None = None
+    """The prompt's scores, if the request asked for them. `tokens` then begin with the prompt, whose first token has the log-probability 0."""
 
 
 Listener = Callable[[NewTokens | BaseException], None]
@@ -91,7 +96,7 @@ class RequestLoop:
     def __init__(
         self, engine: Engine, weights: PyTree, *, key: PRNGKeyArray, version: int, most_responses: int
     ) -> None:
-        self._engine, self._most = engine, most_responses
+        self._engine, self._weights, self._most = engine, weights, most_responses
         self.version = version
         """Version of the weights in use."""
         self.failure: BaseException | None = None
@@ -101,6 +106,7 @@ class RequestLoop:
         self._ordinals = itertools.count()
         self._changed = threading.Condition()
         self._new: deque[ServedRequest] = deque()
+        self._unscored: deque[ServedRequest] = deque()
         self._actions: deque[Callable[[], None]] = deque()
         """Functions that other threads have queued for the loop's thread to call."""
         self._stopping = False
@@ -115,13 +121,15 @@ class RequestLoop:
     def under_way(self) -> int:
         """Number of running and waiting responses."""
         with self._changed:
-            return sum(len(each.requests) for each in self._new) + len(self._running)
+            return sum(len(each.requests) for each in [*self._new, *self._unscored]) + len(self._running)
 
     def submit(
         self, prompt: Int[np.ndarray, " prompt"], options: OwnOptions, *, count: int, max_tokens: int, listener: Listener,
-        streams: bool = False,
+        streams: bool = False, scores: bool = False,
     ) -> ServedRequest:  # fmt: skip
         """Queues a request for `count` responses of up to `max_tokens` tokens, and returns immediately. May be called from any thread.
+
+        With `scores`, the prompt is scored. The response is then the prompt, and with `max_tokens=1` also the most likely next token.
 
         Raises:
             RequestError: too many responses are running or waiting, or the loop is stopping.
@@ -138,7 +146,7 @@ class RequestLoop:
             asked = Prompt(ordinal=next(self._ordinals), tokens=prompt, text="", answer="")
             requests = [Request(asked, index, max_tokens, options=options) for index in range(count)]
             served = ServedRequest(requests, listener, streams, [0] * count)
-            self._new.append(served)
+            (self._unscored if scores else self._new).append(served)
             self._changed.notify()
         return served
 
@@ -181,12 +189,13 @@ class RequestLoop:
         error: BaseException = RuntimeError("the server has stopped")
         try:
             while self._wait():
+                self._score()
                 self._send(self._loop.step() or [])
         except BaseException as failure:  # listeners are notified of every kind of error
             self.failure = error = failure
         with self._changed:
             self._stopping = True
-            left = dict.fromkeys([*self._new, *self._running.values()])
+            left = dict.fromkeys([*self._new, *self._unscored, *self._running.values()])
         self._act()  # pending calls to `take` raise an error, because the loop is stopping
         for served in left:
             with suppress(Exception):
@@ -196,7 +205,7 @@ class RequestLoop:
     def _wait(self) -> bool:
         """Waits for work, and calls the functions that other threads have queued. Returns False if the loop should stop."""
         with self._changed:
-            while not (self._stopping or self._new or self._running or self._actions):
+            while not (self._stopping or self._new or self._unscored or self._running or self._actions):
                 self._changed.wait()
         self._act()
         return not self._stopping
@@ -207,8 +216,9 @@ class RequestLoop:
 
     def _drop(self, served: ServedRequest) -> None:
         with self._changed:
-            if served in self._new:
-                self._new.remove(served)
+            for waiting in (self._new, self._unscored):
+                if served in waiting:
+                    waiting.remove(served)
             left = [each for each in served.requests if self._running.pop(each, None) is not None]
         if left and not self._stopping:
             self._loop.drop(left)
@@ -223,11 +233,32 @@ class RequestLoop:
             return
         try:
             self._loop.take(made)
+            self._weights = made
             self.version = version
             for request in self._running:
                 request.version = version
         finally:
             taken.set_result(None)
+
+    def _score(self) -> None:
+        """PromptScores the prompts of the next requests, at most one per slot, so that running responses need not wait for all of them."""
+        with self._changed:
+            taken = list(islice(self._unscored, self._engine.slots))
+        prompts = [served.requests[0].prompt.tokens for served in taken]
+        prefill: Any = self._engine.prefill  # scores are not part of the interface `Engine`
+        for finished in prefill(self._weights, prompts, score=True) if taken else ():
+            for index, prefix, place in finished:
+                taken[index].listener(self._scored(taken[index].requests[0], prefix.scores[place]))
+                with self._changed:
+                    self._unscored.remove(taken[index])
+
+    def _scored(self, request: Request, scores: PromptScores) -> NewTokens:
+        """Returns the prompt's tokens, and with a limit of 1 also the most likely next token."""
+        tokens = np.append(request.prompt.tokens, scores.top[-1:])
+        logprobs = np.concatenate([[0.0], scores.logprobs[:-1], scores.top_logprobs[-1:]], dtype=np.float32)
+        kept, stops = slice(len(request.prompt.tokens) + request.limit), tokens[-1] in self._engine.stop_ids
+        reason, spans = "stop" if request.limit and stops else "length", (Span(0, self.version),)
+        return NewTokens(0, tokens[kept], logprobs[kept], spans, reason, scores)
 
     def _more(self) -> list[Sequence[Request]]:
         """Removes up to `engine.slots` requests from the queue, and returns them to be prefilled next."""

@@ -40,6 +40,8 @@ class CheckedRequest:
     """Whether log-probabilities identify tokens by id instead of by text."""
     stream: bool = False
     include_usage: bool = False
+    echo: bool = False
+    """Whether the prompt is scored (see `RequestLoop.submit`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +115,8 @@ async def sampled(requests: RequestLoop, asked: CheckedRequest) -> AsyncIterator
             loop.call_soon_threadsafe(queue.put_nowait, new)
 
     served = requests.submit(
-        asked.prompt, asked.options, count=asked.count, max_tokens=asked.max_tokens, listener=listener, streams=asked.stream
+        asked.prompt, asked.options, count=asked.count, max_tokens=asked.max_tokens, listener=listener, streams=asked.stream,
+        scores=asked.echo,
     )  # fmt: skip
 
     async def arriving() -> AsyncIterator[NewTokens]:

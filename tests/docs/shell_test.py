@@ -31,9 +31,10 @@ NOT_HERE = {
     "cd": "a command of the shell, to enter the clone",
     "gcloud": "Google's client, which asks a service; tests/launch has a stand-in with its options",
     "vf-eval": "verifiers' command; tests/serving/http_verifiers_test.py runs it if it is installed",
+    "lm_eval": "lm-eval's command; tests/serving/http_server_test.py reads an answer as lm-eval does",
     "sky": "SkyPilot's client, which rents machines; tests/launch/skypilot_test.py runs the commands of its file",
     "hf": "the hub's client, which would fetch 65 GB",
-    "curl": "it asks a server; tests/serving/shipped_chat_test.py makes the prompt of the body that docs/serve.md sends",
+    "curl": "it asks a server; tests/serving/shipped_chat_test.py makes the prompts of the bodies that docs/serve.md sends",
 }
 """Programs that no test can run -> why."""
 

@@ -163,6 +163,22 @@ def test_long_prompts_are_prefilled_in_parts(mesh, engine, weights):
     )
 
 
+def test_scores_are_the_trainers_logprobs_also_of_prompts_in_parts(mesh, weights):
+    """Rows of 7 tokens: prompts of 24 and 8 tokens are scored part by part. A top token that comes next has the same bits in both columns."""
+    narrow = made(mesh, prefill=PrefillShape(rows=2, width=7, longest=CAPACITY))
+    first = np.array([2], np.int32)
+    asked = [*prompts(24, 5, 1, 8), np.append(first, last_logits([first])[0].argmax()).astype(np.int32)]
+    logprobs = jax.nn.log_softmax(np.asarray(trainer("float32")(tiny_params(CONFIG), rows_of(asked)[0])))
+    for prompt, wanted, found in zip(asked, np.asarray(logprobs), narrow.score(weights, asked), strict=True):
+        wanted, following = wanted[: len(prompt)], np.arange(len(prompt) - 1)
+        np.testing.assert_allclose(found.logprobs[:-1], wanted[following, prompt[1:]], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(found.top_logprobs, wanted.max(1), rtol=1e-4, atol=1e-5)
+        assert found.top.tolist() == wanted.argmax(1).tolist()
+        is_top = found.top[:-1] == prompt[1:]
+        assert (is_top == (found.logprobs[:-1] == found.top_logprobs[:-1])).all()
+    assert is_top.all()
+
+
 @pytest.mark.parametrize(
     "config", [CONFIG, pytest.param(SWITCHED, id="every switch"), pytest.param(EXPERTS, id="experts")]
 )

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from dapo_jax.serving import http_requests
 
-GIVEN = {"_ChatBody": {"messages": [{}], "stop": "x"}, "_SamplingParams": {"stop": ["x"]}, "_GenerateBody": {"token_ids": [1]}}
+GIVEN = {"_CompletionsBody": {"prompt": [[1]]}, "_ChatBody": {"messages": [{}], "stop": "x"}, "_SamplingParams": {"stop": ["x"]}, "_GenerateBody": {"token_ids": [1]}}
 sys.setswitchinterval(1e-7)
 for _ in range(300):
     importlib.reload(http_requests)

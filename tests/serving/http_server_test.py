@@ -1,5 +1,6 @@
 """The HTTP server in this process, compared with the library's own sampler and the trainer's log-probabilities."""
 
+import asyncio
 import functools
 import json
 import os
@@ -23,6 +24,8 @@ from dapo_jax.models.decoder import Decoder
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.weights import WeightTransfer
+from dapo_jax.rewards import Sample
+from dapo_jax.run.judge import Judge
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.engine import DecoderEngine
@@ -45,7 +48,7 @@ TOKENIZER = HuggingFaceTokenizer(files_of(generation={"eos_token_id": [2, *range
 """One token in twenty ends a response, so that responses of a random model end by stop and by length."""
 CONFIG = tiny_decoder_config(vocab_size=TOKENIZER.vocab_size + 4, layers=1, max_positions=128)
 LIMIT, LONGEST, SLOTS, MOST = 32, 64, 8, 260
-GENERATE, CHAT = "/inference/v1/generate", "/v1/chat/completions"
+GENERATE, CHAT, COMPLETE = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"
 PROMPTS = [np.random.default_rng(n).integers(4, 200, 1 + 5 * n % 23).tolist() for n in range(8)]
 PARAMS = [tiny_params(CONFIG, seed=seed) for seed in (8, 3)]
 MESH = make_mesh(devices=jax.devices()[:1])
@@ -236,6 +239,98 @@ def test_stop_tokens_and_stop_strings_end_a_response(address):
     assert (cut["token_ids"], cut["finish_reason"]) == (ids[:place], "stop")
 
 
+def completions(address, prompt, **body):
+    answered = ask(address, COMPLETE, {"prompt": prompt, **body})
+    assert answered.status == 200, answered.content
+    assert [choice["index"] for choice in answered.json["choices"]] == list(
+        range(len(answered.json["choices"]))
+    )
+    return answered.json
+
+
+SCORED = {"echo": True, "logprobs": 1, "temperature": 0, "max_tokens": 1}
+
+
+def test_an_echoed_prompt_has_the_trainers_logprobs(address):
+    """As lm-eval 0.4.13 reads them: the last entry is the sampled token, and a token is greedy if it has the highest entry in `top_logprobs`."""
+    examples = [(prompt, generate(address, prompt, temperature=0)[0]["token_ids"]) for prompt in PROMPTS]
+    answer = completions(
+        address, [prompt + greedy for prompt, greedy in examples], model="tiny", seed=1234, **SCORED
+    )
+    for (prompt, greedy), wanted, choice in zip(examples, trained(examples), answer["choices"], strict=True):
+        table = choice["logprobs"]
+        assert table["token_logprobs"][0] is table["top_logprobs"][0] is None
+        assert {len(column) for column in table.values()} == {len(prompt) + len(greedy) + 1}
+        np.testing.assert_allclose(table["token_logprobs"][len(prompt) : -1], wanted, rtol=0, atol=2e-5)
+        pairs = list(zip(table["token_logprobs"], table["top_logprobs"], strict=True))
+        assert all(found == max(top.values()) for found, top in pairs[len(prompt) :])
+        assert not all(found == max(top.values()) for found, top in pairs[1 : len(prompt)]) or len(prompt) < 3
+        ids = np.array(prompt + greedy, np.int32)
+        assert choice["text"].startswith(TOKENIZER.decode(ids[:-8]))
+    count = sum(len(prompt) + len(greedy) for prompt, greedy in examples)
+    assert answer["usage"] == {"prompt_tokens": count, "completion_tokens": 8, "total_tokens": count + 8}
+    assert (answer["object"], answer["weights_version"]) == ("text_completion", 5)
+
+
+def test_a_prompt_may_be_a_text_or_ids_or_a_list_of_either(address):
+    text = "12 + 34"
+    ids = TOKENIZER.encode_prompt(text).tolist()
+    found = [
+        completions(address, prompt, **SCORED)["choices"] for prompt in (text, ids, [text, text], [ids, ids])
+    ]
+    alone = found[0][0]
+    assert [len(each) for each in found] == [1, 1, 2, 2]
+    for choice in (choice for each in found for choice in each):
+        assert {**choice, "index": 0, "logprobs": None} == {**alone, "logprobs": None}
+        np.testing.assert_allclose(
+            choice["logprobs"]["token_logprobs"][1:], alone["logprobs"]["token_logprobs"][1:], atol=1e-5
+        )
+    table, prompt = alone["logprobs"], completions(address, text, echo=True, max_tokens=0)["choices"][0]
+    assert alone["text"].startswith(prompt["text"])
+    assert prompt["text"].endswith(text)
+    assert (prompt["logprobs"], prompt["finish_reason"]) == (None, "length")
+    ends = [*table["text_offset"][1:], len(alone["text"])]
+    whole = [
+        (name, alone["text"][a:b])
+        for name, a, b in zip(table["tokens"], table["text_offset"], ends, strict=True)
+    ]
+    assert all(name == piece for name, piece in whole if "\ufffd" not in name)
+
+
+def test_completions_are_the_tokens_of_generate(address):
+    """Choices are ordered by prompt, then by response."""
+    options = {"n": 2, "seed": 3, "temperature": 0.9, "stop": ["e"], "max_tokens": 20}
+    answer = completions(address, PROMPTS[:2], logprobs=0, **options)
+    expected = [choice for prompt in PROMPTS[:2] for choice in generate(address, prompt, **options)]
+    for choice, same in zip(answer["choices"], expected, strict=True):
+        ids, table = np.array(same["token_ids"], np.int32), choice["logprobs"]
+        assert choice["text"] == StopStrings(TOKENIZER, ["e"]).decode(ids)
+        assert (choice["finish_reason"], choice["spans"]) == (same["finish_reason"], same["spans"])
+        np.testing.assert_allclose(table["token_logprobs"], logprobs(same), rtol=0, atol=1e-5)
+        assert table["top_logprobs"] is None
+    assert completions(address, "1", max_tokens=2)["choices"][0]["logprobs"] is None
+
+
+def test_scores_use_new_weights_and_wait_in_the_queue(address, loop, transfer):
+    old = completions(address, PROMPTS[5], **SCORED)
+    loop.take(lambda: transfer(PARAMS[1]), 6)
+    try:
+        new = completions(address, PROMPTS[5], **SCORED)
+    finally:
+        loop.take(lambda: transfer(PARAMS[0]), 5)
+    assert (old["weights_version"], new["weights_version"]) == (5, 6)
+    assert old["choices"][0]["logprobs"]["token_logprobs"] != new["choices"][0]["logprobs"]["token_logprobs"]
+    with before_calls(lambda: time.sleep(0.05)):
+        running = left_alone(address, GENERATE, params(n=MOST - 3, seed=1))
+        until(lambda: loop.under_way == MOST - 3, "the queue")
+        answered = ask(address, COMPLETE, {"prompt": [[5]] * 4, **SCORED})
+        assert (answered.status, answered.json["error"]["code"]) == (503, "queue_full")
+        until(lambda: loop.under_way <= MOST - 3, "the cancelled prompts")
+        assert len(completions(address, [[5]] * 3, **SCORED)["choices"]) == 3
+        running.close()
+        until(lambda: loop.under_way == 0, "the slots")
+
+
 def chat(address, **body):
     answered = ask(address, CHAT, {"messages": [ASKED], **body})
     assert answered.status == 200, answered.content
@@ -262,6 +357,26 @@ def test_a_conversation_is_rendered_as_in_training(address):
         "content": TOKENIZER.decode(np.array(choice["token_ids"], np.int32)),
     }
     assert "token_ids" not in chat(address)["choices"][0]
+
+
+def test_a_judge_can_be_asked_here(address, tmp_path):
+    """The random model's reply has no score, so the verdict's reason quotes it."""
+    settings = {
+        "url": f"http://{address}/v1",
+        "model": "tiny",
+        "prompt": "{response}",
+        "on_failure": "lost",
+        "options": {"max_tokens": 9},
+    }
+    (tmp_path / "judge.yaml").write_text(json.dumps(settings))
+    judge = Judge(str(tmp_path / "judge.yaml"), timeout_s=100.0)
+    prompt = Prompt(ordinal=0, tokens=np.array([1], np.int32), text="", answer="")
+    verdict = asyncio.run(
+        judge(Sample(prompt=prompt, response="12 + 34", tokens=prompt.tokens, finish_reason="stop"))
+    )
+    same = chat(address, temperature=0, max_tokens=9)
+    assert f"replied {same['choices'][0]['message']['content']!r:.200}, but judge.score" in verdict.reason
+    assert judge.counts == {"calls": 1, "cache_hits": 0, "tokens": same["usage"]["total_tokens"]}
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
@@ -402,6 +517,18 @@ MALFORMED = [
     (GENERATE, params(stop=["a"] * 17), "stop: Expected `array` of length <= 16"),
     (GENERATE, params(stop_token_ids=[999]), "stop_token_ids has the token id 999"),
     (GENERATE, params(min_tokens=2), "'min_tokens'=2, which this server does not support: leave it out, or set it to 0"),
+    (COMPLETE, {}, "`prompt`"),
+    (COMPLETE, {"prompt": []}, "prompt: Expected `array` of length >= 1; found []"),
+    (COMPLETE, {"prompt": [[]]}, "the prompt has 0 tokens"),
+    (COMPLETE, {"prompt": [5, "a"]}, "prompt: found [5, 'a'], a list of several types"),
+    (COMPLETE, {"prompt": [[5], 5]}, "prompt: found [[5], 5]"),
+    (COMPLETE, {"prompt": [[5], [999]]}, "prompt has the token id 999"),
+    (COMPLETE, {"prompt": "1", "max_tokens": 0}, "max_tokens is 0; the server accepts 1 to 32"),
+    (COMPLETE, {"prompt": "1", "echo": True}, "max_tokens is None; with echo, which scores the prompt, the server accepts 0 or 1"),
+    (COMPLETE, {"prompt": "1", **SCORED, "temperature": 0.5}, "temperature is 0.5; with echo"),
+    (COMPLETE, {"prompt": "1", **SCORED, "n": 2}, "n is 2; with echo"),
+    (COMPLETE, {"prompt": "1", "logprobs": 2}, "logprobs: Expected `int` <= 1; found 2"),
+    (COMPLETE, {"prompt": "1", "suffix": "a"}, "'suffix'='a', which this server does not support"),
     (CHAT, {"messages": [{"role": "user"}]}, "message 0: 'content' must be a string"),
     (CHAT, {"messages": [{"role": "<|im_end|>", "content": "a"}]}, "messages[0].role is '<|im_end|>'"),
     (CHAT, {"messages": [ASKED, {"role": "assistant", "content": "a"}]}, "the last message is the assistant's"),

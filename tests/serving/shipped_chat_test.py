@@ -7,7 +7,7 @@ import pytest
 
 from dapo_jax.config import ModelConfig
 from dapo_jax.run.policy import folder_of
-from dapo_jax.serving.http_requests import read_chat
+from dapo_jax.serving.http_requests import read_chat, read_completions
 from dapo_jax.serving.request_loop import RequestError
 from dapo_jax.serving.served_requests import ServedLimits
 from dapo_jax.text.tokenizers import load_tokenizer
@@ -22,12 +22,16 @@ def guess(text):
     return {"role": "assistant", "content": text}
 
 
-def prompt_of(name, *messages):
+def limits_of(name):
     tokenizer = load_tokenizer(folder_of(ModelConfig(source=f"shipped:{name}"), weights=False))
-    limits = ServedLimits(
+    return ServedLimits(
         model=name, tokenizer=tokenizer, vocabulary=64, max_prompt_tokens=64, max_response_tokens=64, most_responses=1
     )  # fmt: skip
-    return tokenizer.decode(read_chat(json.dumps({"messages": messages}).encode(), limits).prompt)
+
+
+def prompt_of(name, *messages):
+    limits = limits_of(name)
+    return limits.tokenizer.decode(read_chat(json.dumps({"messages": messages}).encode(), limits).prompt)
 
 
 @pytest.mark.parametrize(
@@ -45,9 +49,11 @@ def test_a_conversation_is_rendered_as_a_prompt_of_training(name, messages, prom
     assert prompt_of(name, *messages) == prompt
 
 
-def test_the_request_in_the_docs_is_such_a_conversation():
-    [body] = re.findall(r"-d '(.*)'", (ROOT / "docs" / "serve.md").read_text())
-    assert prompt_of("quickstart", *json.loads(body)["messages"]) == "47+85"
+def test_the_requests_in_the_docs_are_understood():
+    chat, scored = re.findall(r"-d '(.*)'", (ROOT / "docs" / "serve.md").read_text())
+    assert prompt_of("quickstart", *json.loads(chat)["messages"]) == "47+85"
+    [request] = read_completions(scored.encode(), limits_of("quickstart"))
+    assert (request.echo, request.logprobs, request.max_tokens) == (True, True, 0)
 
 
 @pytest.mark.parametrize("name", ["quickstart", "turns_quickstart"])

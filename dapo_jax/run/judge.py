@@ -1,0 +1,197 @@
+"""A judge as a grader: a language model with an OpenAI-compatible API scores each response. `judge:FILE.yaml` names the file with its settings."""
+
+import asyncio
+import hashlib
+import json
+import os
+import re
+import sqlite3
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from weakref import WeakValueDictionary
+
+from dapo_jax.config.keys import POSITIVE, ConfigError, key, refuse
+from dapo_jax.config.reading import read_file
+from dapo_jax.config.section import entry
+from dapo_jax.dapo.rollouts import Verdict
+from dapo_jax.parallel.together import all_gather_bytes
+from dapo_jax.rewards.sample import Sample
+from dapo_jax.run.loop import Observer, StepResult
+
+_FIND, _KEEP = "select reply from replies where request = ?", "insert or replace into replies values (?, ?)"
+_MOST_BYTES = 1 << 20  # a longer answer is cut off, and then it is not JSON
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeConfig:
+    """The settings of a judge, which `docs/write_a_reward.md` describes."""
+
+    url: str = key(not_empty=True)
+    model: str = key(not_empty=True)
+    prompt: str = key(not_empty=True)
+    score: str = r"\A\s*([-+]?\d+\.?\d*)\s*\Z"
+    """Regular expression whose group is the score. The last match counts. By default, the whole reply must be a number."""
+    lowest: float = key(0.0, range=None)
+    highest: float = key(1.0, range=None)
+    on_failure: str = key("error", choices=["error", "lost"])
+    """Action if there is no score for any reason: error, or lost (the response has no verdict and counts as wrong)."""
+    options: dict[str, Any] = key(default_factory=dict)
+    timeout_s: float = key(30.0, range=POSITIVE)
+    retries: int = 2
+    api_key_env: str = ""
+    cache: str = ""
+
+
+class Judge:
+    """An async reward function that asks a judge. `path` is a YAML file with the fields of `JudgeConfig`, and `timeout_s` is the time limit of a call in seconds.
+
+    Raises:
+        ConfigError: the file or a value in it is invalid, the API key is missing, or the cache cannot be opened.
+    """
+
+    def __init__(self, path: str, *, timeout_s: float) -> None:
+        try:
+            self.config = config = entry("judge", read_file(Path(path).expanduser()), JudgeConfig)
+            self._key = os.environ.get(config.api_key_env, "").strip()
+            _check(config, self._key, timeout_s)
+            if config.cache:
+                self._of_cache("create table if not exists replies (request text primary key, reply text)")
+        except (ValueError, OSError, RuntimeError) as error:
+            raise ConfigError(f"{path}: {error}") from error
+        self.__qualname__ = f"judge:{Path(path).stem}"  # the name in messages and metrics
+        self.counts = Counter(calls=0, cache_hits=0, tokens=0)
+        """Number of requests that were sent, of replies from the cache, and of tokens according to the server."""
+        self._locks = WeakValueDictionary[str, asyncio.Lock]()
+        """Locks by request. Equal requests wait for the first of them, whose reply is then in the cache."""
+
+    async def __call__(self, sample: Sample) -> Verdict:
+        """Returns the judge's verdict on a response. Raises RuntimeError if there is no score, unless `on_failure` is lost."""
+        config = self.config
+        values = {"prompt": sample.prompt.text, "response": sample.response, "answer": sample.answer}
+        # One pass, so that a placeholder in a response is not replaced.
+        text = re.sub(r"\{(prompt|response|answer)\}", lambda found: values[found[1]], config.prompt)
+        body = {"model": config.model, "messages": [{"role": "user", "content": text}]}
+        body |= {"temperature": 0.0, "max_tokens": 256, **config.options}
+        try:
+            reply = await self._reply(json.dumps(body).encode())
+            return Verdict(correct=(score := self._score(reply)) > 0, score=score, reason=reply)
+        except RuntimeError as error:
+            if config.on_failure == "error":
+                raise
+            return Verdict(correct=False, reason=str(error), lost="raised")
+
+    async def _reply(self, body: bytes) -> str:
+        """Returns the reply to a request, from the cache or from the server. Only replies with a score are stored."""
+        if not self.config.cache:
+            return await self._asked(body)
+        request = hashlib.sha256(f"{self.config.url}\n".encode() + body).hexdigest()
+        async with self._locks.setdefault(request, asyncio.Lock()):
+            if found := await asyncio.to_thread(self._of_cache, _FIND, request):
+                self.counts["cache_hits"] += 1
+                return found[0][0]
+            reply = await self._asked(body)
+            self._score(reply)
+            await asyncio.to_thread(self._of_cache, _KEEP, request, reply)
+            return reply
+
+    def _score(self, reply: str) -> float:
+        config, found = self.config, re.findall(self.config.score, reply)
+        with suppress(IndexError, ValueError):
+            if config.lowest <= (score := float(found[-1])) <= config.highest:
+                return score
+        raise RuntimeError(
+            f"the judge replied {reply!r:.200}, but judge.score={config.score!r} must find a number from {config.lowest:g} to {config.highest:g} in it: "
+            "change the prompt or the pattern, or set on_failure: lost"
+        )
+
+    async def _asked(self, body: bytes) -> str:
+        """Sends a request, and repeats it if the server is overloaded, fails or cannot be reached. Surrogates in the reply are replaced, because files cannot store them."""
+        config, number, repeats, reason = self.config, 0, True, ""
+        while repeats and number <= config.retries:
+            if number:
+                await asyncio.sleep(2.0 ** (number - 1))
+            number += 1
+            self.counts["calls"] += 1
+            try:
+                status, content = await asyncio.to_thread(self._post, body)
+                if status == 200:
+                    answer = json.loads(content)
+                    self.counts["tokens"] += int((answer.get("usage") or {}).get("total_tokens", 0))
+                    return str(answer["choices"][0]["message"]["content"]).encode(errors="replace").decode()
+                reason, repeats = f"status {status}: {content[:300]!r}", status == 429 or status >= 500
+            except (OSError, HTTPException) as error:
+                reason = f"{type(error).__name__}: {error}"
+            except Exception as error:  # the reply is not trusted, so it may be anything
+                reason, repeats = f"no chat completion ({type(error).__name__}: {error!s:.200})", False
+        if self._key:
+            reason = reason.replace(self._key, f"${config.api_key_env}")
+        raise RuntimeError(
+            f"{config.url} failed {number} of {config.retries + 1} times, the last time with {reason}; check the address and the server, or raise judge.retries={config.retries} "
+            f"or judge.timeout_s={config.timeout_s:g}"
+        )
+
+    def _post(self, body: bytes) -> tuple[int, bytes]:
+        """Sends a request, and returns the status and the content of the answer. It follows no redirects, which could send the key to another server."""
+        place = urlsplit(self.config.url)
+        connect = HTTPSConnection if place.scheme == "https" else HTTPConnection
+        own = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        headers = {"Content-Type": "application/json", **own}
+        with closing(connect(place.hostname or "", place.port, timeout=self.config.timeout_s)) as connection:
+            connection.request("POST", f"{place.path.rstrip('/')}/chat/completions", body, headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read(_MOST_BYTES)
+
+    def _of_cache(self, query: str, *values: str) -> list[tuple[str]]:
+        path = Path(self.config.cache).expanduser()
+        try:
+            with closing(sqlite3.connect(path, timeout=30.0)) as cache, cache:
+                return cache.execute(query, values).fetchall()
+        except sqlite3.Error as error:
+            raise RuntimeError(f"judge.cache={path}: {error}; remove the file, or name another") from error
+
+
+class JudgeCounts(Observer):
+    """Adds the counts of all judges since the last step, in all processes, to the metrics of a step."""
+
+    def __init__(self, judges: Sequence[Judge]) -> None:
+        self._judges, self._before = judges, Counter[str]()
+
+    def after_step(self, result: StepResult) -> None:
+        """Adds `reward/judge/*`."""
+        if not self._judges:
+            return
+        now = {name: sum(each.counts[name] for each in self._judges) for name in self._judges[0].counts}
+        own = json.dumps({name: count - self._before[name] for name, count in now.items()}).encode()
+        found = [json.loads(each) for each in all_gather_bytes(own, buffer_bytes=1024)]
+        result.metrics.update({f"reward/judge/{name}": sum(each[name] for each in found) for name in now})
+        self._before = Counter(now)
+
+
+def _check(config: JudgeConfig, key: str, timeout_s: float) -> None:
+    """Checks the values of a judge's settings. `key` is the API key, and `timeout_s` is the time limit of a call."""
+    place, name = urlsplit(config.url), config.api_key_env
+    if place.scheme not in ("http", "https") or not place.hostname or "@" in place.netloc or place.port == 0:
+        refuse("judge.url", place.hostname, "http:// or https://, a host, and no password", "correct it")
+    if "{response}" not in config.prompt:
+        refuse("judge.prompt", config.prompt, "the text {response}", "write it where the response belongs")
+    if name and not key:
+        found = name if name.isupper() else "a value that may be a key"  # keys are not printed
+        refuse("judge.api_key_env", found, "the name of an environment variable that is set", "export it")
+    # The waits of 1, 2, 4, ... seconds add up to 2**retries - 1 seconds.
+    if (longest := (config.retries + 1) * config.timeout_s + 2**config.retries - 1) > timeout_s:
+        needs = f"all {config.retries + 1} tries and the waits to end within reward.timeout_s={timeout_s:g}"
+        remedy = f"lower it, or raise reward.timeout_s to {longest:g}"
+        refuse("judge.timeout_s", config.timeout_s, needs, remedy)
+    try:
+        groups, reason = re.compile(config.score).groups, ""
+    except re.error as error:
+        groups, reason = 0, f": {error}"
+    if groups != 1:
+        needs = f"a regular expression with one group{reason}"
+        refuse("judge.score", config.score, needs, "put parentheses around the number alone")

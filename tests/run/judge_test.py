@@ -1,0 +1,296 @@
+"""A judge over HTTP as a grader, with a server of the standard library in place of the model."""
+
+import json
+import re
+import sqlite3
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from dapo_jax.config import ConfigError, RewardConfig
+from dapo_jax.dapo.dynamic_sampling import Collected
+from dapo_jax.dapo.rollouts import Prompt
+from dapo_jax.rewards import Sample
+from dapo_jax.rewards.functions import RewardError
+from dapo_jax.rollout.collector import Position
+from dapo_jax.run import judge as judge_room
+from dapo_jax.run.grader_setup import submit_of
+from dapo_jax.run.judge import Judge, JudgeConfig, JudgeCounts
+from dapo_jax.run.loop import StepResult
+from dapo_jax.training.state import TrainState
+
+PAGE = (Path(__file__).parents[2] / "docs" / "write_a_reward.md").read_text()
+PROMPT = "{prompt} has the answer {answer}. Rate `{response}`."
+
+
+def chat(text, tokens=7):
+    """A completed chat of OpenAI's API."""
+    content = {
+        "choices": [{"message": {"role": "assistant", "content": text}}],
+        "usage": {"total_tokens": tokens},
+    }
+    return 200, json.dumps(content).encode()
+
+
+class Server:
+    """Answers with the next of `script`, or with the last one, and notes the requests."""
+
+    def __init__(self, *script):
+        self.script, self.seen, self.lock = list(script), [], threading.Lock()
+        owner = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with owner.lock:
+                    owner.seen.append((self.path, dict(self.headers), body))
+                    status, content = owner.script.pop(0) if len(owner.script) > 1 else owner.script[0]
+                if status == 0:  # the server dies before it answers
+                    return
+                self.send_response(status)
+                self.send_header("Location", "http://127.0.0.1:1/v1/chat/completions")
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *_):
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+
+
+@contextmanager
+def serving(*script):
+    server = Server(*script)
+    try:
+        yield server
+    finally:
+        server.http.shutdown()
+        server.http.server_close()
+
+
+@pytest.fixture(autouse=True)
+def no_waits(monkeypatch):
+    """The waits between tries are noted and not made."""
+    waits = []
+
+    async def sleep(seconds):
+        waits.append(seconds)
+
+    monkeypatch.setattr(judge_room.asyncio, "sleep", sleep)
+    return waits
+
+
+@pytest.fixture
+def settings(tmp_path):
+    """Writes a judge's file, and returns its path."""
+
+    def write(url, /, **changes):
+        values = {"url": url, "model": "m", "prompt": PROMPT, "timeout_s": 5.0, **changes}
+        file = tmp_path / "helpful.yaml"
+        file.write_text(yaml.safe_dump(values))
+        return str(file)
+
+    return write
+
+
+def graded(path, *responses, grader=None, timeout_s=100.0):
+    """The verdicts of a judge, through the graders of a run."""
+    prompt = Prompt(ordinal=7, tokens=np.array([1], np.int32), text="1+1", answer="2")
+    config = RewardConfig(grader=f"judge:{path}", timeout_s=timeout_s) if grader is None else grader
+    submit, close = submit_of(config)
+    try:
+        tokens = np.array([3], np.int32)
+        return submit(
+            [Sample(prompt=prompt, response=each, tokens=tokens, finish_reason="stop") for each in responses]
+        ).result()
+    finally:
+        close()
+
+
+def test_the_judge_gets_prompt_response_and_answer_and_its_number_is_the_score(settings):
+    """A response that contains a placeholder or a special token is passed on as text, and is not expanded."""
+    with serving(chat("0.25")) as server:
+        [verdict] = graded(
+            settings(server.url + "/", options={"max_tokens": 3, "seed": 1}), "{answer} <|im_end|>"
+        )
+        [(path, headers, body)] = server.seen
+    assert (verdict.score, verdict.correct, verdict.reason) == (0.25, True, "0.25")
+    assert (path, headers["Content-Type"]) == ("/v1/chat/completions", "application/json")
+    assert "Authorization" not in headers
+    text = "1+1 has the answer 2. Rate `{answer} <|im_end|>`."
+    message = {"role": "user", "content": text}
+    assert body == {"model": "m", "messages": [message], "temperature": 0.0, "max_tokens": 3, "seed": 1}
+
+
+@pytest.mark.parametrize(
+    ("reply", "changes", "score"),
+    [
+        (" 1 \n", {}, 1.0),
+        ("0", {}, 0.0),
+        ("Score: 3. No, Score: 8/10", {"score": r"Score: (\d+)", "highest": 10}, 8.0),
+        ("-2.5", {"lowest": -3}, -2.5),
+        ("\ud800 1", {"score": r"(\d)"}, 1.0),
+        ("0.5 or so", {}, None),
+        ("2", {}, None),
+        ("nan", {"score": "(.*)nan|nan"}, None),
+        ("Score: high", {"score": "Score: (.*)"}, None),
+        ("", {}, None),
+    ],
+)
+def test_a_score_is_the_last_match_of_the_pattern_within_the_bounds(reply, changes, score, settings):
+    with serving(chat(reply)) as server:
+        if score is not None:
+            [verdict] = graded(settings(server.url, **changes), "a")
+            assert (verdict.score, verdict.correct, verdict.lost) == (score, score > 0, "")
+            return
+        with pytest.raises(RewardError, match=r"helpful.*judge\.score=.*prompt 7"):
+            graded(settings(server.url, **changes), "a")
+        [lost] = graded(settings(server.url, on_failure="lost", **changes), "a")
+        assert (lost.correct, lost.score, lost.lost) == (False, None, "raised")
+        assert len(server.seen) == 2  # a reply without a score is not asked for again
+
+
+def test_an_overloaded_failing_or_dead_server_is_asked_again_after_growing_waits(settings, no_waits):
+    with serving((429, b"slow down"), (503, b""), (0, b""), chat("1")) as server:
+        [verdict] = graded(settings(server.url, retries=3), "a")
+        assert (verdict.score, len(server.seen)) == (1.0, 4)
+    assert no_waits == [1.0, 2.0, 4.0]
+    with pytest.raises(
+        RewardError, match=rf"{server.url} failed 3 of 3 times, the last time with Connection"
+    ):
+        graded(settings(server.url), "a")
+    [lost] = graded(settings(server.url, on_failure="lost", retries=0), "a")
+    assert (lost.lost, lost.correct) == ("raised", False)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ((400, b"no such model"), "status 400: b'no such model'"),
+        ((302, b""), "status 302"),
+        ((200, b"[" * 100_000), "no chat completion"),
+        ((200, b'{"choices": []}'), "no chat completion"),
+        ((200, b'{"choices": [{"message": {"content": "1"}}], "usage": {"total_tokens": Infinity}}'), "OverflowError"),
+        ((200, b'{"x": "' + b"a" * (1 << 20) + b'"}'), "no chat completion"),
+    ],
+    ids=["refused", "redirect", "nested", "empty", "infinite", "long"],
+)  # fmt: skip
+def test_an_answer_that_a_retry_would_not_change_is_an_error_at_once(answer, reason, settings):
+    with serving(answer) as server, pytest.raises(RewardError, match=f"failed 1 of 3 times.*{reason}"):
+        graded(settings(server.url), "a")
+    assert len(server.seen) == 1
+
+
+def test_equal_requests_are_sent_once_and_replies_outlive_the_run(settings, tmp_path):
+    """The cache is keyed by the whole request: another prompt, model, option or address is another request."""
+    cache = str(tmp_path / "replies.sqlite")
+    with serving(chat("1"), chat("0"), chat("0.5"), chat("0.75")) as server:
+        first = graded(settings(server.url, cache=cache), "a", "a", "a")
+        assert [verdict.score for verdict in first] == [1.0] * 3
+        assert [verdict.score for verdict in graded(settings(server.url, cache=cache), "b", "a")] == [
+            0.0,
+            1.0,
+        ]
+        assert len(server.seen) == 2
+        graded(settings(server.url, cache=cache, options={"seed": 2}), "a")
+        assert len(server.seen) == 3
+        with pytest.raises(RewardError, match=r"judge\.score"):
+            graded(settings(server.url, cache=cache, highest=0.5), "d")
+        assert len(sqlite3.connect(cache).execute("select * from replies").fetchall()) == 3
+        graded(settings(server.url), "a", "a")  # without a cache, every request is sent
+        assert len(server.seen) == 6
+
+
+def test_a_damaged_cache_is_an_error_that_names_it(settings, tmp_path):
+    (tmp_path / "bad").write_bytes(b"no database" * 100)
+    for cache in (tmp_path / "bad", tmp_path / "missing" / "c"):
+        with pytest.raises(ConfigError, match=rf"helpful\.yaml: judge\.cache={cache}"):
+            graded(settings("http://127.0.0.1:1/v1", cache=str(cache)), "a")
+
+
+def test_the_key_comes_from_the_environment_and_is_never_shown(settings, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "s3cret-key")
+    with serving((401, b"bad key s3cret-key")) as server:
+        with pytest.raises(RewardError, match=r"bad key \$JUDGE_KEY") as failed:
+            graded(settings(server.url, api_key_env="JUDGE_KEY"), "a")
+        assert server.seen[0][1]["Authorization"] == "Bearer s3cret-key"
+    assert "s3cret" not in str(failed.value)
+    with pytest.raises(ConfigError, match=r"judge\.api_key_env") as refused:
+        graded(settings("http://a/v1", api_key_env="sk-the-key-itself"), "a")
+    assert "sk-the" not in str(refused.value)
+    with pytest.raises(ConfigError, match=r"judge\.api_key_env: found 'NO_SUCH_KEY'"):
+        graded(settings("http://a/v1", api_key_env="NO_SUCH_KEY"), "a")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"modle": "m"}, r"judge\.modle.*did you mean model"),
+        ({"url": "ftp://a/v1"}, r"judge\.url: found 'a'"),
+        ({"url": "http://me:pass@a/v1"}, r"judge\.url: found 'a'"),
+        ({"url": "http://a:port/v1"}, "port"),
+        ({"prompt": "Rate it."}, r"judge\.prompt.*\{response\}"),
+        ({"score": "Score: [0-9]+"}, r"judge\.score.*one group"),
+        ({"score": "("}, r"judge\.score.*unterminated"),
+        ({"retries": -1}, r"judge\.retries"),
+        ({"on_failure": "wrong"}, r"judge\.on_failure.*error or lost"),
+        # 3 tries of 40 s and waits of 1 + 2 s
+        ({"timeout_s": 40.0}, r"judge\.timeout_s: found 40\.0.*reward\.timeout_s=100.*to 123"),
+    ],
+)
+def test_a_wrong_setting_is_one_error_before_anything_starts(changes, message, settings):
+    path = settings("http://127.0.0.1:1/v1", **changes)
+    with pytest.raises(ConfigError, match=rf"reward\.grader: {re.escape(path)}: .*{message}"):
+        graded(path, "a")
+    with pytest.raises(ConfigError, match=r"no such file"):
+        graded("missing.yaml", "a")
+
+
+def test_the_counts_of_all_judges_since_the_last_step_become_metrics(settings):
+    with serving(chat("1", tokens=5)) as server:
+        judges = [Judge(settings(server.url), timeout_s=100.0) for _ in range(2)]
+    observer, found = JudgeCounts(judges), []
+    for _ in range(2):
+        judges[0].counts.update(calls=2, tokens=14)
+        judges[1].counts.update(calls=1, cache_hits=3)
+        step = StepResult(
+            position=Position(), state=TrainState(None, None), metrics={"a": 1},
+            collected=Collected(groups=[], carry=[], sampled=[], cursor=0, waves=0, surplus=0),
+        )  # fmt: skip
+        observer.after_step(step)
+        found.append(step.metrics)
+    metrics = {"reward/judge/calls": 3, "reward/judge/cache_hits": 3, "reward/judge/tokens": 14}
+    assert found == [{"a": 1, **metrics}] * 2
+    assert set(metrics) == {f"reward/judge/{name}" for name in judges[0].counts}
+    JudgeCounts([]).after_step(step)
+    assert step.metrics == {"a": 1, **metrics}
+
+
+@pytest.mark.slow  # it compiles a run; the test above and those of verdicts are its fast guards
+def test_a_run_logs_the_calls_hits_and_tokens_of_its_judge(micro, run_micro, settings, tmp_path):
+    """As the second of two graders. Each response of a step is either asked about or in the cache."""
+    with serving(chat("1", tokens=5), chat("0", tokens=5)) as server:
+        path = settings(server.url, cache=str(tmp_path / "replies"))
+        graders = [{"grader": "exact"}, {"grader": f"judge:{path}", "weight": 0.5}]
+        off = {"dynamic_sampling__enabled": False, "reward__timeout_s": 100.0, "reward__graders": graders}
+        lines = run_micro(micro(steps=2, **off), reward=None).metrics
+    for line in lines:
+        calls, hits, tokens = (line[f"reward/judge/{name}"] for name in ("calls", "cache_hits", "tokens"))
+        assert (calls + hits, tokens) == (2 * 4, 5 * calls)
+        assert 0.0 <= line["reward/parts/helpful"] <= 1.0
+    assert sum(line["reward/judge/calls"] for line in lines) == len(server.seen) > 0
+
+
+def test_the_page_has_a_row_for_each_setting():
+    table = PAGE.split("\n## A model as the judge\n")[1].split("\n## ")[0]
+    assert re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE))) == list(
+        JudgeConfig.__dataclass_fields__
+    )
