@@ -17,16 +17,7 @@ from dapo_jax.locks import Lock
 from dapo_jax.parallel.device_memory import bytes_on_device
 from dapo_jax.run.end_of_step import evaluates_after
 from dapo_jax.run.grader_setup import grading
-from dapo_jax.run.policy import (
-    Policy,
-    check_trains,
-    initial_state,
-    load_policy,
-    lora_of,
-    mesh_of,
-    meshes_of,
-    optimizer_of,
-)
+from dapo_jax.run.policy import Policy, check_trains, load_policy, lora_of, mesh_of, meshes_of, optimizer_of
 from dapo_jax.run.programs import sharing
 from dapo_jax.run.prompt_sets import dated, held_out_prompts, training_prompts
 from dapo_jax.run.records import use_compilation_cache
@@ -114,7 +105,7 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
         options=UpdateOptions(old_logprobs="sampler", offload=config.optimizer.offload),
         frozen=policy.frozen,
     )
-    state = initial_state(config, policy, optimizer, mesh, copy=False)
+    state = policy.initial_state(config, optimizer, mesh, copy=False)
     write_whole(run_dir / "config.yaml", to_yaml(config).encode())
     metrics: dict[str, float] = {}
     with ExitStack() as stack:

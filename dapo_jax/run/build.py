@@ -20,15 +20,7 @@ from dapo_jax.rewards.functions import Rewards
 from dapo_jax.rollout.collector import Position
 from dapo_jax.rollout.group_sampling import GroupSampling
 from dapo_jax.run.grader_setup import check_graders, environment_of, episodes_of, grading, part_weights
-from dapo_jax.run.policy import (
-    check_trains,
-    initial_state,
-    load_policy,
-    lora_of,
-    mesh_of,
-    meshes_of,
-    optimizer_of,
-)
+from dapo_jax.run.policy import check_trains, load_policy, lora_of, mesh_of, meshes_of, optimizer_of
 from dapo_jax.run.programs import (
     has_reference,
     load_teacher,
@@ -241,7 +233,7 @@ class Run:
             assert found is not None
             return found
         copy = self._has_reference and not self.config.lora.rank
-        state = initial_state(self.config, initial, self._optimizer, self._mesh, copy=copy)
+        state = initial.initial_state(self.config, self._optimizer, self._mesh, copy=copy)
         return ResumePoint(state=state, position=Position())
 
     def learning_rate(self, step: int) -> float:

@@ -113,6 +113,36 @@ class Policy:
         """Returns the decoder's graph definition, which `nnx.merge` combines with parameters into a module."""
         return graph_of(self.decoder, compute_dtype=compute_dtype, remat=remat, layout=layout)
 
+    def initial_state(
+        self,
+        config: TrainConfig | SftConfig,
+        optimizer: optax.GradientTransformation,
+        mesh: jax.sharding.Mesh,
+        *,
+        copy: bool,
+    ) -> TrainState:
+        """Returns the state of a new run with these weights (see `init_state`). With `optimizer.from_source`, the optimizer state is from the same checkpoint.
+
+        Raises:
+            ConfigError: `model.source` is not a training run with the same optimizer.
+        """
+        offload, moments, own = config.optimizer.offload, None, config.optimizer.name
+        if config.optimizer.from_source:
+            source, run = config.model.source, source_of(config.model).run
+            if run is None or run.optimizer.name != own:
+                found = (
+                    "not a training run" if run is None else f"a run with optimizer.name={run.optimizer.name}"
+                )
+                raise ConfigError(
+                    f"optimizer.from_source=true needs a training run with optimizer.name={own}, but model.source={source!r} is {found}: "
+                    "choose another source, or leave optimizer.from_source out to start with a new optimizer state"
+                )
+            target = replace(state_structs(self.params, optimizer, mesh, offload=offload), params=None)
+            with Checkpointer(path_of(source) / "checkpoints") as checkpointer:
+                restored = checkpointer.restore(target, self.step, rows=self.decoder.vocab_size, part=True)
+                moments = restored.state.opt_state
+        return init_state(self.params, optimizer, mesh, offload=offload, copy=copy, moments=moments)
+
     def save(self, folder: str | AnyPath, *, dtype: str = "float32", merge: bool = False) -> int:
         """Writes a model folder that `load_policy` and transformers can load. Returns the size of its tensors in bytes.
 
@@ -252,35 +282,6 @@ def _of_checkpoint(model: ModelConfig, target: PyTree, *, rows: int, check: Chec
             raise ConfigError(f"the run cannot be used yet: there is no checkpoint{kind} in {where}")
         digest = hashlib.sha256(file_bytes(checkpointer.folder / str(found.step) / MANIFEST)).hexdigest()
     return found.state.params, found.step, f"step {found.step} (sha256 {digest[:12]}...)"
-
-
-def initial_state(
-    config: TrainConfig | SftConfig,
-    policy: Policy,
-    optimizer: optax.GradientTransformation,
-    mesh: jax.sharding.Mesh,
-    *,
-    copy: bool,
-) -> TrainState:
-    """Returns the state of a new run, with the policy's weights. With `optimizer.from_source`, its moments come from the checkpoint with these weights.
-
-    Raises:
-        ConfigError: the source of the moments is not a run with the same optimizer.
-    """
-    offload, moments, name = config.optimizer.offload, None, config.optimizer.name
-    if config.optimizer.from_source:
-        run, where = source_of(config.model).run, path_of(config.model.source)
-        if run is None or run.optimizer.name != name:
-            found = "not a training run" if run is None else f"a run with optimizer.name={run.optimizer.name}"
-            raise ConfigError(
-                f"optimizer.from_source=true needs a training run with optimizer.name={name}, but model.source={config.model.source!r} is {found}: "
-                "choose another source, or leave optimizer.from_source out to start with a new optimizer state"
-            )
-        target = replace(state_structs(policy.params, optimizer, mesh, offload=offload), params=None)
-        with Checkpointer(where / "checkpoints") as checkpointer:
-            rows = policy.decoder.vocab_size
-            moments = checkpointer.restore(target, policy.step, rows=rows, part=True).state.opt_state
-    return init_state(policy.params, optimizer, mesh, offload=offload, copy=copy, moments=moments)
 
 
 def teacher_of(config: TrainConfig) -> ModelConfig:

@@ -13,7 +13,6 @@ from dapo_jax.doctor.subject import Subject
 from dapo_jax.plan.sizes import decoder_of
 from dapo_jax.run.policy import (
     find_policy,
-    initial_state,
     load_policy,
     lora_of,
     mesh_of,
@@ -122,7 +121,7 @@ def test_random_base_weights_keep_the_seed_of_their_run(made, micro):
 def started(config):
     mesh = mesh_of(config.parallel)
     policy = load_policy(config.model, lora=lora_of(config.lora), mesh=mesh)
-    return initial_state(config, policy, optimizer_of(config.optimizer), mesh, copy=True)
+    return policy.initial_state(config, optimizer_of(config.optimizer), mesh, copy=True)
 
 
 @pytest.mark.parametrize(("checkpoint", "step"), [("last", 3), ("best", 2)])
