@@ -28,20 +28,16 @@ def timeline_of(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, dict[str, 
 
 
 def trace_of(runs: Sequence[RunFiles]) -> dict[str, Any]:
-    """Returns a trace in the Trace Event Format, with one process per run. Times are in microseconds, without the time between a stop and a resume.
-
-    References:
-        https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
-    """
+    """Returns a trace in Chrome's Trace Event Format, with one process per run. Times are in microseconds, without the time between a stop and a resume."""
     events: list[dict[str, Any]] = []
     for process, run in enumerate(runs):
-        place, at = {"pid": process, "tid": 0}, 0.0
+        place, at = {"pid": process, "tid": 0}, 0
         events.append({"name": "process_name", "ph": "M", **place, "args": {"name": run.name}})
         for step, spent in timeline_of(run.rows):
-            whole = {"name": f"step {step}", "ph": "X", "ts": at, "dur": 1e6 * sum(spent.values()), **place}
-            events.append(whole)
-            for phase, seconds in spent.items():
-                if seconds:
-                    events.append({"name": PHASES[phase], "ph": "X", "ts": at, "dur": 1e6 * seconds, **place})
-                    at += 1e6 * seconds
+            spans = {PHASES[phase]: round(1e6 * seconds) for phase, seconds in spent.items()}
+            events.append({"name": f"step {step}", "ph": "X", "ts": at, "dur": sum(spans.values()), **place})
+            for name, span in spans.items():
+                if span:
+                    events.append({"name": name, "ph": "X", "ts": at, "dur": span, **place})
+                    at += span
     return {"traceEvents": events, "displayTimeUnit": "ms"}

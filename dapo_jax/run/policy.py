@@ -265,22 +265,21 @@ def load_policy(
 def _of_checkpoint(model: ModelConfig, target: PyTree, *, rows: int, check: Check) -> tuple[PyTree, int, str]:
     """Restores the trained weights of the run `model.source`. Returns them, the step of their checkpoint, and the text for `Policy.checkpoint`."""
     with Checkpointer(path_of(model.source) / "checkpoints") as checkpointer:
+        folder, found = checkpointer.folder, None
         restore = partial(checkpointer.restore, TrainState(target, None), rows=rows, check=check, part=True)
         try:
-            if model.checkpoint == "best":
-                best = json.loads(broadcast_from_first(json.dumps(checkpointer.best()).encode()))
-                found = best and restore(best[0])
-            else:
+            if model.checkpoint == "last":
                 found = checkpointer.restore_last(
                     restore, say=lambda text: warnings.warn(visible(text), stacklevel=2)
                 )
-        except (CheckpointError, ValueError) as error:
+            elif best := json.loads(broadcast_from_first(json.dumps(checkpointer.best()).encode())):
+                found = restore(best[0])
+            if found is None:
+                kind = "with an evaluation score " if model.checkpoint == "best" else ""
+                raise ValueError(f"there is no checkpoint {kind}in {folder} yet")
+            digest = hashlib.sha256(file_bytes(folder / str(found.step) / MANIFEST)).hexdigest()
+        except (CheckpointError, ValueError, OSError) as error:
             raise ConfigError(f"the run cannot be used: {error}") from error
-        if not found:
-            kind = " with an evaluation score" if model.checkpoint == "best" else ""
-            where = checkpointer.folder
-            raise ConfigError(f"the run cannot be used yet: there is no checkpoint{kind} in {where}")
-        digest = hashlib.sha256(file_bytes(checkpointer.folder / str(found.step) / MANIFEST)).hexdigest()
     return found.state.params, found.step, f"step {found.step} (sha256 {digest[:12]}...)"
 
 
