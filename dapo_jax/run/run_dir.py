@@ -111,7 +111,8 @@ def check_run_dir(run_dir: AnyPath, config: TrainConfig, *, resume: bool, overwr
             )
     kept = run_dir / "config.yaml"
     if overwrite:
-        if run_dir in ((source := path_of(config.model.source)).absolute(), *source.absolute().parents):
+        source, place = (f"{os.path.abspath(name)}/" for name in (config.model.source, config.run_dir))
+        if source.startswith(place):
             raise ConfigError(
                 f"overwrite=True with run_dir={config.run_dir}: model.source={config.model.source} is in this folder, which would be removed; "
                 "choose another run_dir"

@@ -92,7 +92,8 @@ def test_the_timeline_has_a_strip_for_each_step(shown):
     strips = shown.all("#timeline .step:not(.all)")
     assert len(strips) == 13
     label = strips[1].find_element("css selector", ".phases").get_attribute("aria-label")
-    assert label.startswith("step 1: sampling 6.00 s (28.6%), grading 1.50 s")
+    assert label.startswith("step 1: sampling 6 s (28.6%), grading 1.50 s")
+    assert label.endswith("checkpoint 0.250 s (1.2%), rest 0.750 s (3.6%)")
     shown.click('#timeline [data-value="share"]')
     widths = [each.size["width"] for each in shown.all("#timeline .step:not(.all) .phases i:last-child")]
     assert all(width > 0 for width in widths)

@@ -171,6 +171,15 @@ def test_an_identity_has_the_checkpoint_of_the_initial_weights(source, micro):
         check_identity("checkpoint 1", {IDENTITY: kept}, identity_of(config, prompts=None, model=best))
 
 
+def test_a_key_that_is_newer_than_a_checkpoint_had_its_default(micro):
+    kept, now = (identity_of(micro("run"), prompts=[], model={}) for _ in range(2))
+    del kept["config"]["optimizer.from_source"]
+    check_identity("checkpoint 1", {IDENTITY: kept}, now)
+    now["config"]["optimizer.from_source"] = True
+    with pytest.raises(ConfigError, match=r"optimizer\.from_source was false, is true"):
+        check_identity("checkpoint 1", {IDENTITY: kept}, now)
+
+
 @pytest.mark.slow  # the identity and the initial state have tests of their own above
 def test_a_run_from_a_run_resumes_bit_for_bit_without_its_source(
     source, micro, run_micro, same_run, tmp_path
