@@ -153,7 +153,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             "carry": layout,
             "score": score,
         }
-        items = {"state": ocp.args.StandardSave(arrays), "meta": ocp.args.JsonSave(meta)}
+        items: dict[str, Any] = {"state": ocp.args.PyTreeSave(arrays), "meta": ocp.args.JsonSave(meta)}
         if packed.size:
             items["carry"] = ocp.args.StandardSave({"bytes": packed})
         self._sealing.step = step
@@ -206,6 +206,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         *,
         rows: int | None = None,
         check: Check = lambda where, progress: None,
+        part: bool = False,
     ) -> Restored:
         """Restores a checkpoint with the target's structure, shardings and dtypes.
 
@@ -219,6 +220,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             rows: number of vocabulary entries. The number of padding rows after them may differ between checkpoint and
                 target. If None, the numbers of rows must be equal.
             check: called with the checkpoint's progress.
+            part: whether the target may lack arrays of the checkpoint, which are then not read.
 
         Raises:
             FileNotFoundError: there is no such checkpoint.
@@ -241,10 +243,13 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             files = sealed_files(folder)
             meta = self._meta(step)
             check(f"checkpoint {folder}", meta["progress"])
-            check_shapes(f"checkpoint {folder}", meta["state"], target, rows)
+            saved = {path: entry for path, entry in meta["state"].items() if path in target or not part}
+            check_shapes(f"checkpoint {folder}", saved, target, rows)
             check_digests(folder, files, share=(jax.process_index(), jax.process_count()))
         # `strict=False` lets Orbax truncate embeddings or pad them with zeros, within the limits of `check_shapes`.
-        items = {"state": ocp.args.StandardRestore(target, strict=False)}
+        how = ocp.checkpoint_utils.construct_restore_args(target, strict=False)
+        restored = ocp.args.PyTreeRestore(target, restore_args=how, partial_restore=True)
+        items: dict[str, Any] = {"state": restored}
         if carry_bytes := sum(entry["bytes"] for entry in meta["carry"].values()):
             items["carry"] = ocp.args.StandardRestore({"bytes": np.empty(carry_bytes, np.uint8)})
         with _agreed_errors():

@@ -77,8 +77,8 @@ def json_object(text: str) -> dict[str, Any]:
     raise argparse.ArgumentTypeError(f"{printable(repr(text))} {problem}")
 
 
-def write_json(where: str, content: Any) -> None:
-    """Writes `content` to the file `where`, or to standard output if `where` is `-`.
+def write_json(where: str, content: Any, *, given: str = "--json") -> None:
+    """Writes `content` to the file `where`, or to standard output if `where` is `-`. `given` is the option, for error messages.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -93,7 +93,9 @@ def write_json(where: str, content: Any) -> None:
     try:
         write_whole(Path(where).expanduser(), text.encode())
     except OSError as error:
-        raise ConfigError(f"--json {where}: the file cannot be written: {error.strerror or error}") from error
+        raise ConfigError(
+            f"{given} {where}: the file cannot be written: {error.strerror or error}"
+        ) from error
 
 
 def printable(message: str) -> str:

@@ -48,6 +48,12 @@ def add_to(commands: Commands) -> None:
     made.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, finished or still running")
     option(made, "--out", "file for the page (default RUN/report.html of the first run)", "FILE")
     option(made, "--png", "also write the figures as PNG files (extra report)", "FOLDER")
+    option(
+        made,
+        "--trace",
+        "also write the times of all steps as a trace for chrome://tracing or Perfetto",
+        "FILE",
+    )
     text = "show rollouts of at most N logged steps and responses of at most N evaluations, evenly spaced (default all)"
     option(made, "--rollout-steps", text, "N", type=int)
     text = "serve the page to a browser on this machine instead, and update it while the runs continue"
@@ -155,6 +161,9 @@ def report(arguments: argparse.Namespace) -> int:
         if arguments.png:
             written = made.save_figures(arguments.png)
             print(f"{arguments.png}: {len(written)} PNGs")
+        if arguments.trace:
+            write_json(arguments.trace, made.trace, given="--trace")
+            print(f"{arguments.trace}: {len(made.trace['traceEvents'])} events")
     except (OSError, ValueError) as error:  # ValueError if a path is neither local nor in a bucket
         if isinstance(error, ConfigError) or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -166,7 +175,7 @@ def _watch(arguments: argparse.Namespace) -> int:
     """Serves the report page until the command is interrupted."""
     from dapo_jax.report.server import watch
 
-    for name in ("out", "png", "rollout_steps"):
+    for name in ("out", "png", "trace", "rollout_steps"):
         if getattr(arguments, name) is not None:
             raise ConfigError(
                 f"--{name.replace('_', '-')} {getattr(arguments, name)} is for a page that is written to a file, but --watch does not write a file: omit one of the two options"

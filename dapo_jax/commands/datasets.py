@@ -8,7 +8,7 @@ import numpy as np
 from dapo_jax.config import ConfigError, DataConfig, ModelConfig
 from dapo_jax.data.prompts import measured_prompts
 from dapo_jax.rewards.graders import UNREAD_BY
-from dapo_jax.run.policy import folder_of
+from dapo_jax.run.policy import folder_of, source_of
 from dapo_jax.run.prompt_sets import dated, every_split
 from dapo_jax.terminal import visible
 from dapo_jax.text.formatting import PromptFormat
@@ -68,7 +68,8 @@ def show(data: DataConfig, *, split: str = "", model: str = "", count: int = 3) 
         )
     rows = splits[split]
     try:
-        folder = folder_of(ModelConfig(source=model), weights=False) if model else None
+        base = source_of(ModelConfig(source=model)).base if model else None
+        folder = None if base is None else folder_of(base, weights=False)
         tokenizer = ByteTokenizer() if folder is None else load_tokenizer(folder)
     except ValueError as error:
         raise ConfigError(f"--model {model!r}: {error}") from error

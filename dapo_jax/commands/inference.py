@@ -134,10 +134,11 @@ def _configured(
     else:
         file = own if config is None else config
         found = load_evaluation(file, overrides)
-    if file is not None:
+    for path, changes in ((file, overrides), (own, ())):
         with suppress(ConfigError):  # the file may not be a training configuration
-            return found, load_config(file, overrides).dynamic_sampling.metric
-    return found, "correct" if own is None else load_config(own).dynamic_sampling.metric
+            if path is not None:
+                return found, load_config(path, changes).dynamic_sampling.metric
+    return found, "correct"
 
 
 def _loaded(

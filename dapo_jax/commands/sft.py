@@ -29,7 +29,7 @@ from dapo_jax.trackers import JsonlTracker
 from dapo_jax.trackers.progress import Progress
 from dapo_jax.training.optimizer import warmed_up
 from dapo_jax.training.row_packing import pack
-from dapo_jax.training.state import init_state, state_structs
+from dapo_jax.training.state import state_structs
 from dapo_jax.training.update import UpdateOptions, Updater
 
 
@@ -105,7 +105,7 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
         options=UpdateOptions(old_logprobs="sampler", offload=config.optimizer.offload),
         frozen=policy.frozen,
     )
-    state = init_state(policy.params, optimizer, mesh, offload=config.optimizer.offload, copy=False)
+    state = policy.initial_state(config, optimizer, mesh, copy=False)
     write_whole(run_dir / "config.yaml", to_yaml(config).encode())
     metrics: dict[str, float] = {}
     with ExitStack() as stack:

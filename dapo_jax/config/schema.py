@@ -31,7 +31,10 @@ class ModelConfig(Section, at="model"):
 
     source: str = key("preset:tiny", not_empty=True, aliases="model_name_or_path model.path")
     """The model: `preset:NAME` (random weights), `shipped:NAME` (included in the package), `hf:ORG/NAME` (from the Hugging Face Hub), or a model folder.
-    A model folder contains config.json, tokenizer.json and model.safetensors. It is a local folder, or `gs://BUCKET/FOLDER` (needs the `gcs` extra)."""
+    A model folder contains config.json, tokenizer.json and model.safetensors. It is a local folder, or `gs://BUCKET/FOLDER` (needs the `gcs` extra). The folder of a run of `train` or `sft`
+    is possible too. The run then starts with that run's weights and tokenizer, at step 0 and with a new optimizer state."""
+    checkpoint: str = key("last", choices=["last", "best"])
+    """The checkpoint to load if `source` is a training run. last: the latest. best: of the saved checkpoints, the one with the highest evaluation score (see `checkpoint.keep_best`)."""
     revision: str = key("", aliases="model_revision")
     """Branch, tag or commit of a model on the Hugging Face Hub. If empty, the main branch is used. Set a commit to make a run reproducible."""
     tokenizer: str = "byte"
@@ -505,6 +508,8 @@ class OptimizerConfig(Section, at="optimizer"):
     """Weight decay, applied to all parameters and multiplied by the learning rate. The default is the value in the released recipe."""
     max_grad_norm: float = key(1.0, range=POSITIVE, aliases="grad_clip clip_grad clip_grad_norm")
     """Maximum global norm of the gradient. A larger gradient is scaled down to this norm. The default is the value in the released recipe."""
+    from_source: bool = key(False)
+    """Start with the optimizer state in the checkpoint of `model.source`, which must be a training run with the same `optimizer.name` and `lora`. The step and the warm-up still start at 0."""
     offload: bool = key(False, may_change=True)
     """Keep the optimizer moments in host memory between updates. This saves 8 bytes of device memory per parameter (4 in the matrices of muon), but transfers the moments twice per update."""
 

@@ -16,7 +16,7 @@ from dapo_jax.models.safetensors_files import SafetensorsFolder
 from dapo_jax.plan.memory import MARGIN, together
 from dapo_jax.plan.topologies import present_bytes
 from dapo_jax.run.disk_space import gib, room_for, written_by
-from dapo_jax.run.policy import mesh_of, meshes_of, with_adapters
+from dapo_jax.run.policy import mesh_of, meshes_of, source_of, with_adapters
 from dapo_jax.run.run_dir import check_run_dir, place_of
 from dapo_jax.storage import in_bucket
 from dapo_jax.trackers import check_trackers
@@ -42,9 +42,9 @@ def model(subject: Subject) -> Found:
     decoder, tokenizer, folder, size = subject.described
     weights = "random weights" if folder is None else f"{gib(size)} of weights"
     config, vocabulary = subject.config, tokenizer.vocab_size
-    # Of a model on the hub, only the description is there.
-    there = folder is not None and not config.model.source.startswith("hf:")
-    skipped = SafetensorsFolder(folder).skipped if there else 0
+    # Of a model on the hub, only the description is there. The weights of a run are in its checkpoints.
+    apart = config.model.source.startswith("hf:") or source_of(config.model).is_whole_run
+    skipped = 0 if folder is None or apart else SafetensorsFolder(folder).skipped
     chosen = decoder.for_length(
         config.data.max_prompt_tokens + config.sampling.max_response_tokens
     ).length_note

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from dapo_jax.config import ConfigError, ModelConfig, TrainConfig
 from dapo_jax.config.data_schema import DataConfig
@@ -13,7 +13,7 @@ from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.safetensors_files import SafetensorsFolder
 from dapo_jax.plan.plan import Plan, plan
 from dapo_jax.plan.workload import Assumptions
-from dapo_jax.run.policy import description_of, read_base
+from dapo_jax.run.policy import description_of, source_of
 from dapo_jax.run.prompt_sets import GivenRows, dated, training_prompts
 from dapo_jax.storage import AnyPath, entries, size_of
 from dapo_jax.text.tokenizers import Tokenizer
@@ -47,8 +47,12 @@ class Subject:
             if model.source.startswith("hf:"):
                 folder, size = look_up(model.source.removeprefix("hf:"), revision=model.revision or None)
                 return (*description_of(ModelConfig(source=str(folder))), size)
-            decoder, tokenizer, folder = read_base(model, description_of)
-            if folder is not None:
+            source = source_of(model)
+            whole = source.is_whole_run
+            decoder, tokenizer, folder = source.read(partial(description_of, weights=not whole))
+            if whole:
+                size = 4 * decoder.parameters  # a checkpoint stores float32
+            elif folder is not None:
                 SafetensorsFolder(folder)  # detects missing and truncated files by reading names and shapes
                 size = sum(size_of(file) for file in entries(folder) if file.suffix == ".safetensors")
         except ValueError as error:
@@ -65,7 +69,7 @@ class Subject:
         """The run's plan for this machine's devices, computed from shapes without compiling."""
         model, folder = self.config.model, self.described[2]
         if folder is not None:  # given a hub name, `plan` would use the shapes of a preset
-            model = replace(model, source=str(folder), revision="")
+            model = replace(model, source=str(folder), revision="", checkpoint="last")
         teacher = self.config.teacher
         if teacher.source.startswith("hf:"):
             folder, _ = look_up(teacher.source.removeprefix("hf:"), revision=teacher.revision or None)

@@ -5,7 +5,7 @@ from dapo_jax.hints import nearest
 from dapo_jax.models.families import FAMILIES, WHAT_LOADS
 from dapo_jax.models.folder import read_config
 from dapo_jax.models.presets import PRESETS, DecoderConfig, preset
-from dapo_jax.run.policy import folder_of, read_base
+from dapo_jax.run.policy import folder_of, source_of
 
 _PUBLISHERS = {
     "smollm2": "HuggingFaceTB/SmolLM2", "llama": "meta-llama/Llama", "qwen": "Qwen/Qwen", "gemma": "google/gemma"
@@ -38,9 +38,8 @@ def decoder_of(model: ModelConfig, *, section: str = "model") -> DecoderConfig:
         # A run of a preset uses its tokenizer's vocabulary size, but the plan uses the vocabulary size of the published model.
         if kind == "preset":
             return preset(name)
-        return read_base(
-            model,
-            lambda base: read_config(folder_of(model, weights=False)) if base == model else decoder_of(base),
+        return source_of(model).read(
+            lambda base: read_config(folder_of(base, weights=False)) if base == model else decoder_of(base),
         )
     except ValueError as error:
         raise ConfigError(f"{section}.source={model.source!r}: {error}") from error

@@ -5,7 +5,7 @@ import importlib
 import io
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from os import PathLike
@@ -20,7 +20,8 @@ from dapo_jax.report.page import packed_of, page_of
 from dapo_jax.report.panels import OTHER, Panel, panels_of
 from dapo_jax.report.rollouts import lay_out
 from dapo_jax.report.runs import RunFiles, read_runs
-from dapo_jax.report.tables import AXES, Column, Table, comparable, configurations, table_of
+from dapo_jax.report.tables import AXES, Column, Table, comparable, configurations, number_of, table_of
+from dapo_jax.report.timeline import PHASES, timeline_of, trace_of
 from dapo_jax.storage import AnyPath, path_of, write_whole
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#b58900", "#56b4e9", "#882255", "#555555")
@@ -42,6 +43,8 @@ class Report:
     """The names of the runs."""
     tables: Sequence[Table]
     panels: Sequence[Panel]
+    trace: Mapping[str, Any]
+    """The times of all steps as a trace that chrome://tracing and Perfetto open, after conversion to JSON (see `timeline.trace_of`)."""
 
     def save(self, path: str | PathLike[str]) -> AnyPath:
         """Writes the page atomically and returns its path, which may be in a bucket.
@@ -97,7 +100,8 @@ def report(*runs: str | PathLike[str], rollout_steps: int | None = None) -> Repo
     data, tables, panels = page_data(found)
     packed = packed_of([(rollouts, evaluations) for _, rollouts, evaluations in found])
     names = [run.name for run, _, _ in found]
-    return Report(html=page_of(title_of(names), data, packed), names=names, tables=tables, panels=panels)
+    page, trace = page_of(title_of(names), data, packed), trace_of([run for run, _, _ in found])
+    return Report(html=page, names=names, tables=tables, panels=panels, trace=trace)
 
 
 def check_count(runs: int) -> None:
@@ -121,6 +125,7 @@ def page_data(
             "by_score": run.by_score,
             "axes": table.axes,
             "columns": table.columns,
+            "timeline": [[step, *map(number_of, spent.values())] for step, spent in timeline_of(run.rows)],
             "rollouts": rollouts.about,
             "evaluations": evaluations.about,
         }
@@ -131,6 +136,7 @@ def page_data(
         "version": dapo_jax.__version__,
         "axes": AXES,
         "panels": [asdict(panel) for panel in panels],
+        "phases": list(PHASES.values()),
         "zero": zero,  # titles of panels that are omitted because all their values are 0
         "runs": described,
         "configuration": configurations([run for run, _, _ in found]),

@@ -16,10 +16,10 @@ from typing import Any
 
 from dapo_jax.report.chunks import Laid
 
-STYLES = ("style.css", "charts.css", "rollouts.css", "problems.css")
+STYLES = ("style.css", "charts.css", "rollouts.css", "problems.css", "timeline.css")
 SCRIPTS = (
     "base.js", "scales.js", "chart.js", "store.js", "heat.js", "curves.js", "filters.js", "list.js", "tokens.js", "strip.js",
-    "detail.js", "browser.js", "problems.js", "configuration.js", "main.js",
+    "detail.js", "browser.js", "problems.js", "timeline.js", "configuration.js", "main.js",
 )  # fmt: skip
 """The page's scripts, in the order in which they are concatenated into one function."""
 WATCHING = "watch.js"

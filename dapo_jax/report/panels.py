@@ -10,7 +10,9 @@ from dapo_jax.report.tables import EQUAL, REST, Table
 OTHER = "Other metrics"
 """The section for metrics that no panel in `PANELS` shows."""
 
-_PARTS = re.compile(r"eval/.+_stderr|eval/.+/problems|time/(?:step|eval)_s")
+_PARTS = re.compile(
+    r"eval/.+_stderr|eval/.+/problems|time/(?:step|eval|grade|wait|logprobs|checkpoint|between)_s"
+)
 """Metrics without a panel in `OTHER`, because another panel includes them or because they never change."""
 
 

@@ -249,6 +249,7 @@ def tokenizer_of(run: RunFiles) -> Tokenizer | None:
             folder = Path(hub.snapshot_download(name, local_files_only=True, revision=model.revision or None))
         else:
             folder = path_of(model.source)
+            folder = folder / "model" if (folder / "config.yaml").is_file() else folder  # a run
         return load_tokenizer(folder)
     except Exception:  # without a tokenizer, the page only lacks token boundaries
         return None

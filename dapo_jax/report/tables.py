@@ -53,7 +53,7 @@ def table_of(run: RunFiles) -> Table:
         if run.by_score and (differ := row.get("rollout/scores_differ_frac")) is not None:
             row[EQUAL] = 1.0 - differ
     names = dict.fromkeys(name for row in rows for name in row if name != "step")
-    columns = {name: [_number(row.get(name)) for row in rows] for name in names}
+    columns = {name: [number_of(row.get(name)) for row in rows] for name in names}
     return Table(
         axes=_axes(rows, run.config),
         columns={name: values for name, values in columns.items() if any(v is not None for v in values)},
@@ -129,10 +129,10 @@ def _axes(rows: Sequence[Mapping[str, Any]], config: TrainConfig | None) -> dict
 
 
 def _sums(values: Sequence[float | int]) -> Column:
-    return [_number(total) for total in accumulate(values)]
+    return [number_of(total) for total in accumulate(values)]
 
 
-def _number(value: Any) -> float | int | None:
+def number_of(value: Any) -> float | int | None:
     """Rounds to six significant digits. Returns None for values that are not finite numbers."""
     if not isinstance(value, int | float) or not math.isfinite(value):
         return None

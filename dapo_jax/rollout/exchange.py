@@ -5,8 +5,10 @@ stop in one process reaches the others with the next exchange. So all of them en
 """
 
 import json
+import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
@@ -29,9 +31,49 @@ _HEAD_BYTES = 1024
 """Number of bytes in a round's buffer in addition to the tokens. Longer messages, for example with a long error text, are sent in several buffers."""
 
 _Result = TypeVar("_Result")
+_Item = TypeVar("_Item")
 
 Answered = tuple[Continuation | None, Standing]
 """An environment's answer, and the episode's rewards and metrics so far. The answer is the tokens before the next turn, or None if the episode is over or lost."""
+
+
+class PhaseTimes:
+    """Measures how long the main thread is in each phase of sampling. Phases may be nested; time counts only for the innermost phase."""
+
+    def __init__(self) -> None:
+        self._seconds, self._phase, self._since = dict[str, float](), "sample", time.perf_counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Counts the time in the block as phase `name`."""
+        outer = self._enter(name)
+        try:
+            yield
+        finally:
+            self._enter(outer)
+
+    def each(self, name: str, items: Iterable[_Item]) -> Iterator[_Item]:
+        """Yields the items. Counts the time in which `items` computes them as phase `name`."""
+        iterator, end = iter(items), object()
+        while True:
+            with self.phase(name):
+                item: Any = next(iterator, end)
+            if item is end:
+                return
+            yield item
+
+    def taken(self) -> dict[str, float]:
+        """Returns the seconds in each phase since the last call."""
+        self._enter(self._phase)
+        found, self._seconds = self._seconds, {}
+        return found
+
+    def _enter(self, name: str) -> str:
+        """Starts a phase, and returns the phase that it interrupts."""
+        now, outer = time.perf_counter(), self._phase
+        self._seconds[outer] = self._seconds.get(outer, 0.0) + now - self._since
+        self._phase, self._since = name, now
+        return outer
 
 
 class Exchange:
@@ -59,6 +101,7 @@ class Exchange:
             8 + (8 + route_bytes) * round_tokens
         )
         self._failed = ""
+        self.phases = PhaseTimes()
 
     def takes(self, ordinal: int) -> bool:
         """Returns whether the prompt is assigned to this process's sampler. The sampler's processes then grade the responses and, in waves, also sample them."""
@@ -185,7 +228,9 @@ class Exchange:
         text = json.dumps(head).encode()
         message = len(text).to_bytes(8, "little") + text + packed.tobytes()
         found: list[tuple[dict[str, Any], Arrays]] = []
-        for received in all_gather_bytes(message, buffer_bytes=buffer_bytes):
+        with self.phases.phase("wait"):
+            every = all_gather_bytes(message, buffer_bytes=buffer_bytes)
+        for received in every:
             end = 8 + int.from_bytes(received[:8], "little")
             head = json.loads(received[8:end])
             found.append((head, unpack_arrays(np.frombuffer(received[end:], np.uint8), head["layout"])))

@@ -121,7 +121,12 @@ class GroupSampling:
             StoppedError: the run was asked to stop. Raised in every process.
             RewardError: a reward function failed. Raised in every process.
         """
+        self._exchange.phases.taken()  # begins the measurement of this step
         return (self._rounds if self._in_rounds else self._waves)(weights, collector)
+
+    def seconds(self) -> dict[str, float]:
+        """Returns the time that the last call of `groups` spent in each phase, in seconds: sample, grade, and wait (for other processes)."""
+        return self._exchange.phases.taken()
 
     def evaluate(self, params: PyTree, step: int) -> dict[str, list[Group]]:
         """Samples and grades the held-out prompts after step `step`. Returns the groups of each held-out dataset.
@@ -148,7 +153,7 @@ class GroupSampling:
         return found
 
     def _waves(self, weights: PyTree, collector: Collector) -> Iterator[Group]:
-        alone, begin = self._exchange.alone, collector.cursor
+        alone, begin, phases = self._exchange.alone, collector.cursor, self._exchange.phases
 
         def certain() -> list[int]:
             """Starts all waves that are certain to be needed. Returns the ordinals of their prompts."""
@@ -179,10 +184,12 @@ class GroupSampling:
                 version=collector.clock.version,
                 environments=self._episodes,
             )
+            sampled = phases.each("sample", sampled)
             if alone:
-                groups = self._stop.watched(self._grading.groups(sampled))
+                groups = phases.each("grade", self._stop.watched(self._grading.groups(sampled)))
             else:
-                graded = self._exchange.graded(sampled, self._grading.groups)
+                with phases.phase("grade"):
+                    graded = self._exchange.graded(sampled, self._grading.groups)
                 groups = iter(self._exchange.groups(graded, self._prompts.__getitem__, whole=whole))
             for group in groups:
                 collector.end_group(group)
@@ -220,8 +227,9 @@ class GroupSampling:
     def _converse(self, collector: Collector) -> None:
         """Sends new turns to environments, and applies the answers that are due."""
         if self._turns is not None:
-            self._turns.ask(collector)
-            self._turns.hear(collector)
+            with self._exchange.phases.phase("grade"):
+                self._turns.ask(collector)
+                self._turns.hear(collector)
 
     def _round(
         self, sampler: RoundSampler, collector: Collector, places: "Places"
@@ -236,7 +244,8 @@ class GroupSampling:
         """Passes a complete group to the graders, if this process grades it."""
         if self._exchange.grades_group(ordinal) and ordinal not in self._pending:
             prompt, responses = collector.prompt_of(ordinal), collector.responses_to(ordinal)
-            begun = self._exchange.attempt(lambda: self._grading.begin(prompt, responses))
+            with self._exchange.phases.phase("grade"):
+                begun = self._exchange.attempt(lambda: self._grading.begin(prompt, responses))
             if begun is not None:
                 self._pending[ordinal] = begun
 
@@ -245,7 +254,10 @@ class GroupSampling:
         if not due:
             return []
         pending = self._pending
-        groups = self._exchange.attempt(lambda: [pending.pop(one).result() for one in due if one in pending])
+        with self._exchange.phases.phase("grade"):
+            groups = self._exchange.attempt(
+                lambda: [pending.pop(one).result() for one in due if one in pending]
+            )
         return self._exchange.verdicts(groups or [], collector.prompt_of, collector.responses_to)
 
     def _prompt_at(self, ordinal: int) -> Prompt:

@@ -34,11 +34,11 @@ from dapo_jax.run.programs import (
 )
 from dapo_jax.run.prompt_sets import GivenRows, asked_too_often, held_out_prompts, training_prompts
 from dapo_jax.run.resume_point import (
+    CHECKPOINT,
     ResumePoint,
     check_identity,
     has_checkpoint,
     identity_of,
-    model_files,
     resume_point,
     with_weights_of,
 )
@@ -46,7 +46,7 @@ from dapo_jax.run.sampler_setup import response_sampler
 from dapo_jax.run.training_pass import StepBatches, training_pass
 from dapo_jax.sampling.caches import without_kernel
 from dapo_jax.training.optimizer import warmed_up
-from dapo_jax.training.state import init_state, state_structs
+from dapo_jax.training.state import state_structs
 from dapo_jax.training.update import Objective
 
 
@@ -102,12 +102,14 @@ class Run:
             longest=data.max_prompt_tokens + config.sampling.max_response_tokens,
         )
         check_trains(self.policy, config.lora, model.source)
-        files, taught = model_files(self.policy.folder, weights=has_weights), None
+        files, taught = self.policy.files(weights=has_weights), None
+        if resumes and config.lora.rank:
+            files.pop(CHECKPOINT, None)  # a resumed run does not use the initial adapters
         if config.teacher.source:
             say(f"loading the teacher {config.teacher.source}")
             teacher = load_teacher(config, self.policy, self._mesh)
             taught = taught_by(config, teacher, self._mesh)
-            found = model_files(teacher.folder, weights=True)
+            found = teacher.files(weights=True)
             files |= {f"teacher ({name})": digest for name, digest in found.items()}
         decoder = self.policy.decoder
         how = training_pass(
@@ -122,6 +124,8 @@ class Run:
         say("preparing prompts")
         self._prompts, asked = training_prompts(data, self.policy.tokenizer, seed=config.seed, rows=prompts)
         self.notes = [*asked.notes]
+        if self.policy.checkpoint and not resumes:
+            self.notes.append(f"the initial weights are from {self.policy.checkpoint} of {model.source}")
         if often := asked_too_often(config, self._prompts.rows_per_epoch):
             self.notes.append("; ".join(often))
         cached = config.sampling.cache_dtype or model.compute_dtype
@@ -213,7 +217,7 @@ class Run:
             DamagedError: there are checkpoints, but none is intact.
         """
         offload = self.config.optimizer.offload
-        initial, decoder = self.policy.params, self.policy.decoder
+        initial, decoder = self.policy, self.policy.decoder
         self.policy = replace(self.policy, params=parted(shapes_of(decoder))[0])
         if resume and has_checkpoint(checkpointer.folder):
             del initial
@@ -231,7 +235,7 @@ class Run:
             assert found is not None
             return found
         copy = self._has_reference and not self.config.lora.rank
-        state = init_state(initial, self._optimizer, self._mesh, offload=offload, copy=copy)
+        state = initial.initial_state(self.config, self._optimizer, self._mesh, copy=copy)
         return ResumePoint(state=state, position=Position())
 
     def learning_rate(self, step: int) -> float:

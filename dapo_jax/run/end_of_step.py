@@ -73,6 +73,8 @@ class EndOfStep(Observer):
         self._checkpointer, self._records, self._shown = checkpointer, records, shown
         self._stop, self._on_step, self._identity, self._check = stop, on_step, identity, check
         self._now, self._saved = start, start.position.step
+        self._saving_s = 0.0
+        """Seconds for which a save after the last step has blocked the run."""
 
     def start(self) -> None:
         """Evaluates the initial policy or, in a resumed run, repeats an interrupted evaluation. Must be called before the first step.
@@ -94,6 +96,7 @@ class EndOfStep(Observer):
             CheckpointError: an earlier checkpoint could not be saved.
         """
         step, metrics = result.position.step, {**result.metrics, **memory_metrics()}
+        metrics["time/checkpoint_s"], self._saving_s = self._saving_s, 0.0
         self._shown.step(step, metrics)
         if self._records is not None:
             self._records.rollouts(step, result.collected, self._ratios.found, self._batches.advantages)
@@ -217,12 +220,13 @@ class EndOfStep(Observer):
         return broadcast_from_first(b"best" if best is None or score > best[1] else b"") != b""
 
     def _save(self, score: float | None) -> None:
+        began = time.perf_counter()
         self._shown.phase("checkpoint")
         self._check()
         position, progress = self._now.position, self._now.progress(self._identity)
         carry = {**group_arrays(position.carry), **flight_arrays(position.in_flight)}
         self._checkpointer.save(position.step, self._now.state, progress, carry, score=score)
-        self._saved = position.step
+        self._saved, self._saving_s = position.step, time.perf_counter() - began
         self._announce_resume()
 
     def _announce_resume(self) -> None:

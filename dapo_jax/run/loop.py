@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import jax
+
 from dapo_jax.dapo.dynamic_sampling import Collected, ShortfallError
 from dapo_jax.dapo.importance import with_effective_share
 from dapo_jax.dapo.metrics import Metric, to_scalars
@@ -99,12 +101,14 @@ def run_steps(
         observers: observers, called in this order.
         clock: returns the time in seconds. Used only for metrics.
     """
+    ended: float | None = None
     while position.step < steps:
         step = position.step + 1
         collector = sampling.collector(position)
         for observer in observers:
             observer.before_sampling(position, collector)
         began, weights = clock(), sampling.transfer(state.params)
+        between = 0.0 if ended is None else began - ended
         for group in sampling.groups(weights, collector):
             for observer in observers:
                 observer.on_group(group, collector)
@@ -115,11 +119,15 @@ def run_steps(
             for observer in observers:
                 observer.on_shortfall(error)
             raise
-        sampled = clock()
+        sampled, phases = clock(), sampling.seconds()
         for observer in observers:
             observer.after_sampling(step, collected)
 
         minibatches: Sequence[Minibatch] = updater.prepare(state, batches.minibatches(collected.groups, step))
+        jax.block_until_ready(
+            minibatches
+        )  # otherwise the updates would include the time of log-probabilities
+        prepared = clock()
         for observer in observers:
             minibatches = observer.before_updates(minibatches)
         rate = learning_rate(step)
@@ -136,7 +144,10 @@ def run_steps(
 
         cursor, carry = collected.cursor, collected.carry
         position = Position(step=step, cursor=cursor, carry=carry, in_flight=collector.going_on())
-        times = _times(collected, began, sampled, clock())
+        ended = clock()
+        times = _times(collected, began, sampled, ended)
+        times |= {f"time/{name}_s": phases.get(name, 0.0) for name in ("grade", "wait")}
+        times |= {"time/logprobs_s": prepared - sampled, "time/between_s": between}
         metrics = {**rollout_metrics(collected), **scalars, "update/learning_rate": rate, **times}
         result = StepResult(position=position, state=state, collected=collected, metrics=metrics)
         for observer in observers:

@@ -1,5 +1,7 @@
 """Loads or initializes a policy (model configuration, weights and tokenizer) by name."""
 
+import hashlib
+import json
 import math
 import re
 import warnings
@@ -17,7 +19,7 @@ from flax import nnx
 from jaxtyping import PyTree
 
 from dapo_jax.checkpoints.checkpointer import Check, Checkpointer
-from dapo_jax.checkpoints.manifest import CheckpointError
+from dapo_jax.checkpoints.manifest import MANIFEST, CheckpointError
 from dapo_jax.config import (
     ConfigError,
     DataConfig,
@@ -25,8 +27,10 @@ from dapo_jax.config import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    SftConfig,
     TrainConfig,
     load_config,
+    load_evaluation,
 )
 from dapo_jax.models.adapter_folder import ADAPTER_CONFIG, is_adapter, read_adapter, save_adapter
 from dapo_jax.models.decoder import WHOLE, Decoder, graph_of, is_apart, unstacked
@@ -47,10 +51,11 @@ from dapo_jax.models.tensors import (
 from dapo_jax.parallel.mesh import BATCH_AXES, AnyDevice, Meshes, make_mesh, make_meshes
 from dapo_jax.parallel.processes import is_first
 from dapo_jax.parallel.sharding import read_by_rows, shardings
-from dapo_jax.run.resume_point import check_identity, identity_of, model_files
+from dapo_jax.parallel.together import broadcast_from_first
+from dapo_jax.run.resume_point import CHECKPOINT, check_identity, identity_of, model_files
 from dapo_jax.run.run_dir import place_of
 from dapo_jax.run.training_pass import for_mesh
-from dapo_jax.storage import AnyPath, check_access, in_bucket, path_of
+from dapo_jax.storage import AnyPath, check_access, file_bytes, in_bucket, path_of
 from dapo_jax.terminal import visible
 from dapo_jax.text.tokenizers import (
     Tokenizer,
@@ -61,9 +66,12 @@ from dapo_jax.text.tokenizers import (
     token_ids,
 )
 from dapo_jax.training.optimizer import make_optimizer
-from dapo_jax.training.state import state_structs
+from dapo_jax.training.state import TrainState, init_state, state_structs
 
 _Read = TypeVar("_Read")
+
+_NAMED = ("preset:", "shipped:", "hf:")
+"""Beginnings of sources that are not folders."""
 
 _ON_HUB = re.compile(r"([\w.-]+/)?[\w.-]+")
 """Matches the name of a repository on the hub. Some relative paths match too."""
@@ -87,6 +95,14 @@ class Policy:
     """The training step of the checkpoint from which the weights were loaded."""
     folder: AnyPath | None = None
     """The model folder from which the weights, or only the configuration, were loaded. None for a preset."""
+    checkpoint: str = ""
+    """Step and digest of the run's checkpoint from which the trained weights were loaded. Empty if they were not loaded from a run."""
+
+    def files(self, *, weights: bool) -> dict[str, str]:
+        """Returns the digests of the files from which the policy was loaded (see `model_files`), and its `checkpoint`. `weights` is the argument of `load_policy`."""
+        whole = self.checkpoint and self.decoder.lora is None
+        found = model_files(self.folder, weights=weights and not whole)
+        return found | ({CHECKPOINT: self.checkpoint} if self.checkpoint else {})
 
     @property
     def unshared(self) -> nnx.State:
@@ -96,6 +112,36 @@ class Policy:
     def graph(self, *, compute_dtype: str, remat: str, layout: Layout = WHOLE) -> nnx.GraphDef[Any]:
         """Returns the decoder's graph definition, which `nnx.merge` combines with parameters into a module."""
         return graph_of(self.decoder, compute_dtype=compute_dtype, remat=remat, layout=layout)
+
+    def initial_state(
+        self,
+        config: TrainConfig | SftConfig,
+        optimizer: optax.GradientTransformation,
+        mesh: jax.sharding.Mesh,
+        *,
+        copy: bool,
+    ) -> TrainState:
+        """Returns the state of a new run with these weights (see `init_state`). With `optimizer.from_source`, the optimizer state is from the same checkpoint.
+
+        Raises:
+            ConfigError: `model.source` is not a training run with the same optimizer.
+        """
+        offload, moments, own = config.optimizer.offload, None, config.optimizer.name
+        if config.optimizer.from_source:
+            source, run = config.model.source, source_of(config.model).run
+            if run is None or run.optimizer.name != own:
+                found = (
+                    "not a training run" if run is None else f"a run with optimizer.name={run.optimizer.name}"
+                )
+                raise ConfigError(
+                    f"optimizer.from_source=true needs a training run with optimizer.name={own}, but model.source={source!r} is {found}: "
+                    "choose another source, or leave optimizer.from_source out to start with a new optimizer state"
+                )
+            target = replace(state_structs(self.params, optimizer, mesh, offload=offload), params=None)
+            with Checkpointer(path_of(source) / "checkpoints") as checkpointer:
+                restored = checkpointer.restore(target, self.step, rows=self.decoder.vocab_size, part=True)
+                moments = restored.state.opt_state
+        return init_state(self.params, optimizer, mesh, offload=offload, copy=copy, moments=moments)
 
     def save(self, folder: str | AnyPath, *, dtype: str = "float32", merge: bool = False) -> int:
         """Writes a model folder that `load_policy` and transformers can load. Returns the size of its tensors in bytes.
@@ -149,39 +195,58 @@ def load_policy(
         longest: number of tokens in the longest sequence of the run, which determines the factors of longrope. None: `long_factor`.
 
     Raises:
-        ConfigError: the preset, shipped model or folder does not exist, or the adapter does not match `lora`.
+        ConfigError: the preset, shipped model or folder does not exist, the run has no checkpoint, or the adapter does not match `lora`.
     """
     try:
-        adapter = _adapter_of(model, weights=weights)
-        if adapter is not None and lora is not None and lora != adapter.shape:
+        source = source_of(model, weights=weights)
+        adapter, step, checkpoint = source.adapter, 0, ""
+        if lora is not None and adapter is not None and lora != adapter:
             differ = [
-                f"lora.{name} is {getattr(lora, name)!r}, but the adapter's is {getattr(adapter.shape, name)!r}"
+                f"lora.{name} is {getattr(lora, name)!r}, but the adapter's is {getattr(adapter, name)!r}"
                 for name in ("rank", "alpha", "targets")
-                if getattr(lora, name) != getattr(adapter.shape, name)
+                if getattr(lora, name) != getattr(adapter, name)
             ]
             raise ValueError(f"this adapter does not match the configuration: {'; '.join(differ)}")
-        source, lora = (model, lora) if adapter is None else (adapter.base, adapter.shape)
-        decoder, tokenizer, base_folder = _read_base(model, adapter, partial(description_of, weights=weights))
+        if lora is not None and source.is_whole_run:
+            raise ValueError(
+                f"this run trained all weights, but lora.rank={lora.rank} needs a model folder as the base of its adapters: set model.source to "
+                f"{model.source}/model if the run has finished, or to FOLDER after `dapo-jax convert {model.source} FOLDER`"
+            )
+        lora = adapter or lora
+        decoder, tokenizer, base_folder = source.read(
+            partial(description_of, weights=weights and not source.is_whole_run)
+        )
         decoder = replace(for_mesh(decoder, *filter(None, (mesh, sampler))), lora=lora)
         decoder = decoder if longest is None else decoder.for_length(longest)
         check_adapters(decoder)
         trained, frozen = parted(shapes_of(decoder))
         where = None if mesh is None else lambda shapes: shardings(shapes, mesh)
         if weights:
+            seed = seed if source.run is None else source.seed
             kind = "float32" if lora is None and section != "teacher" else model.compute_dtype
             apart = lora is not None and shares(jax.eval_shape(partial(rounded_to, kind), frozen))
             how: dict[str, Any] = {"dtype": kind, "apart": apart}
-            if base_folder is None:
+            if source.is_whole_run:
+                loaded = nnx.State({})
+            elif base_folder is None:
                 loaded = _random(decoder.base, seed, where, partial(_held, **how))
             else:
                 by_rows = read_by_rows if in_bucket(base_folder) else None
                 loaded = load_model(base_folder, decoder, shardings=where, by_rows=by_rows, **how)[1]
-            if lora is None:
+            if lora is not None:
+                frozen = loaded
+            if source.run is not None:
+                target = trained if lora else jax.eval_shape(partial(rounded_to, kind), trained)
+                check = check_of_readers(source.run, base_folder)
+                trained, step, checkpoint = _of_checkpoint(
+                    model, _structs(target, where), rows=decoder.vocab_size, check=check
+                )
+            elif lora is None:
                 trained = loaded
-            elif adapter is None:
-                trained, frozen = _random(decoder, seed, where, lambda params: parted(params)[0]), loaded
+            elif source.file is None:
+                trained = _random(decoder, seed, where, lambda params: parted(params)[0])
             else:
-                trained, frozen = place_adapters(decoder, adapter.file, shardings=where), loaded
+                trained = place_adapters(decoder, source.file, shardings=where)
     except ValueError as error:
         raise ConfigError(f"{section}.source={model.source!r}: {error}") from error
     return Policy(
@@ -189,15 +254,39 @@ def load_policy(
         params=trained,
         tokenizer=tokenizer,
         frozen=frozen,
-        base=source.source,
-        revision=source.revision,
+        base=source.base.source,
+        revision=source.base.revision,
         folder=base_folder,
+        step=step,
+        checkpoint=checkpoint,
     )
 
 
+def _of_checkpoint(model: ModelConfig, target: PyTree, *, rows: int, check: Check) -> tuple[PyTree, int, str]:
+    """Restores the trained weights of the run `model.source`. Returns them, the step of their checkpoint, and the text for `Policy.checkpoint`."""
+    with Checkpointer(path_of(model.source) / "checkpoints") as checkpointer:
+        folder, found = checkpointer.folder, None
+        restore = partial(checkpointer.restore, TrainState(target, None), rows=rows, check=check, part=True)
+        try:
+            if model.checkpoint == "last":
+                found = checkpointer.restore_last(
+                    restore, say=lambda text: warnings.warn(visible(text), stacklevel=2)
+                )
+            elif best := json.loads(broadcast_from_first(json.dumps(checkpointer.best()).encode())):
+                found = restore(best[0])
+            if found is None:
+                kind = "with an evaluation score " if model.checkpoint == "best" else ""
+                raise ValueError(f"there is no checkpoint {kind}in {folder} yet")
+            digest = hashlib.sha256(file_bytes(folder / str(found.step) / MANIFEST)).hexdigest()
+        except (CheckpointError, ValueError, OSError) as error:
+            raise ConfigError(f"the run cannot be used: {error}") from error
+    return found.state.params, found.step, f"step {found.step} (sha256 {digest[:12]}...)"
+
+
 def teacher_of(config: TrainConfig) -> ModelConfig:
-    """Returns the teacher's model: the `model` section with `teacher.source` and `teacher.revision`."""
-    return replace(config.model, source=config.teacher.source, revision=config.teacher.revision)
+    """Returns the teacher's model: the `model` section with `teacher.source`, `teacher.revision` and the last checkpoint."""
+    teacher = config.teacher
+    return replace(config.model, source=teacher.source, revision=teacher.revision, checkpoint="last")
 
 
 def check_trains(policy: Policy, config: LoraConfig, source: str) -> None:
@@ -227,41 +316,87 @@ def with_adapters(decoder: DecoderConfig, config: LoraConfig) -> DecoderConfig:
         raise ConfigError(str(error)) from error
 
 
-def read_base(model: ModelConfig, read: Callable[[ModelConfig], _Read]) -> _Read:
-    """Calls `read` with `model` or, if `model.source` is an adapter, with the adapter's base model. Returns the result.
+class Source(NamedTuple):
+    """The model, adapter or run that `model.source` names."""
+
+    base: ModelConfig
+    """The model with the configuration and the tokenizer, which is neither an adapter nor a run."""
+    adapter: LoraShape | None = None
+    """The adapters of an adapter folder or of a run that trained adapters. Their frozen weights are in `base`."""
+    file: TensorFile | None = None
+    """The tensors of an adapter folder."""
+    run: TrainConfig | None = None
+    """The configuration of the run, if the source is a training run. Its checkpoint contains the trained weights."""
+    seed: int = 0
+    """The seed of random base weights, if the source is a training run."""
+    key: str = ""
+    """The file, key and value that specify the base model of an adapter folder, for error messages."""
+
+    @property
+    def is_whole_run(self) -> bool:
+        """Whether all weights are in the checkpoint of a run, so that the weights of `base` are not needed."""
+        return self.run is not None and self.adapter is None
+
+    def read(self, read: Callable[[ModelConfig], _Read]) -> _Read:
+        """Returns `read(self.base)`. If it raises a ValueError, the message names the adapter's key."""
+        try:
+            return read(self.base)
+        except ValueError as error:
+            if not self.key:
+                raise
+            raise ValueError(_no_base(self.key, str(error))) from error
+
+
+def source_of(model: ModelConfig, *, weights: bool = False) -> Source:
+    """Resolves `model.source`. A run may have started from another run, so its base model is the model from which the first of these runs started.
+
+    Args:
+        model: its `source` and `checkpoint` are used.
+        weights: whether to download the weights of an adapter that is on the hub.
 
     Raises:
-        ValueError: the model does not exist, or the adapter is not supported.
+        ValueError: the model or the base of an adapter does not exist, the adapter is not supported, or a model has no checkpoint to choose.
     """
-    return _read_base(model, _adapter_of(model, weights=False), read)
+    base, runs = model, list[TrainConfig]()
+    while True:
+        base, run = _opened(base)
+        if run is None:
+            break
+        if run in runs:
+            raise ValueError(f"the run {run.run_dir} started from itself: restore its first model.source")
+        runs.append(run)
+        base = run.model
+    if not runs and model.checkpoint != "last":
+        raise ValueError(
+            f"model.checkpoint={model.checkpoint} needs a training run, whose folder contains `checkpoints`: leave it out, or name a run"
+        )
+    found = _of_model(base, weights=weights)
+    if not runs:
+        return found
+    return found._replace(run=runs[0], adapter=lora_of(runs[0].lora), file=None, seed=runs[-1].seed)
 
 
-def _read_base(model: ModelConfig, adapter: "_Adapter | None", read: Callable[[ModelConfig], _Read]) -> _Read:
-    if adapter is None:
-        return read(model)
-    try:
-        return read(adapter.base)
-    except ValueError as error:
-        raise ValueError(_no_base(adapter.key, str(error))) from error
+def _opened(model: ModelConfig) -> tuple[ModelConfig, TrainConfig | None]:
+    """Returns the model, and its configuration if it is a training run. The folder of a warm start is replaced with its model folder."""
+    if model.source.startswith(_NAMED):
+        return model, None
+    folder = path_of(model.source)
+    if not (folder / "config.yaml").is_file() or (folder / CONFIG).is_file() or is_adapter(folder):
+        return model, None
+    if (folder / "checkpoints").is_dir():
+        return model, load_config(folder / "config.yaml")
+    if not (folder / "model").is_dir():
+        raise ValueError("this run has saved neither a checkpoint nor a model yet: wait until it has")
+    return replace(model, source=str(folder / "model")), None
 
 
-class _Adapter(NamedTuple):
-    """The adapter in an adapter folder, and the base model that the adapter's configuration specifies."""
-
-    shape: LoraShape
-    file: TensorFile
-    base: ModelConfig
-    key: str
-    """The file, key and value that specify the base model, for error messages."""
-
-
-def _adapter_of(model: ModelConfig, *, weights: bool) -> _Adapter | None:
-    """Returns the adapter if `model.source` is an adapter folder, or None if it is a whole model."""
+def _of_model(model: ModelConfig, *, weights: bool) -> Source:
+    """Returns the source if it is not a run: an adapter and its base, or a whole model."""
     if model.source.startswith(("preset:", "shipped:")):
-        return None
+        return Source(model)
     folder = folder_of(model, weights=weights)
     if not is_adapter(folder):
-        return None
+        return Source(model)
     found, file = read_adapter(folder)
     key = f"{folder / ADAPTER_CONFIG}: base_model_name_or_path={found.base!r}"
     if found.base.startswith("preset:") or not found.base:
@@ -271,7 +406,7 @@ def _adapter_of(model: ModelConfig, *, weights: bool) -> _Adapter | None:
     base = replace(model, source=name if there else f"hf:{name}", revision=found.revision)
     if not there and not _ON_HUB.fullmatch(name):
         raise ValueError(_no_base(key, "there is no such folder"))
-    return _Adapter(found.shape, file, base, key)
+    return Source(base, found.shape, file, key=key)
 
 
 def _no_base(key: str, why: str) -> str:
@@ -284,51 +419,36 @@ def find_policy(
     mesh: jax.sharding.Mesh | None = None,
     shares: Callable[[nnx.State], bool] = lambda frozen: False,
 ) -> Policy:
-    """Loads the policy from a model, or from the latest checkpoint of a run. `source` is a `model.source` or a run folder.
+    """Loads the policy from a model, or from the latest checkpoint of a run. `source` is a `model.source`.
 
     The weights are sharded over `mesh`. Without a `mesh`, a model is placed on the default device, but the policy of a run is sharded over all devices.
     For `shares`, see `load_policy`.
     """
     if (run := run_at(source)) is None:
         return load_policy(ModelConfig(source=source), mesh=mesh, shares=shares)
-    config = load_config(run / "config.yaml")
+    dtype = load_evaluation(run / "config.yaml").compute_dtype
     # The configured mesh is not used, because this machine may have different devices.
     mesh = mesh_of(ParallelConfig()) if mesh is None else mesh
-    # With LoRA, a checkpoint does not contain the base weights, so they are loaded from the base model.
-    weights, lora = config.lora.rank > 0, lora_of(config.lora)
-    policy = load_policy(config.model, lora=lora, seed=config.seed, mesh=mesh, weights=weights, shares=shares)
-    target = state_structs(policy.params, optimizer_of(config.optimizer), mesh)
-    with Checkpointer(run / "checkpoints") as checkpointer:
-        rows, check = policy.decoder.vocab_size, check_of_readers(config, policy)
-        restore = partial(checkpointer.restore, target, rows=rows, check=check)
-        try:
-            restored = checkpointer.restore_last(
-                restore, say=lambda text: warnings.warn(visible(text), stacklevel=2)
-            )
-        except (CheckpointError, ValueError) as error:
-            raise ConfigError(f"the run {source} cannot be used: {error}") from error
-        if restored is None:
-            where = checkpointer.folder
-            raise ConfigError(f"the run {source} cannot be used yet: there is no checkpoint in {where}")
-    return replace(policy, params=restored.state.params, step=restored.step)
+    return load_policy(ModelConfig(source=source, compute_dtype=dtype), mesh=mesh, shares=shares)
 
 
-def check_of_readers(config: TrainConfig, policy: Policy) -> Check:
-    """Returns a function that raises an error if a checkpoint was saved with another configuration or model. Prompts are not compared."""
-    files = model_files(policy.folder, weights=policy.decoder.lora is not None)
+def check_of_readers(config: TrainConfig, folder: AnyPath | None) -> Check:
+    """Returns a function that raises an error if a checkpoint was saved with another configuration or base model `folder`. Prompts are not compared."""
+    files = model_files(folder, weights=config.lora.rank > 0)
     return partial(check_identity, own=identity_of(config, prompts=None, model=files))
 
 
 def run_at(source: str) -> AnyPath | None:
-    """Returns the folder of the training run if `source` is a run, or None if it is a model.
+    """Returns the folder if `source` is a training run or a warm start, or None if it is a model.
 
     Raises:
         ConfigError: the folder cannot be read, or is neither a run nor a model.
     """
     folder = place_of(source, key="model", write=False)
-    if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
+    saved = any((folder / name).is_dir() for name in ("checkpoints", "model"))
+    if saved and (folder / "config.yaml").is_file():
         return folder
-    if source.startswith(("preset:", "shipped:", "hf:")) or folder.is_file():
+    if source.startswith(_NAMED) or folder.is_file():
         return None
     if not (folder / CONFIG).is_file() and not is_adapter(folder):
         missing = f"config.yaml with checkpoints, and no {CONFIG}" if folder.exists() else "such folder"
@@ -340,9 +460,9 @@ def run_at(source: str) -> AnyPath | None:
 
 
 def data_of_run(source: str) -> DataConfig | None:
-    """Returns the `data` section of the configuration if `source` is a training run, or None if it is a model."""
+    """Returns the `data` section of the configuration if `source` is a run, or None if it is a model."""
     run = run_at(source)
-    return None if run is None else load_config(run / "config.yaml").data
+    return None if run is None else load_evaluation(run / "config.yaml").data
 
 
 def folder_of(model: ModelConfig, *, weights: bool) -> AnyPath:
@@ -426,10 +546,17 @@ def frozen_structs(decoder: DecoderConfig, mesh: jax.sharding.Mesh, *, dtype: st
     """Returns the shape, dtype and sharding of each array in a LoRA base, or in a model without adapters. Layers are stacked unless `apart` is True."""
     whole = shapes_of(decoder)
     shapes = jax.eval_shape(partial(_held, dtype=dtype, apart=apart), parted(whole)[1] or whole)
+    return _structs(shapes, partial(shardings, mesh=mesh))
+
+
+def _structs(shapes: nnx.State, where: Callable[[nnx.State], PyTree] | None) -> nnx.State:
+    """Returns `shapes` with the shardings that `where` returns, or without shardings."""
+    if where is None:
+        return shapes
     return jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
         shapes,
-        shardings(shapes, mesh),
+        where(shapes),
     )
 
 

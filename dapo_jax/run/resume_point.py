@@ -83,6 +83,9 @@ def resume_point(found: Restored, where: str, *, prompt_at: Callable[[int], Prom
 IDENTITY = "run"
 """Key in a checkpoint's progress. Its value is the result of `identity_of`."""
 
+CHECKPOINT = "checkpoint"
+"""Key of the checkpoint from which the initial weights were loaded, among the digests of the initial model's files."""
+
 _WEIGHTS = ".safetensors"
 _BLOCKS, _BLOCK_BYTES = 64, 1 << 12
 
@@ -122,7 +125,8 @@ def model_files(folder: AnyPath | None, *, weights: bool) -> dict[str, str]:
 
 def with_weights_of(own: Mapping[str, Any], progress: Mapping[str, Any]) -> dict[str, Any]:
     """Adds to `own` the digests of the initial weights in the checkpoint's `progress`, because a resumed run does not always load those weights."""
-    began = {name: each for name, each in progress[IDENTITY]["model"].items() if name.endswith(_WEIGHTS)}
+    files = progress[IDENTITY]["model"].items()
+    began = {name: each for name, each in files if name.endswith(_WEIGHTS) or name == CHECKPOINT}
     return {**own, "model": {**began, **own["model"]}}
 
 
@@ -139,18 +143,22 @@ def check_identity(where: str, progress: Mapping[str, Any], own: Mapping[str, An
     """
     if (kept := progress.get(IDENTITY)) is None:
         return
+    # A key that is newer than the checkpoint had its default.
+    defaults = identity_of(TrainConfig(run_dir="."), prompts=None, model={})["config"]
+    began, now = defaults | kept["config"], own["config"]
     problems = [
-        f"{key} was {shown(kept['config'].get(key))}, is {shown(own['config'].get(key))}"
-        for key in kept["config"] | own["config"]
-        if kept["config"].get(key) != own["config"].get(key)
+        f"{key} was {shown(value)}, is {shown(now.get(key))}"
+        for key, value in began.items()
+        if value != now.get(key)
     ]
     if own["prompts"] is not None and kept["prompts"] != own["prompts"]:
         problems.append(f"the prompts were {_described(kept['prompts'])}, are {_described(own['prompts'])}")
     else:  # the prompts are the same, so the date in chat templates does not matter
         problems = [problem for problem in problems if not problem.startswith("data.template_date ")]
     for name, digest in own["model"].items():
-        if kept["model"].get(name) != digest:
-            problems.append(f"the model's {name} has changed since the run began")
+        if (before := kept["model"].get(name)) != digest:
+            which = f" (it was {before}, is {digest})" if name == CHECKPOINT else ""
+            problems.append(f"the model's {name} has changed since the run began{which}")
     if problems:
         raise ConfigError(
             f"{where} belongs to another run, or the run was changed since: {'; '.join(problems)}. Restore the old values, or choose "

@@ -111,6 +111,12 @@ def check_run_dir(run_dir: AnyPath, config: TrainConfig, *, resume: bool, overwr
             )
     kept = run_dir / "config.yaml"
     if overwrite:
+        source, place = (f"{os.path.abspath(name)}/" for name in (config.model.source, config.run_dir))
+        if source.startswith(place):
+            raise ConfigError(
+                f"overwrite=True with run_dir={config.run_dir}: model.source={config.model.source} is in this folder, which would be removed; "
+                "choose another run_dir"
+            )
         if strange := [place.name for place in entries(run_dir) if place.name not in OF_A_RUN]:
             raise ConfigError(
                 f"overwrite=True with run_dir={config.run_dir}: it contains {strange[0]!r}, which was not written by a run; move it "

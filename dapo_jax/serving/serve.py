@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -251,7 +251,8 @@ class Follower:
         """Starts the thread, which passes the parameters and the step of each new checkpoint to `take`."""
         config = load_config(self._run / "config.yaml")
         target = state_structs(policy.params, optimizer_of(config.optimizer), mesh_of(ParallelConfig()))
-        restore = partial(self._checkpointer.restore, target, check=check_of_readers(config, policy))
+        check = check_of_readers(config, policy.folder)
+        restore = partial(self._checkpointer.restore, replace(target, opt_state=None), check=check, part=True)
         self._thread = threading.Thread(target=self._follow, args=(restore, take))
         self._thread.start()
 

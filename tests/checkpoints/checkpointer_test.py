@@ -228,6 +228,17 @@ def test_a_target_of_other_parameters_is_refused(tmp_path, names, message):
         checkpointer.restore(target)
 
 
+def test_a_part_of_a_checkpoint_is_restored_without_the_rest(tmp_path):
+    """The other arrays may have any shape, but an array of the target must be there."""
+    state = train_state()
+    saved(tmp_path, state)
+    with Checkpointer(tmp_path) as checkpointer:
+        found = checkpointer.restore({"params": train_state(filled=False)["params"]}, part=True)
+        with pytest.raises(ValueError, match="does not contain more, which the target has"):
+            checkpointer.restore({"more": jnp.zeros(2)}, part=True)
+    assert bits(found.state) == bits(state["params"])
+
+
 def test_another_format_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "SCHEMA_VERSION", 2)
     saved(tmp_path, {"w": jnp.zeros(2)})

@@ -1,5 +1,6 @@
 """`dapo-jax report`: its files, its output, and its errors."""
 
+import json
 import time
 
 import pytest
@@ -33,6 +34,19 @@ def test_page_and_figures_go_to_the_named_places(tmp_path, capsys):
     assert f"{folder}: 2 PNGs" in capsys.readouterr().out
 
 
+def test_the_trace_goes_to_the_named_place(run, tmp_path, capsys):
+    place = tmp_path / "trace.json"
+    assert main(["report", str(run), "--trace", str(place)]) == 0
+    events = json.loads(place.read_text())["traceEvents"]
+    assert [each["name"] for each in events if each["name"].startswith("step")] == [
+        "step 0",
+        "step 1",
+        "step 2",
+        "step 3",
+    ]
+    assert f"{place}: {len(events)} events" in capsys.readouterr().out
+
+
 def test_fewer_steps_rollouts_make_a_smaller_page(run, tmp_path):
     sizes = []
     for name, more in (("all", []), ("one", ["--rollout-steps", "1"])):
@@ -61,6 +75,8 @@ def test_a_run_in_a_bucket_has_its_page_there(run, bucket):
         (["RUN", "--rollout-steps", "-2"], "rollout_steps: found -2"),
         (["RUN", "--port", "8000"], "--port 8000 can only be used with --watch"),
         (["RUN", "--watch", "--out", "page.html"], "--out page.html"),
+        (["RUN", "--watch", "--trace", "a.json"], "--trace a.json"),
+        (["RUN", "--trace", "RUN/config.yaml/a.json"], "--trace"),
         (["RUN", "--watch", "--port", "-1"], "port: found -1, needs 0 (any free port) to 65535"),
         (["RUN/config.yaml", "--watch"], "config.yaml is not a run: it is a file"),
         (["s3://x/y", "--watch"], "s3://x/y is neither a local path nor in a bucket"),

@@ -86,6 +86,19 @@ def test_dragging_zooms_and_escape_leaves(shown):
     assert shown.one(f"{PANEL} .line").get_attribute("d") == before
 
 
+def test_the_timeline_has_a_strip_for_each_step(shown):
+    """In the fixture, step 1 takes 8 + 12 s, 0.25 s for its checkpoint and 0.75 s for the rest."""
+    shown.click("#tab-timeline")
+    strips = shown.all("#timeline .step:not(.all)")
+    assert len(strips) == 13
+    label = strips[1].find_element("css selector", ".phases").get_attribute("aria-label")
+    assert label.startswith("step 1: sampling 6 s (28.6%), grading 1.50 s")
+    assert label.endswith("checkpoint 0.250 s (1.2%), rest 0.750 s (3.6%)")
+    shown.click('#timeline [data-value="share"]')
+    widths = [each.size["width"] for each in shown.all("#timeline .step:not(.all) .phases i:last-child")]
+    assert all(width > 0 for width in widths)
+
+
 def test_the_theme_follows_the_system_until_it_is_chosen(shown):
     for system in ("dark", "light"):
         features = [{"name": "prefers-color-scheme", "value": system}]

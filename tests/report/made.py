@@ -39,6 +39,7 @@ def metrics_line(step, rng, *, group_size=4, groups=4, **changes):
         "sync/logprob_diff_max": 1e-3, "sync/logprob_diff_mean": 1e-5, "sync/sampler_trainer_kl": 1e-8,
         "update/grad_norm": 1.0 + abs(noise(0.5)), "update/loss": noise(0.2), "update/skipped_frac": 0.0,
         "update/learning_rate": 1e-6 * min(1.0, step / 20), "time/sample_s": 8.0, "time/update_s": 12.0, "time/step_s": 20.5,
+        "time/grade_s": 1.5, "time/wait_s": 0.5, "time/logprobs_s": 3.0, "time/checkpoint_s": 0.25, "time/between_s": 1.0,
         "speed/sampled_tokens_per_s": 900.0, "speed/trained_tokens_per_s": 500.0, "memory/host_gib": 1.5,
         "memory/device_gib": 10.0, "memory/device_peak_gib": 12.5,
     }  # fmt: skip

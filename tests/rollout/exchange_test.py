@@ -6,7 +6,35 @@ from dapo_jax.health.stalls import Watch
 from dapo_jax.health.stopping import Stop, StoppedError
 from dapo_jax.parallel.mesh import make_mesh, make_meshes
 from dapo_jax.rewards.functions import RewardError
-from dapo_jax.rollout.exchange import Exchange
+from dapo_jax.rollout.exchange import Exchange, PhaseTimes
+
+
+def test_time_counts_for_the_innermost_phase(monkeypatch):
+    """The clock advances by 1 s at each work. Grading takes 3 s in total, without 2 s of sampling, and without 1 s of waiting inside it."""
+    now = 0.0
+
+    def work():
+        nonlocal now
+        now += 1.0
+        return now
+
+    monkeypatch.setattr("dapo_jax.rollout.exchange.time.perf_counter", lambda: now)
+    phases = PhaseTimes()
+
+    def graded(sampled):
+        for one in sampled:
+            work()
+            yield one
+        with phases.phase("wait"):
+            work()
+        work()
+
+    assert len(list(phases.each("grade", graded(phases.each("sample", (work() for _ in range(2))))))) == 2
+    assert phases.taken() == {"sample": 2.0, "grade": 3.0, "wait": 1.0}
+    with pytest.raises(ZeroDivisionError), phases.phase("grade"):
+        work() / 0
+    work()
+    assert phases.taken() == {"sample": 1.0, "grade": 1.0}
 
 
 @pytest.fixture

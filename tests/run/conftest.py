@@ -7,12 +7,15 @@ import json
 import math
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
 
+from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.config import (
     BatchConfig,
     DataConfig,
@@ -30,11 +33,12 @@ from dapo_jax.config import (
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Span, Verdict
 from dapo_jax.models.presets import Experts
 from dapo_jax.run import train
-from dapo_jax.run.policy import Policy
+from dapo_jax.run.policy import Policy, load_policy, lora_of, optimizer_of
 from dapo_jax.testing import tiny_decoder_config, tiny_params
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
 from dapo_jax.text.tokenizers import CharTokenizer
 from dapo_jax.trackers.progress import Progress
+from dapo_jax.training.state import TrainState
 from tests.text.folders import files_of
 
 
@@ -131,6 +135,25 @@ def micro(model, compiled, tmp_path_factory):
 def changed(config, key, value):
     name, *rest = key
     return replace(config, **{name: changed(getattr(config, name), rest, value) if rest else value})
+
+
+def save_run(config, scores=(None, 0.75, 0.25)):
+    """Writes the run folder of `config` without training, with a checkpoint for each score.
+
+    The weights of checkpoint k, counted from 1, are k times the initial weights, and all moments are k.
+    """
+    policy, optimizer = load_policy(config.model, lora=lora_of(config.lora)), optimizer_of(config.optimizer)
+    moments = jax.eval_shape(optimizer.init, policy.params)
+    folder = Path(config.run_dir)
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(to_yaml(config))
+    (folder / "checkpoints").mkdir()
+    with Checkpointer(folder / "checkpoints") as checkpointer:
+        for step, score in enumerate(scores, start=1):
+            params = jax.tree.map(lambda leaf, step=step: leaf * step, policy.params)
+            filled = jax.tree.map(lambda leaf, step=step: jnp.full(leaf.shape, step, leaf.dtype), moments)
+            checkpointer.save(step, TrainState(params, filled), {"cursor": 0}, {}, score=score)
+    return policy
 
 
 @pytest.fixture(scope="session")

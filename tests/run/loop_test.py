@@ -25,7 +25,7 @@ class Script(Observer):
         self.seen, self.results, self.hooks, self.measured = [], [], [], {}
         self.mixed, self.updates = mixed, updates_per_step
 
-    def run(self, *, steps, position=None, params=0):
+    def run(self, *, steps, position=None, params=0, clock=None):
         seconds = itertools.count()
         return run_steps(
             TrainState(params, None),
@@ -36,7 +36,7 @@ class Script(Observer):
             updater=CountingUpdater(self),
             learning_rate=lambda step: step / 10,
             observers=[self],
-            clock=lambda: float(next(seconds)),
+            clock=clock or (lambda: float(next(seconds))),
         )
 
     def before_sampling(self, position, collector):
@@ -86,6 +86,9 @@ class ScriptedSampling(GroupSampling):
                 collector.end_group(group)
                 yield group
 
+    def seconds(self):
+        return {"sample": 0.5, "grade": 0.25}
+
 
 class CountedBatches(StepBatches):
     def __init__(self, script):
@@ -125,11 +128,21 @@ def test_one_step_flows_from_prompts_to_metrics():
         "rollout/prompts": 3, "rollout/waves": 1, "rollout/trained_groups": 2, "rollout/accuracy": 4 / 6,
         "rollout/trained_accuracy": 0.5, "rollout/all_correct_frac": 1 / 3, "rollout/mixed_frac": 2 / 3,
         "update/loss": 0.5,  # the mean of 0 and 1
-        "update/learning_rate": 0.1, "time/sample_s": 1.0, "time/update_s": 1.0, "time/step_s": 2.0,
+        "update/learning_rate": 0.1, "time/sample_s": 1.0, "time/update_s": 2.0, "time/step_s": 3.0,
+        "time/grade_s": 0.25, "time/wait_s": 0.0, "time/logprobs_s": 1.0, "time/between_s": 0.0,
         "speed/sampled_tokens_per_s": 15.0,  # three groups of 2 + 3 tokens
-        "speed/trained_tokens_per_s": 10.0,
+        "speed/trained_tokens_per_s": 5.0,
     }  # fmt: skip
     assert {name: result.metrics[name] for name in expected} == pytest.approx(expected)
+
+
+def test_the_time_between_steps_is_that_of_observers_after_the_step():
+    """A step reads the clock four times, and the observer twice after it: 3 seconds from the end of a step to the next."""
+    script = Script()
+    seconds = itertools.count()
+    script.after_step = lambda result: (script.results.append(result), next(seconds), next(seconds))
+    script.run(steps=2, clock=lambda: float(next(seconds)))
+    assert [result.metrics["time/between_s"] for result in script.results] == [0.0, 3.0]
 
 
 def test_weights_positions_and_carried_groups_move_from_step_to_step():

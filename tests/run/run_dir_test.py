@@ -2,10 +2,11 @@
 
 import os
 import sys
+from dataclasses import replace
 
 import pytest
 
-from dapo_jax.config import ConfigError, TrainConfig, load_config, to_yaml
+from dapo_jax.config import ConfigError, ModelConfig, TrainConfig, load_config, to_yaml
 from dapo_jax.locks import NAME
 from dapo_jax.run.run_dir import OF_A_RUN, check_run_dir, remove_run
 from dapo_jax.storage import path_of
@@ -52,6 +53,16 @@ def test_a_folder_with_other_things_in_it_is_not_touched(make_run):
     (run / "config.yaml.bak").touch()
     with pytest.raises(ConfigError, match=r"'config\.yaml\.bak'"):
         check(run, overwrite=True)
+
+
+@pytest.mark.parametrize("place", ["run", "run/model", "run/checkpoints/3"])
+def test_overwrite_does_not_remove_the_source_of_the_weights(place, make_run):
+    run = make_run("run")
+    config = TrainConfig(run_dir=str(run), model=ModelConfig(source=str(run.parent / place)))
+    with pytest.raises(ConfigError, match=r"overwrite=True .*model\.source="):
+        check_run_dir(run, config, resume=False, overwrite=True)
+    for other in ("gs://bucket/model", "s3://none", f"{run}2"):
+        check_run_dir(run, replace(config, model=ModelConfig(source=other)), resume=False, overwrite=True)
 
 
 def test_overwrite_without_a_run_does_nothing(tmp_path):

@@ -35,6 +35,20 @@ def test_every_step_that_samples_logs_the_same_metrics(finished):
     assert any(sampled for _, sampled in names[1:])
 
 
+def test_the_phases_of_a_step_are_parts_of_its_time(finished):
+    """Each step saves a checkpoint, so the next one logs its time."""
+    lines = finished.metrics[1:]
+    for line in lines:
+        grade, wait, logprobs = (line[f"time/{name}_s"] for name in ("grade", "wait", "logprobs"))
+        assert 0 <= grade <= line["time/sample_s"]
+        assert wait == 0
+        assert 0 < logprobs < line["time/update_s"]
+        assert line["time/between_s"] >= line["time/checkpoint_s"]
+    assert lines[0]["time/between_s"] == lines[0]["time/checkpoint_s"] == 0
+    assert all(line["time/checkpoint_s"] > 0 for line in lines[1:])
+    assert any(line["time/grade_s"] > 0 for line in lines)
+
+
 def test_there_is_an_evaluation_before_the_first_and_after_the_last_step(finished):
     evaluated = [line["step"] for line in finished.metrics if "eval/arithmetic/avg@4" in line]
     assert evaluated == [0, 4]

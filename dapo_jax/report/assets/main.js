@@ -41,6 +41,8 @@ async function start() {
   made.textContent = `made ${moment(data.made)} · dapo_jax ${data.version}`;
   const turnTo = startTabs();
   const curves = startCurves(document.getElementById("curves"), data);
+  const timeline = document.getElementById("timeline");
+  startTimeline(timeline, data);
   let configuration = startConfiguration(document.getElementById("configuration"), data);
   performance.mark("curves-drawn");
 
@@ -85,6 +87,7 @@ async function start() {
       const before = JSON.stringify(data.configuration);
       renew(data, newer);
       curves.update();
+      startTimeline(timeline, data);
       if (JSON.stringify(data.configuration) !== before) configuration = startConfiguration(configuration, data);
       await update();
     });

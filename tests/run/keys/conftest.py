@@ -11,7 +11,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from dapo_jax.checkpoints.checkpointer import Checkpointer
-from dapo_jax.config import TrainConfig, to_yaml
+from dapo_jax.config import ModelConfig, TrainConfig, to_yaml
 from dapo_jax.environments import Episodes
 from dapo_jax.health.stalls import Watch
 from dapo_jax.health.watchdogs import Watchdogs
@@ -24,10 +24,11 @@ from dapo_jax.run import build, policy, programs
 from dapo_jax.testing import tiny_decoder_config
 from dapo_jax.trackers import TensorBoardTracker, WandbTracker
 from dapo_jax.trackers.profile import Profile
+from tests.run.conftest import save_run
 from tests.run.keys import doubles
 from tests.run.keys.looking import FILES, Look
 
-MODELS = ("model", "chat_model", "dated_model")
+MODELS = ("model", "chat_model", "dated_model", "a_run")
 DATED = "{{ strftime_now('%d.%m.%Y') }}{{ mark | default('') }} {% for m in messages %}{{ m.content }}{% endfor %}"
 """A chat template that prints the day and a variable."""
 
@@ -41,6 +42,7 @@ def work(model, chat_model, tmp_path_factory):
     shutil.copytree(chat_model, folder / "dated_model")
     (folder / "dated_model" / "chat_template.jinja").write_text(DATED)
     (folder / "datasets").mkdir()
+    save_run(TrainConfig(run_dir=str(folder / "a_run"), model=ModelConfig(source=model)))
     (folder / "questions").mkdir()
     for name, rows in FILES.items():
         (folder / "questions" / name).write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -124,6 +124,11 @@ def moments(look):
     return sorted({leaf.sharding.memory_kind for leaf in jax.tree.leaves(look.started().opt_state)})
 
 
+def moment(look):
+    """A value of a moment at step 0."""
+    return float(jax.tree.leaves(look.started().opt_state)[-1].ravel()[0])
+
+
 def moments_of_a_matrix(look):
     """The number of the optimizer's arrays for one of the matrices."""
     look.run()
@@ -369,6 +374,7 @@ WATCHERS = [
         also=RANK,
     ),
     echoes("sampling.merge_lora", merges, False, True, also=RANK),
+    watch("optimizer.from_source", moment, (False, 0.0), (True, 3.0), also={"model.source": "a_run"}),
     echoes("optimizer.offload", option("offload"), False, True),
     watch(
         "optimizer.offload",
