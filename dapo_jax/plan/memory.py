@@ -67,7 +67,7 @@ class Resident:
     decode_state: int = 0
     """The KV cache and the logits of all slots."""
     paused: int = 0
-    """Logits of paused responses; 0 unless more responses are in flight than there are slots."""
+    """Logits and recurrent states of paused responses; 0 unless more responses are in flight than there are slots."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +134,7 @@ def together(program: str, there: Resident, *, updates: int) -> tuple[str, dict[
     several = "update with several row lengths"
     known: dict[str, tuple[str, dict[str, int]]] = {
         "transfer": ("transfer: layers", sampler),
+        "transfer_delta": ("transfer: Gated DeltaNet layers", sampler),
         "transfer_ends": ("transfer: embeddings", sampler),
         "prefill": ("sampling: prefill", prompts),
         "prefill_part": ("sampling: chunked prefill", chunks),

@@ -10,7 +10,7 @@ The models are tiny and random, in float32. transformers 5.24.0 (torch 2.13.0, C
 `config.older.json` describes the same model in the notation of transformers 4.
 
 Tolerances: two right computations in float32 differ by up to 4.2e-5 in logits of up to 25 (eager against fused attention in transformers), and float64 by up to 6.6e-5.
-So 2e-4 on logits and keys is three times what rounding explains. Gradients differ by 2.1e-5 of their largest entry, and may differ by 1e-4.
+So 2e-4 on logits and keys is three times what rounding explains. In `qwen3_5`, float64 differs by up to 1e-4, so its tolerance is 3e-4. Gradients differ by 2.1e-5 of their largest entry, and may differ by 1e-4.
 """
 
 import functools
@@ -54,6 +54,11 @@ from dapo_jax.testing import tiny_params
 
 FOLDERS = {path.name: path for path in sorted((Path(__file__).parents[1] / "golden" / "families").iterdir())}
 TOLERANCE, NEW = 2e-4, 12
+
+
+def tolerance(name):
+    return 3e-4 if name == "qwen3_5" else TOLERANCE
+
 
 
 @functools.cache
@@ -137,7 +142,7 @@ def test_logits_greedy_tokens_and_gradients_are_those_of_transformers(name):
     for row, prompt in enumerate(rows_of(name)[0]):
         last = len(prompt) - 1
         np.testing.assert_allclose(
-            logits[row, : last + 1], found["logits"][row, : last + 1], rtol=0, atol=TOLERANCE
+            logits[row, : last + 1], found["logits"][row, : last + 1], rtol=0, atol=tolerance(name)
         )
         assert logits[row, last : last + NEW].argmax(-1).tolist() == found["greedy"][row].tolist()
     names = [key for key in found if key.startswith("grad.")]
@@ -157,7 +162,7 @@ def sampled(name, cache, width):
         config, mesh=mesh, slots=2, capacity=longest + NEW, steps_per_call=NEW, stop_ids=[], cache=cache,
         prefill=PrefillShape(rows=1, width=width, longest=longest), **pages_of,
     )  # fmt: skip
-    weights = WeightTransfer(shapes_of(config), mesh, dtype="float32")(params)
+    weights = WeightTransfer(shapes_of(config), mesh, dtype="float32", places=config.places)(params)
     pages, state = Pages(engine.page_sizes), engine.init_decode_state()
     for part in engine.prefill(weights, [prompt.astype(np.int32) for prompt in prompts]):
         for index, prefix, place in part:
@@ -176,7 +181,7 @@ def sampled(name, cache, width):
 
 # Rows of 48 tokens prefill each prompt at once; rows of 16 prefill it in parts. Families whose attention differs are tested with both. Trainer and sampler call
 # the same layers, so a few of the other families suffice to notice that the sampler lacks a switch.
-BOTH = ("mistral", "ministral3", "gemma2", "gemma3")
+BOTH = ("mistral", "ministral3", "gemma2", "gemma3", "qwen3_5")
 ONE = (*BOTH, "olmo2", "phi3", "granite", "olmoe", "granitemoe")
 
 
@@ -208,8 +213,13 @@ def test_the_sampler_continues_as_the_trainer_computes(name, cache, width):
             rotated = config.ropes[0].width(config.head_dim)
             order = [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, config.head_dim)]
             keys = keys[..., order]
-        held = np.asarray(state.layers[layer].keys[0, :, :, : keys.shape[1]]).swapaxes(1, 2)
-        np.testing.assert_allclose(held, keys, rtol=0, atol=TOLERANCE)
+        held = state.layers[config.places[layer][1]].keys[0, :, :, : keys.shape[1]]
+        np.testing.assert_allclose(np.asarray(held).swapaxes(1, 2), keys, rtol=0, atol=tolerance(name))
+    for key in (key for key in found if key.endswith(".recurrent_states")):
+        held = state.states[config.places[int(key.split(".")[1])][1]]
+        np.testing.assert_allclose(held.memory[0], found[key][0], rtol=0, atol=tolerance(name))
+        tails = np.concatenate([np.asarray(tail[0]).reshape(-1, 3) for tail in held.tails])
+        np.testing.assert_allclose(tails, found[key.replace("recurrent", "conv")][0, :, 1:], rtol=0, atol=tolerance(name))  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FOLDERS)
