@@ -29,7 +29,7 @@ from dapo_jax.dapo.precision import capped, product, rounded
 from dapo_jax.dapo.quantization import Quantized
 from dapo_jax.dapo.rollouts import NO_ROUTE
 from dapo_jax.models.experts import chosen, mixture
-from dapo_jax.models.gated_delta import Mixed, ancestors, over_rows
+from dapo_jax.models.gated_delta import DeltaState, Mixed, ancestors, empty, over_rows
 from dapo_jax.models.layout import Layout
 from dapo_jax.models.lora import LORA_PARTS, adapted_in, adapter, lora_delta
 from dapo_jax.models.presets import DecoderConfig
@@ -550,6 +550,14 @@ def _in_periods(
 def graph_of(config: DecoderConfig, **how: Any) -> nnx.GraphDef[Any]:
     """Returns the graph definition of `Decoder(config, **how)`. `nnx.merge` combines a graph definition with parameters."""
     return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), **how)))[0]
+
+
+def empty_state(config: DecoderConfig, sequences: int, compute_dtype: str) -> DeltaState:
+    """Returns the state of a Gated DeltaNet layer before the first token. It is float32, or float64 if the compute dtype is float64."""
+    sizes = config.delta
+    assert sizes is not None
+    keys, values = (sizes.key_heads, sizes.key_dim), (sizes.value_heads, sizes.value_dim)
+    return empty(sequences, keys, values, sizes.taps, np.promote_types(compute_dtype, np.float32))
 
 
 def stacks_of(params: nnx.State) -> tuple[str, ...]:

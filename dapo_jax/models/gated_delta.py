@@ -4,7 +4,7 @@ Each value head has a state S [key_dim, value_dim]. A token with decay a, write 
 
     S <- a S + k (b (v - a S^T k))^T,    output = S^T q / sqrt(key_dim).
 
-`step` does this for one token. `over_rows` computes chunks of tokens with matrix products; docs/gated_delta.md derives it. Before this, a causal
+`one_token` does this for one token. `over_rows` computes chunks of tokens with matrix products; docs/gated_delta.md derives it. Before this, a causal
 convolution over the last tokens and silu are applied to q, k and v, and q and k are divided by their norms. All of this is in float32.
 """
 
@@ -54,18 +54,13 @@ class DeltaState:
     """The last taps - 1 inputs of the convolution of query, key and value, each [sequences, heads, dim, taps - 1]."""
 
 
-def empty(sequences: int, mixed: Mixed) -> DeltaState:
-    """Returns the state before the first token."""
-    (heads, dim, _), (value_heads, value_dim, _) = mixed.key.shape, mixed.value.shape
-    tails = tuple(
-        jnp.zeros((sequences, *part.shape[:2], filters.shape[-1] - 1), part.dtype)
-        for part, filters in zip(mixed[:3], mixed.filters, strict=True)
-    )
-    assert value_heads % heads == 0
-    return DeltaState(jnp.zeros((sequences, value_heads, dim, value_dim), mixed.value.dtype), tails)
+def empty(sequences: int, keys: Sequence[int], values: Sequence[int], taps: int, dtype: Any) -> DeltaState:
+    """Returns the state before the first token. `keys` and `values` are (heads, dimensions)."""
+    tails = tuple(jnp.zeros((sequences, *shape, taps - 1), dtype) for shape in (keys, keys, values))
+    return DeltaState(jnp.zeros((sequences, values[0], keys[1], values[1]), dtype), tails)
 
 
-def step(
+def one_token(
     mixed: Mixed, state: DeltaState, live: Bool[Array, " slots"]
 ) -> tuple[Float[Array, "value_heads value_dim slots"], DeltaState]:
     """Processes one token of each slot. The states of slots that are not live do not change."""
@@ -142,7 +137,8 @@ def over_rows(
     extra = -seq % chunk
     first = segment_ids[:, :1] if start is not None else jnp.full((rows, 1), -1, segment_ids.dtype)
     extended = jnp.concatenate([jnp.repeat(first, taps - 1, axis=1), segment_ids], axis=1)
-    before = empty(rows, mixed) if start is None else start
+    sizes = mixed.key.shape[:2], mixed.value.shape[:2]
+    before = empty(rows, *sizes, taps, mixed.value.dtype) if start is None else start
     wide = [
         jnp.concatenate([jnp.moveaxis(tail, 0, 2), part.reshape(*part.shape[:2], rows, seq)], axis=-1)
         for part, tail in zip(mixed[:3], before.tails, strict=True)

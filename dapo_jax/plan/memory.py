@@ -140,6 +140,7 @@ def together(program: str, there: Resident, *, updates: int) -> tuple[str, dict[
         "prefill_part": ("sampling: chunked prefill", chunks),
         "prefill_kept": ("sampling: end of a chunked prefill", {**chunks, **ended}),
         "prefill_empty": ("", {}),
+        "prefill_empty_state": ("", {}),
         "fill": ("sampling: fill slots", prompts),
         "insert": ("sampling: fill slots", prompts),
         "fill_part": ("sampling: fill slots after a chunked prefill", ended),

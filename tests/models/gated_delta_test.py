@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.models import gated_delta
-from dapo_jax.models.gated_delta import DeltaState, Mixed, ancestors, over_rows, step, unit_inverse
+from dapo_jax.models.gated_delta import DeltaState, Mixed, ancestors, one_token, over_rows, unit_inverse
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TAPS = 2, 4, 8, 6, 4
 
@@ -48,6 +48,10 @@ def recurrence(mixed, columns):
         of_head = query[np.arange(VALUE_HEADS) // (VALUE_HEADS // KEY_HEADS), :, t] / np.sqrt(KEY_DIM)
         out.append(np.einsum("hde,hd->he", memory, of_head))
     return np.stack(out, axis=-1), memory, (q, k, v)
+
+
+def blank(sequences, dtype=jnp.float32):
+    return gated_delta.empty(sequences, (KEY_HEADS, KEY_DIM), (VALUE_HEADS, VALUE_DIM), TAPS, dtype)
 
 
 def narrow(mixed):
@@ -95,11 +99,11 @@ def test_one_token_at_a_time_is_the_recurrence_and_slots_that_are_not_live_keep_
 
     def one(state, column):
         column = [jnp.stack([part, part], -1) for part in column]
-        out, state = step(Mixed(*column, filters), state, jnp.array([True, False]))
+        out, state = one_token(Mixed(*column, filters), state, jnp.array([True, False]))
         return state, out[..., 0]
 
     *parts, filters = narrow(mixed)
-    start = gated_delta.empty(2, narrow(mixed))
+    start = blank(2)
     end, out = jax.lax.scan(one, start, [jnp.moveaxis(part, -1, 0) for part in parts])
     expected, memory, _ = recurrence(mixed, np.arange(tokens))
     np.testing.assert_allclose(jnp.moveaxis(out, 0, -1), expected, rtol=0, atol=1e-5)
@@ -148,7 +152,7 @@ def test_a_row_in_parts_and_the_states_at_the_ends_of_packed_prompts_are_those_o
         np.testing.assert_allclose(ends.memory[place], memory, rtol=0, atol=1e-5)
         for ours, theirs in zip(ends.tails, tails, strict=True):
             np.testing.assert_allclose(ours[place], theirs, rtol=0, atol=1e-6)
-    state = gated_delta.empty(1, mixed)
+    state = blank(1)
     for begin in range(0, 70, width):
         size = min(width, 70 - begin)
         part = [jnp.pad(each[..., begin : begin + size], [(0, 0)] * (each.ndim - 1) + [(0, width - size)]) for each in mixed[:5]]  # fmt: skip
@@ -186,10 +190,10 @@ def test_gradients_in_float32_are_those_of_the_token_by_token_form_in_float64():
         given = [jnp.moveaxis(part[..., columns.T], -2, 0) for part in parts]
 
         def each(state, column):
-            out, state = step(Mixed(*column[:-1], filters), state, column[-1])
+            out, state = one_token(Mixed(*column[:-1], filters), state, column[-1])
             return state, out
 
-        out = jax.lax.scan(each, gated_delta.empty(len(found), mixed), (*given, jnp.asarray(live.T)))[1]
+        out = jax.lax.scan(each, blank(len(found), jnp.float64), (*given, jnp.asarray(live.T)))[1]
         return (jnp.moveaxis(out, 0, -1) * weights[..., columns] * counted[None, None].astype(np.float64)).sum()
 
     ours = jax.jit(jax.grad(chunked))(narrow(mixed))
