@@ -192,10 +192,14 @@ class Block(nnx.Module):
         assert sizes is not None
         keys, values = (sizes.key_heads, sizes.key_dim), (sizes.value_heads, sizes.value_dim)
         of_keys, of_values = ("kv_heads", "head_dim"), ("heads", "head_dim")
-        for name, shape, axes in (("query", keys, of_keys), ("key", keys, of_keys), ("value", values, of_values)):
-            setattr(self, name, _weight(rngs, (*shape, embed), (*axes, "embed"), embed))
-            filters = (*shape, 1, sizes.taps), (*axes, "features", "norm")
-            setattr(self, f"{name}_conv", _weight(rngs, *filters, sizes.taps))
+        self.query = _weight(rngs, (*keys, embed), (*of_keys, "embed"), embed)
+        self.key = _weight(rngs, (*keys, embed), (*of_keys, "embed"), embed)
+        self.value = _weight(rngs, (*values, embed), (*of_values, "embed"), embed)
+        # The last axis keeps the filters in float32, as it keeps norms.
+        one, taps = ("features", "norm"), sizes.taps
+        self.query_conv = _weight(rngs, (*keys, 1, taps), (*of_keys, *one), taps)
+        self.key_conv = _weight(rngs, (*keys, 1, taps), (*of_keys, *one), taps)
+        self.value_conv = _weight(rngs, (*values, 1, taps), (*of_values, *one), taps)
         self.value_gate = _weight(rngs, (*values, embed), (*of_values, "embed"), embed)
         self.write = _weight(rngs, (sizes.value_heads, embed), ("heads", "embed"), embed)
         self.forget = _weight(rngs, (sizes.value_heads, embed), ("heads", "embed"), embed)

@@ -191,7 +191,10 @@ def over_rows(
     held = held + _einsum("skjd,skrj,skrje->skrde", key[at], weights, changes[at])
     window = column[:, None] + jnp.arange(1, taps)[None]
     same = extended[row[:, None], window] == segment_ids[row, column][:, None]
-    tails = tuple(jnp.where(same[:, None, None], part[:, :, row[:, None], window].transpose(2, 0, 1, 3), 0.0) for part in wide)
+    tails = tuple(
+        jnp.where(same[:, None, None], part[:, :, row[:, None], window].transpose(2, 0, 1, 3), 0.0)
+        for part in wide
+    )
     return out, DeltaState(held.reshape(len(ends), -1, *held.shape[3:]), tails)
 
 
@@ -255,28 +258,28 @@ def _scanned(
     def one(carry: tuple[Array, ...], given: tuple[Any, ...]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
         key, both, value, solved, mixing, last, (own, prompt, after, kept) = given
         memory, *of_prompt = carry
-        weights = [own] if prompt is None else [own, prompt]
 
         def since(state: Array, weight: Array) -> Array:
             doubled = jnp.concatenate([weight, weight], axis=-1)[..., None]
             return doubled * _einsum("bkid,bkrde->bkrie", both, state)
 
-        inner = sum(map(since, carry, weights))
-        change = _einsum("bkrij,bkrje->bkrie", solved, value - inner[..., :chunk, :])
-        out = inner[..., chunk:, :] + _einsum("bkrij,bkrje->bkrie", mixing, change)
-
         def grown(weight: Array) -> Array:
             return _einsum("bkjd,bkrje->bkrde", key, weight[..., None] * change)
 
-        new = grown(last) + sum(
-            weight[..., -1, None, None] * state for state, weight in zip(carry, weights, strict=True)
-        )
-        prompts = tuple(kept[..., None, None] * state + grown(after) for state in of_prompt)
-        return (new, *prompts), (out, memory, change)
+        inner = since(memory, own)
+        for state in of_prompt:
+            inner = inner + since(state, prompt)
+        change = _einsum("bkrij,bkrje->bkrie", solved, value - inner[..., :chunk, :])
+        out = inner[..., chunk:, :] + _einsum("bkrij,bkrje->bkrie", mixing, change)
+        new = [own[..., -1, None, None] * memory + grown(last)]
+        for state in of_prompt:
+            new[0] = new[0] + prompt[..., -1, None, None] * state
+            new.append(kept[..., None, None] * state + grown(after))
+        return tuple(new), (out, memory, change)
 
     last = paths.within[..., -1, :]
-    _, found = lax.scan(one, carry, (key, both, value, solved, mixing, last, paths[1:]))
-    return found
+    _, (out, befores, changes) = lax.scan(one, carry, (key, both, value, solved, mixing, last, paths[1:]))
+    return out, befores, changes
 
 
 @jax.custom_vjp

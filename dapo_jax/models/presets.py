@@ -140,7 +140,9 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.heads % self.kv_heads:
             raise ValueError(f"kv_heads={self.kv_heads} must divide heads={self.heads}")
-        if (self.delta is not None) != any(self.delta_layers) or (self.delta_layers and all(self.delta_layers)):
+        if (self.delta is not None) != any(self.delta_layers) or (
+            self.delta_layers and all(self.delta_layers)
+        ):
             raise ValueError("layer_types must have 'linear_attention' and at least one 'full_attention'")
         if self.lora and self.delta is None and set(self.lora.targets) & set(DELTA_MATRICES):
             raise ValueError(
@@ -306,7 +308,6 @@ _QWEN3 = DecoderConfig(
     family="qwen3", vocab_size=151_936, embed_dim=1024, layers=28, heads=16, kv_heads=8, head_dim=128, mlp_dim=3072, ropes=(Rope(theta=1e6),),
     max_positions=40_960, qk_norm="head",
 )  # fmt: skip
-
 
 
 def _every_fourth(layers: int) -> tuple[bool, ...]:

@@ -138,6 +138,7 @@ def together(program: str, there: Resident, *, updates: int) -> tuple[str, dict[
         "transfer_ends": ("transfer: embeddings", sampler),
         "prefill": ("sampling: prefill", prompts),
         "prefill_part": ("sampling: chunked prefill", chunks),
+        "prefill_part_delta": ("sampling: chunked prefill", chunks),
         "prefill_kept": ("sampling: end of a chunked prefill", {**chunks, **ended}),
         "prefill_empty": ("", {}),
         "prefill_empty_state": ("", {}),

@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 from jax.stages import Lowered
 
 from dapo_jax.config import TrainConfig
-from dapo_jax.models.lora import parted
 from dapo_jax.models.decoder import stacks_of
+from dapo_jax.models.lora import parted
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.device_memory import bytes_on_device
@@ -138,7 +138,7 @@ class Programs:
             shorter=sum(others),
             gradient=bytes_on_device(self._updater.sums_structs(state), sizes.train) if others else 0,
             prefix=prefix_bytes(decoder, prefill, token_bytes=each, state_bytes=recurrent),
-            buffers=chunks and cached * chunks + flowing,
+            buffers=chunks and cached * chunks + flowing + prefill.row_prompts * recurrent,
             reread=reread,
             waiting=reread if prefill.longest > width else 0,
             decode_state=bytes_on_device(engine.state_structs, sizes.sampler),

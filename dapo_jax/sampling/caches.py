@@ -54,7 +54,11 @@ def token_bytes(config: DecoderConfig, mesh: Mesh, *, dtype: str, kind: Kind) ->
     """Returns the size in bytes, per device, of one token's keys, values and scales across all layers with attention, with the heads sharded over the devices."""
     heads, tokens = -(-config.kv_heads // mesh.shape["tensor"]), tpu_cache.LANES
     page = jax.eval_shape(lambda: _module(kind).empty(1, heads, tokens, config.head_dim, dtype))
-    return config.count("blocks") * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(page)) // tokens
+    return (
+        config.count("blocks")
+        * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(page))
+        // tokens
+    )
 
 
 def sizes_for(

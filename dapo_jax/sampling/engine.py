@@ -156,16 +156,18 @@ class DecoderEngine:
                 f"do not fit in {self.page_sizes.pools * self.page_sizes.pool_pages} pages of {self.page_sizes.page_tokens} tokens"
             )
 
-        def block(layout: SamplerLayout) -> dict[str, nnx.GraphDef[Block]]:
+        def blocks(layout: SamplerLayout) -> dict[str, nnx.GraphDef[Block]]:
             how: Any = {"compute_dtype": compute_dtype, "layout": layout}
-            return {
-                name: nnx.split(
-                    nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0), delta=name != "blocks", **how))
-                )[0]
-                for name in dict.fromkeys(name for name, _ in config.places)
-            }
+            stacks = {name: name == "delta_blocks" for name, _ in config.places}
+            made = nnx.eval_shape(
+                lambda: {
+                    name: Block(config, rngs=nnx.Rngs(0), delta=delta, **how)
+                    for name, delta in stacks.items()
+                }
+            )
+            return {name: nnx.split(block)[0] for name, block in made.items()}
 
-        self._graphs = block(SamplerLayout(mesh, by_slot=True))
+        self._graphs = blocks(SamplerLayout(mesh, by_slot=True))
         self._ends, _ = nnx.split(
             nnx.eval_shape(lambda: EmbeddingAndHead(config, rngs=nnx.Rngs(0), compute_dtype=compute_dtype))
         )
@@ -174,7 +176,7 @@ class DecoderEngine:
         masks: Any = {"windows": config.windows, "cap": config.score_cap}
         self._cache = cache_for(kind, mesh, self.page_sizes, **heads, **dtypes, **masks)
         self._read = Prefill(
-            config, mesh, self._cache, blocks=block(SamplerLayout(mesh)), ends=self._ends, capacity=capacity, **dtypes, routes=self._routes,
+            config, mesh, self._cache, blocks=blocks(SamplerLayout(mesh)), ends=self._ends, capacity=capacity, **dtypes, routes=self._routes,
             shape=prefill or prefill_shape(longest=capacity, capacity=capacity, prompts=_ROWS, tokens=_TOKENS, alone=batch_invariant),
         )  # fmt: skip
         # Each device samples for its share of the slots, from complete rows of logits. So only the logits are transferred between devices, and only once.
@@ -186,7 +188,9 @@ class DecoderEngine:
         # The shardings are fixed, because `insert` and `generate` would be recompiled for a state with other shardings.
         shapes, whole = jax.eval_shape(self._init_program), self._whole
         self._struct = partial(jax.ShapeDtypeStruct, sharding=whole)
-        layers, states = (jax.tree.map(lambda _: self._halves, each) for each in (shapes.layers, shapes.states))
+        layers, states = (
+            jax.tree.map(lambda _: self._halves, each) for each in (shapes.layers, shapes.states)
+        )
         state = replace(
             jax.tree.map(lambda _: self._rows, shapes), layers=layers, logits=self._shares, states=states
         )

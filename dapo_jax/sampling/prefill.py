@@ -157,7 +157,9 @@ class Prefill:
             states: tuple[Any, ...] = ()
             if delta is not None:
                 begin = self._no_state.eval_shape() if name == "part" else None
-                made[f"prefill_{name}_delta"] = partial(self._delta.lower, delta, x, rope, segments, last, begin)
+                made[f"prefill_{name}_delta"] = partial(
+                    self._delta.lower, delta, x, rope, segments, last, begin
+                )
                 states = (self._delta.eval_shape(delta, x, rope, segments, last, begin)[1],) * recurs
             prefixes[name] = Prefix(
                 layers=(kept,) * attends, logits=self._head.eval_shape(ends, x, last),
@@ -218,10 +220,11 @@ class Prefill:
         """Prefills one sequence in chunks as wide as a row. Yields None after each chunk except the last, and finally the prefix."""
         width, x = self.shape.width, None
         buffers = [
-            self._no_state() if self._recurs(index) else self._empty() for index in range(len(params["layers"]))
+            self._no_state() if self._recurs(index) else self._empty()
+            for index in range(len(params["layers"]))
         ]
-        starts, routes = range(0, len(prompt), width), []
-        for start in starts:
+        last, routes = np.zeros(self.shape.row_prompts, np.int32), []
+        for start in range(0, len(prompt), width):
             routes.append([])
             forced = self._record(width, (0, None if known is None else known[start : start + width]))
             positions = np.arange(start, start + width, dtype=np.int32)
@@ -229,12 +232,12 @@ class Prefill:
             part[: len(prompt) - start] = prompt[start : start + width]
             x, ropes = self._embed(params["ends"], part), self._angles(positions, self._config)
             size = min(width, len(prompt) - start)
-            real, ends = (np.arange(width)[None] < size).astype(np.int32), np.zeros(self.shape.row_prompts, np.int32)
-            ends[0] = size - 1
+            real = (np.arange(width)[None] < size).astype(np.int32)
+            last[0] = size - 1
             for index, weights in enumerate(params["layers"]):
                 if self._recurs(index):
                     x, buffers[index] = self._awaited(
-                        self._delta(weights, x, ropes[0], real, ends, buffers[index])
+                        self._delta(weights, x, ropes[0], real, last.copy(), buffers[index])
                     )
                     continue
                 rope, window = self._of_layer(index, ropes)
@@ -244,11 +247,10 @@ class Prefill:
                 routes[-1].append(own)
             if start + width < len(prompt):
                 yield None
-        logits, last = self._head(params["ends"], x, ends), ends
+        logits = self._head(params["ends"], x, last)
         zero, length = jnp.zeros(len(last), jnp.int32), jnp.full(len(last), len(prompt), jnp.int32)
-        recurrent = [self._recurs(index) for index in range(len(buffers))]
-        layers = tuple(self._kept(buffer) for buffer, recurs in zip(buffers, recurrent, strict=True) if not recurs)
-        states = tuple(buffer for buffer, recurs in zip(buffers, recurrent, strict=True) if recurs)
+        layers = tuple(self._kept(each) for index, each in enumerate(buffers) if not self._recurs(index))
+        states = tuple(each for index, each in enumerate(buffers) if self._recurs(index))
         found = self._recorded(routes, [0], [len(prompt)])
         yield Prefix(
             layers=layers, logits=logits, rows=zero, starts=zero, lengths=length, states=states, routes=found

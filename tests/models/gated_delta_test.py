@@ -194,7 +194,9 @@ def test_gradients_in_float32_are_those_of_the_token_by_token_form_in_float64():
             return state, out
 
         out = jax.lax.scan(each, blank(len(found), jnp.float64), (*given, jnp.asarray(live.T)))[1]
-        return (jnp.moveaxis(out, 0, -1) * weights[..., columns] * counted[None, None].astype(np.float64)).sum()
+        return (
+            jnp.moveaxis(out, 0, -1) * weights[..., columns] * counted[None, None].astype(np.float64)
+        ).sum()
 
     ours = jax.jit(jax.grad(chunked))(narrow(mixed))
     with jax.enable_x64(True):

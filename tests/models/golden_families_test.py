@@ -60,7 +60,6 @@ def tolerance(name):
     return 3e-4 if name == "qwen3_5" else TOLERANCE
 
 
-
 @functools.cache
 def expected(name):
     return load_file(FOLDERS[name] / "expected.safetensors")
