@@ -52,7 +52,8 @@ class ModelConfig(Section, at="model"):
 
 
 LORA_TARGETS = (
-    "all", "attention", "mlp", "linear_attention", *(f"{p}_proj" for p in ["q", "k", "v", "o", "gate", "up", "down", "out"]), "in_proj_z",
+    "all", "attention", "mlp", "linear_attention", *(f"{p}_proj" for p in ["q", "k", "v", "o", "gate", "up", "down"]),
+    "in_proj_z", "out_proj",
 )  # fmt: skip
 """Allowed values in `lora.targets`: the names of linear layers in transformers and PEFT, and names for groups of these layers."""
 

@@ -111,7 +111,9 @@ def shapes_of(config: DecoderConfig) -> nnx.State:
 
 def tensor_names(layers: int, family: str) -> list[str]:
     """Returns the names of all tensors that can occur in a decoder of this family with this number of layers."""
-    names = {*(_LAYER_TENSORS | dict(FAMILIES[family].tensors)).values(), *_DELTA_TENSORS.values()}
+    names = [*(_LAYER_TENSORS | dict(FAMILIES[family].tensors)).values()]
+    if "full_attention_interval" in FAMILIES[family].defaults:
+        names = list(dict.fromkeys([*names, *_DELTA_TENSORS.values()]))
     of_layers = [_in_layer(theirs, layer) for layer in range(layers) for theirs in names if theirs]
     return [*_END_TENSORS.values(), *of_layers]
 

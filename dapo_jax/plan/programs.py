@@ -82,7 +82,8 @@ class Programs:
         made: dict[str, Lower] = self.engine.programs(self._transfer.shapes, decoded)
         rows, lengths, params = self.config.batch.rows_per_microbatch, self._row_lengths, self.state.params
         names = {"blocks": "transfer", "delta_blocks": "transfer_delta"}
-        for stack in stacks_of(params):
+        stacks = stacks_of(params) if self._adapts else dict.fromkeys(name for name, _ in self.decoder.places)
+        for stack in stacks:
             made[names[stack]] = lambda stack=stack: self._transfer.lower(params)[stack]
         if not self._adapts:
             made["transfer_ends"] = lambda: self._transfer.lower(params)["ends"]

@@ -184,14 +184,14 @@ def forward_flops(
 def _recurrence_flops(decoder: DecoderConfig, chunk: int) -> int:
     """Returns the operations per token of the recurrence in one Gated DeltaNet layer.
 
-    A token is multiplied by the state twice, and changes it once. In a chunk of C tokens, the products of keys and queries, and of the changes, have C terms per
-    token. The inverse of a C x C matrix takes 2 log2(C) products of such matrices.
+    A token is multiplied by the state twice, and changes it once. In a chunk of C tokens, each token has C products of keys, of queries, of changes (twice) and
+    of decays, and its share of the 2 log2(C) products of C x C matrices in the inverse.
     """
     if (sizes := decoder.delta) is None:
         return 0
     inverse = 2 * 2 * chunk * chunk * math.ceil(math.log2(chunk)) if chunk else 0
-    of_head = 6 * sizes.key_dim * sizes.value_dim + 4 * chunk * (sizes.key_dim + sizes.value_dim) + inverse
-    return sizes.value_heads * of_head
+    of_value = 6 * sizes.key_dim * sizes.value_dim + 4 * chunk * sizes.value_dim + 2 * chunk + inverse
+    return sizes.value_heads * of_value + sizes.key_heads * 4 * chunk * sizes.key_dim
 
 
 def window_share(decoder: DecoderConfig, last: int | float, *, first: int | float = 0) -> float:

@@ -309,6 +309,43 @@ def test_the_text_model_of_a_model_for_images_and_text_is_converted(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, params, load_model(source)[1])
 
 
+def test_a_wrapped_qwen3_5_loads_as_its_text_model(tmp_path):
+    """With the names of transformers 5, a vision tower and a head that predicts further tokens."""
+    source = FOLDERS["qwen3_5"]
+    text = json.loads((source / "config.json").read_text())
+    described = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(described | {"tie_word_embeddings": False}))
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in load_file(source / "model.safetensors").items()
+    }
+    others = {"model.visual.blocks.0.norm1.weight": np.ones(4, np.float32), "mtp.fc.weight": np.ones((4, 8), np.float32)}  # fmt: skip
+    save_file(tensors | others, tmp_path / "model.safetensors")
+    with pytest.warns(UserWarning, match="2 tensors of the image encoder or of additional heads"):
+        config, params = load_model(tmp_path)
+    assert config == read_config(source)
+    jax.tree.map(np.testing.assert_array_equal, params, load_model(source)[1])
+
+
+def test_adapters_of_gated_delta_layers_have_the_names_of_peft(tmp_path):
+    shape = lora_shape(rank=2, alpha=4.0, targets=["q_proj", "linear_attention", "gate_proj"])
+    config = replace(read_config(FOLDERS["qwen3_5"]), lora=shape)
+    adapters, base = parted(tiny_params(config))
+    save_adapter(tmp_path, config, adapters, base="qwen3_5")
+    found, file = read_adapter(tmp_path)
+    assert (found.shape, config.trained_parameters) == (shape, sum(map(np.size, jax.tree.leaves(adapters))))
+    jax.tree.map(np.testing.assert_array_equal, place_adapters(config, file), adapters)
+    name, whole = "model.layers.1.linear_attn.out_proj", (slice(None), slice(None))
+    a, b = (file.read(f"base_model.model.{name}.lora_{part}.weight", whole) for part in "AB")
+    plain, merged = (
+        {tensor.name: tensor for tensor in exported(config, base, added)}[f"{name}.weight"].fetch()
+        for added in (None, adapters)
+    )
+    np.testing.assert_allclose(merged, plain + 2.0 * b @ a, rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match=r"lora\.targets=.*in_proj_z.* remove linear_attention"):
+        replace(read_config(FOLDERS["olmo2"]), lora=shape)
+
+
 _QKV, _GATE_UP = "model.layers.1.self_attn.qkv_proj.weight", "model.layers.1.mlp.gate_up_proj.weight"
 
 
@@ -434,6 +471,7 @@ LEFT_OUT = {
     "glm4": [lambda config: plain(config, share=1.0), {"norm_place": "inputs"}],
     "hunyuan_dense": [{"qk_norm_after_rope": False}],
     "qwen3_moe": [{"experts": Experts(8, 2, False)}, {"experts": Experts(8, 1, True)}, {"qk_norm": "none"}],
+    "qwen3_5": [{"norm_offset": 0.0}, lambda config: plain(config, share=1.0)],
     "olmoe": [{"experts": Experts(8, 3, True)}, {"experts": Experts(8, 2, False)}, {"qk_norm": "none"}, {"clip_qkv": None}],
     "granitemoe": [
         {"experts": Experts(8, 2, False)}, {"embed_scale": 1.0}, {"query_scale": None}, {"residual_scale": 1.0}, {"logit_divisor": 1.0},
