@@ -72,21 +72,24 @@ def test_packed_rows_with_shared_prompts_are_scored_as_they_were_sampled(waves):
     assert_synchronous(waves)
 
 
-def assert_same_responses(found, expected):
+def assert_same_responses(found, expected, tolerance=2e-5):
     for step in range(1, STEPS + 1):
         paths = (run.run_dir / "rollouts" / f"step_{step:06d}.jsonl" for run in (found, expected))
         for one, other in zip(*map(read_rollouts, paths), strict=True):
-            np.testing.assert_allclose(one.pop("logprobs"), other.pop("logprobs"), rtol=0, atol=2e-5)
+            np.testing.assert_allclose(one.pop("logprobs"), other.pop("logprobs"), rtol=0, atol=tolerance)
             for response in (one, other):
                 response.pop("ratios")
             assert one == other
 
 
+# Waves are also tested with rows split over eight devices.
+@pytest.mark.slow
 def test_heads_split_over_devices_give_the_same_responses(delta, run_micro, rows, waves):
+    """The weights of later steps come from gradients that are summed in another order, so their log-probabilities may differ by 1e-4."""
     mesh = {"parallel__data": 2, "parallel__fsdp": 2, "parallel__tensor": 2}
     found = run_micro(delta(**mesh), eval_rows=rows)
     assert_synchronous(found)
-    assert_same_responses(found, waves)
+    assert_same_responses(found, waves, tolerance=1e-4)
 
 
 def test_rows_split_over_devices_are_refused(delta, run_micro):
@@ -114,12 +117,12 @@ def test_preempted_responses_are_read_again(delta, run_micro, rows, flown):
 
 def test_episodes_are_read_again_before_each_turn(delta, run_micro):
     environment = EnvironmentConfig(source="guess", max_turns=2, turn_tokens=2)
-    config = delta(steps=1, environment=environment, sampling__max_response_tokens=12)
-    [line] = run_micro(config).metrics
+    config = delta(steps=1, environment=environment, dynamic_sampling__enabled=False)
+    [line] = run_micro(config, reward=None).metrics
     assert line["sync/logprob_diff_max"] <= 2e-5
 
 
-@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("merged", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_adapters_are_sampled_as_they_are_trained(merged, delta, run_micro, rows):
     adapters = LoraConfig(rank=2, alpha=8.0, targets=["q_proj", "linear_attention", "mlp"])
     found = run_micro(delta(steps=2, lora=adapters, sampling__merge_lora=merged), eval_rows=rows)
