@@ -134,7 +134,7 @@ class Block(nnx.Module):
         layout: Layout = WHOLE,
         delta: bool = False,
     ) -> None:
-        """With `delta`, the layer has Gated DeltaNet in place of attention (see `dapo_jax.models.gated_delta`)."""
+        """Initializes a layer. With `delta`, it has Gated DeltaNet in place of attention (see `dapo_jax.models.gated_delta`)."""
         embed, hidden, dim = config.embed_dim, config.mlp_dim, config.head_dim
         heads, kv_heads = config.heads, config.kv_heads
         self.delta = delta
