@@ -81,7 +81,7 @@ def measure(
         for at in range(prompts)
     )
     sampled = Sampler(engine).sample(
-        WeightTransfer(jax.eval_shape(lambda: params), mesh, dtype=dtype)(params),
+        WeightTransfer(jax.eval_shape(lambda: params), mesh, dtype=dtype, places=decoder.places)(params),
         lambda count: list(itertools.islice(asked, count)),
         key=jax.random.key(1), decoding=decoding(), samples_per_prompt=GROUP, max_response_tokens=tokens,
     )  # fmt: skip

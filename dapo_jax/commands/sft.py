@@ -74,8 +74,15 @@ def _trained(config: SftConfig, run_dir: AnyPath, lock: Lock, progress: Progress
         longest=config.data.max_prompt_tokens + config.max_response_tokens,
     )
     check_trains(policy, config.lora, config.model.source)
-    kernel = {"head_dim": policy.decoder.head_dim, "score_cap": policy.decoder.score_cap}
-    how = training_pass(config.model, config.batch, mesh, row_tokens=config.row_tokens, **kernel)
+    how = training_pass(
+        config.model,
+        config.batch,
+        mesh,
+        row_tokens=config.row_tokens,
+        head_dim=policy.decoder.head_dim,
+        score_cap=policy.decoder.score_cap,
+        recurrent=policy.decoder.delta is not None,
+    )
     optimizer = optimizer_of(config.optimizer)
     prompts, _ = training_prompts(config.data, policy.tokenizer, seed=config.seed)
     longest = config.max_response_tokens

@@ -54,7 +54,10 @@ class ModelConfig(Section, at="model"):
     """Gradient checkpointing: the backward pass recomputes activations instead of storing them. none recomputes nothing. full recomputes all activations. dots recomputes all activations except the results of matrix products."""
 
 
-LORA_TARGETS = ("all", "attention", "mlp", *(f"{p}_proj" for p in ["q", "k", "v", "o", "gate", "up", "down"]))
+LORA_TARGETS = (
+    "all", "attention", "mlp", "linear_attention", *(f"{p}_proj" for p in ["q", "k", "v", "o", "gate", "up", "down"]),
+    "in_proj_z", "out_proj",
+)  # fmt: skip
 """Allowed values in `lora.targets`: the names of linear layers in transformers and PEFT, and names for groups of these layers."""
 
 
@@ -68,7 +71,8 @@ class LoraConfig(Section, at="lora"):
     alpha: float = key(32.0, range=POSITIVE, aliases="lora_alpha")
     """Scale of the adapters: their output is multiplied by alpha / rank. Because of this scaling, one learning rate suits every rank: about ten times the learning rate for full training."""
     targets: list[str] = key(default_factory=lambda: ["all"], aliases="target_modules lora_target_modules")
-    """Linear layers that get an adapter: all, attention, mlp, or single layers by their transformers names: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj or down_proj."""
+    """Linear layers that get an adapter: all, attention, mlp, or single layers by their transformers names: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj or down_proj.
+    Models with Gated DeltaNet also have linear_attention (in_proj_z and out_proj), which all does not include."""
 
     def check_together(self) -> None:
         if unknown := [name for name in self.targets if name not in LORA_TARGETS]:

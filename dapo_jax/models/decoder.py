@@ -8,12 +8,14 @@ In activations, features are the first dimension and tokens the last. In weights
 transformers. With few tokens, as in decoding, XLA on CPU is about 1.15 times as fast with this order as with the opposite
 order. In training, both orders have the same speed.
 
-Layers are stacked along a leading axis and scanned, so compile time does not grow with depth. Every parameter declares
+Layers are stacked along a leading axis and scanned, so compile time does not grow with depth. Gated DeltaNet layers are a second stack. Every parameter declares
 its logical axes, and `parallel.sharding` maps them to mesh axes.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import jax
@@ -27,13 +29,15 @@ from dapo_jax.dapo.precision import capped, product, rounded
 from dapo_jax.dapo.quantization import Quantized
 from dapo_jax.dapo.rollouts import NO_ROUTE
 from dapo_jax.models.experts import chosen, mixture
+from dapo_jax.models.gated_delta import DeltaState, Mixed, ancestors, empty, over_rows
 from dapo_jax.models.layout import Layout
-from dapo_jax.models.lora import LORA_PARTS, MATRICES, adapter, lora_delta
+from dapo_jax.models.lora import LORA_PARTS, adapted_in, adapter, lora_delta
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.rope import rope_frequencies
 
-Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
-"""A function that maps query, key and value, each [heads, head_dim, tokens], to the attention output and a second value, which `Block` returns unchanged."""
+Attend = Callable[..., tuple[Array, Any]]
+"""A function that maps query, key and value, each [heads, head_dim, tokens], to the attention output and a second value, which `Block` returns unchanged.
+In Gated DeltaNet layers, its argument is a `Mixed`."""
 
 RopeTables = tuple[Array, ...]
 """Cosine and sine of the RoPE angles, each [rotated / 2, tokens], and with `query_growth`, also the factor of each query, [1, tokens]."""
@@ -128,9 +132,12 @@ class Block(nnx.Module):
         rngs: nnx.Rngs,
         compute_dtype: str = "float32",
         layout: Layout = WHOLE,
+        delta: bool = False,
     ) -> None:
+        """Initializes a layer. With `delta`, it has Gated DeltaNet in place of attention (see `dapo_jax.models.gated_delta`)."""
         embed, hidden, dim = config.embed_dim, config.mlp_dim, config.head_dim
         heads, kv_heads = config.heads, config.kv_heads
+        self.delta = delta
         self.config, self.compute_dtype, self.layout = config, compute_dtype, layout
         if config.norm_place != "outputs":
             self.attention_norm = _norm(config, (embed,))
@@ -138,14 +145,18 @@ class Block(nnx.Module):
         if config.norm_place != "inputs":
             self.attention_out_norm = _norm(config, (embed,))
             self.mlp_out_norm = _norm(config, (embed,))
-        self.query = _weight(rngs, (heads, dim, embed), ("heads", "head_dim", "embed"), embed)
-        self.key = _weight(rngs, (kv_heads, dim, embed), ("kv_heads", "head_dim", "embed"), embed)
-        self.value = _weight(rngs, (kv_heads, dim, embed), ("kv_heads", "head_dim", "embed"), embed)
         # The two matrices whose results are added to the residual stream have smaller initial values in deeper models.
         writers = 2 * config.layers
-        self.output = _weight(
-            rngs, (embed, heads, dim), ("embed", "heads", "head_dim"), heads * dim * writers
-        )
+        if delta:
+            self._init_delta(config, rngs, writers)
+        else:
+            width = dim * (1 + config.attention_gate)
+            self.query = _weight(rngs, (heads, width, embed), ("heads", "head_dim", "embed"), embed)
+            self.key = _weight(rngs, (kv_heads, dim, embed), ("kv_heads", "head_dim", "embed"), embed)
+            self.value = _weight(rngs, (kv_heads, dim, embed), ("kv_heads", "head_dim", "embed"), embed)
+            self.output = _weight(
+                rngs, (embed, heads, dim), ("embed", "heads", "head_dim"), heads * dim * writers
+            )
         many, each = ((), ()) if config.experts is None else ((config.experts.count,), ("experts",))
         if config.experts is not None:
             # The last axis keeps the router in float32, as it keeps norms.
@@ -163,29 +174,86 @@ class Block(nnx.Module):
             self.gate_bias = _filled(0.0, (hidden,), ("mlp",))
             self.up_bias = _filled(0.0, (hidden,), ("mlp",))
             self.down_bias = _filled(0.0, (embed,), ("features",))
-        if config.qk_norm == "head":
+        if config.qk_norm == "head" and not delta:
             self.query_norm = _norm(config, (dim,))
             self.key_norm = _norm(config, (dim,))
         if config.qk_norm == "all":
             self.query_norm = _norm(config, (heads, dim), ("heads", "norm"))
             self.key_norm = _norm(config, (kv_heads, dim), ("kv_heads", "norm"))
         if config.lora is not None:
-            for name in (MATRICES[target] for target in config.lora.targets):
+            for name in adapted_in(config.lora.targets, delta=delta).values():
                 weight = getattr(self, name)
                 pair = adapter(rngs, config.lora.rank, weight[...], weight.get_metadata()["axes"])
                 for part, made in zip(LORA_PARTS, pair, strict=True):
                     setattr(self, f"{name}_{part}", made)
 
+    def _init_delta(self, config: DecoderConfig, rngs: nnx.Rngs, writers: int) -> None:
+        sizes, embed = config.delta, config.embed_dim
+        assert sizes is not None
+        keys, values = (sizes.key_heads, sizes.key_dim), (sizes.value_heads, sizes.value_dim)
+        of_keys, of_values = ("kv_heads", "head_dim"), ("heads", "head_dim")
+        self.query = _weight(rngs, (*keys, embed), (*of_keys, "embed"), embed)
+        self.key = _weight(rngs, (*keys, embed), (*of_keys, "embed"), embed)
+        self.value = _weight(rngs, (*values, embed), (*of_values, "embed"), embed)
+        # The last axis keeps the filters in float32, as it keeps norms.
+        one, taps = ("features", "norm"), sizes.taps
+        self.query_conv = _weight(rngs, (*keys, 1, taps), (*of_keys, *one), taps)
+        self.key_conv = _weight(rngs, (*keys, 1, taps), (*of_keys, *one), taps)
+        self.value_conv = _weight(rngs, (*values, 1, taps), (*of_values, *one), taps)
+        self.value_gate = _weight(rngs, (*values, embed), (*of_values, "embed"), embed)
+        self.write = _weight(rngs, (sizes.value_heads, embed), ("heads", "embed"), embed)
+        self.forget = _weight(rngs, (sizes.value_heads, embed), ("heads", "embed"), embed)
+        # As in Mamba-2 (Dao and Gu 2024, https://arxiv.org/abs/2405.21060), rates are uniform from 1 to 16, and steps log-uniform from 0.001 to 0.1.
+        rates, steps = (
+            jax.random.uniform(rngs.params(), (sizes.value_heads,), jnp.float32, *ends)
+            for ends in ((1.0, 16.0), (math.log(0.001), math.log(0.1)))
+        )
+        self.decay = nnx.Param(jnp.log(rates), axes=("heads_norm",))
+        self.step_bias = nnx.Param(jnp.log(jnp.expm1(jnp.exp(steps))), axes=("heads_norm",))
+        self.delta_norm = _filled(1.0, (sizes.value_dim,), ("norm",))
+        self.output = _weight(rngs, (embed, *values), ("embed", *of_values), sizes.outputs * writers)
+
+    def _mixed(self, x: Float[Array, "embed tokens"]) -> Mixed:
+        """Returns the inputs of the recurrence of a Gated DeltaNet layer."""
+        query, key, value = (
+            self._project(name, x, ("heads", "head_dim", "embed")) for name in ("query", "key", "value")
+        )
+        write, forget = (self._project(name, x, ("heads", "embed")) for name in ("write", "forget"))
+        steps = jax.nn.softplus(forget + self.step_bias[...][:, None])
+        return Mixed(
+            query, key, value, -jnp.exp(self.decay[...])[:, None] * steps, jax.nn.sigmoid(write),
+            (self.query_conv[...], self.key_conv[...], self.value_conv[...]),
+        )  # fmt: skip
+
+    def _attended(
+        self, x: Float[Array, "embed tokens"], rope: RopeTables, attend: Attend
+    ) -> tuple[Float[Array, "features tokens"], Any]:
+        """Returns the input of the output projection, and the second result of `attend`."""
+        if self.delta:
+            out, kept = attend(self._mixed(x))
+            out = jax.vmap(rms_norm, in_axes=(0, None, None))(
+                out, self.delta_norm[...], self.config.norm_eps
+            ) * jax.nn.silu(self._project("value_gate", x, ("heads", "head_dim", "embed")))
+            return out.reshape(-1, out.shape[2]), kept
+        query, key, value, gate = self._queries_keys_values(x, rope)
+        out, kept = attend(query, key, value)
+        out = out if gate is None else out * jax.nn.sigmoid(gate)
+        return out.reshape(-1, out.shape[2]), kept
+
     def _queries_keys_values(
         self, x: Float[Array, "embed tokens"], rope: RopeTables
     ) -> tuple[
-        Float[Array, "heads dim tokens"], Float[Array, "kv dim tokens"], Float[Array, "kv dim tokens"]
-    ]:
-        """Returns queries, keys and values. RoPE is applied to queries and keys."""
+        Float[Array, "heads dim tokens"], Float[Array, "kv dim tokens"], Float[Array, "kv dim tokens"],
+        Float[Array, "heads dim tokens"] | None,
+    ]:  # fmt: skip
+        """Returns queries, keys, values, and the gate before its sigmoid if there is one. RoPE is applied to queries and keys."""
         config = self.config
         query, key, value = (
             self._project(name, x, ("heads", "head_dim", "embed")) for name in ("query", "key", "value")
         )
+        gate = None
+        if config.attention_gate:
+            query, gate = jnp.split(query, 2, axis=1)
         if config.qkv_bias:
             query, key, value = (
                 part + self._bias(name) for part, name in ((query, "query"), (key, "key"), (value, "value"))
@@ -204,7 +272,7 @@ class Block(nnx.Module):
         if config.query_scale is not None:
             # Attention divides by the square root of head_dim.
             query = query * (config.query_scale * config.head_dim**0.5)
-        return query, key, value
+        return query, key, value, gate
 
     def _bias(self, name: str) -> Array:
         return rounded(getattr(self, f"{name}_bias")[...], self.compute_dtype)[..., None]
@@ -244,10 +312,8 @@ class Block(nnx.Module):
             return x + (change if self.config.residual_scale == 1.0 else change * self.config.residual_scale)
 
         normed = inner(self._normed("attention_norm", x) if before else x)
-        attended, kept = attend(*self._queries_keys_values(normed, rope))
-        x = added(
-            x, "output", self._project("output", attended.reshape(-1, attended.shape[2]), ("embed", "heads"))
-        )
+        attended, kept = self._attended(normed, rope, attend)
+        x = added(x, "output", self._project("output", attended, ("embed", "heads")))
         y = self._normed("mlp_norm", x) if before else x
         if self.config.experts is not None:
             scores = self.layout.inner(self._scores(y), "float32")
@@ -374,7 +440,13 @@ class Decoder(nnx.Module):
         self.remat = remat
         how: dict[str, Any] = {"compute_dtype": compute_dtype, "layout": layout}
         self.ends = EmbeddingAndHead(config, rngs=rngs, **how)
-        self.blocks = nnx.vmap(lambda keys: Block(config, rngs=keys, **how))(rngs.split(config.layers))
+        self.blocks = nnx.vmap(lambda keys: Block(config, rngs=keys, **how))(
+            rngs.split(config.count("blocks"))
+        )
+        if count := config.count("delta_blocks"):
+            self.delta_blocks = nnx.vmap(lambda keys: Block(config, rngs=keys, delta=True, **how))(
+                rngs.split(count)
+            )
 
     def __call__(
         self,
@@ -402,11 +474,6 @@ class Decoder(nnx.Module):
             )  # fmt: skip
             return out, None
 
-        graph, apart, stacked = nnx.split(self.blocks, lambda _, leaf: _is_tuple(leaf.get_value()), ...)
-
-        def chosen(at: int) -> nnx.State:
-            return jax.tree.map(lambda arrays: arrays[at], apart, is_leaf=_is_tuple)
-
         def counted(own: Array, forced: Array | None) -> dict[str, Array]:
             assert config.experts is not None
             used = own if forced is None else jnp.where(forced == NO_ROUTE, own, forced)
@@ -415,28 +482,73 @@ class Decoder(nnx.Module):
             hits = jax.nn.one_hot(used, config.experts.count, dtype=jnp.int32) * real[:, None, None]
             return {"flipped": (~kept).astype(jnp.int32), "load": hits.sum((0, 1), dtype=jnp.int32)}
 
-        def layer(x: Array, given: tuple[Any, ...]) -> tuple[Array, dict[str, Array] | None]:
-            index, turn, window, weights, forced = given
-            if apart:
-                choices = [partial(chosen, at) for at in range(config.layers)]
-                weights = nnx.merge_state(weights, jax.lax.switch(index, choices))
-            rope = tables if turn is None else tuple(table[turn] for table in tables)
-            x, _, own = nnx.merge(graph, weights)(x, rope, partial(attend, window=window), forced)
-            return x, None if own is None else counted(own, forced)
+        def scanned(stack: str, **mix: Any) -> tuple[Callable[..., Any], Any, nnx.State]:
+            """Returns a function that applies a layer of this stack, and the layers' indices and weights to scan."""
+            blocks = getattr(self, stack)
+            count = config.count(stack)
+            graph, apart, stacked = nnx.split(blocks, lambda _, leaf: _is_tuple(leaf.get_value()), ...)
 
-        # Without `jax.checkpoint`, the scan would store a copy of each chosen layer's weights for the backward pass.
-        if self.remat != "none" or apart:
-            layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat])
+            def chosen(at: int) -> nnx.State:
+                return jax.tree.map(lambda arrays: arrays[at], apart, is_leaf=_is_tuple)
+
+            def layer(x: Array, given: tuple[Any, ...]) -> tuple[Array, dict[str, Array] | None]:
+                index, turn, window, weights, forced = given
+                if apart:
+                    weights = nnx.merge_state(
+                        weights, jax.lax.switch(index, [partial(chosen, at) for at in range(count)])
+                    )
+                rope = tables if turn is None else tuple(table[turn] for table in tables)
+                how = mix.get("attend") or partial(attend, window=window)
+                x, _, own = nnx.merge(graph, weights)(x, rope, how, forced)
+                return x, None if own is None else counted(own, forced)
+
+            # Without `jax.checkpoint`, the scan would store a copy of each chosen layer's weights for the backward pass.
+            if self.remat != "none" or apart:
+                layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat])
+            return layer, jnp.arange(count, dtype=jnp.int32) if apart else None, stacked
+
         # With a single token axis, the backward pass on CPU is 1.6 times as fast as with two axes.
         x = self.ends.embed(tokens.reshape(-1))
-        index = jnp.arange(config.layers, dtype=jnp.int32) if apart else None
         if routes is not None:
             routes = routes.astype(jnp.int32).reshape(-1, *routes.shape[2:]).transpose(1, 0, 2)
-        x, counts = jax.lax.scan(layer, x, (index, turns, windows, stacked, routes))
+        layer, index, stacked = scanned("blocks")
+        if config.delta is None:
+            x, counts = jax.lax.scan(layer, x, (index, turns, windows, stacked, routes))
+        else:
+            prefix = layout.prompts(prefix_ids)
+            places = () if prefix is None else ancestors(segment_ids, prefix, config.delta.taps - 1)
+            mix = partial(over_rows, segment_ids=segment_ids, prefix_ids=prefix, places=places)
+            delta_layer, *delta = scanned("delta_blocks", attend=mix)
+            x, counts = _in_periods(
+                x, config.period, {"blocks": layer, "delta_blocks": delta_layer},
+                {"blocks": (index, None, None, stacked, None), "delta_blocks": (delta[0], None, None, delta[1], None)},
+            ), None  # fmt: skip
         hidden = self.ends.layout.rows(self.ends.normed(x), tokens.shape, self.ends.compute_dtype)
         if counts is None:
             return hidden
         return hidden, {**counts, "flipped": counts["flipped"].sum(0, dtype=jnp.int32).reshape(tokens.shape)}
+
+
+def _in_periods(
+    x: Array, period: tuple[str, ...], layers: dict[str, Callable[..., Any]], given: dict[str, Any]
+) -> Array:
+    """Applies layers of several stacks. `period` contains the stacks of the layers in one period, and `given` the scanned arguments of each stack."""
+    of_period = {
+        name: jax.tree.map(
+            lambda leaf, name=name: leaf.reshape(-1, period.count(name), *leaf.shape[1:]), given[name]
+        )
+        for name in given
+    }
+
+    def one(x: Array, given: dict[str, Any]) -> tuple[Array, None]:
+        taken = dict.fromkeys(given, 0)
+        for name, run in groupby(period):
+            first, taken[name] = taken[name], taken[name] + len(list(run))
+            part = jax.tree.map(lambda leaf, cut=slice(first, taken[name]): leaf[cut], given[name])
+            x, _ = jax.lax.scan(layers[name], x, part)
+        return x, None
+
+    return jax.lax.scan(one, x, of_period)[0]
 
 
 def graph_of(config: DecoderConfig, **how: Any) -> nnx.GraphDef[Any]:
@@ -444,23 +556,41 @@ def graph_of(config: DecoderConfig, **how: Any) -> nnx.GraphDef[Any]:
     return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), **how)))[0]
 
 
+def empty_state(config: DecoderConfig, sequences: int, compute_dtype: str) -> DeltaState:
+    """Returns the state of a Gated DeltaNet layer before the first token. It is float32, or float64 if the compute dtype is float64."""
+    sizes = config.delta
+    assert sizes is not None
+    keys, values = (sizes.key_heads, sizes.key_dim), (sizes.value_heads, sizes.value_dim)
+    return empty(sequences, keys, values, sizes.taps, np.promote_types(compute_dtype, np.float32))
+
+
+def stacks_of(params: nnx.State) -> tuple[str, ...]:
+    """Returns the names of the stacks of layers in parameters, which may consist of adapters only (see `DecoderConfig.places`)."""
+    return tuple(name for name in ("blocks", "delta_blocks") if name in params)
+
+
 def unstacked(params: nnx.State) -> nnx.State:
     """Converts parameters with stacked layers to parameters with separate arrays per layer, as the sampler stores them."""
-    blocks = params["blocks"]
-    count = len(jax.tree.leaves(blocks)[0])
-    layers = {index: jax.tree.map(lambda leaf, index=index: leaf[index], blocks) for index in range(count)}
-    return nnx.State({**params, "blocks": layers})
+    made = {}
+    for name in stacks_of(params):
+        blocks = params[name]
+        count = len(jax.tree.leaves(blocks)[0])
+        made[name] = {index: jax.tree.map(lambda leaf, index=index: leaf[index], blocks) for index in range(count)}  # fmt: skip
+    return nnx.State({**params, **made})
 
 
 def is_apart(params: nnx.State) -> bool:
     """Returns whether the parameters have separate arrays per layer (see `unstacked`)."""
-    return 0 in params["blocks"]
+    return any(0 in params[name] for name in stacks_of(params))
 
 
 def in_tuples(params: nnx.State) -> nnx.State:
     """Converts the result of `unstacked` to the structure of `Decoder`. Each block variable contains a tuple with one array per layer."""
-    layers = [params["blocks"][index] for index in range(len(params["blocks"]))]
-    return nnx.State({**params, "blocks": jax.tree.map(lambda *arrays: arrays, *layers)})
+    made = {}
+    for name in stacks_of(params):
+        layers = [params[name][index] for index in range(len(params[name]))]
+        made[name] = jax.tree.map(lambda *arrays: arrays, *layers)
+    return nnx.State({**params, **made})
 
 
 def _is_tuple(value: Any) -> bool:

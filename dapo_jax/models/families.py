@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from dapo_jax.models.presets import DecoderConfig, Experts
+from dapo_jax.models.presets import DecoderConfig, DeltaSizes, Experts
 from dapo_jax.models.rope import Rope, RopeScaling
 
 WHAT_LOADS = "docs/bring_your_model.md lists the supported models"
@@ -157,6 +157,15 @@ FAMILIES: Mapping[str, Family] = {
             "norm_topk_prob": False,
         },
     ),
+    "qwen3_5_text": Family(
+        architecture="Qwen3_5ForCausalLM", ignored=("mrope_interleaved", "mrope_section"),
+        switches={"qk_norm": "head", "norm_offset": 1.0},
+        defaults={
+            "num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25, "layer_types": None, "full_attention_interval": 4,
+            "attn_output_gate": True, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+        },
+    ),
     "olmoe": Family(
         architecture="OlmoeForCausalLM", switches={"qk_norm": "all"}, tensors=_EXPERTS,
         defaults={"rms_norm_eps": 1e-5, "clip_qkv": None, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
@@ -173,6 +182,7 @@ FAMILIES: Mapping[str, Family] = {
 
 WRAPPED = {
     "gemma3": ("Gemma3ForConditionalGeneration", ("gemma3_text",)),
+    "qwen3_5": ("Qwen3_5ForConditionalGeneration", ("qwen3_5_text",)),
     "mistral3": ("Mistral3ForConditionalGeneration", ("mistral", "ministral3")),
 }
 """Models for images and text: their class and the families of their text_config. Only the text model is loaded."""
@@ -202,13 +212,23 @@ _NUMBERS = {
 }
 _COUNTS = ("num_experts", "num_local_experts")
 """The keys for the number of experts on the hub, and in files that transformers 5 writes."""
-_BIASES = {
+_FLAGS = {
     "attention_bias": ("qkv_bias",),
     "attention_out_bias": ("output_bias",),
     "mlp_bias": ("mlp_bias",),
     "use_bias": ("qkv_bias", "output_bias", "mlp_bias"),
+    "attn_output_gate": ("attention_gate",),
 }
 """Fields of `DecoderConfig` for keys that only some families read."""
+
+_DELTA = {
+    "key_heads": "linear_num_key_heads",
+    "value_heads": "linear_num_value_heads",
+    "key_dim": "linear_key_head_dim",
+    "value_dim": "linear_value_head_dim",
+    "taps": "linear_conv_kernel_dim",
+}
+"""The key for each field of `DeltaSizes`."""
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
@@ -216,7 +236,7 @@ _NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcappin
 
 _COVERED_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
-    **dict.fromkeys(("attention_bias", "attention_out_bias", "mlp_bias", "use_bias"), (False,)),
+    **dict.fromkeys(_FLAGS, (False,)),
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), (1.0,)),
     **dict.fromkeys(("attention_multiplier", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "clip_qkv"), ()),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "first_k_dense_replace"), (0,)),
@@ -264,7 +284,7 @@ def describe(config: DecoderConfig, *, dtype: str = "float32") -> dict[str, Any]
     described: dict[str, Any] = {theirs: getattr(config, ours) for ours, theirs in _fields(family).items()}
     reads, (rope, *others) = family.defaults, config.ropes
     described |= {key: getattr(config, ours) for key, ours in _NUMBERS.items() if key in reads}
-    described |= {key: getattr(config, ours[0]) for key, ours in _BIASES.items() if key in reads}
+    described |= {key: getattr(config, ours[0]) for key, ours in _FLAGS.items() if key in reads}
     if "query_pre_attn_scalar" in reads and config.query_scale is not None:
         scalar = round(config.query_scale**-2, 9)
         described["query_pre_attn_scalar"] = int(scalar) if scalar.is_integer() else scalar
@@ -273,6 +293,10 @@ def describe(config: DecoderConfig, *, dtype: str = "float32") -> dict[str, Any]
     if "layer_types" in reads:
         windows = config.windows or (0,) * config.layers
         described["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows]
+    if config.delta is not None:
+        kinds = ("full_attention", "linear_attention")
+        described["layer_types"] = [kinds[recurrent] for recurrent in config.delta_layers]
+        described |= {theirs: getattr(config.delta, ours) for ours, theirs in _DELTA.items()}
     if "no_rope_layers" in reads:
         described["no_rope_layers"] = [1 - turn for turn in config.rope_of_layer or (0,) * config.layers]
         described["use_sliding_window"] = any(config.windows)
@@ -360,7 +384,7 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
     for key, ours in _NUMBERS.items():
         if key in family.defaults and values[key] is not None:
             found[ours] = _checked(values, key, float, where)
-    for key, biases in _BIASES.items():
+    for key, biases in _FLAGS.items():
         if key in family.defaults:
             found |= dict.fromkeys(biases, _checked(values, key, bool, where))
     key = "hidden_activation" if "hidden_activation" in family.defaults else "hidden_act"
@@ -372,6 +396,10 @@ def understand(described: Mapping[str, Any], where: object) -> DecoderConfig:
         if "num_experts_per_tok" in family.defaults:
             found["experts"] = _experts(values, described, family, where)
         found |= _layer_fields(values, described, family, sizes, where)
+        if "full_attention_interval" in family.defaults:
+            found["delta"] = DeltaSizes(
+                **{ours: _checked(values, key, int, where) for ours, key in _DELTA.items()}
+            )
         return DecoderConfig(family=name, **sizes, **found)
     except ValueError as error:
         raise error if str(error).startswith(f"{where}") else ValueError(f"{where}: {error}") from error
@@ -451,6 +479,8 @@ def _check_supported(described: Mapping[str, Any], family: Family, where: object
             f"{where}: hidden_activation={activation!r} is not supported (only {' or '.join(_ACTIVATIONS)}). {WHAT_LOADS}"
         )
     full = ("full_attention", "attention")
+    if "full_attention_interval" in family.defaults:
+        full = ("full_attention", "linear_attention")
     supported = (
         (*full, "sliding_attention") if {"layer_types", "sliding_window"} <= set(family.defaults) else full
     )
@@ -485,6 +515,9 @@ def _layer_fields(
             raise ValueError(f"{where}: no_rope_layers has {odd[0]!r}; its entries must be 0 or 1")
         window = window if _checked(values, "use_sliding_window", bool, where) else None
     kinds = _of_each_layer(values, "layer_types", layers, where) if "layer_types" in reads else None
+    if kinds is None and "full_attention_interval" in reads:
+        every = _checked(values, "full_attention_interval", int, where)
+        kinds = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
     if kinds is None and "no_rope_layers" in reads:
         kinds = ["sliding_attention" if window and not turn else "full_attention" for turn in turns]
     if kinds is None:
@@ -506,6 +539,8 @@ def _layer_fields(
         sliding = [False] * layers  # a window that no sequence exceeds
     windows = tuple(window if slides else 0 for slides in sliding) if window and any(sliding) else ()
     made: dict[str, Any] = {"windows": windows}
+    if "full_attention_interval" in reads:
+        made["delta_layers"] = tuple(kind == "linear_attention" for kind in kinds)
     if family.two_ropes:
         made["ropes"], made["rope_of_layer"] = (
             _two_ropes(values, described, family, sizes, where),
@@ -611,6 +646,7 @@ def _rope(
         raise ValueError(f"{where}: rope_type {kind!r} is not one of default, {', '.join(_SCALING_KINDS)}")
     # config.json may contain the original context length even if its type of scaling does not use it.
     known = {*(_ALPHA_KEYS if by_alpha else _SCALING_KINDS.get(kind, ())), *_MEANINGLESS, *_NEUTRAL}
+    known |= {*family.ignored}
     known |= {key for key in ("llama_4_scaling_beta",) if key in family.defaults}
     neutral = {key: value for key, value in _NEUTRAL.items() if key not in family.defaults}
     for key, value in rope.items():

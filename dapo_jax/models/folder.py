@@ -25,7 +25,9 @@ from dapo_jax.models.tensors import ByRows, Tensor, exported, place
 from dapo_jax.storage import path_of
 
 CONFIG = "config.json"
-NOT_LOADED = "tensors of the image encoder are not loaded, because only the text model is used"
+NOT_LOADED = (
+    "tensors of the image encoder or of additional heads are not loaded, because only the text model is used"
+)
 
 
 def load_model(

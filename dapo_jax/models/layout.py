@@ -22,6 +22,11 @@ def output_dimensions(axes: tuple[str, ...]) -> int:
     return 2 if axes[1:2] == ("head_dim",) or axes[0] == "experts" else 1
 
 
+def is_float32(axes: tuple[str, ...]) -> bool:
+    """Returns whether a parameter with these logical axes is always used in float32, such as norms, routers and the decays of Gated DeltaNet."""
+    return axes[-1].endswith("norm")
+
+
 @dataclass(frozen=True)
 class Layout:
     """The layout for a single device, or for arrays that the compiler places. `parallel.training_layout.MeshLayout` places all arrays explicitly."""
@@ -45,6 +50,10 @@ class Layout:
     def outer(self, x: Float[Array, "features tokens"], dtype: str) -> Float[Array, "features part"]:
         """Returns this device's part of a product in `dtype`, to be added to the residual stream."""
         return x
+
+    def prompts(self, prefix_ids: Array | None) -> Array | None:
+        """Returns `prefix_ids`, or None if no response shares its prompt with other responses in a row."""
+        return prefix_ids
 
     def over_heads(self, x: Float[Array, " tokens"]) -> Float[Array, " tokens"]:
         """Returns the sum of `x` over all devices that have different heads of the same tokens."""

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
-from dapo_jax.models.layout import output_dimensions
+from dapo_jax.models.layout import is_float32, output_dimensions
 
 MATRICES = {
     "q_proj": "query",
@@ -26,10 +26,16 @@ MATRICES = {
 }
 """The linear layers of a block, as a mapping from their names in transformers and PEFT to their names in `Block`."""
 
+DELTA_MATRICES = {"in_proj_z": "value_gate", "out_proj": "output"}
+"""The linear layers of a Gated DeltaNet layer that adapters support, in place of the first four of `MATRICES`."""
+
 LORA_PARTS = ("lora_a", "lora_b")
 """Suffixes of an adapter's parameter names. The matrix name and an underscore precede the suffix, as in `query_lora_a`."""
 
-SETS = {"all": tuple(MATRICES), "attention": tuple(MATRICES)[:4], "mlp": tuple(MATRICES)[4:]}
+SETS = {
+    "all": tuple(MATRICES), "attention": tuple(MATRICES)[:4], "mlp": tuple(MATRICES)[4:],
+    "linear_attention": tuple(DELTA_MATRICES),
+}  # fmt: skip
 """Names for groups of linear layers, which `lora_shape` accepts as targets."""
 
 
@@ -40,7 +46,7 @@ class LoraShape:
     rank: int
     alpha: float
     targets: tuple[str, ...]
-    """The adapted matrices, as keys of `MATRICES` in the same order."""
+    """The adapted matrices, as keys of `MATRICES` and `DELTA_MATRICES` in the same order."""
 
     @property
     def scale(self) -> float:
@@ -49,19 +55,26 @@ class LoraShape:
 
 
 def lora_shape(*, rank: int, alpha: float, targets: Sequence[str]) -> LoraShape:
-    """Returns a `LoraShape` for the linear layers `targets`, which are keys of `MATRICES` or `SETS`.
+    """Returns a `LoraShape` for the linear layers `targets`, which are keys of `MATRICES`, `DELTA_MATRICES` or `SETS`.
 
     Raises:
         ValueError: rank or alpha is not positive and finite, or a target is unknown. The message lists the known targets.
     """
     if rank < 1 or not 0 < alpha < math.inf:
         raise ValueError(f"rank {rank} and alpha {alpha} must both be above 0 and finite")
-    known = [*SETS, *MATRICES]
+    known = [*SETS, *MATRICES, *DELTA_MATRICES]
     if not targets or (set(targets) - set(known)):
         raise ValueError(f"targets {list(targets)} must name linear layers; known names: {', '.join(known)}")
     named = {name for target in targets for name in SETS.get(target, (target,))}
-    chosen = tuple(name for name in MATRICES if name in named)
+    chosen = tuple(name for name in (*MATRICES, *DELTA_MATRICES) if name in named)
     return LoraShape(rank=rank, alpha=float(alpha), targets=chosen)
+
+
+def adapted_in(targets: Sequence[str], *, delta: bool) -> dict[str, str]:
+    """Returns the targets that a layer has, with the names of their parameters. `delta`: the layer is a Gated DeltaNet layer."""
+    mlp = {name: MATRICES[name] for name in SETS["mlp"]}
+    there = DELTA_MATRICES | mlp if delta else MATRICES
+    return {name: there[name] for name in targets if name in there}
 
 
 def adapter(
@@ -132,6 +145,6 @@ def rounded_to(dtype: str, params: nnx.State) -> nnx.State:
     """Casts parameters to `dtype`, except norms, which are always applied in float32."""
 
     def cast(leaf: nnx.Variable) -> nnx.Variable:
-        return leaf if leaf.get_metadata()["axes"][-1] == "norm" else leaf.replace(leaf[...].astype(dtype))
+        return leaf if is_float32(leaf.get_metadata()["axes"]) else leaf.replace(leaf[...].astype(dtype))
 
     return jax.tree.map(cast, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))

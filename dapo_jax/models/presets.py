@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from dapo_jax.hints import nearest
-from dapo_jax.models.lora import SETS, LoraShape
+from dapo_jax.models.lora import DELTA_MATRICES, SETS, LoraShape
 from dapo_jax.models.rope import Rope, RopeScaling
 
 
@@ -26,6 +26,45 @@ class Experts:
             )
 
 
+@dataclass(frozen=True)
+class DeltaSizes:
+    """The sizes of Gated DeltaNet layers (see `dapo_jax.models.gated_delta`)."""
+
+    key_heads: int
+    value_heads: int
+    """Number of value heads. Each key head is shared by `value_heads / key_heads` of them."""
+    key_dim: int
+    value_dim: int
+    taps: int = 4
+    """Number of tokens in the convolution."""
+
+    def __post_init__(self) -> None:
+        if self.key_heads < 1 or self.value_heads % self.key_heads:
+            raise ValueError(
+                f"linear_num_key_heads={self.key_heads} must divide linear_num_value_heads={self.value_heads}"
+            )
+
+    @property
+    def channels(self) -> int:
+        """Number of channels of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def outputs(self) -> int:
+        """Number of features of all value heads."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def state_numbers(self) -> int:
+        """Number of float32 numbers in the state of a sequence in one layer."""
+        return self.outputs * self.key_dim + (self.taps - 1) * self.channels
+
+    @property
+    def matrix_rows(self) -> int:
+        """Number of outputs of the matrices that are applied to the layer's input."""
+        return self.channels + self.outputs + 2 * self.value_heads
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """Sizes and architecture options of a decoder. The defaults of the options describe Llama's architecture: pre-norm, RoPE and SwiGLU."""
@@ -44,6 +83,12 @@ class DecoderConfig:
     """Number of hidden features of the MLP, or of each expert."""
     experts: Experts | None = None
     """The experts that each layer has in place of the MLP. If None, there is one MLP."""
+    delta: DeltaSizes | None = None
+    """The sizes of the Gated DeltaNet layers. None: there are no such layers."""
+    delta_layers: tuple[bool, ...] = ()
+    """For each layer, whether it is a Gated DeltaNet layer in place of attention. If empty, no layer is."""
+    attention_gate: bool = False
+    """Whether the output of attention is multiplied by the sigmoid of a gate, which is a second half of each query head's projection (Qwen3.5)."""
     ropes: tuple[Rope | None, ...] = (Rope(),)
     """The different rotations of the layers. None means that queries and keys are not rotated."""
     rope_of_layer: tuple[int, ...] = ()
@@ -95,6 +140,15 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.heads % self.kv_heads:
             raise ValueError(f"kv_heads={self.kv_heads} must divide heads={self.heads}")
+        if (self.delta is not None) != any(self.delta_layers) or (
+            self.delta_layers and all(self.delta_layers)
+        ):
+            raise ValueError("layer_types must have 'linear_attention' and at least one 'full_attention'")
+        if self.lora and self.delta is None and set(self.lora.targets) & set(DELTA_MATRICES):
+            raise ValueError(
+                f"lora.targets={list(self.lora.targets)} has {' and '.join(DELTA_MATRICES)}, which only models with Gated DeltaNet layers have: "
+                "remove linear_attention"
+            )
         if self.experts and self.lora and (refused := set(self.lora.targets) & set(SETS["mlp"])):
             raise ValueError(
                 f"lora.targets has {', '.join(sorted(refused))}, but adapters of experts are not supported: set lora.targets=[attention], "
@@ -131,6 +185,32 @@ class DecoderConfig:
         return ""
 
     @property
+    def places(self) -> tuple[tuple[str, int], ...]:
+        """The place of each layer's parameters: the name of a stack of equal layers (`blocks`, or `delta_blocks` for Gated DeltaNet), and an index."""
+        found, counts = [], {"blocks": 0, "delta_blocks": 0}
+        for recurrent in self.delta_layers or (False,) * self.layers:
+            name = "delta_blocks" if recurrent else "blocks"
+            found.append((name, counts[name]))
+            counts[name] += 1
+        return tuple(found)
+
+    def count(self, stack: str) -> int:
+        """Returns the number of layers in a stack (see `places`)."""
+        return sum(name == stack for name, _ in self.places)
+
+    @property
+    def period(self) -> tuple[str, ...]:
+        """The stacks of the shortest sequence of layers that repeats."""
+        names = tuple(name for name, _ in self.places)
+        lengths = (n for n in range(1, len(names) + 1) if len(names) % n == 0)
+        return next(names[:n] for n in lengths if names == names[:n] * (len(names) // n))
+
+    @property
+    def state_bytes(self) -> int:
+        """Size in bytes of the recurrent state of one sequence, in all Gated DeltaNet layers."""
+        return 0 if self.delta is None else 4 * self.delta.state_numbers * self.count("delta_blocks")
+
+    @property
     def beyond_gpu(self) -> str:
         """The options of this decoder that the GPU's kernel for a KV cache does not implement, in words, or an empty string."""
         found = {"sliding windows": any(self.windows), "capped attention scores": self.score_cap is not None}
@@ -159,15 +239,21 @@ class DecoderConfig:
 
     def _parameters(self, mlps: int) -> int:
         """Returns the number of parameters if each layer has this number of MLPs."""
-        heads = self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        heads = self.head_dim * ((2 + self.attention_gate) * self.heads + 2 * self.kv_heads)
         bias = self.head_dim * (self.heads + 2 * self.kv_heads) if self.qkv_bias else 0
         bias += self.output_bias * self.embed_dim + self.mlp_bias * (2 * self.mlp_dim + self.embed_dim)
         of_qk = {"none": 0, "head": 2, "all": self.heads + self.kv_heads}[self.qk_norm]
-        norms = (4 if self.norm_place == "both" else 2) * self.embed_dim + of_qk * self.head_dim
+        norms = (4 if self.norm_place == "both" else 2) * self.embed_dim
         router = 0 if self.experts is None else self.experts.count
-        layer = self.embed_dim * (heads + 3 * mlps * self.mlp_dim + router) + bias + norms
+        layer = self.embed_dim * (3 * mlps * self.mlp_dim + router) + bias + norms
+        attention = self.embed_dim * heads + of_qk * self.head_dim
         embeddings = self.vocab_size * self.embed_dim * (1 if self.tied_embeddings else 2)
-        return self.layers * layer + embeddings + self.embed_dim
+        found = self.layers * layer + self.count("blocks") * attention + embeddings + self.embed_dim
+        if (sizes := self.delta) is None:
+            return found
+        small = sizes.taps * sizes.channels + 2 * sizes.value_heads + sizes.value_dim
+        delta = self.embed_dim * (sizes.matrix_rows + sizes.outputs) + small
+        return found + self.count("delta_blocks") * delta
 
     @property
     def trained_parameters(self) -> int:
@@ -176,13 +262,20 @@ class DecoderConfig:
             return self.parameters
         attended, kept = self.heads * self.head_dim, self.kv_heads * self.head_dim
         widths = {
-            "q_proj": self.embed_dim + attended,
+            "q_proj": self.embed_dim + attended * (1 + self.attention_gate),
             "k_proj": self.embed_dim + kept,
             "v_proj": self.embed_dim + kept,
             "o_proj": attended + self.embed_dim,
         }
         inner = self.embed_dim + self.mlp_dim
-        return self.layers * self.lora.rank * sum(widths.get(name, inner) for name in self.lora.targets)
+        of_delta = self.embed_dim + (0 if self.delta is None else self.delta.outputs)
+        total = 0
+        for name in self.lora.targets:
+            if name in DELTA_MATRICES:
+                total += self.count("delta_blocks") * of_delta
+            else:
+                total += widths[name] * self.count("blocks") if name in widths else inner * self.layers
+        return self.lora.rank * total
 
     @property
     def base(self) -> "DecoderConfig":
@@ -214,6 +307,17 @@ _QWEN2_5_LARGE = replace(
 _QWEN3 = DecoderConfig(
     family="qwen3", vocab_size=151_936, embed_dim=1024, layers=28, heads=16, kv_heads=8, head_dim=128, mlp_dim=3072, ropes=(Rope(theta=1e6),),
     max_positions=40_960, qk_norm="head",
+)  # fmt: skip
+
+
+def _every_fourth(layers: int) -> tuple[bool, ...]:
+    """Returns `delta_layers` of a model in which every fourth layer has attention."""
+    return tuple(layer % 4 != 3 for layer in range(layers))
+
+
+_QWEN3_5 = DecoderConfig(
+    family="qwen3_5_text", vocab_size=248_320, embed_dim=1024, layers=24, heads=8, kv_heads=2, head_dim=256, mlp_dim=3584, ropes=(Rope(theta=1e7, share=0.25),),
+    max_positions=262_144, qk_norm="head", norm_offset=1.0, attention_gate=True, delta=DeltaSizes(16, 16, 128, 128), delta_layers=_every_fourth(24),
 )  # fmt: skip
 
 # The sizes are from config.json in the publishers' repositories: HuggingFaceTB/SmolLM2-135M, meta-llama/Llama-3.2-1B,
@@ -249,6 +353,12 @@ PRESETS: dict[str, DecoderConfig] = {
     "qwen3-30b-a3b": _sized(
         _QWEN3, 2048, 48, 32, 768, family="qwen3_moe", kv_heads=4, tied_embeddings=False, experts=Experts(128, 8, normalize=True),
     ),
+    # As small as `tiny`, for trying out Gated DeltaNet layers.
+    "tiny-qwen3.5": replace(
+        _QWEN3_5, vocab_size=32, embed_dim=128, layers=4, heads=4, kv_heads=2, head_dim=32, mlp_dim=256, max_positions=512,
+        ropes=(Rope(share=0.25),), delta=DeltaSizes(2, 4, 32, 32), delta_layers=_every_fourth(4),
+    ),
+    "qwen3.5-0.8b": _QWEN3_5,
     "gemma-3-1b": DecoderConfig(
         family="gemma3_text", vocab_size=262_144, embed_dim=1152, layers=26, heads=4, kv_heads=1, head_dim=256, mlp_dim=6912, max_positions=32_768,
         norm_place="both", norm_offset=1.0, qk_norm="head", activation="gelu_tanh", embed_scale=1152**0.5, query_scale=256**-0.5,

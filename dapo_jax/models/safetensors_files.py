@@ -154,21 +154,23 @@ _TEXT_PREFIXES = {
     "model.language_model.": "model.",
 }
 """The prefixes of the text model's tensors in models for images and text (transformers 4 and 5), and in text models."""
-_IMAGE_PREFIXES = (
+_OTHER_PREFIXES = (
     "vision_tower.",
     "model.vision_tower.",
     "multi_modal_projector.",
     "model.multi_modal_projector.",
+    "model.visual.",
+    "mtp.",
 )
 
 
 def _of_text_model(names: Sequence[str]) -> dict[str, str]:
     """Returns the name in the file of each tensor, by its name in a text model."""
-    if not any(name.startswith(tuple(_TEXT_PREFIXES)) for name in names):
+    if not any(name.startswith((*_TEXT_PREFIXES, "mtp.")) for name in names):
         return {name: name for name in names}
     found = {}
     for name in names:
-        if not name.startswith(_IMAGE_PREFIXES):
+        if not name.startswith(_OTHER_PREFIXES):
             prefix = next((prefix for prefix in _TEXT_PREFIXES if name.startswith(prefix)), "")
             found[_TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)] = name
     return found

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, PyTree
 
-from dapo_jax.models.decoder import Decoder, unstacked
+from dapo_jax.models.decoder import Decoder, is_apart, stacks_of, unstacked
 from dapo_jax.models.families import FAMILIES
 from dapo_jax.models.lora import LORA_PARTS, MATRICES, parted
 from dapo_jax.models.presets import DecoderConfig
@@ -54,6 +54,21 @@ _LAYER_TENSORS = {
     "down_bias": "mlp.down_proj.bias",
 }
 """The name of each parameter in Llama, Qwen2 and Qwen3. `Family.tensors` contains other names."""
+_DELTA_TENSORS = {
+    "attention_norm": "input_layernorm.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    **dict.fromkeys(("query", "key", "value"), "linear_attn.in_proj_qkv.weight"),
+    **dict.fromkeys(("query_conv", "key_conv", "value_conv"), "linear_attn.conv1d.weight"),
+    "value_gate": "linear_attn.in_proj_z.weight",
+    "write": "linear_attn.in_proj_b.weight",
+    "forget": "linear_attn.in_proj_a.weight",
+    "decay": "linear_attn.A_log",
+    "step_bias": "linear_attn.dt_bias",
+    "delta_norm": "linear_attn.norm.weight",
+    "output": "linear_attn.out_proj.weight",
+    **{ours: f"mlp.{ours}_proj.weight" for ours in ("gate", "up", "down")},
+}
+"""The name of each parameter in a Gated DeltaNet layer."""
 _END_TENSORS = {
     "embedding": "model.embed_tokens.weight",
     "final_norm": "model.norm.weight",
@@ -96,8 +111,10 @@ def shapes_of(config: DecoderConfig) -> nnx.State:
 
 def tensor_names(layers: int, family: str) -> list[str]:
     """Returns the names of all tensors that can occur in a decoder of this family with this number of layers."""
-    names = _LAYER_TENSORS | dict(FAMILIES[family].tensors)
-    of_layers = [_in_layer(theirs, layer) for layer in range(layers) for theirs in names.values() if theirs]
+    names = [*(_LAYER_TENSORS | dict(FAMILIES[family].tensors)).values()]
+    if "full_attention_interval" in FAMILIES[family].defaults:
+        names = list(dict.fromkeys([*names, *_DELTA_TENSORS.values()]))
+    of_layers = [_in_layer(theirs, layer) for layer in range(layers) for theirs in names if theirs]
     return [*_END_TENSORS.values(), *of_layers]
 
 
@@ -106,16 +123,16 @@ def _in_layer(theirs: str, layer: int) -> str:
 
 
 class _Tensors:
-    """The tensors of a decoder's layers. Several parameters may be parts of one tensor, one below the other."""
+    """The tensors of a decoder's layers in one stack. Several parameters may be parts of one tensor, one below the other."""
 
-    def __init__(self, config: DecoderConfig, shapes: Mapping[str, Shape]) -> None:
-        """`shapes` contains the shape of each parameter in one layer."""
+    def __init__(self, config: DecoderConfig, stack: str, shapes: Mapping[str, Shape]) -> None:
+        """`shapes` contains the shape of each parameter in one layer of the stack."""
         self._family, self._head_dim, self._shapes = FAMILIES[config.family], config.head_dim, shapes
-        names = _LAYER_TENSORS | dict(self._family.tensors)
+        names = _DELTA_TENSORS if stack == "delta_blocks" else _LAYER_TENSORS | dict(self._family.tensors)
         self.parts: dict[str, list[str]] = {}
         """The parameters of each tensor, in the order of their rows."""
         self.name = {ours: names[ours] for ours in shapes}
-        for ours in _LAYER_TENSORS:
+        for ours in names:
             if ours in shapes:
                 self.parts.setdefault(names[ours], []).append(ours)
         self.experts = 0 if config.experts is None else config.experts.count
@@ -172,16 +189,21 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, Shape]:
     found = {_END_TENSORS[name]: like.shape for name, like in pure["ends"].items()}
     tensors = _tensors(config)
     return found | {
-        name: tensors.shape(theirs)
-        for layer in range(config.layers)
-        for theirs in tensors.parts
-        for name in tensors.names(theirs, layer)
+        name: tensors[stack].shape(theirs)
+        for layer, (stack, _) in enumerate(config.places)
+        for theirs in tensors[stack].parts
+        for name in tensors[stack].names(theirs, layer)
     }
 
 
-def _tensors(config: DecoderConfig) -> _Tensors:
-    blocks = nnx.to_pure_dict(shapes_of(config.base))["blocks"]
-    return _Tensors(config, {name: like.shape[1:] for name, like in blocks.items()})
+def _tensors(config: DecoderConfig) -> dict[str, _Tensors]:
+    """Returns the tensors of each stack (see `DecoderConfig.places`)."""
+    shapes = shapes_of(config.base)
+    pure = nnx.to_pure_dict(shapes)
+    return {
+        stack: _Tensors(config, stack, {name: like.shape[1:] for name, like in pure[stack].items()})
+        for stack in stacks_of(shapes)
+    }
 
 
 def checked(config: DecoderConfig, file: TensorFile) -> None:
@@ -243,7 +265,7 @@ def place(
     shapes = shapes_of(config.base)
     if apart:
         shapes = jax.eval_shape(unstacked, shapes)
-    like, pure = nnx.to_pure_dict(shapes), {"ends": {}, "blocks": {}}
+    like, pure = nnx.to_pure_dict(shapes), {"ends": {}, **{stack: {} for stack in stacks_of(shapes)}}
     # Without shardings, arrays are on the default device, but not committed to it, just like results of jitted functions.
     where: Any = (
         jax.tree.map(lambda _: None, like) if shardings is None else nnx.to_pure_dict(shardings(shapes))
@@ -254,24 +276,27 @@ def place(
         pure["ends"][name] = put(_END_TENSORS[name], name, leaf.shape, where["ends"][name])
 
     def put_layer(name: str, layer: int, shape: Shape, sharding: Sharding | None) -> Array:
-        theirs, first = _in_layer(tensors.name[name], layer), tensors.first(name)
-        if tensors.of_experts(name):
+        own = tensors[config.places[layer][0]]
+        theirs, first = _in_layer(own.name[name], layer), own.first(name)
+        if own.of_experts(name):
             view = _OfExperts(file, theirs, first, shape)
             return _put(view, theirs, name, shape, sharding, dtype=dtype, by_rows=by_rows)
-        return put(theirs, name, shape, sharding, first=first, order=tensors.order(name))
+        return put(theirs, name, shape, sharding, first=first, order=own.order(name))
 
-    for layer, leaves in like["blocks"].items() if apart else ():
-        pure["blocks"][layer] = {
-            name: put_layer(name, layer, leaf.shape, where["blocks"][layer][name])
-            for name, leaf in leaves.items()
+    for layer, (stack, index) in enumerate(config.places) if apart else ():
+        pure[stack][index] = {
+            name: put_layer(name, layer, leaf.shape, where[stack][index][name])
+            for name, leaf in like[stack][index].items()
         }
-    for name, leaf in () if apart else like["blocks"].items():
-        sharding = where["blocks"][name]
-        stack = jnp.zeros(leaf.shape, _stored_as(name, dtype), device=sharding)
-        for layer in range(config.layers):
-            part = put_layer(name, layer, leaf.shape[1:], sharding and _of_a_layer(sharding))
-            stack = jax.block_until_ready(_filler(sharding)(stack, part, np.int32(layer)))
-        pure["blocks"][name] = stack
+    for stack in () if apart else tensors:
+        layers = [layer for layer, (its, _) in enumerate(config.places) if its == stack]
+        for name, leaf in like[stack].items():
+            sharding = where[stack][name]
+            whole = jnp.zeros(leaf.shape, _stored_as(name, dtype), device=sharding)
+            for index, layer in enumerate(layers):
+                part = put_layer(name, layer, leaf.shape[1:], sharding and _of_a_layer(sharding))
+                whole = jax.block_until_ready(_filler(sharding)(whole, part, np.int32(index)))
+            pure[stack][name] = whole
     nnx.replace_by_pure_dict(shapes, pure)
     return shapes
 
@@ -285,59 +310,61 @@ def exported(config: DecoderConfig, params: nnx.State, adapters: nnx.State | Non
         adapters: adapters to merge into their matrices, in float32.
     """
     pure = nnx.to_pure_dict(params)
-    added = {} if adapters is None else nnx.to_pure_dict(adapters)["blocks"]
+    added = {} if adapters is None else nnx.to_pure_dict(adapters)
     for name, value in pure["ends"].items():
         rows = config.vocab_size if name in _TABLES else len(value)
         shape = (rows, *value.shape[1:])
         yield Tensor(_END_TENSORS[name], shape, lambda rows=rows, value=value: _gathered(value)[:rows])
-    apart, tensors = 0 in pure["blocks"], _tensors(config)
+    apart, tensors = is_apart(params), _tensors(config)
 
     def fetch(name: str, layer: int, *expert: int) -> np.ndarray:
-        value = pure["blocks"][layer][name] if apart else pure["blocks"][name]
-        found = _gathered(value, *(() if apart else (layer,)), *expert)
-        if pair := [added[f"{name}_{part}"] for part in LORA_PARTS if f"{name}_{part}" in added]:
+        stack, index = config.places[layer]
+        value = pure[stack][index][name] if apart else pure[stack][name]
+        found = _gathered(value, *(() if apart else (index,)), *expert)
+        of_stack = added.get(stack, {})
+        if pair := [of_stack[f"{name}_{part}"] for part in LORA_PARTS if f"{name}_{part}" in of_stack]:
             assert config.lora is not None
-            a, b = (_gathered(stack, layer) for stack in pair)
+            a, b = (_gathered(whole, index) for whole in pair)
             change = (b.reshape(-1, b.shape[-1]) @ a.reshape(len(a), -1)).reshape(found.shape)
             found = found.astype(np.float32) + config.lora.scale * change
-        if (order := tensors.order(name, back=True)) is not None:
+        if (order := tensors[stack].order(name, back=True)) is not None:
             found = found[:, order]
         return found.reshape(_theirs_shape(name, found.shape))
 
-    def joined(parts: list[str], layer: int, *expert: int) -> np.ndarray:
-        found = [fetch(name, layer, *expert) for name in parts]
-        return np.concatenate(found, axis=max(found[0].ndim - 2, 0))
+    def joined(parts: list[str], axis: int, layer: int, *expert: int) -> np.ndarray:
+        return np.concatenate([fetch(name, layer, *expert) for name in parts], axis=axis)
 
-    for layer in range(config.layers):
-        for theirs, parts in tensors.parts.items():
-            names, shape = tensors.names(theirs, layer), tensors.shape(theirs)
+    for layer, (stack, _) in enumerate(config.places):
+        own = tensors[stack]
+        for theirs, parts in own.parts.items():
+            names, shape = own.names(theirs, layer), own.shape(theirs)
+            axis = 1 if own.of_experts(parts[0]) and "{}" not in theirs else 0
             for expert, name in enumerate(names):
                 at = (layer, expert) if "{}" in theirs else (layer,)
-                yield Tensor(name, shape, functools.partial(joined, parts, *at))
+                yield Tensor(name, shape, functools.partial(joined, parts, axis, *at))
 
 
 def adapter_tensors(config: DecoderConfig, adapters: nnx.State) -> Iterator[Tensor]:
     """Yields A [rank, inputs] and B [outputs, rank] of each adapted matrix, with PEFT's names."""
-    tensors = _tensors(config)
-
-    stacks = nnx.to_pure_dict(adapters)["blocks"]
+    tensors, stacks = _tensors(config), nnx.to_pure_dict(adapters)
 
     def fetch(name: str, layer: int, shape: Shape) -> np.ndarray:
-        found, order = _gathered(stacks[name], layer), tensors.adapter_order(name, back=True)
+        stack, index = config.places[layer]
+        found, order = _gathered(stacks[stack][name], index), tensors[stack].adapter_order(name, back=True)
         return (found if order is None else found[:, order]).reshape(shape)
 
-    for layer in range(config.layers):
-        for name, stack in stacks.items():
-            shape = _adapter_shape(name, stack.shape[1:])
+    for layer, (stack, _) in enumerate(config.places):
+        for name, whole in stacks.get(stack, {}).items():
+            shape = _adapter_shape(name, whole.shape[1:])
             yield Tensor(
-                tensors.adapter_name(name, layer), shape, functools.partial(fetch, name, layer, shape)
+                tensors[stack].adapter_name(name, layer), shape, functools.partial(fetch, name, layer, shape)
             )
 
 
 def check_adapters(config: DecoderConfig) -> None:
     """Raises ValueError if adapted matrices of this decoder are parts of one tensor, so that PEFT has one adapter for all of them."""
-    tensors, targets = _tensors(config), () if config.lora is None else config.lora.targets
-    for target in targets:
+    tensors, targets = _tensors(config)["blocks"], () if config.lora is None else config.lora.targets
+    for target in (each for each in targets if each in MATRICES):
         theirs = tensors.name[MATRICES[target]]
         if len(tensors.parts[theirs]) > 1:
             separate = [
@@ -361,22 +388,23 @@ def place_adapters(
         ValueError: a tensor is missing, is unexpected or has the wrong shape. The message names the tensor.
     """
     shapes = parted(shapes_of(config))[0]
-    pure, tensors = nnx.to_pure_dict(shapes)["blocks"], _tensors(config)
+    pure, tensors = nnx.to_pure_dict(shapes), _tensors(config)
     wanted = {
-        tensors.adapter_name(name, layer): _adapter_shape(name, leaf.shape[1:])
-        for name, leaf in pure.items()
-        for layer in range(config.layers)
+        tensors[stack].adapter_name(name, layer): _adapter_shape(name, leaf.shape[1:])
+        for layer, (stack, _) in enumerate(config.places)
+        for name, leaf in pure.get(stack, {}).items()
     }
     _check_names(file, wanted)
-    where = None if shardings is None else nnx.to_pure_dict(shardings(shapes))["blocks"]
-    made = {}
-    for name, leaf in pure.items():
-        whole, order = (slice(None), slice(None)), tensors.adapter_order(name)
-        layers = [_finite(file, tensors.adapter_name(name, layer), whole) for layer in range(config.layers)]
-        stack = np.stack([part.astype(np.float32).reshape(leaf.shape[1:]) for part in layers])
-        stack = stack if order is None else stack[:, :, order]
-        made[name] = jnp.asarray(stack) if where is None else jax.device_put(stack, where[name])
-    nnx.replace_by_pure_dict(shapes, {"blocks": made})
+    where = None if shardings is None else nnx.to_pure_dict(shardings(shapes))
+    for stack, leaves in pure.items():
+        of_stack, layers = tensors[stack], [i for i, (its, _) in enumerate(config.places) if its == stack]
+        for name, leaf in leaves.items():
+            whole, order = (slice(None), slice(None)), of_stack.adapter_order(name)
+            parts = [_finite(file, of_stack.adapter_name(name, layer), whole) for layer in layers]
+            made = np.stack([part.astype(np.float32).reshape(leaf.shape[1:]) for part in parts])
+            made = made if order is None else made[:, :, order]
+            leaves[name] = jnp.asarray(made) if where is None else jax.device_put(made, where[stack][name])
+    nnx.replace_by_pure_dict(shapes, pure)
     return shapes
 
 
@@ -386,8 +414,8 @@ def _adapter_shape(name: str, shape: Shape) -> Shape:
 
 
 def _stored_as(name: str, dtype: str) -> str:
-    """Returns the dtype in which the parameter `name` is stored: float32 for norms and routers, and `dtype` for all other parameters."""
-    return "float32" if name.endswith(("norm", "router")) else dtype
+    """Returns the dtype in which the parameter `name` is stored: `dtype`, or float32 for norms, routers and others (see `is_float32`)."""
+    return "float32" if name.endswith(("norm", "router", "conv", "decay", "step_bias")) else dtype
 
 
 @functools.cache

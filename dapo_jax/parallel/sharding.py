@@ -24,6 +24,7 @@ TRAINER_RULES: Mapping[str, str | None] = {
     "mlp": "tensor",
     "head_dim": None,
     "norm": None,
+    "heads_norm": "tensor",
     "features": None,
     "rank": None,
     "experts": "fsdp",

@@ -104,6 +104,10 @@ class MeshLayout(Layout):
         made = lax.map(lambda part: mine(part[0].T, *part[1:], matrices).T, given)
         return _scatter(made.reshape(-1, len(x)).T, "fsdp", 1, dtype)
 
+    def prompts(self, prefix_ids: Array | None) -> Array | None:
+        # Rows for splash contain a copy of the prompt for each response.
+        return None if self.attention.startswith("splash") else prefix_ids
+
     def over_heads(self, x: Float[Array, " tokens"]) -> Float[Array, " tokens"]:
         return lax.psum(x, "tensor")
 

@@ -6,7 +6,9 @@ sampler's arrays, the transfer needs memory for only one layer.
 """
 
 import math
+from collections.abc import Sequence
 from copy import copy
+from functools import partial
 
 import jax
 import numpy as np
@@ -16,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
 from dapo_jax.dapo.quantization import quantized
-from dapo_jax.models.decoder import is_apart
-from dapo_jax.models.layout import output_dimensions
+from dapo_jax.models.decoder import is_apart, stacks_of
+from dapo_jax.models.layout import is_float32, output_dimensions
 from dapo_jax.models.lora import merged, put_together
 from dapo_jax.parallel.mesh import AXES, Meshes
 from dapo_jax.parallel.sharding import SAMPLER_RULES, TRAINER_RULES, shardings, split
@@ -44,32 +46,44 @@ class WeightTransfer:
             difference between the sampler's and the trainer's log-probabilities.
         eight_bit: store matrices as int8 with one scale per output (`Quantized`). Biases and adapters remain in `dtype`.
         merged_by: factor with which adapters are merged into their weight matrices, in float32. None: adapters stay separate.
+        places: `DecoderConfig.places`; required if there are Gated DeltaNet layers.
 
     Raises:
         ValueError: a dimension is not divisible by the size of its mesh axis.
     """
 
     def __init__(
-        self, params: nnx.State, where: Mesh | Meshes, *, dtype: str, eight_bit: bool = False, merged_by: float | None = None
+        self, params: nnx.State, where: Mesh | Meshes, *, dtype: str, eight_bit: bool = False, merged_by: float | None = None,
+        places: Sequence[tuple[str, int]] = (),
     ) -> None:  # fmt: skip
         self._frozen = nnx.State({})
         meshes = both_on(where) if isinstance(where, Mesh) else where
         self._dtype, self._eight_bit, self._merged_by = dtype, eight_bit, merged_by
         # The CPU runtime may hang if many collective programs are queued.
         self._waits = meshes.train.devices.flat[0].platform == "cpu"
-        self._count = jax.tree.leaves(params["blocks"])[0].shape[0]
+        stacks = stacks_of(params)
+        layers = range(jax.tree.leaves(params[stacks[0]])[0].shape[0])
+        self._places = places or [("blocks", index) for index in layers]
         shapes = {
-            "layer": jax.eval_shape(lambda blocks: self._cast(self._made(blocks, 0)), params["blocks"]),
             "ends": jax.eval_shape(self._cast, _ends(params)),
+            **{
+                name: jax.eval_shape(lambda blocks: self._cast(self._made(blocks, 0)), params[name])
+                for name in stacks
+            },
         }
         self._placed = shardings(params, meshes.train)
         self._source = shardings(shapes, meshes.train)
         self._target = shardings(shapes, meshes.publish, SAMPLER_RULES)
         self._sampler = shardings(shapes, meshes.sampler, SAMPLER_RULES)
         out = jax.tree.map(_shaped, shapes, self._sampler)
-        self.shapes: SamplerWeights = {"layers": (out["layer"],) * self._count, "ends": out["ends"]}
+        # Adapters may be in the layers of one stack only.
+        layers = tuple(out.get(name, nnx.State({})) for name, _ in self._places)
+        self.shapes: SamplerWeights = {"layers": layers, "ends": out["ends"]}
         """Shapes and shardings of the transferred weights."""
-        self._layer = Together(jax.jit(self._layer_program, out_shardings=self._target["layer"]))
+        self._layer = {
+            name: Together(jax.jit(partial(self._layer_program, name), out_shardings=self._target[name]))
+            for name in stacks
+        }
         self._ends = Together(jax.jit(self._ends_program, out_shardings=self._target["ends"]))
 
     def __call__(self, params: nnx.State) -> SamplerWeights:
@@ -78,8 +92,11 @@ class WeightTransfer:
         Only the first call compiles. The result remains valid after an update that donates `params`.
         """
         layers, params = [], put_together(params, self._frozen)
-        for index in range(self._count):
-            layer = local(self._layer(params["blocks"], np.int32(index)), self._sampler["layer"])
+        for name, index in self._places:
+            if name not in self._layer:
+                layers.append(nnx.State({}))
+                continue
+            layer = local(self._layer[name](params[name], np.int32(index)), self._sampler[name])
             layers.append(jax.block_until_ready(layer) if self._waits else layer)
         ends = local(self._ends(_ends(params)), self._sampler["ends"])
         return {"layers": tuple(layers), "ends": ends}
@@ -92,19 +109,19 @@ class WeightTransfer:
 
     def shared(self, params: nnx.State) -> SamplerWeights:
         """Returns sampler weights that share the arrays of `params`, which must be separate per layer and sharded as in the sampler (see `shares_base`)."""
-        layers = tuple(local(params["blocks"][index], self._sampler["layer"]) for index in range(self._count))
+        layers = tuple(local(params[name][index], self._sampler[name]) for name, index in self._places)
         return {"layers": layers, "ends": local(_ends(params), self._sampler["ends"])}
 
     def lower(self, params: nnx.State) -> dict[str, jax.stages.Lowered]:
-        """Lowers the two programs that a call executes, for the shapes of `params`: `layer`, which runs once per layer, and `ends`."""
+        """Lowers the programs that a call executes, for the shapes of `params`: one for each stack, which runs once per layer, and `ends`."""
         placed = jax.tree.map(_shaped, put_together(params, self._frozen), self._placed)
         return {
-            "layer": self._layer.lower(placed["blocks"], np.int32(0)),
+            **{name: program.lower(placed[name], np.int32(0)) for name, program in self._layer.items()},
             "ends": self._ends.lower(_ends(placed)),
         }
 
-    def _layer_program(self, blocks: nnx.State, index: Int[Array, ""]) -> nnx.State:
-        return self._move("layer", self._made(blocks, index))
+    def _layer_program(self, name: str, blocks: nnx.State, index: Int[Array, ""]) -> nnx.State:
+        return self._move(name, self._made(blocks, index))
 
     def _ends_program(self, ends: nnx.State) -> nnx.State:
         return self._move("ends", ends)
@@ -120,7 +137,7 @@ class WeightTransfer:
     def _cast(self, tree: nnx.State) -> nnx.State:
         def cast(leaf: nnx.Variable) -> nnx.Variable:
             axes = leaf.get_metadata()["axes"]
-            if axes[-1] == "norm":
+            if is_float32(axes):
                 return leaf
             # A matrix product sums over all dimensions after the output dimensions. A bias has only output dimensions.
             summed = tuple(range(output_dimensions(axes), len(axes)))
@@ -150,15 +167,16 @@ class AdapterTransfer:
         return _joined(self._moved, self._adapters(params))
 
     def lower(self, params: nnx.State) -> dict[str, jax.stages.Lowered]:
-        """Lowers the program that each call runs for each layer, for adapters with the shapes of `params`."""
-        return {"layer": self._adapters.lower(params)["layer"]}
+        """Lowers the programs that each call runs for the layers, for adapters with the shapes of `params`."""
+        lowered = self._adapters.lower(params)
+        return {name: lowered[name] for name in stacks_of(params)}
 
 
 def shares_base(frozen: nnx.State, meshes: Meshes, *, dtype: str) -> bool:
     """Returns whether trainer and sampler can share one copy of the base. The base must have the sampler's `dtype` and equal
     shardings in trainer and sampler, and a single sampler must use all devices. `frozen` is the base, or its shapes, with stacked layers."""
     variables = jax.tree.leaves(frozen, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-    kinds = {each.dtype.name for each in variables if each.get_metadata()["axes"][-1] != "norm"}
+    kinds = {each.dtype.name for each in variables if not is_float32(each.get_metadata()["axes"])}
     if meshes.count > 1 or meshes.train.size != meshes.sampler.size or kinds != {dtype}:
         return False
     trained = jax.tree.leaves(shardings(frozen, meshes.train, TRAINER_RULES))

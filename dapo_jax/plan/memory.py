@@ -67,7 +67,7 @@ class Resident:
     decode_state: int = 0
     """The KV cache and the logits of all slots."""
     paused: int = 0
-    """Logits of paused responses; 0 unless more responses are in flight than there are slots."""
+    """Logits and recurrent states of paused responses; 0 unless more responses are in flight than there are slots."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,11 +134,14 @@ def together(program: str, there: Resident, *, updates: int) -> tuple[str, dict[
     several = "update with several row lengths"
     known: dict[str, tuple[str, dict[str, int]]] = {
         "transfer": ("transfer: layers", sampler),
+        "transfer_delta": ("transfer: Gated DeltaNet layers", sampler),
         "transfer_ends": ("transfer: embeddings", sampler),
         "prefill": ("sampling: prefill", prompts),
         "prefill_part": ("sampling: chunked prefill", chunks),
+        "prefill_part_delta": ("sampling: chunked prefill", chunks),
         "prefill_kept": ("sampling: end of a chunked prefill", {**chunks, **ended}),
         "prefill_empty": ("", {}),
+        "prefill_empty_state": ("", {}),
         "fill": ("sampling: fill slots", prompts),
         "insert": ("sampling: fill slots", prompts),
         "fill_part": ("sampling: fill slots after a chunked prefill", ended),

@@ -41,6 +41,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
         "resident": _data(plan.resident),
         "pages": _data(plan.pages),
         "cached_token_bytes": cache_bytes_per_token(plan.config, plan.decoder),
+        "recurrent_state_bytes": plan.decoder.state_bytes,
         "cache_fit": plan.cache_fit and _data(plan.cache_fit),
         "programs": [
             {**_data(one), "memory": one.memory and _data(one.memory, "needed")} for one in plan.programs
@@ -202,6 +203,7 @@ def _sizes(plan: Plan) -> list[tuple[str, str]]:
         (f"decode state of {plan.config.sampling.slots} slots per sampler", there.decode_state),
         ("one cached token, on all devices of a sampler", token),
         (f"KV cache of {plan.pages.tokens:,} tokens in pages of {plan.pages.page_tokens:,}, on all devices of a sampler", token * plan.pages.tokens),
+        ("recurrent state of one sequence, on all devices of a sampler", plan.decoder.state_bytes),
         ("prompts prefilled in one call", there.prefix),
         ("a longer sequence while it is prefilled in chunks", there.buffers),
         ("the same sequence after its prefill", there.reread),

@@ -77,7 +77,7 @@ class Plan:
         """The largest KV cache with which every compiled phase stays within `limit`.
 
         None if no compiled phase has a KV cache, or if not even one sequence would fit. The heads of a cached token are sharded over a group of devices,
-        and slots over several such groups. If more responses fit than there are slots, each additional slot also needs memory for its logits.
+        and slots over several such groups. If more responses fit than there are slots, each additional slot also needs memory for its logits and recurrent state.
         """
         sampling = [phase.total for phase in self.phases if "decode state" in phase.parts]
         if not sampling or self.limit is None:
@@ -87,7 +87,7 @@ class Plan:
         held, slots = self.work.context + pages.page_tokens / 2, self.config.sampling.slots // spread
         tokens, responses = left / each, left / each / held
         if responses > slots:
-            logits = logits_bytes(self.decoder, 1)
+            logits = logits_bytes(self.decoder, 1) + self.decoder.state_bytes // self.sizes.sampler["tensor"]
             responses = (left + slots * logits) / (held * each + logits)
             tokens = responses * held
         whole, most = int(tokens) // pages.page_tokens * pages.page_tokens, max(slots, int(responses))
@@ -152,7 +152,7 @@ def plan(
     if windows := [window for window in decoder.windows if window]:
         kept = f"{len(windows)} of {decoder.layers} layers attend to the last {max(windows):,} tokens, but the KV cache keeps all tokens of these layers, too"
         notes = (*notes, kept)
-    work = workload_of(config, assumed or Assumptions())
+    work = workload_of(config, assumed or Assumptions(), recurrent=decoder.delta is not None)
     work = replace(work, notes=(*work.notes, *notes))
     # JAX cannot place arrays in the host memory of absent devices, so offloaded moments are subtracted below.
     placed = replaced(config, {"optimizer.offload": False}) if isinstance(devices[0], Absent) else config

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jax.stages import Lowered
 
 from dapo_jax.config import TrainConfig
+from dapo_jax.models.decoder import stacks_of
 from dapo_jax.models.lora import parted
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.models.tensors import shapes_of
@@ -80,7 +81,10 @@ class Programs:
         decoded = jax.eval_shape(partial(decoding, temperature=self.config.sampling.temperature))
         made: dict[str, Lower] = self.engine.programs(self._transfer.shapes, decoded)
         rows, lengths, params = self.config.batch.rows_per_microbatch, self._row_lengths, self.state.params
-        made["transfer"] = lambda: self._transfer.lower(params)["layer"]
+        names = {"blocks": "transfer", "delta_blocks": "transfer_delta"}
+        stacks = stacks_of(params) if self._adapts else dict.fromkeys(name for name, _ in self.decoder.places)
+        for stack in stacks:
+            made[names[stack]] = lambda stack=stack: self._transfer.lower(params)[stack]
         if not self._adapts:
             made["transfer_ends"] = lambda: self._transfer.lower(params)["ends"]
         made |= self._updater.programs(self.state, capacity=self.work.room, rows=rows, lengths=lengths)
@@ -99,6 +103,7 @@ class Programs:
     def resident(self) -> Resident:
         """Bytes per device of the arrays that stay in memory between programs, computed from shapes."""
         sizes, state, decoder = self.sizes, self.state, self._policy.decoder
+        recurrent = -(-decoder.state_bytes // sizes.sampler["tensor"])
         params = bytes_on_device(state.params, sizes.train)
         moments = bytes_on_device(state.opt_state, sizes.train)
         rows, (longest, *shorter) = self.config.batch.rows_per_microbatch, self._row_lengths
@@ -113,12 +118,12 @@ class Programs:
         # If the pages run out, a response of any length may be re-prefilled.
         prefilled = capacity if engine.page_sizes.runs_out else prefill.longest
         chunks = -(-capacity // width) * width if prefilled > width else 0
-        reread = chunks and chunks * each + prefill.row_prompts * decoder.vocab_rows * 4
+        reread = chunks and chunks * each + prefill.row_prompts * (decoder.vocab_rows * 4 + recurrent)
         heads = -(-decoder.kv_heads // sizes.sampler["tensor"])
         base = bytes_on_device(self._transfer.base_shapes, sizes.sampler) if self._adapts else 0
         # The residual stream and the rotary embedding of one chunk, in float32.
         flowing = 4 * (decoder.embed_dim + decoder.head_dim) * width
-        cached = 2 * decoder.layers * heads * decoder.head_dim * item(self._dtype)
+        cached = 2 * decoder.count("blocks") * heads * decoder.head_dim * item(self._dtype)
         return Resident(
             state=params + moments,
             moments=moments,
@@ -133,13 +138,13 @@ class Programs:
             minibatch=first + sum(others),
             shorter=sum(others),
             gradient=bytes_on_device(self._updater.sums_structs(state), sizes.train) if others else 0,
-            prefix=prefix_bytes(decoder, prefill, token_bytes=each),
-            buffers=chunks and cached * chunks + flowing,
+            prefix=prefix_bytes(decoder, prefill, token_bytes=each, state_bytes=recurrent),
+            buffers=chunks and cached * chunks + flowing + prefill.row_prompts * recurrent,
             reread=reread,
             waiting=reread if prefill.longest > width else 0,
             decode_state=bytes_on_device(engine.state_structs, sizes.sampler),
-            # Each device has the logits of all paused responses, whose number is rounded up to a multiple of `slots`.
-            paused=4 * decoder.vocab_rows * slots * max(0, -(-self._in_flight // slots) - 1),
+            # Each device has the logits and recurrent states of all paused responses, whose number is rounded up to a multiple of `slots`.
+            paused=(4 * decoder.vocab_rows + recurrent) * slots * max(0, -(-self._in_flight // slots) - 1),
         )
 
     @property
@@ -213,7 +218,8 @@ class Programs:
     @cached_property
     def _pass(self) -> TrainingPass:
         config, mesh, decoder = self.config, self.meshes.train, self.decoder
-        how = {"head_dim": decoder.head_dim, "score_cap": decoder.score_cap}
+        how: dict[str, Any] = {"head_dim": decoder.head_dim, "score_cap": decoder.score_cap}
+        how["recurrent"] = decoder.delta is not None
         return training_pass(config.model, config.batch, mesh, row_tokens=config.row_tokens, **how)
 
     @cached_property

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dapo_jax.config import TrainConfig
+from dapo_jax.models.gated_delta import CHUNK
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.plan.compiled import Program
 from dapo_jax.plan.sizes import decoder_of
@@ -79,9 +80,15 @@ def work_of(
     """Returns the work of each phase of a step. The received bytes are counted in the compiled `programs`."""
     # Most prompts are prefilled by the programs whose names begin with this prefix.
     prefill = "prefill_rows" if prefill_shape_of(config).rows > 1 else "prefill_row"
+    attends, recurs = decoder.count("blocks"), decoder.count("delta_blocks")
     in_each_run = {
-        "transfer": ["transfer_ends", *["transfer"] * decoder.layers],
-        "prefill": [f"{prefill}_embed", f"{prefill}_head", *[prefill] * decoder.layers],
+        "transfer": ["transfer_ends", *["transfer"] * attends, *["transfer_delta"] * recurs],
+        "prefill": [
+            f"{prefill}_embed",
+            f"{prefill}_head",
+            *[prefill] * attends,
+            *[f"{prefill}_delta"] * recurs,
+        ],
         "decode": ["generate"],
         "log-probabilities": ["score"],
         "teacher's log-probabilities": ["score_teacher"],
@@ -145,26 +152,46 @@ def matrix_parameters(decoder: DecoderConfig, tokens: int | float = 1) -> int | 
 
     If each token chooses k of E experts at random, n tokens use E (1 - (1 - k / E)^n) of them. Routers that were trained choose less evenly.
     """
-    heads = decoder.head_dim * (2 * decoder.heads + 2 * decoder.kv_heads)
+    heads = decoder.head_dim * ((2 + decoder.attention_gate) * decoder.heads + 2 * decoder.kv_heads)
+    mixers = decoder.count("blocks") * heads
+    if decoder.delta is not None:
+        mixers += decoder.count("delta_blocks") * (decoder.delta.matrix_rows + decoder.delta.outputs)
     adapters = 0 if decoder.lora is None else decoder.trained_parameters
     mlp: int | float = 3 * decoder.mlp_dim
     if experts := decoder.experts:
         used = experts.count * (1 - (1 - experts.chosen / experts.count) ** tokens)
         mlp = used * mlp + experts.count
-    return decoder.layers * decoder.embed_dim * (heads + mlp) + adapters
+    return decoder.embed_dim * (mixers + decoder.layers * mlp) + adapters
 
 
 def forward_flops(
-    decoder: DecoderConfig, *, tokens: int | float = 0, pairs: int | float = 0, logits: int | float = 0
-) -> int | float:
+    decoder: DecoderConfig, *, tokens: int | float = 0, pairs: int | float = 0, logits: int | float = 0, chunk: int = CHUNK
+) -> int | float:  # fmt: skip
     """Returns the operations of a forward pass. A matrix product of [m, k] and [k, n] requires 2 m k n operations.
 
     `tokens` is the number of tokens that pass through the layers, and `logits` the number of tokens for which logits are computed.
     `pairs` is the number of query-key pairs. Each pair requires one product with a key and one with a value in every head.
+    `chunk` is the number of tokens in a chunk of a Gated DeltaNet layer, or 0 for one token at a time.
     """
-    attention = 4 * decoder.layers * decoder.heads * decoder.head_dim
+    attention = 4 * decoder.count("blocks") * decoder.heads * decoder.head_dim
     unembedding = _unembedding_parameters(decoder)
-    return 2 * matrix_parameters(decoder) * tokens + attention * pairs + 2 * unembedding * logits
+    recurrence = decoder.count("delta_blocks") * _recurrence_flops(decoder, chunk)
+    return (
+        (2 * matrix_parameters(decoder) + recurrence) * tokens + attention * pairs + 2 * unembedding * logits
+    )
+
+
+def _recurrence_flops(decoder: DecoderConfig, chunk: int) -> int:
+    """Returns the operations per token of the recurrence in one Gated DeltaNet layer.
+
+    A token is multiplied by the state twice, and changes it once. In a chunk of C tokens, each token has C products of keys, of queries, of changes (twice) and
+    of decays, and its share of the 2 log2(C) products of C x C matrices in the inverse.
+    """
+    if (sizes := decoder.delta) is None:
+        return 0
+    inverse = 2 * 2 * chunk * chunk * math.ceil(math.log2(chunk)) if chunk else 0
+    of_value = 6 * sizes.key_dim * sizes.value_dim + 4 * chunk * sizes.value_dim + 2 * chunk + inverse
+    return sizes.value_heads * of_value + sizes.key_heads * 4 * chunk * sizes.key_dim
 
 
 def window_share(decoder: DecoderConfig, last: int | float, *, first: int | float = 0) -> float:
@@ -188,10 +215,10 @@ def _pairs(tokens: int | float, most: int | float) -> float:
 
 
 def cache_bytes_per_token(config: TrainConfig, decoder: DecoderConfig) -> int:
-    """Returns the size in bytes of one token's keys and values across all layers, with the scales of an int8 cache."""
+    """Returns the size in bytes of one token's keys and values across all layers with attention, with the scales of an int8 cache."""
     plain = decoder.head_dim * item(config.model.compute_dtype)
     each = decoder.head_dim + 4 if config.sampling.cache_dtype else plain
-    return 2 * decoder.layers * decoder.kv_heads * each
+    return 2 * decoder.count("blocks") * decoder.kv_heads * each
 
 
 def item(dtype: str) -> int:
@@ -256,17 +283,19 @@ def _calls(shape: PrefillShape, length: float) -> float:
 def _decode(
     config: TrainConfig, decoder: DecoderConfig, work: Workload, sizes: MeshSizes, pages: PageSizes
 ) -> Work:
-    """Counts the decode steps. Each reads the weights once, and the cached tokens of every response on the device."""
+    """Counts the decode steps. Each reads the weights once, and the cached tokens of every response on the device. It also reads and writes their recurrent states."""
     parallel = in_flight(config, work, pages, sizes.samplers)
     steps = decode_steps(work, sizes.samplers, parallel)
     calls = steps / config.sampling.steps_per_call
     tokens = work.responses * work.response_mean / sizes.samplers
     # Slots read the pages from the first in a window on, if the kernel for TPU is used. Other caches read more.
     seen = work.context * window_share(decoder, work.sequence, first=work.prompt_mean)
-    flops = forward_flops(decoder, tokens=tokens, pairs=tokens * seen, logits=tokens) / sizes.sampler_devices
+    flops = forward_flops(decoder, tokens=tokens, pairs=tokens * seen, logits=tokens, chunk=0)
+    flops /= sizes.sampler_devices
     # The heads are split over `tensor`, the slots over the other axes.
     each = cache_bytes_per_token(config, decoder) / sizes.sampler["tensor"]
-    cache = tokens / batch_shards(sizes.sampler) * seen * each
+    recurrent = 2 * decoder.state_bytes / sizes.sampler["tensor"]
+    cache = tokens / batch_shards(sizes.sampler) * (seen * each + recurrent)
     # The slots are split over the batch axes, so each device reads the experts of its own tokens.
     weights = decode_weight_parameters(decoder, parallel / batch_shards(sizes.sampler))
     read = steps * _sampler_bytes(weights, config, sizes) + cache

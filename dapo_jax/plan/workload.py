@@ -102,7 +102,7 @@ class Workload:
         return (self.sequence**2 + self.response_std**2 + self.sequence) / 2
 
 
-def workload_of(config: TrainConfig, assumed: Assumptions) -> Workload:
+def workload_of(config: TrainConfig, assumed: Assumptions, *, recurrent: bool = False) -> Workload:
     """Returns the work of one step with this configuration.
 
     Raises:
@@ -114,7 +114,7 @@ def workload_of(config: TrainConfig, assumed: Assumptions) -> Workload:
     prompt = _length("--prompt-tokens", assumed.prompt_tokens, "data.max_prompt_tokens", prompt_limit, notes)
     prompts, waves = _sampled(config, assumed.informative, notes)
     again = prompts * batch.group_size * (prompt + mean / 2)
-    reprefills = _reprefills(config, assumed.turns, again, notes)
+    reprefills = _reprefills(config, assumed.turns, again, notes, recurrent=recurrent)
     kept = batch.keep or batch.group_size
     per_update, rows = batch.groups_per_update * kept, batch.rows_per_microbatch
     packed = math.ceil(per_update * (prompt + mean) / config.row_tokens)
@@ -138,7 +138,9 @@ def workload_of(config: TrainConfig, assumed: Assumptions) -> Workload:
     )
 
 
-def _reprefills(config: TrainConfig, turns: int | float | None, again: float, notes: list[str]) -> float:
+def _reprefills(
+    config: TrainConfig, turns: int | float | None, again: float, notes: list[str], *, recurrent: bool
+) -> float:
     """Returns the number of re-prefills per episode. If all episodes of a step are re-prefilled once, these are `again` tokens."""
     most = config.environment.max_turns
     if not config.environment.source:
@@ -150,11 +152,12 @@ def _reprefills(config: TrainConfig, turns: int | float | None, again: float, no
     count = most if turns is None else turns
     default = f" (--turns was not given: environment.max_turns = {most})" if turns is None else ""
     tokens = f"{(count - 1) * again:,.0f} tokens per step"
-    kept = not config.sampling.batch_invariant
+    cause = "sampling.batch_invariant" if config.sampling.batch_invariant else "a model with Gated DeltaNet"
+    kept = not config.sampling.batch_invariant and not recurrent
     notes.append(
         f"{count:g} turns per episode{default}; "
         + (f"the KV cache is kept between turns; re-prefilling all episodes would add {tokens}" if kept
-           else f"sampling.batch_invariant re-prefills the episode before each turn except the first, {tokens}")
+           else f"{cause} re-prefills the episode before each turn except the first, {tokens}")
     )  # fmt: skip
     notes.append("all tokens of an episode are counted as sampled; the environment's own time is not counted")
     return 0.0 if kept else float(count - 1)

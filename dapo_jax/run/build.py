@@ -119,6 +119,7 @@ class Run:
             row_tokens=config.row_tokens,
             head_dim=decoder.head_dim,
             score_cap=decoder.score_cap,
+            recurrent=decoder.delta is not None,
         )
         self._optimizer = optimizer_of(config.optimizer)
         say("preparing prompts")

@@ -103,7 +103,8 @@ def _transfer(
     trained, frozen = parted(shapes)
     moved = {"adapters": trained, "base": frozen}.get(part, shapes)
     factor = decoder.lora.scale if part == "merged" and decoder.lora is not None else None
-    return WeightTransfer(moved, meshes, dtype=dtype, eight_bit=eight_bit, merged_by=factor)
+    how: dict[str, Any] = {"dtype": dtype, "eight_bit": eight_bit, "merged_by": factor}
+    return WeightTransfer(moved, meshes, **how, places=decoder.places)
 
 
 def sharing(meshes: Meshes, sampling: SamplingConfig, *, dtype: str) -> Callable[[nnx.State], bool]:
@@ -260,6 +261,7 @@ def taught_by(config: TrainConfig, teacher: Policy, mesh: Mesh) -> Model:
         row_tokens=tokens,
         head_dim=teacher.decoder.head_dim,
         score_cap=teacher.decoder.score_cap,
+        recurrent=teacher.decoder.delta is not None,
     )
     graph = teacher.graph(compute_dtype=model.compute_dtype, remat="none", layout=how.layout)
     return graph, teacher.params, teacher.frozen

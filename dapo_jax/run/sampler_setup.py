@@ -183,13 +183,15 @@ def room_for_cache(
     spread = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     each, computed = (token_bytes(decoder, mesh, dtype=of, kind=kind) for of in (dtype, compute_dtype))
     room = int(KNOWN_SHARE * memory) - resident - logits_bytes(decoder, sampling.slots // spread)
-    # Every device stores next-token logits for each response that is not in a slot.
-    room -= max(0, in_flight - sampling.slots) * decoder.vocab_rows * 4
+    state = -(-decoder.state_bytes // mesh.shape["tensor"])
+    room -= sampling.slots // spread * state
+    # Every device stores next-token logits and the recurrent state of each response that is not in a slot.
+    room -= max(0, in_flight - sampling.slots) * (decoder.vocab_rows * 4 + state)
     # Up to two prefills are in memory, because responses of one prefill may still wait for slots when the next prefill begins.
-    rows = 2 * prefix_bytes(decoder, shape, token_bytes=each)
+    rows = 2 * prefix_bytes(decoder, shape, token_bytes=each, state_bytes=state)
     # During chunked prefill, keys and values of the context are stored both in the compute dtype and in the dtype of the cache.
     width = -(-capacity // shape.width) * shape.width
-    parts = width * (computed + each) + shape.row_prompts * decoder.vocab_rows * 4
+    parts = width * (computed + each) + shape.row_prompts * (decoder.vocab_rows * 4 + state)
     all_slots = sampling.slots // spread * capacity * each
     if not in_flight and shape.longest <= shape.width and room - rows >= all_slots:
         return room - rows  # all slots fit, so no response is re-prefilled and chunked prefill is not used
@@ -201,9 +203,12 @@ def logits_bytes(decoder: DecoderConfig, slots: int) -> int:
     return _LOGITS * slots * decoder.vocab_rows * 4
 
 
-def prefix_bytes(decoder: DecoderConfig, shape: PrefillShape, *, token_bytes: int) -> int:
-    """Returns the size of the results of one prefill in bytes: the keys and values of all its rows, and the logits after each prompt."""
-    return shape.rows * (shape.width * token_bytes + shape.row_prompts * decoder.vocab_rows * 4)
+def prefix_bytes(decoder: DecoderConfig, shape: PrefillShape, *, token_bytes: int, state_bytes: int) -> int:
+    """Returns the size of the results of one prefill in bytes: the keys and values of all its rows, and the logits and recurrent state after each prompt.
+    `state_bytes` is the size of one sequence's state on a device."""
+    return shape.rows * (
+        shape.width * token_bytes + shape.row_prompts * (decoder.vocab_rows * 4 + state_bytes)
+    )
 
 
 def cache_note(sizes: PageSizes, *, room: int, memory: int) -> str:

@@ -50,6 +50,7 @@ def training_pass(
     row_tokens: int,
     head_dim: int,
     score_cap: float | None = None,
+    recurrent: bool = False,
     device: AnyDevice | None = None,
 ) -> TrainingPass:
     """Returns the training pass for `model` and `batch`.
@@ -61,12 +62,18 @@ def training_pass(
         row_tokens: number of tokens in a row. Rounded up to a multiple that mesh and attention can split, unless `batch.row_tokens` is set.
         head_dim: number of dimensions of an attention head.
         score_cap: cap of the attention scores (`DecoderConfig.score_cap`), which cuDNN does not support.
+        recurrent: whether the model has Gated DeltaNet layers.
         device: device whose attention kernel is used. Defaults to the first device of the mesh.
 
     Raises:
         ConfigError: row length, mesh and attention do not fit together.
     """
     context, tensor = mesh.shape["context"], mesh.shape["tensor"]
+    if recurrent and context > 1:
+        raise ConfigError(
+            f"parallel.context={context} splits rows over devices, but each part of a row in a Gated DeltaNet layer needs the state after the parts before it: "
+            "set parallel.context=1, and use parallel.fsdp or parallel.tensor"
+        )
     device = device or mesh.devices.flat[0]
     attention, note = _attention(model, device, head_dim, context, score_cap), ""
     if score_cap is not None and device.platform == "gpu":

@@ -51,10 +51,14 @@ def without_kernel(mesh: Mesh, head_dim: int, dtype: str, beyond_gpu: str = "") 
 
 
 def token_bytes(config: DecoderConfig, mesh: Mesh, *, dtype: str, kind: Kind) -> int:
-    """Returns the size in bytes, per device, of one token's keys, values and scales across all layers, with the heads sharded over the devices."""
+    """Returns the size in bytes, per device, of one token's keys, values and scales across all layers with attention, with the heads sharded over the devices."""
     heads, tokens = -(-config.kv_heads // mesh.shape["tensor"]), tpu_cache.LANES
     page = jax.eval_shape(lambda: _module(kind).empty(1, heads, tokens, config.head_dim, dtype))
-    return config.layers * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(page)) // tokens
+    return (
+        config.count("blocks")
+        * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(page))
+        // tokens
+    )
 
 
 def sizes_for(

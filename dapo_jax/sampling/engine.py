@@ -20,7 +20,8 @@ from jax.stages import Lowered
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 from dapo_jax.dapo.rollouts import NO_ROUTE
-from dapo_jax.models.decoder import Block, EmbeddingAndHead, RopeTables, rope_tables
+from dapo_jax.models.decoder import Block, EmbeddingAndHead, RopeTables, empty_state, rope_tables
+from dapo_jax.models.gated_delta import DeltaState, one_token
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.parallel.training_layout import SamplerLayout
@@ -39,7 +40,7 @@ class DecodeState:
     """The state of all slots. `insert` and `generate` donate its buffers."""
 
     layers: tuple[Any, ...]
-    """The KV cache of each layer, in pages."""
+    """The KV cache of each layer with attention, in pages."""
     logits: Float[Array, "slots vocab"] | Any
     """Logits of each slot's next token."""
     lengths: Int[Array, " slots"] | Any
@@ -50,6 +51,8 @@ class DecodeState:
     live: Bool[Array, " slots"] | Any
     keys: Key[Array, " slots"] | Any
     """Random key of each slot's response."""
+    states: tuple[DeltaState, ...] = ()
+    """The recurrent state of each slot in each Gated DeltaNet layer. A slot that is not live keeps its state."""
     fed: Int[Array, "slots feed_tokens"] | Any = ()
     """Tokens to feed to each slot before it samples, right-aligned; () if the engine does not feed tokens."""
     to_feed: Int[Array, " slots"] | Any = ()
@@ -135,7 +138,8 @@ class DecoderEngine:
         kind = cache or kind_for(
             mesh, config.head_dim, **asked, turns=leaves_slots, beyond_gpu=config.beyond_gpu
         )
-        parks = has_turns and not batch_invariant
+        # Pages can stay outside the slots, but recurrent states cannot, so models with Gated DeltaNet re-prefill episodes between turns.
+        parks = has_turns and not batch_invariant and config.delta is None
         holders = max(slots * (1 + parks), -(-in_flight // spread) * spread)
         experts = config.experts if records_routes else None
         self._routes = None if experts is None else (config.layers, experts.chosen)
@@ -152,11 +156,18 @@ class DecoderEngine:
                 f"do not fit in {self.page_sizes.pools * self.page_sizes.pool_pages} pages of {self.page_sizes.page_tokens} tokens"
             )
 
-        def block(layout: SamplerLayout) -> nnx.GraphDef[Block]:
+        def blocks(layout: SamplerLayout) -> dict[str, nnx.GraphDef[Block]]:
             how: Any = {"compute_dtype": compute_dtype, "layout": layout}
-            return nnx.split(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0), **how)))[0]
+            stacks = {name: name == "delta_blocks" for name, _ in config.places}
+            made = nnx.eval_shape(
+                lambda: {
+                    name: Block(config, rngs=nnx.Rngs(0), delta=delta, **how)
+                    for name, delta in stacks.items()
+                }
+            )
+            return {name: nnx.split(block)[0] for name, block in made.items()}
 
-        self._block = block(SamplerLayout(mesh, by_slot=True))
+        self._graphs = blocks(SamplerLayout(mesh, by_slot=True))
         self._ends, _ = nnx.split(
             nnx.eval_shape(lambda: EmbeddingAndHead(config, rngs=nnx.Rngs(0), compute_dtype=compute_dtype))
         )
@@ -165,7 +176,7 @@ class DecoderEngine:
         masks: Any = {"windows": config.windows, "cap": config.score_cap}
         self._cache = cache_for(kind, mesh, self.page_sizes, **heads, **dtypes, **masks)
         self._read = Prefill(
-            config, mesh, self._cache, block=block(SamplerLayout(mesh)), ends=self._ends, capacity=capacity, **dtypes, routes=self._routes,
+            config, mesh, self._cache, blocks=blocks(SamplerLayout(mesh)), ends=self._ends, capacity=capacity, **dtypes, routes=self._routes,
             shape=prefill or prefill_shape(longest=capacity, capacity=capacity, prompts=_ROWS, tokens=_TOKENS, alone=batch_invariant),
         )  # fmt: skip
         # Each device samples for its share of the slots, from complete rows of logits. So only the logits are transferred between devices, and only once.
@@ -177,13 +188,17 @@ class DecoderEngine:
         # The shardings are fixed, because `insert` and `generate` would be recompiled for a state with other shardings.
         shapes, whole = jax.eval_shape(self._init_program), self._whole
         self._struct = partial(jax.ShapeDtypeStruct, sharding=whole)
-        layers = jax.tree.map(lambda _: self._halves, shapes.layers)
-        state = replace(jax.tree.map(lambda _: self._rows, shapes), layers=layers, logits=self._shares)
+        layers, states = (
+            jax.tree.map(lambda _: self._halves, each) for each in (shapes.layers, shapes.states)
+        )
+        state = replace(
+            jax.tree.map(lambda _: self._rows, shapes), layers=layers, logits=self._shares, states=states
+        )
         self._init = jax.jit(self._init_program, out_shardings=state)
         self.state_structs = self._init.eval_shape()
         self._fill = jax.jit(self._fill_program, donate_argnums=1, out_shardings=state.layers)
         self._insert = jax.jit(self._insert_program, donate_argnums=1, out_shardings=state)
-        self._paused = jax.jit(self._paused_program, out_shardings=(whole, whole))
+        self._paused = jax.jit(self._paused_program, out_shardings=(whole, whole, states))
         self._release = jax.jit(self._release_program, donate_argnums=0, out_shardings=state)
         self._generate = jax.jit(self._generate_program, donate_argnums=1, out_shardings=(state, whole))
 
@@ -229,9 +244,9 @@ class DecoderEngine:
         return self._release(state, self._padded(np.array(slots, np.int32)), np.int32(len(slots)))
 
     def paused(self, state: DecodeState) -> Prefix:
-        logits, lengths = self._paused(state.logits, state.lengths)
+        logits, lengths, states = self._paused(state.logits, state.lengths, state.states)
         zeros = np.zeros(self.slots, np.int32)
-        return Prefix(layers=(), logits=logits, rows=zeros, starts=zeros, lengths=lengths)
+        return Prefix(layers=(), logits=logits, rows=zeros, starts=zeros, lengths=lengths, states=states)
 
     def parked(self, lengths: Sequence[int]) -> Prefix:
         """Implements `Engine.parked`. The logits are placeholders, because feeding tokens computes new logits."""
@@ -274,9 +289,12 @@ class DecoderEngine:
             **programs,
         }
         if self._takes_turns:
-            logits, lengths = self._paused.eval_shape(state.logits, state.lengths)
-            prefixes["paused"] = Prefix(layers=(), logits=logits, rows=column, starts=column, lengths=lengths)
-            made["paused"] = partial(self._paused.lower, state.logits, state.lengths)
+            paused = state.logits, state.lengths, state.states
+            logits, lengths, states = self._paused.eval_shape(*paused)
+            prefixes["paused"] = Prefix(
+                layers=(), logits=logits, rows=column, starts=column, lengths=lengths, states=states
+            )
+            made["paused"] = partial(self._paused.lower, *paused)
         if self.feed_tokens:
             one = self._struct((1, *state.logits.shape[1:]), state.logits.dtype)
             prefixes["parked"] = Prefix(layers=(), logits=one, rows=column, starts=column, lengths=column)
@@ -311,10 +329,11 @@ class DecoderEngine:
         zeros = jnp.zeros(slots, jnp.int32)
         feeds = self.feed_tokens > 0
         return DecodeState(
-            layers=tuple(self._cache.empty(*shape, self._cache_dtype) for _ in range(config.layers)),
+            layers=tuple(self._cache.empty(*shape, self._cache_dtype) for _ in range(config.count("blocks"))),
             logits=jnp.zeros((slots, config.vocab_rows), jnp.float32),
             lengths=zeros, generated=zeros, limits=zeros, live=jnp.zeros(slots, bool),
             keys=jax.random.split(jax.random.key(0), slots),
+            states=tuple(empty_state(config, slots, self._dtype) for _ in range(config.count("delta_blocks"))),
             fed=jnp.zeros((slots, self.feed_tokens), jnp.int32) if feeds else (), to_feed=zeros if feeds else (),
         )  # fmt: skip
 
@@ -346,8 +365,12 @@ class DecoderEngine:
         def put(name: str, new: Array) -> Array:
             return getattr(state, name).at[at].set(new, mode="drop", unique_indices=True)
 
+        def put_state(into: Array, new: Array) -> Array:
+            return into.at[at].set(new[prompts], mode="drop", unique_indices=True)
+
         return replace(
             state,
+            states=jax.tree.map(put_state, state.states, prefix.states),
             layers=self._fill_program(prefix, state.layers, *pages) if prefix.layers else state.layers,
             logits=put("logits", prefix.logits[jnp.minimum(prompts, len(prefix.logits) - 1)]),
             lengths=put("lengths", prefix.lengths[prompts]),
@@ -358,9 +381,9 @@ class DecoderEngine:
             **{name: put(name, new) for name, new in zip(("fed", "to_feed"), feeding, strict=False)},
         )
 
-    def _paused_program(self, logits: Array, lengths: Array) -> tuple[Array, Array]:
+    def _paused_program(self, *arrays: Any) -> tuple[Any, ...]:
         """Copies the arrays, because the next call donates the state."""
-        return jnp.copy(logits), jnp.copy(lengths)
+        return jax.tree.map(jnp.copy, arrays)
 
     def _release_program(self, state: DecodeState, slots: Array, count: Array) -> DecodeState:
         at = self._first(slots, count)
@@ -506,9 +529,16 @@ class DecoderEngine:
         outer = nnx.merge(self._ends, params["ends"])
         config = self._config
         ropes = jax.tree.map(lambda part: part[:, state.lengths], rope)
-        x, layers, chosen = outer.embed(tokens), [], []
+        x, layers, states, chosen = outer.embed(tokens), [], [], []
         now = self._cache.reading(tables, state.lengths, drawing)
-        for index, (weights, layer) in enumerate(zip(params["layers"], state.layers, strict=True)):
+        for index, (weights, (stack, place)) in enumerate(zip(params["layers"], config.places, strict=True)):
+            if stack == "delta_blocks":
+                mix = partial(one_token, state=state.states[place], live=drawing)
+                x, grown, _ = nnx.merge(self._graphs[stack], weights)(x, ropes[0], mix)
+                x = lax.with_sharding_constraint(x, self._columns)
+                states.append(grown)
+                continue
+            layer = state.layers[place]
             window = {"window": config.windows[index]} if config.windows else {}
 
             def attend(
@@ -517,14 +547,15 @@ class DecoderEngine:
                 return self._cache.extend(layer, now, query, key, value, **window)
 
             turn = config.rope_of_layer[index] if config.rope_of_layer else 0
-            x, grown, own = nnx.merge(self._block, weights)(x, ropes[turn], attend)
+            x, grown, own = nnx.merge(self._graphs[stack], weights)(x, ropes[turn], attend)
             x = lax.with_sharding_constraint(x, self._columns)
             layers.append(grown)
             chosen.append(own)
         # Both constraints are needed. With only the second, XLA would transfer the weights instead of the logits.
         logits = lax.with_sharding_constraint(outer.logits(outer.normed(x)), self._halves)
         logits = lax.with_sharding_constraint(logits, self._shares)
-        state = replace(state, layers=tuple(layers), logits=jnp.where(drawing[:, None], logits, state.logits))
+        logits = jnp.where(drawing[:, None], logits, state.logits)
+        state = replace(state, layers=tuple(layers), logits=logits, states=tuple(states))
         if self._routes is None:
             return state, None
         routes = jnp.where(drawing[:, None, None], jnp.stack(chosen, axis=1).astype(jnp.uint8), NO_ROUTE)

@@ -20,7 +20,15 @@ from jaxtyping import Array, Float, Int
 
 from dapo_jax.dapo.rollouts import NO_ROUTE
 from dapo_jax.models.attention import Near, causal_attention, part_attention
-from dapo_jax.models.decoder import Attend, Block, EmbeddingAndHead, RopeTables, rope_tables
+from dapo_jax.models.decoder import (
+    Attend,
+    Block,
+    EmbeddingAndHead,
+    RopeTables,
+    empty_state,
+    rope_tables,
+)
+from dapo_jax.models.gated_delta import DeltaState, over_rows
 from dapo_jax.models.presets import DecoderConfig
 from dapo_jax.parallel.weights import SamplerWeights
 from dapo_jax.sampling.cache import Cache
@@ -41,7 +49,7 @@ class PromptScores(NamedTuple):
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["layers", "logits", "rows", "starts", "lengths"],
+    data_fields=["layers", "logits", "rows", "starts", "lengths", "states"],
     meta_fields=[],
     drop_fields=["routes", "scores"],
 )
@@ -50,12 +58,14 @@ class Prefix:
     """Prefilled prompts. Their buffers are never donated, so one prompt can be inserted into many slots."""
 
     layers: tuple[Any, ...]
-    """Keys and values of each layer, arranged in the rows of `PackedPrompts`."""
+    """Keys and values of each layer with attention, arranged in the rows of `PackedPrompts`."""
     logits: Float[Array, "prompts vocab"] | Any
     """Logits of each prompt's first response token."""
     rows: Int[Array, " prompts"] | Any
     starts: Int[Array, " prompts"] | Any
     lengths: Int[Array, " prompts"] | Any
+    states: tuple[DeltaState, ...] = ()
+    """The recurrent state of each Gated DeltaNet layer at the end of each prompt."""
     routes: Sequence[np.ndarray] | None = None
     """The experts chosen for each prompt's tokens, [tokens, layers, chosen], or None if they are not recorded. They stay on the host."""
     scores: Sequence[PromptScores] = ()
@@ -73,13 +83,13 @@ class Prefill:
     """Prefills prompts with jitted programs on one mesh."""
 
     def __init__(
-        self, config: DecoderConfig, mesh: Mesh, cache: Cache, *, block: nnx.GraphDef[Block], ends: nnx.GraphDef[EmbeddingAndHead],
+        self, config: DecoderConfig, mesh: Mesh, cache: Cache, *, blocks: dict[str, nnx.GraphDef[Block]], ends: nnx.GraphDef[EmbeddingAndHead],
         shape: PrefillShape, capacity: int, cache_dtype: str, compute_dtype: str, routes: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
-        """Builds the programs. `block` is a layer's graph definition, and `ends` defines the embedding and head. `capacity` is the maximum sequence length.
+        """Builds the programs. `blocks` has the graph definition of the layers in each stack, and `ends` defines the embedding and head. `capacity` is the maximum sequence length.
         With `routes` = (layers, chosen), prefixes contain the chosen experts."""
         self._routes = routes
-        self.shape, self._config, self._cache, self._block, self._ends = shape, config, cache, block, ends
+        self.shape, self._config, self._cache, self._blocks, self._ends = shape, config, cache, blocks, ends
         self._dtype, self._cache_dtype = compute_dtype, cache_dtype
         # Each program is awaited, because the CPU runtime may hang if many programs with collectives are queued.
         self._waits = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
@@ -91,6 +101,8 @@ class Prefill:
         self._layer = jax.jit(self._layer_program, donate_argnums=1, out_shardings=(whole, row, whole))
         pair = buffer, buffer
         self._part = jax.jit(self._part_program, donate_argnums=(1, 2), out_shardings=(whole, pair, whole))
+        self._delta = jax.jit(self._delta_program, donate_argnums=1, out_shardings=(whole, row))
+        self._no_state = jax.jit(self._no_state_program, out_shardings=row)
         self._kept = jax.jit(self._kept_program, out_shardings=row)
         self._head = jax.jit(self._head_program, out_shardings=whole)
         self._scores = jax.jit(self._scores_program, out_shardings=whole)
@@ -121,7 +133,10 @@ class Prefill:
         `params` may be shape structs. With `again`, programs for re-prefilling are included, because a preempted response may be longer than any prompt.
         """
         made: dict[str, Callable[[], Lowered]] = {}
-        prefixes, layer, ends = dict[str, Prefix](), params["layers"][0], params["ends"]
+        prefixes, ends = dict[str, Prefix](), params["ends"]
+        of_stack = dict(zip((name for name, _ in self._config.places), params["layers"], strict=True))
+        layer, delta = of_stack["blocks"], of_stack.get("delta_blocks")
+        attends, recurs = (self._config.count(name) for name in ("blocks", "delta_blocks"))
         row_prompts, width = self.shape.row_prompts, self.shape.width
         used = {"row": 1, "rows": self.shape.rows} if self.shape.rows > 1 else {"row": 1}
         if (self._room if again else self.shape.longest) > width:
@@ -143,6 +158,8 @@ class Prefill:
                 )
                 made["prefill_kept"] = partial(self._kept.lower, pair)
                 made["prefill_empty"] = self._empty.lower
+                if delta is not None:
+                    made["prefill_empty_state"] = self._no_state.lower
                 kept = self._kept.eval_shape(pair)
             else:
                 made[f"prefill_{name}_embed"] = partial(self._embed.lower, ends, tokens)
@@ -152,9 +169,16 @@ class Prefill:
                 )
                 made[f"prefill_{name}_head"] = partial(self._head.lower, ends, x, last)
                 _, kept, _ = self._layer.eval_shape(layer, x, rope, segments, *near, **forced)
+            states: tuple[Any, ...] = ()
+            if delta is not None:
+                begin = self._no_state.eval_shape() if name == "part" else None
+                made[f"prefill_{name}_delta"] = partial(
+                    self._delta.lower, delta, x, rope, segments, last, begin
+                )
+                states = (self._delta.eval_shape(delta, x, rope, segments, last, begin)[1],) * recurs
             prefixes[name] = Prefix(
-                layers=(kept,) * len(params["layers"]), logits=self._head.eval_shape(ends, x, last),
-                rows=last, starts=last, lengths=last,
+                layers=(kept,) * attends, logits=self._head.eval_shape(ends, x, last),
+                rows=last, starts=last, lengths=last, states=states,
             )  # fmt: skip
         return made, prefixes
 
@@ -162,22 +186,26 @@ class Prefill:
         begins = packed.rows * self.shape.width + packed.starts
         forced = self._record(packed.tokens.size, *zip(begins.tolist(), known, strict=False))
         ropes = self._angles(packed.positions.reshape(-1), self._config)
-        x, layers, routes = self._embed(params["ends"], packed.tokens.reshape(-1)), [], []
+        x, layers, states, routes = self._embed(params["ends"], packed.tokens.reshape(-1)), [], [], []
+        last = (begins + packed.lengths - 1).astype(np.int32)
         for index, weights in enumerate(params["layers"]):
+            if self._recurs(index):
+                x, state = self._awaited(self._delta(weights, x, ropes[0], packed.segment_ids, last, None))
+                states.append(state)
+                continue
             rope, window = self._of_layer(index, ropes)
             near = () if window is None else ((window, packed.positions),)
             how = self._forced(index, forced)
             x, kept, own = self._awaited(self._layer(weights, x, rope, packed.segment_ids, *near, **how))
             layers.append(kept)
             routes.append(own)
-        last = begins + packed.lengths - 1
         following = np.roll(packed.tokens.reshape(-1), -1)
         scores = [self._scores(params["ends"], x, following)] if score else []
         rows, starts, lengths = (jnp.asarray(part) for part in (packed.rows, packed.starts, packed.lengths))
         logits = self._head(params["ends"], x, last)
         found = self._recorded([routes], begins.tolist(), packed.lengths.tolist())
         return Prefix(
-            layers=tuple(layers), logits=logits, rows=rows, starts=starts, lengths=lengths, routes=found,
+            layers=tuple(layers), logits=logits, rows=rows, starts=starts, lengths=lengths, states=tuple(states), routes=found,
             scores=self._scored(scores, begins.tolist(), packed.lengths.tolist()),
         )  # fmt: skip
 
@@ -216,16 +244,28 @@ class Prefill:
         self, params: SamplerWeights, prompt: Int[np.ndarray, " _"], known: np.ndarray | None, score: bool
     ) -> Iterator[Prefix | None]:
         """Prefills one sequence in chunks as wide as a row. Yields None after each chunk except the last, and finally the prefix."""
-        width, buffers, x = self.shape.width, [self._empty() for _ in params["layers"]], None
-        starts, routes, scores = range(0, len(prompt), width), [], []
+        width, x = self.shape.width, None
+        buffers = [
+            self._no_state() if self._recurs(index) else self._empty()
+            for index in range(len(params["layers"]))
+        ]
+        last, routes, scores = np.zeros(self.shape.row_prompts, np.int32), [], []
         padded = np.pad(prompt, (0, width)).astype(np.int32)
-        for start in starts:
+        for start in range(0, len(prompt), width):
             routes.append([])
             forced = self._record(width, (0, None if known is None else known[start : start + width]))
             positions = np.arange(start, start + width, dtype=np.int32)
             part, following = padded[start : start + width], padded[start + 1 : start + 1 + width]
             x, ropes = self._embed(params["ends"], part), self._angles(positions, self._config)
+            size = min(width, len(prompt) - start)
+            real = (np.arange(width)[None] < size).astype(np.int32)
+            last[0] = size - 1
             for index, weights in enumerate(params["layers"]):
+                if self._recurs(index):
+                    x, buffers[index] = self._awaited(
+                        self._delta(weights, x, ropes[0], real, last.copy(), buffers[index])
+                    )
+                    continue
                 rope, window = self._of_layer(index, ropes)
                 how = self._forced(index, forced)
                 made = self._part(weights, x, buffers[index], rope, np.int32(start), window, **how)
@@ -235,16 +275,18 @@ class Prefill:
                 scores.append(self._scores(params["ends"], x, following))
             if start + width < len(prompt):
                 yield None
-        last = np.zeros(self.shape.row_prompts, np.int32)
-        last[0] = len(prompt) - 1 - starts[-1]
         logits = self._head(params["ends"], x, last)
         zero, length = jnp.zeros(len(last), jnp.int32), jnp.full(len(last), len(prompt), jnp.int32)
-        layers = tuple(self._kept(buffer) for buffer in buffers)
+        layers = tuple(self._kept(each) for index, each in enumerate(buffers) if not self._recurs(index))
+        states = tuple(each for index, each in enumerate(buffers) if self._recurs(index))
         found = self._recorded(routes, [0], [len(prompt)])
         yield Prefix(
-            layers=layers, logits=logits, rows=zero, starts=zero, lengths=length, routes=found,
+            layers=layers, logits=logits, rows=zero, starts=zero, lengths=length, states=states, routes=found,
             scores=self._scored(scores, [0], [len(prompt)]),
         )  # fmt: skip
+
+    def _recurs(self, index: int) -> bool:
+        return self._config.places[index][0] == "delta_blocks"
 
     def _of_layer(self, index: int, ropes: Sequence[Any]) -> tuple[Any, np.int32 | None]:
         """Returns the tables of a layer's rotation, which may be shape structs, and its window."""
@@ -292,8 +334,20 @@ class Prefill:
     ) -> tuple[Array, Any, Array | None]:
         """Calls a layer. Returns its output, its keys and values, and the router's choice if it is recorded."""
         routes = None if forced is None else forced.astype(jnp.int32)
-        x, kept, own = nnx.merge(self._block, weights)(x, rope, attend, routes)
+        x, kept, own = nnx.merge(self._blocks["blocks"], weights)(x, rope, attend, routes)
         return x, kept, None if own is None or self._routes is None else own.astype(jnp.uint8)
+
+    def _delta_program(
+        self, weights: nnx.State, x: Array, rope: RopeTables, segment_ids: Array, last: Array, before: DeltaState | None
+    ) -> tuple[Array, DeltaState]:  # fmt: skip
+        """Calls a Gated DeltaNet layer. Returns its output, and its states after the tokens `last`. The first entry of `before` is the state before the row."""
+        start = None if before is None else jax.tree.map(lambda leaf: leaf[:1], before)
+        mix = partial(over_rows, segment_ids=segment_ids, start=start, ends=last)
+        x, state, _ = nnx.merge(self._blocks["delta_blocks"], weights)(x, rope, mix)
+        return x, state
+
+    def _no_state_program(self) -> DeltaState:
+        return empty_state(self._config, self.shape.row_prompts, self._dtype)
 
     def _kept_program(self, buffers: tuple[Array, Array]) -> Any:
         return self._cache.of_rows(*buffers, 1, self._cache_dtype)

@@ -25,6 +25,9 @@ from dapo_jax.testing import tiny_decoder_config
         ("qwen3-8b", 8_190_735_360),
         ("qwen3-30b-a3b", 30_532_122_624),
         ("gemma-3-1b", 999_885_952),
+        # By hand: 18 x (1024 x (6144 + 2 x 2048 + 32 + 3 x 3584) + 4 x 6144 + 32 + 128 + 2048) for Gated DeltaNet layers, and
+        # 6 x (1024 x (3 x 2048 + 2 x 512 + 3 x 3584) + 2 x 256 + 2048) for layers with attention, and 1024 x 248,320 + 1024.
+        ("qwen3.5-0.8b", 752_393_024),
     ],
 )
 def test_a_preset_has_the_published_number_of_parameters(name, parameters):
@@ -40,6 +43,30 @@ def test_gemma_3_1b_is_what_its_config_json_describes():
         "rope_theta": 1_000_000, "rope_local_base_freq": 10_000, "rms_norm_eps": 1e-6,
     }  # fmt: skip
     assert understand(described, "config.json") == preset("gemma-3-1b")
+
+
+def test_qwen3_5_0_8b_is_what_its_config_json_describes():
+    """The keys that the wrapped file on the hub has; all others have the defaults of the class."""
+    text = {
+        "model_type": "qwen3_5_text", "vocab_size": 248_320, "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "head_dim": 256, "intermediate_size": 3584, "max_position_embeddings": 262_144, "hidden_act": "silu", "rms_norm_eps": 1e-6, "attn_output_gate": True,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+        "full_attention_interval": 4, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 6, "mtp_num_hidden_layers": 1, "mamba_ssm_dtype": "float32",
+        "rope_parameters": {
+            "mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25, "rope_theta": 10_000_000, "rope_type": "default",
+        },
+    }  # fmt: skip
+    described = {
+        "model_type": "qwen3_5",
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "tie_word_embeddings": True,
+        "text_config": text,
+        "vision_config": {"depth": 12},
+    }
+    assert understand(described, "config.json") == preset("qwen3.5-0.8b")
+    without = {key: value for key, value in text.items() if key != "layer_types"}
+    assert understand(described | {"text_config": without}, "config.json") == preset("qwen3.5-0.8b")
+    assert preset("qwen3.5-0.8b").period == ("delta_blocks",) * 3 + ("blocks",)
 
 
 def test_a_token_uses_the_chosen_experts_alone():

@@ -33,13 +33,13 @@ def compiled_for(config, devices, sizes, sampler_tensor):
     meshes = make_meshes(make_mesh(**sizes, devices=devices), sampler_tensor=sampler_tensor)
     transfer = WeightTransfer(shapes_of(config), meshes, dtype="bfloat16")
     lowered = transfer.lower(shapes_of(config))
-    return {part: lowered[part].compile() for part in ("layer", "ends")}
+    return {part: lowered[part].compile() for part in ("blocks", "ends")}
 
 
 def bytes_per_device(config, tensor):
     """Returns the bytes of a device for one layer and for the ends in bfloat16, without norms and biases."""
     layer = config.embed_dim * (2 * config.head_dim * (config.heads + config.kv_heads) + 3 * config.mlp_dim)
-    return {"layer": 2 * layer / tensor, "ends": 2 * 2 * config.vocab_size * config.embed_dim / tensor}
+    return {"blocks": 2 * layer / tensor, "ends": 2 * 2 * config.vocab_size * config.embed_dim / tensor}
 
 
 def assert_frugal(compiled, config, *, devices, tensor, temporary):
@@ -82,5 +82,5 @@ def test_32b_on_128_chips_needs_less_than_half_a_gib_more_than_its_result(sizes,
     config = preset("qwen2.5-32b")
     compiled = compiled_for(config, devices_of(parse("v5p:4x4x8")), sizes, sampler_tensor)
     assert_frugal(compiled, config, devices=128, tensor=4, temporary=512 * MIB)
-    layer, ends = (compiled[part].memory_analysis().output_size_in_bytes for part in ("layer", "ends"))
+    layer, ends = (compiled[part].memory_analysis().output_size_in_bytes for part in ("blocks", "ends"))
     assert (config.layers * layer + ends) / 2**30 == pytest.approx(15.26, abs=0.01)

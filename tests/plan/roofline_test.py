@@ -26,7 +26,7 @@ from dapo_jax.config import (
 )
 from dapo_jax.models.decoder import Decoder
 from dapo_jax.models.lora import lora_shape
-from dapo_jax.models.presets import DecoderConfig, Experts, preset
+from dapo_jax.models.presets import DecoderConfig, DeltaSizes, Experts, preset
 from dapo_jax.plan.collectives import Traffic
 from dapo_jax.plan.compiled import Program
 from dapo_jax.plan.roofline import (
@@ -93,6 +93,34 @@ def test_operations_equal_those_of_the_decoders_own_products():
 
     counted = products(jax.make_jaxpr(logits)(params).jaxpr)
     assert counted == forward_flops(SMALL, tokens=20, pairs=400, logits=20)
+
+
+def test_operations_of_gated_delta_layers_equal_those_of_the_decoders_own_products():
+    """128 tokens are two chunks, and two blocks of attention with 64 x 64 and 64 x 128 pairs."""
+    decoder = replace(
+        SMALL, attention_gate=True, delta=DeltaSizes(2, 4, 8, 6), delta_layers=(True, True, False)
+    )
+    tokens = jnp.zeros((1, 128), jnp.int32)
+    graph, params = nnx.split(nnx.eval_shape(lambda: Decoder(decoder, rngs=nnx.Rngs(0))))
+
+    def hidden(params):
+        return nnx.merge(graph, params)(tokens, tokens, tokens)
+
+    counted = products(jax.make_jaxpr(hidden)(params).jaxpr)
+    assert counted == forward_flops(decoder, tokens=128, pairs=64 * 64 + 64 * 128)
+
+
+def test_a_decoding_step_reads_and_writes_the_recurrent_states():
+    """A state has 4 x 8 x 6 + 3 x (2 x 2 x 8 + 4 x 6) = 360 numbers in each of two layers, so 2 x 2 x 4 x 360 bytes per token, split over 2 devices."""
+    decoder = replace(SMALL, delta=DeltaSizes(2, 4, 8, 6), delta_layers=(True, True, False))
+    assert decoder.state_bytes == 2 * 4 * 360
+    work, found = works(decoder=decoder)
+    steps = work.responses * work.response_mean / 2 / 8
+    weights = decode_weight_parameters(decoder) * 2 / 2
+    # One layer has keys and values: 48 bytes per token, split like the states over 2 x 2 devices of a sampler.
+    tokens = work.responses * work.response_mean / 2
+    cached = tokens / 2 * (work.context * 48 / 2 + 2 * decoder.state_bytes / 2)
+    assert found["decode"].hbm_bytes == pytest.approx(steps * weights + cached)
 
 
 def test_a_token_uses_the_chosen_experts_and_a_step_reads_those_of_all_tokens():

@@ -21,6 +21,7 @@ from dapo_jax.plan.sizes import decoder_of
         ("hf:HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2-135m"),
         ("hf:google/gemma-3-1b-it", "gemma-3-1b"),
         ("hf:Qwen/Qwen3-30B-A3B-Base", "qwen3-30b-a3b"),
+        ("hf:Qwen/Qwen3.5-0.8B", "qwen3.5-0.8b"),
         ("preset:qwen2.5-32b", "qwen2.5-32b"),
     ],
 )

@@ -19,7 +19,7 @@ from flax import nnx
 from dapo_jax.dapo.batching import Example
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.models.decoder import Decoder
-from dapo_jax.models.presets import Experts
+from dapo_jax.models.presets import DeltaSizes, Experts
 from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.mesh import make_mesh, make_meshes
 from dapo_jax.parallel.sharding import shardings
@@ -160,8 +160,8 @@ def test_slots_and_steps_per_call_change_no_response(slots, steps):
 def invariant(slots, steps, devices=1, config=CONFIG):
     mesh = make_mesh(devices=jax.devices()[:devices])
     engine = made(slots, steps, mesh=mesh, config=config, batch_invariant=True)
-    weights = WeightTransfer(shapes_of(config), mesh, dtype="float32")(tiny_params(config))
-    return engine, weights
+    transfer = WeightTransfer(shapes_of(config), mesh, dtype="float32", places=config.places)
+    return engine, transfer(tiny_params(config))
 
 
 @functools.cache
@@ -194,6 +194,14 @@ def test_batch_invariant_sampling_changes_no_bit(slots, steps, devices, order, a
 def test_batch_invariant_sampling_with_experts_changes_no_bit():
     """Tokens are sorted by expert, so a token's row depends on other responses, but its result does not."""
     config = tiny_decoder_config(experts=Experts(8, 2, normalize=True), mlp_dim=16)
+    engine, weights = invariant(16, 8, 2, config)
+    found = sample(engine, prompts(3, 1, 4, 0, 2), weights=weights, at_once=4)
+    assert_same(found, invariant_baseline(config), logprob_tolerance=0)
+
+
+def test_batch_invariant_sampling_with_recurrent_states_changes_no_bit():
+    """States of slots are cut into blocks like all arrays over slots."""
+    config = tiny_decoder_config(layers=2, delta=DeltaSizes(2, 4, 8, 8), delta_layers=(True, False))
     engine, weights = invariant(16, 8, 2, config)
     found = sample(engine, prompts(3, 1, 4, 0, 2), weights=weights, at_once=4)
     assert_same(found, invariant_baseline(config), logprob_tolerance=0)

@@ -1,0 +1,129 @@
+"""Runs of a small Qwen3.5: two of three layers are Gated DeltaNet.
+
+Prompts have up to 4 and responses up to 6 tokens, and several responses share a prompt in a row. In each run, the trainer's log-probabilities are compared with
+the sampler's (`sync/logprob_diff_max`), whose tolerance of 2e-5 is the one of `lora_test`: float32 sums in another order.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dapo_jax.config import ConfigError, EnvironmentConfig, LoraConfig
+from dapo_jax.models.families import describe, understand
+from dapo_jax.models.folder import read_config
+from dapo_jax.models.presets import DecoderConfig, DeltaSizes
+from dapo_jax.models.rope import Rope
+from dapo_jax.run.policy import Policy
+from dapo_jax.testing import tiny_params
+from dapo_jax.text.tokenizers import CharTokenizer
+from dapo_jax.trackers.rollout_log import read_rollouts
+
+STEPS = 3
+FLIGHT = {"rollout__round_tokens": 2, "rollout__in_flight": 16, "sampling__slots": 8}
+"""Twice as many responses as slots, so that responses leave their slots and return with their recurrent states."""
+
+
+def qwen(tokenizer):
+    described = describe(
+        DecoderConfig(
+            family="qwen3_5_text", vocab_size=tokenizer.vocab_size, embed_dim=16, layers=3, heads=4, kv_heads=2, head_dim=8, mlp_dim=16, max_positions=128,
+            qk_norm="head", norm_offset=1.0, attention_gate=True, ropes=(Rope(share=0.5),), delta=DeltaSizes(2, 4, 8, 8), delta_layers=(True, True, False),
+        )
+    )  # fmt: skip
+    return understand(described, "config.json")
+
+
+@pytest.fixture(scope="module")
+def delta(micro, tmp_path_factory):
+    """Makes configurations with prompts that responses share in packed rows, and a checkpoint at every step."""
+    folder, tokenizer = tmp_path_factory.mktemp("delta"), CharTokenizer("0123456789+=:,?")
+    decoder = qwen(tokenizer)
+    Policy(decoder=decoder, params=tiny_params(decoder, seed=5), tokenizer=tokenizer).save(folder)
+    assert read_config(folder).delta_layers == (True, True, False)
+
+    def make(run_dir=None, **changes):
+        fixed = {
+            "model__source": str(folder), "steps": STEPS, "batch__row_tokens": 24, "optimizer__epsilon": 0.1, "optimizer__learning_rate": 0.01,
+            "dynamic_sampling__surplus": "discard", "checkpoint__every_steps": 1, "checkpoint__keep": 9, "log__rollouts_every_steps": 1,
+        }  # fmt: skip
+        return micro(run_dir, **fixed | changes)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def flown(delta, run_micro, rows):
+    return run_micro(delta(**FLIGHT), eval_rows=rows)
+
+
+@pytest.fixture(scope="module")
+def waves(delta, run_micro, rows):
+    return run_micro(delta(), eval_rows=rows)
+
+
+def assert_synchronous(found):
+    for line in found.metrics[1:]:
+        assert line["sync/logprob_diff_max"] <= 2e-5
+        assert line["update/grad_norm"] > 0
+
+
+def test_packed_rows_with_shared_prompts_are_scored_as_they_were_sampled(waves):
+    assert_synchronous(waves)
+
+
+def assert_same_responses(found, expected, tolerance=2e-5):
+    for step in range(1, STEPS + 1):
+        paths = (run.run_dir / "rollouts" / f"step_{step:06d}.jsonl" for run in (found, expected))
+        for one, other in zip(*map(read_rollouts, paths), strict=True):
+            np.testing.assert_allclose(one.pop("logprobs"), other.pop("logprobs"), rtol=0, atol=tolerance)
+            for response in (one, other):
+                response.pop("ratios")
+            assert one == other
+
+
+# Waves are also tested with rows split over eight devices.
+@pytest.mark.slow
+def test_heads_split_over_devices_give_the_same_responses(delta, run_micro, rows, waves):
+    """The weights of later steps come from gradients that are summed in another order, so their log-probabilities may differ by 1e-4."""
+    mesh = {"parallel__data": 2, "parallel__fsdp": 2, "parallel__tensor": 2}
+    found = run_micro(delta(**mesh), eval_rows=rows)
+    assert_synchronous(found)
+    assert_same_responses(found, waves, tolerance=1e-4)
+
+
+def test_rows_split_over_devices_are_refused(delta, run_micro):
+    with pytest.raises(ConfigError, match=r"parallel\.context=2 .*parallel\.context=1"):
+        run_micro(delta(parallel__data=2, parallel__fsdp=2, parallel__context=2))
+
+
+def test_a_run_with_rollouts_in_flight_resumes_bit_for_bit(delta, run_micro, rows, flown, same_run):
+    assert any(line["rollout/age_max"] > 0 for line in flown.metrics[1:])
+    folder = delta().run_dir
+    for steps in range(1, STEPS + 1):
+        config = delta(folder, steps=steps, **FLIGHT)
+        found = run_micro(config, resume=steps > 1, eval_rows=rows)
+    lines = [
+        {name: value for name, value in line.items() if "eval" not in name} for line in found.metrics[1:-1]
+    ]
+    same_run(replace(found, metrics=[found.metrics[0], *lines, found.metrics[-1]]), flown)
+
+
+def test_preempted_responses_are_read_again(delta, run_micro, rows, flown):
+    """With pages for a single sequence on each device."""
+    few = {"sampling__cache_tokens": 96, "sampling__page_tokens": 4}
+    assert_same_responses(run_micro(delta(**FLIGHT | few), eval_rows=rows), flown)
+
+
+def test_episodes_are_read_again_before_each_turn(delta, run_micro):
+    environment = EnvironmentConfig(source="guess", max_turns=2, turn_tokens=2)
+    config = delta(steps=1, environment=environment, dynamic_sampling__enabled=False)
+    [line] = run_micro(config, reward=None).metrics
+    assert line["sync/logprob_diff_max"] <= 2e-5
+
+
+@pytest.mark.parametrize("merged", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_adapters_are_sampled_as_they_are_trained(merged, delta, run_micro, rows):
+    adapters = LoraConfig(rank=2, alpha=8.0, targets=["q_proj", "linear_attention", "mlp"])
+    found = run_micro(delta(steps=2, lora=adapters, sampling__merge_lora=merged), eval_rows=rows)
+    assert_synchronous(found)
