@@ -119,9 +119,8 @@ class Judge:
             number += 1
             self.counts["calls"] += 1
             try:
-                status, content = await asyncio.wait_for(
-                    asyncio.to_thread(self._post, body), config.timeout_s
-                )
+                posted = asyncio.to_thread(self._post, body)
+                status, content = await asyncio.wait_for(posted, config.timeout_s)
                 if status == 200:
                     answer = json.loads(content)
                     self.counts["tokens"] += int((answer.get("usage") or {}).get("total_tokens", 0))
@@ -131,8 +130,7 @@ class Judge:
                 reason = repr(error)
             except Exception as error:  # the reply is not trusted, so it may be anything
                 reason, repeats = f"no chat completion ({type(error).__name__}: {error!s:.200})", False
-        if self._key:
-            reason = reason.replace(self._key, f"${config.api_key_env}")
+        reason = reason.replace(self._key, f"${config.api_key_env}") if self._key else reason
         raise RuntimeError(
             f"{config.url} failed {number} of {config.retries + 1} times, the last time with {reason}; check the address and the server, or raise judge.retries={config.retries} "
             f"or judge.timeout_s={config.timeout_s:g}"
