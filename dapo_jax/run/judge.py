@@ -119,18 +119,18 @@ class Judge:
             number += 1
             self.counts["calls"] += 1
             try:
-                status, content = await asyncio.to_thread(self._post, body)
+                posted = asyncio.to_thread(self._post, body)
+                status, content = await asyncio.wait_for(posted, config.timeout_s)
                 if status == 200:
                     answer = json.loads(content)
                     self.counts["tokens"] += int((answer.get("usage") or {}).get("total_tokens", 0))
                     return str(answer["choices"][0]["message"]["content"]).encode(errors="replace").decode()
                 reason, repeats = f"status {status}: {content[:300]!r}", status == 429 or status >= 500
             except (OSError, HTTPException) as error:
-                reason = f"{type(error).__name__}: {error}"
+                reason = repr(error)
             except Exception as error:  # the reply is not trusted, so it may be anything
                 reason, repeats = f"no chat completion ({type(error).__name__}: {error!s:.200})", False
-        if self._key:
-            reason = reason.replace(self._key, f"${config.api_key_env}")
+        reason = reason.replace(self._key, f"${config.api_key_env}") if self._key else reason
         raise RuntimeError(
             f"{config.url} failed {number} of {config.retries + 1} times, the last time with {reason}; check the address and the server, or raise judge.retries={config.retries} "
             f"or judge.timeout_s={config.timeout_s:g}"
@@ -183,8 +183,8 @@ def _check(config: JudgeConfig, key: str, timeout_s: float) -> None:
     if name and not key:
         found = name if name.isupper() else "a value that may be a key"  # keys are not printed
         refuse("judge.api_key_env", found, "the name of an environment variable that is set", "export it")
-    # The waits of 1, 2, 4, ... seconds add up to 2**retries - 1 seconds.
-    if (longest := (config.retries + 1) * config.timeout_s + 2**config.retries - 1) > timeout_s:
+    # The waits of 1, 2, 4, ... seconds add up to 2**retries - 1 seconds. With 5 s to spare, the judge's own error comes before the time limit.
+    if (longest := (config.retries + 1) * config.timeout_s + 2**config.retries + 4) > timeout_s:
         needs = f"all {config.retries + 1} tries and the waits to end within reward.timeout_s={timeout_s:g}"
         remedy = f"lower it, or raise reward.timeout_s to {longest:g}"
         refuse("judge.timeout_s", config.timeout_s, needs, remedy)

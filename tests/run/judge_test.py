@@ -41,7 +41,7 @@ class Server:
     """Answers with the next of `script`, or with the last one, and notes the requests."""
 
     def __init__(self, *script):
-        self.script, self.seen, self.lock = list(script), [], threading.Lock()
+        self.script, self.seen, self.lock, self.ended = list(script), [], threading.Lock(), threading.Event()
         owner = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -51,6 +51,9 @@ class Server:
                     owner.seen.append((self.path, dict(self.headers), body))
                     status, content = owner.script.pop(0) if len(owner.script) > 1 else owner.script[0]
                 if status == 0:  # the server dies before it answers
+                    return
+                if status == 1:  # it does not answer in time
+                    owner.ended.wait(60)
                     return
                 self.send_response(status)
                 self.send_header("Location", "http://127.0.0.1:1/v1/chat/completions")
@@ -72,6 +75,7 @@ def serving(*script):
     try:
         yield server
     finally:
+        server.ended.set()
         server.http.shutdown()
         server.http.server_close()
 
@@ -164,11 +168,18 @@ def test_an_overloaded_failing_or_dead_server_is_asked_again_after_growing_waits
         assert (verdict.score, len(server.seen)) == (1.0, 4)
     assert no_waits == [1.0, 2.0, 4.0]
     with pytest.raises(
-        RewardError, match=rf"{server.url} failed 3 of 3 times, the last time with Connection"
+        RewardError, match=rf"{server.url} failed 3 of 3 times, the last time with ConnectionRefused"
     ):
         graded(settings(server.url), "a")
     [lost] = graded(settings(server.url, on_failure="lost", retries=0), "a")
     assert (lost.lost, lost.correct) == ("raised", False)
+
+
+def test_a_server_that_never_answers_is_an_error_and_not_a_lost_verdict(settings):
+    """The limit of a run's call is the shortest that is accepted: 2 x 0.1 s, a wait of 1 s and 5 s to spare."""
+    with serving((1, b"")) as server, pytest.raises(RewardError, match=r"failed 2 of 2 times.*[tT]ime"):
+        graded(settings(server.url, timeout_s=0.1, retries=1), "a", timeout_s=6.2)
+    assert len(server.seen) == 2
 
 
 @pytest.mark.parametrize(
@@ -242,8 +253,8 @@ def test_the_key_comes_from_the_environment_and_is_never_shown(settings, monkeyp
         ({"score": "("}, r"judge\.score.*unterminated"),
         ({"retries": -1}, r"judge\.retries"),
         ({"on_failure": "wrong"}, r"judge\.on_failure.*error or lost"),
-        # 3 tries of 40 s and waits of 1 + 2 s
-        ({"timeout_s": 40.0}, r"judge\.timeout_s: found 40\.0.*reward\.timeout_s=100.*to 123"),
+        # 3 tries of 40 s, waits of 1 + 2 s, and 5 s to spare
+        ({"timeout_s": 40.0}, r"judge\.timeout_s: found 40\.0.*reward\.timeout_s=100.*to 128"),
     ],
 )
 def test_a_wrong_setting_is_one_error_before_anything_starts(changes, message, settings):
