@@ -15,7 +15,7 @@ PHASES = {
 def timeline_of(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, dict[str, float]]]:
     """Returns (step, seconds in each phase of `PHASES`) for each line of metrics.jsonl. Phases that were not logged take 0 seconds."""
     found = []
-    for row, following in zip(rows, [*rows[1:], {}], strict=True):
+    for row, following in zip(rows, [*rows[1:], {}], strict=False):
         spent = {phase: float(row.get(f"time/{phase}_s") or 0.0) for phase in PHASES}
         spent["sample"] = max(0.0, spent["sample"] - spent["grade"] - spent["wait"])
         spent["update"] = max(0.0, spent["update"] - spent["logprobs"])

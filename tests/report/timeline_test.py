@@ -41,6 +41,7 @@ def test_each_second_of_a_step_is_in_one_phase():
 
 def test_a_run_without_the_new_times_has_sampling_updates_and_evaluation():
     old = {"step": 1, "time/sample_s": 8.0, "time/update_s": 12.0, "time/step_s": 20.5, "time/eval_s": 30.0}
+    assert timeline_of([]) == []
     assert timeline_of([old]) == [(1, spent(sample=8.0, update=12.0, eval=30.0))]
 
 
