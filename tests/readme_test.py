@@ -11,13 +11,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from dapo_jax.cli import main
 from dapo_jax.config import TrainConfig, load_config
 from dapo_jax.config.other_libraries import unknown_key
-from dapo_jax.config.section import leaf_types
+from dapo_jax.config.section import entry, leaf_types
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
 from dapo_jax.data.sources import load_rows
+from dapo_jax.run.judge import JudgeConfig
 from dapo_jax.trackers import read_metrics
 from dapo_jax.trackers.rollout_log import write_rollouts
 from tests.docs.blocks import PAGES as ALL_PAGES
@@ -103,8 +105,14 @@ def test_the_programs_of_a_page_run_unchanged(page, tmp_path):
     "page", [page for page in ALL_PAGES if "```yaml" in page.read_text()], ids=lambda page: page.name
 )
 def test_the_yaml_of_a_page_is_a_configuration(page, tmp_path):
+    """Except a task of lm-eval (`task:`), and the settings of a judge (`url:`)."""
     for number, block in enumerate(block for block in blocks(page) if block.language == "yaml"):
         path = tmp_path / f"{number}.yaml"
+        if block.text.startswith("task:"):
+            continue
+        if block.text.startswith("url:"):
+            entry("judge", yaml.safe_load(block.text), JudgeConfig)
+            continue
         path.write_text(block.text if "run_dir:" in block.text else f"run_dir: out\n{block.text}")
         load_config(path)
 
