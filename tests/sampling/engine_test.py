@@ -169,7 +169,10 @@ def test_scores_are_the_trainers_logprobs_also_of_prompts_in_parts(mesh, weights
     first = np.array([2], np.int32)
     asked = [*prompts(24, 5, 1, 8), np.append(first, last_logits([first])[0].argmax()).astype(np.int32)]
     logprobs = jax.nn.log_softmax(np.asarray(trainer("float32")(tiny_params(CONFIG), rows_of(asked)[0])))
-    for prompt, wanted, found in zip(asked, np.asarray(logprobs), narrow.score(weights, asked), strict=True):
+    parts = [one for part in narrow.prefill(weights, asked, score=True) for one in part]
+    scores = {index: prefix.scores[place] for index, prefix, place in parts}
+    for index, (prompt, wanted) in enumerate(zip(asked, np.asarray(logprobs), strict=True)):
+        found = scores[index]
         wanted, following = wanted[: len(prompt)], np.arange(len(prompt) - 1)
         np.testing.assert_allclose(found.logprobs[:-1], wanted[following, prompt[1:]], rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(found.top_logprobs, wanted.max(1), rtol=1e-4, atol=1e-5)
