@@ -150,6 +150,7 @@ def assert_the_same(found, expected, *, steps=(2, 4)):
     assert [line["step"] for line in lines] == [line["step"] for line in wanted], lines
     for line, like in zip(lines, wanted, strict=True):
         assert like.keys() <= line.keys()  # a run that was to end at step 2 was evaluated there too
+        assert bool(line.get("time/wait_s")) == (line.get("rollout/prompts", 0) > 0)  # for the exchange
         for key in {key for key in like if not key.startswith(("time/", "speed/", "memory/"))}:
             if key.startswith(("rollout/", "reward/", "eval/")) or None in (line[key], like[key]):
                 assert line[key] == like[key], (line["step"], key)
