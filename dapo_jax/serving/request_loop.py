@@ -241,7 +241,7 @@ class RequestLoop:
             taken.set_result(None)
 
     def _score(self) -> None:
-        """PromptScores the prompts of the next requests, at most one per slot, so that running responses need not wait for all of them."""
+        """Scores the prompts of the next requests, at most one per slot, so that running responses need not wait for all of them."""
         with self._changed:
             taken = list(islice(self._unscored, self._engine.slots))
         prompts = [served.requests[0].prompt.tokens for served in taken]

@@ -285,7 +285,7 @@ def test_the_counts_of_all_judges_since_the_last_step_become_metrics(settings):
     assert step.metrics == {"a": 1, **metrics}
 
 
-@pytest.mark.slow  # it compiles a run; the test above and those of verdicts are its fast guards
+@pytest.mark.slow  # it compiles a run; the test above and the tests of verdicts are faster guards
 def test_a_run_logs_the_calls_hits_and_tokens_of_its_judge(micro, run_micro, settings, tmp_path):
     """As the second of two graders. Each response of a step is either asked about or in the cache."""
     with serving(chat("1", tokens=5), chat("0", tokens=5)) as server:
