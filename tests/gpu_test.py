@@ -62,7 +62,7 @@ def test_a_repeated_and_resumed_run_equals_the_first_bit_for_bit(tmp_path):
 
 
 def run_an_update(path):
-    """Compiles the update of a configuration for this device and runs it on zeros. Returns its memory as the device reports it."""
+    """Compiles the gradient of a configuration for this device and runs it on zeros. Returns its memory as the device reports it."""
     from dapo_jax.plan import topologies
     from dapo_jax.plan.programs import Programs
     from dapo_jax.plan.sizes import decoder_of
@@ -70,7 +70,7 @@ def run_an_update(path):
 
     config, device = load_config(path), jax.devices()[0]
     programs = Programs(config, decoder_of(config.model), workload_of(config, Assumptions()), [device])
-    lowered = programs.lowered()["update"]()
+    lowered = programs.lowered()["update_add_longest"]()
     compiled = lowered.compile()
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), lowered.args_info[0])
     before = device.memory_stats()["bytes_in_use"]
@@ -90,11 +90,11 @@ def test_an_update_takes_the_memory_that_was_planned_without_the_device(tmp_path
         "--topology",
         found["topology"],
         "--only",
-        "update",
+        "update_add_longest",
         "--json",
         "-",
     ]
     programs = json.loads(python("-m", "dapo_jax.cli", *planned))["programs"]
-    [memory] = [program["memory"] for program in programs if program["name"] == "update"]
+    [memory] = [program["memory"] for program in programs if program["name"] == "update_add_longest"]
     added = memory["outputs"] - memory["aliased"] + memory["temporaries"]
     assert abs(found["bytes"] - added) <= 0.05 * added + 2**25

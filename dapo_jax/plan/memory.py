@@ -55,7 +55,7 @@ class Resident:
     shorter: int = 0
     """The part of `minibatch` whose rows are shorter than the longest rows."""
     gradient: int = 0
-    """The gradient, kept between the programs of an update with several row lengths; 0 if an update is one program."""
+    """The gradient, which is kept between the programs of an update."""
     prefix: int = 0
     """KV cache and logits of the prompts prefilled in one call."""
     buffers: int = 0
@@ -87,17 +87,19 @@ def as_compiled(there: Resident, programs: Mapping[str, ProgramMemory]) -> Resid
 
     Compiled sizes may be larger, because TPUs pad arrays to tiles of 8 x 128. For example, `head_dim=64` can double the KV cache.
     """
-    generate, update, add = (programs.get(name) for name in ("generate", "update", "update_add_longest"))
+    generate, add, apply = (programs.get(name) for name in ("generate", "update_add_longest", "update_apply"))
     if generate is not None:
         # `generate` donates the decode state. Its other arguments are the weights and the rotary embedding.
         frozen = there.base if there.shares_base else there.sampler_base
         weights = generate.kept - there.rotations - frozen
         there = replace(there, decode_state=generate.aliased, weights=weights)
-    if update is not None:
-        minibatch = update.kept - there.base - there.teacher * there.teaches_update + there.shorter
-        there = replace(there, state=update.aliased - there.loaded, minibatch=minibatch)
     if add is not None:
-        there = replace(there, gradient=add.aliased)
+        # `update_add_longest` donates the gradient. The trained parameters, which have the gradient's size, are also its arguments.
+        fixed = there.base + there.teacher * there.teaches_update
+        minibatch = add.kept - add.aliased - fixed + there.shorter
+        there = replace(there, gradient=add.aliased, minibatch=minibatch)
+    if apply is not None:
+        there = replace(there, state=apply.aliased - there.loaded)
     if (insert := programs.get("insert_rows") or programs.get("insert_row")) is not None:
         there = replace(there, prefix=insert.kept)
     if (insert := programs.get("insert_part")) is not None:
@@ -131,7 +133,6 @@ def together(program: str, there: Resident, *, updates: int) -> tuple[str, dict[
     waits = "sequence that waits for its slot"
     chunks = {**chunk, "sequence prefilled in chunks": there.buffers, waits: there.waiting}
     ended = {**chunk, waits: there.reread}
-    several = "update with several row lengths"
     known: dict[str, tuple[str, dict[str, int]]] = {
         "transfer": ("transfer: layers", sampler),
         "transfer_delta": ("transfer: Gated DeltaNet layers", sampler),
@@ -150,11 +151,10 @@ def together(program: str, there: Resident, *, updates: int) -> tuple[str, dict[
         "generate": ("sampling: decode", max(prompts, ended, chunks, key=lambda parts: sum(parts.values()))),
         "score": ("log-probabilities", updating),
         "score_shortest": ("log-probabilities: shortest rows", updating),
-        "update": ("update", {**updating, **loaded}),
-        "update_begin": (f"{several}: start", updating),
-        "update_add_longest": (f"{several}: longest rows", accumulating),
-        "update_add_shortest": (f"{several}: shortest rows", accumulating),
-        "update_apply": (f"{several}: optimizer step", {**accumulating, **loaded}),
+        "update_begin": ("update: start", updating),
+        "update_add_longest": ("update: longest rows", accumulating),
+        "update_add_shortest": ("update: shortest rows", accumulating),
+        "update_apply": ("update: optimizer step", {**accumulating, **loaded}),
     }
     return known.get(program) or known.get(program.partition("_")[0], ("", {}))
 

@@ -131,7 +131,7 @@ def plan(
         config: the run's configuration.
         topology: the devices to compile for. None: use shapes alone.
         assumed: quantities that the configuration does not determine, such as the mean response length.
-        only: the programs to compile; `update` also selects `update_begin` and other names with this prefix. None: all.
+        only: the programs to compile; `update` selects `update_begin` and other names with this prefix. None: all.
         say: called with a message before each program is compiled.
 
     Raises:
@@ -216,6 +216,6 @@ def _devices_of_run(parallel: ParallelConfig) -> Sequence[AnyDevice]:
 
 def _trips(name: str, config: TrainConfig, work: Workload) -> tuple[int, ...]:
     """Returns the trip counts of a program's data-dependent loops: over microbatches, or over the decode steps of a call."""
-    if name in ("update", "update_add_longest", "score", "score_teacher"):
+    if name in ("update_add_longest", "score", "score_teacher"):
         return (work.microbatches,)
     return (config.sampling.steps_per_call,) if name == "generate" else ()

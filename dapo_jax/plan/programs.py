@@ -137,7 +137,7 @@ class Programs:
             rotations=2 * 4 * (decoder.head_dim // 2) * capacity,
             minibatch=first + sum(others),
             shorter=sum(others),
-            gradient=bytes_on_device(self._updater.sums_structs(state), sizes.train) if others else 0,
+            gradient=bytes_on_device(self._updater.sums_structs(state), sizes.train),
             prefix=prefix_bytes(decoder, prefill, token_bytes=each, state_bytes=recurrent),
             buffers=chunks and cached * chunks + flowing + prefill.row_prompts * recurrent,
             reread=reread,

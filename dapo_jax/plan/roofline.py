@@ -92,7 +92,7 @@ def work_of(
         "decode": ["generate"],
         "log-probabilities": ["score"],
         "teacher's log-probabilities": ["score_teacher"],
-        "update": ["update"],
+        "update": ["update_add_longest", "update_apply"],
     }
     total, network = Counter[str](), Counter[str]()
     for one in programs:

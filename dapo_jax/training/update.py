@@ -204,7 +204,6 @@ class Updater:
         self._score = Together(jax.jit(self._score_program, out_shardings=self._rows))
         self._choose = Together(jax.jit(self._select_program, out_shardings=self._rows))
         changed, sums = (placed, self._whole), (placed.params, self._whole)
-        self._update = Together(jax.jit(self._update_program, donate_argnums=0, out_shardings=changed))
         self._nothing = Together(jax.jit(self._nothing_program, out_shardings=sums))
         self._add = Together(jax.jit(self._add_program, donate_argnums=1, out_shardings=(sums, self._whole)))
         self._apply = Together(jax.jit(self._apply_program, donate_argnums=0, out_shardings=changed))
@@ -282,9 +281,7 @@ class Updater:
             was not finite. `nonfinite/gradient` has one entry per array in `state.params`, and the others have one entry per microbatch.
         """
         rate, is_first = np.float32(learning_rate), np.bool_(first)
-        if len(minibatch) == 1:
-            return self._update(state, self._fixed, *minibatch, rate, is_first)
-        # There is one program per stack shape. The temporary arrays of a program are freed before the next program runs.
+        # There is one program per stack shape. Its temporary arrays are freed before the next program runs. Offloaded moments are on the device only in the last.
         sums, measured = self._nothing(state.params), []
         for same_length in minibatch:
             sums, metrics = self._add((state.params, self._fixed), sums, same_length, is_first)
@@ -309,8 +306,8 @@ class Updater:
     ) -> dict[str, Callable[[], Lowered]]:
         """Returns the programs that an update runs, as a dict from each program's name to a function that lowers it.
 
-        The program `update` handles microbatches of a single shape. With several row `lengths`, an update is a sequence of programs: `update_begin`, one
-        program per length, and `update_apply`. Of the programs per length, only `update_add_longest` and `update_add_shortest` are returned.
+        An update is a sequence of programs: `update_begin`, one program per row length, and `update_apply`. Of the programs per length, only
+        `update_add_longest` and `update_add_shortest` are returned.
 
         Args:
             state: parameters and optimizer moments, or only their shapes with shardings.
@@ -322,22 +319,19 @@ class Updater:
         rate, first = (
             jax.ShapeDtypeStruct((), kind, sharding=self._whole) for kind in (jnp.float32, jnp.bool_)
         )
-        made: dict[str, Callable[[], Lowered]] = {
-            "update": partial(self._update.lower, state, self._fixed, whole, rate, first)
+        sums = self.sums_structs(state)
+        add = partial(self._add.lower, (state.params, self._fixed), sums)
+        made = {
+            "update_begin": partial(self._nothing.lower, state.params),
+            "update_add_longest": partial(add, whole, first),
         }
         if len(lengths) > 1:
-            sums = self.sums_structs(state)
-            add = partial(self._add.lower, (state.params, self._fixed), sums)
-            made |= {
-                "update_begin": partial(self._nothing.lower, state.params),
-                "update_add_longest": partial(add, whole, first),
-                "update_add_shortest": partial(add, self.stack_structs(1, rows, lengths[-1]), first),
-                "update_apply": partial(self._apply.lower, state, sums, rate),
-            }
-        return made
+            shortest = self.stack_structs(1, rows, lengths[-1])
+            made["update_add_shortest"] = partial(add, shortest, first)
+        return made | {"update_apply": partial(self._apply.lower, state, sums, rate)}
 
     def sums_structs(self, state: TrainState) -> PyTree:
-        """Returns the shapes and shardings of the running sums that are passed between the programs of an update with several row lengths."""
+        """Returns the shapes and shardings of the running sums that are passed between the programs of an update."""
         scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=self._whole)
         grads = jax.tree.map(
             lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
@@ -416,21 +410,6 @@ class Updater:
         _, shapes = jax.eval_shape(loss, params, stack.count)
         blank = {name: _blank(metric, len(stack.microbatches.tokens)) for name, metric in shapes.items()}
         return lax.fori_loop(0, stack.count, accumulate, (sums, blank))
-
-    def _update_program(
-        self,
-        state: TrainState,
-        fixed: Fixed,
-        stack: Stack,
-        learning_rate: Float[Array, ""],
-        first: Bool[Array, ""],
-    ) -> tuple[TrainState, dict[str, Metric]]:
-        """Computes the gradient of a stack of microbatches and applies it, in one program."""
-        nothing, total = self._nothing_program(state.params)
-        start = (lax.with_sharding_constraint(nothing, self._shardings), total)
-        sums, metrics = self._add_program((state.params, fixed), start, stack, first)
-        state, applied = self._apply_program(state, sums, learning_rate)
-        return state, {**metrics, **applied}
 
     def _loss(
         self, models: tuple[Model, ...], microbatch: Microbatch, first: Bool[Array, ""]

@@ -43,7 +43,7 @@ def test_weights_are_gathered_and_gradients_reduce_scattered():
     params, optimizer = shapes_of(CONFIG), make_optimizer()
     state = state_structs(params, optimizer, mesh)
     updater = Updater(graph, params, optimizer, mesh)
-    lower = updater.programs(state, capacity=1, rows=ROWS, lengths=[TOKENS])["update"]
+    lower = updater.programs(state, capacity=1, rows=ROWS, lengths=[TOKENS])["update_add_longest"]
     found = {kind.kind: kind.received_bytes for kind in collectives(lower().compile().as_text())}
     assert found.keys() <= {"all-gather", "reduce-scatter", "all-reduce"}
     layers = (

@@ -104,5 +104,5 @@ def test_an_update_with_the_plain_gradient_of_the_embedding_is_found(plain, monk
     programs = Programs(
         config, decoder_of(config.model), workload_of(config, Assumptions()), made, memory=2**36
     )
-    text = programs.lowered()["update"]().compile().as_text()
+    text = programs.lowered()["update_add_longest"]().compile().as_text()
     assert len(not_repeatable(text, flags=FLAGS)) == plain

@@ -59,10 +59,19 @@ def texts(request):
 @pytest.mark.slow
 def test_every_program_compiles_for_an_h100(texts):
     name, programs = texts
-    assert programs.keys() >= {"generate", "prefill_row", "insert_row", "transfer", "update"}
+    assert programs.keys() >= {
+        "generate",
+        "prefill_row",
+        "insert_row",
+        "transfer",
+        "update_add_longest",
+        "update_apply",
+    }
     assert ("paused" in programs, "insert_parked" in programs) == (name == "in flight", name == "turns")
     collectives = {
-        kind for kind in ("all-gather", "reduce-scatter", "all-reduce") if kind in programs["update"]
+        kind
+        for kind in ("all-gather", "reduce-scatter", "all-reduce")
+        if kind in programs["update_add_longest"] + programs["update_apply"]
     }
     assert collectives == ({"all-gather", "reduce-scatter", "all-reduce"} if name == "8 GPUs" else set())
     assert ("s8[" in programs["generate"]) == (name == "8 bits")
@@ -76,18 +85,18 @@ def test_no_program_adds_in_arbitrary_order(texts):
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
-def test_offloaded_moments_are_on_the_device_only_during_an_update():
+def test_offloaded_moments_are_on_the_device_only_during_the_optimizer_step():
     """Two moments of 4 bytes per parameter, next to 4 bytes of the parameter: a third of the train state remains."""
     found = []
     for offload in ("true", "false"):
         config = load_config("quickstart", [f"optimizer.offload={offload}"])
         found.append(plan(config, topology=parse("h100:1"), only=("update", "transfer")))
     offloaded, kept = ({phase.program: phase for phase in made.phases} for made in found)
-    for program in ("update", "transfer"):
+    for program in ("update_add_longest", "update_apply", "transfer"):
         state = offloaded[program].parts["train state"]
         assert state == pytest.approx(kept[program].parts["train state"] / 3, rel=0.01)
-    assert "offloaded moments" not in offloaded["transfer"].parts
-    assert offloaded["update"].total == kept["update"].total
+        assert ("offloaded moments" in offloaded[program].parts) == (program == "update_apply")
+    assert offloaded["update_apply"].total == kept["update_apply"].total
 
 
 @pytest.fixture(scope="module")
@@ -101,10 +110,10 @@ def test_a_plan_has_the_memory_and_traffic_of_each_program(small):
     """All bytes come from the other machine. Its parameters and moments are 12 bytes each, half of them on each GPU."""
     assert small.fits
     programs = {program.name: program for program in small.programs}
-    update = programs["update"]
+    gradient, update = programs["update_add_longest"], programs["update_apply"]
     assert update.memory.aliased == pytest.approx(12 * small.decoder.parameters / 2, rel=0.02)
-    assert {kind.kind for kind in update.traffic} >= {"all-gather", "reduce-scatter"}
-    assert all(kind.network_bytes == kind.received_bytes > 0 for kind in update.traffic)
+    assert {kind.kind for kind in gradient.traffic} >= {"all-gather", "reduce-scatter"}
+    assert all(kind.network_bytes == kind.received_bytes > 0 for kind in gradient.traffic)
     bounds = {bound.work.phase: bound for bound in small.bounds}
     assert bounds["update"].ici_s == 0 < bounds["update"].network_s
     assert bounds["transfer"].network_s > 0

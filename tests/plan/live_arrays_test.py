@@ -105,8 +105,8 @@ def parts(made, program):
 
 
 def check_updates(made, found, *frozen):
-    """State, frozen weights, reference policy, rotations, and during updates the minibatches of a step."""
-    resident = parts(made, "update")
+    """State, frozen weights, reference policy, rotations, and at the start of updates the minibatches of a step."""
+    resident = parts(made, "update_begin")
     assert list(resident) == ["train state", *frozen, "reference policy", "rotations", "minibatches"]
     total = sum(resident.values())
     assert max(found["updates"]) == pytest.approx(total, abs=SMALLS)

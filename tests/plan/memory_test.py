@@ -53,18 +53,17 @@ def test_phases_add_up_the_arrays_that_are_there_at_the_same_time():
     """While sampling: state 100, weights 10, cache 40, two calls of prompts 2 x 5, and 7 bytes of outputs and temporaries that decoding adds.
     In training: state, minibatches and 29 bytes of temporaries. The update's code, 1 byte, is always there."""
     decode = memory(arguments=50, outputs=41, aliased=40, temporaries=6)
-    update = memory(arguments=102, outputs=100, aliased=100, temporaries=29, code=1)
-    assert totals({"generate": decode, "update": update}, held(), updates=3) == {
+    apply = memory(arguments=102, outputs=100, aliased=100, temporaries=29, code=1)
+    assert totals({"generate": decode, "update_apply": apply}, held(), updates=3) == {
         "generate": 100 + 10 + 40 + 10 + 7 + 1,
-        "update": 100 + 6 + 29 + 1,
+        "update_apply": 100 + 6 + 29 + 1,
     }
 
 
-def test_the_gradient_is_there_between_the_programs_of_an_update_of_several_row_lengths():
-    names = ("update_begin", "update_add_longest", "update_add_shortest", "update_apply", "update")
+def test_the_gradient_is_there_between_the_programs_of_an_update():
+    names = ("update_begin", "update_add_longest", "update_add_shortest", "update_apply")
     programs = {name: memory() for name in names} | {"update_begin": memory(outputs=33)}
-    expected = {name: 100 + 2 + (0 if name == "update" else 33) for name in names}
-    assert totals(programs, held(gradient=33)) == expected
+    assert totals(programs, held(gradient=33)) == dict.fromkeys(names, 100 + 2 + 33)
 
 
 def test_a_re_prefilled_response_is_there_together_with_one_call_of_prompts():
@@ -92,12 +91,13 @@ def test_compiled_programs_replace_sizes_from_shapes():
     decode = memory(arguments=95, outputs=81, aliased=80)
     expected = held(rotations=3, weights=12, decode_state=80)
     assert as_compiled(held(rotations=3), {"generate": decode}) == expected
-    update, add = memory(arguments=128, aliased=120), memory(arguments=160, aliased=50)
+    # Parameters of 50 bytes, 8 bytes of the longest rows, and the gradient of 50 bytes.
+    add, apply = memory(arguments=108, aliased=50), memory(arguments=170, aliased=120)
     expected = held(state=120, minibatch=9, shorter=1, gradient=50)
-    programs = {"update": update, "update_add_longest": add}
+    programs = {"update_add_longest": add, "update_apply": apply}
     assert as_compiled(held(shorter=1, gradient=40), programs) == expected
     taught = held(teacher=5, teaches_update=True)
-    assert as_compiled(taught, {"update": update}) == replace(taught, state=120, minibatch=3)
+    assert as_compiled(taught, {"update_add_longest": add}) == replace(taught, gradient=50, minibatch=3)
     insert = memory(arguments=48, aliased=40)
     assert as_compiled(held(), {"insert_row": memory(arguments=9), "insert_rows": insert}) == held(prefix=8)
 

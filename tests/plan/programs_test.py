@@ -50,14 +50,15 @@ def test_a_teacher_is_resident_in_the_compute_dtype_and_its_scoring_program_is_c
     assert "score_teacher" in lowered
     lowered["score_teacher"]()
     assert "score_teacher" not in programs_of().lowered()
-    for program in ("generate", "score_teacher", "update"):
+    for program in ("generate", "score_teacher", "update_apply"):
         assert together(program, planned.resident, updates=1)[1]["teacher"] == 4 * tiny.parameters
     full = programs_of(*taught, "teacher.kl=full")
     assert full.resident.teacher == planned.resident.teacher
     assert "score_teacher" not in full.lowered()
     # The update's arguments are the same, and the teacher's parameters.
     arguments, more = (
-        len(jax.tree.leaves(each.lowered()["update"]().args_info)) for each in (programs_of(), full)
+        len(jax.tree.leaves(each.lowered()["update_add_longest"]().args_info))
+        for each in (programs_of(), full)
     )
     assert more - arguments == len(jax.tree.leaves(tiny_params(tiny)))
     norms = (2 * tiny.layers + 1) * tiny.embed_dim

@@ -76,10 +76,10 @@ def test_fewer_responses_in_flight_need_no_logits_of_paused_ones():
 
 
 def test_an_update_is_answered_with_fewer_rows_and_rematerialisation():
-    update = failed(["model.remat=none", "batch.rows_per_microbatch=64"], program="update")
-    changes = ways(update, "update")["added by update"]
+    update = failed(["model.remat=none", "batch.rows_per_microbatch=64"], program="update_add_longest")
+    changes = ways(update, "update_add_longest")["added by update_add_longest"]
     assert changes == ["model.remat=full (recomputes activations)", "batch.rows_per_microbatch=32 (now 64)"]
-    [last] = ways(failed(program="update"), "update")["added by update"]
+    [last] = ways(failed(program="update_add_longest"), "update_add_longest")["added by update_add_longest"]
     assert last.startswith("parallel.fsdp=16 parallel.tensor=8 batch.rows_per_microbatch=16")
 
 

@@ -300,7 +300,13 @@ def compiled(name, received):
 
 def test_traffic_counts_as_often_as_a_program_runs():
     """A call decodes 5 tokens, so 3840 steps are 768 calls; an update's traffic is received twice."""
-    bytes_of = {"generate": 100, "update": 200, "transfer": 100, "transfer_ends": 100}
+    bytes_of = {
+        "generate": 100,
+        "update_add_longest": 150,
+        "update_apply": 50,
+        "transfer": 100,
+        "transfer_ends": 100,
+    }
     _, phases = works(programs=[compiled(name, received) for name, received in bytes_of.items()])
     assert phases["decode"].ici_bytes == pytest.approx(76_800)
     assert phases["update"].ici_bytes == 400
@@ -311,5 +317,5 @@ def test_traffic_counts_as_often_as_a_program_runs():
 
 def test_bytes_from_other_machines_are_not_received_over_links():
     traffic = [Traffic(kind="all-gather", count=1, received_bytes=200, network_bytes=50)]
-    _, phases = works(programs=[Program(name="update", compile_s=1.0, memory=None, traffic=traffic)])
+    _, phases = works(programs=[Program(name="update_apply", compile_s=1.0, memory=None, traffic=traffic)])
     assert (phases["update"].ici_bytes, phases["update"].network_bytes) == (300, 100)

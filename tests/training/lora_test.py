@@ -197,7 +197,7 @@ def test_separate_layers_add_no_products_and_no_stack_of_weights_to_the_update(r
 
     def lowered(layers, *, apart):
         updater, state, _ = update_of(layers, apart=apart, remat=remat)
-        return updater.programs(state, capacity=1, rows=1, lengths=[48])["update"]().as_text()
+        return updater.programs(state, capacity=1, rows=1, lengths=[48])["update_add_longest"]().as_text()
 
     def stacks(text):
         weights = FROZEN["blocks"].values()
@@ -270,7 +270,7 @@ def test_gradients_of_the_base_are_not_computed():
         trained, _ = parted(jax.eval_shape(lambda: tiny_params(config)))
         updater = Updater(graph_of(config), trained, KEEP_GRADIENT, mesh, options=options, **how)
         state = jax.eval_shape(lambda: init_state(trained_zeros(trained), KEEP_GRADIENT, mesh))
-        lower = updater.programs(state, capacity=1, rows=1, lengths=[64])["update"]
+        lower = updater.programs(state, capacity=1, rows=1, lengths=[64])["update_add_longest"]
         return lower().compile().cost_analysis()["flops"]
 
     def trained_zeros(shapes):

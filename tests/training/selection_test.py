@@ -174,7 +174,7 @@ def test_without_a_selection_the_programs_have_no_array_of_it():
 
     def programs(select):
         updater = make_updater(select)
-        update = updater.programs(state, capacity=1, rows=8, lengths=[32])["update"]()
+        update = updater.programs(state, capacity=1, rows=8, lengths=[32])["update_add_longest"]()
         score = updater.lower_score(updater.model(state.params), capacity=1, rows=8, row_tokens=32)
         return len(jax.tree.leaves(update.in_avals)), len(jax.tree.leaves(score.out_info))
 

@@ -202,7 +202,9 @@ def test_no_array_of_the_program_has_the_size_of_tokens_times_vocabulary():
     mesh = one_device()
     updater, _ = full((TEACHER_CONFIG, TEACHER), mesh)
     state = init_state(PARAMS, KEEP_GRADIENT, mesh)
-    text = updater.programs(state, capacity=4, rows=2, lengths=[48])["update"]().compile().as_text()
+    text = (
+        updater.programs(state, capacity=4, rows=2, lengths=[48])["update_add_longest"]().compile().as_text()
+    )
     shapes = {tuple(map(int, found.split(","))) for found in re.findall(r"f32\[([0-9,]+)\]", text)}
     assert (96, 5) in shapes or (96, 4) in shapes
     assert not [shape for shape in shapes if math.prod(shape) == 96 * 20 and 20 in shape]

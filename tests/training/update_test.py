@@ -384,7 +384,7 @@ def test_without_a_correction_the_program_and_the_metrics_do_not_contain_it():
 
     def program(**options):
         updater = make_updater(old_logprobs="trainer", **options)
-        return updater.programs(state, capacity=1, rows=2, lengths=[SEQ])["update"]()
+        return updater.programs(state, capacity=1, rows=2, lengths=[SEQ])["update_add_longest"]()
 
     plain = program()
     assert program(importance_range=(0.5, 2.0)).as_text() == plain.as_text()
@@ -487,16 +487,14 @@ def test_the_callers_parameters_survive_the_first_update():
 
 
 def test_the_programs_that_can_be_lowered_are_those_that_an_update_calls():
-    """Rows of one length need one program. Several lengths need a program at the begin, one per length, and one at the end. A gradient of the parameters'
-    size and the loss are kept between them."""
+    """There is a program at the begin, one per row length, and one at the end. A gradient of the parameters' size and the loss are kept between them."""
     updater = make_updater()
     state = jax.eval_shape(lambda params: fresh(params=params), PARAMS)
     one = updater.programs(state, capacity=2, rows=2, lengths=(32,))
-    assert list(one) == ["update"]
+    assert list(one) == ["update_begin", "update_add_longest", "update_apply"]
     several = updater.programs(state, capacity=2, rows=2, lengths=(32, 16, 8))
     names = {name: lower().as_text().split()[1] for name, lower in several.items()}
     assert names == {
-        "update": "@jit__update_program",
         "update_begin": "@jit__nothing_program",
         "update_add_longest": "@jit__add_program",
         "update_add_shortest": "@jit__add_program",
@@ -516,7 +514,7 @@ def test_steps_with_fewer_microbatches_compile_nothing():
     for count in (4, 2, 1, 3):
         found = gradient(updater, packed(per=2)[:count])
     assert_same_gradient(found, whole)
-    assert updater._update._program._cache_size() == 1
+    assert updater._add._program._cache_size() == 1
 
 
 MIXED = {"row_tokens": 48, "per": 2, "shorter": (24, 16, 12)}
