@@ -191,11 +191,12 @@ def tiny_decoder_config(**changes: Any) -> DecoderConfig:
 
 
 def tiny_params(config: DecoderConfig, *, seed: int = 0) -> nnx.State:
-    """Returns random decoder parameters without compiling. No norm weight is 1 and no bias is 0, so a test fails if one of them is ignored."""
+    """Returns random decoder parameters without compiling. No norm has factors of 1 and no bias is 0, so a test fails if one of them is ignored."""
     rng = np.random.default_rng(seed)
 
     def fill(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        start = 1.0 if "norm" in jax.tree_util.keystr(path) else 0.0
+        name = jax.tree_util.keystr(path)
+        start = 0.0 if "norm" not in name else 1.0 if "delta_norm" in name else 1.0 - config.norm_offset
         return jnp.asarray(start + 0.2 * rng.standard_normal(leaf.shape), leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(fill, shapes_of(config))

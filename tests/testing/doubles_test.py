@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from dapo_jax.models.presets import DeltaSizes
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.sampling.interface import Engine, Insertion
 from dapo_jax.testing import ScriptedEngine, tiny_decoder_config, tiny_params
@@ -96,3 +97,16 @@ def test_tiny_parameters_have_nothing_at_its_start_value():
     for one, same, other in leaves:
         np.testing.assert_array_equal(one, same)
         assert (np.asarray(one) != np.asarray(other)).all()
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_the_norms_of_tiny_parameters_have_factors_near_one(offset):
+    """Factors of 2 would make scores of normed queries and keys 4 times as large, and with them the rounding errors of log-probabilities."""
+    config = tiny_decoder_config(
+        layers=2, qk_norm="head", norm_offset=offset, delta=DeltaSizes(2, 4, 8, 8), delta_layers=(True, False)
+    )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tiny_params(config)):
+        name = jax.tree_util.keystr(path)
+        if "norm" in name:
+            factors = np.asarray(leaf) + (0.0 if "delta_norm" in name else offset)
+            assert 0.7 < factors.mean() < 1.3, name
