@@ -63,6 +63,8 @@ def read(folder: Path) -> dict[str, Any]:
         figures |= _figures(name, content)
         for system, result in content.get("systems", {}).items():
             versions[system.partition(":")[0]] = result.get("version", "")
+        for key, result in content.get("results", {}).items():
+            versions[key.partition(":")[2]] = result["version"]
     hardware = {key: machine[key] for key in ("processor", "cpus", "memory_gb")} | {"card": card}
     return {
         "kind": kind,
@@ -78,6 +80,10 @@ def _figures(name: str, content: dict[str, Any]) -> Figures:
         made: Figures = {}
         for key, result in content["results"].items():
             made |= {f"gpu/{key}/seconds": result["seconds"], f"gpu/{key}/share_of_limit": result["share"]}
+            what, _, system = key.partition(":")
+            ours = content["results"].get(f"{what}:ours")
+            if ours and system != "ours":
+                made[f"gpu/{key}/seconds_relative_to_ours"] = ratios(result["seconds"], ours["seconds"])
         return made
     workload = Workload.from_json(content["workload"])
     systems = {

@@ -33,6 +33,20 @@ def test_figures_follow_from_seconds(tmp_path):
     assert figures["rollout/ours:float32/peak_gb"] == [1.5]
 
 
+def test_a_gpu_has_its_own_baseline(tmp_path):
+    """Two rounds, in which TRL takes 1.5 and 1.25 times our seconds."""
+    results = {
+        "update:ours": {"version": "dapo_jax 0.1", "seconds": [2.0, 4.0], "share": [0.2, 0.1]},
+        "update:trl": {"version": "trl 1", "seconds": [3.0, 5.0], "share": [0.1, 0.1]},
+    }
+    content = {"time": "2026-11-27T00:00:00", "machine": MACHINE, "card": "h200", "results": results}
+    (tmp_path / "gpu.json").write_text(json.dumps(content))
+    found = read(tmp_path)
+    assert found["kind"] == "h200"
+    assert found["versions"] == {"ours": "dapo_jax 0.1", "trl": "trl 1"}
+    assert found["figures"]["gpu/update:trl/seconds_relative_to_ours"] == [1.5, 1.25]
+
+
 @pytest.mark.parametrize(
     ("ours", "moved"),
     [
