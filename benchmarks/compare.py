@@ -17,6 +17,9 @@ BASELINES = Path(__file__).parent / "baselines"
 MOVED = 0.03
 """A figure moved if its median differs by more than this share, and its range does not overlap with the baseline's range."""
 
+MEASURED = ("rollout", "update", "step", "long_tail", "gpu")
+"""Names of the JSON files that this command reads."""
+
 Figures = dict[str, list[float]]
 """Maps a name such as `rollout/ours:float32/tokens_per_s` to the values of all rounds."""
 
@@ -46,13 +49,11 @@ def main() -> None:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Returns the figures, machine and versions in the JSON files that `rollout`, `update` and `gpu` wrote to a folder."""
+    """Returns the figures, machine and versions in the JSON files that the other benchmarks wrote to a folder (`MEASURED`)."""
     found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
-    found = {name: content for name, content in found.items() if name in ("rollout", "update", "step", "gpu")}
+    found = {name: content for name, content in found.items() if name in MEASURED}
     if not found:
-        raise SystemExit(
-            f"{folder} has no rollout.json, update.json, step.json or gpu.json; run benchmarks.rollout, update or gpu"
-        )
+        raise SystemExit(f"{folder} has none of {', '.join(MEASURED)} (.json); run benchmarks.rollout first")
     first = next(iter(found.values()))
     machine = first["machine"]
     card = found["gpu"]["card"] if "gpu" in found else None
@@ -62,7 +63,8 @@ def read(folder: Path) -> dict[str, Any]:
     for name, content in found.items():
         figures |= _figures(name, content)
         for system, result in content.get("systems", {}).items():
-            versions[system.partition(":")[0]] = result.get("version", "")
+            if "version" in result:
+                versions[system.partition(":")[0]] = result["version"]
         for key, result in content.get("results", {}).items():
             versions[key.partition(":")[2]] = result["version"]
     hardware = {key: machine[key] for key in ("processor", "cpus", "memory_gb")} | {"card": card}
@@ -85,6 +87,18 @@ def _figures(name: str, content: dict[str, Any]) -> Figures:
             if ours and system != "ours":
                 made[f"gpu/{key}/seconds_relative_to_ours"] = ratios(result["seconds"], ours["seconds"])
         return made
+    if name == "long_tail":
+        ways = content["systems"]
+        counted = {
+            f"long_tail/{way}/{key}": [result[key]]
+            for way, result in ways.items()
+            for key in ("steps", "live_frac")
+        }
+        waiting = {
+            "long_tail/continuous/live_while_waiting_frac": [ways["continuous"]["live_while_waiting_frac"]]
+        }
+        seconds = ratios(ways["static"]["seconds"], ways["continuous"]["seconds"])
+        return counted | waiting | {"long_tail/static/seconds_relative_to_continuous": seconds}
     workload = Workload.from_json(content["workload"])
     systems = {
         key: value for key, value in content["systems"].items() if key not in content.get("failed", {})

@@ -58,9 +58,9 @@ class LimitedEngine:
         return state, result
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measures both ways alternately, prints the results, and writes them to a JSON file."""
-    arguments = _arguments()
+    arguments = _arguments(words)
     workload = Workload(
         model=str(arguments.model.expanduser().resolve()),
         prompts=arguments.prompts,
@@ -102,7 +102,7 @@ def main() -> None:
     report.write(arguments.out / "long_tail.json", {"options": options, "systems": results})
 
 
-def _arguments() -> argparse.Namespace:
+def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.long_tail")
     parser.add_argument("model", type=Path, help="a folder in the Hugging Face layout")
     parser.add_argument("--rounds", type=int, default=3)
@@ -120,7 +120,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--seed", type=int, default=0, help="seed of the lengths")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"))
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 def _lengths(arguments: argparse.Namespace) -> np.ndarray:
