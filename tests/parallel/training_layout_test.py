@@ -158,6 +158,8 @@ def test_losses_gradients_and_sgd_equal_the_results_on_one_device(axes, expected
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-6, nan_ok=True)
 
 
+# Slow: compiles an update for eight devices. The test above has the same mesh, and tests/run/windows_test.py has windows over several devices.
+@pytest.mark.slow
 def test_every_switch_of_the_decoder_has_the_gradients_of_one_device():
     """The norm over all heads is a sum over `tensor`, windows need the positions of other devices' keys, and some biases are replicated."""
     mesh = make_mesh(**MESHES["fsdp 2 x tensor 2 x context 2"])
@@ -170,7 +172,8 @@ def test_every_switch_of_the_decoder_has_the_gradients_of_one_device():
 @pytest.mark.parametrize(
     ("count", "axes"),
     [
-        (8, {"fsdp": 2, "tensor": 2, "context": 2}),
+        # Slow: compiles updates for eight devices. tests/models/experts_test.py compares the gradients with float64 on eight devices.
+        pytest.param(8, {"fsdp": 2, "tensor": 2, "context": 2}, marks=pytest.mark.slow),
         # The number of experts cannot be divided, so their matrices are gathered.
         pytest.param(6, {"fsdp": 4, "tensor": 2}, marks=pytest.mark.slow),
         pytest.param(8, {"fsdp": 8}, marks=pytest.mark.slow),
