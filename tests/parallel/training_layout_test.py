@@ -142,9 +142,8 @@ def expected_of_adamw():
     return trained(one_device(), ADAMW, rate=RATE, old_logprobs="sampler")
 
 
-def test_the_gradients_are_clipped(expected_of_sgd, expected_of_adamw):
-    for _, metrics in (expected_of_sgd, expected_of_adamw):
-        assert all(of_update["update/grad_norm"] > 2 * CLIPPED for of_update in metrics)
+def test_the_gradients_are_clipped(expected_of_sgd):
+    assert all(of_update["update/grad_norm"] > 2 * CLIPPED for of_update in expected_of_sgd[1])
 
 
 @pytest.mark.parametrize("axes", all_but_slow("fsdp 2 x tensor 2 x context 2"))
@@ -226,7 +225,8 @@ def test_an_objective_along_responses_equals_the_result_on_one_device(axes):
 def test_moments_may_be_in_host_memory(expected_of_adamw):
     """Between updates they are there, and parameters are the same bit for bit."""
     mesh = one_device()
-    states, _ = trained(mesh, ADAMW, rate=RATE, old_logprobs="sampler", offload=True)
+    states, metrics = trained(mesh, ADAMW, rate=RATE, old_logprobs="sampler", offload=True)
+    assert all(of_update["update/grad_norm"] > 2 * CLIPPED for of_update in metrics)
     jax.tree.map(np.testing.assert_array_equal, states, expected_of_adamw[0])
     placed = state_shardings(tiny_params(CONFIG), ADAMW, mesh, offload=True)
     assert {place.memory_kind for place in jax.tree.leaves(placed.opt_state)} == {"pinned_host"}
