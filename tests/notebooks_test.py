@@ -3,12 +3,14 @@
 A real kernel has an event loop, handles interrupts itself, and shows figures, unlike the code of the cells alone.
 """
 
+import ast
 import os
 from pathlib import Path
 
 import nbformat
 import numpy as np
 import pytest
+from IPython.core.inputtransformer2 import TransformerManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
@@ -80,14 +82,21 @@ def test_it_begins_with_a_title_what_one_learns_and_the_install_cell(path):
     assert "%pip install" in install.source
 
 
-QUICK = ("loss", "one_step_by_hand", "sampler")
-"""Those that train whole runs are slow, and what they call is in other tests."""
+@pytest.mark.parametrize("path", NOTEBOOKS)
+def test_its_imports_exist(path):
+    """Runs the import statements alone."""
+    code = [cell.source for cell in read(path).cells if cell.cell_type == "code"]
+    tree = ast.parse("".join(map(TransformerManager().transform_cell, code)))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert any(isinstance(node, ast.ImportFrom) and "dapo_jax" in str(node.module) for node in imports)
+    exec(compile(ast.Module(imports, []), path.name, "exec"), {})
 
 
+# Slow: kernels that run for a minute or more. The test above has the imports of all notebooks, and "sampler" runs in a kernel.
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem not in QUICK))
+        pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem != "sampler"))
         for path in sorted(FOLDER.glob("*.ipynb"))
     ],
 )

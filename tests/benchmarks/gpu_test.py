@@ -13,22 +13,24 @@ from dapo_jax.plan.topologies import CHIPS
 from tests.several import ROOT
 
 
-def test_one_command_measures_our_system_and_leaves_out_those_that_are_not_installed(tmp_path):
+def results_of(folder, *more):
+    """Runs the command without peers, and returns the results that it wrote."""
     words = "--size tiny --rollout 2,4,8,8 --update 2,4,8,8 --rows-per-microbatch 4 --rounds 2 --platforms cpu --card h100"
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.gpu",
-        *words.split(),
-        "--peers",
-        tmp_path / "none",
-        "--out",
-        tmp_path,
-    ]
+    command = [sys.executable, "-m", "benchmarks.gpu", *words.split(), "--peers", folder / "none", "--out", folder, *more]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert "vllm is left out" in done.stdout
     assert "trl is left out" in done.stdout
-    found = json.loads((tmp_path / "gpu.json").read_text())["results"]
+    return json.loads((folder / "gpu.json").read_text())["results"]
+
+
+def test_systems_that_are_not_installed_are_left_out(tmp_path):
+    assert results_of(tmp_path, "--systems", "vllm", "trl") == {}
+
+
+# Slow: compiles decoding and an update in other processes. The test above runs the command without our system.
+@pytest.mark.slow
+def test_one_command_measures_our_system(tmp_path):
+    found = results_of(tmp_path)
     assert set(found) == {"rollout:ours", "update:ours"}
     for result in found.values():
         assert len(result["seconds"]) == len(result["share"]) == 2

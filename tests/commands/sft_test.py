@@ -73,6 +73,8 @@ def test_an_evaluation_is_logged_at_its_steps_and_after_the_last(config, warmed)
     assert "eval/arithmetic/avg@4" in warmed.metrics
 
 
+# Slow: another training. tests/run/keys/commands_test.py sees the rank of the adapters, and tests/run/lora_test.py trains them.
+@pytest.mark.slow
 def test_adapters_alone_are_trained_if_they_are_asked_for(config, tmp_path, model):
     lora = LoraConfig(rank=2, targets=["attention"])
     found = run(replace(config, run_dir=str(tmp_path / "run"), lora=lora))

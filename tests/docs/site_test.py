@@ -15,6 +15,10 @@ from tests.docs.blocks import ROOT
 
 pytest.importorskip("sphinx", reason="the site needs the extra `docs`")
 
+# Slow: builds the whole site. tests/readme_test.py finds the files and sections of links, tests/docs/docstrings_test.py translates
+# docstrings, and tests/docs/api_test.py lists the names of the pages.
+pytestmark = pytest.mark.slow
+
 
 BUILD = """
 import socket, sys

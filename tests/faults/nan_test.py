@@ -236,6 +236,8 @@ def test_a_reward_that_is_not_finite_ends_the_run_with_its_name_and_prompt(micro
         run_micro(micro(steps=1), reward=nan_for_one_prompt)
 
 
+# Slow: starts a worker. tests/rewards/functions_test.py has the lost verdict, and tests/run/grader_setup_test.py a run with several graders.
+@pytest.mark.slow
 def test_one_grader_of_several_may_lose_verdicts_and_the_run_continues(micro, run_micro, even_sum, shown):
     config = micro(
         steps=1,

@@ -7,6 +7,8 @@ import subprocess
 import termios
 import time
 
+import pytest
+
 from dapo_jax.health.stopping import STOPPED
 from tests.faults.micro import assert_the_same_run, make_run
 
@@ -32,6 +34,8 @@ def test_a_reader_that_leaves_does_not_end_it(tmp_path):
     assert_the_same_run(run.run_dir, whole.run_dir)
 
 
+# Slow: a whole process of up to 40 steps. tests/health/stopping_test.py stops at hangups, also repeated.
+@pytest.mark.slow
 def test_a_terminal_that_is_closed_stops_it(tmp_path):
     """While the live view is shown. The system signals the processes of the session, and each later write fails."""
     run = make_run(tmp_path, steps=40)

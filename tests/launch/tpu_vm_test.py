@@ -2,6 +2,8 @@
 
 import stat
 
+import pytest
+
 from tests.launch.clients import ASYNC_GATHERS, TOKENS, printed, verb
 
 POD = ("--name=pod", "--type=v5p-256", "--zone=us-east5-a", "--poll=0")
@@ -48,6 +50,8 @@ def test_a_preempted_run_is_recreated_and_resumed(laptop):
     assert "--spot" in creates[0]
 
 
+# Slow: starts a slow process. `test_train_requests_copies_starts_follows_and_deletes` follows a run.
+@pytest.mark.slow
 def test_a_run_is_followed_while_its_process_is_not_yet_its_program(laptop):
     slow = laptop.folder / "far" / "setsid"
     slow.write_text("#!/bin/sh\nWORDS=\"$*\" exec sh -c 'sleep 0.5; exec /usr/bin/setsid $WORDS'\n")
@@ -76,6 +80,8 @@ def test_a_failure_is_resumed_on_the_same_tpu_until_restarts_are_used_up(laptop)
     assert "2 failures, more than --restarts=1" in done.stderr
 
 
+# Slow: starts the run three times. The tests of a preempted and of a failed run resume, too.
+@pytest.mark.slow
 def test_a_stop_is_no_failure_and_a_broken_connection_does_not_touch_the_run(laptop):
     laptop.scenario(runs=[75, 75, 0], drops=1)
     done = train(laptop, "--restarts=0")
@@ -83,6 +89,8 @@ def test_a_stop_is_no_failure_and_a_broken_connection_does_not_touch_the_run(lap
     assert [words[-1] for words in programs(laptop)] == [RUN[-1], "--resume", "--resume"]
 
 
+# Slow: three launches. `test_a_deleted_tpu_is_not_created_again` has other answers of gcloud.
+@pytest.mark.slow
 def test_gcloud_out_of_reach_ends_the_first_request_but_not_a_run(laptop):
     laptop.scenario(states=[["ACTIVE", "ERROR", "ERROR", "ACTIVE"]], runs=[1, 0])
     done = train(laptop)
@@ -101,6 +109,8 @@ def test_a_deleted_tpu_is_not_created_again(laptop):
     assert laptop.verbs().count("create") == 1
 
 
+# Slow: three launches. `test_a_preempted_run_is_recreated_and_resumed` deletes and creates.
+@pytest.mark.slow
 def test_a_failed_request_is_deleted_before_the_next(laptop):
     laptop.scenario(states=[["FAILED"], ["ACTIVE"]], refused=1)
     assert train(laptop).returncode == 1
@@ -110,6 +120,8 @@ def test_a_failed_request_is_deleted_before_the_next(laptop):
     assert laptop.verbs()[5:8] == ["describe", "delete", "create"]
 
 
+# Slow: three launches. tests/launch/scripts_test.py rejoins a run with `watch`, as the page of pods shows.
+@pytest.mark.slow
 def test_watch_rejoins_a_run_that_ended_and_deletes_the_tpu(laptop):
     assert train(laptop, "--keep").returncode == 0
     assert laptop.verbs()[-1] == "follow"
@@ -141,6 +153,8 @@ def test_tokens_reach_the_workers_and_nothing_else(laptop):
     assert {stat.S_IMODE(path.stat().st_mode) for path in kept} == {0o600}
 
 
+# Slow: starts the run three times. The first test has the environment of the workers; tests/launch/gke_xpk_test.py has own flags.
+@pytest.mark.slow
 def test_own_flags_of_the_tpu_compiler_reach_the_workers(laptop):
     """Also an empty value, and after a preemption."""
     laptop.scenario(runs=["preempted", 0, 0])

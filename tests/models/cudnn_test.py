@@ -127,8 +127,9 @@ def both(packed, width, dtype, seed=0, window=0):
 @pytest.mark.parametrize(
     ("case", "tokens", "window"),
     [
-        *((case, 64, 0) for case in CASES), ("three rooms", 16_384, 0), ("short segments", 16_384, 0),
-        ("one room", 64, 5), ("three rooms", 16_384, 30),
+        *((case, 64, 0) for case in CASES), ("one room", 64, 5), ("three rooms", 16_384, 30),
+        # Slow: other programs. The case above has all copies of a prompt in one batch, too.
+        *(pytest.param(case, 16_384, 0, marks=pytest.mark.slow) for case in ("three rooms", "short segments")),
     ],
 )  # fmt: skip
 def test_packed_rows_attend_as_with_xla(case, tokens, window, monkeypatch):

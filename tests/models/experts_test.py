@@ -56,7 +56,11 @@ def assert_close(found, expected, part):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=part * np.abs(theirs).max())
 
 
-@pytest.mark.parametrize(("tokens", "each"), [(1, 3), (40, 2), (200, 3)])
+# Slow: compiles the same products for other sizes. A size in between stays.
+@pytest.mark.parametrize(
+    ("tokens", "each"),
+    [(40, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 3), (200, 3)))],
+)
 def test_gradients_equal_a_dense_computation_in_float64(tokens, each):
     with jax.enable_x64(True):
         given = drawn(tokens, each, dtype=np.float64)
@@ -89,8 +93,12 @@ def test_gradients_on_eight_devices_equal_a_dense_computation_in_float64(whole):
         assert_close((result, backward(cotangent)), both(dense, 2, *given, cotangent, matrices), 1e-12)
 
 
+# Slow: the kernel is interpreted. Half of the experts have the same kernel and more cases.
 @pytest.mark.parametrize("platform", ["tpu", "default"])
-@pytest.mark.parametrize("part", [slice(None), slice(4, 8)], ids=["all", "half"])
+@pytest.mark.parametrize(
+    "part",
+    [pytest.param(slice(None), marks=pytest.mark.slow, id="all"), pytest.param(slice(4, 8), id="half")],
+)
 def test_the_forms_for_other_platforms_compute_the_same(platform, part, monkeypatch):
     """Megablox runs interpreted. With half of the experts, rows of the others have no expert, and megablox does not write them."""
     x, scores, cotangent, matrices = drawn(50, 2)

@@ -178,20 +178,18 @@ def sampled(name, cache, width):
     return np.asarray(result.tokens), np.asarray(result.logprobs), state
 
 
-# Rows of 48 tokens prefill each prompt at once; rows of 16 prefill it in parts. Families whose attention differs are tested with both. Trainer and sampler call
-# the same layers, so a few of the other families suffice to notice that the sampler lacks a switch.
-BOTH = ("mistral", "ministral3", "gemma2", "gemma3", "qwen3_5")
-ONE = (*BOTH, "olmo2", "phi3", "granite", "olmoe", "granitemoe")
+# Rows of 48 tokens prefill each prompt at once; rows of 16 prefill it in parts.
+QUICK = {"slots": ("mistral", "gemma3", "qwen3_5", "olmoe"), "pages": ("gemma3",)}
 
 
 @pytest.mark.parametrize(
     ("name", "cache", "width"),
     [
-        *(pytest.param(name, "slots", 48, marks=[] if name in ONE else pytest.mark.slow) for name in FOLDERS),
-        *(
-            pytest.param(name, "pages", 16, marks=[] if name in BOTH else pytest.mark.slow)
-            for name in FOLDERS
-        ),
+        # Slow: compiles a sampler for each family. Trainer and sampler call the same layers; the quick families have windows, several
+        # rotations, recurrent states and experts, and "every switch" of tests/sampling/engine_test.py has the rest.
+        pytest.param(name, cache, width, marks=[] if name in QUICK[cache] else pytest.mark.slow)
+        for cache, width in (("slots", 48), ("pages", 16))
+        for name in FOLDERS
     ],
 )
 def test_the_sampler_continues_as_the_trainer_computes(name, cache, width):
@@ -238,9 +236,11 @@ def test_a_loaded_model_is_saved_bit_for_bit(name, tmp_path):
 
 
 MOE = ("qwen3_moe", "olmoe", "granitemoe")
+# Slow: compiles the gradient or the logits of each family. The first family has the same code, and the test of logits has all of them.
+FIRST_MOE = [pytest.param(name, marks=[] if name == MOE[0] else pytest.mark.slow) for name in MOE]
 
 
-@pytest.mark.parametrize("name", MOE)
+@pytest.mark.parametrize("name", FIRST_MOE)
 def test_forced_choices_of_experts_are_used_and_keep_the_gradient_of_the_router(name):
     """The file forces other experts for about a quarter of all tokens and layers, with factors from the router's own scores."""
     config, params, *_ = passed(name)
@@ -263,7 +263,7 @@ def test_forced_choices_of_experts_are_used_and_keep_the_gradient_of_the_router(
     assert (flipped <= config.layers).all()
 
 
-@pytest.mark.parametrize("name", MOE)
+@pytest.mark.parametrize("name", FIRST_MOE)
 def test_the_routers_own_choice_is_used_where_no_choice_is_forced(name):
     """Half of all tokens are forced to use what they choose anyway, and the others are not forced."""
     config, params, *_ = passed(name)
@@ -278,7 +278,8 @@ def test_the_routers_own_choice_is_used_where_no_choice_is_forced(name):
     np.testing.assert_array_equal(counts["load"], load)
 
 
-@pytest.mark.parametrize("remat", ["full", "dots"])
+# Slow: compiles another gradient. "full" has the same layers; tests/sampling/routes_test.py updates with "dots".
+@pytest.mark.parametrize("remat", ["full", pytest.param("dots", marks=pytest.mark.slow)])
 def test_rematerialisation_changes_no_gradient_of_experts(remat):
     config, params, _, gradients = passed("qwen3_moe")
     found = gradients_of(config, params, *rows_of("qwen3_moe"), remat=remat)[1]
@@ -479,9 +480,15 @@ LEFT_OUT = {
 }  # fmt: skip
 
 
+# Slow: compiles another model for each switch. The first switch of each family stays, and the test of logits has all switches.
 @pytest.mark.parametrize(
-    ("name", "number"), [(name, number) for name, changes in LEFT_OUT.items() for number in range(len(changes))]
-)  # fmt: skip
+    ("name", "number"),
+    [
+        pytest.param(name, number, marks=pytest.mark.slow if number else [])
+        for name, changes in LEFT_OUT.items()
+        for number in range(len(changes))
+    ],
+)
 def test_no_switch_can_be_left_out(name, number):
     """Without any one switch, logits change by 0.4 or more. Half of that shows that the tests above would fail."""
     config, params, logits, _ = passed(name)

@@ -89,14 +89,9 @@ def test_golden_models_show_it_when_their_scaling_is_left_out(golden):
     assert np.abs(found - expected["logits"]).max() > 0.1
 
 
-@pytest.mark.parametrize(
-    "name",
-    # The logits of all families are compared above; this compares the sampler.
-    [
-        "qwen3",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama3_scaling", "qwen2", "qwen2_yarn")),
-    ],
-)
+# Slow: compiles a sampler each. The logits are compared above, and tests/models/golden_families_test.py compares the sampler.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3", "llama3_scaling", "qwen2", "qwen2_yarn"])
 def test_the_sampler_continues_golden_prompts_as_transformers_does(name, tmp_path):
     (source,) = [path for path in GOLDEN if path.name == name]
     expected = load_file(source / "expected.safetensors")

@@ -29,6 +29,8 @@ def mesh_of(topology, **axes):
     return make_mesh(**{"fsdp": 1, **axes}, devices=devices_of(parse(topology)))
 
 
+# Slow: compiles an update for TPU. tests/plan/gpu_test.py checks the kinds of collectives in an update, and the test below compiles the kernels.
+@pytest.mark.slow
 def test_weights_are_gathered_and_gradients_reduce_scattered():
     """fsdp 2 x tensor 2. Over axes of two devices, a device receives half of the result of a gather:
 

@@ -142,9 +142,8 @@ def expected_of_adamw():
     return trained(one_device(), ADAMW, rate=RATE, old_logprobs="sampler")
 
 
-def test_the_gradients_are_clipped(expected_of_sgd, expected_of_adamw):
-    for _, metrics in (expected_of_sgd, expected_of_adamw):
-        assert all(of_update["update/grad_norm"] > 2 * CLIPPED for of_update in metrics)
+def test_the_gradients_are_clipped(expected_of_sgd):
+    assert all(of_update["update/grad_norm"] > 2 * CLIPPED for of_update in expected_of_sgd[1])
 
 
 @pytest.mark.parametrize("axes", all_but_slow("fsdp 2 x tensor 2 x context 2"))
@@ -158,6 +157,8 @@ def test_losses_gradients_and_sgd_equal_the_results_on_one_device(axes, expected
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-6, nan_ok=True)
 
 
+# Slow: compiles an update for eight devices. The test above has the same mesh, and tests/run/windows_test.py has windows over several devices.
+@pytest.mark.slow
 def test_every_switch_of_the_decoder_has_the_gradients_of_one_device():
     """The norm over all heads is a sum over `tensor`, windows need the positions of other devices' keys, and some biases are replicated."""
     mesh = make_mesh(**MESHES["fsdp 2 x tensor 2 x context 2"])
@@ -170,7 +171,8 @@ def test_every_switch_of_the_decoder_has_the_gradients_of_one_device():
 @pytest.mark.parametrize(
     ("count", "axes"),
     [
-        (8, {"fsdp": 2, "tensor": 2, "context": 2}),
+        # Slow: compiles updates for eight devices. tests/models/experts_test.py compares the gradients with float64 on eight devices.
+        pytest.param(8, {"fsdp": 2, "tensor": 2, "context": 2}, marks=pytest.mark.slow),
         # The number of experts cannot be divided, so their matrices are gathered.
         pytest.param(6, {"fsdp": 4, "tensor": 2}, marks=pytest.mark.slow),
         pytest.param(8, {"fsdp": 8}, marks=pytest.mark.slow),
@@ -223,7 +225,8 @@ def test_an_objective_along_responses_equals_the_result_on_one_device(axes):
 def test_moments_may_be_in_host_memory(expected_of_adamw):
     """Between updates they are there, and parameters are the same bit for bit."""
     mesh = one_device()
-    states, _ = trained(mesh, ADAMW, rate=RATE, old_logprobs="sampler", offload=True)
+    states, metrics = trained(mesh, ADAMW, rate=RATE, old_logprobs="sampler", offload=True)
+    assert all(of_update["update/grad_norm"] > 2 * CLIPPED for of_update in metrics)
     jax.tree.map(np.testing.assert_array_equal, states, expected_of_adamw[0])
     placed = state_shardings(tiny_params(CONFIG), ADAMW, mesh, offload=True)
     assert {place.memory_kind for place in jax.tree.leaves(placed.opt_state)} == {"pinned_host"}

@@ -93,6 +93,8 @@ LONG = [
 ]  # fmt: skip
 
 
+# Slow: compiles seven programs. tests/plan/programs_test.py has the names of chunked prefill, and tests/plan/memory_test.py the bytes.
+@pytest.mark.slow
 def test_rows_of_several_lengths_and_chunked_prefill_have_their_programs(folder, file):
     """Rows of 2048 tokens, and of 1024; 8 slots of 2048 tokens in pages of half as many."""
     config = load_config(file, [f"model.source={folder}", *LONG])
@@ -147,6 +149,8 @@ def test_moments_in_the_hosts_memory_are_not_on_the_device(file, compiled):
     assert compiled.resident.moments == pytest.approx(before * 2 / 3, rel=0.01)
 
 
+# Slow: compiles two decode steps. tests/plan/memory_test.py fills free memory with whole pages.
+@pytest.mark.slow
 def test_the_reported_cache_fits_and_leaves_little(file, folder):
     """An eighth of the tokens of 1024 slots takes 4 GiB on each device; the reported cache leaves under a hundredth of the memory."""
     slots, capacity = 1024, 65_536
@@ -165,6 +169,8 @@ def test_the_reported_cache_fits_and_leaves_little(file, folder):
     assert found.phases[0].total > 0.99 * found.limit
 
 
+# Slow: compiles several decode steps. tests/plan/remedies_test.py has the message and the remedies.
+@pytest.mark.slow
 def test_arrays_that_do_not_fit_are_named_and_a_remedy_is_compiled(file, folder, capsys):
     """A cached token on one of its 2 devices has 2 layers x 1 head x 128 x 2 x 2 bytes = 1 KiB. 1024 slots of 16,384 on each of 2 groups of
     devices are 16 GiB of the 15.75. The suggestion is as many tokens as the limit leaves."""

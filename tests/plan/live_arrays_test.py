@@ -113,6 +113,8 @@ def check_updates(made, found, *frozen):
     assert max(found["between"]) == pytest.approx(total - resident["minibatches"], abs=SMALLS)
 
 
+# Slow: a run of two steps. tests/run/build_test.py compares the bytes during updates with the train state.
+@pytest.mark.slow
 def test_arrays_during_updates_and_between_steps_are_counted(counted):
     check_updates(*counted)
 
@@ -125,6 +127,8 @@ def check_while_sampling(made, found):
     return resident, total
 
 
+# Slow: as above. tests/plan/memory_test.py adds up the arrays of each phase.
+@pytest.mark.slow
 def test_arrays_while_sampling_are_counted(counted):
     """Weights and cache, and a prompt in prefill while the previous one waits for slots."""
     made, found = counted

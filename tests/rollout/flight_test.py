@@ -64,7 +64,11 @@ def test_written_rollouts_are_trained_on_and_name_the_weights_of_their_tokens(fl
     assert any(len(sampled_by) > 1 for sampled_by in versions), "some were sampled by several"
 
 
-@pytest.mark.parametrize(("slots", "cache_tokens"), [(8, 0), (32, 0), (8, 96)])
+# Slow: a run each. The case with few pages has few slots, too.
+@pytest.mark.parametrize(
+    ("slots", "cache_tokens"),
+    [(8, 96), *(pytest.param(slots, 0, marks=pytest.mark.slow) for slots in (8, 32))],
+)
 def test_slots_and_pages_change_nothing(slots, cache_tokens, flying, flown, run_micro, rows):
     """Fewer slots than the sixteen in flight, which take turns, or more; pages for only one sequence on each device. Numbers of the host are equal, numbers of devices
     up to rounding: the width of a product decides the order of its sum."""
@@ -75,6 +79,8 @@ def test_slots_and_pages_change_nothing(slots, cache_tokens, flying, flown, run_
     assert_the_same(found.run_dir, flown.run_dir, steps=range(1, 6))
 
 
+# Slow: another run. tests/run/grader_setup_test.py has verdicts that come late, and tests/rollout/turns_in_flight_test.py slow environments.
+@pytest.mark.slow
 def test_graders_that_take_their_time_change_nothing(flying, flown, run_micro, rows, even_sum, same_run):
     random = np.random.default_rng(0)
 
@@ -102,9 +108,9 @@ def interrupted_run_is(expected, make, run_micro, rows, same_run, **how):
     same_run(found, expected)
 
 
-# Six whole runs; the quick ones stop in the first and in a later step.
+# Slow: two runs each. The quick case stops in a later step.
 @pytest.mark.parametrize(
-    "calls", [17, 55, *(pytest.param(calls, marks=pytest.mark.slow) for calls in (3, 29, 41, 68))]
+    "calls", [55, *(pytest.param(calls, marks=pytest.mark.slow) for calls in (3, 17, 29, 41, 68))]
 )
 def test_a_run_stopped_while_it_samples_continues_from_the_step_before(
     calls, flying, flown, run_micro, rows, even_sum, same_run
@@ -145,6 +151,8 @@ def test_without_dynamic_sampling_every_group_is_trained_on_whatever_max_waves_i
     assert second["rollout/trained_groups"] == 2
 
 
+# Slow: two runs of eight steps. tests/rollout/scheduler_test.py holds back a step by hand and bounds the ages of random clocks.
+@pytest.mark.slow
 def test_a_bound_on_ages_holds_steps_back(flying, run_micro):
     """Eight groups in flight for steps of two: without a bound some wait for long."""
 

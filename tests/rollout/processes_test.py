@@ -177,6 +177,9 @@ def weights_of(run):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(load_model(run / "model")[1])]
 
 
+# Slow: runs of three processes in total. The test of rollouts in flight below compares two processes with one, too;
+# tests/rollout/checkpoint_arrays_test.py has the arrays that they exchange.
+@pytest.mark.slow
 def test_two_processes_train_what_one_trains_in_waves(settings, alone):
     """With four slots each: of three prompts in a wave, each with four responses, one process has one and the other two."""
     _, path = settings["waves"]("two", sampling__slots=4)

@@ -47,6 +47,8 @@ def test_a_run_resumed_in_flight_is_the_uninterrupted_run(flying, flown, run_mic
     same_run(run_micro(flying(config.run_dir, steps=3, checkpoint__every_steps=1), resume=True), flown)
 
 
+# Slow: another run. `test_more_experts_than_a_byte_can_number_are_refused` has no records without replay.
+@pytest.mark.slow
 def test_without_replay_nothing_is_recorded(flying, run_micro):
     [line] = run_micro(flying(steps=1, rollout__routing_replay="off")).metrics
     assert "routing/flipped_frac" not in line
@@ -74,6 +76,8 @@ def test_adapters_are_sampled_as_they_are_trained(weight_dtype, flying, run_micr
         assert max(line["sync/logprob_diff_max"] for line in lines) <= 2e-5
 
 
+# Slow: another run. tests/sampling/routes_test.py has the records of environment tokens and of rounds.
+@pytest.mark.slow
 def test_episodes_in_flight_have_records_of_all_their_tokens(flying, run_micro):
     """Turns of one token each, and the environment's tokens between them."""
     environment = EnvironmentConfig(source="guess", max_turns=2, turn_tokens=1)

@@ -68,6 +68,8 @@ def test_episodes_continue_from_step_to_step_and_their_environment_is_not_traine
         assert len(row["turn_rewards"]) == len(row["turns"])
 
 
+# Slow: another run. tests/sampling/round_sampler_test.py compares rounds with sampling at once.
+@pytest.mark.slow
 def test_the_first_weights_sample_the_same_as_in_waves(flown, flying, run_micro, rows):
     """The first step trains on episodes of the first weights alone: in waves all of them, in flight the episodes that ended in time."""
     config = flying(rollout__in_flight=0, dynamic_sampling__prompts_per_wave=8, steps=1)
@@ -89,10 +91,9 @@ def test_the_time_that_an_environment_takes_changes_no_bit(flying, flown, run_mi
     same_run(run_micro(config, reward=None, eval_rows=rows), flown)
 
 
-@pytest.mark.parametrize(
-    ("slots", "invariant"),
-    [(8, False), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((32, False), (64, True)))],
-)
+# Slow: a run each. tests/rollout/flight_test.py has few slots; tests/sampling/turns_test.py has slots and turns.
+@pytest.mark.slow
+@pytest.mark.parametrize(("slots", "invariant"), [(8, False), (32, False), (64, True)])
 def test_slots_change_nothing(slots, invariant, flying, flown, run_micro, rows):
     """Episodes that take turns in fewer slots than are in flight; and batch-invariant sampling, where every turn is re-prefilled."""
     changes = {"sampling__slots": slots, "sampling__batch_invariant": invariant}
@@ -100,6 +101,8 @@ def test_slots_change_nothing(slots, invariant, flying, flown, run_micro, rows):
     assert_the_same(found.run_dir, flown.run_dir, steps=range(1, 6))
 
 
+# Slow: another run. The interrupted run below is evaluated after each step.
+@pytest.mark.slow
 def test_evaluations_between_steps_change_nothing(flying, flown, run_micro, rows):
     """An evaluation has ordinals of episodes in flight."""
     found = run_micro(flying(eval__every_steps=1), reward=None, eval_rows=rows)
@@ -137,7 +140,9 @@ def test_a_checkpoint_has_the_answers_that_came_before_it(flying, run_micro, row
     assert answered > 4, "some came before the checkpoint"
 
 
-@pytest.mark.parametrize("answer_rounds", [0, pytest.param(1, marks=pytest.mark.slow)])
+# Slow: a run each. tests/rollout/collector_test.py has an episode that is over before its first turn.
+@pytest.mark.slow
+@pytest.mark.parametrize("answer_rounds", [0, 1])
 def test_an_episode_that_is_lost_before_its_first_turn_is_over(answer_rounds, flying, run_micro, rows, place):
     (place / "closed.py").write_text(
         ENVIRONMENT.replace(

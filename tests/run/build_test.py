@@ -251,6 +251,8 @@ def test_a_resumed_run_with_a_kl_penalty_needs_its_initial_weights(begun, run_mi
         run_micro(replace(begun(kl_coef=0.1), steps=4), resume=True)
 
 
+# Slow: three runs. tests/training/optimizer_test.py has the moments of Muon, and the tests above resume.
+@pytest.mark.slow
 def test_a_run_with_muon_resumes_from_its_single_moments(micro, run_micro, same_run):
     """A resumed run with AdamW would need two for a matrix."""
     changes = {"optimizer__name": "muon", "checkpoint__every_steps": 1}

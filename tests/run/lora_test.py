@@ -65,9 +65,12 @@ def adapted(request, adapting, run_micro, rows):
     ("axes", "sampling", "dtype", "once"),
     [
         ({"data": 8, "fsdp": 1}, {}, "float32", True),
-        ({"data": 4, "fsdp": 1, "tensor": 2}, {}, "bfloat16", True),
         ({"data": 4, "fsdp": 2}, {}, "float32", False),
-        ({"data": 8, "fsdp": 1}, {"weight_dtype": "int8"}, "float32", False),
+        # Slow: compiles other transfers. The cases around them have a shared and a separate base.
+        pytest.param({"data": 4, "fsdp": 1, "tensor": 2}, {}, "bfloat16", True, marks=pytest.mark.slow),
+        pytest.param(
+            {"data": 8, "fsdp": 1}, {"weight_dtype": "int8"}, "float32", False, marks=pytest.mark.slow
+        ),
         ({"data": 8, "fsdp": 1}, {"merge_lora": True}, "float32", False),
     ],
     ids=str,
@@ -110,6 +113,8 @@ def test_sampler_and_trainer_agree(adapted):
     assert min(float(abs(leaf).max()) for leaf in b) > 1e-3
 
 
+# Slow: another run. tests/models/adapter_folder_test.py compares merged models with PEFT.
+@pytest.mark.slow
 def test_merged_weights_sample_nearly_the_same(adapting, run_micro, rows, adapted):
     result, layout = adapted
     merged = run_micro(adapting(sampling__merge_lora=True, **layout), eval_rows=rows)
@@ -139,6 +144,8 @@ def test_an_interrupted_run_continues_bit_for_bit(adapting, run_micro, rows, ada
     same_run(replace(found, metrics=without_evaluations(found.metrics)), result)
 
 
+# Slow: another run. The test above resumes on one mesh; tests/training/lora_test.py has the gradient on other meshes.
+@pytest.mark.slow
 def test_another_mesh_continues_with_the_adapters(adapting, run_micro, rows, adapted, tmp_path):
     """A shared base may have two copies from there on, and the other way round."""
     result, layout = adapted
@@ -161,6 +168,8 @@ def test_the_reference_policy_is_the_base(adapting, run_micro):
     assert second["policy/kl_ref_k3"] > 1e-6
 
 
+# Slow: four samplers. tests/models/adapter_folder_test.py writes adapters as PEFT does and merges them.
+@pytest.mark.slow
 def test_the_model_folder_is_an_adapter_and_merges_into_a_whole_model(adapted, tmp_path, model):
     result, _ = adapted
     described = json.loads((result.run_dir / "model" / "adapter_config.json").read_text())

@@ -112,6 +112,8 @@ def sampler_of(model):
     return make
 
 
+# Slow: compiles all programs of a sampler. tests/sampling/engine_test.py compiles them beforehand, and the test below samples in rounds.
+@pytest.mark.slow
 def test_compiled_programs_sample_evaluate_and_prefill_again_without_compiling(sampler_of, compiles_nothing):
     """Two rows of 16 tokens at a time; six pages of 4 tokens are one sequence of 24, so responses are preempted and prefilled again."""
     policy, sampler, weights = sampler_of(4, cache_tokens=24)

@@ -27,8 +27,8 @@ SHARES = {
     "algorithm",
     [
         "high_entropy",
-        "kl_cov",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("clip_cov", "m2po")),
+        # Slow: a run each. tests/training/selection_test.py selects by covariance.
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("kl_cov", "clip_cov", "m2po")),
     ],
 )
 def test_a_step_with_each_selection(micro, run_micro, algorithm):

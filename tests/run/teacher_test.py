@@ -90,6 +90,8 @@ def test_evaluations_are_graded_and_change_no_weights(trained, distilling, run_m
     assert_equal_weights(result, trained)
 
 
+# Slow: another run. The tests above have runs in waves that are not graded, and tests/rollout/flight_test.py has runs in flight.
+@pytest.mark.slow
 def test_rollouts_in_flight_are_not_graded_either(distilling, run_micro):
     flight = RolloutConfig(in_flight=8, round_tokens=2)
     dynamic = DynamicSamplingConfig(enabled=False)

@@ -108,7 +108,8 @@ def test_episodes_are_trained_on_and_their_environment_is_not(trained):
                 assert [ratio is not None for ratio in row["ratios"]] == sampled.tolist()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+# Slow: a run each. The case with processes has other times, too.
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_the_time_and_the_processes_of_an_environment_change_nothing(
     workers, trained, turning, run_micro, rows, same_run
 ):
@@ -130,6 +131,8 @@ def test_a_run_interrupted_after_every_step_is_the_uninterrupted_run(
     same_run(replace(found, metrics=without_evaluations(found.metrics)), trained)
 
 
+# Slow: another run. tests/training/episodes_test.py compares the gradient by turn with float64.
+@pytest.mark.slow
 def test_credit_by_turn_trains_otherwise(trained, turning, run_micro, rows):
     by_turn = run_micro(turning(environment__credit="turn"), reward=None, eval_rows=rows)
     first, other = by_turn.metrics[1], trained.metrics[1]
@@ -149,6 +152,8 @@ def raising(turning, place):
     return make
 
 
+# Slow: another run. tests/environments/worker_environment_test.py loses the episode of a bad step alone.
+@pytest.mark.slow
 def test_an_environment_that_fails_now_and_then_costs_its_episodes_alone(raising, run_micro, rows):
     result = run_micro(raising("1 / (self.total % 5)"), reward=None, eval_rows=rows)
     assert sum(line["reward/lost"] for line in result.metrics[1:]) > 0

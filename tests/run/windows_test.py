@@ -69,6 +69,8 @@ def test_packed_rows_over_several_devices_are_those_that_were_sampled(windowed, 
         assert line["update/grad_norm"] > 0
 
 
+# Slow: several runs on eight devices. tests/rollout/flight_test.py resumes runs in flight; the test above has windows on eight devices.
+@pytest.mark.slow
 def test_a_run_with_rollouts_in_flight_resumes_bit_for_bit(windowed, run_micro, rows, flown, same_run):
     assert any(line["rollout/age_max"] > 0 for line in flown.metrics[1:])
     folder = windowed().run_dir
@@ -81,6 +83,8 @@ def test_a_run_with_rollouts_in_flight_resumes_bit_for_bit(windowed, run_micro, 
     same_run(replace(found, metrics=[found.metrics[0], *lines, found.metrics[-1]]), flown)
 
 
+# Slow: two runs on eight devices. tests/rollout/flight_test.py has a run with few pages, and tests/sampling/paged_cache_test.py windows.
+@pytest.mark.slow
 def test_preempted_responses_are_read_again(windowed, run_micro, rows, flown):
     """With pages for a single sequence on each device."""
     few = {"sampling__slots": 8, "sampling__cache_tokens": 96, "sampling__page_tokens": 4}

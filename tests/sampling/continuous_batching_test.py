@@ -178,7 +178,8 @@ def test_batch_invariant_sampling_gives_the_same_responses():
     ("slots", "steps", "devices", "order", "at_once"),
     [
         (16, 8, 2, [3, 1, 4, 0, 2], 4),
-        (24, 3, 1, [4, 2, 0, 3, 1], 1),
+        # Slow: a sampler each. The case above changes slots, devices and the order.
+        pytest.param(24, 3, 1, [4, 2, 0, 3, 1], 1, marks=pytest.mark.slow),
         pytest.param(16, 8, 1, [0, 1, 2, 3, 4], 4, marks=pytest.mark.slow),
         pytest.param(64, 1, 1, [0, 1, 2, 3, 4], 2, marks=pytest.mark.slow),
         pytest.param(64, 5, 4, [0, 1, 2, 3, 4], 1, marks=pytest.mark.slow),
@@ -191,6 +192,8 @@ def test_batch_invariant_sampling_changes_no_bit(slots, steps, devices, order, a
     assert_same(found, invariant_baseline(), logprob_tolerance=0)
 
 
+# Slow: compiles two samplers. tests/models/experts_test.py shows that no bit of a result depends on other tokens.
+@pytest.mark.slow
 def test_batch_invariant_sampling_with_experts_changes_no_bit():
     """Tokens are sorted by expert, so a token's row depends on other responses, but its result does not."""
     config = tiny_decoder_config(experts=Experts(8, 2, normalize=True), mlp_dim=16)
@@ -199,6 +202,8 @@ def test_batch_invariant_sampling_with_experts_changes_no_bit():
     assert_same(found, invariant_baseline(config), logprob_tolerance=0)
 
 
+# Slow: compiles two samplers. tests/models/gated_delta_test.py shows that no bit of a segment depends on other segments.
+@pytest.mark.slow
 def test_batch_invariant_sampling_with_recurrent_states_changes_no_bit():
     """States of slots are cut into blocks like all arrays over slots."""
     config = tiny_decoder_config(layers=2, delta=DeltaSizes(2, 4, 8, 8), delta_layers=(True, False))
@@ -229,7 +234,8 @@ def test_sizes_that_cannot_be_batch_invariant_are_refused(how, message):
     ("slots", "steps", "cache"),
     [
         (16, 8, {"page_tokens": 1, "cache_tokens": 40}),
-        (4, 8, {"page_tokens": 7, "cache_tokens": 28}),
+        # Slow: a sampler each. The other cases have pages of one and of four tokens, with and without preemption.
+        pytest.param(4, 8, {"page_tokens": 7, "cache_tokens": 28}, marks=pytest.mark.slow),
         (4, 8, {"page_tokens": 4}),
         (16, 3, {"page_tokens": 4, "cache_tokens": 48, "prefill": PrefillShape(rows=2, width=5, longest=MAX_PROMPT)}),
         *(
@@ -250,7 +256,12 @@ def test_a_response_does_not_depend_on_the_group_size():
         assert_same({ordinal: responses}, {ordinal: baseline()[ordinal][:2]})
 
 
-@pytest.mark.parametrize("cache", [{}, {"page_tokens": 4}, {"page_tokens": 4, "cache_tokens": 96}], ids=str)
+# Slow: compiles another sampler. A pool with fewer pages has the same cache.
+@pytest.mark.parametrize(
+    "cache",
+    [{}, {"page_tokens": 4, "cache_tokens": 96}, pytest.param({"page_tokens": 4}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_nothing_of_a_slots_previous_owner_reaches_the_next(cache, monkeypatch):
     """Neither NaN in all free pages and slots nor a long response before a short prompt: not a bit of any response changes."""
     engine = engine_of(16, 8, **cache)
@@ -304,7 +315,8 @@ def test_new_weights_and_numbers_compile_nothing(caplog):
     ("how", "most"),
     # A cache in float8 keeps 3 bits after the leading one, int8 about 7 of the largest.
     [
-        ({"cache_dtype": "int8"}, 0.02),
+        # Slow: compiles other samplers. tests/sampling/paged_cache_test.py attends to caches in eight bits.
+        pytest.param({"cache_dtype": "int8"}, 0.02, marks=pytest.mark.slow),
         pytest.param({"cache_dtype": "float8_e4m3fn"}, 0.1, marks=pytest.mark.slow),
         ({"weights": "int8"}, 0.05),
     ],

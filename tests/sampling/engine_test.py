@@ -182,8 +182,14 @@ def test_scores_are_the_trainers_logprobs_also_of_prompts_in_parts(mesh, weights
     assert is_top.all()
 
 
+# Slow: compiles all programs of other models. The programs of "every switch" have the same names.
 @pytest.mark.parametrize(
-    "config", [CONFIG, pytest.param(SWITCHED, id="every switch"), pytest.param(EXPERTS, id="experts")]
+    "config",
+    [
+        pytest.param(CONFIG, id="plain", marks=pytest.mark.slow),
+        pytest.param(SWITCHED, id="every switch"),
+        pytest.param(EXPERTS, id="experts", marks=pytest.mark.slow),
+    ],
 )
 def test_all_programs_of_a_run_can_be_compiled_beforehand(mesh, config, caplog):
     """After compiling from shapes alone, prompts of any length are prefilled, inserted and decoded without a compilation."""
@@ -246,7 +252,12 @@ def test_generate_comes_back_as_soon_as_too_few_slots_live(engine, weights):
         assert np.asarray(result.valid).sum(axis=1).max() == lengths[4 - min_live]
 
 
-@pytest.mark.parametrize("how", [{}, {"cache": "pages", "has_turns": True}], ids=["slots", "turns"])
+# Slow: compiles two samplers each. Slots stay.
+@pytest.mark.parametrize(
+    "how",
+    [{}, pytest.param({"cache": "pages", "has_turns": True}, marks=pytest.mark.slow)],
+    ids=["slots", "turns"],
+)
 def test_a_fixed_number_of_steps_samples_the_same_tokens(mesh, weights, how):
     """As on a GPU: slots whose responses have ended, or pause, keep their state while the call runs to its end."""
     asked = [prompts(4)[0]] * 4
@@ -328,10 +339,17 @@ CACHES = ["slots", "pages", "tpu", "gpu"]
 @pytest.mark.parametrize(
     ("cache", "config"),
     [
-        *((cache, CONFIG) for cache in CACHES),
-        *(pytest.param(cache, SWITCHED, id=f"{cache}, every switch") for cache in CACHES[:3]),
-        pytest.param("pages", EXPERTS, id="experts"),
-        pytest.param("gpu", WIDE, id="gpu's kernel interpreted, heads of 64"),
+        ("slots", CONFIG),
+        pytest.param("pages", SWITCHED, id="pages, every switch"),
+        # Slow: compiles trainer and sampler. tests/sampling/paged_cache_test.py compares the attention of all caches, also interpreted
+        # kernels; tests/sampling/routes_test.py compares sampler and trainer with experts.
+        *(pytest.param(cache, CONFIG, marks=pytest.mark.slow) for cache in CACHES[1:]),
+        *(
+            pytest.param(cache, SWITCHED, id=f"{cache}, every switch", marks=pytest.mark.slow)
+            for cache in ("slots", "tpu")
+        ),
+        pytest.param("pages", EXPERTS, id="experts", marks=pytest.mark.slow),
+        pytest.param("gpu", WIDE, id="gpu's kernel interpreted, heads of 64", marks=pytest.mark.slow),
         pytest.param(None, CONFIG, marks=pytest.mark.tpu, id="tpu"),
         pytest.param(None, CONFIG, marks=pytest.mark.gpu, id="gpu"),
         pytest.param(None, WIDE, marks=pytest.mark.gpu, id="gpu, heads of 64"),
@@ -363,9 +381,12 @@ def test_sampler_and_trainer_agree_in_bfloat16(mesh, cache, config):
 @pytest.mark.parametrize(
     ("cache", "config"),
     [
-        *((cache, CONFIG) for cache in CACHES),
-        pytest.param("pages", SWITCHED, id="pages, every switch"),
-        pytest.param("pages", EXPERTS, id="pages, experts"),
+        ("pages", CONFIG),
+        # Slow: compiles for four devices. tests/sampling/continuous_batching_test.py samples on eight with slots, and
+        # tests/sampling/paged_cache_test.py compares the caches.
+        *(pytest.param(cache, CONFIG, marks=pytest.mark.slow) for cache in CACHES if cache != "pages"),
+        pytest.param("pages", SWITCHED, id="pages, every switch", marks=pytest.mark.slow),
+        pytest.param("pages", EXPERTS, id="pages, experts", marks=pytest.mark.slow),
     ],
 )
 def test_slots_and_heads_over_several_devices_sample_as_one_device_does(mesh, cache, config):

@@ -98,6 +98,8 @@ def test_layers_with_and_without_a_window_are_in_one_program():
     assert_in_place(program, layer)
 
 
+# Slow: compiles a decode step. tests/sampling/tpu_kernel_test.py compiles the kernel for such heads without padding.
+@pytest.mark.slow
 def test_heads_of_64_are_not_padded_to_a_register():
     """A key and its value are 128 numbers together. The other arguments are matrices, logits and 2 x 32 x 4096 angles."""
     program, layer = compiled(tensor=4, head_dim=64)

@@ -150,7 +150,8 @@ NARROW = PrefillShape(rows=1, width=4, longest=MAX_PROMPT)
     [
         {},
         {"page_tokens": 4, "cache_tokens": 48, "prefill": NARROW},
-        {"batch_invariant": True},
+        # Slow: compiles another sampler. tests/models/experts_test.py shows that no bit depends on other tokens.
+        pytest.param({"batch_invariant": True}, marks=pytest.mark.slow),
     ],
     ids=["slots", "chunks and preempted", "batch invariant"],
 )
@@ -199,7 +200,8 @@ def altered(routes, seed=0):
     return np.where(change, others, routes).astype(np.uint8)
 
 
-@pytest.mark.parametrize("how", [{}, {"remat": "full"}])
+# Slow: compiles another update. `test_records_are_the_trainers_choices` rematerializes, too.
+@pytest.mark.parametrize("how", [{}, pytest.param({"remat": "full"}, marks=pytest.mark.slow)])
 def test_altered_records_are_used_in_scoring_and_in_the_update(how):
     """As a direct call of the decoder for each response alone does, to 2e-5."""
     sampled = sampled_by(engine_of(8), 0, 1, 2, 3, 4)
@@ -225,6 +227,8 @@ def test_altered_records_are_used_in_scoring_and_in_the_update(how):
     np.testing.assert_allclose(np.sort(differences), np.sort(np.concatenate(expected)), rtol=0, atol=2e-5)
 
 
+# Slow: compiles an update for eight devices. The test above has altered records on one device; tests/models/experts_test.py has eight devices.
+@pytest.mark.slow
 def test_a_mesh_uses_the_same_records():
     """Two rows at a time, each split over context, with the experts over fsdp and each expert over tensor: as one device, and the same metrics."""
     rows = [

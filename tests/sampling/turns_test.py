@@ -179,6 +179,8 @@ def test_preempted_pages_are_re_prefilled(holders, again):
     assert len(lengths) >= len(asked)
 
 
+# Slow: compiles two samplers. tests/sampling/continuous_batching_test.py changes no bit, and tests/run/turns_test.py has batch-invariant episodes.
+@pytest.mark.slow
 def test_batch_invariant_episodes_change_no_bit():
     few, many = (
         episodes(engine_of(slots, 5, batch_invariant=True), Appending(anew, turn_tokens=3), prompts(0, 1, 2))

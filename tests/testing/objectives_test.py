@@ -15,12 +15,16 @@ from dapo_jax.testing import check_objective
 from dapo_jax.testing.objectives import PROPERTIES
 from tests.docs.blocks import ROOT
 
-SAME_AS_GSPO = pytest.param(OBJECTIVES["gspo_token"], marks=pytest.mark.slow)
+QUICK = ("dapo", "cispo", "kl_cov")
+# Slow: every property compiles several programs. tests/dapo/objectives_test.py compares all losses with other libraries, also packed.
 LOSSES = [
-    *({**OBJECTIVES, "gspo_token": SAME_AS_GSPO}).values(),
+    *(
+        pytest.param(loss, marks=[] if name in QUICK else pytest.mark.slow)
+        for name, loss in OBJECTIVES.items()
+    ),
     supervised_loss,
-    kl_penalty,
-    partial(dapo_loss, dual_clip=3.0),
+    pytest.param(kl_penalty, marks=pytest.mark.slow),
+    pytest.param(partial(dapo_loss, dual_clip=3.0), marks=pytest.mark.slow),
 ]
 OTHER_OPTIONS = {"divergence": "kl", "estimator": "k1"}
 
@@ -242,7 +246,19 @@ FAULTS = {
 """Each fault, and the property that must catch it. The comments name libraries that had it; `docs/check_a_loss.md` cites the threads."""
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+FIRST = {caught: fault for fault, caught in reversed(FAULTS.items())}
+"""The first fault that each property catches."""
+
+
+# Slow: every property compiles several programs. For each property, the first fault stays.
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, marks=[] if FIRST[caught] is fault else pytest.mark.slow)
+        for fault, caught in FAULTS.items()
+    ],
+    ids=lambda fault: fault.__name__,
+)
 def test_a_seeded_fault_is_caught(fault):
     report = check_objective(fault)
     assert FAULTS[fault] in report.failed, report

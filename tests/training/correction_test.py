@@ -251,7 +251,12 @@ def test_the_cases_are_not_trivial():
 @pytest.mark.parametrize(
     "kl", [pytest.param(0.0, id="no KL"), pytest.param(KL, id="KL", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("case", CASES)
+# Slow: compiles two updates each. "keep_responses" drops tokens as "mask" does, and tests/training/episodes_test.py has the
+# sampler's log-probabilities as the old ones, as "bypass" does; tests/dapo/importance_test.py compares all weights with the oracle.
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(name, marks=pytest.mark.slow if name in ("mask", "bypass") else []) for name in CASES],
+)
 def test_the_corrected_gradient_equals_the_formulas(case, kl):
     gradients, scalars = measured(case, kl=kl)
     for batch, params, found in zip(batches(), (PARAMS, LATER), gradients, strict=True):

@@ -157,7 +157,10 @@ def exact_gradient(given, by_turn):
 
 
 @pytest.mark.parametrize("by_turn", [False, True], ids=["episode", "turn"])
-@pytest.mark.parametrize(("seed", "fresh"), [(3, 0.0), (7, 0.0), (5, 0.5)])
+# Slow: other episodes of the same kind. Seed 3 stays.
+@pytest.mark.parametrize(
+    ("seed", "fresh"), [(3, 0.0), (5, 0.5), pytest.param(7, 0.0, marks=pytest.mark.slow)]
+)
 def test_the_gradient_of_episodes_equals_the_formulas(by_turn, seed, fresh):
     given = groups(seed, fresh)
     rows = sum(
@@ -187,8 +190,9 @@ def test_recorded_logprobs_of_the_environment_change_no_bit():
     def garbage(response):
         return replace(response, logprobs=np.where(response.sampled, response.logprobs, np.float32(-7.5)))
 
+    found = gradient(packed(changed(given, garbage)))
     for name, leaf in gradient(packed(given)).items():
-        np.testing.assert_array_equal(leaf, gradient(packed(changed(given, garbage)))[name])
+        np.testing.assert_array_equal(leaf, found[name])
 
 
 def test_tokens_of_the_environment_matter_only_as_context():

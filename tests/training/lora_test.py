@@ -142,8 +142,9 @@ def assert_exact(found):
     ("axes", "packed"),
     [
         ({}, True),
-        ({}, False),
         ({"fsdp": 2, "tensor": 2, "context": 2}, True),
+        # Slow: compiles another update for rows without shared prompts. tests/training/update_test.py compares both ways of packing.
+        pytest.param({}, False, marks=pytest.mark.slow),
         # Eight devices again; the case above has all kinds of collectives.
         pytest.param({"data": 2, "context": 4, "fsdp": 1}, False, marks=pytest.mark.slow),
         pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, False, marks=pytest.mark.slow),
@@ -162,6 +163,8 @@ def test_a_base_with_separate_layers_gives_the_same_gradient(remat):
     assert_exact(gradient(one_device(), apart=True, remat=remat))
 
 
+# Slow: compiles an update for eight devices. The tests above have separate layers on one device, and a stack on eight.
+@pytest.mark.slow
 def test_a_base_with_separate_layers_can_be_sharded():
     assert_exact(gradient(make_mesh(data=4, fsdp=1, tensor=2), apart=True))
 
@@ -180,9 +183,9 @@ def update_of(layers, *, apart, remat="none"):
     return updater, state, prepared
 
 
-@pytest.mark.parametrize(
-    "remat", ["none", *(pytest.param(slow, marks=pytest.mark.slow) for slow in ("full", "dots"))]
-)
+# Slow: compiles two updates each. `test_a_base_with_separate_layers_gives_the_same_gradient` compares with float64.
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "full", "dots"])
 def test_separate_layers_give_the_same_bits_as_a_stack(remat):
     results = []
     for apart in (False, True):
@@ -191,7 +194,10 @@ def test_separate_layers_give_the_same_bits_as_a_stack(remat):
     jax.tree.map(np.testing.assert_array_equal, *results)
 
 
-@pytest.mark.parametrize("remat", REMAT_POLICIES)
+# Slow: other policies of the same loop over layers. "none" stays.
+@pytest.mark.parametrize(
+    "remat", [pytest.param(name, marks=[] if name == "none" else pytest.mark.slow) for name in REMAT_POLICIES]
+)
 def test_separate_layers_add_no_products_and_no_stack_of_weights_to_the_update(remat):
     """The program has one loop over layers, in which the weights of one layer are chosen."""
 
@@ -221,6 +227,8 @@ def test_some_ratios_are_clipped():
     assert 0.1 < ((ratio > 1 + HIGH) | (ratio < 1 - LOW)).mean() < 0.9
 
 
+# Slow: compiles two updates with the optimizer. The gradient by the chain rule is compared above.
+@pytest.mark.slow
 def test_full_rank_adapters_with_identity_a_are_updated_as_in_full_training():
     """In y = W x + 1 B I x, B changes as W would, and A does not change while B is zero. Every width is 16, without weight decay and clipping."""
     base = tiny_decoder_config(layers=2, embed_dim=16, mlp_dim=16, heads=2, kv_heads=2, head_dim=8)

@@ -112,7 +112,12 @@ def test_muon_has_one_moment_for_matrices_and_two_for_other_parameters():
     assert total == sum(size * (1 if name in MATRICES else 2) for name, size in sizes.items())
 
 
-@pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2, "context": 2}, {"fsdp": 8}], ids=str)
+# Slow: compiles for eight devices. The first mesh splits matrices in both directions.
+@pytest.mark.parametrize(
+    "axes",
+    [{"fsdp": 2, "tensor": 2, "context": 2}, pytest.param({"fsdp": 8}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_muon_on_a_mesh_is_muon_on_one_device(axes):
     """The moments are sharded as their parameters."""
     params, mesh = tiny_params(CONFIG), make_mesh(**axes)

@@ -102,7 +102,13 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("select", SELECTIONS)
+def all_but_slow(*quick):
+    """Returns all selections; a selection that is not in `quick` is slow."""
+    return [pytest.param(name, marks=[] if name in quick else pytest.mark.slow) for name in SELECTIONS]
+
+
+# Slow: compiles seven selections each. tests/dapo/selections_test.py tests the rules; an entropy and a covariance stay.
+@pytest.mark.parametrize("select", all_but_slow("high_entropy", "high_covariance"))
 def test_selected_tokens_do_not_depend_on_packing_microbatches_or_devices(select):
     """The program for selections gets scores that are the same for each token, so that rounding in the model does not matter."""
 
@@ -121,7 +127,8 @@ def test_selected_tokens_do_not_depend_on_packing_microbatches_or_devices(select
     assert chosen(EIGHT, packed(row_tokens=64, per=8, shorter=(32, 16))) == expected
 
 
-@pytest.mark.parametrize("select", SELECTIONS)
+# Slow: compiles two updates each. The update is the same for every selection, and tests/dapo/selections_test.py tests the rules.
+@pytest.mark.parametrize("select", all_but_slow("high_entropy"))
 def test_an_update_trains_on_the_selected_tokens(select):
     """The gradient is that of weights that are 0 for the tokens that are not selected. `prepare` selects in each update, the first too."""
     updater, plain = make_updater(select), make_updater("all")

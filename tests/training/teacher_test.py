@@ -152,7 +152,8 @@ def full(teacher, mesh, **how):
     )
 
 
-@pytest.mark.parametrize("config", [TEACHER_CONFIG, WIDER])
+# Slow: compiles another update. The wider teacher has the same code, and entries to ignore.
+@pytest.mark.parametrize("config", [pytest.param(TEACHER_CONFIG, marks=pytest.mark.slow), WIDER])
 def test_the_gradient_of_the_divergence_over_the_vocabulary_equals_the_formula(config):
     mesh, teacher = one_device(), (config, tiny_params(config, seed=9))
     updater, minibatches = full(teacher, mesh)
@@ -160,6 +161,8 @@ def test_the_gradient_of_the_divergence_over_the_vocabulary_equals_the_formula(c
     check(updater, minibatches, mesh, partial(exact_divergence, teacher=teacher))
 
 
+# Slow: compiles an update for eight devices. tests/dapo/logprobs_test.py has a wider teacher; tests/parallel/training_layout_test.py has meshes.
+@pytest.mark.slow
 def test_on_a_mesh_the_divergence_has_the_same_gradient():
     """Float32, in another order of summation. The parts of both vocabularies differ along `tensor`: 10 and 13 entries."""
     student = CONFIG_OF_TWO, tiny_params(CONFIG_OF_TWO)
@@ -181,6 +184,8 @@ def nothing(logprobs, old_logprobs, advantages, mask, *, weights):
     return jnp.zeros(()), {}
 
 
+# Slow: compiles two updates. The test of the gradient of the divergence compares with float64.
+@pytest.mark.slow
 def test_with_the_student_as_the_teacher_divergence_and_gradient_are_zero():
     """To rounding: the log-sum-exp of the logits is about 4, where float32 has steps of 4.8e-7. The largest gradient with another teacher is above 0.01."""
     mesh = one_device()
@@ -197,6 +202,8 @@ def test_with_the_student_as_the_teacher_divergence_and_gradient_are_zero():
     assert norms[0] < 1e-7 * norms[1]
 
 
+# Slow: compiles an update. tests/dapo/logprobs_test.py compares the memory of the divergence for two numbers of tokens.
+@pytest.mark.slow
 def test_no_array_of_the_program_has_the_size_of_tokens_times_vocabulary():
     """Microbatches have 2 x 48 = 96 tokens, the vocabulary 20 entries in chunks of at most 8."""
     mesh = one_device()
