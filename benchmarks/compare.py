@@ -53,7 +53,8 @@ def read(folder: Path) -> dict[str, Any]:
     found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     found = {name: content for name, content in found.items() if name in MEASURED}
     if not found:
-        raise SystemExit(f"{folder} has none of {', '.join(MEASURED)} (.json); run benchmarks.rollout first")
+        names = ", ".join(f"{name}.json" for name in MEASURED)
+        raise SystemExit(f"{folder} has none of {names}; run one of these benchmarks first")
     first = next(iter(found.values()))
     machine = first["machine"]
     card = found["gpu"]["card"] if "gpu" in found else None
