@@ -191,8 +191,8 @@ def wider_model(model, tmp_path_factory):
 def test_during_an_update_the_devices_hold_the_train_state_and_one_gradient(
     kl_coef, in_flight, wider_model, micro, rows, even_sum, tmp_path
 ):
-    """No initial weights, no weights or cache of the sampler, and with a KL penalty one reference. An update of one program has its
-    gradient inside."""
+    """No initial weights, no weights or cache of the sampler, and with a KL penalty one reference. The gradient is there while the
+    programs of each row length run, whether the update has one length or two."""
     config = micro(
         steps=2,
         model__source=wider_model,
@@ -213,7 +213,11 @@ def test_during_an_update_the_devices_hold_the_train_state_and_one_gradient(
     run.close()
     # Two updates a step.
     assert [len(held.updates), len(held.programs[1]), len(held.programs[2])] == [8, 2, 4]
-    for found, expected in ((held.updates, own), (held.programs[1], own), (held.programs[2], own + weights)):
+    for found, expected in (
+        (held.updates, own),
+        (held.programs[1], own + weights),
+        (held.programs[2], own + weights),
+    ):
         assert expected <= min(found) - before
         assert max(found) - before < expected + weights / 2
 
