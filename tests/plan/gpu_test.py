@@ -126,7 +126,9 @@ def test_a_size_that_the_compiler_does_not_report_is_not_zero(small, capsys):
     show(small, Console(width=300))
     printed = capsys.readouterr().out
     [line] = [
-        line for line in printed.splitlines() if line.startswith("update_apply ") and " s" in line and "MiB" in line
+        line
+        for line in printed.splitlines()
+        if line.startswith("update_apply ") and " s" in line and "MiB" in line
     ][:1]
     assert "unknown" in line
     assert "over the network" in printed
