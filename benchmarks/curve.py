@@ -30,9 +30,7 @@ from dapo_jax.run.prompt_sets import training_prompts
 from dapo_jax.trackers import read_metrics
 
 RESULTS = Path("docs/results/trl")
-METRICS_FILE = "metrics.csv"
 MODEL = Path("dapo_jax/assets/quickstart")
-ACCURACY = "eval/arithmetic/avg@8"
 COLUMNS = ("system", "seed", "step", "seconds", "accuracy")
 SAME = (
     "optimizer.warmup_steps=0",
@@ -41,7 +39,7 @@ SAME = (
     "eval.prompts=0",
     "checkpoint.every_steps=0",
 )
-"""The changes of `quickstart`: TRL has no weight decay for norms, and another warm-up. All 1,000 held-out problems are evaluated."""
+"""The changes of the configuration: TRL has no weight decay for norms, and another warm-up. All held-out problems are evaluated."""
 SYSTEMS = {
     "trl": ("TRL", "#d55e00"),
     "ours": ("this library, no dynamic sampling", "#0072b2"),
@@ -52,11 +50,13 @@ WIDTH = 0.02
 GOAL = 0.9
 
 
-def configuration(system: str, folder: Path, seed: int, extra: Sequence[str] = ()) -> TrainConfig:
+def configuration(
+    system: str, folder: Path, seed: int, extra: Sequence[str] = (), name: str = "quickstart"
+) -> TrainConfig:
     """Returns the configuration of one of our runs. The run of TRL has the configuration of `ours`."""
     dynamic = [] if system == "dynamic" else ["dynamic_sampling.enabled=false"]
     run_dir = f"run_dir={folder / f'{system}_{seed}'}"
-    return load_config("quickstart", [*SAME, *dynamic, *extra, f"seed={seed}", run_dir])
+    return load_config(name, [*SAME, *dynamic, *extra, f"seed={seed}", run_dir])
 
 
 def settings(config: TrainConfig) -> dict[str, Any]:
@@ -65,9 +65,14 @@ def settings(config: TrainConfig) -> dict[str, Any]:
     source, _ = training_prompts(config.data, policy.tokenizer, seed=config.seed)
     ordinals = range(config.steps * config.batch.prompts_per_step)
     prompts = [source[ordinal] for ordinal in ordinals]
-    overlong = config.reward.overlong
+    overlong, shipped = config.reward.overlong, config.model.source.startswith("shipped:")
+    # TRL has no stop strings, so a stop string of one token is its end token.
+    ends = [policy.tokenizer.encode(text) for text in config.sampling.stop] or [[policy.tokenizer.eos_id]]
+    ((end,),) = ends
     return {
-        "model": str(MODEL.resolve()),
+        "model": str((MODEL if shipped else Path(config.model.source)).resolve()),
+        "end": int(end),
+        "answer_marker": config.reward.answer_marker,
         "folder": config.run_dir,
         "threads": len(os.sched_getaffinity(0)),
         "prompt_ids": [prompt.tokens.tolist() for prompt in prompts],
@@ -90,6 +95,7 @@ def settings(config: TrainConfig) -> dict[str, Any]:
 def run(system: str, config: TrainConfig, peers: Path) -> None:
     """Trains one run and writes its curve to `curve.json`, unless the run already has one."""
     folder = Path(config.run_dir)
+    accuracy = f"eval/{config.data.source}/avg@{config.eval.samples_per_prompt}"
     if (folder / "curve.json").exists():
         return
     shutil.rmtree(folder, ignore_errors=True)
@@ -99,8 +105,8 @@ def run(system: str, config: TrainConfig, peers: Path) -> None:
         points, seconds = [], 0.0
         for line in read_metrics(folder / "metrics.jsonl"):
             seconds += line.get("time/step_s", 0.0)
-            if ACCURACY in line:
-                points.append((line["step"], seconds, line[ACCURACY]))
+            if accuracy in line:
+                points.append((line["step"], seconds, line[accuracy]))
     else:
         folder.mkdir(parents=True)
         file = folder / "settings.json"
@@ -115,17 +121,17 @@ def run(system: str, config: TrainConfig, peers: Path) -> None:
         points = []
         for step, seconds in zip(taken["steps"], taken["seconds"], strict=True):
             model = str(folder / f"step_{step}")
-            points.append((step, seconds, evaluate(model, scored).scores[ACCURACY]))
+            points.append((step, seconds, evaluate(model, scored).scores[accuracy]))
     (folder / "curve.json").write_text(json.dumps(points))
 
 
-def collect(folder: Path, seeds: Sequence[int], target: Path) -> None:
-    """Writes the curves of all runs to one CSV file."""
+def collect(folder: Path, systems: Sequence[str], seeds: Sequence[int], target: Path) -> None:
+    """Writes the curves of the runs to one CSV file."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with target.open("w", newline="") as file:
         lines = csv.writer(file, lineterminator="\n")
         lines.writerow(COLUMNS)
-        for system in SYSTEMS:
+        for system in systems:
             for seed in seeds:
                 for step, seconds, accuracy in json.loads(
                     (folder / f"{system}_{seed}/curve.json").read_text()
@@ -144,8 +150,8 @@ def load(path: Path) -> dict[str, np.ndarray]:
 
 
 def difference(first: np.ndarray, second: np.ndarray) -> tuple[float, float, float]:
-    """Returns the mean difference of final accuracies by seed, and its 95% interval (Student's t)."""
-    differences = second[:, -1, 2] - first[:, -1, 2]
+    """Returns the mean of `second` - `first` over seeds, and its 95% interval (Student's t)."""
+    differences = second - first
     middle = float(differences.mean())
     half = float(stats.t.ppf(0.975, len(differences) - 1) * stats.sem(differences))
     return middle, middle - half, middle + half
@@ -165,31 +171,44 @@ def seconds_to(curve: np.ndarray, goal: float = GOAL) -> float:
 
 
 def summary(curves: dict[str, np.ndarray]) -> str:
-    """Returns a table with one row per system."""
+    """Returns a table with one row per system. Spreads and intervals need more than one seed."""
     rows = []
-    for system, (title, _) in SYSTEMS.items():
-        runs = curves[system]
-        final, seconds = runs[:, -1, 2], [seconds_to(run) for run in runs]
-        against = ""
-        if system != "trl":
-            middle, low, high = difference(curves["trl"], runs)
-            against = f"{middle:+.4f} [{low:+.4f}, {high:+.4f}]"
-        cells = [f"{final.mean():.4f} ± {final.std(ddof=1):.4f}", against, f"{np.mean(runs[:, -1, 1]):.0f}"]
-        rows.append([title, *cells, f"{np.mean(seconds):.0f} ({min(seconds):.0f}-{max(seconds):.0f})"])
-    header = ["", "final avg@8", "difference to TRL [95%]", "seconds, all steps", f"seconds to {GOAL}"]
+    for system, runs in curves.items():
+        cells = []
+        for measure in (lambda curve: curve[:, -1, 2], lambda curve: curve[:, 1:, 2].mean(1)):
+            values, against = measure(runs), ""
+            if system != "trl" and len(runs) > 1:
+                middle, low, high = difference(measure(curves["trl"]), values)
+                against = f"{middle:+.4f} [{low:+.4f}, {high:+.4f}]"
+            spread = f" ± {values.std(ddof=1):.4f}" if len(runs) > 1 else ""
+            cells += [f"{values.mean():.4f}{spread}", against]
+        seconds = [seconds_to(run) for run in runs]
+        cells.append(f"{np.mean(runs[:, -1, 1]):.0f}")
+        cells.append(f"{np.mean(seconds):.0f} ({min(seconds):.0f}-{max(seconds):.0f})")
+        rows.append([SYSTEMS[system][0], *cells])
+    compared = "difference to TRL [95%]"
+    header = [
+        "",
+        "final avg@8",
+        compared,
+        "mean of the run",
+        compared,
+        "seconds, all steps",
+        f"seconds to {GOAL}",
+    ]
     return table(header, rows)
 
 
 def draw(curves: dict[str, np.ndarray], target: Path) -> None:
     """Draws accuracy against updates and against seconds. Bands show one standard deviation over the seeds."""
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), sharey=True, layout="constrained")
-    for system, (title, colour) in SYSTEMS.items():
-        runs = curves[system]
-        middle, spread = runs[..., 2].mean(0), runs[..., 2].std(0, ddof=1)
+    for system, runs in curves.items():
+        title, colour = SYSTEMS[system]
+        middle, spread = runs[..., 2].mean(0), runs[..., 2].std(0, ddof=1 if len(runs) > 1 else 0)
         for axis, places in zip(axes, (runs[0, :, 0], runs[..., 1].mean(0)), strict=True):
             axis.plot(places, middle, color=colour, label=title, marker=".")
             axis.fill_between(places, middle - spread, middle + spread, color=colour, alpha=0.2, linewidth=0)
-    for axis, label in zip(axes, ("step (4 updates each)", "seconds of training"), strict=True):
+    for axis, label in zip(axes, ("step", "seconds of training"), strict=True):
         axis.set_xlabel(label)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("held-out avg@8")
@@ -198,13 +217,13 @@ def draw(curves: dict[str, np.ndarray], target: Path) -> None:
     plt.close(figure)
 
 
-def show(folder: Path) -> None:
-    """Prints the table, and inserts it and the figure into the page in `folder`."""
-    curves, page = load(folder / METRICS_FILE), folder / "README.md"
+def show(folder: Path, name: str) -> None:
+    """Prints the table of the comparison `name`, inserts it into the page in `folder`, and draws the figure."""
+    curves, page = load(folder / f"{name}.csv"), folder / "README.md"
     made = summary(curves)
     print(made)
-    draw(curves, folder / "curve.png")
-    page.write_text(with_table(page.read_text() if page.exists() else "", "curve", made))
+    draw(curves, folder / f"{name}.png")
+    page.write_text(with_table(page.read_text() if page.exists() else "", name, made))
 
 
 def main() -> None:
@@ -215,14 +234,15 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", choices=tuple(SYSTEMS), default=list(SYSTEMS))
     parser.add_argument("--peers", type=Path, default=DEFAULT_PEERS)
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--name", default="curve", help="name of the comparison on its page")
+    parser.add_argument("--config", default="quickstart", help="the configuration of our runs")
     parser.add_argument("changes", nargs="*", help="other keys of all runs, such as steps=20")
     given = parser.parse_args()
     for seed in given.seeds:
         for system in given.systems:
-            run(system, configuration(system, given.runs, seed, given.changes), given.peers)
-    if set(given.systems) == set(SYSTEMS):
-        collect(given.runs, given.seeds, given.results / METRICS_FILE)
-        show(given.results)
+            run(system, configuration(system, given.runs, seed, given.changes, given.config), given.peers)
+    collect(given.runs, given.systems, given.seeds, given.results / f"{given.name}.csv")
+    show(given.results, given.name)
 
 
 if __name__ == "__main__":

@@ -70,15 +70,17 @@ def reward_of(response: list[int]) -> float:
     return 1.0 if sum(token % 2 == 0 for token in response) * 2 > len(response) else -1.0
 
 
-def exact_reward(text: str, answer: str, *, tokens: int, limit: int, buffer: int) -> float:
-    """Returns the quickstart's reward: +1 or -1, with the soft overlong punishment (DAPO Eq. 13) if `buffer` is not 0.
+def exact_reward(text: str, answer: str, *, tokens: int, limit: int, buffer: int, marker: str = "=") -> float:
+    """Returns the reward of the grader `exact`: +1 or -1, with the soft overlong punishment (DAPO Eq. 13) if `buffer` is not 0.
+
+    The text after the last `marker` is compared with the answer, or the whole text if `marker` is empty.
 
     A test compares it with the grader and the penalty of the library, which other environments cannot import.
 
     >>> exact_reward("7+5=12=132", "132", tokens=10, limit=48, buffer=16), exact_reward("=9", "8", tokens=40, limit=48, buffer=16)
     (1.0, -1.5)
     """
-    _, marker, found = text.rpartition("=")
-    correct = bool(marker) and found == answer
+    _, there, found = text.rpartition(marker) if marker else ("", "whole", text)
+    correct = bool(there) and found.strip() == answer
     over = min(max((tokens - (limit - buffer)) / buffer, 0.0), 1.0) if buffer else 0.0
     return (1.0 if correct else -1.0) - over

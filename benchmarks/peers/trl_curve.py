@@ -52,14 +52,20 @@ class _Saved(TrainerCallback):
         self.seconds.append(now - self.began - self.unmeasured if step else 0.0)
         folder = Path(self.settings["folder"]) / f"step_{step}"
         model.save_pretrained(folder)
-        (folder / "tokenizer.json").write_bytes(
-            (Path(self.settings["model"]) / "tokenizer.json").read_bytes()
-        )
+        for file in Path(self.settings["model"]).glob("tokenizer*.json"):
+            (folder / file.name).write_bytes(file.read_bytes())
         self.unmeasured += time.perf_counter() - now
 
 
-def _characters(alphabet: str) -> PreTrainedTokenizerFast:
-    """Returns the shipped models' tokenizer: ids 0 and 1 are padding and end, and each character has one id from 2 on."""
+def _tokenizer(settings: dict[str, Any]) -> PreTrainedTokenizerFast:
+    """Returns the tokenizer of the model's folder, with the given end token."""
+    file = Path(settings["model"]) / "tokenizer.json"
+    alphabet = json.loads(file.read_text()).get("alphabet")
+    if alphabet is None:
+        found = PreTrainedTokenizerFast(tokenizer_file=str(file), padding_side="left")
+        found.pad_token, found.eos_token = found.convert_ids_to_tokens([0, settings["end"]])
+        return found
+    # The shipped models' tokenizer: ids 0 and 1 are padding and end, and each character has one id from 2 on.
     ids = {name: token for token, name in enumerate(["<pad>", "<end>", *alphabet])}
     made = Tokenizer(WordLevel(ids, unk_token="<pad>"))
     made.decoder = Fuse()
@@ -74,7 +80,7 @@ def main() -> None:
     # Our updates use whole groups, in the order of the prompts.
     trl.trainer.grpo_trainer.shuffle_sequence_dict = lambda batch: batch
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
-    tokenizer = _characters(json.loads((Path(settings["model"]) / "tokenizer.json").read_text())["alphabet"])
+    tokenizer = _tokenizer(settings)
     rows, prompts = settings["groups_per_update"] * settings["group_size"], settings["prompts_per_step"]
     updates = prompts // settings["groups_per_update"]
 
@@ -85,7 +91,11 @@ def main() -> None:
         answer: list[str],
         **_: Any,
     ) -> list[float]:
-        limits = {"limit": settings["max_response_tokens"], "buffer": settings["buffer_tokens"]}
+        limits = {
+            "limit": settings["max_response_tokens"],
+            "buffer": settings["buffer_tokens"],
+            "marker": settings["answer_marker"],
+        }
         lengths = map(len, completion_ids)
         return [
             exact_reward(text, true, tokens=tokens, **limits)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.report import machine, table, with_table
-from benchmarks.study.claims import IN_FLIGHT, QUESTIONS, Verdict, judge
+from benchmarks.study.claims import IN_FLIGHT, QUESTIONS, REMOVED, Verdict, judge
 from benchmarks.study.curves import (
     Run,
     accuracy_at_tokens,
@@ -18,13 +18,11 @@ from benchmarks.study.curves import (
     mean_accuracy,
     whole,
 )
-from benchmarks.study.figures import draw_all, draw_in_flight
-from benchmarks.study.ladder import FURTHER, PROBES, ROWS, Row
+from benchmarks.study.figures import draw_accuracy, draw_all
+from benchmarks.study.ladder import SEARCH, STUDIES, Row, Study
 from benchmarks.study.runs import make_runs
 
-NAMES = [row.name for row in (*ROWS, *FURTHER, *PROBES)]
 SEEDS = range(8)
-RESULTS = Path("docs/results/study")
 METRICS_FILE = "metrics.csv"
 IN_FLIGHT_RUNS = "in_flight"
 """Results folder of the row `in_flight` and the two rows with which it is compared. These runs share a base model."""
@@ -35,57 +33,66 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.study")
     commands = parser.add_subparsers(dest="command", required=True)
     runs = commands.add_parser("runs", help="train missing runs, and store their metrics")
-    runs.add_argument("--runs", type=Path, default=Path("runs/study"), help="folder of the runs")
-    runs.add_argument("--rows", nargs="+", choices=NAMES, default=NAMES)
+    runs.add_argument("--runs", type=Path, help="folder of the runs, by default one below runs/")
+    runs.add_argument("--rows", nargs="+", help="names of rows; all rows by default")
     runs.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     runs.add_argument("--cores", nargs="+", type=int, default=[0, 1], help="cores, with one run on each")
     results = commands.add_parser("results", help="tables, tests and figures from stored metrics")
     for command in (runs, results):
-        command.add_argument("--results", type=Path, default=RESULTS)
+        command.add_argument("--study", choices=tuple(STUDIES), default="sums")
+        command.add_argument("--results", type=Path, help="folder of the page and the metrics")
     arguments = parser.parse_args()
+    study: Study = STUDIES[arguments.study]
+    folder: Path = arguments.results or study.results
     if arguments.command == "results":
-        return show(arguments.results)
-    make_runs(arguments.runs, arguments.rows, arguments.seeds, cores=arguments.cores)
-    arguments.results.mkdir(parents=True, exist_ok=True)
-    collect(arguments.runs, arguments.rows, arguments.seeds, arguments.results / METRICS_FILE)
+        return show(study, folder)
+    made = arguments.runs or Path("runs") / study.results.name
+    rows = arguments.rows or [row.name for row in study.rows]
+    make_runs(study, made, rows, arguments.seeds, cores=arguments.cores)
+    folder.mkdir(parents=True, exist_ok=True)
+    collect(made, rows, arguments.seeds, folder / METRICS_FILE)
     took = [
-        json.loads((arguments.runs / f"{row}_{seed}" / "took.json").read_text())["wall_s"]
-        for row in arguments.rows
+        json.loads((made / f"{row}_{seed}" / "took.json").read_text())["wall_s"]
+        for row in rows
         for seed in arguments.seeds
     ]
     about = {"runs": len(took), "run_hours": round(sum(took) / 3600, 2), "machine": machine()}
-    (arguments.results / "made.json").write_text(json.dumps(about, indent=1) + "\n")
-    last = arguments.runs / f"{arguments.rows[-1]}_{arguments.seeds[0]}"
-    shutil.copy(last / "config.yaml", arguments.results)
+    (folder / "made.json").write_text(json.dumps(about, indent=1) + "\n")
+    if (config := made / f"{study.ladder[-1].name}_{arguments.seeds[0]}" / "config.yaml").exists():
+        shutil.copy(config, folder)
     return None
 
 
-def show(folder: Path) -> None:
+def show(study: Study, folder: Path) -> None:
     """Prints the tables, inserts them into `folder`/README.md, and saves the figures in `folder`."""
     runs = load(folder / METRICS_FILE)
     seeds = sorted({seed for _, seed in runs})
     page = folder / "README.md"
     text = page.read_text() if page.exists() else ""
     tables = {
-        "ladder": _ladder(runs, seeds, ACCURACY_AND_COST),
-        "behaviour": _ladder(runs, seeds, BEHAVIOUR),
+        "ladder": _ladder(runs, seeds, ACCURACY_AND_COST, study.ladder),
+        "behaviour": _ladder(runs, seeds, BEHAVIOUR, study.ladder),
         "claims": _claims(judge(runs, seeds)),
-        "probes": _claims(judge(runs, seeds, QUESTIONS)),
     }
-    further: dict[tuple[str, int], Run] = {}
-    if (kept := folder / IN_FLIGHT_RUNS / METRICS_FILE).exists():
-        further = load(kept)
-        compared = (*ROWS[-2:], *FURTHER)
+    figures = draw_all(runs, seeds, study.ladder, folder)
+    if study is SEARCH:
+        compared = (study.ladder[-1], *study.further, study.ladder[-2])
+        tables["removed"] = _ladder(runs, seeds, ACCURACY_AND_COST, compared)
+        tables["removed_behaviour"] = _ladder(runs, seeds, BEHAVIOUR, compared)
+        tables["removed_claims"] = _claims(judge(runs, seeds, REMOVED))
+        figures.append(draw_accuracy(runs, seeds, compared, folder / "removed.png"))
+    else:
+        tables["probes"] = _claims(judge(runs, seeds, QUESTIONS))
+        further = load(folder / IN_FLIGHT_RUNS / METRICS_FILE)
+        compared = (*study.ladder[-2:], study.further[0])
+        figures.append(draw_accuracy(further, seeds, compared, folder / "in_flight.png"))
         tables["in_flight"] = _ladder(further, seeds, (*ACCURACY_AND_COST, AGE), compared)
         tables["in_flight_claims"] = _claims(judge(further, seeds, IN_FLIGHT))
     for name, made in tables.items():
         print(f"{made}\n")
         text = with_table(text, name, made)
     page.write_text(text)
-    for path in (
-        *draw_all(runs, seeds, folder),
-        *([draw_in_flight(further, seeds, folder)] if further else []),
-    ):
+    for path in figures:
         print(path)
 
 
@@ -109,10 +116,7 @@ BEHAVIOUR: Measures = (
 
 
 def _ladder(
-    runs: dict[tuple[str, int], Run],
-    seeds: Sequence[int],
-    measures: Measures,
-    of_rows: Sequence[Row] = ROWS,
+    runs: dict[tuple[str, int], Run], seeds: Sequence[int], measures: Measures, of_rows: Sequence[Row]
 ) -> str:
     rows = []
     for row in of_rows:

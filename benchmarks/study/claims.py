@@ -8,11 +8,12 @@ import numpy as np
 from scipy import stats
 
 from benchmarks.study.curves import Run, accuracy_at_tokens, final_accuracy, late, mean_accuracy
+from benchmarks.study.ladder import LAST
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A claim about one measure, which compares `row` with `before`, the row above it."""
+    """A claim about one measure, which compares `row` with `before`, for example the row above it."""
 
     technique: str
     row: str
@@ -118,7 +119,42 @@ QUESTIONS = tuple(
         ("late entropy", late("policy/entropy")),
     )
 )
-"""The claims that the probes test."""
+"""The claims about the row without an upper clip."""
+
+
+REMOVED = tuple(
+    Claim(
+        technique=f"without {technique}",
+        row=row,
+        before=LAST,
+        measure=measure,
+        of=of,
+        up=up,
+        primary=of is final_accuracy,
+        source=source,
+    )
+    for technique, row, *more in (
+        ("overlong filtering", "no_overlong_filtering"),
+        ("clip-higher", "no_clip_higher", ("late entropy", late("policy/entropy"), False, "Fig. 2b")),
+        (
+            "soft overlong punishment",
+            "no_soft_punishment",
+            ("late truncated share", late("rollout/truncated_frac"), True, "Section 3.4"),
+        ),
+        (
+            "token-level loss",
+            "no_token_level",
+            ("late response tokens", late("rollout/response_tokens"), True, "Fig. 4b"),
+        ),
+        ("dynamic sampling", "token_level"),
+    )
+    for measure, of, up, source in (
+        ("accuracy, equal updates", final_accuracy, False, "Table 1"),
+        ("accuracy, mean of the run", mean_accuracy, False, "Table 1"),
+        *more,
+    )
+)
+"""The claims about rows without one technique, which are compared with all of DAPO."""
 
 
 @dataclass(frozen=True, kw_only=True)

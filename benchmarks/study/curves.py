@@ -10,8 +10,9 @@ import numpy as np
 from dapo_jax.trackers import read_metrics
 
 GROUP_SIZE, GROUPS_PER_UPDATE = 16, 2
-"""The values in configs/study/dapo.yaml. A test checks that they are the same."""
-ACCURACY = "eval/chain_sums/avg@4"
+"""The values in the configurations of the studies. A test checks that they are the same."""
+ACCURACY = "eval/avg@4"
+"""The held-out accuracy. The metrics of a run contain the dataset's name too."""
 METRICS = (
     ACCURACY,
     "rollout/prompts",
@@ -34,7 +35,7 @@ METRICS = (
 )
 """The metrics that are stored for every step."""
 SMOOTHED = 3
-"""Number of evaluations to average. A single evaluation has 264 x 4 responses and a standard error of about 0.01."""
+"""Number of evaluations to average. A single evaluation has a standard error of about 0.01 (264 x 4 responses to `chain_sums`)."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,10 @@ def collect(folder: Path, rows: Iterable[str], seeds: Iterable[int], target: Pat
         for row in names:
             for seed in numbers:
                 for line in read_metrics(folder / f"{row}_{seed}" / "metrics.jsonl"):
-                    values = [line.get(metric) for metric in METRICS]
+                    scores = (value for name, value in line.items() if name.endswith("/avg@4"))
+                    values = [
+                        next(scores, None) if metric == ACCURACY else line.get(metric) for metric in METRICS
+                    ]
                     written.writerow([row, seed, line["step"], *map(_short, values)])
 
 

@@ -1,6 +1,6 @@
 """Draws the paper's figures from the study's runs: means over seeds, with bands of one standard deviation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -12,18 +12,24 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from benchmarks.study.curves import Run
-from benchmarks.study.ladder import FURTHER, ROWS
+from benchmarks.study.ladder import Row
 
 Runs = dict[tuple[str, int], Run]
-COLOURS = dict(
-    zip(
-        [row.name for row in (*ROWS, *FURTHER)],
-        ["#7f7f7f", "#cc79a7", "#0072b2", "#e69f00", "#009e73", "#d55e00", "#0072b2"],
-        strict=True,
-    )
-)
+COLOURS = {
+    "grpo": "#7f7f7f",
+    "overlong_filtering": "#cc79a7",
+    "clip_higher": "#0072b2",
+    "soft_punishment": "#e69f00",
+    "token_level": "#009e73",
+    "dynamic_sampling": "#d55e00",
+    "in_flight": "#0072b2",
+    "no_overlong_filtering": "#cc79a7",
+    "no_clip_higher": "#0072b2",
+    "no_soft_punishment": "#e69f00",
+    "no_token_level": "#56b4e9",
+}
 """The colour of each row, from Okabe and Ito's palette for colour-blind readers."""
-TITLES = {row.name: row.title for row in (*ROWS, *FURTHER)}
+HELD_OUT = "held-out accuracy (avg@4)"
 
 Curve = Callable[[Run], tuple[np.ndarray, np.ndarray]]
 """Maps a run to positions on the x axis and values."""
@@ -39,19 +45,14 @@ def accuracy(axis: str) -> Curve:
     return lambda run: (getattr(run, axis)[run.evaluated], run.accuracy)
 
 
-def draw_all(runs: Runs, seeds: Sequence[int], folder: Path) -> list[Path]:
-    """Draws every figure as a PNG in `folder`, and returns the paths."""
+def draw_all(runs: Runs, seeds: Sequence[int], ladder: Sequence[Row], folder: Path) -> list[Path]:
+    """Draws the figures of a ladder as PNGs in `folder`, and returns the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     before, after = "overlong_filtering", "clip_higher"
     level, dynamic = "token_level", "dynamic_sampling"
-    held_out = "held-out accuracy (avg@4)"
     figures = {
-        "ladder": [
-            ([row.name for row in ROWS], accuracy("updates"), held_out, "optimizer updates"),
-            ([row.name for row in ROWS], accuracy("tokens"), held_out, "sampled tokens"),
-        ],
         "fig2_clip_higher": [
-            ([before, after], accuracy("updates"), held_out, "optimizer updates"),
+            ([before, after], accuracy("updates"), HELD_OUT, "optimizer updates"),
             *(
                 ([before, after], against_updates(metric), label, "optimizer updates")
                 for metric, label in (
@@ -90,7 +91,7 @@ def draw_all(runs: Runs, seeds: Sequence[int], folder: Path) -> list[Path]:
             ),
         ],
         "fig5_overlong_filtering": [
-            (["grpo", before], accuracy("updates"), held_out, "optimizer updates"),
+            (["grpo", before], accuracy("updates"), HELD_OUT, "optimizer updates"),
             (
                 ["grpo", before],
                 against_updates("policy/entropy"),
@@ -99,8 +100,8 @@ def draw_all(runs: Runs, seeds: Sequence[int], folder: Path) -> list[Path]:
             ),
         ],
         "fig6_dynamic_sampling": [
-            ([level, dynamic], accuracy("updates"), held_out, "optimizer updates"),
-            ([level, dynamic], accuracy("seconds"), held_out, "seconds of training"),
+            ([level, dynamic], accuracy("updates"), HELD_OUT, "optimizer updates"),
+            ([level, dynamic], accuracy("seconds"), HELD_OUT, "seconds of training"),
         ],
         "fig7_one_run": [
             ([dynamic], against_updates(metric), label, "optimizer updates")
@@ -112,21 +113,29 @@ def draw_all(runs: Runs, seeds: Sequence[int], folder: Path) -> list[Path]:
             )
         ],
     }
-    return [_draw(runs, seeds, panels, folder / f"{name}.png") for name, panels in figures.items()]
-
-
-def draw_in_flight(runs: Runs, seeds: Sequence[int], folder: Path) -> Path:
-    """Draws the accuracy of the row `in_flight` and the two rows with which it is compared, as a PNG in `folder`. Returns the path."""
-    rows, held_out = [row.name for row in (*ROWS[-2:], *FURTHER)], "held-out accuracy (avg@4)"
-    panels = [
-        (rows, accuracy("updates"), held_out, "optimizer updates"),
-        (rows, accuracy("tokens"), held_out, "sampled tokens"),
+    titles = {row.name: row.title for row in ladder}
+    return [
+        draw_accuracy(runs, seeds, ladder, folder / "ladder.png"),
+        *(_draw(runs, seeds, titles, panels, folder / f"{name}.png") for name, panels in figures.items()),
     ]
-    return _draw(runs, seeds, panels, folder / "in_flight.png")
+
+
+def draw_accuracy(runs: Runs, seeds: Sequence[int], rows: Sequence[Row], path: Path) -> Path:
+    """Draws the accuracy of several rows against updates and tokens as a PNG, and returns its path."""
+    titles = {row.name: row.title for row in rows}
+    panels = [
+        ([*titles], accuracy("updates"), HELD_OUT, "optimizer updates"),
+        ([*titles], accuracy("tokens"), HELD_OUT, "sampled tokens"),
+    ]
+    return _draw(runs, seeds, titles, panels, path)
 
 
 def _draw(
-    runs: Runs, seeds: Sequence[int], panels: Sequence[tuple[list[str], Curve, str, str]], path: Path
+    runs: Runs,
+    seeds: Sequence[int],
+    titles: Mapping[str, str],
+    panels: Sequence[tuple[list[str], Curve, str, str]],
+    path: Path,
 ) -> Path:
     columns = 2
     figure, grid = plt.subplots(
@@ -139,7 +148,7 @@ def _draw(
     shown: list[str] = []
     for axis, (names, curve, label, below) in zip(grid.flat, panels, strict=True):
         for name in names:
-            _band(axis, [curve(runs[name, seed]) for seed in seeds], name)
+            _band(axis, [curve(runs[name, seed]) for seed in seeds], COLOURS[name], titles[name])
         axis.set(ylabel=label, xlabel=below)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
@@ -153,17 +162,15 @@ def _draw(
     return path
 
 
-def _band(axis: Axes, curves: Sequence[tuple[np.ndarray, np.ndarray]], name: str) -> None:
+def _band(axis: Axes, curves: Sequence[tuple[np.ndarray, np.ndarray]], colour: str, title: str) -> None:
     """Draws the mean and standard deviation over seeds, in the range that all seeds cover."""
     end = min(places[-1] for places, _ in curves)
     start = max(places[0] for places, _ in curves)
     shared = np.linspace(start, end, 200)
     values = np.array([_interpolated(shared, *curve) for curve in curves])
     mean, deviation = np.nanmean(values, axis=0), np.nanstd(values, axis=0)
-    axis.plot(shared, mean, color=COLOURS[name], label=TITLES[name], linewidth=1.8)
-    axis.fill_between(
-        shared, mean - deviation, mean + deviation, color=COLOURS[name], alpha=0.15, linewidth=0
-    )
+    axis.plot(shared, mean, color=colour, label=title, linewidth=1.8)
+    axis.fill_between(shared, mean - deviation, mean + deviation, color=colour, alpha=0.15, linewidth=0)
 
 
 def _interpolated(shared: np.ndarray, places: np.ndarray, values: np.ndarray) -> np.ndarray:

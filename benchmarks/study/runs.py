@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.report import machine
-from benchmarks.study.ladder import BASE_MODEL_CONFIG, CONFIG, overrides
+from benchmarks.study.ladder import Study
 
 
-def make_runs(out: Path, names: Sequence[str], seeds: Sequence[int], *, cores: Sequence[int]) -> None:
+def make_runs(
+    study: Study, out: Path, names: Sequence[str], seeds: Sequence[int], *, cores: Sequence[int]
+) -> None:
     """Trains the runs that are missing in `out`, each with one core and one thread. Finished runs are not repeated.
 
     All rows of a seed run before the next seed, so that a change in the machine's speed affects all rows alike.
@@ -25,7 +27,7 @@ def make_runs(out: Path, names: Sequence[str], seeds: Sequence[int], *, cores: S
     out.mkdir(parents=True, exist_ok=True)
     model = out / "base_model" / "model"
     if not model.exists():
-        _call(["sft", BASE_MODEL_CONFIG, f"run_dir={model.parent}"], out / "base_model.log", cores)
+        _call(["sft", study.base_model_config, f"run_dir={model.parent}"], out / "base_model.log", cores)
     waiting: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
     for seed in seeds:
         for name in names:
@@ -41,7 +43,7 @@ def make_runs(out: Path, names: Sequence[str], seeds: Sequence[int], *, cores: S
                 return
             run_dir = out / f"{name}_{seed}"
             resumed = ["--resume"] if (run_dir / "config.yaml").exists() else []
-            command = ["train", CONFIG, *overrides(name), f"seed={seed}", f"model.source={model}"]
+            command = ["train", study.config, *study.overrides(name), f"seed={seed}", f"model.source={model}"]
             began = time.monotonic()
             try:
                 _call([*command, f"run_dir={run_dir}", *resumed], run_dir.with_suffix(".log"), [core])

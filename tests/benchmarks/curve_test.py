@@ -1,22 +1,24 @@
 """The comparison of curves with TRL: its configurations, its reward, and its statistics."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.curve import configuration, difference, seconds_to, settings
+from benchmarks.curve import RESULTS, configuration, difference, seconds_to, settings, show
 from benchmarks.workload import exact_reward
 from dapo_jax.dapo.overlong import overlong_penalty
 from dapo_jax.rewards.graders import exact_grader
 
 
-@pytest.mark.parametrize("text", ["=132", "7+5=12=132", "=131", "132", "", "=", "=132="])
+@pytest.mark.parametrize("text", ["=132", "7+5=12=132", "=131", "132", "", "=", "=132=", " 132\n"])
 @pytest.mark.parametrize("tokens", [1, 32, 33, 40, 48])
-def test_the_reward_equals_the_grader_and_the_penalty(text, tokens):
+@pytest.mark.parametrize("marker", ["=", ""])
+def test_the_reward_equals_the_grader_and_the_penalty(text, tokens, marker):
     shaped = overlong_penalty(tokens, max_response_tokens=48, buffer_tokens=16)
-    expected = (1.0 if exact_grader("=")(text, "132").correct else -1.0) + shaped
-    assert exact_reward(text, "132", tokens=tokens, limit=48, buffer=16) == expected
+    expected = (1.0 if exact_grader(marker)(text, "132").correct else -1.0) + shaped
+    assert exact_reward(text, "132", tokens=tokens, limit=48, buffer=16, marker=marker) == expected
 
 
 def test_only_dynamic_sampling_differs():
@@ -37,10 +39,18 @@ def test_the_prompts_of_trl_are_the_prompts_of_our_run():
 
 def test_the_interval_by_hand():
     """Differences 0.01 and 0.03: mean 0.02, standard error 0.01, and t is 12.706 for one degree of freedom."""
-    first = np.array([[[60, 0, 0.90]], [[60, 0, 0.91]]])
-    second = np.array([[[60, 0, 0.91]], [[60, 0, 0.94]]])
-    assert difference(first, second) == pytest.approx((0.02, 0.02 - 0.12706, 0.02 + 0.12706), abs=1e-5)
+    found = difference(np.array([0.90, 0.91]), np.array([0.91, 0.94]))
+    assert found == pytest.approx((0.02, 0.02 - 0.12706, 0.02 + 0.12706), abs=1e-5)
 
 
 def test_a_run_that_does_not_reach_the_goal_has_no_time():
     assert np.isnan(seconds_to(np.array([[0, 0.0, 0.4], [10, 20.0, 0.8]])))
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted(RESULTS.glob("*.csv"))])
+def test_the_page_has_the_tables_and_figures_of_its_curves(name, tmp_path):
+    for file in ("README.md", f"{name}.csv"):
+        shutil.copy(RESULTS / file, tmp_path)
+    show(tmp_path, name)
+    assert (tmp_path / "README.md").read_text() == (RESULTS / "README.md").read_text()
+    assert (RESULTS / f"{name}.png").exists()

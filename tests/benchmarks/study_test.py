@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from benchmarks.report import with_table
-from benchmarks.study.__main__ import IN_FLIGHT_RUNS, METRICS_FILE, RESULTS, show
-from benchmarks.study.claims import CLAIMS, IN_FLIGHT, holm, judge, sign_flip_p
+from benchmarks.study.__main__ import IN_FLIGHT_RUNS, METRICS_FILE, show
+from benchmarks.study.claims import CLAIMS, IN_FLIGHT, REMOVED, holm, judge, sign_flip_p
 from benchmarks.study.curves import (
     ACCURACY,
     GROUP_SIZE,
@@ -25,50 +25,62 @@ from benchmarks.study.curves import (
     mean_accuracy,
     whole,
 )
-from benchmarks.study.ladder import CONFIG, ROWS, overrides
+from benchmarks.study.ladder import LADDER, LAST, SEARCH, STUDIES, SUMS
 from dapo_jax.config import load_config
 
-NAMES = [row.name for row in ROWS]
+NAMES = [row.name for row in LADDER]
 
 
-def config_of(name):
-    return load_config(CONFIG, overrides(name))
+def changed_keys(study, before, after):
+    old, new = (dict(item.split("=") for item in study.overrides(name)) for name in (before, after))
+    assert old.keys() == new.keys() or after in {row.name for row in study.further}
+    return {key: value for key, value in new.items() if old.get(key) != value}
 
 
-def test_the_first_row_has_none_of_the_techniques_and_the_last_is_the_configuration_itself():
-    first = config_of("grpo")
+@pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
+def test_the_first_row_has_none_of_the_techniques_and_the_last_is_the_configuration_itself(study):
+    first = load_config(study.config, study.overrides("grpo"))
     assert not first.reward.overlong.enabled
     assert not first.reward.overlong.filter_truncated
     assert first.loss.clip_ratio_low == first.loss.clip_ratio_high == 0.2
     assert first.loss.aggregation == "sequence_mean"
     assert not first.dynamic_sampling.enabled
-    assert config_of(NAMES[-1]) == load_config(CONFIG)
+    assert load_config(study.config, study.overrides(LAST)) == load_config(study.config)
 
 
-def test_each_row_changes_the_row_before_in_its_own_technique_alone():
-    changed = []
-    for before, after in itertools.pairwise(NAMES):
-        old, new = (dict(item.split("=") for item in overrides(name)) for name in (before, after))
-        changed.append({key: value for key, value in new.items() if old.get(key) != value})
-    assert changed == [
+@pytest.mark.parametrize(
+    ("study", "replaced"), [(SUMS, {"reward.overlong.filter_truncated": "false"}), (SEARCH, {})]
+)
+def test_each_row_changes_the_row_before_in_its_own_technique_alone(study, replaced):
+    assert [changed_keys(study, *pair) for pair in itertools.pairwise(NAMES)] == [
         {"reward.overlong.filter_truncated": "true"},
         {"loss.clip_ratio_high": "0.28"},
-        {"reward.overlong.enabled": "true", "reward.overlong.filter_truncated": "false"},
+        {"reward.overlong.enabled": "true", **replaced},
         {"loss.aggregation": "token_mean"},
         {"dynamic_sampling.enabled": "true"},
     ]
 
 
 @pytest.mark.parametrize(
-    ("probe", "row", "changes"),
+    ("study", "further", "row", "changes"),
     [
-        ("no_upper_clip", "overlong_filtering", {"loss.clip_ratio_high": "1000"}),
-        ("in_flight", NAMES[-1], {"rollout.in_flight": "128", "rollout.round_tokens": "8"}),
+        (SUMS, "no_upper_clip", "overlong_filtering", {"loss.clip_ratio_high": "1000"}),
+        (SUMS, "in_flight", LAST, {"rollout.in_flight": "128", "rollout.round_tokens": "8"}),
+        (SEARCH, "no_overlong_filtering", LAST, {"reward.overlong.filter_truncated": "false"}),
+        (SEARCH, "no_clip_higher", LAST, {"loss.clip_ratio_high": "0.2"}),
+        (SEARCH, "no_soft_punishment", LAST, {"reward.overlong.enabled": "false"}),
+        (SEARCH, "no_token_level", LAST, {"loss.aggregation": "sequence_mean"}),
+        (SEARCH, "token_level", LAST, {"dynamic_sampling.enabled": "false"}),
     ],
 )
-def test_a_row_outside_the_ladder_differs_from_a_rung_in_one_technique(probe, row, changes):
-    found, rung = (dict(item.split("=") for item in overrides(name)) for name in (probe, row))
-    assert found == rung | changes
+def test_a_row_outside_the_ladder_differs_from_a_rung_in_one_technique(study, further, row, changes):
+    assert changed_keys(study, row, further) == changes
+
+
+def test_each_technique_is_removed_once_from_the_last_row():
+    rows = [claim.row for claim in REMOVED if claim.primary]
+    assert sorted(rows) == sorted([*(row.name for row in SEARCH.further), "token_level"])
+    assert {claim.before for claim in REMOVED} == {LAST}
 
 
 def test_rollouts_in_flight_are_compared_with_the_last_two_rows():
@@ -85,13 +97,14 @@ def test_tokens_of_a_run_in_flight_are_the_sampled_ones():
 
 def test_an_unknown_row_is_refused_by_name():
     with pytest.raises(ValueError, match="no row 'ppo'; there are grpo, overlong_filtering"):
-        overrides("ppo")
+        SUMS.overrides("ppo")
 
 
-def test_the_constants_of_the_curves_equal_the_configuration():
-    config = load_config(CONFIG)
+@pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
+def test_the_constants_of_the_curves_equal_the_configuration(study):
+    config = load_config(study.config)
     assert (config.batch.group_size, config.batch.groups_per_update) == (GROUP_SIZE, GROUPS_PER_UPDATE)
-    assert f"eval/{config.data.source}/avg@{config.eval.samples_per_prompt}" == ACCURACY
+    assert f"eval/avg@{config.eval.samples_per_prompt}" == ACCURACY
 
 
 def test_every_claim_compares_a_row_with_the_one_above_it_and_each_technique_has_one_primary():
@@ -159,7 +172,7 @@ def test_metrics_of_run_folders_come_back_from_the_file(tmp_path):
         folder = tmp_path / f"grpo_{seed}"
         folder.mkdir()
         lines = [
-            {"step": 0, ACCURACY: 0.123456},
+            {"step": 0, "eval/chain_sums/avg@4": 0.123456},
             {"step": 1, "rollout/prompts": 32, "update/grad_norm": None},
         ]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -179,13 +192,18 @@ def test_tables_go_to_their_places_and_nothing_else_moves():
     assert with_table("# A\n", "one", "1") == "# A\n<!-- one -->\n1\n<!-- end -->\n"
 
 
-def test_the_page_has_the_tables_and_figures_that_its_metrics_make(tmp_path):
-    (tmp_path / IN_FLIGHT_RUNS).mkdir()
+@pytest.mark.parametrize(
+    "study", [study for study in STUDIES.values() if (study.results / METRICS_FILE).exists()]
+)
+def test_the_page_has_the_tables_and_figures_that_its_metrics_make(study, tmp_path):
     for name in ("README.md", METRICS_FILE, f"{IN_FLIGHT_RUNS}/{METRICS_FILE}"):
-        shutil.copy(RESULTS / name, tmp_path / name)
-    show(tmp_path)
-    assert (tmp_path / "README.md").read_text() == (RESULTS / "README.md").read_text()
-    assert {path.name for path in tmp_path.glob("*.png")} == {path.name for path in RESULTS.glob("*.png")}
+        if (study.results / name).exists():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            shutil.copy(study.results / name, tmp_path / name)
+    show(study, tmp_path)
+    assert (tmp_path / "README.md").read_text() == (study.results / "README.md").read_text()
+    pictures = {path.name for path in study.results.glob("*.png")}
+    assert {path.name for path in tmp_path.glob("*.png")} == pictures
 
 
 def test_runs_of_different_lengths_are_refused(tmp_path):
