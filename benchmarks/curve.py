@@ -182,9 +182,13 @@ def summary(curves: dict[str, np.ndarray]) -> str:
                 against = f"{middle:+.4f} [{low:+.4f}, {high:+.4f}]"
             spread = f" ± {values.std(ddof=1):.4f}" if len(runs) > 1 else ""
             cells += [f"{values.mean():.4f}{spread}", against]
-        seconds = [seconds_to(run) for run in runs]
+        seconds = np.array([seconds_to(run) for run in runs])
+        reached = seconds[~np.isnan(seconds)]
+        times = f"{reached.mean():.0f} ({min(reached):.0f}-{max(reached):.0f})" if len(reached) else "never"
         cells.append(f"{np.mean(runs[:, -1, 1]):.0f}")
-        cells.append(f"{np.mean(seconds):.0f} ({min(seconds):.0f}-{max(seconds):.0f})")
+        cells.append(
+            times if len(reached) in (0, len(runs)) else f"{times}, {len(reached)} of {len(runs)} runs"
+        )
         rows.append([SYSTEMS[system][0], *cells])
     compared = "difference to TRL [95%]"
     header = [

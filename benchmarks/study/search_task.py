@@ -2,9 +2,9 @@
 
 The prompt `a3b8c5>4` asks for operations (`+`, `-` or `*`) that turn the digits 3, 8 and 5, from left to right and modulo 11, into 4. A
 response contains attempts, separated by `?`. A step of an attempt has a digit's label, an operation and the result so far, where `x` is
-10. An attempt ends with the target: in `b+0c+5>4?b*2c+7>4?b+0c-6>4`, three attempts fail. A response ends in `=` after an attempt, and is
-correct if this attempt is complete and its operations give the target. Results are not checked, so a false result only misleads the
-policy.
+10. An attempt ends with the distance of its result from the target: in `b+0c+5>1?b*2c+7>3?b+0c-6>2`, three attempts fail. A response ends
+in `=` after an attempt, and is correct if this attempt is complete and its operations give the target. Results and distances are not
+checked, so a false one only misleads the policy.
 
 One of eleven random attempts is correct, so a policy can search, give up, or choose its last operations with foresight. At the limit of
 160 tokens, a response has room for 13 attempts with 4 digits, or 6 attempts with 8 digits.
@@ -64,20 +64,20 @@ def attempt(digits: list[int], target: int, operations: str) -> str:
     """Returns the text of an attempt.
 
     >>> attempt([3, 8, 5], 4, "*+")
-    'b*2c+7>4'
+    'b*2c+7>3'
     """
     steps = (
         f"{LABELS[place]}{operations[place - 1]}{NUMERALS[total(digits[: place + 1], operations[:place])]}"
         for place in range(1, len(digits))
     )
-    return "".join(steps) + f">{NUMERALS[target]}"
+    return "".join(steps) + f">{NUMERALS[(total(digits, operations) - target) % MODULUS]}"
 
 
 def solved(sample: Sample) -> bool:
     """Grades a response: whether its last attempt uses every digit once and gives the target.
 
     >>> from types import SimpleNamespace as Row
-    >>> [solved(Row(prompt=Row(text="a3b8c5>7"), response=text)) for text in ("b*2c+7>7=", "b+0c+5>7?b*2c+7>7=", "b*2c+7>7", "c+7>7=", "b+0c*7>7=")]
+    >>> [solved(Row(prompt=Row(text="a3b8c5>7"), response=text)) for text in ("b*2c+7>0=", "b+0c+5>9?b*2c+7>0=", "b*2c+7>0", "c+7>0=", "b+0c*7>0=")]
     [True, True, False, False, False]
     """
     question, _, target = sample.prompt.text.partition(">")

@@ -39,16 +39,16 @@ def test_operations_reach_the_target_and_the_grader_agrees(count):
 @pytest.mark.parametrize(
     ("response", "correct"),
     [
-        ("b*2c+7>7=", True),  # 3 * 8 = 24 is 2, and 2 + 5 is 7
-        ("b+0c+5>7?b*2c+7>7=", True),  # only the last attempt counts
-        ("b*2c+7>7?b+0c+5>7=", False),
-        ("b*2c+7>7", False),  # without an end
-        ("b*2c+7>7=7", False),
-        ("b*2c+7=", False),  # without the target
-        ("b*2>7=", False),  # a digit is missing
-        ("c+8b*2>7=", False),  # wrong order
-        ("b*2c+7d+7>7=", False),  # there is no fourth digit
-        ("b*3c+8>8=", True),  # false results are not checked, and mislead only the policy
+        ("b*2c+7>0=", True),  # 3 * 8 = 24 is 2, and 2 + 5 is 7
+        ("b+0c+5>9?b*2c+7>0=", True),  # only the last attempt counts
+        ("b*2c+7>0?b+0c+5>9=", False),
+        ("b*2c+7>0", False),  # without an end
+        ("b*2c+7>0=7", False),
+        ("b*2c+7=", False),  # without the distance
+        ("b*2>0=", False),  # a digit is missing
+        ("c+8b*2>0=", False),  # wrong order
+        ("b*2c+7d+7>0=", False),  # there is no fourth digit
+        ("b*3c+8>0=", True),  # false results are not checked, and mislead only the policy
         ("=", False),
         ("", False),
     ],
