@@ -6,7 +6,8 @@ response contains attempts, separated by `?`. A step of an attempt has a digit's
 in `=` after an attempt, and is correct if this attempt is complete and its operations give the target. Results and distances are not
 checked, so a false one only misleads the policy.
 
-One of eleven random attempts is correct, so a policy can search, give up, or choose its last operations with foresight. At the limit of
+One of eleven random attempts is correct, so a policy can search, give up, or choose its last operations with foresight. The
+demonstrations contain all of these. At the limit of
 160 tokens, a response has room for 13 attempts with 4 digits, or 6 attempts with 8 digits.
 """
 
@@ -32,6 +33,8 @@ DIGITS = range(4, 9)
 """Possible numbers of digits. Each occurs in the same number of rows."""
 QUESTIONS = {"warm_start": 6000, "train": 600, "test": 24}
 """Number of questions in each split for each number of digits. No two splits share a question."""
+FORESIGHT = 0.5
+"""Probability that the last operation of an attempt in a demonstration gives the target, if any operation does."""
 GIVES_UP = 0.15
 """Probability that a demonstration ends in `=` after an attempt that fails."""
 REPEATS = 0.08
@@ -100,6 +103,9 @@ def demonstration(digits: list[int], target: int, draw: int) -> str:
     for count in range(5 if repeats else most):
         lucks = (uniform(*place, count, step) for step in range(len(digits) - 1))
         operations = "".join(chosen(OPERATIONS, luck) for luck in lucks)
+        if uniform(*place, count, "foresight") < FORESIGHT:
+            endings = (operations[:-1] + last for last in OPERATIONS)
+            operations = next((ops for ops in endings if total(digits, ops) == target), operations)
         attempts.append(attempt(digits, target, operations))
         over = total(digits, operations) == target or uniform(*place, count, "gives up") < GIVES_UP
         if over and not repeats:
