@@ -7,6 +7,7 @@ import argparse
 import json
 import re
 import statistics
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,11 @@ def read(folder: Path) -> dict[str, Any]:
     kind = _slug(str(card)) if card else f"{_slug(machine['processor'])}-{machine['cpus']}"
     figures: Figures = {}
     versions: dict[str, str] = {}
+    workloads: dict[str, dict[str, Any]] = {}
     for name, content in found.items():
         figures |= _figures(name, content)
+        if "workload" in content:
+            workloads[name] = _sizes(Workload.from_json(content["workload"]))
         for system, result in content.get("systems", {}).items():
             if "version" in result:
                 versions[system.partition(":")[0]] = result["version"]
@@ -74,8 +78,16 @@ def read(folder: Path) -> dict[str, Any]:
         "time": first["time"],
         "machine": hardware,
         "versions": versions,
+        "workloads": workloads,
         "figures": figures,
     }
+
+
+def _sizes(workload: Workload) -> dict[str, Any]:
+    """Returns the properties of a workload and its model that two comparable measurements share."""
+    model, given = workload.sizes(), asdict(workload)
+    sizes = {key: model[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size")}
+    return sizes | {key: given[key] for key in ("dtype", "prompts", "samples", "prompt_tokens", "new_tokens")}
 
 
 def _figures(name: str, content: dict[str, Any]) -> Figures:
@@ -121,12 +133,23 @@ def _figures(name: str, content: dict[str, Any]) -> Figures:
 
 
 def compared(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Returns a table of all figures, and below it the figures that moved and the versions that changed."""
+    """Returns a table of all figures, and below it the figures that moved and the versions that changed.
+
+    Raises:
+        SystemExit: a benchmark was run with another model or other sizes than the baseline.
+    """
+    old_sizes, new_sizes = before.get("workloads", {}), now["workloads"]
+    for name in old_sizes.keys() & new_sizes.keys():
+        if old_sizes[name] != new_sizes[name]:
+            raise SystemExit(
+                f"{name}.json was measured with {new_sizes[name]}, the baseline with {old_sizes[name]}; repeat the benchmark "
+                "with the model and the sizes of the baseline"
+            )
     rows, moved = [], []
     for name in sorted(before["figures"].keys() | now["figures"].keys()):
         old, new = before["figures"].get(name), now["figures"].get(name)
         if not old or not new:
-            rows.append([name, _spread(old), _spread(new), "", "only in one"])
+            rows.append([name, _spread(old), _spread(new), "", "not measured" if old else "no baseline"])
             continue
         change = statistics.median(new) / statistics.median(old)
         apart = min(new) > max(old) or max(new) < min(old)

@@ -13,14 +13,17 @@ from dapo_jax.testing import tiny_decoder_config, tiny_params
 MACHINE = {"processor": "AMD EPYC 7B13", "cpus": 2, "memory_gb": 24.0, "load": 0.1}
 
 
-def written(folder, *, ours=(2.0, 2.0), peak=1.5):
+def written(folder, *, ours=(2.0, 2.0), peak=1.5, layers=30):
     """Two rounds of 4,096 tokens. The limit is 4,096 tokens/s; TRL's sampler takes 4 s."""
     systems = {
         "ours:float32": {"seconds": list(ours), "peak_gb": peak, "version": "dapo_jax 0.1"},
         "hf:float32": {"seconds": [4.0, 4.0], "peak_gb": 3.0, "version": "transformers 5"},
     }
     limits = [{"float32": {"tokens_per_s": 4096.0}}] * 2
-    content = {"time": "2026-11-27T00:00:00", "machine": MACHINE, "workload": Workload(model="m").to_json()}
+    sizes = {"hidden_size": 576, "num_hidden_layers": layers, "vocab_size": 49152}
+    (folder / "config.json").write_text(json.dumps(sizes))
+    workload = Workload(model=str(folder)).to_json()
+    content = {"time": "2026-11-27T00:00:00", "machine": MACHINE, "workload": workload}
     (folder / "rollout.json").write_text(json.dumps(content | {"systems": systems, "limits": limits}))
     return read(folder)
 
@@ -63,6 +66,11 @@ def test_a_figure_moved_if_the_ranges_are_apart_and_the_medians_differ(tmp_path,
     text = compared(written(tmp_path), written(tmp_path, ours=ours))
     assert ("rollout/ours:float32/seconds: " in text) == moved
     assert ("Nothing moved." in text) != moved
+
+
+def test_another_model_is_not_compared_with_the_baseline(tmp_path):
+    with pytest.raises(SystemExit, match=r"'num_hidden_layers': 4.*'num_hidden_layers': 30"):
+        compared(written(tmp_path), written(tmp_path, layers=4))
 
 
 def test_a_folder_without_measurements_is_an_error(tmp_path):
