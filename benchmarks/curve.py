@@ -45,8 +45,6 @@ SYSTEMS = {
     "ours": ("this library, no dynamic sampling", "#0072b2"),
     "dynamic": ("this library, dynamic sampling", "#009e73"),
 }
-WIDTH = 0.02
-"""The interval of the difference must be narrower than this."""
 GOAL = 0.9
 
 

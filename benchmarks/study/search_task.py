@@ -7,8 +7,7 @@ in `=` after an attempt, and is correct if this attempt is complete and its oper
 checked, so a false one only misleads the policy.
 
 One of eleven random attempts is correct, so a policy can search, give up, or choose its last operations with foresight. The
-demonstrations contain all of these. At the limit of
-160 tokens, a response has room for 13 attempts with 4 digits, or 6 attempts with 8 digits.
+demonstrations contain all of these. At the limit of 160 tokens, a response has room for 13 attempts with 4 digits, or 6 attempts with 8 digits.
 """
 
 import functools
