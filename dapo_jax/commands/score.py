@@ -59,7 +59,7 @@ def score(
     """Grades saved rollouts again, with each grader in `graders`.
 
     Args:
-        rollouts: a JSONL file, or a folder of such files: a run's `rollouts/`, or the folder of `dapo-jax eval --keep`.
+        rollouts: a JSONL file, or a folder with files `step_*.jsonl`: a run's `rollouts/`, or the folder of `dapo-jax eval --keep`.
         graders: the graders to apply, each in the same format as `reward.grader`.
         answer_marker: answer marker for the grader `exact`.
         workers: number of processes for graders that may hang. 0 means that all graders run in this process.

@@ -132,8 +132,8 @@ class Judge:
                 reason, repeats = f"no chat completion ({type(error).__name__}: {error!s:.200})", False
         reason = reason.replace(self._key, f"${config.api_key_env}") if self._key else reason
         raise RuntimeError(
-            f"{config.url} failed {number} of {config.retries + 1} times, the last time with {reason}; check the address and the server, or raise judge.retries={config.retries} "
-            f"or judge.timeout_s={config.timeout_s:g}"
+            f"{config.url} failed {number} of {config.retries + 1} times, the last time with {reason}; check the address and the server, or raise retries: {config.retries} "
+            f"or timeout_s: {config.timeout_s:g} in the judge's file"
         )
 
     def _post(self, body: bytes) -> tuple[int, bytes]:

@@ -110,7 +110,7 @@ def test_the_score_is_the_sum_of_weight_times_reward_and_the_first_decides_what_
     assert verdicts[2].reason == "expected '2'; sum of exact 2 x -1, brevity 0.5 x 0.5"
 
 
-def test_a_lost_part_is_worth_the_wrong_reward_and_the_first_loss_is_kept():
+def test_a_lost_part_is_worth_the_wrong_reward_and_all_reasons_are_kept():
     parts = [part("exact", 1.0), part("judge", 0.5), part("other", 1.0)]
     verdicts = [
         [Verdict(correct=True)],
@@ -119,7 +119,10 @@ def test_a_lost_part_is_worth_the_wrong_reward_and_the_first_loss_is_kept():
     ]
     [verdict] = summed(parts, verdicts, RULE)
     assert (verdict.correct, verdict.lost, verdict.score) == (True, "timeout", 1.0 - 0.5 - 1.0)
-    assert verdict.reason == "sum of exact 1 x 1, judge 0.5 x -1 (timeout), other 1 x -1 (memory)"
+    assert (
+        verdict.reason
+        == "judge: no verdict within 1 s; sum of exact 1 x 1, judge 0.5 x -1 (timeout), other 1 x -1 (memory)"
+    )
 
 
 @pytest.mark.parametrize("weight", [2.0, -2.0])

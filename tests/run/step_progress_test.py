@@ -1,5 +1,7 @@
 """The progress of waves while they run, and warnings about them."""
 
+from dataclasses import replace
+
 from rich.console import Console
 
 from dapo_jax.config import BatchConfig, DynamicSamplingConfig, TrainConfig
@@ -127,8 +129,13 @@ def test_the_first_response_without_a_verdict_is_said_once():
         Verdict(correct=True, score=1.0),
     ]
     mixed = [Verdict(correct=False, score=-1.0), Verdict(correct=True, score=1.0)]
-    for metric, counts in (("correct", "wrong"), ("score", "the worst of its group")):
-        shown, _ = sampled([mixed, lost, lost], [lost, mixed, mixed], metric=metric)
+    several = [replace(lost[0], score=-1.0, parts={"exact": 0.0, "judge": -1.0}), lost[1]]
+    for first, metric, counts in (
+        (lost, "correct", "wrong"),
+        (lost, "score", "the worst of its group"),
+        (several, "correct", "the worst of its group for one grader"),
+    ):
+        shown, _ = sampled([mixed, first, lost], [lost, mixed, mixed], metric=metric)
         assert [said for said in shown.messages if "verdict" in said] == [
             f"step 1: a response to prompt 1 got no verdict (no verdict within 1 s) and counts as {counts}; the metric reward/lost counts all such responses"
         ]
