@@ -19,7 +19,7 @@ from benchmarks.study.curves import (
     whole,
 )
 from benchmarks.study.figures import draw_accuracy, draw_all
-from benchmarks.study.ladder import SEARCH, STUDIES, Row, Study
+from benchmarks.study.ladder import PICKED_SUMS, STUDIES, Row, Study
 from benchmarks.study.runs import make_runs
 
 SEEDS = range(8)
@@ -75,7 +75,7 @@ def show(study: Study, folder: Path) -> None:
         "claims": _claims(judge(runs, seeds)),
     }
     figures = draw_all(runs, seeds, study.ladder, folder)
-    if study is SEARCH:
+    if study is PICKED_SUMS:
         compared = (study.ladder[-1], *study.further, study.ladder[-2])
         tables["removed"] = _ladder(runs, seeds, ACCURACY_AND_COST, compared)
         tables["removed_behaviour"] = _ladder(runs, seeds, BEHAVIOUR, compared)

@@ -57,6 +57,8 @@ class Study:
     further: tuple[Row, ...]
     """Rows that are not in the paper's ladder. Each names the row of the ladder that it changes."""
     results: Path
+    base_model: Path | None = None
+    """Folder with the trained base model. If None, the base model is trained before the runs."""
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -110,9 +112,9 @@ SUMS = Study(
     ),
     results=Path("docs/results/study"),
 )
-SEARCH = Study(
-    config="configs/study/search.yaml",
-    base_model_config="configs/study/search_base_model_sft.yaml",
+PICKED_SUMS = Study(
+    config="configs/study/picked_sums.yaml",
+    base_model_config="configs/study/picked_sums_base_model_sft.yaml",
     ladder=LADDER,
     # Each technique removed alone from the last row. The row `token_level` is the last row without dynamic sampling.
     further=(
@@ -141,6 +143,7 @@ SEARCH = Study(
             after=LAST,
         ),
     ),
-    results=Path("docs/results/study_search"),
+    results=Path("docs/results/study_picked_sums"),
+    base_model=Path("benchmarks/study/picked_sums_base"),
 )
-STUDIES = {"sums": SUMS, "search": SEARCH}
+STUDIES = {"sums": SUMS, "picked_sums": PICKED_SUMS}

@@ -1,4 +1,4 @@
-"""Trains the runs of the study: the base model once, then every row with every seed. One run at a time uses each core."""
+"""Trains the runs of a study: the base model once, if there is none, then every row with every seed. One run at a time uses each core."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def make_runs(
         RuntimeError: a run failed; the message names its log.
     """
     out.mkdir(parents=True, exist_ok=True)
-    model = out / "base_model" / "model"
+    model = study.base_model or out / "base_model" / "model"
     if not model.exists():
         _call(["sft", study.base_model_config, f"run_dir={model.parent}"], out / "base_model.log", cores)
     waiting: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()

@@ -3,12 +3,14 @@
 import itertools
 import json
 import math
+import re
 import shutil
 
 import numpy as np
 import pytest
 
 from benchmarks.report import with_table
+from benchmarks.study import picked_sums
 from benchmarks.study.__main__ import IN_FLIGHT_RUNS, METRICS_FILE, show
 from benchmarks.study.claims import CLAIMS, IN_FLIGHT, REMOVED, holm, judge, sign_flip_p
 from benchmarks.study.curves import (
@@ -25,10 +27,14 @@ from benchmarks.study.curves import (
     mean_accuracy,
     whole,
 )
-from benchmarks.study.ladder import LADDER, LAST, SEARCH, STUDIES, SUMS
-from dapo_jax.config import load_config
+from benchmarks.study.ladder import LADDER, LAST, PICKED_SUMS, STUDIES, SUMS
+from dapo_jax.config import SftConfig, load_config
 
 NAMES = [row.name for row in LADDER]
+
+
+def read_jsonl(path):
+    return [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]
 
 
 def changed_keys(study, before, after):
@@ -49,7 +55,7 @@ def test_the_first_row_has_none_of_the_techniques_and_the_last_is_the_configurat
 
 
 @pytest.mark.parametrize(
-    ("study", "replaced"), [(SUMS, {"reward.overlong.filter_truncated": "false"}), (SEARCH, {})]
+    ("study", "replaced"), [(SUMS, {"reward.overlong.filter_truncated": "false"}), (PICKED_SUMS, {})]
 )
 def test_each_row_changes_the_row_before_in_its_own_technique_alone(study, replaced):
     assert [changed_keys(study, *pair) for pair in itertools.pairwise(NAMES)] == [
@@ -66,11 +72,11 @@ def test_each_row_changes_the_row_before_in_its_own_technique_alone(study, repla
     [
         (SUMS, "no_upper_clip", "overlong_filtering", {"loss.clip_ratio_high": "1000"}),
         (SUMS, "in_flight", LAST, {"rollout.in_flight": "128", "rollout.round_tokens": "8"}),
-        (SEARCH, "no_overlong_filtering", LAST, {"reward.overlong.filter_truncated": "false"}),
-        (SEARCH, "no_clip_higher", LAST, {"loss.clip_ratio_high": "0.2"}),
-        (SEARCH, "no_soft_punishment", LAST, {"reward.overlong.enabled": "false"}),
-        (SEARCH, "no_token_level", LAST, {"loss.aggregation": "sequence_mean"}),
-        (SEARCH, "token_level", LAST, {"dynamic_sampling.enabled": "false"}),
+        (PICKED_SUMS, "no_overlong_filtering", LAST, {"reward.overlong.filter_truncated": "false"}),
+        (PICKED_SUMS, "no_clip_higher", LAST, {"loss.clip_ratio_high": "0.2"}),
+        (PICKED_SUMS, "no_soft_punishment", LAST, {"reward.overlong.enabled": "false"}),
+        (PICKED_SUMS, "no_token_level", LAST, {"loss.aggregation": "sequence_mean"}),
+        (PICKED_SUMS, "token_level", LAST, {"dynamic_sampling.enabled": "false"}),
     ],
 )
 def test_a_row_outside_the_ladder_differs_from_a_rung_in_one_technique(study, further, row, changes):
@@ -79,7 +85,7 @@ def test_a_row_outside_the_ladder_differs_from_a_rung_in_one_technique(study, fu
 
 def test_each_technique_is_removed_once_from_the_last_row():
     rows = [claim.row for claim in REMOVED if claim.primary]
-    assert sorted(rows) == sorted([*(row.name for row in SEARCH.further), "token_level"])
+    assert sorted(rows) == sorted([*(row.name for row in PICKED_SUMS.further), "token_level"])
     assert {claim.before for claim in REMOVED} == {LAST}
 
 
@@ -213,3 +219,39 @@ def test_runs_of_different_lengths_are_refused(tmp_path):
     path.write_text(f"{head}\ngrpo,0,0,{empty}\ngrpo,1,0,{empty}\ngrpo,1,1,{empty}\n")
     with pytest.raises(ValueError, match=r"metrics\.csv: .*\[1, 2\] lines"):
         load(path)
+
+
+def test_demonstrations_of_picked_sums_are_wrong_only_if_they_forget_a_digit(monkeypatch, tmp_path):
+    """A demonstration that adds each digit that counts exactly once must be correct. Repeated steps do not change the answer."""
+    monkeypatch.setattr(picked_sums, "QUESTIONS", {"warm_start": 40, "train": 20, "test": 5})
+    picked_sums.write(tmp_path)
+    splits = [
+        read_jsonl(tmp_path / name) for name in ("warm_start/train", "questions/train", "questions/test")
+    ]
+    assert [len(rows) for rows in splits] == [200, 100, 25]
+    prompts = [row["prompt"] for rows in splits for row in rows]
+    assert len(set(prompts)) == len(prompts)
+    forgetful = 0
+    for row in splits[0]:
+        counted = re.findall(r"[a-x]\d", row["prompt"])
+        assert row["answer"] == str(sum(int(entry[1]) for entry in counted) % 10)
+        for response in row["responses"]:
+            named = set(re.findall(r"[a-x]\d", response))
+            assert named <= set(counted)
+            if named == set(counted) or response == f"={row['answer']}":
+                assert response.endswith(f"={row['answer']}")
+            else:
+                assert len(counted) - len(named) == 1
+                forgetful += 1
+    # A demonstration forgets its last digit with probability 0.9 x 0.15, which counts with probability 2/3 or more: 36 of 400 or more.
+    assert 20 <= forgetful <= 70
+
+
+def test_the_base_model_of_picked_sums_is_shipped_with_the_characters_of_the_task():
+    tokenizer = json.loads((PICKED_SUMS.base_model / "tokenizer.json").read_text())
+    assert tokenizer["alphabet"] == picked_sums.ALPHABET
+    assert (
+        load_config(PICKED_SUMS.base_model_config, schema=SftConfig).model.tokenizer
+        == f"char:{picked_sums.ALPHABET}"
+    )
+    assert (PICKED_SUMS.base_model / "model.safetensors").stat().st_size < 3e6
