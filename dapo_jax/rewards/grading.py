@@ -115,6 +115,7 @@ def _sum(parts: Sequence[Part], verdicts: Sequence[Verdict], rewards: Sequence[f
     )
     named = zip(parts[1:], verdicts[1:], strict=True)
     others = [f"{part.name}: {verdict.reason}" for part, verdict in named if verdict.reason]
+    reasons = [*([first.reason] if first.reason else []), *others, f"sum of {terms}"]
     score = sum(part.weight * value for part, value in zip(parts, rewards, strict=True))
     if not abs(score) <= MAX_SCORE:
         raise RewardError(
@@ -124,7 +125,7 @@ def _sum(parts: Sequence[Part], verdicts: Sequence[Verdict], rewards: Sequence[f
     return Verdict(
         correct=first.correct,
         extracted=first.extracted,
-        reason="; ".join(filter(None, [first.reason, *others, f"sum of {terms}"])),
+        reason="; ".join(reasons),
         score=score,
         lost=next((verdict.lost for verdict in verdicts if verdict.lost), ""),
         parts={part.name: value for part, value in zip(parts, rewards, strict=True)},

@@ -3,14 +3,12 @@
 import itertools
 import json
 import math
-import re
 import shutil
 
 import numpy as np
 import pytest
 
 from benchmarks.report import with_table
-from benchmarks.study import picked_sums
 from benchmarks.study.__main__ import IN_FLIGHT_RUNS, METRICS_FILE, show
 from benchmarks.study.claims import CLAIMS, IN_FLIGHT, REMOVED, holm, judge, sign_flip_p
 from benchmarks.study.curves import (
@@ -28,13 +26,9 @@ from benchmarks.study.curves import (
     whole,
 )
 from benchmarks.study.ladder import LADDER, LAST, PICKED_SUMS, STUDIES, SUMS
-from dapo_jax.config import SftConfig, load_config
+from dapo_jax.config import load_config
 
 NAMES = [row.name for row in LADDER]
-
-
-def read_jsonl(path):
-    return [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]
 
 
 def changed_keys(study, before, after):
@@ -219,39 +213,3 @@ def test_runs_of_different_lengths_are_refused(tmp_path):
     path.write_text(f"{head}\ngrpo,0,0,{empty}\ngrpo,1,0,{empty}\ngrpo,1,1,{empty}\n")
     with pytest.raises(ValueError, match=r"metrics\.csv: .*\[1, 2\] lines"):
         load(path)
-
-
-def test_demonstrations_of_picked_sums_are_wrong_only_if_they_forget_a_digit(monkeypatch, tmp_path):
-    """A demonstration that adds each digit that counts exactly once must be correct. Repeated steps do not change the answer."""
-    monkeypatch.setattr(picked_sums, "QUESTIONS", {"warm_start": 40, "train": 20, "test": 5})
-    picked_sums.write(tmp_path)
-    splits = [
-        read_jsonl(tmp_path / name) for name in ("warm_start/train", "questions/train", "questions/test")
-    ]
-    assert [len(rows) for rows in splits] == [200, 100, 25]
-    prompts = [row["prompt"] for rows in splits for row in rows]
-    assert len(set(prompts)) == len(prompts)
-    forgetful = 0
-    for row in splits[0]:
-        counted = re.findall(r"[a-x]\d", row["prompt"])
-        assert row["answer"] == str(sum(int(entry[1]) for entry in counted) % 10)
-        for response in row["responses"]:
-            named = set(re.findall(r"[a-x]\d", response))
-            assert named <= set(counted)
-            if named == set(counted) or response == f"={row['answer']}":
-                assert response.endswith(f"={row['answer']}")
-            else:
-                assert len(counted) - len(named) == 1
-                forgetful += 1
-    # A demonstration forgets its last digit with probability 0.9 x 0.15, which counts with probability 2/3 or more: 36 of 400 or more.
-    assert 20 <= forgetful <= 70
-
-
-def test_the_base_model_of_picked_sums_is_shipped_with_the_characters_of_the_task():
-    tokenizer = json.loads((PICKED_SUMS.base_model / "tokenizer.json").read_text())
-    assert tokenizer["alphabet"] == picked_sums.ALPHABET
-    assert (
-        load_config(PICKED_SUMS.base_model_config, schema=SftConfig).model.tokenizer
-        == f"char:{picked_sums.ALPHABET}"
-    )
-    assert (PICKED_SUMS.base_model / "model.safetensors").stat().st_size < 3e6
