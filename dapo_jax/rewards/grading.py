@@ -91,8 +91,8 @@ def weighted_sum(parts: Sequence[Part], shaping: Shaping) -> Submit:
 def summed(parts: Sequence[Part], verdicts: Sequence[Sequence[Verdict]], shaping: Shaping) -> list[Verdict]:
     """Combines the verdicts from all parts on the responses to one prompt, and returns one verdict per response.
 
-    `correct` and `extracted` come from the first part. `score` is the weighted sum of the rewards. `reason` contains the parts' reasons and
-    the terms of the sum. `lost` is the first non-empty `lost` of the parts. `parts` contains each part's reward before
+    `correct` and `extracted` come from the first part. `score` is the weighted sum of the rewards. `reason` lists the terms of the sum,
+    each with its part's reason. `lost` is the first non-empty `lost` of the parts. `parts` contains each part's reward before
     weighting. `Shaping.rewards` sets the reward for a lost verdict.
 
     Raises:
@@ -110,12 +110,9 @@ def _sum(parts: Sequence[Part], verdicts: Sequence[Verdict], rewards: Sequence[f
         for part, value in zip(parts, rewards, strict=True)
     ]
     terms = ", ".join(
-        f"{part.name} {part.weight:g} x {value:g}{f' ({verdict.lost})' if verdict.lost else ''}"
+        f"{part.name} {part.weight:g} x {value:g}{f' ({why})' if (why := verdict.reason or verdict.lost) else ''}"
         for part, value, verdict in zip(parts, rewards, verdicts, strict=True)
     )
-    named = zip(parts[1:], verdicts[1:], strict=True)
-    others = [f"{part.name}: {verdict.reason}" for part, verdict in named if verdict.reason]
-    reasons = [*([first.reason] if first.reason else []), *others, f"sum of {terms}"]
     score = sum(part.weight * value for part, value in zip(parts, rewards, strict=True))
     if not abs(score) <= MAX_SCORE:
         raise RewardError(
@@ -125,7 +122,7 @@ def _sum(parts: Sequence[Part], verdicts: Sequence[Verdict], rewards: Sequence[f
     return Verdict(
         correct=first.correct,
         extracted=first.extracted,
-        reason="; ".join(reasons),
+        reason=f"sum of {terms}",
         score=score,
         lost=next((verdict.lost for verdict in verdicts if verdict.lost), ""),
         parts={part.name: value for part, value in zip(parts, rewards, strict=True)},

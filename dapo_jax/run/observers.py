@@ -129,10 +129,9 @@ class StepProgress(Observer):
         lost = next((each.verdict for each in group.rollouts if each.verdict.lost), None)
         if lost is not None and not self._warned_lost:
             self._warned_lost = True
-            counts = "the worst of its group" if self._by_score or lost.parts else "wrong"
             self._shown.message(
-                f"step {self._step}: a response to prompt {group.prompt.ordinal} got no verdict ({lost.reason or lost.lost}) and counts as {counts}"
-                f"{' for one grader' if lost.parts else ''}; the metric reward/lost counts all such responses"
+                f"step {self._step}: a response to prompt {group.prompt.ordinal} got no verdict ({lost.reason or lost.lost}) and counts as "
+                f"{'the worst of its group' if self._by_score or lost.parts else 'wrong'}{' for one grader' if lost.parts else ''}; the metric reward/lost counts all such responses"
             )
         if not self._warned and tally.groups >= self._first_wave and (why := self._without_signal()):
             self._warned = True

@@ -107,7 +107,7 @@ def test_the_score_is_the_sum_of_weight_times_reward_and_the_first_decides_what_
     assert [verdict.correct for verdict in verdicts] == [True, True, False]
     assert [verdict.extracted for verdict in verdicts] == ["2", "002", "3"]
     assert verdicts[1].parts == {"exact": 1.0, "brevity": 0.25}
-    assert verdicts[2].reason == "expected '2'; sum of exact 2 x -1, brevity 0.5 x 0.5"
+    assert verdicts[2].reason == "sum of exact 2 x -1 (expected '2'), brevity 0.5 x 0.5"
 
 
 def test_a_lost_part_is_worth_the_wrong_reward_and_all_reasons_are_kept():
@@ -119,10 +119,8 @@ def test_a_lost_part_is_worth_the_wrong_reward_and_all_reasons_are_kept():
     ]
     [verdict] = summed(parts, verdicts, RULE)
     assert (verdict.correct, verdict.lost, verdict.score) == (True, "timeout", 1.0 - 0.5 - 1.0)
-    assert (
-        verdict.reason
-        == "judge: no verdict within 1 s; sum of exact 1 x 1, judge 0.5 x -1 (timeout), other 1 x -1 (memory)"
-    )
+    judge = "judge 0.5 x -1 (no verdict within 1 s)"
+    assert verdict.reason == f"sum of exact 1 x 1, {judge}, other 1 x -1 (memory)"
 
 
 @pytest.mark.parametrize("weight", [2.0, -2.0])
@@ -159,7 +157,7 @@ def test_a_sum_that_would_overflow_is_refused_with_its_terms():
         )
         future = submit(samples("=2"))
         with pytest.raises(
-            RewardError, match=rf"sum of rewards exact 1 x 1, big .* is {total}; .*lower the weights"
+            RewardError, match=rf"sum of rewards exact 1 x 1 \(.*\), big .* is {total}; .*lower the weights"
         ):
             future.result()
 
