@@ -1,4 +1,4 @@
-"""Trains the runs of a study: the base model once, if there is none, then every row with every seed. One run at a time uses each core."""
+"""Trains the base model of a study, unless there is one, and then a run for each row and seed. Each core has one run at a time."""
 
 import json
 import os
