@@ -5,8 +5,8 @@ then the answer. A step starts with the running total, adds digits, and gives th
 has three steps. The steps may come in any order, and one step may add two digits: `0+c5a3>8,8+d9>7,=7`. A step may also name a digit that
 does not count: `B-,`. Only the answer is graded.
 
-A policy must not forget a digit or add it twice, which is hard in a random order. At the limit of 128 tokens, a response has room for 18 steps with one digit
-and no distractor, so prompts with 24 digits leave no room for distractors.
+A policy must not forget a digit or add it twice, which is hard in a random order. At the limit of 128 tokens, a response has room for 17 steps with one digit. A
+prompt with 24 digits has about 16 that count, so there is no room to name the others.
 """
 
 import itertools
@@ -38,7 +38,7 @@ NAMES_DISTRACTORS = 0.6
 TWO = 0.05
 """Probability that a step of a demonstration adds two digits, if two are left."""
 FORGETS = 0.15
-"""Probability that a demonstration forgets the last digit, and so ends in a wrong answer."""
+"""Probability that a demonstration forgets its last digit. If this digit counts, the answer is wrong."""
 REPEATS = 0.05
 """Probability that a demonstration repeats its last step to the end."""
 LONGEST = 160

@@ -116,7 +116,7 @@ def _sum(parts: Sequence[Part], verdicts: Sequence[Verdict], rewards: Sequence[f
     score = sum(part.weight * value for part, value in zip(parts, rewards, strict=True))
     if not abs(score) <= MAX_SCORE:
         raise RewardError(
-            f"the sum of rewards {terms} is {score:g}; its magnitude must be at most {MAX_SCORE:g}, because larger rewards overflow "
+            f"the sum of rewards {terms:.1000} is {score:g}; its magnitude must be at most {MAX_SCORE:g}, because larger rewards overflow "
             "the advantages: lower the weights or scale the scores down"
         )
     return Verdict(
