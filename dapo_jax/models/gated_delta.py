@@ -219,18 +219,20 @@ def _paths(own: Array, prefix: Array | None, first: Array, decay: Array) -> _Pat
     seen = (own[..., :, None] == own[..., None, :]) & above
     if prefix is not None:
         seen |= (prefix[..., :, None] == own[..., None, :]) & above
-    total = _einsum("nbij,nbkrj->nbkri", seen.astype(decay.dtype), decay)
+    steps = jnp.where(seen[:, :, None, None], decay[..., None, :], 0.0)
+    # Sums of the decays after one token up to another. Differences of two sums from the start would lose digits if there is a strong decay before both.
+    between = _einsum("nbkril,nblj->nbkrij", steps, jnp.tril(seen, -1).astype(decay.dtype))
 
-    def decayed(mask: Array, later: Array, earlier: Array) -> Array:
-        return jnp.exp(jnp.where(mask[:, :, None, None], later - earlier, -jnp.inf))
+    def decayed(mask: Array, decays: Array) -> Array:
+        return jnp.exp(jnp.where(mask[:, :, None, None], decays, -jnp.inf))
 
     def previous(ids: Array) -> Array:
         """Returns the id of the last token before each chunk."""
         return jnp.concatenate([first[None, :, 0], ids[:-1, :, -1]])[..., None]
 
-    within = decayed(seen, total[..., :, None], total[..., None, :])
+    within = decayed(seen, between)
     continues = own == previous(own)
-    since = jnp.exp(total)
+    since = jnp.exp(steps.sum(-1))
     of_own = jnp.where(continues[:, :, None, None], since, 0.0)
     if prefix is None:
         return _Paths(within, of_own, None, None, None)
@@ -238,9 +240,9 @@ def _paths(own: Array, prefix: Array | None, first: Array, decay: Array) -> _Pat
     of_prompt = jnp.where(starts[:, :, None, None], since, 0.0)
     last = prefix[..., -1:]
     part = own == last
-    whole = _einsum("nbj,nbkrj->nbkr", part.astype(decay.dtype), decay)
-    after = decayed(part, whole[..., None], total)
-    kept = jnp.where((last == previous(prefix))[:, :, None], jnp.exp(whole), 0.0)
+    of_part = jnp.where(part[:, :, None, None], decay, 0.0)
+    after = decayed(part, _einsum("nbkrl,lj->nbkrj", of_part, np.tri(chunk, k=-1, dtype=decay.dtype)))
+    kept = jnp.where((last == previous(prefix))[:, :, None], jnp.exp(of_part.sum(-1)), 0.0)
     return _Paths(within, of_own, of_prompt, after, kept)
 
 

@@ -144,6 +144,10 @@ class DecoderConfig:
             self.delta_layers and all(self.delta_layers)
         ):
             raise ValueError("layer_types must have 'linear_attention' and at least one 'full_attention'")
+        if self.delta and (len(self.delta_layers) != self.layers or self.experts):
+            raise ValueError(
+                f"a model with Gated DeltaNet must have layer_types for its layers={self.layers}, found {len(self.delta_layers)}, and no experts"
+            )
         if self.lora and self.delta is None and set(self.lora.targets) & set(DELTA_MATRICES):
             raise ValueError(
                 f"lora.targets={list(self.lora.targets)} has {' and '.join(DELTA_MATRICES)}, which only models with Gated DeltaNet layers have: "

@@ -11,16 +11,21 @@ from dapo_jax.models.gated_delta import DeltaState, Mixed, ancestors, one_token,
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TAPS = 2, 4, 8, 6, 4
 
 
-def inputs(tokens, seed=0, dtype=np.float64):
+def inputs(tokens, seed=0, dtype=np.float64, strong=False):
+    """With `strong`, most tokens keep the state, and one in 16 erases it, by a factor from e^-10 to e^-50."""
     random = np.random.default_rng(seed)
 
     def normal(*shape):
         return random.normal(size=shape).astype(dtype)
 
+    # Decays of 1 % to 90 % a token, as in released models.
+    decay = -np.exp(normal(VALUE_HEADS, tokens) - 2)
+    if strong:
+        erased = random.random(decay.shape) < 1 / 16
+        decay = np.where(erased, -random.integers(10, 51, decay.shape), decay / 64).astype(dtype)
     return Mixed(
         query=normal(KEY_HEADS, KEY_DIM, tokens), key=normal(KEY_HEADS, KEY_DIM, tokens), value=normal(VALUE_HEADS, VALUE_DIM, tokens),
-        # Decays of 1 % to 90 % a token, as in released models.
-        decay=-np.exp(normal(VALUE_HEADS, tokens) - 2), write=1 / (1 + np.exp(-normal(VALUE_HEADS, tokens))),
+        decay=decay, write=1 / (1 + np.exp(-normal(VALUE_HEADS, tokens))),
         filters=tuple(normal(heads, dim, 1, TAPS) for heads, dim in ((KEY_HEADS, KEY_DIM), (KEY_HEADS, KEY_DIM), (VALUE_HEADS, VALUE_DIM))),
     )  # fmt: skip
 
@@ -78,11 +83,12 @@ def sequences(ids, prefix):
             yield own, np.concatenate([before, mine]).astype(int) + row * ids.shape[1], len(mine)
 
 
+@pytest.mark.parametrize("strong", [False, True])
 @pytest.mark.parametrize("chunk", [1, 7, 64, 256])
-def test_chunks_of_any_size_are_the_recurrence_over_2000_tokens(chunk):
+def test_chunks_of_any_size_are_the_recurrence_over_2000_tokens(chunk, strong):
     """1e-5 in float32: outputs are at most about 3, and a chunk adds up to 256 terms of rounding error 6e-8."""
     tokens = 2000
-    mixed = inputs(tokens)
+    mixed = inputs(tokens, strong=strong)
     out, state = jax.jit(over_rows, static_argnames="chunk")(
         narrow(mixed), jnp.ones((1, tokens), jnp.int32), ends=jnp.array([tokens - 1]), chunk=chunk
     )
@@ -167,10 +173,11 @@ def test_a_row_in_parts_and_the_states_at_the_ends_of_packed_prompts_are_those_o
     )
 
 
-def test_gradients_in_float32_are_those_of_the_token_by_token_form_in_float64():
+@pytest.mark.parametrize("strong", [False, True])
+def test_gradients_in_float32_are_those_of_the_token_by_token_form_in_float64(strong):
     """The token-by-token form is differentiated by jax in float64, through scan. Tolerance: 1e-5 of the largest entry."""
     ids, prefix = packed()
-    mixed = inputs(ids.size)
+    mixed = inputs(ids.size, strong=strong)
     weights = np.random.default_rng(2).normal(size=(VALUE_HEADS, VALUE_DIM, ids.size))
     places = ancestors(jnp.asarray(ids), jnp.asarray(prefix), TAPS - 1)
 
