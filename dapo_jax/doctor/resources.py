@@ -60,7 +60,7 @@ def memory(subject: Subject) -> Found:
     cache = there.decode_state
     if pages.runs_out and not subject.config.sampling.cache_tokens:
         # The KV cache is sized to fit the memory, so only its minimum is counted: one full sequence per pool.
-        cache = cache * pages.table_pages // pages.pool_pages
+        cache -= (pages.pool_pages - pages.table_pages) * pages.page_tokens * planned.token_bytes
     # The gradient is as large as the parameters, because both are float32.
     there = replace(there, decode_state=cache, gradient=there.state - there.moments)
     phases = (together(program, there, updates=updates)[1] for program in ("generate", "update_apply"))

@@ -67,7 +67,7 @@ class Resident:
     decode_state: int = 0
     """The KV cache and the logits of all slots."""
     paused: int = 0
-    """Logits and recurrent states of paused responses; 0 unless more responses are in flight than there are slots."""
+    """Logits and recurrent states of all responses in flight; 0 unless more responses are in flight than there are slots."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,7 @@ def together(program: str, there: Resident, *, updates: int) -> tuple[str, dict[
         "insert": ("sampling: fill slots", prompts),
         "fill_part": ("sampling: fill slots after a chunked prefill", ended),
         "insert_part": ("sampling: fill slots after a chunked prefill", ended),
-        "paused": ("sampling: pause responses", {**prompts, "paused responses": 0}),
+        "paused": ("sampling: pause responses", prompts),
         "generate": ("sampling: decode", max(prompts, ended, chunks, key=lambda parts: sum(parts.values()))),
         "score": ("log-probabilities", updating),
         "score_shortest": ("log-probabilities: shortest rows", updating),

@@ -113,12 +113,12 @@ class Programs:
             bytes_on_device(self._updater.stack_structs(count, rows, tokens), sizes.train)
             for count, tokens in stacks
         )
-        engine, prefill, slots = self.engine, prefill_shape_of(self.config), self.config.sampling.slots
+        engine, prefill = self.engine, prefill_shape_of(self.config)
         each, capacity, width = engine.token_bytes, engine.capacity, prefill.width
         # If the pages run out, a response of any length may be re-prefilled.
         prefilled = capacity if engine.page_sizes.runs_out else prefill.longest
         chunks = -(-capacity // width) * width if prefilled > width else 0
-        reread = chunks and chunks * each + prefill.row_prompts * (decoder.vocab_rows * 4 + recurrent)
+        reread = chunks and chunks * each + prefill.row_prompts * decoder.vocab_rows * 4 + recurrent
         heads = -(-decoder.kv_heads // sizes.sampler["tensor"])
         base = bytes_on_device(self._transfer.base_shapes, sizes.sampler) if self._adapts else 0
         # The residual stream and the rotary embedding of one chunk, in float32.
@@ -139,12 +139,11 @@ class Programs:
             shorter=sum(others),
             gradient=bytes_on_device(self._updater.sums_structs(state), sizes.train),
             prefix=prefix_bytes(decoder, prefill, token_bytes=each, state_bytes=recurrent),
-            buffers=chunks and cached * chunks + flowing + prefill.row_prompts * recurrent,
+            buffers=chunks and cached * chunks + flowing + recurrent,
             reread=reread,
             waiting=reread if prefill.longest > width else 0,
             decode_state=bytes_on_device(engine.state_structs, sizes.sampler),
-            # Each device has the logits and recurrent states of all paused responses, whose number is rounded up to a multiple of `slots`.
-            paused=(4 * decoder.vocab_rows + recurrent) * slots * max(0, -(-self._in_flight // slots) - 1),
+            paused=bytes_on_device(engine.paused_structs, sizes.sampler),
         )
 
     @property

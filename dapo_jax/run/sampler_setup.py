@@ -185,13 +185,13 @@ def room_for_cache(
     room = int(KNOWN_SHARE * memory) - resident - logits_bytes(decoder, sampling.slots // spread)
     state = -(-decoder.state_bytes // mesh.shape["tensor"])
     room -= sampling.slots // spread * state
-    # Every device stores next-token logits and the recurrent state of each response that is not in a slot.
-    room -= max(0, in_flight - sampling.slots) * (decoder.vocab_rows * 4 + state)
+    if in_flight > sampling.slots:  # there is room for the logits and the state of each paused response
+        room -= in_flight * decoder.vocab_rows * 4 + -(-in_flight // spread) * state
     # Up to two prefills are in memory, because responses of one prefill may still wait for slots when the next prefill begins.
     rows = 2 * prefix_bytes(decoder, shape, token_bytes=each, state_bytes=state)
     # During chunked prefill, keys and values of the context are stored both in the compute dtype and in the dtype of the cache.
     width = -(-capacity // shape.width) * shape.width
-    parts = width * (computed + each) + shape.row_prompts * (decoder.vocab_rows * 4 + state)
+    parts = width * (computed + each) + shape.row_prompts * decoder.vocab_rows * 4 + state
     all_slots = sampling.slots // spread * capacity * each
     if not in_flight and shape.longest <= shape.width and room - rows >= all_slots:
         return room - rows  # all slots fit, so no response is re-prefilled and chunked prefill is not used

@@ -109,7 +109,7 @@ def sizes_for(
     if pool_pages < most and not cache_tokens:
         raise ValueError(
             f"a device has room for {max(pool_pages, 0)} pages of {size} tokens of KV cache next to its other arrays, but a prompt and response of up "
-            f"to {capacity} tokens need {most}: lower data.max_prompt_tokens, sampling.max_response_tokens or sampling.slots, set "
+            f"to {capacity} tokens need {most}: lower data.max_prompt_tokens, sampling.max_response_tokens, sampling.slots or sampling.prefill_tokens, set "
             "sampling.cache_dtype=int8, or spread the model over more devices (parallel.fsdp, parallel.sampler_tensor)"
         )
     if pool_pages < most:

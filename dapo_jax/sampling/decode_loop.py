@@ -25,6 +25,9 @@ from dapo_jax.sampling.slots import Slots
 PARKED: PyTree = object()
 """Used in place of a prefix if the pages of a response already contain its context, except for the tokens to feed."""
 
+_PAUSED: PyTree = object()
+"""Used in place of a prefix if the response is in the prefix of all paused responses, at the place of its row in the page table."""
+
 _DEARER = 4
 """Number of tokens that can be prefilled in the time that it takes to feed one token, which is one decoding step."""
 
@@ -66,6 +69,7 @@ class DecodeLoop:
         self._stop, self._refill_frac, self._on_look = stop, refill_frac, on_look
         self._more, self._prefill_first, self._park = more, prefill_first, park
         self._state = engine.init_decode_state()
+        self._paused: PyTree | None = None
         self.slots = Slots(engine)
         self.waiting: deque[Request] = deque()
         # New prompts and preempted responses are prefilled separately, so a re-prefill need not wait for the prefill of new prompts.
@@ -194,7 +198,9 @@ class DecodeLoop:
         self._release()
         for prefix, key, batch in batches.values():
             requests = [request for request, _, _ in batch]
-            if prefix is PARKED:
+            if prefix is _PAUSED:
+                prefix = self._paused
+            elif prefix is PARKED:
                 prefix = self._engine.parked([request.length - len(request.fed) for request in requests])
                 for place, request in enumerate(requests):
                     request.place = place
@@ -260,8 +266,10 @@ class DecodeLoop:
             self._reading.begin(unread)
         if not self._has_work:
             return
-        prefix = self._engine.paused(self._state)
         for slot, request in pausing:
             slots.park(slot)
             slots.released.append(slot)
-            request.prefix, request.place = prefix, slot
+            assert request.row is not None
+            request.prefix, request.place = _PAUSED, request.row
+        places = [request.place for _, request in pausing]
+        self._paused = self._engine.paused(self._state, self._paused, [slot for slot, _ in pausing], places)

@@ -198,7 +198,9 @@ class DecoderEngine:
         self.state_structs = self._init.eval_shape()
         self._fill = jax.jit(self._fill_program, donate_argnums=1, out_shardings=state.layers)
         self._insert = jax.jit(self._insert_program, donate_argnums=1, out_shardings=state)
-        self._paused = jax.jit(self._paused_program, out_shardings=(whole, whole, states))
+        held = (whole, whole, states)
+        self._none_paused = jax.jit(self._none_paused_program, out_shardings=held)
+        self._paused = jax.jit(self._paused_program, donate_argnums=0, out_shardings=held)
         self._release = jax.jit(self._release_program, donate_argnums=0, out_shardings=state)
         self._generate = jax.jit(self._generate_program, donate_argnums=1, out_shardings=(state, whole))
 
@@ -243,10 +245,22 @@ class DecoderEngine:
     def release(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
         return self._release(state, self._padded(np.array(slots, np.int32)), np.int32(len(slots)))
 
-    def paused(self, state: DecodeState) -> Prefix:
-        logits, lengths, states = self._paused(state.logits, state.lengths, state.states)
-        zeros = np.zeros(self.slots, np.int32)
+    def paused(
+        self, state: DecodeState, prefix: Prefix | None, slots: Sequence[int], rows: Sequence[int]
+    ) -> Prefix:
+        held = self._none_paused() if prefix is None else (prefix.logits, prefix.lengths, prefix.states)
+        places = self._padded(np.array([slots, rows], np.int32)), np.int32(len(slots))
+        held = self._paused(held, (state.logits, state.lengths, state.states), *places)
+        return self._of_paused(held, np.zeros(self.page_sizes.holders, np.int32))
+
+    def _of_paused(self, held: tuple[Any, ...], zeros: Any) -> Prefix:
+        logits, lengths, states = held
         return Prefix(layers=(), logits=logits, rows=zeros, starts=zeros, lengths=lengths, states=states)
+
+    @property
+    def paused_structs(self) -> tuple[Any, ...]:
+        """The shapes of the arrays for paused responses, or () if each response has a slot."""
+        return self._none_paused.eval_shape() if self._takes_turns else ()
 
     def parked(self, lengths: Sequence[int]) -> Prefix:
         """Implements `Engine.parked`. The logits are placeholders, because feeding tokens computes new logits."""
@@ -289,12 +303,11 @@ class DecoderEngine:
             **programs,
         }
         if self._takes_turns:
-            paused = state.logits, state.lengths, state.states
-            logits, lengths, states = self._paused.eval_shape(*paused)
-            prefixes["paused"] = Prefix(
-                layers=(), logits=logits, rows=column, starts=column, lengths=lengths, states=states
-            )
-            made["paused"] = partial(self._paused.lower, *paused)
+            held, places = self.paused_structs, jax.ShapeDtypeStruct((2, slots), jnp.int32)
+            all_rows = jax.ShapeDtypeStruct((self.page_sizes.holders,), jnp.int32)
+            prefixes["paused"] = self._of_paused(held, all_rows)
+            pausing = state.logits, state.lengths, state.states
+            made["paused"] = partial(self._paused.lower, held, pausing, places, number)
         if self.feed_tokens:
             one = self._struct((1, *state.logits.shape[1:]), state.logits.dtype)
             prefixes["parked"] = Prefix(layers=(), logits=one, rows=column, starts=column, lengths=column)
@@ -360,7 +373,7 @@ class DecoderEngine:
         key: PRNGKeyArray,
     ) -> DecodeState:
         (slots, prompts, ordinals, indices, limits, drawn, turns), *feeding = arrays
-        at = self._first(slots, count)
+        at = self._first(slots, count, self.slots)
 
         def put(name: str, new: Array) -> Array:
             return getattr(state, name).at[at].set(new, mode="drop", unique_indices=True)
@@ -381,18 +394,28 @@ class DecoderEngine:
             **{name: put(name, new) for name, new in zip(("fed", "to_feed"), feeding, strict=False)},
         )
 
-    def _paused_program(self, *arrays: Any) -> tuple[Any, ...]:
-        """Copies the arrays, because the next call donates the state."""
-        return jax.tree.map(jnp.copy, arrays)
+    def _none_paused_program(self) -> tuple[Any, ...]:
+        config, rows = self._config, self.page_sizes.holders
+        states = tuple(empty_state(config, rows, self._dtype) for _ in range(config.count("delta_blocks")))
+        return jnp.zeros((rows, config.vocab_rows), jnp.float32), jnp.zeros(rows, jnp.int32), states
+
+    def _paused_program(
+        self, held: tuple[Any, ...], state: tuple[Any, ...], places: Int[Array, "2 slots"], count: Array
+    ) -> tuple[Any, ...]:
+        slots, rows = places
+        at = self._first(rows, count, self.page_sizes.holders)
+        return jax.tree.map(
+            lambda into, new: into.at[at].set(new[slots], mode="drop", unique_indices=True), held, state
+        )
 
     def _release_program(self, state: DecodeState, slots: Array, count: Array) -> DecodeState:
-        at = self._first(slots, count)
+        at = self._first(slots, count, self.slots)
         return replace(state, live=state.live.at[at].set(False, mode="drop", unique_indices=True))
 
-    def _first(self, slots: Array, count: Array) -> Array:
-        """Replaces all entries after the first `count` with distinct out-of-range slot numbers, so that updates with mode="drop" skip them."""
+    def _first(self, numbers: Array, count: Array, size: int) -> Array:
+        """Replaces all entries after the first `count` with distinct numbers of `size` or more, so that updates with mode="drop" skip them."""
         place = jnp.arange(self.slots, dtype=jnp.int32)
-        return jnp.where(place < count, slots, self.slots + place)
+        return jnp.where(place < count, numbers, size + place)
 
     def _generate_program(
         self, params: SamplerWeights, state: DecodeState, rope: tuple[RopeTables, ...], decoding: Decoding, min_live: Array, tables: Array, until: Array

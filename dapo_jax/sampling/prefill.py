@@ -55,7 +55,7 @@ class PromptScores(NamedTuple):
 )
 @dataclass(frozen=True, kw_only=True)
 class Prefix:
-    """Prefilled prompts. Their buffers are never donated, so one prompt can be inserted into many slots."""
+    """Prefilled prompts. Insertion does not donate their buffers, so one prompt can be inserted into many slots."""
 
     layers: tuple[Any, ...]
     """Keys and values of each layer with attention, arranged in the rows of `PackedPrompts`."""
@@ -171,11 +171,13 @@ class Prefill:
                 _, kept, _ = self._layer.eval_shape(layer, x, rope, segments, *near, **forced)
             states: tuple[Any, ...] = ()
             if delta is not None:
-                begin = self._no_state.eval_shape() if name == "part" else None
+                begin, ends_at = None, last
+                if name == "part":
+                    begin, ends_at = self._no_state.eval_shape(), jax.ShapeDtypeStruct((1,), jnp.int32)
                 made[f"prefill_{name}_delta"] = partial(
-                    self._delta.lower, delta, x, rope, segments, last, begin
+                    self._delta.lower, delta, x, rope, segments, ends_at, begin
                 )
-                states = (self._delta.eval_shape(delta, x, rope, segments, last, begin)[1],) * recurs
+                states = (self._delta.eval_shape(delta, x, rope, segments, ends_at, begin)[1],) * recurs
             prefixes[name] = Prefix(
                 layers=(kept,) * attends, logits=self._head.eval_shape(ends, x, last),
                 rows=last, starts=last, lengths=last, states=states,
@@ -263,7 +265,7 @@ class Prefill:
             for index, weights in enumerate(params["layers"]):
                 if self._recurs(index):
                     x, buffers[index] = self._awaited(
-                        self._delta(weights, x, ropes[0], real, last.copy(), buffers[index])
+                        self._delta(weights, x, ropes[0], real, last[:1].copy(), buffers[index])
                     )
                     continue
                 rope, window = self._of_layer(index, ropes)
@@ -340,14 +342,13 @@ class Prefill:
     def _delta_program(
         self, weights: nnx.State, x: Array, rope: RopeTables, segment_ids: Array, last: Array, before: DeltaState | None
     ) -> tuple[Array, DeltaState]:  # fmt: skip
-        """Calls a Gated DeltaNet layer. Returns its output, and its states after the tokens `last`. The first entry of `before` is the state before the row."""
-        start = None if before is None else jax.tree.map(lambda leaf: leaf[:1], before)
-        mix = partial(over_rows, segment_ids=segment_ids, start=start, ends=last)
+        """Calls a Gated DeltaNet layer. Returns its output, and its states after the tokens `last`. `before` is the state before the row."""
+        mix = partial(over_rows, segment_ids=segment_ids, start=before, ends=last)
         x, state, _ = nnx.merge(self._blocks["delta_blocks"], weights)(x, rope, mix)
         return x, state
 
     def _no_state_program(self) -> DeltaState:
-        return empty_state(self._config, self.shape.row_prompts, self._dtype)
+        return empty_state(self._config, 1, self._dtype)
 
     def _kept_program(self, buffers: tuple[Array, Array]) -> Any:
         return self._cache.of_rows(*buffers, 1, self._cache_dtype)

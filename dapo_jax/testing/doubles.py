@@ -153,10 +153,18 @@ class ScriptedEngine:
         logprobs = -tokens.astype(np.float32)
         return tuple(slots), ResultTokens(tokens=tokens, logprobs=logprobs, valid=valid, live=going)
 
-    def paused(self, state: PyTree) -> Int[np.ndarray, " slots"]:
-        """Returns the number of tokens sampled so far for each response. Pass it to `insert` in place of the prompt lengths."""
+    def paused(
+        self,
+        state: PyTree,
+        prefix: Int[np.ndarray, " rows"] | None,
+        slots: Sequence[int],
+        rows: Sequence[int],
+    ) -> Int[np.ndarray, " rows"]:
+        """Returns the number of tokens sampled so far for each paused response. Pass it to `insert` in place of the prompt lengths."""
         self.pauses += 1
-        return np.array([slot.drawn for slot in state], np.int32)
+        drawn = np.zeros(self.page_sizes.holders, np.int32) if prefix is None else prefix
+        drawn[list(rows)] = [state[slot].drawn for slot in slots]
+        return drawn
 
     def parked(self, lengths: Sequence[int]) -> Int[np.ndarray, " responses"]:
         """Returns a prefix for responses whose pages already contain `lengths` tokens. In this engine, the prefix is `lengths`."""

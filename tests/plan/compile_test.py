@@ -133,9 +133,9 @@ def test_rollouts_in_flight_have_their_programs(file):
     found = plan(config, topology=parse("v5e:2x2"), only=names)
     assert {program.name for program in found.programs} == set(names)
     assert found.fits
-    # 24 paused responses: three times the logits of the 8 slots, 512 each in float32.
+    # Each of the 32 responses may be paused: 512 logits in float32, and its length.
     parts = {phase.program: phase.parts for phase in found.phases}
-    assert parts["insert_paused"]["paused responses"] == 3 * 8 * 512 * 4
+    assert parts["insert_paused"]["paused responses"] == 32 * (512 + 1) * 4
 
 
 def test_moments_in_the_hosts_memory_are_not_on_the_device(file, compiled):

@@ -67,15 +67,15 @@ def test_a_teacher_is_resident_in_the_compute_dtype_and_its_scoring_program_is_c
 
 
 def test_logits_of_paused_responses_are_resident_while_sampling():
-    """32 of 48 responses pause next to 16 slots: two copies of the slots' logits, 151,936 each in float32."""
+    """Each of 48 responses may be paused: 151,936 logits in float32, and its length."""
     planned = programs_of("rollout.in_flight=48")
-    assert planned.resident.paused == 2 * 16 * planned.decoder.vocab_rows * 4
+    assert planned.resident.paused == 48 * (planned.decoder.vocab_rows + 1) * 4
     assert programs_of("rollout.in_flight=16").resident.paused == 0
     names = ("generate", "paused", "insert_paused")
     nothing = ProgramMemory(arguments=0, outputs=0, aliased=0, temporaries=0, code=0)
     found = phases(dict.fromkeys(names, nothing), planned.resident, updates=1)
     assert {phase.program: phase.parts.get("paused responses", 0) for phase in found} == {
         "generate": planned.resident.paused,
-        "paused": 0,
+        "paused": planned.resident.paused,
         "insert_paused": planned.resident.paused,
     }
