@@ -57,8 +57,9 @@ def _matrices(params: Any) -> Any:
     def dimensions(leaf: nnx.Variable) -> nnx.Variable:
         axes = leaf.get_metadata()["axes"]
         outputs = output_dimensions(axes) if len(axes) > 1 else 1
-        # A filter of a convolution has four dimensions, and is applied to each feature separately.
-        if "vocab" in axes or outputs == len(axes) or len(axes) > 3:
+        # Norms of all heads together and filters of convolutions have several dimensions too, but only a router is a matrix.
+        no_matrix = axes[-1] == "norm" and axes[0] != "features"
+        if "vocab" in axes or outputs == len(axes) or no_matrix:
             return leaf.replace(None)
         last = tuple(range(-len(axes), 0))  # the dimension of stacked layers is before them
         return leaf.replace(MuonDimensionNumbers(last[outputs:], last[:outputs]))

@@ -1,5 +1,7 @@
 """Muon against optax on the matrices of single layers, and on a mesh."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -104,8 +106,10 @@ def test_an_update_of_muon_has_the_size_of_adamw():
             assert values.max() < 1.3
 
 
-def test_muon_has_one_moment_for_matrices_and_two_for_other_parameters():
-    params = shapes_of(CONFIG)
+@pytest.mark.parametrize("qk_norm", ["head", "all"])
+def test_muon_has_one_moment_for_matrices_and_two_for_other_parameters(qk_norm):
+    """A norm over all heads together has an axis for heads and an axis for dimensions, but is no matrix."""
+    params = shapes_of(replace(CONFIG, qk_norm=qk_norm))
     moments = jax.eval_shape(MUON.init, params)
     total = sum(leaf.size for leaf in jax.tree.leaves(moments) if leaf.ndim and leaf.shape != (3,))
     sizes = {name: leaf.size for name, leaf in names_of(params).items()}
