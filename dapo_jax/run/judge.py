@@ -6,17 +6,17 @@ import json
 import os
 import re
 import sqlite3
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from http.client import HTTPConnection, HTTPException, HTTPSConnection, IncompleteRead
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-from weakref import WeakValueDictionary
 
-from dapo_jax.config.keys import POSITIVE, ConfigError, key, refuse
+from dapo_jax.config.keys import POSITIVE, ConfigError, Range, key, refuse
 from dapo_jax.config.reading import read_file
 from dapo_jax.config.section import entry
 from dapo_jax.dapo.rollouts import Verdict
@@ -43,7 +43,7 @@ class JudgeConfig:
     """Action if there is no score for any reason: error, or lost (the response has no verdict and counts as wrong)."""
     options: dict[str, Any] = key(default_factory=dict)
     timeout_s: float = key(30.0, range=POSITIVE)
-    retries: int = 2
+    retries: int = key(2, range=Range("0 to 20", lambda v: 0 <= v <= 20))
     api_key_env: str = ""
     cache: str = ""
 
@@ -67,8 +67,8 @@ class Judge:
         self.__qualname__ = f"judge:{Path(path).stem}"  # the name in messages and metrics
         self.counts = Counter(calls=0, cache_hits=0, tokens=0)
         """Number of requests that were sent, of replies from the cache, and of tokens according to the server."""
-        self._locks = WeakValueDictionary[str, asyncio.Lock]()
-        """Locks by request. Equal requests wait for the first of them, whose reply is then in the cache."""
+        self._waiting = dict[str, asyncio.Future[str]]()
+        """Replies that are not there yet, by request. Equal requests share the reply or the error of the first of them."""
 
     async def __call__(self, sample: Sample) -> Verdict:
         """Returns the judge's verdict on a response. Raises RuntimeError if there is no score, unless `on_failure` is lost."""
@@ -91,14 +91,22 @@ class Judge:
         if not self.config.cache:
             return await self._asked(body)
         request = hashlib.sha256(f"{self.config.url}\n".encode() + body).hexdigest()
-        async with self._locks.setdefault(request, asyncio.Lock()):
-            if found := await asyncio.to_thread(self._of_cache, _FIND, request):
-                self.counts["cache_hits"] += 1
-                return found[0][0]
-            reply = await self._asked(body)
-            self._score(reply)
-            await asyncio.to_thread(self._of_cache, _KEEP, request, reply)
+        if shared := self._waiting.get(request):
+            reply = await asyncio.shield(shared)
+            self.counts["cache_hits"] += 1
             return reply
+        self._waiting[request] = shared = asyncio.ensure_future(self._cached(request, body))
+        shared.add_done_callback(lambda _: self._waiting.pop(request))
+        return await asyncio.shield(shared)  # if this call is cancelled, the others still get the reply
+
+    async def _cached(self, request: str, body: bytes) -> str:
+        if found := await asyncio.to_thread(self._tried, _FIND, request):
+            self.counts["cache_hits"] += 1
+            return found[0][0]
+        reply = await self._asked(body)
+        self._score(reply)
+        await asyncio.to_thread(self._tried, _KEEP, request, reply)
+        return reply
 
     def _score(self, reply: str) -> float:
         config, found = self.config, re.findall(self.config.score, reply)
@@ -123,8 +131,10 @@ class Judge:
                 status, content = await asyncio.wait_for(posted, config.timeout_s)
                 if status == 200:
                     answer = json.loads(content)
-                    self.counts["tokens"] += int((answer.get("usage") or {}).get("total_tokens", 0))
-                    return str(answer["choices"][0]["message"]["content"]).encode(errors="replace").decode()
+                    reply = str(answer["choices"][0]["message"]["content"]).encode(errors="replace").decode()
+                    with suppress(Exception):  # some servers count no tokens
+                        self.counts["tokens"] += int(answer["usage"]["total_tokens"])
+                    return reply
                 reason, repeats = f"status {status}: {content[:300]!r}", status == 429 or status >= 500
             except (OSError, HTTPException) as error:
                 reason = repr(error)
@@ -143,14 +153,26 @@ class Judge:
         own = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         headers = {"Content-Type": "application/json", **own}
         with closing(connect(place.hostname or "", place.port, timeout=self.config.timeout_s)) as connection:
-            connection.request("POST", f"{place.path.rstrip('/')}/chat/completions", body, headers)
+            query = f"?{place.query}" if place.query else ""
+            connection.request("POST", f"{place.path.rstrip('/')}/chat/completions{query}", body, headers)
             answer = connection.getresponse()
-            return answer.status, answer.read(_MOST_BYTES)
+            content = answer.read(_MOST_BYTES)
+            if answer.length and len(content) < _MOST_BYTES:
+                raise IncompleteRead(content, answer.length)  # `read` does not raise it if it has a limit
+            return answer.status, content
+
+    def _tried(self, query: str, *values: str) -> list[tuple[str]]:
+        """Runs a query, and warns if it fails: the disk may be full, but the reply still counts."""
+        try:
+            return self._of_cache(query, *values)
+        except RuntimeError as error:
+            warnings.warn(f"{error}. The judge continues without it", stacklevel=2)
+            return []
 
     def _of_cache(self, query: str, *values: str) -> list[tuple[str]]:
         path = Path(self.config.cache).expanduser()
         try:
-            with closing(sqlite3.connect(path, timeout=30.0)) as cache, cache:
+            with closing(sqlite3.connect(path, timeout=2.0)) as cache, cache:
                 return cache.execute(query, values).fetchall()
         except sqlite3.Error as error:
             raise RuntimeError(f"judge.cache={path}: {error}; remove the file, or name another") from error
@@ -183,6 +205,8 @@ def _check(config: JudgeConfig, key: str, timeout_s: float) -> None:
     if name and not key:
         found = name if name.isupper() else "a value that may be a key"  # keys are not printed
         refuse("judge.api_key_env", found, "the name of an environment variable that is set", "export it")
+    if config.lowest > config.highest:
+        refuse("judge.lowest", config.lowest, f"at most judge.highest={config.highest:g}", "swap them")
     # The waits of 1, 2, 4, ... seconds add up to 2**retries - 1 seconds. With 5 s to spare, the judge's own error comes before the time limit.
     if (longest := (config.retries + 1) * config.timeout_s + 2**config.retries + 4) > timeout_s:
         needs = f"all {config.retries + 1} tries and the waits to end within reward.timeout_s={timeout_s:g}"
