@@ -166,6 +166,10 @@ def read_completions(content: bytes, limits: ServedLimits) -> list[CheckedReques
             f"prompt: found {prompts!r:.80}, a list of several types; needs texts, token ids, or lists of token ids"
         )
     prompts = [prompts] if kinds == {int} else prompts
+    if len(prompts) > limits.most_responses:
+        raise RequestError(
+            f"prompt: found {len(prompts)} prompts; the server accepts up to {limits.most_responses} in a request"
+        )
     scoring = {"max_tokens": (0, 1), "temperature": (0, None), "n": (1,)} if body.echo else {}
     for name, accepted in scoring.items():
         if (found := getattr(body, name)) not in accepted:

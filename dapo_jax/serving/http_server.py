@@ -136,7 +136,9 @@ class CompletionAnswer(GenerateAnswer):
         """Returns the choices, without indices, and the totals. Every response must have ended."""
         choices = []
         for _, new in sorted(self._latest.items()):
-            text = GrowingText(self._tokenizer, self._request.stop).add(new.tokens.tolist(), last=True)
+            # A stop string ends the response, but not the prompt before it.
+            stop = () if self._request.echo else self._request.stop
+            text = GrowingText(self._tokenizer, stop).add(new.tokens.tolist(), last=True)
             choices.append({"text": text, "logprobs": self._table(new), **_ending(new)})
         self._sampled -= len(self._request.prompt) * self._request.echo
         return {"choices": choices, **self._totals()}
@@ -311,7 +313,8 @@ class HttpServer(ServerThread):
                 answer = CompletionAnswer(each, self._limits)
                 async for new in arriving:
                     answer.add(new)
-                parts.append(answer.whole())
+                # It runs in a thread because it decodes each token.
+                parts.append(await asyncio.to_thread(answer.whole))
         choices = enumerate(choice for part in parts for choice in part["choices"])
         usage = {name: sum(part["usage"][name] for part in parts) for name in parts[0]["usage"]}
         head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}

@@ -43,6 +43,15 @@ class GrowingText:
         self._waiting, self._shown = self._waiting + whole[self._shown :], len(whole)
         if ids and whole == text:
             self._window, self._shown = list(ids), len(decoded(self._tokenizer, ids))
+        elif len(self._window) > 16:
+            # Without this, the window would grow with each token that is not a character. The last tokens contain the incomplete character.
+            for cut in (-4, -5, -6):  # one of these is between two characters
+                start, end = (
+                    decoded(self._tokenizer, part) for part in (self._window[:cut], self._window[cut:])
+                )
+                if end and start + end == text:
+                    self._window, self._shown = self._window[cut:], self._shown - len(start)
+                    break
         places = [place for each in self._stop if (place := self._waiting.find(each)) >= 0]
         self._over = bool(places)
         end = min(places, default=len(self._waiting) if last else max(len(self._waiting) - self._held, 0))

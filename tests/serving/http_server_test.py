@@ -289,6 +289,7 @@ def test_a_prompt_may_be_a_text_or_ids_or_a_list_of_either(address):
     assert alone["text"].startswith(prompt["text"])
     assert prompt["text"].endswith(text)
     assert (prompt["logprobs"], prompt["finish_reason"]) == (None, "length")
+    assert completions(address, text, **SCORED, stop=[text[:2]])["choices"][0] == alone
     ends = [*table["text_offset"][1:], len(alone["text"])]
     whole = [
         (name, alone["text"][a:b])
@@ -522,6 +523,7 @@ MALFORMED = [
     (COMPLETE, {"prompt": [[]]}, "the prompt has 0 tokens"),
     (COMPLETE, {"prompt": [5, "a"]}, "prompt: found [5, 'a'], a list of several types"),
     (COMPLETE, {"prompt": [[5], 5]}, "prompt: found [[5], 5]"),
+    (COMPLETE, {"prompt": ["1"] * 999}, "found 999 prompts; the server accepts up to "),
     (COMPLETE, {"prompt": [[5], [999]]}, "prompt has the token id 999"),
     (COMPLETE, {"prompt": "1", "max_tokens": 0}, "max_tokens is 0; the server accepts 1 to 32"),
     (COMPLETE, {"prompt": "1", "echo": True}, "max_tokens is None; with echo, which scores the prompt, the server accepts 0 or 1"),

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,6 +40,25 @@ def test_pieces_of_any_bytes_add_up_to_the_whole(data, size):
     ids = [byte + 2 for byte in data]
     pieces = [ids[start : start + size] for start in range(0, len(ids), size)]
     assert "".join(grown(ByteTokenizer(), pieces)) == ByteTokenizer().decode(np.array(ids, np.int32))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_tokens_that_are_no_characters_are_not_decoded_again_and_again(size):
+    """0x80 is no beginning of a character, E2 82 AC is one of three bytes, and EF BF BD is the replacement character itself."""
+    data = (
+        b"\x80" * 50
+        + "a\N{EURO SIGN}".encode() * 20
+        + "\ufffd".encode() * 50
+        + b"\xe2\x82" * 30
+        + "\N{EURO SIGN}".encode()
+    )
+    ids = [byte + 2 for byte in data]
+    text, parts, longest = GrowingText(ByteTokenizer()), [], 0
+    for start in range(0, len(ids), size):
+        parts.append(text.add(ids[start : start + size]))
+        longest = max(longest, len(text._window))
+    assert "".join([*parts, text.add([], last=True)]) == data.decode("utf-8", "replace")
+    assert longest < 30
 
 
 def test_ids_outside_the_tokenizers_vocabulary_are_left_out():
