@@ -21,6 +21,15 @@ MOVED = 0.03
 MEASURED = ("rollout", "update", "step", "long_tail", "gpu")
 """Names of the JSON files that this command reads."""
 
+_OPTIONS = {
+    "gpu": ("size", "rollout", "update", "rows_per_microbatch"),
+    "long_tail": (
+        *("prompts", "samples", "slots", "prompt_tokens", "median_tokens", "sigma", "max_tokens"),
+        *("steps_per_call", "refill_frac", "dtype", "seed"),
+    ),
+}
+"""Options of benchmarks without a workload that two comparable measurements share."""
+
 Figures = dict[str, list[float]]
 """Maps a name such as `rollout/ours:float32/tokens_per_s` to the values of all rounds."""
 
@@ -67,6 +76,8 @@ def read(folder: Path) -> dict[str, Any]:
         figures |= _figures(name, content)
         if "workload" in content:
             workloads[name] = _sizes(Workload.from_json(content["workload"]))
+        if name in _OPTIONS:
+            workloads[name] = {key: content["options"][key] for key in _OPTIONS[name]}
         for system, result in content.get("systems", {}).items():
             if "version" in result:
                 versions[system.partition(":")[0]] = result["version"]

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from benchmarks.report import table, with_table
 from benchmarks.systems import DEFAULT_PEERS
 from dapo_jax import train
 from dapo_jax.commands.inference import evaluate
-from dapo_jax.config import TrainConfig, evaluation_of, load_config
+from dapo_jax.config import TrainConfig, evaluation_of, load_config, to_yaml
 from dapo_jax.run.policy import find_policy
 from dapo_jax.run.prompt_sets import training_prompts
 from dapo_jax.trackers import read_metrics
@@ -93,8 +94,11 @@ def settings(config: TrainConfig) -> dict[str, Any]:
 def run(system: str, config: TrainConfig, peers: Path) -> None:
     """Trains one run and writes its curve to `curve.json`, unless the run already has one."""
     folder = Path(config.run_dir)
+    asked = to_yaml(replace(config, run_dir=folder.name))
     accuracy = f"eval/{config.data.source}/avg@{config.eval.samples_per_prompt}"
     if (folder / "curve.json").exists():
+        if (folder / "asked.yaml").read_text() != asked:
+            raise SystemExit(f"{folder} has another configuration: choose another folder with --runs")
         return
     shutil.rmtree(folder, ignore_errors=True)
     print(folder.name, flush=True)
@@ -120,6 +124,7 @@ def run(system: str, config: TrainConfig, peers: Path) -> None:
         for step, seconds in zip(taken["steps"], taken["seconds"], strict=True):
             model = str(folder / f"step_{step}")
             points.append((step, seconds, evaluate(model, scored).scores[accuracy]))
+    (folder / "asked.yaml").write_text(asked)
     (folder / "curve.json").write_text(json.dumps(points))
 
 

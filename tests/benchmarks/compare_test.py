@@ -45,12 +45,19 @@ def test_a_gpu_has_its_own_baseline(tmp_path):
         "update:ours": {"version": "dapo_jax 0.1", "seconds": [2.0, 4.0], "share": [0.2, 0.1]},
         "update:trl": {"version": "trl 1", "seconds": [3.0, 5.0], "share": [0.1, 0.1]},
     }
+    sizes = {"size": "qwen3-0.6b", "rollout": "(1,)", "update": "(1,)", "rows_per_microbatch": "8"}
     content = {"time": "2026-11-27T00:00:00", "machine": MACHINE, "card": "h200", "results": results}
-    (tmp_path / "gpu.json").write_text(json.dumps(content))
-    found = read(tmp_path)
+
+    def again(**changed):
+        (tmp_path / "gpu.json").write_text(json.dumps(content | {"options": sizes | changed}))
+        return read(tmp_path)
+
+    found = again(out="elsewhere")
     assert found["kind"] == "h200"
     assert found["versions"] == {"ours": "dapo_jax 0.1", "trl": "trl 1"}
     assert found["figures"]["gpu/update:trl/seconds_relative_to_ours"] == [1.5, 1.25]
+    with pytest.raises(SystemExit, match=r"'size': 'tiny'.*'size': 'qwen3-0\.6b'"):
+        compared(found, again(size="tiny"))
 
 
 @pytest.mark.parametrize(
@@ -83,6 +90,7 @@ def test_every_baseline_is_named_after_its_machine(path):
     content = json.loads(path.read_text())
     assert content["kind"] == path.stem
     assert all(values for values in content["figures"].values())
+    assert {name.partition("/")[0] for name in content["figures"]} == set(content["workloads"])
 
 
 def of_cpus():

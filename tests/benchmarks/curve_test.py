@@ -1,13 +1,15 @@
 """The comparison of curves with TRL: its configurations, its reward, and its statistics."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.curve import RESULTS, configuration, difference, seconds_to, settings, show
+from benchmarks.curve import RESULTS, configuration, difference, run, seconds_to, settings, show
 from benchmarks.workload import exact_reward
+from dapo_jax.config import to_yaml
 from dapo_jax.dapo.overlong import overlong_penalty
 from dapo_jax.rewards.graders import exact_grader
 
@@ -25,6 +27,17 @@ def test_only_dynamic_sampling_differs():
     ours, dynamic = (configuration(system, Path("runs"), 0) for system in ("ours", "dynamic"))
     assert (ours.dynamic_sampling.enabled, dynamic.dynamic_sampling.enabled) == (False, True)
     assert (ours.loss, ours.optimizer, ours.batch) == (dynamic.loss, dynamic.optimizer, dynamic.batch)
+
+
+def test_the_curve_of_another_configuration_is_not_used(tmp_path):
+    config = configuration("ours", tmp_path, 0)
+    folder = tmp_path / "ours_0"
+    folder.mkdir()
+    (folder / "curve.json").write_text("[]")
+    (folder / "asked.yaml").write_text(to_yaml(replace(config, run_dir=folder.name)))
+    run("ours", config, tmp_path)  # does not train
+    with pytest.raises(SystemExit, match="--runs"):
+        run("ours", configuration("ours", tmp_path, 0, ["steps=3"]), tmp_path)
 
 
 def test_the_prompts_of_trl_are_the_prompts_of_our_run():
