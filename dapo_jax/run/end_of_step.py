@@ -178,9 +178,11 @@ class EndOfStep(Observer):
             metrics |= scores
         self._record(step, metrics)
         self._now = replace(self._now, unfinished=None)
+        began = time.perf_counter()  # before the search for the best score, which waits for the previous save
         best = config.checkpoint.keep_best and score is not None and self._is_best(score)
         if step > self._saved and (best or step == config.steps or due(step, config.checkpoint.every_steps)):
             self._save(score)
+        self._saving_s = time.perf_counter() - began
         if self._on_step is not None:
             self._on_step(step, metrics)
 
@@ -220,13 +222,12 @@ class EndOfStep(Observer):
         return broadcast_from_first(b"best" if best is None or score > best[1] else b"") != b""
 
     def _save(self, score: float | None) -> None:
-        began = time.perf_counter()
         self._shown.phase("checkpoint")
         self._check()
         position, progress = self._now.position, self._now.progress(self._identity)
         carry = {**group_arrays(position.carry), **flight_arrays(position.in_flight)}
         self._checkpointer.save(position.step, self._now.state, progress, carry, score=score)
-        self._saved, self._saving_s = position.step, time.perf_counter() - began
+        self._saved = position.step
         self._announce_resume()
 
     def _announce_resume(self) -> None:

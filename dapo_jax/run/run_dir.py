@@ -4,7 +4,7 @@ import json
 import os
 import re
 import shutil
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -111,12 +111,13 @@ def check_run_dir(run_dir: AnyPath, config: TrainConfig, *, resume: bool, overwr
             )
     kept = run_dir / "config.yaml"
     if overwrite:
-        source, place = (f"{os.path.abspath(name)}/" for name in (config.model.source, config.run_dir))
-        if source.startswith(place):
-            raise ConfigError(
-                f"overwrite=True with run_dir={config.run_dir}: model.source={config.model.source} is in this folder, which would be removed; "
-                "choose another run_dir"
-            )
+        place = f"{_absolute(config.run_dir)}/"
+        for key, source in (("model", config.model.source), ("teacher", config.teacher.source)):
+            if any(f"{path}/".startswith(place) for path in _origins(source)):
+                raise ConfigError(
+                    f"overwrite=True with run_dir={config.run_dir}: {key}.source={source} needs this folder, which would be removed; "
+                    "choose another run_dir"
+                )
         if strange := [place.name for place in entries(run_dir) if place.name not in OF_A_RUN]:
             raise ConfigError(
                 f"overwrite=True with run_dir={config.run_dir}: it contains {strange[0]!r}, which was not written by a run; move it "
@@ -145,6 +146,22 @@ def check_run_dir(run_dir: AnyPath, config: TrainConfig, *, resume: bool, overwr
             lines = "; ".join(f"{key} was {old!r}, is {new!r}" for key, (old, new) in bad.items())
             why = f"resuming {config.run_dir} under another configuration would change the run"
             raise ConfigError(f"{why}: {lines}")
+
+
+def _absolute(place: str) -> str:
+    return os.path.abspath(os.path.expanduser(place))
+
+
+def _origins(source: str) -> list[str]:
+    """Returns the absolute paths of a source and, if it is a run, of the runs and the model from which it started."""
+    found = list[str]()
+    while (place := _absolute(source)) not in found:
+        found.append(place)
+        with suppress(ValueError):  # loading the source will raise this error with its key
+            kept = path_of(source) / "config.yaml"
+            if kept.is_file() and (kept.parent / "checkpoints").is_dir():
+                source = load_config(kept).model.source
+    return found
 
 
 def _similar_run(run_dir: AnyPath) -> AnyPath | None:

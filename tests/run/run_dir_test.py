@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dapo_jax.config import ConfigError, ModelConfig, TrainConfig, load_config, to_yaml
+from dapo_jax.config import ConfigError, ModelConfig, TeacherConfig, TrainConfig, load_config, to_yaml
 from dapo_jax.locks import NAME
 from dapo_jax.run.run_dir import OF_A_RUN, check_run_dir, remove_run
 from dapo_jax.storage import path_of
@@ -56,13 +56,32 @@ def test_a_folder_with_other_things_in_it_is_not_touched(make_run):
 
 
 @pytest.mark.parametrize("place", ["run", "run/model", "run/checkpoints/3"])
-def test_overwrite_does_not_remove_the_source_of_the_weights(place, make_run):
+def test_overwrite_does_not_remove_the_source_of_the_weights(place, make_run, bucket):
     run = make_run("run")
     config = TrainConfig(run_dir=str(run), model=ModelConfig(source=str(run.parent / place)))
     with pytest.raises(ConfigError, match=r"overwrite=True .*model\.source="):
         check_run_dir(run, config, resume=False, overwrite=True)
     for other in ("gs://bucket/model", "s3://none", f"{run}2"):
         check_run_dir(run, replace(config, model=ModelConfig(source=other)), resume=False, overwrite=True)
+
+
+@pytest.mark.parametrize("key", ["model", "teacher"])
+def test_overwrite_does_not_remove_the_run_from_which_a_source_started(key, make_run):
+    """b started from a, and c from b. A cycle of other runs ends the search."""
+    a, b, c, d = (make_run(name) for name in "abcd")
+    for run, source in ((b, a), (c, b), (a, d), (d, a)):
+        config = TrainConfig(run_dir=str(run), model=ModelConfig(source=str(source)))
+        run.joinpath("config.yaml").write_text(to_yaml(config))
+
+    def removes(run):
+        section = ModelConfig(source=str(c)) if key == "model" else TeacherConfig(source=str(c), rewards=True)
+        config = TrainConfig(run_dir=str(run), **{key: section})
+        check_run_dir(run, config, resume=False, overwrite=True)
+
+    for run in (a, b, c, d):
+        with pytest.raises(ConfigError, match=rf"overwrite=True .*{key}\.source={c} needs this folder"):
+            removes(run)
+    removes(make_run("e"))
 
 
 def test_overwrite_without_a_run_does_nothing(tmp_path):

@@ -2,12 +2,14 @@
 
 import io
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from dapo_jax.checkpoints.checkpointer import Checkpointer
 from dapo_jax.config import ConfigError, ModelConfig, load_config
 from dapo_jax.run.policy import load_policy
 from dapo_jax.run.run_dir import check_run_dir
@@ -252,3 +254,16 @@ def test_after_an_error_the_folder_is_free_again(micro, run_micro):
     with pytest.raises(ValueError, match="on_step"):
         run_micro(config, on_step=fails)
     assert len(run_micro(config, resume=True).metrics) == 1
+
+
+def test_the_wait_for_the_previous_save_is_time_for_checkpoints(micro, run_micro, rows, monkeypatch):
+    """A search for the best score waits for the save that is under way, here for half a second after each evaluation."""
+    best = Checkpointer.best
+
+    def slow(self):
+        time.sleep(0.5)
+        return best(self)
+
+    monkeypatch.setattr(Checkpointer, "best", slow)
+    lines = run_micro(micro(steps=2, eval__every_steps=1), eval_rows=rows).metrics
+    assert [line["time/checkpoint_s"] > 0.5 for line in lines if "time/checkpoint_s" in line] == [False, True]
