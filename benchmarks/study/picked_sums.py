@@ -5,8 +5,7 @@ then the answer. A step starts with the running total, adds digits, and gives th
 has three steps. The steps may come in any order, and one step may add two digits: `0+c5a3>8,8+d9>7,=7`. A step may also name a digit that
 does not count: `B-,`. Only the answer is graded.
 
-A policy must not forget a digit or add it twice, which is hard in a random order. At the limit of 128 tokens, a response has room for 17 steps with one digit. A
-prompt with 24 digits has about 16 that count, so there is no room to name the others.
+A policy must not forget a digit or add it twice, which is hard in a random order. At the limit of 128 tokens, a response has room for 17 steps with one digit. On average, 16.7 of 24 digits count, so there is hardly room to name the others.
 """
 
 import itertools
@@ -27,7 +26,7 @@ LENGTHS = range(8, 25, 4)
 QUESTIONS = {"warm_start": 6000, "train": 600, "test": 24}
 """Number of questions in each split for each number of digits. No two splits share a question."""
 DISTRACTOR = 1 / 3
-"""Probability that a digit does not count."""
+"""Probability that a digit does not count. The first two digits of a question always count."""
 DEMONSTRATIONS = 2
 IN_ORDER = 0.25
 """Probability that the steps of a demonstration are in the order of the prompt. Otherwise, their order is random."""
@@ -40,7 +39,7 @@ TWO = 0.05
 FORGETS = 0.15
 """Probability that a demonstration forgets its last digit. If this digit counts, the answer is wrong."""
 REPEATS = 0.05
-"""Probability that a demonstration repeats its last step to the end."""
+"""Probability that a demonstration repeats its last step until it is `LONGEST` characters long."""
 LONGEST = 160
 """Length of a demonstration that repeats a step, in characters."""
 

@@ -4,7 +4,7 @@ Each value head has a state S [key_dim, value_dim]. A token with decay a, write 
 
     S <- a S + k (b (v - a S^T k))^T,    output = S^T q / sqrt(key_dim).
 
-`one_token` does this for one token. `over_rows` computes chunks of tokens with matrix products; docs/gated_delta.md derives it. Before this, a causal
+`one_token` does this for one token. `over_rows` computes chunks of tokens with matrix products; docs/gated_delta.md derives it. Before the recurrence, a causal
 convolution over the last tokens and silu are applied to q, k and v, and q and k are divided by their norms. All of this is in float32.
 """
 
@@ -288,7 +288,7 @@ def _scanned(
 def unit_inverse(lower: Float[Array, "*batch chunk chunk"]) -> Float[Array, "*batch chunk chunk"]:
     """Returns the inverse of I + L for a strictly lower triangular L.
 
-    The inverses of the diagonal blocks are joined to blocks of twice the size, with products of matrices that are inverses themselves. Sums of powers of L
+    Products of matrices join the inverses of the diagonal blocks to inverses of blocks of twice the size. Sums of powers of L
     would lose all digits if L has large entries far from the diagonal.
     """
     size = lower.shape[-1]

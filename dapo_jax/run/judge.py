@@ -68,7 +68,7 @@ class Judge:
         self.counts = Counter(calls=0, cache_hits=0, tokens=0)
         """Number of requests that were sent, of replies from the cache, and of tokens according to the server."""
         self._waiting = dict[str, asyncio.Future[str]]()
-        """Replies that are not there yet, by request. Equal requests share the reply or the error of the first of them."""
+        """Pending replies, by request. Equal requests share the reply or the error of the first of them."""
 
     async def __call__(self, sample: Sample) -> Verdict:
         """Returns the judge's verdict on a response. Raises RuntimeError if there is no score, unless `on_failure` is lost."""

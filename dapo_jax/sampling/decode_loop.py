@@ -26,7 +26,7 @@ PARKED: PyTree = object()
 """Used in place of a prefix if the pages of a response already contain its context, except for the tokens to feed."""
 
 _PAUSED: PyTree = object()
-"""Used in place of a prefix if the response is in the prefix of all paused responses, at the place of its row in the page table."""
+"""Used in place of a prefix for a response that paused. Its logits and states are in the loop's prefix of paused responses, at the index of its row in the page table."""
 
 _DEARER = 4
 """Number of tokens that can be prefilled in the time that it takes to feed one token, which is one decoding step."""
