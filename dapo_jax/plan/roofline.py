@@ -184,13 +184,13 @@ def forward_flops(
 def _recurrence_flops(decoder: DecoderConfig, chunk: int) -> int:
     """Returns the operations per token of the recurrence in one Gated DeltaNet layer.
 
-    A token is multiplied by the state twice, and changes it once. In a chunk of C tokens, each token has C products of keys, of queries, of changes (twice) and
-    of decays, and its share of the 2 log2(C) products of C x C matrices in the inverse.
+    A token is multiplied by the state twice, and changes it once. In a chunk of C tokens, each token has C products of keys, of queries and of changes
+    (twice), and its share of the 2 log2(C) products of C x C matrices in the inverse and of one product for the decays.
     """
     if (sizes := decoder.delta) is None:
         return 0
-    inverse = 2 * 2 * chunk * chunk * math.ceil(math.log2(chunk)) if chunk else 0
-    of_value = 6 * sizes.key_dim * sizes.value_dim + 4 * chunk * sizes.value_dim + 2 * chunk + inverse
+    squares = 2 * chunk * chunk * (2 * math.ceil(math.log2(chunk)) + 1) if chunk else 0
+    of_value = 6 * sizes.key_dim * sizes.value_dim + 4 * chunk * sizes.value_dim + squares
     return sizes.value_heads * of_value + sizes.key_heads * 4 * chunk * sizes.key_dim
 
 

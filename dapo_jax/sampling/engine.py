@@ -307,6 +307,7 @@ class DecoderEngine:
             all_rows = jax.ShapeDtypeStruct((self.page_sizes.holders,), jnp.int32)
             prefixes["paused"] = self._of_paused(held, all_rows)
             pausing = state.logits, state.lengths, state.states
+            made["none_paused"] = self._none_paused.lower
             made["paused"] = partial(self._paused.lower, held, pausing, places, number)
         if self.feed_tokens:
             one = self._struct((1, *state.logits.shape[1:]), state.logits.dtype)
