@@ -1,9 +1,11 @@
 """Presets have the published sizes; impossible sizes are refused."""
 
+from dataclasses import replace
+
 import pytest
 
 from dapo_jax.models.families import understand
-from dapo_jax.models.presets import preset
+from dapo_jax.models.presets import Experts, preset
 from dapo_jax.testing import tiny_decoder_config
 
 
@@ -87,3 +89,10 @@ def test_an_unknown_preset_names_the_nearest_and_all():
 def test_key_heads_must_divide_query_heads(kv_heads):
     with pytest.raises(ValueError, match=f"kv_heads={kv_heads} must divide heads=4"):
         tiny_decoder_config(heads=4, kv_heads=kv_heads)
+
+
+@pytest.mark.parametrize("change", [{"layers": 8}, {"experts": Experts(4, 1, normalize=True)}], ids=str)
+def test_gated_delta_layers_need_a_kind_for_each_layer_and_no_experts(change):
+    """Otherwise the model would have another number of layers than its counts, or would lose the router's choices."""
+    with pytest.raises(ValueError, match="Gated DeltaNet must have layer_types"):
+        replace(preset("tiny-qwen3.5"), **change)
