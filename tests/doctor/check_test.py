@@ -1,6 +1,7 @@
 """Skipped checks, the account of a device's memory, and the limits of rounding."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -59,6 +60,20 @@ def test_memory_counts_all_responses_in_flight(slots):
     found = Subject(load_config("quickstart", [*FLYING, f"sampling.slots={slots}"]))
     assert found.planned.pages.holders == 128
     assert ("paused responses" in memory(found).message) == (slots < 128)
+
+
+@pytest.mark.parametrize(("cache_tokens", "state"), [(0, "ok"), (4096, "failed")])
+def test_a_cache_that_is_sized_to_fit_counts_as_one_sequence(cache_tokens, state, monkeypatch):
+    """A million pages of 64 tokens of 2 kB are 122 GiB. Without `sampling.cache_tokens`, only the page of one full sequence must fit."""
+    monkeypatch.setattr("dapo_jax.doctor.resources.host_bytes", lambda: (0, 2**30))
+    subject = Subject(load_config("quickstart", [f"sampling.cache_tokens={cache_tokens}"]))
+    planned = subject.planned
+    pages = replace(planned.pages, holders=2 * 10**6, page_tokens=64, pools=1, pool_pages=10**6)
+    cache = replace(planned.resident, decode_state=10**6 * 64 * planned.token_bytes)
+    vars(subject)["planned"] = replace(planned, pages=pages, resident=cache)
+    assert pages.runs_out
+    assert pages.table_pages == 1
+    assert memory(subject).state == state
 
 
 @pytest.mark.parametrize(
