@@ -147,7 +147,6 @@ def together(program: str, there: Resident, *, updates: int) -> tuple[str, dict[
         "insert": ("sampling: fill slots", prompts),
         "fill_part": ("sampling: fill slots after a chunked prefill", ended),
         "insert_part": ("sampling: fill slots after a chunked prefill", ended),
-        "none_paused": ("", {}),
         "paused": ("sampling: pause responses", prompts),
         "generate": ("sampling: decode", max(prompts, ended, chunks, key=lambda parts: sum(parts.values()))),
         "score": ("log-probabilities", updating),

@@ -71,9 +71,7 @@ def test_a_cache_that_is_sized_to_fit_counts_as_one_sequence(cache_tokens, state
     pages = replace(planned.pages, holders=2 * 10**6, page_tokens=64, pools=1, pool_pages=10**6)
     cache = replace(planned.resident, decode_state=10**6 * 64 * planned.token_bytes)
     vars(subject)["planned"] = replace(planned, pages=pages, resident=cache)
-    assert pages.runs_out
-    assert pages.table_pages == 1
-    assert memory(subject).state == state
+    assert (pages.runs_out, pages.table_pages, memory(subject).state) == (True, 1, state)
 
 
 @pytest.mark.parametrize(
