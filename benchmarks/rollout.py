@@ -23,28 +23,34 @@ def main() -> None:
     names = [f"{name}:{dtype}" for dtype in arguments.dtypes for name in arguments.systems]
     workers: dict[str, Worker] = {}
     results: dict[str, Any] = {name: {"seconds": [], "idle_cpu_s": []} for name in names}
+    failed = systems.Failures()
     try:
         limits, _ = systems.start("limits", workload, arguments)
         workers["limits"] = limits
         for name in names:
             system, dtype = name.split(":")
-            workers[name], known = systems.start(system, workload.with_(dtype=dtype), arguments)
-            results[name].update(known)
-            for seed in range(arguments.warmups):
-                results[name]["warm"] = workers[name].call("rollout", seed=1_000 + seed).result
-        _check(names, workload, workers, results)
+            with failed.recorded(name):
+                workers[name], known = systems.start(system, workload.with_(dtype=dtype), arguments)
+                results[name].update(known)
+                for seed in range(arguments.warmups):
+                    results[name]["warm"] = workers[name].call("rollout", seed=1_000 + seed).result
+        _check(names, workload, workers, results, failed)
         measured = []
         for round_ in range(arguments.rounds):
             measured.append(limits.call("measure", dtypes=arguments.dtypes).result)
             for name in names:
-                _round(name, round_, workload, workers, results[name])
-        for name in names:
+                if name not in failed:
+                    with failed.recorded(name):
+                        _round(name, round_, workload, workers, results[name])
+        for name in workers.keys() & set(names):
             results[name]["peak_gb"] = workers[name].peak_gb
     finally:
         for worker in workers.values():
             worker.close()
-    _print(names, workload, results, measured)
-    content = {"workload": workload.to_json(), "limits": measured, "systems": results}
+    _print([name for name in names if name not in failed], workload, results, measured)
+    for name, error in failed.items():
+        print(f"\n{name} failed: {error}")
+    content = {"workload": workload.to_json(), "limits": measured, "systems": results, "failed": failed}
     report.write(arguments.out / "rollout.json", content)
 
 
@@ -77,17 +83,27 @@ def _round(
     print(f"round {round_}, {name}: {workload.tokens / answer.seconds:.0f} tokens/s", flush=True)
 
 
-def _check(names: list[str], workload: Workload, workers: dict[str, Worker], results: dict[str, Any]) -> None:
+def _check(
+    names: list[str],
+    workload: Workload,
+    workers: dict[str, Worker],
+    results: dict[str, Any],
+    failed: systems.Failures,
+) -> None:
     """Compares greedy responses with the reference system's. Also computes the reference's log-probability of the sampled tokens."""
-    reference = "hf:float32" if "hf:float32" in names else names[0]
-    expected = workers[reference].call("greedy").result
+    greedy: dict[str, Any] = {}
     for name in names:
-        found = workers[name].call("greedy").result
-        same = [_shared(a, b) for a, b in zip(found, expected, strict=True)]
+        if name not in failed:
+            with failed.recorded(name):
+                greedy[name] = workers[name].call("greedy").result
+    reference = "hf:float32" if "hf:float32" in greedy else next(iter(greedy), "")
+    for name, found in greedy.items():
+        same = [_shared(a, b) for a, b in zip(found, greedy[reference], strict=True)]
         results[name]["greedy_equal_tokens"], results[name]["greedy_reference"] = same, reference
         sampled = results[name].pop("warm")
-        if reference == "hf:float32":
-            results[name]["mean_logprob"] = workers[reference].call("score", responses=sampled).result
+        if reference == "hf:float32" and reference not in failed:
+            with failed.recorded(reference):
+                results[name]["mean_logprob"] = workers[reference].call("score", responses=sampled).result
 
 
 def _shared(a: list[int], b: list[int]) -> int:
@@ -99,7 +115,7 @@ def _print(
     names: list[str], workload: Workload, results: dict[str, Any], measured: list[dict[str, Any]]
 ) -> None:
     rates = {name: [workload.tokens / seconds for seconds in results[name]["seconds"]] for name in names}
-    first = "ours:float32" if "ours:float32" in names else names[0]
+    first = "ours:float32" if "ours:float32" in names else next(iter(names), "")
     rows = []
     for name in names:
         dtype, result = name.split(":")[1], results[name]

@@ -1,14 +1,16 @@
 """Defines the systems, the Python environment of each, and the options that all benchmarks share."""
 
 import argparse
+import contextlib
 import glob
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pool import Worker
+from benchmarks.pool import Worker, WorkerError
 from benchmarks.workload import Workload
 
 DEFAULT_PEERS = Path("~/.cache/dapo_jax/peers")
@@ -32,6 +34,19 @@ SYSTEMS = {
     "trl": System("peers.trl", "trl"),
     "vllm": System("peers.vllm", "vllm"),
 }
+
+
+class Failures(dict[str, str]):
+    """The error of each system that failed, by name. The other systems continue, and their figures are kept."""
+
+    @contextlib.contextmanager
+    def recorded(self, name: str) -> Iterator[None]:
+        """Records and prints an error of the system's worker instead of raising it."""
+        try:
+            yield
+        except WorkerError as error:
+            self[name] = str(error)
+            print(f"{name} failed: {error}", flush=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

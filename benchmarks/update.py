@@ -8,7 +8,7 @@ import argparse
 from typing import Any
 
 from benchmarks import report, systems
-from benchmarks.pool import Worker, WorkerError, end_workers_on_sigterm
+from benchmarks.pool import Answer, Worker, end_workers_on_sigterm
 
 TRAINERS = ("ours", "tunix", "trl")
 
@@ -27,39 +27,29 @@ def main() -> None:
     call = "step" if arguments.whole_step else "update"
     results: dict[str, Any] = {name: {"seconds": [], "parts": []} for name in arguments.systems}
     workers: dict[str, Worker] = {}
-    failed: dict[str, str] = {}
-
-    def once(name: str, seed: int) -> Any:
-        """Runs one update or step. If the system fails, prints the error and skips the system from then on."""
-        try:
-            return workers[name].call(
-                call, timeout_s=3600.0, **({"seed": seed} if arguments.whole_step else {})
-            )
-        except WorkerError as error:
-            failed[name] = str(error)
-            results[name]["peak_gb"] = workers[name].peak_gb
-            print(f"{name} failed: {error}", flush=True)
-            return None
-
+    failed = systems.Failures()
     try:
         for name in arguments.systems:
             workload = systems.workload_of(arguments, options={"for_training": True, **options[name]})
-            workers[name], known = systems.start(name, workload, arguments)
-            results[name].update(known, options=options[name])
-            for seed in range(arguments.warmups):
-                if name not in failed:
-                    once(name, 1_000 + seed)
+            with failed.recorded(name):
+                workers[name], known = systems.start(name, workload, arguments)
+                results[name].update(known, options=options[name])
+                for seed in range(arguments.warmups):
+                    _once(workers[name], call, 1_000 + seed)
         for round_ in range(arguments.rounds):
             for name in arguments.systems:
-                answer = None if name in failed else once(name, round_)
-                if answer is not None:
+                if name in failed:
+                    continue
+                with failed.recorded(name):
+                    answer = _once(workers[name], call, round_)
                     results[name]["seconds"].append(answer.seconds)
                     results[name]["parts"].append(answer.result)
                     print(f"round {round_}, {name}: {answer.seconds:.1f} s {answer.result or ''}", flush=True)
-        for name in arguments.systems:
-            results[name].setdefault("peak_gb", workers[name].peak_gb)
+        for name in workers:
+            results[name]["peak_gb"] = workers[name].peak_gb
             if name not in failed:
-                results[name]["moved"] = workers[name].call("moved").result
+                with failed.recorded(name):
+                    results[name]["moved"] = workers[name].call("moved").result
     finally:
         for worker in workers.values():
             worker.close()
@@ -71,6 +61,10 @@ def main() -> None:
         "failed": failed,
     }
     report.write(arguments.out / f"{call}.json", content)
+
+
+def _once(worker: Worker, call: str, seed: int) -> Answer:
+    return worker.call(call, timeout_s=3600.0, **({"seed": seed} if call == "step" else {}))
 
 
 def _arguments() -> argparse.Namespace:
@@ -100,7 +94,7 @@ def _print(arguments: argparse.Namespace, results: dict[str, Any], failed: dict[
     first = results[arguments.systems[0]]["seconds"]
     for name, result in results.items():
         if name in failed:
-            rows.append([name, f"failed: {failed[name]}", "-", f"{result['peak_gb']:.1f}", "-"])
+            rows.append([name, f"failed: {failed[name]}", "-", f"{result.get('peak_gb', 0):.1f}", "-"])
             continue
         share = (
             report.spread(report.ratios(first, result["seconds"]), 2)

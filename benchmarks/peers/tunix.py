@@ -59,7 +59,7 @@ class System:
         self.mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
         self.config = _config(workload)
         # Tunix 0.1.7 ignores the configured rope_theta: its Llama uses the default of 1e6, which changes the output.
-        llama.apply_rope.__defaults__ = (self.config.ropes[0].theta,)
+        llama.apply_rope.__defaults__ = (self.config.rope_theta,)
         with self.mesh:
             self.model = create_model_from_safe_tensors(
                 workload.model, self.config, self.mesh, dtype=jnp.dtype(workload.dtype)
