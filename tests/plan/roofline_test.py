@@ -271,6 +271,8 @@ def test_options_change_the_work():
     assert plain["update"].flops == 3 / 4 * phases["update"].flops
     assert "log-probabilities" not in without(loss=LossConfig(old_logprobs="sampler"))
     assert without(loss=LossConfig(kl_coef=0.1))["log-probabilities"].runs == 3
+    # A selection reads entropies of the weights at the start, so the first of the two updates is scored, too.
+    assert without(loss=LossConfig(select="high_entropy"))["log-probabilities"].runs == 2
     taught = without(teacher=TeacherConfig(source="preset:tiny", rewards=True))
     assert taught["update"] == phases["update"]
     assert taught["log-probabilities"] == phases["log-probabilities"]

@@ -260,6 +260,8 @@ def test_equal_requests_are_sent_once_and_replies_outlive_the_run(settings, tmp_
         assert len(sqlite3.connect(cache).execute("select * from replies").fetchall()) == 3
         graded(settings(server.url), "a", "a")  # without a cache, every request is sent
         assert len(server.seen) == 6
+    with serving(chat("0.25")) as other:  # the same request, sent to another address
+        assert graded(settings(other.url, cache=cache), "a")[0].score == 0.25
 
 
 def test_a_damaged_cache_is_an_error_that_names_it(settings, tmp_path):

@@ -147,3 +147,27 @@ def test_compiled_programs_sample_in_rounds_and_turns_without_compiling(sampler_
                 assert not any(part.finish_reason for part in found), "another seed is needed"
             requests = [request.rest() for request in requests]
     assert [request.drawn for request in requests] == [12, 12]
+
+
+def test_each_evaluation_dataset_and_step_has_random_keys_of_its_own(sampler_of):
+    """The same prompt under two names and after two steps. 16 tokens at a high temperature do not agree by chance."""
+    policy, sampler, weights = sampler_of(4)
+    prompt = Prompt(ordinal=0, tokens=policy.tokenizer.encode("1+1="), text="", answer="")
+    config = EvalConfig(samples_per_prompt=2, temperature=2.0, top_p=1.0)
+
+    def tokens(name, step):
+        found = []
+
+        def kept(sampled):
+            found.extend(
+                tuple(response.tokens.tolist()) for _, responses in sampled for response in responses
+            )
+            return []
+
+        sampler.evaluate(weights, [prompt], kept, config, name=name, step=step)
+        return found
+
+    first = tokens("a", 0)
+    assert len(set(first)) == 2
+    assert tokens("a", 0) == first
+    assert not set(first) & {*tokens("b", 0), *tokens("a", 1)}
