@@ -36,6 +36,12 @@ def pages() -> list[Path]:
     return [page for page in sorted(DOCS.rglob("*.md")) if "<!-- made: " in page.read_text(encoding="utf-8")]
 
 
+def sources() -> list[Path]:
+    """All pages, and the Markdown files outside of `docs` that readers open."""
+    outside = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/README.md", "benchmarks/study/README.md")  # fmt: skip
+    return [*(DOCS.parent / name for name in outside), *sorted(DOCS.rglob("*.md"))]
+
+
 def made(text: str) -> str:
     """The page with every generated part renewed.
 
