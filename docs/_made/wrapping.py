@@ -9,8 +9,8 @@ WIDTH = 180
 ITEM = re.compile(r"(\s*(?:[*+-]|\d+\.|\[\^\w+\]:) +)(?=\S)")
 WHOLE = re.compile(r"\s*(?:\||#|<|\$\$|!\[|:{3}|\[\w+\]:|$)")
 FENCE = re.compile(r"\s*(`{3,}|:{3,})")
-KEPT = re.compile(r"\$[^$`]+\$| (?=(?:[-+*|>#=]|\d+[.)])(?:\s|$))")
-"""Text in which a line must not end: a formula, and the space before a mark that would begin a list or a heading."""
+KEPT = re.compile(r"`[^`]+`|\$[^$`]+\$| (?=(?:[-+*|>#=]|\d+[.)])(?:\s|$))")
+"""Text in which a line must not end: code, a formula, and the space before a mark that would begin a list or a heading."""
 
 
 def wrapped(text: str) -> str:
