@@ -1,13 +1,16 @@
-"""Writes what is made from the library into the pages where it stands: `python docs/renew.py`, after a change of keys or commands."""
+"""Regenerates the parts of pages that come from the library, and wraps the prose of all pages: `python docs/renew.py`, after a change of keys, commands or pages."""
 
-from _made.pages import made, pages
+from _made.pages import made, pages, sources
+from _made.wrapping import wrapped
 
 
 def main() -> None:
-    """Says which pages it changed."""
-    for page in pages():
+    """Prints the pages that it changed."""
+    with_parts = set(pages())
+    for page in sources():
         before = page.read_text(encoding="utf-8")
-        if (after := made(before)) != before:
+        after = wrapped(made(before) if page in with_parts else before)
+        if after != before:
             page.write_text(after, encoding="utf-8")
             print(f"renewed {page}")
 

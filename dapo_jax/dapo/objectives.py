@@ -130,11 +130,11 @@ def dppo_loss(
 ) -> Result:  # fmt: skip
     r"""DPPO (https://arxiv.org/abs/2602.04879): drops tokens by the change of their probability instead of their ratio.
 
-    $$ \ell = -k\, r A + \text{kl}\, u^2, \qquad k = [D \le \delta_\text{high}] \text{ if } A > 0 \text{ else } [-D \le \delta_\text{low}], \qquad D_\text{tv} = p - q,\ D_\text{kl} = \mathrm{sign}(p - q)\, \mathrm{KL}(q \,\Vert\, p) $$
+    $$ \ell = -m\, r A + \text{kl}\, u^2, \qquad m = [D \le \delta_\text{high}] \text{ if } A > 0 \text{ else } [-D \le \delta_\text{low}], \qquad D_\text{tv} = p - q,\ D_\text{kl} = \mathrm{sign}(p - q)\, \mathrm{KL}(q \,\Vert\, p) $$
 
-    KL(q || p) is the divergence between two choices: this token or any other token. The factor k has no gradient.
+    KL(q || p) is the divergence between two choices: this token or any other token. The factor m has no gradient.
     Options: `divergence` (tv or kl), `delta_low` and `delta_high`, the largest fall and rise that are kept, `cap`, with which the first
-    term is $-k\, \mathrm{sg}(\min(r, \text{cap})) A \log p$, and `kl`, the coefficient of the second term, which covers all tokens.
+    term is $-m\, \mathrm{sg}(\min(r, \text{cap})) A \log p$, and `kl`, the coefficient of the second term, which covers all tokens.
     """
     check_choice("divergence", divergence, ("tv", "kl"))
     tokens, live, old, log_ratio, advantages = _cleaned(logprobs, old_logprobs, advantages, mask)
@@ -159,7 +159,7 @@ def vespo_loss(
 ) -> Result:  # fmt: skip
     r"""VESPO (https://arxiv.org/abs/2602.10693): the policy gradient of every token, weighted by a smooth function of the probability ratio of the whole response.
 
-    $$ \ell = -e^{\lambda + k w - \lambda e^w} A \log p, \qquad w = \mathrm{sg}\big(\mathrm{clip}(\textstyle\sum_i u, \log 10^{-8}, 20)\big) $$
+    $$ \ell = -e^{\lambda + k U - \lambda e^U} A \log p, \qquad U = \mathrm{sg}\big(\mathrm{clip}(\textstyle\sum_i u, \log 10^{-8}, 20)\big) $$
 
     Use it with `loss.old_logprobs=sampler`, so that the ratio is to the policy that sampled the response.
     Options: `k_positive` and `lambda_positive` for advantages of 0 or more, `k_negative` and `lambda_negative` for negative advantages.

@@ -1,4 +1,4 @@
-"""The table of algorithms, from their rows and from the docstrings of the functions that compute them."""
+"""The blocks of the page of algorithms, from their keys and from the docstrings of the functions that compute them."""
 
 import inspect
 import re
@@ -11,8 +11,6 @@ from dapo_jax import config
 from dapo_jax.config.algorithms import ALGORITHMS, GROUND, NOT_OFFERED, OTHER_NAMES, ROWS
 from dapo_jax.config.reading import write_yaml
 from dapo_jax.dapo import selections
-from dapo_jax.dapo.advantages import step_advantages
-from dapo_jax.dapo.losses import token_weights
 from dapo_jax.dapo.objectives import OBJECTIVES
 
 ARXIV = "https://arxiv.org/abs/"
@@ -55,10 +53,73 @@ ELSEWHERE = {
     "opd": "[Thinking Machines 2025](https://thinkingmachines.ai/blog/on-policy-distillation/)",
 }
 
+IDEAS = {
+    "dapo": "The clip is wider above 1 than below, the loss is a mean over all tokens, groups without both verdicts are replaced, and responses near the length limit are penalized.",
+    "grpo": "The advantage compares a response with its group. Each response has the same weight, whatever its length.",
+    "dr_grpo": "GRPO without two biases: advantages are not divided by the standard deviation, and a loss is not divided by the length of its own response.",
+    "gspo": "A whole response has one ratio, the geometric mean of its tokens' ratios, and is clipped as a whole. The paper uses it for models with experts, whose token ratios vary more.",
+    "gspo_token": "GSPO with a gradient through each token's own log-probability, so the tokens of a response may have different advantages.",
+    "cispo": "The ratio is a bounded constant weight, and nothing is clipped away, so every token keeps a gradient.",
+    "rloo": "The baseline of a response is the mean reward of the other responses of its group.",
+    "reinforce_plus_plus": "There is no baseline of the group. Rewards are normalized over all tokens of the step.",
+    "reinforce_plus_plus_baseline": "The group's mean is subtracted, and the differences are normalized over all tokens of the step.",
+    "gmpo": "A response counts with the geometric mean of its clipped ratios, which one large ratio affects less than a sum.",
+    "sapo": "A sigmoid of the ratio replaces the clip, so the gradient falls smoothly as the ratio moves away from 1.",
+    "dppo": "A token is dropped if its probability has changed too much since it was sampled. A ratio would drop unlikely tokens after tiny changes.",
+    "prime": "DPPO with a squared log-ratio as an additional term, as in prime-rl.",
+    "vespo": "Responses that were sampled with older weights count with a smooth function of the ratio of the whole response.",
+    "luspo": "GSPO with a sum over the tokens of a response instead of a mean, so a long response keeps its weight.",
+    "lite_ppo": "The baseline is the mean of the group, and the scale is the standard deviation over the whole step.",
+    "scale_rl": "The loss of CISPO with a mean over prompts, and advantages that are scaled over the whole step.",
+    "opo": "The baseline weights the rewards of a group by length, which the paper derives as the choice with the least variance.",
+    "max_rl": "Advantages are divided by the group's mean reward, so rare correct responses count more.",
+    "pass_at_k": "The policy is trained for the best of k responses, which rewards different attempts.",
+    "gdpo": "Each of several graders is normalized within the group before they are added, so no grader dominates by its scale.",
+    "reinforce": "The policy gradient, weighted by the ratio to the sampler's policy, which is capped.",
+    "gpg": "The policy gradient without any ratio.",
+    "dro": "A quadratic penalty on the log-ratio replaces the clip.",
+    "topr": "Good responses are always learned. Other responses are weighted by their ratio, which is at most 1.",
+    "deepseek_v3_2": "GRPO with a KL penalty to the reference policy, which excludes bad responses that the policy has moved away from.",
+    "high_entropy": "DAPO on the fifth of the tokens with the highest entropy, where the policy decides between ways to continue.",
+    "clip_cov": "Excludes a few of the tokens that lower entropy most, whose advantage and log-probability deviate together from their means.",
+    "kl_cov": "Penalizes the log-ratio of the tokens that lower entropy most, instead of a clip.",
+    "m2po": "For stale tokens: tokens with the largest log-ratios are excluded until the mean square of the rest is below a limit.",
+    "gfpo": "More responses are sampled than trained on. Only the shortest of each group are kept, so responses become shorter.",
+    "opd": "A teacher model scores the tokens that the policy sampled. There are no rewards, and each token has its own advantage.",
+}
+"""What is special about each algorithm."""
+NEXT = r", \qquad "
+CLIP = r"\ell = -\min\big(r A, \mathrm{clip}(r, 1-\epsilon_\text{low}, 1+\epsilon_\text{high}) A\big)"
+WEIGHTS = {
+    "token_mean": r"\frac{1}{N}",
+    "prompt_mean": r"\frac{1}{K\, N_\text{group}}",
+    "sequence_mean": r"\frac{1}{M\, n}",
+    "token_sum_norm": r"\frac{1}{M\, n_\text{max}}",
+    "sequence_sum": r"\frac{1}{M}",
+}
+"""`loss.aggregation` -> the weight of a token; `token_weights` has the same table in words."""
+BASELINES = {
+    "group_mean": r"R - \mathrm{mean}(R)",
+    "leave_one_out": r"R - \mathrm{mean}(R \text{ of the other responses})",
+    "length_weighted": r"R - \frac{\sum n R}{\sum n}",
+    "none": "R",
+}
+"""`advantage.baseline` -> x; `step_advantages` has the same table in words, and the next one."""
+SCALES = {
+    "group_std": r"\frac{x}{\mathrm{std}(R) + 10^{-6}}",
+    "group_mean": r"\frac{x}{\mathrm{mean}(R) + 10^{-6}} \text{ if } \mathrm{mean}(R) > 0 \text{ else } 0",
+    "batch_std": r"\frac{x}{\mathrm{std}_\text{step}(R) + 10^{-6}}",
+    "whiten_tokens": r"\frac{x - \mathrm{mean}_\text{step}(x)}{\sqrt{\mathrm{var}_\text{step}(x) + 10^{-8}}} \text{ over all tokens}",
+    "whiten_responses": r"\frac{x - \mathrm{mean}_\text{step}(x)}{\sqrt{\mathrm{var}_\text{step}(x) + 10^{-8}}} \text{ over all responses}",
+}
+"""`advantage.scale` -> A; with `none`, A is x."""
+APART = r"x = \sum_\text{graders} \text{weight} \cdot \frac{R - \mathrm{mean}(R)}{\mathrm{std}(R) + 10^{-6}}"
+TEACHER = r"A = \text{coef}\, (\log p_\text{teacher} - \log q)"
+
 
 def markdown() -> str:
-    """All algorithms, each with its keys, its formulas and its papers."""
-    return table(["`algorithm`", "keys", "formula", "source"], map(_row, ROWS))
+    """A block for each algorithm: its idea, its formulas in the notation of the page, its keys and its papers."""
+    return "\n".join(map(_block, ROWS))
 
 
 def ground() -> str:
@@ -71,57 +132,56 @@ def not_offered() -> str:
     return table(["name", "why, and what to use"], [[f"`{name}`", why] for name, why in NOT_OFFERED.items()])
 
 
-def _row(name: str) -> list[str]:
+def _block(name: str) -> str:
     also = [other for other, known in OTHER_NAMES.items() if known == name]
     written = [f"`{key}={_written(value)}`" for key, value in ROWS[name].items() if GROUND.get(key) != value]
     papers = [f"[{number}]({ARXIV}{number})" for number in PAPERS.get(name, [])]
-    return [
-        f"`{name}`" + (f" (also `{'`, `'.join(also)}`)" if also else ""),
-        ", ".join(written),
-        "; ".join(formulas(name)),
-        ", ".join(filter(None, [ELSEWHERE.get(name, ""), *papers])),
+    lines = [
+        f"### `{name}`",
+        IDEAS[name],
+        f"$$ {NEXT.join(formulas(name))} $$",
+        *(f"{sentence}." for sentence in rules(name)),
+        f"Keys: {', '.join(written)}." + (f" Other names: `{'`, `'.join(also)}`." if also else ""),
+        f"Paper: {', '.join(filter(None, [ELSEWHERE.get(name, ''), *papers]))}.",
     ]
+    return "\n\n".join(lines) + "\n"
 
 
 def formulas(name: str) -> Iterator[str]:
-    """What an algorithm computes otherwise than plain clipping; for `dapo`, the clipped loss itself."""
-    row, loss, advantage = ALGORITHMS[name], config.LossConfig, config.AdvantageConfig
-    if row["loss.objective"] != "clip" or name == "dapo":
-        yield _formula(OBJECTIVES[row["loss.objective"]])
+    """The loss of a token, its weight in the sum, and the advantage; and the condition for a token to be in the loss, if there is one."""
+    row = ALGORITHMS[name]
+    yield CLIP if row["loss.objective"] == "clip" else _formula(OBJECTIVES[row["loss.objective"]])
+    yield f"w = {WEIGHTS[row['loss.aggregation']]}"
+    if name == "opd":
+        yield TEACHER
+    else:
+        x = BASELINES[row["advantage.baseline"]]
+        scale = SCALES.get(row["advantage.scale"])
+        first = APART if row["advantage.rewards"] == "apart" else f"x = {x}"
+        yield f"{first}{NEXT}A = {scale}" if scale else f"A = {x}"
     if row["loss.select"] != "all":
-        yield _formula(getattr(selections, row["loss.select"]))
-    if row["loss.aggregation"] != GROUND["loss.aggregation"]:
-        yield f"weight of a token: {_cell(token_weights, row['loss.aggregation'])}"
+        selected = "selected" if row["loss.objective"] == "kl_cov" else "in the loss"
+        yield rf"\text{{{selected}: }} {_formula(getattr(selections, row['loss.select']))}"
+
+
+def rules(name: str) -> Iterator[str]:
+    """The first sentence about each key that no formula shows."""
+    row, loss, advantage = ALGORITHMS[name], config.LossConfig, config.AdvantageConfig
+    if row["loss.kl_coef"]:
+        yield "A KL penalty against the reference policy is added (`loss.kl_coef`)"
     if row["loss.drop_off_policy"] is not None:
         yield _first(loss, "drop_off_policy")
-    if row["advantage.rewards"] != "summed":
-        yield _first(advantage, "rewards", "apart")
     if row["advantage.best_of"] > 1:
         yield _first(advantage, "best_of")
     if row["batch.keep"]:
         yield _first(config.BatchConfig, "keep", sentences=2)
-    if name == "opd":
-        yield (inspect.getdoc(config.TeacherConfig) or "").removesuffix(".")
-    elif any(row[key] != GROUND[key] for key in ("advantage.baseline", "advantage.scale")):
-        x = _cell(step_advantages, row["advantage.baseline"])
-        scale = row["advantage.scale"].replace("responses", "tokens")
-        scaled = _cell(step_advantages, scale, last=True)
-        if scale != row["advantage.scale"]:
-            scaled = scaled.replace("tokens in the loss", "responses")
-        yield f"A = {x}" if scaled == "x" else f"x = {x}, A = {scaled}"
 
 
 def _formula(function: Callable[..., Any]) -> str:
     """The first formula in the docstring."""
     found = re.search(r"\$\$(.*?)\$\$", inspect.getdoc(function) or "", re.DOTALL)
     assert found, f"{function} has no formula"
-    return f"${' '.join(found[1].split())}$"
-
-
-def _cell(function: Callable[..., Any], name: str, *, last: bool = False) -> str:
-    """The second cell of the row `name` in a table of the docstring: the first such row, or the last."""
-    rows = re.findall(rf"^\| `{name}` \| (.*?) \|", inspect.getdoc(function) or "", re.MULTILINE)
-    return rows[-1 if last else 0].removesuffix(".")
+    return " ".join(found[1].split())
 
 
 def _first(section: type, key: str, value: str = "", sentences: int = 1) -> str:

@@ -1,4 +1,4 @@
-"""The page of algorithms has each name, and formulas that browsers can show."""
+"""The page of algorithms has a block for each name, with formulas that browsers can show."""
 
 import re
 
@@ -8,29 +8,49 @@ from _made.formulas import plain
 from docutils.utils.math import latex2mathml
 
 from dapo_jax.config.algorithms import ALGORITHMS, GROUND, NOT_OFFERED, OTHER_NAMES
+from dapo_jax.dapo.advantages import BASELINES, SCALES
+from dapo_jax.dapo.losses import AGGREGATIONS
 from tests.docs.blocks import ROOT
 
 PAGE = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
-ROWS = {
-    row.split("`")[1]: re.split(r"(?<!\\)\|", row)[1:-1] for row in algorithms.markdown().splitlines()[2:]
-}
+_, *FOUND = re.split(r"^### `(\w+)`\n", algorithms.markdown(), flags=re.MULTILINE)
+BLOCKS = dict(zip(FOUND[::2], FOUND[1::2], strict=True))
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_an_algorithm_has_its_keys_and_a_source_and_a_formula(name):
-    _, keys, formula, source = ROWS[name]
+def test_an_algorithm_has_its_idea_and_its_keys_and_a_source(name):
+    idea, *rest = BLOCKS[name].strip().split("\n\n")
+    keys = next(line for line in rest if line.startswith("Keys: "))
     different = {key for key, value in ALGORITHMS[name].items() if GROUND.get(key) != value}
     assert {each.partition("=")[0] for each in re.findall(r"`([^`]+)`", keys)} >= different - {
         "teacher.rewards"
     }
-    assert "](https://" in source
-    assert formula.strip()
+    assert "](https://" in rest[-1]
+    assert idea.endswith(".")
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_formula_can_be_shown(name):
-    for formula in re.findall(r"\$([^$]+)\$", ROWS[name][2]):
-        latex2mathml.tex2mathml(plain(formula.replace(r"\|", "|"), block=False))
+def test_a_formula_has_loss_weight_and_advantage_and_can_be_shown(name):
+    [formula] = re.findall(r"\$\$ (.+) \$\$", BLOCKS[name])
+    latex2mathml.tex2mathml(plain(formula, block=True), as_block=True)
+    for symbol in (r"\ell", "w", "A"):
+        assert f"{symbol} = " in formula
+
+
+def test_every_weight_baseline_and_scale_has_a_formula():
+    assert algorithms.WEIGHTS.keys() == set(AGGREGATIONS)
+    assert algorithms.BASELINES.keys() == set(BASELINES)
+    assert algorithms.SCALES.keys() == set(SCALES) - {"none"}
+
+
+def test_the_symbols_in_the_formulas_are_in_the_list():
+    listed = PAGE.split("\n## Symbols\n")[1].split("\n## ")[0]
+    formulas = " ".join(re.findall(r"\$\$ (.+) \$\$", algorithms.markdown()))
+    bare = re.sub(r"\\[a-zA-Z]+", " ", re.sub(r"\\(?:text|mathrm)\{[^}]*\}", " ", formulas))
+    defined_there = set("mDUt")  # each is followed by `=` or a set in the same formula
+    symbols = set(re.findall(r"\b[a-zA-Z]\b", bare)) - defined_there - {"e", "i"}
+    assert len(symbols) > 10
+    assert {one for one in symbols if not re.search(rf"\b{one}(?:\b|_)", listed)} == set()
 
 
 def test_the_page_has_all_names_and_all_common_keys():

@@ -1,8 +1,9 @@
 """The generated parts of pages are up to date, so a checkout has the same text as the site."""
 
 import pytest
-from _made.pages import DOCS, MAKERS, drawn, made, pages
+from _made.pages import DOCS, MAKERS, drawn, included, made, pages, sources
 from _made.tables import table
+from _made.wrapping import wrapped
 
 from dapo_jax.data.builders.arithmetic import response_text
 
@@ -11,6 +12,22 @@ from dapo_jax.data.builders.arithmetic import response_text
 def test_the_generated_parts_of_a_page_are_up_to_date(page):
     text = page.read_text(encoding="utf-8")
     assert text == made(text), f"{page.name} is not up to date: run `python docs/renew.py`"
+
+
+@pytest.mark.parametrize("page", sources(), ids=lambda page: f"{page.parent.name}/{page.name}")
+def test_the_prose_of_a_page_has_one_width(page):
+    text = page.read_text(encoding="utf-8")
+    assert text == wrapped(text), f"{page.name} has lines of another width: run `python docs/renew.py`"
+
+
+def test_wrapping_keeps_code_and_lists_and_never_begins_a_line_with_a_mark():
+    """18 words of 9 letters, with 17 spaces, fill 179 of 180 columns. A mark after them would begin the next line, so the last word goes with it."""
+    word = "ninechars "
+    assert wrapped(f"{word * 20}\n") == f"{word * 18}".rstrip() + f"\n{word * 2}".rstrip() + "\n"
+    kept = "```sh\n" + "long " * 50 + "\n```\n\n    " + "code " * 50 + "\n\n| " + "cell " * 50 + "|\n"
+    assert wrapped(kept) == kept
+    assert wrapped(f"* {word * 20}\n").splitlines()[1] == f"  {word * 3}".rstrip()
+    assert wrapped(f"{word * 18}- a\n") == f"{word * 17}".rstrip() + f"\n{word}- a\n"
 
 
 def test_a_part_is_generated_again_and_the_text_around_it_stays():
@@ -36,6 +53,19 @@ def test_special_characters_in_cells_are_escaped():
     assert table(["key", "meaning"], rows) == (
         "| key | meaning |\n|---|---|\n| `a\\|<b>` | one \\<r> two \\|x\\| |\n"
     )
+
+
+def test_links_to_a_file_outside_docs_lead_to_the_page_that_includes_it():
+    page = DOCS / "results" / "trl" / "README.md"
+    text = "[a](../../../benchmarks/README.md#b) [c](../index.md) [d](https://e.f/g.md)"
+    assert included(text, page) == "[a](../benchmarks.md#b) [c](../index.md) [d](https://e.f/g.md)"
+
+
+def test_links_in_an_included_file_start_at_its_page():
+    page = DOCS / "results" / "benchmarks.md"
+    shown = included(page.read_text(encoding="utf-8"), page)
+    assert "[study/](study_design.md)" in shown  # in benchmarks/README.md: study/README.md
+    assert "](../nvidia_gpus.md#" in shown  # ../docs/nvidia_gpus.md
 
 
 def test_a_drawing_is_embedded_in_the_page():

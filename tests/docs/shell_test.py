@@ -18,6 +18,7 @@ from tests.docs.blocks import PAGES, ROOT, blocks, shell_lines
 STANDS_FOR = {
     "CONFIG": "configs/quickstart.yaml",
     "my.yaml": "configs/quickstart.yaml",
+    "runs/quickstart/config.yaml": "configs/quickstart.yaml",
     "MODEL": "shipped:quickstart",
     "ROLLOUTS": "kept",
 }
@@ -138,7 +139,7 @@ def test_the_commands_for_a_first_day_run_one_after_the_other(tmp_path, capsys):
             status = cli.main([*words, *AT_A_SMALLER_SIZE.get(words[0], [])])
             assert status == 0, f"{line}: {capsys.readouterr().err}"
             ran.append(words[0])
-    assert {"train", "sample", "eval", "convert", "score"} == set(ran)
+    assert {"train", "report", "sample", "eval", "convert", "score"} == set(ran)
 
 
 def is_a_command(program, words):

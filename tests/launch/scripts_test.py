@@ -1,4 +1,4 @@
-"""The launch scripts pass shellcheck, and the commands of docs/pod.md work as written."""
+"""The launch scripts pass shellcheck, and the commands of docs/launch.md work as written."""
 
 import re
 import shutil
@@ -10,7 +10,7 @@ import pytest
 from tests.launch.clients import ROOT, shellcheck
 
 SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), *ROOT.glob("launch/*.sbatch"), ROOT / ".ci" / "run"])
-HEAD, *SECTIONS = (ROOT / "docs" / "pod.md").read_text().split("\n## ")
+HEAD, *SECTIONS = (ROOT / "docs" / "launch.md").read_text().split("\n## ")
 PAGE = {text.partition("\n")[0]: text for text in SECTIONS}
 STARTS = [PAGE["Cloud TPU VMs"], PAGE["GKE"], PAGE["Slurm"]]
 """The sections that start runs with the scripts."""

@@ -51,7 +51,7 @@ FLAGS = {
     "srun": "ntasks-per-node= cpu-bind= kill-on-bad-exit= wait=",
     "sbatch": "nodes= gpus-per-node= time= job-name= output= open-mode= signal= ntasks-per-node= exclusive requeue",
 }
-"""Flags that the scripts and docs/pod.md use: `=` has a value, `!` is required. All are in the help of Google Cloud SDK 528, XPK 1.16,
+"""Flags that the scripts and docs/launch.md use: `=` has a value, `!` is required. All are in the help of Google Cloud SDK 528, XPK 1.16,
 kubectl 1.32 and the manual pages of Slurm."""
 
 
