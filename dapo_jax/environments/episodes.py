@@ -33,6 +33,7 @@ from dapo_jax.environments.rendering import Rendering
 from dapo_jax.rewards.async_calls import ENDING_S, EventLoop
 from dapo_jax.rewards.functions import RewardError
 from dapo_jax.rewards.sample import Sample, copied, read_only
+from dapo_jax.text.tokenizers import marked_text
 
 _Value = TypeVar("_Value")
 
@@ -238,10 +239,13 @@ class Episodes(AbstractContextManager["Episodes"]):
         self._on_close()
 
     def _turn(self, turn: DrawnTurn, number: int) -> Turn:
+        tokenizer, text = self._rendering.tokenizer, self._text_of(turn.tokens)
+        after = tokenizer.decode(turn.tokens)[len(text) :]  # the stop string
         return Turn(
             tokens=read_only(turn.tokens),
             logprobs=read_only(turn.logprobs),
-            text=self._text_of(turn.tokens),
+            text=text,
+            marked_text=marked_text(tokenizer, turn.tokens).removesuffix(after),
             finish_reason=turn.finish_reason,
             number=number,
         )

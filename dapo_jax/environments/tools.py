@@ -95,7 +95,7 @@ class ToolEpisode:
 
     async def step(self, turn: Turn) -> Step:
         """Returns the results of the turn's calls. If there are no calls, grades the answer and ends the episode."""
-        found = tool_calls(turn.text)
+        found = tool_calls(turn.marked_text or turn.text, self.tools.schemas)
         if not found:
             ended = await self.finish(turn)
             metrics = {**self.metrics(), **ended.metrics}
@@ -105,7 +105,8 @@ class ToolEpisode:
             text, is_error = await self.tools.result(call)
             self.calls, self.errors = self.calls + 1, self.errors + is_error
             named = {"name": call.name} if isinstance(call, ToolCall) and not is_error else {}
-            messages.append({"role": "tool", **named, "content": text})
+            numbered = {"tool_call_id": call.id} if isinstance(call, ToolCall) and call.id else {}
+            messages.append({"role": "tool", **named, "content": text, **numbered})
         return Step(append=messages, metrics=self.metrics())
 
     async def finish(self, turn: Turn) -> Step:

@@ -2,8 +2,7 @@
 
 Rules for settings that are ambiguous or differ between files:
 
-* The end token is `eos_token` from tokenizer_config.json, because instruction-tuned models end a turn with it. All other
-  end tokens in generation_config.json and config.json end a response too.
+* `eos_id` is `eos_token` from tokenizer_config.json. All other end tokens in generation_config.json and config.json end a response too.
 * A plain-text prompt begins with the beginning-of-text token if tokenizer.json's post-processor adds this token, as in Llama 3.
   As in transformers 5, `add_bos_token` in tokenizer_config.json is ignored. The token is never added twice.
 * Special tokens that are spelled out in a text are encoded as special tokens, because chat templates output them as text.
@@ -12,6 +11,7 @@ Rules for settings that are ambiguous or differ between files:
 import json
 import os
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, cached_property
@@ -25,6 +25,7 @@ from dapo_jax.storage import files_of, path_of, write_whole
 from dapo_jax.text.chat import ChatTemplate, template_of
 from dapo_jax.text.plain_json import read_object
 from dapo_jax.text.special_tokens import Guards
+from dapo_jax.text.stop_strings import stop_ids
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "special_tokens_map.json"
@@ -34,6 +35,8 @@ TOKENIZER_FILES = (
 _TOKENIZER, _CONFIG, _GENERATION, _TEMPLATE, _SPECIAL_TOKENS = TOKENIZER_FILES
 _OWN_IDS = ("eos_token_id", "pad_token_id")
 """Keys that `token_ids` omits, because `stop_ids` and `pad_id` store these ids."""
+_MISTRAL = ("mistral", "mistral3", "ministral", "pixtral", "voxtral")
+"""Values of model_type for which transformers checks the expression that splits texts."""
 _LARGEST_ID = 2**31 - 1
 """The largest valid id, since ids are signed 32-bit integers."""
 
@@ -74,14 +77,12 @@ class HuggingFaceTokenizer:
             text = value.get("content") if isinstance(value, Mapping) else value  # objects: older files
             if key.endswith("_token") and isinstance(text, str) and text:
                 self._special_tokens[key] = text
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        """The largest token id plus one. Models often have more embedding rows; see `check_vocabulary`."""
         self.token_ids = self._named_ids(generation, model)
         """Ids of special tokens other than end and padding tokens, by their keys in config.json, such as `bos_token_id`."""
         self.stop_ids = self._end_tokens(generation, model)
         """Ids of all end tokens that the folder's files define, with `eos_id` first."""
         self.eos_id = self.stop_ids[0]
-        """Id of the end token that is appended to supervised responses."""
+        """Id of the token that ends a plain text. `stop_strings.turn_end` ends an answer in a conversation."""
         padding = self._ids_of("pad", generation, model)
         self.pad_id = next((token for token in padding if 0 <= token <= _LARGEST_ID), self.eos_id)
         """Id of the padding token, or of the end token if the folder does not define a padding token."""
@@ -99,6 +100,21 @@ class HuggingFaceTokenizer:
         """The methods of a `Guards` object for all added tokens of this tokenizer."""
         self.chat_template = self._template(config.get("chat_template"))
         """The folder's chat template, or None. If the folder has several templates, the template named `default` is used."""
+        source = "" if self.chat_template is None else self.chat_template.source
+        named = {text for key, text in self._special_tokens.items() if key in source}
+        unused = self._special_ids - {*self.stop_ids, self.pad_id, *self._beginning}
+        unused = {i for i in unused if self._added[i] not in source and self._added[i] not in named}
+        rows, ids = model.get("vocab_size"), self._tokenizer.get_vocab(with_added_tokens=True).values()
+        self.vocab_size = 1 + max((i for i in ids if rows is None or i < rows or i not in unused), default=-1)
+        """The largest token id plus one, without special tokens that have no embedding row and that neither a prompt nor a response needs."""
+        split, version = described.get("pre_tokenizer"), str(model.get("transformers_version") or 4)
+        old = model.get("model_type") in _MISTRAL and len(ids) > 100_000 and version < "5"
+        if old and split and "p{Lu}" not in str(split):  # Mistral's expression distinguishes upper case
+            warnings.warn(
+                f"{place}/{_TOKENIZER} splits texts with another expression than Mistral's tokenizer, so some texts become other tokens; mend "
+                "it with transformers: AutoTokenizer.from_pretrained(FOLDER, fix_mistral_regex=True).save_pretrained(FOLDER)",
+                stacklevel=2,
+            )
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> "HuggingFaceTokenizer":
@@ -115,11 +131,13 @@ class HuggingFaceTokenizer:
         return cls(files, model=model, place=str(path))
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes the tokenizer's files unchanged. If they do not include generation_config.json, adds this file with all end tokens."""
+        """Writes the tokenizer's files. They are unchanged, except that generation_config.json also lists the end token of the chat template."""
         place = path_of(folder)
         place.mkdir(parents=True, exist_ok=True)
-        named = {**self.token_ids, "eos_token_id": list(self.stop_ids), "pad_token_id": self.pad_id}
-        files = {_GENERATION: (json.dumps(named, indent=2) + "\n").encode(), **self.files}
+        ends, own = list(stop_ids(self)), self._json(_GENERATION)
+        named = {**self.token_ids, "pad_token_id": self.pad_id, **own, "eos_token_id": ends}
+        written = {_GENERATION: (json.dumps(named, indent=2) + "\n").encode()}
+        files = written | self.files if set(ends) == set(self.stop_ids) else self.files | written
         for name, content in files.items():
             write_whole(place / name, content)
 
@@ -138,7 +156,12 @@ class HuggingFaceTokenizer:
     def _encoded(self, library: tokenizers.Tokenizer, text: str) -> Int32[np.ndarray, " tokens"]:
         text.encode("utf-8")  # raises an error with the position of a lone surrogate
         with self._library("cannot encode this text with"):
-            return np.array(library.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+            ids = np.array(library.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+        if (largest := ids.max(initial=0)) >= self.vocab_size:
+            raise ValueError(
+                f"a text contains {self._added.get(int(largest))!r}, whose id {largest} is outside the model's vocabulary of {self.vocab_size}"
+            )
+        return ids
 
     @cached_property
     def _plain(self) -> tokenizers.Tokenizer:
@@ -175,6 +198,13 @@ class HuggingFaceTokenizer:
         """
         with self._library("cannot decode these ids with"):
             return self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+
+    def marked_text(self, ids: Int[np.ndarray, " tokens"]) -> str:
+        """See `dapo_jax.text.tokenizers.marked_text`."""
+        while len(ids) and int(ids[-1]) in self._special_ids:
+            ids = ids[:-1]
+        with self._library("cannot decode these ids with"):
+            return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
     def token_bytes(self, token: int) -> bytes | None:
         """See `dapo_jax.text.tokenizers.token_bytes`."""

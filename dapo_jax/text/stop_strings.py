@@ -1,11 +1,17 @@
 """Stop ids and stop strings, which end a response in addition to the model's end token."""
 
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import date
+from functools import lru_cache
 
 import numpy as np
 from jaxtyping import Int
 
+from dapo_jax.text.special_tokens import FIRST_GUARD
 from dapo_jax.text.tokenizers import Tokenizer
+
+_ANSWER = f"{FIRST_GUARD}answer{FIRST_GUARD}"
 
 _ALIGNMENTS = 4
 """Maximum number of bytes in a UTF-8 character. Among this many consecutive bytes, at least one begins a character."""
@@ -97,8 +103,25 @@ class StopStrings:
         return self._has_text[token]
 
 
-def stop_ids(tokenizer: Tokenizer, extra: Sequence[int]) -> tuple[int, ...]:
-    """Returns all ids that end a response, without duplicates: first the tokenizer's ids, beginning with `eos_id`, and then `extra`.
+@lru_cache(maxsize=8)
+def turn_end(tokenizer: Tokenizer) -> int:
+    """Returns the id with which the chat template ends an answer, such as Gemma's `<end_of_turn>`. Without such a token, returns `eos_id`."""
+    said, asked = {"role": "assistant", "content": _ANSWER}, {"role": "user", "content": "?"}
+    firsts = []
+    for messages in ([asked, said], [asked, said, asked]) if tokenizer.chat_template else ():
+        with suppress(ValueError):  # the template refuses the messages
+            text = tokenizer.chat_template.render(messages, today=date(2024, 7, 26))
+            after = text.rpartition(_ANSWER)[2].lstrip() if _ANSWER in text else ""
+            first, plain = tokenizer.encode(after)[:1].tolist(), tokenizer.encode_plain(after)[:1].tolist()
+            firsts.append(first[0] if first != plain else None)
+    # If the answers of a template have no end token, the tokens after them begin the next turn, which depend on its role. GLM's models end an
+    # answer with such a token, which their files define as an end token.
+    is_end = len(firsts) == 2 and (firsts[0] == firsts[1] or firsts[1] in tokenizer.stop_ids)
+    return firsts[1] if is_end and firsts[1] is not None else tokenizer.eos_id
+
+
+def stop_ids(tokenizer: Tokenizer, extra: Sequence[int] = ()) -> tuple[int, ...]:
+    """Returns all ids that end a response, without duplicates: the tokenizer's ids, beginning with `eos_id`, then `turn_end`, and then `extra`.
 
     Raises:
         ValueError: an id is not in the tokenizer's vocabulary.
@@ -109,4 +132,4 @@ def stop_ids(tokenizer: Tokenizer, extra: Sequence[int]) -> tuple[int, ...]:
             f"sampling.stop_token_ids: {outside[0]} is not in the tokenizer's vocabulary of {tokenizer.vocab_size} ids, "
             f"0 to {tokenizer.vocab_size - 1}"
         )
-    return tuple(dict.fromkeys((*tokenizer.stop_ids, *extra)))
+    return tuple(dict.fromkeys((*tokenizer.stop_ids, turn_end(tokenizer), *extra)))

@@ -1,6 +1,6 @@
 """The `Tokenizer` protocol, two tokenizers that need no training, and functions that load and save tokenizers.
 
-`encode` adds no special tokens and `decode` omits them, so callers append `eos_id` themselves. In the two tokenizers here,
+`encode` adds no special tokens and `decode` omits them, so callers append end tokens themselves. In the two tokenizers here,
 ids 0 and 1 are the padding token and the end token. `dapo_jax.text.huggingface` loads the tokenizers of pretrained models.
 """
 
@@ -39,11 +39,11 @@ class Tokenizer(Protocol):
 
     @property
     def eos_id(self) -> int:
-        """The id of the end token, which ends sampled responses and is appended to supervised responses."""
+        """The id of the token that ends a plain text, such as a supervised response to a plain prompt."""
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """All ids that end a response when sampled, with `eos_id` first."""
+        """All end tokens that the tokenizer's files define, with `eos_id` first. `stop_strings.stop_ids` returns all ids that end a response."""
 
     @property
     def chat_template(self) -> ChatTemplate | None:
@@ -222,6 +222,11 @@ def token_bytes(tokenizer: Tokenizer, token: int) -> bytes | None:
     """
     own = getattr(tokenizer, "token_bytes", None)
     return None if own is None else own(token)
+
+
+def marked_text(tokenizer: Tokenizer, ids: Int[np.ndarray, " tokens"]) -> str:
+    """Returns the text of `ids` with its special tokens, except those at the end. Tokenizers without special tokens in texts use `decode`."""
+    return getattr(tokenizer, "marked_text", tokenizer.decode)(ids)
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
