@@ -209,8 +209,8 @@ class PromptStream:
 class PairSource:
     """An endless sequence of supervised pairs for a warm start, with random access: `source[i]` for any i >= 0.
 
-    Pair i has the prompt at ordinal i, and one demonstration from the same row, followed by the token that ends a turn of a conversation or a plain
-    text. A row's demonstrations are its `responses`, or its single `response`. Which demonstration is chosen depends only on (seed, i).
+    Pair i has the prompt at ordinal i, and one demonstration from the same row. It ends with `turn_end` if the prompt is a conversation,
+    otherwise with `eos_id`. A row's demonstrations are its `responses`, or its single `response`. Only (seed, i) decides which one is chosen.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class PairSource:
         place = place_of(prompt.row, self._prompts.row_index(i))
         choices = _demonstrations(prompt.row, place)
         text = choices[int(np.random.default_rng([self._seed, i]).integers(len(choices)))]
-        is_turn = self._prompts.prompt_format.is_conversation(prompt.row["prompt"])
+        is_turn = self._prompts.prompt_format.data.chat or not isinstance(prompt.row["prompt"], str)
         end = turn_end(self._tokenizer) if is_turn else self._tokenizer.eos_id
         try:
             response = np.append(self._tokenizer.encode(text), np.int32(end))

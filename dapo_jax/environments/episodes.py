@@ -33,7 +33,6 @@ from dapo_jax.environments.rendering import Rendering
 from dapo_jax.rewards.async_calls import ENDING_S, EventLoop
 from dapo_jax.rewards.functions import RewardError
 from dapo_jax.rewards.sample import Sample, copied, read_only
-from dapo_jax.text.tokenizers import marked_text
 
 _Value = TypeVar("_Value")
 
@@ -240,12 +239,12 @@ class Episodes(AbstractContextManager["Episodes"]):
 
     def _turn(self, turn: DrawnTurn, number: int) -> Turn:
         tokenizer, text = self._rendering.tokenizer, self._text_of(turn.tokens)
-        after = tokenizer.decode(turn.tokens)[len(text) :]  # the stop string
+        marked = getattr(tokenizer, "marked_text", tokenizer.decode)(turn.tokens)
         return Turn(
             tokens=read_only(turn.tokens),
             logprobs=read_only(turn.logprobs),
             text=text,
-            marked_text=marked_text(tokenizer, turn.tokens).removesuffix(after),
+            marked_text=marked.removesuffix(tokenizer.decode(turn.tokens)[len(text) :]),  # no stop string
             finish_reason=turn.finish_reason,
             number=number,
         )

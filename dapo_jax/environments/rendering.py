@@ -116,11 +116,8 @@ class Rendering:
     ) -> Int[np.ndarray, " new"]:
         template, guard = self._template(), Guarding(self.tokenizer)
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-        # Mistral's templates require ids of nine characters.
-        numbered = [
-            {"tool_call_id": f"{at:09d}", **each} for at, each in enumerate(canonical_messages(messages))
-        ]
-        whole = [*before, *map(guard.message, numbered)]
+        mistral = {"tool_call_id": "0" * 9}  # its templates require an id of nine characters
+        whole = [*before, *({**mistral, **guard.message(each)} for each in canonical_messages(messages))]
         rendered = template.render(whole, self.template_kwargs, today=self.today)
         _, found, new = rendered.rpartition(_ANSWER)
         if not found:

@@ -105,8 +105,7 @@ class ToolEpisode:
             text, is_error = await self.tools.result(call)
             self.calls, self.errors = self.calls + 1, self.errors + is_error
             named = {"name": call.name} if isinstance(call, ToolCall) and not is_error else {}
-            numbered = {"tool_call_id": call.id} if isinstance(call, ToolCall) and call.id else {}
-            messages.append({"role": "tool", **named, "content": text, **numbered})
+            messages.append({"role": "tool", **named, "content": text})
         return Step(append=messages, metrics=self.metrics())
 
     async def finish(self, turn: Turn) -> Step:

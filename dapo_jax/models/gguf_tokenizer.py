@@ -16,19 +16,9 @@ _SPLITS: dict[str, str | None] = {"smollm": None, "llama-bpe": _WORDS % "{1,3}",
 _ORDINARY, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 """Values of tokenizer.ggml.token_type."""
 
-_ENDS = frozenset(
-    [
-        "<eos>",
-        "<end_of_turn>",
-        "<|im_end|>",
-        "<|end|>",
-        "<|endoftext|>",
-        "<|end_of_text|>",
-        "<|eot_id|>",
-        "<|eom_id|>",
-        "<EOT>",
-    ]
-)
+_ENDS = (
+    "<eos>", "<end_of_turn>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<EOT>"
+)  # fmt: skip
 """Tokens that end a response, as in llama.cpp, whatever their type. A file contains the ids of only a few of them."""
 
 
@@ -44,11 +34,10 @@ def tokenizer_files(metadata: Mapping[str, Any], where: object) -> dict[str, str
     special = {name: metadata[key] for name, key in keys.items() if key in metadata}
     if outside := {name: number for name, number in special.items() if not 0 <= number < len(tokens)}:
         raise ValueError(f"{where}: special tokens {outside} are outside the vocabulary of {len(tokens)}")
-    # The default of llama.cpp
-    adds = (
-        metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") == "llama-bpe"
-    )
-    adds = metadata.get("tokenizer.ggml.add_bos_token", adds)
+    kinds = (metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre"))
+    adds = metadata.get(
+        "tokenizer.ggml.add_bos_token", "llama" in kinds or "llama-bpe" in kinds
+    )  # as in llama.cpp
     config = {f"{name}_token": tokens[number] for name, number in special.items()} | {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "add_bos_token": bool(adds),

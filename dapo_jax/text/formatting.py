@@ -25,10 +25,6 @@ class PromptFormat:
         """The date that chat templates print. If None, a template that prints a date raises an error."""
         return date.fromisoformat(self.data.template_date) if self.data.template_date else None
 
-    def is_conversation(self, prompt: str | Sequence[Message]) -> bool:
-        """Returns whether the chat template renders the prompt."""
-        return self.data.chat or not isinstance(prompt, str)
-
     def encode(
         self, prompt: str | Sequence[Message], tokenizer: Tokenizer
     ) -> tuple[str, Int32[np.ndarray, " prompt"]]:
@@ -38,7 +34,7 @@ class PromptFormat:
             ValueError: the messages are not a valid conversation, the tokenizer lacks the chat template for a conversation,
                 the prompt is plain text but settings for conversations are set, or the text cannot be tokenized.
         """
-        if not self.is_conversation(prompt):
+        if isinstance(prompt, str) and not self.data.chat:
             if self.data.system_prompt or self.data.chat_template_kwargs:
                 raise ValueError(
                     "the prompt is plain text, but data.system_prompt or data.chat_template_kwargs is set, which only "

@@ -2,7 +2,7 @@
 
 Rules for settings that are ambiguous or differ between files:
 
-* `eos_id` is `eos_token` from tokenizer_config.json. All other end tokens in generation_config.json and config.json end a response too.
+* The end token is `eos_token` from tokenizer_config.json. All other end tokens in generation_config.json and config.json end a response too.
 * A plain-text prompt begins with the beginning-of-text token if tokenizer.json's post-processor adds this token, as in Llama 3.
   As in transformers 5, `add_bos_token` in tokenizer_config.json is ignored. The token is never added twice.
 * Special tokens that are spelled out in a text are encoded as special tokens, because chat templates output them as text.
@@ -35,6 +35,7 @@ TOKENIZER_FILES = (
 _TOKENIZER, _CONFIG, _GENERATION, _TEMPLATE, _SPECIAL_TOKENS = TOKENIZER_FILES
 _OWN_IDS = ("eos_token_id", "pad_token_id")
 """Keys that `token_ids` omits, because `stop_ids` and `pad_id` store these ids."""
+_NEEDED = ("bos_token", "eos_token", "pad_token")
 _MISTRAL = ("mistral", "mistral3", "ministral", "pixtral", "voxtral")
 """Values of model_type for which transformers checks the expression that splits texts."""
 _LARGEST_ID = 2**31 - 1
@@ -61,15 +62,6 @@ class HuggingFaceTokenizer:
         self._place = place
         described = self._json(_TOKENIZER)
         self._decoder = described.get("decoder")
-        with self._library("cannot be loaded by"):
-            self._tokenizer = tokenizers.Tokenizer.from_str(self.files[_TOKENIZER].decode("utf-8"))
-        if dropout := getattr(self._tokenizer.model, "dropout", None):
-            raise ValueError(
-                f"{place}/{_TOKENIZER}: its dropout is {dropout}, so tokenization would be random; set it to null in this file"
-            )
-        # A tokenizer.json from a training script may enable truncation or padding, which would change prompts.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
         config = {**self._json(_SPECIAL_TOKENS), **self._json(_CONFIG)}
         generation, model = self._json(_GENERATION), model or {}
         self._special_tokens = {}
@@ -77,6 +69,38 @@ class HuggingFaceTokenizer:
             text = value.get("content") if isinstance(value, Mapping) else value  # objects: older files
             if key.endswith("_token") and isinstance(text, str) and text:
                 self._special_tokens[key] = text
+        self.chat_template = self._template(config.get("chat_template"))
+        """The folder's chat template, or None. If the folder has several templates, the template named `default` is used."""
+        source, content = (
+            str(getattr(self.chat_template, "source", "")),
+            self.files[_TOKENIZER].decode("utf-8"),
+        )
+        needed = [source, str(described.get("post_processor"))]
+        needed += [text for key, text in self._special_tokens.items() if key in _NEEDED or key in source]
+        rows, added = model.get("vocab_size"), described.get("added_tokens") or ()
+        # Gemma 3's small models define a special token for images, which has no embedding. Without this token, its text is ordinary text.
+        beyond = [one for one in added if one.get("special") and isinstance(rows, int) and one["id"] >= rows]
+        if unused := [one for one in beyond if not any(one["content"] in text for text in needed)]:
+            content = json.dumps({**described, "added_tokens": [one for one in added if one not in unused]})
+        with self._library("cannot be loaded by"):
+            self._tokenizer = tokenizers.Tokenizer.from_str(content)
+        if dropout := getattr(self._tokenizer.model, "dropout", None):
+            raise ValueError(
+                f"{place}/{_TOKENIZER}: its dropout is {dropout}, so tokenization would be random; set it to null in this file"
+            )
+        # A tokenizer.json from a training script may enable truncation or padding, which would change prompts.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        """The largest token id plus one. Models often have more embedding rows; see `check_vocabulary`."""
+        split, version = described.get("pre_tokenizer"), str(model.get("transformers_version") or 4)
+        if model.get("model_type") in _MISTRAL and self.vocab_size > 100_000 and split and version < "5":
+            wrong = f"{place}/{_TOKENIZER}: its expression that splits texts differs from Mistral's, so some texts become other tokens; mend the folder with"
+            if "p{Lu}" not in str(split):
+                warnings.warn(
+                    f"{wrong} AutoTokenizer.from_pretrained(FOLDER, fix_mistral_regex=True).save_pretrained(FOLDER)",
+                    stacklevel=2,
+                )
         self.token_ids = self._named_ids(generation, model)
         """Ids of special tokens other than end and padding tokens, by their keys in config.json, such as `bos_token_id`."""
         self.stop_ids = self._end_tokens(generation, model)
@@ -98,23 +122,6 @@ class HuggingFaceTokenizer:
         guards = Guards(self._added.values())
         self.guarded, self._restored = guards.guarded, guards.restored
         """The methods of a `Guards` object for all added tokens of this tokenizer."""
-        self.chat_template = self._template(config.get("chat_template"))
-        """The folder's chat template, or None. If the folder has several templates, the template named `default` is used."""
-        source = "" if self.chat_template is None else self.chat_template.source
-        named = {text for key, text in self._special_tokens.items() if key in source}
-        unused = self._special_ids - {*self.stop_ids, self.pad_id, *self._beginning}
-        unused = {i for i in unused if self._added[i] not in source and self._added[i] not in named}
-        rows, ids = model.get("vocab_size"), self._tokenizer.get_vocab(with_added_tokens=True).values()
-        self.vocab_size = 1 + max((i for i in ids if rows is None or i < rows or i not in unused), default=-1)
-        """The largest token id plus one, without special tokens that have no embedding row and that neither a prompt nor a response needs."""
-        split, version = described.get("pre_tokenizer"), str(model.get("transformers_version") or 4)
-        old = model.get("model_type") in _MISTRAL and len(ids) > 100_000 and version < "5"
-        if old and split and "p{Lu}" not in str(split):  # Mistral's expression distinguishes upper case
-            warnings.warn(
-                f"{place}/{_TOKENIZER} splits texts with another expression than Mistral's tokenizer, so some texts become other tokens; mend "
-                "it with transformers: AutoTokenizer.from_pretrained(FOLDER, fix_mistral_regex=True).save_pretrained(FOLDER)",
-                stacklevel=2,
-            )
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> "HuggingFaceTokenizer":
@@ -131,13 +138,18 @@ class HuggingFaceTokenizer:
         return cls(files, model=model, place=str(path))
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes the tokenizer's files. They are unchanged, except that generation_config.json also lists the end token of the chat template."""
+        """Writes the tokenizer's files unchanged, except that generation_config.json also lists the end token of the chat template."""
         place = path_of(folder)
         place.mkdir(parents=True, exist_ok=True)
-        ends, own = list(stop_ids(self)), self._json(_GENERATION)
-        named = {**self.token_ids, "pad_token_id": self.pad_id, **own, "eos_token_id": ends}
-        written = {_GENERATION: (json.dumps(named, indent=2) + "\n").encode()}
-        files = written | self.files if set(ends) == set(self.stop_ids) else self.files | written
+        files, ends = dict(self.files), stop_ids(self)
+        if _GENERATION not in files or set(ends) > set(self.stop_ids):
+            own = {
+                **self.token_ids,
+                "pad_token_id": self.pad_id,
+                **self._json(_GENERATION),
+                "eos_token_id": ends,
+            }
+            files[_GENERATION] = (json.dumps(own, indent=2) + "\n").encode()
         for name, content in files.items():
             write_whole(place / name, content)
 
@@ -156,12 +168,7 @@ class HuggingFaceTokenizer:
     def _encoded(self, library: tokenizers.Tokenizer, text: str) -> Int32[np.ndarray, " tokens"]:
         text.encode("utf-8")  # raises an error with the position of a lone surrogate
         with self._library("cannot encode this text with"):
-            ids = np.array(library.encode(text, add_special_tokens=False).ids, dtype=np.int32)
-        if (largest := ids.max(initial=0)) >= self.vocab_size:
-            raise ValueError(
-                f"a text contains {self._added.get(int(largest))!r}, whose id {largest} is outside the model's vocabulary of {self.vocab_size}"
-            )
-        return ids
+            return np.array(library.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     @cached_property
     def _plain(self) -> tokenizers.Tokenizer:
@@ -200,11 +207,10 @@ class HuggingFaceTokenizer:
             return self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
 
     def marked_text(self, ids: Int[np.ndarray, " tokens"]) -> str:
-        """See `dapo_jax.text.tokenizers.marked_text`."""
-        while len(ids) and int(ids[-1]) in self._special_ids:
-            ids = ids[:-1]
+        """Returns the text of `ids` with the special tokens, except those at the end."""
+        ends = (at for at in range(len(ids), 0, -1) if int(ids[at - 1]) not in self._special_ids)
         with self._library("cannot decode these ids with"):
-            return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+            return self._tokenizer.decode(ids[: next(ends, 0)].tolist(), skip_special_tokens=False)
 
     def token_bytes(self, token: int) -> bytes | None:
         """See `dapo_jax.text.tokenizers.token_bytes`."""

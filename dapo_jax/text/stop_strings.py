@@ -11,8 +11,6 @@ from jaxtyping import Int
 from dapo_jax.text.special_tokens import FIRST_GUARD
 from dapo_jax.text.tokenizers import Tokenizer
 
-_ANSWER = f"{FIRST_GUARD}answer{FIRST_GUARD}"
-
 _ALIGNMENTS = 4
 """Maximum number of bytes in a UTF-8 character. Among this many consecutive bytes, at least one begins a character."""
 
@@ -105,19 +103,21 @@ class StopStrings:
 
 @lru_cache(maxsize=8)
 def turn_end(tokenizer: Tokenizer) -> int:
-    """Returns the id with which the chat template ends an answer, such as Gemma's `<end_of_turn>`. Without such a token, returns `eos_id`."""
-    said, asked = {"role": "assistant", "content": _ANSWER}, {"role": "user", "content": "?"}
-    firsts = []
-    for messages in ([asked, said], [asked, said, asked]) if tokenizer.chat_template else ():
-        with suppress(ValueError):  # the template refuses the messages
-            text = tokenizer.chat_template.render(messages, today=date(2024, 7, 26))
-            after = text.rpartition(_ANSWER)[2].lstrip() if _ANSWER in text else ""
-            first, plain = tokenizer.encode(after)[:1].tolist(), tokenizer.encode_plain(after)[:1].tolist()
-            firsts.append(first[0] if first != plain else None)
-    # If the answers of a template have no end token, the tokens after them begin the next turn, which depend on its role. GLM's models end an
-    # answer with such a token, which their files define as an end token.
-    is_end = len(firsts) == 2 and (firsts[0] == firsts[1] or firsts[1] in tokenizer.stop_ids)
-    return firsts[1] if is_end and firsts[1] is not None else tokenizer.eos_id
+    """Returns the id that the chat template writes after an answer, such as Gemma's `<end_of_turn>`, or `eos_id` if it writes none."""
+    turns = [{"role": role, "content": FIRST_GUARD + role} for role in ("user", "assistant", "user")]
+    if (template := tokenizer.chat_template) is None:
+        return tokenizer.eos_id
+    with suppress(ValueError):  # the template refuses these turns
+        text = template.render(turns, today=date(2024, 7, 26))
+        before, _, text = text.partition(turns[0]["content"])
+        after = text.partition(turns[1]["content"])[2].lstrip()
+        first, plain = (encode(after)[:1].tolist() for encode in (tokenizer.encode, tokenizer.encode_plain))
+        special = set(tokenizer.encode(before).tolist()) - set(tokenizer.encode_plain(before).tolist())
+        begins = [token for token in tokenizer.encode(before).tolist() if token in special][-1:]
+        # Without an end token, the next turn follows. Its first token ends an answer only if the files say so, as in GLM 4.
+        if first != plain and (first != begins or first[0] in tokenizer.stop_ids):
+            return first[0]
+    return tokenizer.eos_id
 
 
 def stop_ids(tokenizer: Tokenizer, extra: Sequence[int] = ()) -> tuple[int, ...]:

@@ -39,11 +39,11 @@ class Tokenizer(Protocol):
 
     @property
     def eos_id(self) -> int:
-        """The id of the token that ends a plain text, such as a supervised response to a plain prompt."""
+        """The id of the end token of a text. A supervised response to a plain prompt ends with it."""
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """All end tokens that the tokenizer's files define, with `eos_id` first. `stop_strings.stop_ids` returns all ids that end a response."""
+        """The end tokens that the tokenizer's files define, with `eos_id` first. `stop_strings.stop_ids` returns all ids that end a response."""
 
     @property
     def chat_template(self) -> ChatTemplate | None:
@@ -222,11 +222,6 @@ def token_bytes(tokenizer: Tokenizer, token: int) -> bytes | None:
     """
     own = getattr(tokenizer, "token_bytes", None)
     return None if own is None else own(token)
-
-
-def marked_text(tokenizer: Tokenizer, ids: Int[np.ndarray, " tokens"]) -> str:
-    """Returns the text of `ids` with its special tokens, except those at the end. Tokenizers without special tokens in texts use `decode`."""
-    return getattr(tokenizer, "marked_text", tokenizer.decode)(ids)
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:

@@ -84,8 +84,6 @@ FAMILIES = {
     "glm 4": ("", "{{ f.name }}\n{{ f.arguments | tojson }}", None, ""),
     "olmo 3": ("<function_calls>\n", "{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}={{ v | tojson }}"
                "{{ ', ' if not loop.last }}{% endfor %})", "\n", "\n</function_calls>"),
-    "llama 3.2 and gemma 3 with expressions": ("[", "{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}={{ v | tojson }}"
-               "{{ ', ' if not loop.last }}{% endfor %})", ", ", "]"),
     "functiongemma": ("", "{% macro w(v) %}{% if v is string %}<escape>{{ v }}<escape>{% elif v is mapping %}{{ '{' }}"
         "{% for k, x in v.items() %}{{ k }}:{{ w(x) }}{{ ',' if not loop.last }}{% endfor %}{{ '}' }}{% elif v is sequence %}["
         "{% for x in v %}{{ w(x) }}{{ ',' if not loop.last }}{% endfor %}]{% else %}{{ v | tojson }}{% endif %}{% endmacro %}"
@@ -172,12 +170,6 @@ def test_a_value_of_a_wrong_type_stays_a_text_so_that_the_policy_reads_its_error
     assert tool_calls(turn, TOOLS) == [ToolCall("find", {"days": "3.5", "exact": "maybe"})]
 
 
-def test_the_ids_that_mistral_writes_are_kept():
-    for family in ("mistral 0.3", "mistral small 3.2"):
-        [call] = tool_calls(written(family, [{"name": "now", "arguments": {}}]))
-        assert call.id == "abcdefghi"
-
-
 @pytest.mark.parametrize(
     "answer",
     [
@@ -215,7 +207,7 @@ def test_an_argument_may_contain_the_marks():
         ("<tool_call>" + "9" * 10_000 + "</tool_call>", "4300 digits|does not fit"),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "too deep"),
         ("<|python_tag|>print(1)", "not JSON"),
-        ("<tool_call><function=f><parameter=a>1</function></tool_call>", "'a' has no </parameter>"),
+        ("<tool_call><function=f><parameter=a>1</function></tool_call>", "<parameter=KEY>VALUE</parameter>"),
         ("<function=f><parameter=a>1</parameter>", "has no </function>"),
         ("[TOOL_CALLS]f[ARGS]{", "not JSON"),
         ("[TOOL_CALLS]", "not JSON"),
@@ -224,7 +216,7 @@ def test_an_argument_may_contain_the_marks():
         ("<function_calls>f(a=1e999)</function_calls>", "not finite"),
         ("<function_calls>f(a=</function_calls>", "never closed|invalid syntax"),
         ("<function_calls>f(a=" + "(" * 10_000 + "</function_calls>", "nested"),
-        ("<function_calls></function_calls>", "not JSON"),
+        ("<function_calls></function_calls>", r"NAME\(KEY=VALUE"),
         ('{"name": "add", "parameters": {"a": 1', "not JSON"),
         ('{"name": "add", "parameters": {}} and more', "not JSON"),
     ],

@@ -145,8 +145,7 @@ ROLES = "{% for m in messages %}{{ '<|im_start|>' if m.role == 'user' else '<|be
         # The token of the user's role ends an answer only if the files say so.
         (ROLES, "<|endoftext|>", {"eos_token_id": [0, 1]}, 1, (0, 1)),
         (ROLES, "<|endoftext|>", None, 0, (0,)),
-        # Every turn begins with the same token, so an answer ends where the next turn begins.
-        (TURN.replace("END", "\n"), "<|endoftext|>", None, 1, (0, 1)),
+        (TURN.replace("END", "\n"), "<|endoftext|>", None, 0, (0,)),
         # Templates without such a token, and templates that cannot be rendered.
         (TURN.replace("END", "END"), "<|endoftext|>", None, 0, (0,)),
         ("{{ messages[0].content }}<|im_end|>", "<|endoftext|>", None, 0, (0,)),
