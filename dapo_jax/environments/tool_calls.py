@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dapo_jax.environments.tool_schemas import misfit
-from dapo_jax.text.plain_json import NUMBERS, read_numbers
+from dapo_jax.text.plain_json import read_numbers
 
 MOST_CALLS = 16
 """Maximum number of calls in a turn. The first call over this limit becomes a `BrokenCall`, and further calls are ignored."""
@@ -92,9 +92,9 @@ def _after_thoughts(text: str) -> str:
 
 def _read(text: str, at: int, mark: str, known: Mapping[str, Any]) -> tuple[list[ToolCall], int]:
     """Returns the calls after `mark`, which ends at `at`, and the index where they end. Raises one of `_ERRORS`."""
-    calls, ends = list[ToolCall](), _ENDS.get(mark, "")
+    calls: list[ToolCall] = []
     if mark in ("<function=", "<function_calls>", "<start_function_call>"):
-        end = text.index(ends, at)
+        end = text.index(_ENDS.get(mark, ""), at)
         content = text[at:end].strip()
         if mark == "<function=":
             return [_spelled(content, known)], end
@@ -104,11 +104,14 @@ def _read(text: str, at: int, mark: str, known: Mapping[str, Any]) -> tuple[list
         content = re.sub(text_or_key, lambda found: json.dumps(found[2] or found[1]), content)
         return _read(content, 0, "", known)[0], end
     while len(calls) <= MOST_CALLS and (named := _NAME.match(text, at)):
-        value, at = NUMBERS.raw_decode(text, named.end())
+        at = json.JSONDecoder().raw_decode(text, named.end())[1]
+        value = read_numbers(text[named.end() : at])
         value = {"name": named[1], "arguments": value} if named[1] else value
         calls += map(_call, value if isinstance(value, list) and value else [value])
-        rest = text[at:].lstrip(" \n\t;,`")
-        if not rest or (ends and rest.startswith(ends)):
+        if text[at:].lstrip(" \n\t;,`")[:1] in (
+            "",
+            "<",
+        ):  # the end of the text, an end mark or another special token
             break
     return calls, at
 

@@ -35,9 +35,10 @@ TOKENIZER_FILES = (
 _TOKENIZER, _CONFIG, _GENERATION, _TEMPLATE, _SPECIAL_TOKENS = TOKENIZER_FILES
 _OWN_IDS = ("eos_token_id", "pad_token_id")
 """Keys that `token_ids` omits, because `stop_ids` and `pad_id` store these ids."""
-_NEEDED = ("bos_token", "eos_token", "pad_token")
+_USED = ("bos_token", "eos_token", "pad_token")
 _MISTRAL = ("mistral", "mistral3", "ministral", "pixtral", "voxtral")
-"""Values of model_type for which transformers checks the expression that splits texts."""
+"""Values of model_type for which transformers 5 warns of older folders, whose texts are not split between small and capital letters."""
+_WRONG_SPLIT = "splits texts with an expression that is not Mistral's, so some texts become other tokens: mend the folder with transformers, AutoTokenizer.from_pretrained(FOLDER, fix_mistral_regex=True).save_pretrained(FOLDER)"
 _LARGEST_ID = 2**31 - 1
 """The largest valid id, since ids are signed 32-bit integers."""
 
@@ -71,18 +72,20 @@ class HuggingFaceTokenizer:
                 self._special_tokens[key] = text
         self.chat_template = self._template(config.get("chat_template"))
         """The folder's chat template, or None. If the folder has several templates, the template named `default` is used."""
-        source, content = (
-            str(getattr(self.chat_template, "source", "")),
-            self.files[_TOKENIZER].decode("utf-8"),
+        source, added = str(getattr(self.chat_template, "source", "")), described.get("added_tokens") or []
+        used = [text for key, text in self._special_tokens.items() if key in _USED or key in source]
+        rows, texts = (
+            model.get("vocab_size") or _LARGEST_ID,
+            str([source, described.get("post_processor"), *used]),
         )
-        needed = [source, str(described.get("post_processor"))]
-        needed += [text for key, text in self._special_tokens.items() if key in _NEEDED or key in source]
-        rows, added = model.get("vocab_size"), described.get("added_tokens") or ()
-        # Gemma 3's small models define a special token for images, which has no embedding. Without this token, its text is ordinary text.
-        beyond = [one for one in added if one.get("special") and isinstance(rows, int) and one["id"] >= rows]
-        if unused := [one for one in beyond if not any(one["content"] in text for text in needed)]:
-            content = json.dumps({**described, "added_tokens": [one for one in added if one not in unused]})
         with self._library("cannot be loaded by"):
+            # Gemma 3's small models define a token for images, but have no embedding for it. Its text is then ordinary text.
+            kept = [one for one in added if one["id"] < rows or not one["special"] or one["content"] in texts]
+            content = (
+                json.dumps({**described, "added_tokens": kept})
+                if len(kept) < len(added)
+                else self.files[_TOKENIZER].decode()
+            )
             self._tokenizer = tokenizers.Tokenizer.from_str(content)
         if dropout := getattr(self._tokenizer.model, "dropout", None):
             raise ValueError(
@@ -94,13 +97,9 @@ class HuggingFaceTokenizer:
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         """The largest token id plus one. Models often have more embedding rows; see `check_vocabulary`."""
         split, version = described.get("pre_tokenizer"), str(model.get("transformers_version") or 4)
-        if model.get("model_type") in _MISTRAL and self.vocab_size > 100_000 and split and version < "5":
-            wrong = f"{place}/{_TOKENIZER}: its expression that splits texts differs from Mistral's, so some texts become other tokens; mend the folder with"
-            if "p{Lu}" not in str(split):
-                warnings.warn(
-                    f"{wrong} AutoTokenizer.from_pretrained(FOLDER, fix_mistral_regex=True).save_pretrained(FOLDER)",
-                    stacklevel=2,
-                )
+        old = model.get("model_type") in _MISTRAL and self.vocab_size > 100_000 and version < "5"
+        if old and split and "p{Lu}" not in str(split):
+            warnings.warn(f"{place}/{_TOKENIZER} {_WRONG_SPLIT}", stacklevel=2)
         self.token_ids = self._named_ids(generation, model)
         """Ids of special tokens other than end and padding tokens, by their keys in config.json, such as `bos_token_id`."""
         self.stop_ids = self._end_tokens(generation, model)
@@ -141,15 +140,10 @@ class HuggingFaceTokenizer:
         """Writes the tokenizer's files unchanged, except that generation_config.json also lists the end token of the chat template."""
         place = path_of(folder)
         place.mkdir(parents=True, exist_ok=True)
-        files, ends = dict(self.files), stop_ids(self)
-        if _GENERATION not in files or set(ends) > set(self.stop_ids):
-            own = {
-                **self.token_ids,
-                "pad_token_id": self.pad_id,
-                **self._json(_GENERATION),
-                "eos_token_id": ends,
-            }
-            files[_GENERATION] = (json.dumps(own, indent=2) + "\n").encode()
+        ends, own = stop_ids(self), self._json(_GENERATION)
+        named = {**self.token_ids, "pad_token_id": self.pad_id, **own, "eos_token_id": ends}
+        written = {_GENERATION: (json.dumps(named, indent=2) + "\n").encode()}
+        files = written | self.files if ends == self.stop_ids else self.files | written
         for name, content in files.items():
             write_whole(place / name, content)
 

@@ -27,10 +27,6 @@ def _finite(text: str) -> float:
     return number
 
 
-NUMBERS = json.JSONDecoder(parse_int=_integer, parse_float=_finite, parse_constant=_finite)
-"""Decodes the same JSON as `read_numbers`."""
-
-
 def read_object(content: bytes, where: object) -> dict[str, Any]:
     """Parses a JSON object.
 

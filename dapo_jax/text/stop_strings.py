@@ -8,6 +8,7 @@ from functools import lru_cache
 import numpy as np
 from jaxtyping import Int
 
+from dapo_jax.text.chat import ChatTemplate
 from dapo_jax.text.special_tokens import FIRST_GUARD
 from dapo_jax.text.tokenizers import Tokenizer
 
@@ -105,18 +106,16 @@ class StopStrings:
 def turn_end(tokenizer: Tokenizer) -> int:
     """Returns the id that the chat template writes after an answer, such as Gemma's `<end_of_turn>`, or `eos_id` if it writes none."""
     turns = [{"role": role, "content": FIRST_GUARD + role} for role in ("user", "assistant", "user")]
-    if (template := tokenizer.chat_template) is None:
-        return tokenizer.eos_id
     with suppress(ValueError):  # the template refuses these turns
-        text = template.render(turns, today=date(2024, 7, 26))
-        before, _, text = text.partition(turns[0]["content"])
+        template = tokenizer.chat_template or ChatTemplate("", name="none")
+        before, _, text = template.render(turns, today=date(2024, 7, 26)).partition(turns[0]["content"])
         after = text.partition(turns[1]["content"])[2].lstrip()
-        first, plain = (encode(after)[:1].tolist() for encode in (tokenizer.encode, tokenizer.encode_plain))
-        special = set(tokenizer.encode(before).tolist()) - set(tokenizer.encode_plain(before).tolist())
-        begins = [token for token in tokenizer.encode(before).tolist() if token in special][-1:]
+        [first, *_] = tokenizer.encode(after).tolist()
+        plain = {*tokenizer.encode_plain(after).tolist(), *tokenizer.encode_plain(before).tolist()}
+        begins = [token for token in tokenizer.encode(before).tolist() if token not in plain][-1:]
         # Without an end token, the next turn follows. Its first token ends an answer only if the files say so, as in GLM 4.
-        if first != plain and (first != begins or first[0] in tokenizer.stop_ids):
-            return first[0]
+        if first not in plain and ([first] != begins or first in tokenizer.stop_ids):
+            return first
     return tokenizer.eos_id
 
 

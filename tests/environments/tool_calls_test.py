@@ -143,7 +143,10 @@ def test_a_call_that_the_template_of_a_family_writes_is_read_back(family):
             family, [{"name": name, "arguments": json.dumps(arguments)} for name, arguments in calls]
         )
         assert tool_calls(turn, TOOLS) == [ToolCall(*call) for call in calls], turn
-    assert tool_calls(written(family, [{"name": "now", "arguments": {}}]), TOOLS) == [ToolCall("now", {})]
+    for end in ("", "</s>", "<|im_end|>\n"):  # a text may have been decoded with its end token
+        assert tool_calls(written(family, [{"name": "now", "arguments": {}}]) + end, TOOLS) == [
+            ToolCall("now", {})
+        ]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
