@@ -218,7 +218,7 @@ class PairSource:
     ) -> None:
         """Stores the source of the prompts. `max_response_tokens` includes the end token."""
         self._prompts, self._tokenizer, self._seed = prompts, tokenizer, seed
-        self._max_response_tokens = max_response_tokens
+        self._max_response_tokens, self._turn_end = max_response_tokens, turn_end(tokenizer)
 
     def __getitem__(self, i: int) -> tuple[Int32[np.ndarray, " prompt"], Int32[np.ndarray, " response"]]:
         """Returns the tokens of pair `i`: the prompt, and the response with the end token.
@@ -231,7 +231,7 @@ class PairSource:
         choices = _demonstrations(prompt.row, place)
         text = choices[int(np.random.default_rng([self._seed, i]).integers(len(choices)))]
         is_turn = self._prompts.prompt_format.data.chat or not isinstance(prompt.row["prompt"], str)
-        end = turn_end(self._tokenizer) if is_turn else self._tokenizer.eos_id
+        end = self._turn_end if is_turn else self._tokenizer.eos_id
         try:
             response = np.append(self._tokenizer.encode(text), np.int32(end))
         except ValueError as error:

@@ -56,8 +56,6 @@ def tool_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[ToolC
 
     >>> tool_calls('{"name": "add", "parameters": {"a": 1}}')
     [ToolCall(name='add', arguments={'a': 1})]
-    >>> tool_calls("<tool_call>add(1)</tool_call>")
-    [BrokenCall(reason='it is not JSON: Expecting value: line 1 column 12 (char 11)')]
     """
     answer, at = _after_thoughts(text).strip(), 0
     known = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
@@ -69,9 +67,9 @@ def tool_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[ToolC
             calls, at = _read(answer, mark.end(), mark[0], known)
             found += calls
         except _ERRORS as error:
-            deep = isinstance(error, RecursionError | MemoryError)
-            reason = "it is nested too deeply" if deep else f"{error!s:.200}"
-            reason = f"it is not JSON: {reason}" if isinstance(error, json.JSONDecodeError) else reason
+            kind = "it is not JSON: " if isinstance(error, json.JSONDecodeError) else ""
+            kind = "it is nested too deeply: " if isinstance(error, RecursionError | MemoryError) else kind
+            reason = f"{kind}{error!s:.200}"
             found.append(BrokenCall(reason if ends in answer[at:] else f"it has no {ends}"))
     if len(found) <= MOST_CALLS:
         return found
@@ -108,10 +106,8 @@ def _read(text: str, at: int, mark: str, known: Mapping[str, Any]) -> tuple[list
         value = read_numbers(text[named.end() : at])
         value = {"name": named[1], "arguments": value} if named[1] else value
         calls += map(_call, value if isinstance(value, list) and value else [value])
-        if text[at:].lstrip(" \n\t;,`")[:1] in (
-            "",
-            "<",
-        ):  # the end of the text, an end mark or another special token
+        # The calls end with the text, an end mark, or another special token.
+        if text[at:].lstrip(" \n\t;,`")[:1] in ("", "<"):
             break
     return calls, at
 

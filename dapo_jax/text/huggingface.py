@@ -35,7 +35,6 @@ TOKENIZER_FILES = (
 _TOKENIZER, _CONFIG, _GENERATION, _TEMPLATE, _SPECIAL_TOKENS = TOKENIZER_FILES
 _OWN_IDS = ("eos_token_id", "pad_token_id")
 """Keys that `token_ids` omits, because `stop_ids` and `pad_id` store these ids."""
-_USED = ("bos_token", "eos_token", "pad_token")
 _MISTRAL = ("mistral", "mistral3", "ministral", "pixtral", "voxtral")
 """Values of model_type for which transformers 5 warns of older folders, whose texts are not split between small and capital letters."""
 _WRONG_SPLIT = "splits texts with an expression that is not Mistral's, so some texts become other tokens: mend the folder with transformers, AutoTokenizer.from_pretrained(FOLDER, fix_mistral_regex=True).save_pretrained(FOLDER)"
@@ -72,20 +71,19 @@ class HuggingFaceTokenizer:
                 self._special_tokens[key] = text
         self.chat_template = self._template(config.get("chat_template"))
         """The folder's chat template, or None. If the folder has several templates, the template named `default` is used."""
-        source, added = str(getattr(self.chat_template, "source", "")), described.get("added_tokens") or []
-        used = [text for key, text in self._special_tokens.items() if key in _USED or key in source]
-        rows, texts = (
-            model.get("vocab_size") or _LARGEST_ID,
-            str([source, described.get("post_processor"), *used]),
+        # Gemma 3's small models define a token for images, but have no embedding for it. If nothing needs it, its text is ordinary text.
+        needed = [self._special_tokens.get(f"{key}_token") for key in ("bos", "eos", "pad")]
+        needed = str(
+            [*needed, described.get("post_processor"), self.chat_template and self.chat_template.source]
         )
+        rows, added = model.get("vocab_size") or _LARGEST_ID, described.get("added_tokens") or []
         with self._library("cannot be loaded by"):
-            # Gemma 3's small models define a token for images, but have no embedding for it. Its text is then ordinary text.
-            kept = [one for one in added if one["id"] < rows or not one["special"] or one["content"] in texts]
-            content = (
-                json.dumps({**described, "added_tokens": kept})
-                if len(kept) < len(added)
-                else self.files[_TOKENIZER].decode()
-            )
+            content = self.files[_TOKENIZER].decode("utf-8")
+            kept = [
+                one for one in added if one["id"] < rows or not one["special"] or one["content"] in needed
+            ]
+            if len(kept) < len(added):
+                content = json.dumps({**described, "added_tokens": kept})
             self._tokenizer = tokenizers.Tokenizer.from_str(content)
         if dropout := getattr(self._tokenizer.model, "dropout", None):
             raise ValueError(

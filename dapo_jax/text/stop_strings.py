@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import date
-from functools import lru_cache
 
 import numpy as np
 from jaxtyping import Int
@@ -102,7 +101,6 @@ class StopStrings:
         return self._has_text[token]
 
 
-@lru_cache(maxsize=8)
 def turn_end(tokenizer: Tokenizer) -> int:
     """Returns the id that the chat template writes after an answer, such as Gemma's `<end_of_turn>`, or `eos_id` if it writes none."""
     turns = [{"role": role, "content": FIRST_GUARD + role} for role in ("user", "assistant", "user")]

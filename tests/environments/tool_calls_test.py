@@ -134,7 +134,7 @@ def arguments_of(rng):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_call_that_the_template_of_a_family_writes_is_read_back(family):
     rng = random.Random(family)
-    for _ in range(100):
+    for _ in range(30):
         calls = [
             ("find", arguments_of(rng))
             for _ in range(1 if FAMILIES[family][2] is None else rng.randint(1, 3))
