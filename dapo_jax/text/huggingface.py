@@ -12,7 +12,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property
 from typing import Any
@@ -25,7 +25,6 @@ from dapo_jax.storage import files_of, path_of, write_whole
 from dapo_jax.text.chat import ChatTemplate, template_of
 from dapo_jax.text.plain_json import read_object
 from dapo_jax.text.special_tokens import Guards
-from dapo_jax.text.stop_strings import stop_ids
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "special_tokens_map.json"
@@ -134,14 +133,19 @@ class HuggingFaceTokenizer:
         model = {**(model.get("text_config") or {}), **model}  # of a model for images and text
         return cls(files, model=model, place=str(path))
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes the tokenizer's files unchanged, except that generation_config.json also lists the end token of the chat template."""
+    def save(self, folder: str | os.PathLike[str], ends: Sequence[int] = ()) -> None:
+        """Writes the tokenizer's files unchanged, except that generation_config.json contains all `ends` (`stop_strings.stop_ids`)."""
         place = path_of(folder)
         place.mkdir(parents=True, exist_ok=True)
-        ends, own = stop_ids(self), self._json(_GENERATION)
-        named = {**self.token_ids, "pad_token_id": self.pad_id, **own, "eos_token_id": ends}
+        more, own = set(ends) - set(self.stop_ids), self._json(_GENERATION)
+        named = {
+            **self.token_ids,
+            "pad_token_id": self.pad_id,
+            **own,
+            "eos_token_id": [*self.stop_ids, *more],
+        }
         written = {_GENERATION: (json.dumps(named, indent=2) + "\n").encode()}
-        files = written | self.files if ends == self.stop_ids else self.files | written
+        files = self.files | written if more else written | self.files
         for name, content in files.items():
             write_whole(place / name, content)
 

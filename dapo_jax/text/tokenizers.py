@@ -6,7 +6,7 @@ ids 0 and 1 are the padding token and the end token. `dapo_jax.text.huggingface`
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -181,8 +181,8 @@ def named_tokenizer(name: str) -> ByteTokenizer | CharTokenizer:
     return CharTokenizer(alphabet) if kind == "char" else ByteTokenizer()
 
 
-def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike[str]) -> None:
-    """Writes the tokenizer's files to `folder`, which is created if necessary.
+def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike[str], ends: Sequence[int] = ()) -> None:
+    """Writes the tokenizer's files to `folder`, which is created if necessary. The files also define the end tokens `ends`.
 
     Raises:
         ValueError: the tokenizer is neither from this module nor from a Hugging Face folder.
@@ -192,7 +192,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike[str]) -> None
     place = path_of(folder)
     place.mkdir(parents=True, exist_ok=True)
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        tokenizer.save(folder)
+        tokenizer.save(folder, ends)
         return
     if isinstance(tokenizer, CharTokenizer):
         content = {"type": "dapo_jax.char", "alphabet": tokenizer.alphabet}

@@ -12,6 +12,7 @@ from tokenizers import AddedToken, decoders
 from tokenizers import Tokenizer as Library
 
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
+from dapo_jax.text.stop_strings import stop_ids
 from dapo_jax.text.tokenizers import (
     Tokenizer,
     check_vocabulary,
@@ -200,7 +201,8 @@ def test_files_are_written_back_byte_for_byte(tmp_path):
 def test_a_saved_generation_config_lists_the_end_token_of_the_template(tmp_path):
     """Other programs would otherwise not stop where supervised responses end."""
     files = files_of(generation={"eos_token_id": 0, "temperature": 0.7}, eos_token="<|endoftext|>")
-    save_tokenizer(load_tokenizer(write(tmp_path / "read", files)), tmp_path / "written")
+    found = load_tokenizer(write(tmp_path / "read", files))
+    save_tokenizer(found, tmp_path / "written", stop_ids(found))
     generation = json.loads((tmp_path / "written" / "generation_config.json").read_text())
     assert (generation["eos_token_id"], generation["temperature"]) == ([0, 2], 0.7)
     written = {path.name: path.read_bytes() for path in (tmp_path / "written").iterdir()}
