@@ -42,8 +42,7 @@ class GgufFile:
             raise ValueError(f"cannot read {path}: not a GGUF file, or incomplete ({error})") from error
         if (files := self.metadata.get("split.count", 1)) > 1:
             raise ValueError(
-                f"{path}: split.count={files}: it is one of {files} files of the model; merge them with llama.cpp: "
-                "llama-gguf-split --merge FIRST_FILE MERGED_FILE"
+                f"{path}: split.count={files}: the model has {files} files; merge them with llama-gguf-split --merge FIRST_FILE MERGED_FILE"
             )
         self._architecture = self.metadata.get("general.architecture")
         if self._architecture not in _FAMILIES:

@@ -34,10 +34,9 @@ def tokenizer_files(metadata: Mapping[str, Any], where: object) -> dict[str, str
     special = {name: metadata[key] for name, key in keys.items() if key in metadata}
     if outside := {name: number for name, number in special.items() if not 0 <= number < len(tokens)}:
         raise ValueError(f"{where}: special tokens {outside} are outside the vocabulary of {len(tokens)}")
-    kinds = (metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre"))
-    adds = metadata.get(
-        "tokenizer.ggml.add_bos_token", "llama" in kinds or "llama-bpe" in kinds
-    )  # as in llama.cpp
+    kinds = {metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")}
+    # If the key is absent, these kinds add the token, as in llama.cpp.
+    adds = metadata.get("tokenizer.ggml.add_bos_token", bool(kinds & {"llama", "llama-bpe"}))
     config = {f"{name}_token": tokens[number] for name, number in special.items()} | {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "add_bos_token": bool(adds),
