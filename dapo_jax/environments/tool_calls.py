@@ -92,14 +92,18 @@ def _read(text: str, at: int, mark: str, known: Mapping[str, Any]) -> tuple[list
     """Returns the calls after `mark`, which ends at `at`, and the index where they end. Raises one of `_ERRORS`."""
     calls: list[ToolCall] = []
     if mark in ("<function=", "<function_calls>", "<start_function_call>"):
-        end = text.index(_ENDS.get(mark, ""), at)
-        content = text[at:end].strip()
+        # A parameter may contain the end mark as text.
+        before = r"</parameter>\s*" if re.compile(r"[^<>]*>\s*<parameter=").match(text, at) else ""
+        found = re.compile(rf"(?={before}{_ENDS[mark]})(?:</parameter>)?").search(text, at)
+        if found is None:
+            raise ValueError(f"it has no {_ENDS[mark]}")
+        end, content = found.end(), text[at : found.end()].strip()
         if mark == "<function=":
             return [_spelled(content, known)], end
         if mark == "<function_calls>":
             return _expressions(content), end
         text_or_key = r"(?s:<escape>(.*?)<escape>)|(?<=[{,])([\w.-]+)(?=:)"
-        content = re.sub(text_or_key, lambda found: json.dumps(found[2] or found[1]), content)
+        content = re.sub(text_or_key, lambda part: json.dumps(part[2] or part[1]), content)
         return _read(content, 0, "", known)[0], end
     while len(calls) <= MOST_CALLS and (named := _NAME.match(text, at)):
         at = json.JSONDecoder().raw_decode(text, named.end())[1]
@@ -126,10 +130,12 @@ def _call(call: Any) -> ToolCall:
 def _spelled(content: str, known: Mapping[str, Any]) -> ToolCall:
     """Reads `NAME><parameter=KEY>VALUE</parameter>...`. A value is a text, unless it spells another value that fits the tool's schema."""
     (name, _, between), *parts = (part.partition(">") for part in content.split("<parameter="))
+    if between.strip():
+        return _call({"name": name, "arguments": between})
     arguments: dict[str, Any] = {}
     for key, _, rest in parts:
         value, ended, after = rest.rpartition("</parameter>")
-        if not ended or between.strip() or after.strip():
+        if not ended or after.strip():
             raise ValueError("it must be <function=NAME><parameter=KEY>VALUE</parameter></function>")
         arguments[key] = value[1:].removesuffix("\n") if value.startswith("\n") else value
         with suppress(*_ERRORS):
@@ -148,9 +154,8 @@ def _expressions(content: str) -> list[ToolCall]:
         if not isinstance(call, ast.Call) or call.args:
             raise ValueError("it must be NAME(KEY=VALUE, ...)")
         texts = {str(each.arg): ast.get_source_segment(content, each.value) for each in call.keywords}
-        calls.append(
-            ToolCall(ast.unparse(call.func), {key: _value(str(text)) for key, text in texts.items()})
-        )
+        values = {key: _value(str(text)) for key, text in texts.items()}
+        calls.append(ToolCall(ast.unparse(call.func), values))
     return calls
 
 

@@ -159,6 +159,21 @@ def test_a_cut_call_is_broken_or_absent_and_never_another_call(family):
         assert found in ([], [call]) or all(isinstance(one, BrokenCall) for one in found), turn[:cut]
 
 
+def test_a_spelled_value_may_contain_the_marks():
+    values = ["</function>", "a</parameter>b", "</tool_call>\n</function> c", "<tool_call>"]
+    for value in values:
+        turn = (
+            f"<tool_call>\n<function=find>\n<parameter=city>\n{value}\n</parameter>\n</function>\n</tool_call>"
+            * 2
+        )
+        assert tool_calls(turn, TOOLS) == [ToolCall("find", {"city": value})] * 2
+
+
+def test_a_function_may_have_an_object_instead_of_parameters():
+    """Meta describes this format for Llama 3.1."""
+    assert tool_calls('<function=f>{"a": 1}</function>') == [ToolCall("f", {"a": 1})]
+
+
 def test_values_without_a_schema_are_json_or_text():
     turn = "<tool_call><function=f>" + "".join(
         f"<parameter=p{at}>\n{value}\n</parameter>"
@@ -210,8 +225,10 @@ def test_an_argument_may_contain_the_marks():
         ("<tool_call>" + "9" * 10_000 + "</tool_call>", "4300 digits|does not fit"),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "too deep"),
         ("<|python_tag|>print(1)", "not JSON"),
-        ("<tool_call><function=f><parameter=a>1</function></tool_call>", "<parameter=KEY>VALUE</parameter>"),
+        ("<tool_call><function=f><parameter=a>1</function></tool_call>", "has no </function>"),
         ("<function=f><parameter=a>1</parameter>", "has no </function>"),
+        ("<function=f>now</function>", "not JSON"),
+        ("<function=f>x<parameter=a>1</parameter></function>", "not JSON"),
         ("[TOOL_CALLS]f[ARGS]{", "not JSON"),
         ("[TOOL_CALLS]", "not JSON"),
         ("<function_calls>f(1)</function_calls>", r"NAME\(KEY=VALUE"),
@@ -251,6 +268,8 @@ def test_a_malformed_call_is_a_broken_call_with_the_reason(text, reason):
         "[TOOL_CALLS]",
         "<tool_call>",
         "```json",
+        "</function>",
+        "</parameter>\n",
         '{"name"',
     ],
 )
