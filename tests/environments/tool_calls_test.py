@@ -268,7 +268,7 @@ def test_a_malformed_call_is_a_broken_call_with_the_reason(text, reason):
         "[TOOL_CALLS]",
         "<tool_call>",
         "```json",
-        "</function>",
+        "x</function>",
         "</parameter>\n",
         '{"name"',
     ],
