@@ -17,6 +17,7 @@ from jaxtyping import Int32, Int64
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.data.rows import place_of
 from dapo_jax.text.formatting import AS_IT_STANDS, PromptFormat
+from dapo_jax.text.stop_strings import turn_end
 from dapo_jax.text.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class PromptSource:
         Raises:
             ValueError: there are no rows.
         """
+        self.prompt_format = prompt_format
         parts = parts or [range(len(rows))]
         self._order = row_order(parts, weights=weights, seed=seed, shuffle=shuffle)
         self._prompt = partial(_prompt, rows, tokenizer, prompt_format, max_prompt_tokens)
@@ -207,8 +209,8 @@ class PromptStream:
 class PairSource:
     """An endless sequence of supervised pairs for a warm start, with random access: `source[i]` for any i >= 0.
 
-    Pair i has the prompt at ordinal i, and one demonstration from the same row, followed by the end token. A row's demonstrations are its
-    `responses`, or its single `response`. Which demonstration is chosen depends only on (seed, i).
+    Pair i has the prompt at ordinal i, and one demonstration from the same row. It ends with `turn_end` if the prompt is a conversation,
+    otherwise with `eos_id`. A row's demonstrations are its `responses`, or its single `response`. Only (seed, i) decides which one is chosen.
     """
 
     def __init__(
@@ -216,7 +218,7 @@ class PairSource:
     ) -> None:
         """Stores the source of the prompts. `max_response_tokens` includes the end token."""
         self._prompts, self._tokenizer, self._seed = prompts, tokenizer, seed
-        self._max_response_tokens = max_response_tokens
+        self._max_response_tokens, self._turn_end = max_response_tokens, turn_end(tokenizer)
 
     def __getitem__(self, i: int) -> tuple[Int32[np.ndarray, " prompt"], Int32[np.ndarray, " response"]]:
         """Returns the tokens of pair `i`: the prompt, and the response with the end token.
@@ -228,8 +230,10 @@ class PairSource:
         place = place_of(prompt.row, self._prompts.row_index(i))
         choices = _demonstrations(prompt.row, place)
         text = choices[int(np.random.default_rng([self._seed, i]).integers(len(choices)))]
+        is_turn = self._prompts.prompt_format.data.chat or not isinstance(prompt.row["prompt"], str)
+        end = self._turn_end if is_turn else self._tokenizer.eos_id
         try:
-            response = np.append(self._tokenizer.encode(text), np.int32(self._tokenizer.eos_id))
+            response = np.append(self._tokenizer.encode(text), np.int32(end))
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from error
         if len(response) > self._max_response_tokens:

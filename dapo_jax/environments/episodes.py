@@ -238,10 +238,13 @@ class Episodes(AbstractContextManager["Episodes"]):
         self._on_close()
 
     def _turn(self, turn: DrawnTurn, number: int) -> Turn:
+        tokenizer, text = self._rendering.tokenizer, self._text_of(turn.tokens)
+        marked = getattr(tokenizer, "marked_text", tokenizer.decode)(turn.tokens)
         return Turn(
             tokens=read_only(turn.tokens),
             logprobs=read_only(turn.logprobs),
-            text=self._text_of(turn.tokens),
+            text=text,
+            marked_text=marked.removesuffix(tokenizer.decode(turn.tokens)[len(text) :]),  # no stop string
             finish_reason=turn.finish_reason,
             number=number,
         )

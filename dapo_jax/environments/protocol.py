@@ -35,6 +35,8 @@ class Turn:
     """The reason why the turn ended. `length` means that it was cut off at a token limit."""
     number: int
     """Index of the turn in its episode, starting at 0."""
+    marked_text: str = ""
+    """The text with the special tokens inside it, because some models mark tool calls with them. Without special tokens at the end."""
 
 
 @dataclass(frozen=True)

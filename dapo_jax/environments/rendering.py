@@ -20,6 +20,7 @@ from dapo_jax.text.chat import ChatTemplate
 from dapo_jax.text.conversations import MOST_CHARACTERS, Guarding
 from dapo_jax.text.messages import canonical_messages
 from dapo_jax.text.special_tokens import FIRST_GUARD
+from dapo_jax.text.stop_strings import stop_ids
 from dapo_jax.text.tokenizers import Tokenizer
 
 _ANSWER = f"{FIRST_GUARD}said{FIRST_GUARD}"
@@ -115,7 +116,8 @@ class Rendering:
     ) -> Int[np.ndarray, " new"]:
         template, guard = self._template(), Guarding(self.tokenizer)
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-        whole = [*before, *(guard.message(message) for message in canonical_messages(messages))]
+        mistral = {"tool_call_id": "0" * 9}  # its templates require an id of nine characters
+        whole = [*before, *({**mistral, **guard.message(each)} for each in canonical_messages(messages))]
         rendered = template.render(whole, self.template_kwargs, today=self.today)
         _, found, new = rendered.rpartition(_ANSWER)
         if not found:
@@ -130,7 +132,7 @@ class Rendering:
             )
         ids = guard.ids(new)
         # If the turn contains the end token that the template adds, that token is not appended a second time.
-        ended = len(after) > 0 and len(ids) > 0 and int(after[-1]) in self.tokenizer.stop_ids
+        ended = len(after) > 0 and len(ids) > 0 and int(after[-1]) in stop_ids(self.tokenizer)
         return ids[1:] if ended and int(ids[0]) == int(after[-1]) else ids
 
     def _template(self) -> ChatTemplate:

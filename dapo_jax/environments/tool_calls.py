@@ -1,25 +1,35 @@
-"""Parses the tool calls in a turn, in the formats of Qwen and Llama 3.
-
-| model | format |
-|---|---|
-| Qwen2.5, Qwen3, Hermes | `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of times, between other text |
-| Llama 3 | `{"name": ..., "parameters": {...}}`, or several calls separated by `;`, optionally after `<|python_tag|>`, without other text |
+"""Parses the tool calls in a turn, in the formats of the supported model families, which docs/write_an_environment.md lists.
 
 Calls are parsed from text and not from token ids, because an environment has no tokenizer, and some vocabularies, such as SmolLM2's,
 have no `<tool_call>` token.
 """
 
+import ast
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from dapo_jax.environments.tool_schemas import misfit
 from dapo_jax.text.plain_json import read_numbers
 
 MOST_CALLS = 16
 """Maximum number of calls in a turn. The first call over this limit becomes a `BrokenCall`, and further calls are ignored."""
 
-_BEGIN, _END, _TAG = "<tool_call>", "</tool_call>", "<|python_tag|>"
+_ENDS = {
+    "<tool_call>": "</tool_call>", "<tool_calls>": "</tool_calls>", "<|tool_call|>": "<|/tool_call|>", "<function=": "</function>",
+    "<function_calls>": "</function_calls>", "<start_function_call>": "<end_function_call>", "[TOOL_CALLS]": "", "<|python_tag|>": "",
+}  # fmt: skip
+"""The marks before and after calls. Without a mark after them, calls end with the text."""
+_MARKED = rf"(?!<tool_call>\s*<function=|<tool_calls>\s*<tool_call>)(?:{'|'.join(map(re.escape, _ENDS))})"
+_UNMARKED = r'\Afunctools(?=\[)|(?s:\A(?=\{.*"name")(?=.*"parameters"))'
+_NAME = re.compile(
+    r"[\s;,`]*+(?:\[TOOL_CALLS\])?(?:(?:call:)?([\w.-]++)(?:\[CALL_ID\]\w++)?(?:\[ARGS\])?\s*+(?:```json)?\s*+(?=\{))?\s*+"
+)
+"""Matches the name before an object with arguments, if there is one, and the characters around the name."""
+_ERRORS = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError)
 
 
 @dataclass(frozen=True)
@@ -37,18 +47,30 @@ class BrokenCall:
     reason: str
 
 
-def tool_calls(text: str) -> list[ToolCall | BrokenCall]:
+def tool_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[ToolCall | BrokenCall]:
     """Returns the calls in a turn's text in order, or an empty list if the turn is a final answer. Calls before `</think>` are ignored.
 
-    >>> tool_calls('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
-    [ToolCall(name='add', arguments={'a': 1})]
+    Args:
+        text: the text, with the special tokens that mark calls.
+        tools: the schemas of the tools. They give the types of values that are not JSON, and the names with which calls of GLM 4 begin.
+
     >>> tool_calls('{"name": "add", "parameters": {"a": 1}}')
     [ToolCall(name='add', arguments={'a': 1})]
-    >>> tool_calls("<tool_call>add(1)</tool_call>")
-    [BrokenCall(reason='it is not JSON: Expecting value: line 1 column 1 (char 0)')]
     """
-    answer = _after_thoughts(text).strip()
-    found = _tagged(answer) if _BEGIN in answer else _bare(answer)
+    answer, at = _after_thoughts(text).strip(), 0
+    known = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
+    of_known = rf"\A(?=(?:{'|'.join(map(re.escape, known)) or '(?!)'})\s*\n\s*\{{)"
+    marks, found = re.compile(f"{_MARKED}|{_UNMARKED}|{of_known}"), list[ToolCall | BrokenCall]()
+    while len(found) <= MOST_CALLS and (mark := marks.search(answer, at)):
+        at, ends = max(mark.end(), 1), _ENDS.get(mark[0], "")
+        try:
+            calls, at = _read(answer, mark.end(), mark[0], known)
+            found += calls
+        except _ERRORS as error:
+            kind = "it is not JSON: " if isinstance(error, json.JSONDecodeError) else ""
+            kind = "it is nested too deeply: " if isinstance(error, RecursionError | MemoryError) else kind
+            reason = f"{kind}{error!s:.200}"
+            found.append(BrokenCall(reason if ends in answer[at:] else f"it has no {ends}"))
     if len(found) <= MOST_CALLS:
         return found
     return [*found[:MOST_CALLS], BrokenCall(f"a turn may call at most {MOST_CALLS} times")]
@@ -61,63 +83,85 @@ def _after_thoughts(text: str) -> str:
     """
     before, ended, after = text.partition("</think>")
     opened = text.lstrip().startswith("<think>")
-    if ended and (opened or _BEGIN not in before):
+    if ended and (opened or "<tool_call>" not in before):
         return after
     return "" if opened else text
 
 
-def _tagged(text: str) -> list[ToolCall | BrokenCall]:
-    found: list[ToolCall | BrokenCall] = []
-    place = text.find(_BEGIN)
-    while place >= 0 and len(found) <= MOST_CALLS:
-        begin = place + len(_BEGIN)
-        # The arguments may contain these tags as text, so the search for the end tag begins after the JSON value.
-        end = text.find(_END, _after_json(text, begin))
-        found.append(BrokenCall(f"it has no {_END}") if end < 0 else _read(text[begin:end], "arguments"))
-        place = text.find(_BEGIN, begin if end < 0 else end + len(_END))
-    return found
+def _read(text: str, at: int, mark: str, known: Mapping[str, Any]) -> tuple[list[ToolCall], int]:
+    """Returns the calls after `mark`, which ends at `at`, and the index where they end. Raises one of `_ERRORS`."""
+    calls: list[ToolCall] = []
+    if mark in ("<function=", "<function_calls>", "<start_function_call>"):
+        # A parameter may contain the end mark as text.
+        before = r"</parameter>\s*" if re.compile(r"[^<>]*>\s*<parameter=").match(text, at) else ""
+        found = re.compile(rf"(?={before}{_ENDS[mark]})(?:</parameter>)?").search(text, at)
+        if found is None:
+            raise ValueError(f"it has no {_ENDS[mark]}")
+        end, content = found.end(), text[at : found.end()].strip()
+        if mark == "<function=":
+            return [_spelled(content, known)], end
+        if mark == "<function_calls>":
+            return _expressions(content), end
+        text_or_key = r"(?s:<escape>(.*?)<escape>)|(?<=[{,])([\w.-]+)(?=:)"
+        content = re.sub(text_or_key, lambda part: json.dumps(part[2] or part[1]), content)
+        return _read(content, 0, "", known)[0], end
+    while len(calls) <= MOST_CALLS and (named := _NAME.match(text, at)):
+        at = json.JSONDecoder().raw_decode(text, named.end())[1]
+        value = read_numbers(text[named.end() : at])
+        value = {"name": named[1], "arguments": value} if named[1] else value
+        calls += map(_call, value if isinstance(value, list) and value else [value])
+        # The calls end with the text, an end mark, or another special token.
+        if text[at:].lstrip(" \n\t;,`")[:1] in ("", "<"):
+            break
+    return calls, at
 
 
-def _bare(text: str) -> list[ToolCall | BrokenCall]:
-    meant = text.startswith(_TAG)
-    text = text.removeprefix(_TAG).strip()
-    # A JSON object without these keys is a final answer, not a call.
-    if not meant and not (text.startswith("{") and '"name"' in text and '"parameters"' in text):
-        return []
-    found: list[ToolCall | BrokenCall] = []
-    while text and len(found) <= MOST_CALLS:
-        end = _after_json(text, 0)
-        more = text[end:].lstrip()
-        whole = end > 0 and more[:1] in ("", ";")
-        found.append(_read(text[:end] if whole else text, "parameters"))
-        text = more[1:].strip() if whole else ""
-    return found
-
-
-def _after_json(text: str, begin: int) -> int:
-    """Returns the index after the JSON value that begins at `begin`, or `begin` if there is no JSON."""
-    start = begin + len(text[begin:]) - len(text[begin:].lstrip())
-    try:
-        return json.JSONDecoder().raw_decode(text, start)[1]
-    except (ValueError, RecursionError):
-        return begin
-
-
-def _read(content: str, usual: str) -> ToolCall | BrokenCall:
-    try:
-        call = read_numbers(content)
-        names = [name for name in ("arguments", "parameters") if isinstance(call, dict) and name in call]
-        given = call[names[0]] if names else {}
-        if isinstance(given, str):
-            given = read_numbers(given)
-    except json.JSONDecodeError as error:
-        return BrokenCall(f"it is not JSON: {error}")
-    except ValueError as error:
-        return BrokenCall(str(error))
-    except RecursionError:
-        return BrokenCall("it is nested too deeply")
+def _call(call: Any) -> ToolCall:
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return BrokenCall(f'it must be an object with a "name" and "{usual}"')
-    if not isinstance(given, dict):
-        return BrokenCall(f'its "{usual}" must be an object')
-    return ToolCall(call["name"], given)
+        raise ValueError('it must be an object with a "name" and "arguments"')
+    given = call.get("arguments", call.get("parameters"))
+    if isinstance(given, str):
+        given = read_numbers(given) if given.strip() else None
+    if not isinstance(given, dict | None):
+        raise ValueError('its "arguments" must be an object')
+    return ToolCall(call["name"], given or {})
+
+
+def _spelled(content: str, known: Mapping[str, Any]) -> ToolCall:
+    """Reads `NAME><parameter=KEY>VALUE</parameter>...`. A value is a text, unless it spells another value that fits the tool's schema."""
+    (name, _, between), *parts = (part.partition(">") for part in content.split("<parameter="))
+    if between.strip():
+        return _call({"name": name, "arguments": between})
+    arguments: dict[str, Any] = {}
+    for key, _, rest in parts:
+        value, ended, after = rest.rpartition("</parameter>")
+        if not ended or after.strip():
+            raise ValueError("it must be <function=NAME><parameter=KEY>VALUE</parameter></function>")
+        arguments[key] = value[1:].removesuffix("\n") if value.startswith("\n") else value
+        with suppress(*_ERRORS):
+            typed = _value(arguments[key])
+            schema = known.get(name, {}).get("properties", {}).get(key, {})
+            if not isinstance(typed, str) and not misfit(typed, schema, key):
+                arguments[key] = typed
+    return ToolCall(name, arguments)
+
+
+def _expressions(content: str) -> list[ToolCall]:
+    """Reads `NAME(KEY=VALUE, ...)`, one call in each line."""
+    calls = []
+    for statement in ast.parse(content).body or [None]:
+        call = getattr(statement, "value", None)
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError("it must be NAME(KEY=VALUE, ...)")
+        texts = {str(each.arg): ast.get_source_segment(content, each.value) for each in call.keywords}
+        values = {key: _value(str(text)) for key, text in texts.items()}
+        calls.append(ToolCall(ast.unparse(call.func), values))
+    return calls
+
+
+def _value(text: str) -> Any:
+    """Returns the value that JSON or a Python literal spells."""
+    try:
+        return read_numbers(text)
+    except json.JSONDecodeError:
+        return read_numbers(json.dumps(ast.literal_eval(text)))

@@ -73,17 +73,18 @@ def what_is_wrong(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -
         if name not in arguments:
             return f"argument {name!r} is missing"
     try:
-        misfits = (_misfit(value, known[name], name) for name, value in arguments.items())
+        misfits = (misfit(value, known[name], name) for name, value in arguments.items())
         return next(filter(None, misfits), "")
     except RecursionError:
         return "an argument is nested too deeply"
 
 
-def _misfit(value: Any, schema: Mapping[str, Any], where: str) -> str:
+def misfit(value: Any, schema: Mapping[str, Any], where: str) -> str:
+    """Validates a JSON value against a schema. Returns the first error, which begins with `where`, or an empty string."""
     if value is None and schema.get("nullable"):
         return ""
     if "anyOf" in schema:
-        misfits = [_misfit(value, one, where) for one in schema["anyOf"]]
+        misfits = [misfit(value, one, where) for one in schema["anyOf"]]
         return "" if "" in misfits else misfits[0]
     kinds = schema.get("type", [])
     kinds = [kinds] if isinstance(kinds, str) else kinds
@@ -100,7 +101,7 @@ def _misfit(value: Any, schema: Mapping[str, Any], where: str) -> str:
         inside = list(zip(range(len(value)), value, each, strict=True))
     elif isinstance(value, dict):
         inside = [(name, item, schema.get("additionalProperties", {})) for name, item in value.items()]
-    found = (_misfit(item, one, f"{where}[{place!r:.40}]") for place, item, one in inside)
+    found = (misfit(item, one, f"{where}[{place!r:.40}]") for place, item, one in inside)
     return next(filter(None, found), "")
 
 

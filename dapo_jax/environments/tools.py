@@ -95,7 +95,7 @@ class ToolEpisode:
 
     async def step(self, turn: Turn) -> Step:
         """Returns the results of the turn's calls. If there are no calls, grades the answer and ends the episode."""
-        found = tool_calls(turn.text)
+        found = tool_calls(turn.marked_text or turn.text, self.tools.schemas)
         if not found:
             ended = await self.finish(turn)
             metrics = {**self.metrics(), **ended.metrics}

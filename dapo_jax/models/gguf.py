@@ -40,6 +40,10 @@ class GgufFile:
             self.metadata: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
         except (OSError, ValueError, IndexError, KeyError, OverflowError) as error:
             raise ValueError(f"cannot read {path}: not a GGUF file, or incomplete ({error})") from error
+        if (files := self.metadata.get("split.count", 1)) > 1:
+            raise ValueError(
+                f"{path}: split.count={files}: the model has {files} files; merge them with llama-gguf-split --merge FIRST_FILE MERGED_FILE"
+            )
         self._architecture = self.metadata.get("general.architecture")
         if self._architecture not in _FAMILIES:
             raise ValueError(

@@ -16,8 +16,10 @@ _SPLITS: dict[str, str | None] = {"smollm": None, "llama-bpe": _WORDS % "{1,3}",
 _ORDINARY, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 """Values of tokenizer.ggml.token_type."""
 
-_ENDS = ("<eos>", "<end_of_turn>")
-"""Tokens with which Gemma ends a text and a turn. A file contains the id of only one of them."""
+_ENDS = (
+    "<eos>", "<end_of_turn>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<EOT>"
+)  # fmt: skip
+"""Tokens that end a response, as in llama.cpp, whatever their type. A file contains the ids of only a few of them."""
 
 
 def tokenizer_files(metadata: Mapping[str, Any], where: object) -> dict[str, str]:
@@ -32,7 +34,9 @@ def tokenizer_files(metadata: Mapping[str, Any], where: object) -> dict[str, str
     special = {name: metadata[key] for name, key in keys.items() if key in metadata}
     if outside := {name: number for name, number in special.items() if not 0 <= number < len(tokens)}:
         raise ValueError(f"{where}: special tokens {outside} are outside the vocabulary of {len(tokens)}")
-    adds = metadata.get("tokenizer.ggml.add_bos_token", metadata.get("tokenizer.ggml.model") == "llama")
+    kinds = {metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")}
+    # If the key is absent, these kinds add the token, as in llama.cpp.
+    adds = metadata.get("tokenizer.ggml.add_bos_token", bool(kinds & {"llama", "llama-bpe"}))
     config = {f"{name}_token": tokens[number] for name, number in special.items()} | {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "add_bos_token": bool(adds),
@@ -50,13 +54,11 @@ def tokenizer_files(metadata: Mapping[str, Any], where: object) -> dict[str, str
 
 
 def special_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the bos, eos and pad ids by their keys in config.json. eos is a list if a turn and a text have different end tokens."""
-    keys = [f"tokenizer.ggml.{key}_token_id" for key in ("bos", "eos", "eot", "padding")]
-    bos, eos, turn, pad = map(metadata.get, keys)
-    ends = list(dict.fromkeys(each for each in (eos, turn) if each is not None))
-    if metadata.get("tokenizer.ggml.model") == "llama":
-        tokens = metadata.get("tokenizer.ggml.tokens", [])
-        ends += [number for end in _ENDS if end in tokens and (number := tokens.index(end)) not in ends]
+    """Returns the bos, eos and pad ids by their keys in config.json. eos is a list if several tokens end a response."""
+    keys = [f"tokenizer.ggml.{key}_token_id" for key in ("bos", "padding", "eos", "eot", "eom")]
+    bos, pad, *named = map(metadata.get, keys)
+    spelled = [i for i, token in enumerate(metadata.get("tokenizer.ggml.tokens", [])) if token in _ENDS]
+    ends = list(dict.fromkeys(each for each in (*named, *spelled) if each is not None))
     found = {"bos": bos, "eos": ends[0] if len(ends) == 1 else ends or None, "pad": pad}
     return {f"{name}_token_id": value for name, value in found.items() if value is not None}
 
@@ -72,6 +74,7 @@ def _tokenizer(metadata: Mapping[str, Any], where: object, begins: str | None) -
         )
     tokens = metadata["tokenizer.ggml.tokens"]
     kinds = metadata.get("tokenizer.ggml.token_type") or [_ORDINARY] * len(tokens)
+    kinds = [_CONTROL if token in _ENDS else kind for token, kind in zip(tokens, kinds, strict=True)]
     if model == "llama":
         # The text is split after spaces are replaced, but files contain user-defined tokens with spaces.
         pairs = zip(tokens, kinds, strict=True)

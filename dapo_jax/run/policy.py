@@ -57,6 +57,7 @@ from dapo_jax.run.run_dir import place_of
 from dapo_jax.run.training_pass import for_mesh
 from dapo_jax.storage import AnyPath, check_access, file_bytes, in_bucket, path_of
 from dapo_jax.terminal import visible
+from dapo_jax.text.stop_strings import stop_ids
 from dapo_jax.text.tokenizers import (
     Tokenizer,
     check_vocabulary,
@@ -158,11 +159,11 @@ class Policy:
             return sum(tensor.fetch().size for tensor in tensors) * jnp.dtype(dtype).itemsize
         # The tokenizer is written first, because a folder with config.json or adapter_config.json is treated as a complete model.
         path.mkdir(parents=True, exist_ok=True)
-        save_tokenizer(self.tokenizer, folder)
+        ends = list(stop_ids(self.tokenizer))
+        save_tokenizer(self.tokenizer, folder, ends)
         if alone:
             name = self.base.removeprefix("hf:")
             return save_adapter(path, decoder, adapters, base=name, revision=self.revision, dtype=dtype)
-        ends = list(self.tokenizer.stop_ids)
         ids = {"eos_token_id": ends if len(ends) > 1 else ends[0], "pad_token_id": self.tokenizer.pad_id}
         ids |= token_ids(self.tokenizer)
         return save_model(folder, decoder, base, adapters=adapters, dtype=dtype, token_ids=ids)

@@ -21,6 +21,7 @@ from dapo_jax.sampling.engine import DecoderEngine, DecodeState
 from dapo_jax.sampling.interface import Insertion
 from dapo_jax.sampling.pages import Pages
 from dapo_jax.serving.text import decoded
+from dapo_jax.text.stop_strings import stop_ids
 from dapo_jax.text.tokenizers import Tokenizer
 
 
@@ -196,4 +197,4 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
     @property
     def stop_tokens(self) -> set[int]:
         """All ids that end a response. The padding id is not one of them, because the model may sample it."""
-        return set(self._tokenizer.stop_ids)
+        return set(stop_ids(self._tokenizer))

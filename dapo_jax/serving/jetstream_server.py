@@ -13,6 +13,7 @@ from dapo_jax.serving.request_loop import RequestError, RequestLoop
 from dapo_jax.serving.served_requests import GRACE_S, CheckedRequest, ServedLimits, ServerThread, sampled
 from dapo_jax.serving.text import GrowingText
 from dapo_jax.text.formatting import AS_IT_STANDS, PromptFormat
+from dapo_jax.text.stop_strings import stop_ids
 
 _LONGEST_DETAILS = 1000
 """Maximum number of characters in an error message. Messages may quote long prompts, but gRPC sends them in a header."""
@@ -69,6 +70,7 @@ class JetStreamServer(ServerThread):
         `content` is the serialized request, which is parsed here because gRPC would print a traceback for an invalid message.
         """
         text, sample = GrowingText(self._limits.tokenizer), _messages.DecodeResponse.StreamContent.Sample
+        ends = stop_ids(self._limits.tokenizer)
         try:
             request = _messages.DecodeRequest.FromString(content)
             # Parsing runs in a thread, because tokenizing a prompt of several megabytes must not delay other requests.
@@ -76,7 +78,7 @@ class JetStreamServer(ServerThread):
             async with sampled(self._requests, asked) as arriving:
                 async for new in arriving:
                     tokens = new.tokens.tolist()
-                    if tokens and tokens[-1] in self._limits.tokenizer.stop_ids:
+                    if tokens and tokens[-1] in ends:
                         tokens.pop()
                     last, with_text = new.finish_reason is not None, request.HasField("text_content")
                     part = sample(text=text.add(tokens, last=last) if with_text else "", token_ids=tokens)

@@ -25,6 +25,7 @@ from dapo_jax.serving.request_loop import RequestLoop
 from dapo_jax.serving.served_requests import GRACE_S, ServedLimits, ServerThread
 from dapo_jax.terminal import visible
 from dapo_jax.text.formatting import PromptFormat
+from dapo_jax.text.stop_strings import stop_ids
 from dapo_jax.training.state import state_structs
 
 _LONGEST = 1024
@@ -324,7 +325,7 @@ def request_loop(
             slots=options.slots,
             capacity=limits.max_prompt_tokens + limits.max_response_tokens,
             steps_per_call=options.steps_per_call,
-            stop_ids=policy.tokenizer.stop_ids,
+            stop_ids=stop_ids(policy.tokenizer),
             mesh=mesh,
             compute_dtype=options.compute_dtype,
             page_tokens=options.page_tokens,

@@ -2,8 +2,7 @@
 
 Rules for settings that are ambiguous or differ between files:
 
-* The end token is `eos_token` from tokenizer_config.json, because instruction-tuned models end a turn with it. All other
-  end tokens in generation_config.json and config.json end a response too.
+* The end token is `eos_token` from tokenizer_config.json. All other end tokens in generation_config.json and config.json end a response too.
 * A plain-text prompt begins with the beginning-of-text token if tokenizer.json's post-processor adds this token, as in Llama 3.
   As in transformers 5, `add_bos_token` in tokenizer_config.json is ignored. The token is never added twice.
 * Special tokens that are spelled out in a text are encoded as special tokens, because chat templates output them as text.
@@ -12,7 +11,8 @@ Rules for settings that are ambiguous or differ between files:
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property
 from typing import Any
@@ -34,6 +34,9 @@ TOKENIZER_FILES = (
 _TOKENIZER, _CONFIG, _GENERATION, _TEMPLATE, _SPECIAL_TOKENS = TOKENIZER_FILES
 _OWN_IDS = ("eos_token_id", "pad_token_id")
 """Keys that `token_ids` omits, because `stop_ids` and `pad_id` store these ids."""
+_MISTRAL = ("mistral", "mistral3", "ministral", "pixtral", "voxtral")
+"""Values of model_type for which transformers 5 warns of older folders, whose texts are not split between small and capital letters."""
+_WRONG_SPLIT = "splits texts with an expression that is not Mistral's, so some texts become other tokens: mend the folder with transformers, AutoTokenizer.from_pretrained(FOLDER, fix_mistral_regex=True).save_pretrained(FOLDER)"
 _LARGEST_ID = 2**31 - 1
 """The largest valid id, since ids are signed 32-bit integers."""
 
@@ -58,15 +61,6 @@ class HuggingFaceTokenizer:
         self._place = place
         described = self._json(_TOKENIZER)
         self._decoder = described.get("decoder")
-        with self._library("cannot be loaded by"):
-            self._tokenizer = tokenizers.Tokenizer.from_str(self.files[_TOKENIZER].decode("utf-8"))
-        if dropout := getattr(self._tokenizer.model, "dropout", None):
-            raise ValueError(
-                f"{place}/{_TOKENIZER}: its dropout is {dropout}, so tokenization would be random; set it to null in this file"
-            )
-        # A tokenizer.json from a training script may enable truncation or padding, which would change prompts.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
         config = {**self._json(_SPECIAL_TOKENS), **self._json(_CONFIG)}
         generation, model = self._json(_GENERATION), model or {}
         self._special_tokens = {}
@@ -74,14 +68,41 @@ class HuggingFaceTokenizer:
             text = value.get("content") if isinstance(value, Mapping) else value  # objects: older files
             if key.endswith("_token") and isinstance(text, str) and text:
                 self._special_tokens[key] = text
+        self.chat_template = self._template(config.get("chat_template"))
+        """The folder's chat template, or None. If the folder has several templates, the template named `default` is used."""
+        # Gemma 3's small models define a token for images, but have no embedding for it. If nothing needs it, its text is ordinary text.
+        needed = [self._special_tokens.get(f"{key}_token") for key in ("bos", "eos", "pad")]
+        needed = str(
+            [*needed, described.get("post_processor"), self.chat_template and self.chat_template.source]
+        )
+        rows, added = model.get("vocab_size") or _LARGEST_ID, described.get("added_tokens") or []
+        with self._library("cannot be loaded by"):
+            content = self.files[_TOKENIZER].decode("utf-8")
+            kept = [
+                one for one in added if one["id"] < rows or not one["special"] or one["content"] in needed
+            ]
+            if len(kept) < len(added):
+                content = json.dumps({**described, "added_tokens": kept})
+            self._tokenizer = tokenizers.Tokenizer.from_str(content)
+        if dropout := getattr(self._tokenizer.model, "dropout", None):
+            raise ValueError(
+                f"{place}/{_TOKENIZER}: its dropout is {dropout}, so tokenization would be random; set it to null in this file"
+            )
+        # A tokenizer.json from a training script may enable truncation or padding, which would change prompts.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         """The largest token id plus one. Models often have more embedding rows; see `check_vocabulary`."""
+        split, version = described.get("pre_tokenizer"), str(model.get("transformers_version") or 4)
+        old = model.get("model_type") in _MISTRAL and self.vocab_size > 100_000 and version < "5"
+        if old and split and "p{Lu}" not in str(split):
+            warnings.warn(f"{place}/{_TOKENIZER} {_WRONG_SPLIT}", stacklevel=2)
         self.token_ids = self._named_ids(generation, model)
         """Ids of special tokens other than end and padding tokens, by their keys in config.json, such as `bos_token_id`."""
         self.stop_ids = self._end_tokens(generation, model)
         """Ids of all end tokens that the folder's files define, with `eos_id` first."""
         self.eos_id = self.stop_ids[0]
-        """Id of the end token that is appended to supervised responses."""
+        """Id of the token that ends a plain text. `stop_strings.turn_end` ends an answer in a conversation."""
         padding = self._ids_of("pad", generation, model)
         self.pad_id = next((token for token in padding if 0 <= token <= _LARGEST_ID), self.eos_id)
         """Id of the padding token, or of the end token if the folder does not define a padding token."""
@@ -97,8 +118,6 @@ class HuggingFaceTokenizer:
         guards = Guards(self._added.values())
         self.guarded, self._restored = guards.guarded, guards.restored
         """The methods of a `Guards` object for all added tokens of this tokenizer."""
-        self.chat_template = self._template(config.get("chat_template"))
-        """The folder's chat template, or None. If the folder has several templates, the template named `default` is used."""
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> "HuggingFaceTokenizer":
@@ -114,12 +133,19 @@ class HuggingFaceTokenizer:
         model = {**(model.get("text_config") or {}), **model}  # of a model for images and text
         return cls(files, model=model, place=str(path))
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes the tokenizer's files unchanged. If they do not include generation_config.json, adds this file with all end tokens."""
+    def save(self, folder: str | os.PathLike[str], ends: Sequence[int] = ()) -> None:
+        """Writes the tokenizer's files unchanged, except that generation_config.json contains all `ends` (`stop_strings.stop_ids`)."""
         place = path_of(folder)
         place.mkdir(parents=True, exist_ok=True)
-        named = {**self.token_ids, "eos_token_id": list(self.stop_ids), "pad_token_id": self.pad_id}
-        files = {_GENERATION: (json.dumps(named, indent=2) + "\n").encode(), **self.files}
+        more, own = set(ends) - set(self.stop_ids), self._json(_GENERATION)
+        named = {
+            **self.token_ids,
+            "pad_token_id": self.pad_id,
+            **own,
+            "eos_token_id": [*self.stop_ids, *more],
+        }
+        written = {_GENERATION: (json.dumps(named, indent=2) + "\n").encode()}
+        files = self.files | written if more else written | self.files
         for name, content in files.items():
             write_whole(place / name, content)
 
@@ -175,6 +201,12 @@ class HuggingFaceTokenizer:
         """
         with self._library("cannot decode these ids with"):
             return self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+
+    def marked_text(self, ids: Int[np.ndarray, " tokens"]) -> str:
+        """Returns the text of `ids` with the special tokens, except those at the end."""
+        ends = (at for at in range(len(ids), 0, -1) if int(ids[at - 1]) not in self._special_ids)
+        with self._library("cannot decode these ids with"):
+            return self._tokenizer.decode(ids[: next(ends, 0)].tolist(), skip_special_tokens=False)
 
     def token_bytes(self, token: int) -> bytes | None:
         """See `dapo_jax.text.tokenizers.token_bytes`."""

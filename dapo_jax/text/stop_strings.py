@@ -1,10 +1,14 @@
 """Stop ids and stop strings, which end a response in addition to the model's end token."""
 
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import date
 
 import numpy as np
 from jaxtyping import Int
 
+from dapo_jax.text.chat import ChatTemplate
+from dapo_jax.text.special_tokens import FIRST_GUARD
 from dapo_jax.text.tokenizers import Tokenizer
 
 _ALIGNMENTS = 4
@@ -97,8 +101,24 @@ class StopStrings:
         return self._has_text[token]
 
 
-def stop_ids(tokenizer: Tokenizer, extra: Sequence[int]) -> tuple[int, ...]:
-    """Returns all ids that end a response, without duplicates: first the tokenizer's ids, beginning with `eos_id`, and then `extra`.
+def turn_end(tokenizer: Tokenizer) -> int:
+    """Returns the id that the chat template writes after an answer, such as Gemma's `<end_of_turn>`, or `eos_id` if it writes none."""
+    turns = [{"role": role, "content": FIRST_GUARD + role} for role in ("user", "assistant", "user")]
+    with suppress(ValueError):  # the template refuses these turns
+        template = tokenizer.chat_template or ChatTemplate("", name="none")
+        before, _, text = template.render(turns, today=date(2024, 7, 26)).partition(turns[0]["content"])
+        after = text.partition(turns[1]["content"])[2].lstrip()
+        [first, *_] = tokenizer.encode(after).tolist()
+        plain = {*tokenizer.encode_plain(after).tolist(), *tokenizer.encode_plain(before).tolist()}
+        begins = [token for token in tokenizer.encode(before).tolist() if token not in plain][-1:]
+        # Without an end token, the next turn follows. Its first token ends an answer only if the files say so, as in GLM 4.
+        if first not in plain and ([first] != begins or first in tokenizer.stop_ids):
+            return first
+    return tokenizer.eos_id
+
+
+def stop_ids(tokenizer: Tokenizer, extra: Sequence[int] = ()) -> tuple[int, ...]:
+    """Returns all ids that end a response, without duplicates: the tokenizer's ids, beginning with `eos_id`, then `turn_end`, and then `extra`.
 
     Raises:
         ValueError: an id is not in the tokenizer's vocabulary.
@@ -109,4 +129,4 @@ def stop_ids(tokenizer: Tokenizer, extra: Sequence[int]) -> tuple[int, ...]:
             f"sampling.stop_token_ids: {outside[0]} is not in the tokenizer's vocabulary of {tokenizer.vocab_size} ids, "
             f"0 to {tokenizer.vocab_size - 1}"
         )
-    return tuple(dict.fromkeys((*tokenizer.stop_ids, *extra)))
+    return tuple(dict.fromkeys((*tokenizer.stop_ids, turn_end(tokenizer), *extra)))

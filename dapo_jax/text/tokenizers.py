@@ -1,12 +1,12 @@
 """The `Tokenizer` protocol, two tokenizers that need no training, and functions that load and save tokenizers.
 
-`encode` adds no special tokens and `decode` omits them, so callers append `eos_id` themselves. In the two tokenizers here,
+`encode` adds no special tokens and `decode` omits them, so callers append end tokens themselves. In the two tokenizers here,
 ids 0 and 1 are the padding token and the end token. `dapo_jax.text.huggingface` loads the tokenizers of pretrained models.
 """
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -39,11 +39,11 @@ class Tokenizer(Protocol):
 
     @property
     def eos_id(self) -> int:
-        """The id of the end token, which ends sampled responses and is appended to supervised responses."""
+        """The id of the end token of a text. A supervised response to a plain prompt ends with it."""
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """All ids that end a response when sampled, with `eos_id` first."""
+        """The end tokens that the tokenizer's files define, with `eos_id` first. `stop_strings.stop_ids` returns all ids that end a response."""
 
     @property
     def chat_template(self) -> ChatTemplate | None:
@@ -181,8 +181,8 @@ def named_tokenizer(name: str) -> ByteTokenizer | CharTokenizer:
     return CharTokenizer(alphabet) if kind == "char" else ByteTokenizer()
 
 
-def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike[str]) -> None:
-    """Writes the tokenizer's files to `folder`, which is created if necessary.
+def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike[str], ends: Sequence[int] = ()) -> None:
+    """Writes the tokenizer's files to `folder`, which is created if necessary. The files also define the end tokens `ends`.
 
     Raises:
         ValueError: the tokenizer is neither from this module nor from a Hugging Face folder.
@@ -192,7 +192,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str | os.PathLike[str]) -> None
     place = path_of(folder)
     place.mkdir(parents=True, exist_ok=True)
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        tokenizer.save(folder)
+        tokenizer.save(folder, ends)
         return
     if isinstance(tokenizer, CharTokenizer):
         content = {"type": "dapo_jax.char", "alphabet": tokenizer.alphabet}

@@ -3,8 +3,12 @@
 import numpy as np
 import pytest
 
+from dapo_jax.config import DataConfig
 from dapo_jax.data.prompts import PairSource, PromptSource
+from dapo_jax.text.formatting import PromptFormat
+from dapo_jax.text.huggingface import HuggingFaceTokenizer
 from dapo_jax.text.tokenizers import ByteTokenizer, CharTokenizer
+from tests.text.folders import files_of
 
 TOKENIZER = ByteTokenizer()
 ROWS = [{"prompt": f"{n}", "answer": f"{n}", "responses": [f"{n}{way}" for way in "abcd"]} for n in range(20)]
@@ -24,6 +28,18 @@ def test_response_ends_with_the_end_token_and_the_prompt_does_not():
     np.testing.assert_array_equal(prompt, TOKENIZER.encode("1+1"))
     np.testing.assert_array_equal(response, [*TOKENIZER.encode("=2"), TOKENIZER.eos_id])
     assert response.dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    ("prompt", "chat", "end"),
+    [("1+1", False, 0), ("1+1", True, 2), ([{"role": "user", "content": "1+1"}], False, 2)],
+)
+def test_a_response_to_a_conversation_ends_as_the_template_ends_a_turn(prompt, chat, end):
+    """A base model of Qwen: eos_token is <|endoftext|> (id 0), and the template writes <|im_end|> (id 2)."""
+    tokenizer = HuggingFaceTokenizer(files_of(eos_token="<|endoftext|>"))
+    rows = [{"prompt": prompt, "answer": "2", "response": "=2"}]
+    _, response = source(rows, tokenizer, prompt_format=PromptFormat(DataConfig(chat=chat)))[0]
+    np.testing.assert_array_equal(response, [*tokenizer.encode("=2"), end])
 
 
 def test_pair_depends_on_seed_and_place_alone():

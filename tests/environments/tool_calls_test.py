@@ -1,10 +1,15 @@
 """Tool calls in the formats of models."""
 
 import json
+import random
+import time
 
 import pytest
 
 from dapo_jax.environments.tool_calls import MOST_CALLS, BrokenCall, ToolCall, tool_calls
+from dapo_jax.environments.tool_schemas import schema_of
+from dapo_jax.text.chat import ChatTemplate
+from dapo_jax.text.messages import canonical_messages
 
 ADD = ToolCall("add", {"a": 1})
 
@@ -20,6 +25,15 @@ ADD = ToolCall("add", {"a": 1})
         ('<tool_call>{"name": "add", "parameters": {"a": 1}}</tool_call>', [ADD]),
         ('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', [ADD]),
         ('<tool_call>{"name": "now"}</tool_call>', [ToolCall("now", {})]),
+        ('<tool_call>{"name": "now", "arguments": ""}</tool_call>', [ToolCall("now", {})]),
+        ('<tool_call>{"name": "now", "arguments": " \\n"}</tool_call>', [ToolCall("now", {})]),
+        ('<tool_call>{"name": "now", "arguments": null}</tool_call>', [ToolCall("now", {})]),
+        ('<tool_call>{"name": "now", "arguments": "null"}</tool_call>', [ToolCall("now", {})]),
+        ('<tool_call>{"name": "now", "parameters": null}</tool_call>', [ToolCall("now", {})]),
+        ('{"name": "now", "parameters": ""}', [ToolCall("now", {})]),
+        # A stop string may have cut off the end mark.
+        ('I add.<tool_call>{"name": "add", "arguments": {"a": 1}}', [ADD]),
+        ('<tool_call>[{"name": "add", "arguments": {"a": 1}}, {"name": "now"}]</tool_call>', [ADD, ToolCall("now", {})]),
         ('{"name": "add", "parameters": {"a": 1}}', [ADD]),
         ('<|python_tag|>{"name": "add", "parameters": {"a": 1}}', [ADD]),
         ('{"name": "add", "parameters": {"a": 1}}; {"name": "add", "parameters": {"a": 1}}', [ADD] * 2),
@@ -32,6 +46,162 @@ ADD = ToolCall("add", {"a": 1})
 )  # fmt: skip
 def test_calls_are_read_in_the_formats_of_qwen_and_llama_3(text, calls):
     assert tool_calls(text) == calls
+
+
+def find(city: str, days: int, exact: bool, depth: float, options: dict[str, list[int]], tags: list[str], note: str | None, code: int | str) -> str:  # fmt: skip
+    """Finds."""
+    return city
+
+
+def now() -> str:
+    """Tells the time."""
+    return ""
+
+
+TOOLS = [schema_of(find), schema_of(now)]
+JSON_CALL = '{"name": {{ f.name | tojson }}, "arguments": {{ f.arguments | tojson }}}'
+NAMED_BLOCK = "<tool_call>{{ f.name }}\n```json\n{{ f.arguments | tojson }}\n```</tool_call>\n"
+SPELLED = (
+    "{% for k, v in f.arguments.items() %}<parameter={{ k }}>VALUE</parameter>\n{% endfor %}</function>\n"
+)
+FAMILIES = {
+    "qwen2.5, qwen3, smollm3, granite 4, exaone 4, ernie 4.5": ("", "<tool_call>\n" + JSON_CALL + "\n</tool_call>", "\n", ""),
+    "qwen3.5": ("", "<tool_call>\n<function={{ f.name }}>\n" + SPELLED.replace("VALUE",
+        "\n{% if v is mapping or v is sequence and v is not string %}{{ v | tojson }}{% else %}{{ v | string }}{% endif %}{{ '\\n' }}"
+    ) + "</tool_call>", "\n", ""),
+    "seed-oss": ("", "<seed:tool_call>\n<function={{ f.name }}>\n" + SPELLED.replace("VALUE", "{{ v | string }}") + "</seed:tool_call>", "\n", ""),
+    "llama 3": ("", '{"name": {{ f.name | tojson }}, "parameters": {{ f.arguments | tojson }}}', "; ", ""),
+    "llama 3 with its tag": ("<|python_tag|>", '{"name": {{ f.name | tojson }}, "parameters": {{ f.arguments | tojson }}}', "; ", ""),
+    "mistral 0.3": ("[TOOL_CALLS] [", JSON_CALL[:-1] + ', "id": "abcdefghi"}', ", ", "]"),
+    "ministral 3": ("", "[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}", "", ""),
+    "mistral small 3.2": ("", "[TOOL_CALLS]{{ f.name }}[CALL_ID]abcdefghi[ARGS]{{ f.arguments | tojson }}", "", ""),
+    "granite 3": ("<|tool_call|>[", JSON_CALL, ", ", "]"),
+    "granite 3.1": ("<tool_call>[", JSON_CALL, ", ", "]"),
+    "phi 4 mini": ("", "<|tool_call|>" + JSON_CALL + "<|/tool_call|>", "", ""),
+    "phi 4 mini without special tokens": ("functools[", JSON_CALL, ",", "]"),
+    "hunyuan": ("<tool_calls>\n", NAMED_BLOCK, "", "</tool_calls>"),
+    "hunyuan a13b": ("<tool_calls>[", JSON_CALL, ", ", "]</tool_calls>"),
+    "glm 4": ("", "{{ f.name }}\n{{ f.arguments | tojson }}", None, ""),
+    "olmo 3": ("<function_calls>\n", "{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}={{ v | tojson }}"
+               "{{ ', ' if not loop.last }}{% endfor %})", "\n", "\n</function_calls>"),
+    "functiongemma": ("", "{% macro w(v) %}{% if v is string %}<escape>{{ v }}<escape>{% elif v is mapping %}{{ '{' }}"
+        "{% for k, x in v.items() %}{{ k }}:{{ w(x) }}{{ ',' if not loop.last }}{% endfor %}{{ '}' }}{% elif v is sequence %}["
+        "{% for x in v %}{{ w(x) }}{{ ',' if not loop.last }}{% endfor %}]{% else %}{{ v | tojson }}{% endif %}{% endmacro %}"
+        "<start_function_call>call:{{ f.name }}{{ w(f.arguments) }}<end_function_call>", "", ""),
+}  # fmt: skip
+"""Our own templates with the call formats of the families' templates: begin, one call, separator (None: one call at most) and end."""
+
+TEXTS = [
+    "Paris",
+    "",
+    " ",
+    "5",
+    "true",
+    "null",
+    "a\nb\n",
+    'it\'s "so"',
+    "{}",
+    "[1]",
+    "x; {",
+    "naïve 日本",
+    "</tool_call>",
+    "a, b: c",
+    "<b>",
+]
+
+
+def written(family, calls):
+    """A turn with so many calls in the family's format."""
+    begin, call, separator, end = FAMILIES[family]
+    source = (
+        "{% for m in messages if m.role == 'assistant' %}" + begin + "{% for one in m.tool_calls %}{% set f = one.function %}"
+        + call + "{{ '' if loop.last else separator }}{% endfor %}" + end + "{% endfor %}"
+    )  # fmt: skip
+    asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": calls}]
+    return ChatTemplate(source, name=family).render(canonical_messages(asked), {"separator": separator or ""})
+
+
+def arguments_of(rng):
+    """Arguments of `find` of all types, with texts that look like other types."""
+    text = lambda: rng.choice(TEXTS)  # noqa: E731
+    return {
+        "city": text(), "days": rng.randint(-(2**40), 2**40), "exact": rng.random() < 0.5, "depth": rng.choice([0.5, -3e-7, 1e30, 2.0]),
+        "options": {"ab": [1, 2], "c": []} if rng.random() < 0.5 else {}, "tags": [text() for _ in range(rng.randint(0, 3))],
+        "note": rng.choice([None, "a note"]), "code": rng.choice([7, "seven"]),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_call_that_the_template_of_a_family_writes_is_read_back(family):
+    rng = random.Random(family)
+    for _ in range(30):
+        calls = [
+            ("find", arguments_of(rng))
+            for _ in range(1 if FAMILIES[family][2] is None else rng.randint(1, 3))
+        ]
+        turn = written(
+            family, [{"name": name, "arguments": json.dumps(arguments)} for name, arguments in calls]
+        )
+        assert tool_calls(turn, TOOLS) == [ToolCall(*call) for call in calls], turn
+    for end in ("", "</s>", "<|im_end|>\n"):  # a text may have been decoded with its end token
+        assert tool_calls(written(family, [{"name": "now", "arguments": {}}]) + end, TOOLS) == [
+            ToolCall("now", {})
+        ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cut_call_is_broken_or_absent_and_never_another_call(family):
+    """A turn may end at any character. A prefix may hold the whole call, of which only an end mark is missing."""
+    call = ToolCall("find", {"city": "a\nb {", "days": 5, "tags": ["x", "y"]})
+    turn = written(family, [{"name": call.name, "arguments": dict(call.arguments)}])
+    for cut in range(len(turn)):
+        found = tool_calls(turn[:cut], TOOLS)
+        assert found in ([], [call]) or all(isinstance(one, BrokenCall) for one in found), turn[:cut]
+
+
+def test_a_spelled_value_may_contain_the_marks():
+    values = ["</function>", "a</parameter>b", "</tool_call>\n</function> c", "<tool_call>"]
+    for value in values:
+        turn = (
+            f"<tool_call>\n<function=find>\n<parameter=city>\n{value}\n</parameter>\n</function>\n</tool_call>"
+            * 2
+        )
+        assert tool_calls(turn, TOOLS) == [ToolCall("find", {"city": value})] * 2
+
+
+def test_a_function_may_have_an_object_instead_of_parameters():
+    """Meta describes this format for Llama 3.1."""
+    assert tool_calls('<function=f>{"a": 1}</function>') == [ToolCall("f", {"a": 1})]
+
+
+def test_values_without_a_schema_are_json_or_text():
+    turn = "<tool_call><function=f>" + "".join(
+        f"<parameter=p{at}>\n{value}\n</parameter>"
+        for at, value in enumerate(["5", "True", "x y", '{"a": null}', "None", "1e999"])
+    )
+    expected = {"p0": 5, "p1": True, "p2": "x y", "p3": {"a": None}, "p4": None, "p5": "1e999"}
+    assert tool_calls(turn + "</function></tool_call>") == [ToolCall("f", expected)]
+
+
+def test_a_value_of_a_wrong_type_stays_a_text_so_that_the_policy_reads_its_error():
+    turn = "<function=find><parameter=days>3.5</parameter><parameter=exact>maybe</parameter></function>"
+    assert tool_calls(turn, TOOLS) == [ToolCall("find", {"days": "3.5", "exact": "maybe"})]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        'now {"a": 1}',
+        "find(city=1) is 2",
+        "[now] is a list",
+        '["now"]',
+        "<b>x</b>",
+        '{"name": "Bo"}',
+        "now\nthere",
+    ],
+)
+def test_an_answer_that_resembles_a_call_is_an_answer(answer):
+    assert tool_calls(answer, TOOLS) == []
 
 
 def test_an_argument_may_contain_the_marks():
@@ -55,6 +225,18 @@ def test_an_argument_may_contain_the_marks():
         ("<tool_call>" + "9" * 10_000 + "</tool_call>", "4300 digits|does not fit"),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "too deep"),
         ("<|python_tag|>print(1)", "not JSON"),
+        ("<tool_call><function=f><parameter=a>1</function></tool_call>", "has no </function>"),
+        ("<function=f><parameter=a>1</parameter>", "has no </function>"),
+        ("<function=f>now</function>", "not JSON"),
+        ("<function=f>x<parameter=a>1</parameter></function>", "not JSON"),
+        ("[TOOL_CALLS]f[ARGS]{", "not JSON"),
+        ("[TOOL_CALLS]", "not JSON"),
+        ("<function_calls>f(1)</function_calls>", r"NAME\(KEY=VALUE"),
+        ("<function_calls>f(a=open('x'))</function_calls>", "malformed node"),
+        ("<function_calls>f(a=1e999)</function_calls>", "not finite"),
+        ("<function_calls>f(a=</function_calls>", "never closed|invalid syntax"),
+        ("<function_calls>f(a=" + "(" * 10_000 + "</function_calls>", "nested"),
+        ("<function_calls></function_calls>", r"NAME\(KEY=VALUE"),
         ('{"name": "add", "parameters": {"a": 1', "not JSON"),
         ('{"name": "add", "parameters": {}} and more', "not JSON"),
     ],
@@ -66,6 +248,37 @@ def test_a_malformed_call_is_a_broken_call_with_the_reason(text, reason):
     assert isinstance(found, BrokenCall)
     assert re.search(reason, found.reason), found.reason
     assert len(found.reason) < 300
+
+
+@pytest.mark.parametrize(
+    "mark",
+    ["<tool_call>", "<function=f>", "[TOOL_CALLS]", "<start_function_call>call:f{", "<function_calls>f(", ""],
+)
+@pytest.mark.parametrize(
+    "filler",
+    [
+        " ",
+        "a",
+        "{",
+        "<parameter=a>",
+        "<escape>",
+        "a:",
+        "-",
+        "(",
+        "[TOOL_CALLS]",
+        "<tool_call>",
+        "```json",
+        "x</function>",
+        "</parameter>\n",
+        '{"name"',
+    ],
+)
+def test_a_long_malformed_turn_takes_little_time(mark, filler):
+    """100,000 tokens are about 400,000 characters. A parser of quadratic time would need minutes."""
+    began = time.perf_counter()
+    found = tool_calls(mark + filler * (400_000 // len(filler)), TOOLS)
+    assert time.perf_counter() - began < 5.0
+    assert not any(isinstance(one, ToolCall) for one in found)
 
 
 @pytest.mark.parametrize(

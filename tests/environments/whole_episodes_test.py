@@ -1,17 +1,24 @@
 """Whole episodes, from the sampler over environments to verdicts: a scripted engine calls the tools of our own environment and of other libraries'."""
 
+import json
+
+import numpy as np
 import pytest
 
-from dapo_jax.dapo.rollouts import Prompt
+from dapo_jax.dapo.rollouts import DrawnTurn, Prompt
 from dapo_jax.environments import Episodes, ToolEnvironment, load_environment
 from dapo_jax.environments.rendering import Rendering
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.sampling.continuous_batching import Sampler
 from dapo_jax.sampling.decoding import decoding
 from dapo_jax.testing import ScriptedEngine
+from dapo_jax.text.huggingface import HuggingFaceTokenizer
+from dapo_jax.text.stop_strings import StopStrings
 from tests.environments.fidelity_test import decoded, own
 from tests.environments.playing import call
+from tests.environments.tools_test import add
 from tests.sampling.continuous_batching_test import KEY
+from tests.text.folders import byte_level_json, files_of
 
 TOKENIZER, KWARGS = own(False)
 ASKED = [{"role": "user", "content": "What is 6 * 7?"}]
@@ -113,3 +120,33 @@ def test_the_environment_of_skyrl_gym_is_sampled():
     assert verdicts[0].turn_rewards == pytest.approx((0.2 / 3, 1.0))
     first = responses[0].turns[0]
     assert TOKENIZER.decode(responses[0].tokens[first.first : first.stop]) == "#### 41"
+
+
+MARKS = ("<tool_call>", "</tool_call>")
+TOOL_TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.tool_call_id }}\n{{ m.content }}<|im_end|>{% endfor %}{{ tools }}"
+
+
+@pytest.mark.parametrize("stop", [(), ("END",)])
+def test_a_call_between_special_tokens_is_run(stop):
+    """Decoding omits special tokens, so the text of the turn is bare JSON, which is an answer."""
+    described = json.loads(byte_level_json())
+    for number, content in enumerate(MARKS, start=320):
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        described["added_tokens"].append({"id": number, "content": content, "special": True, **flags})
+    tokenizer = HuggingFaceTokenizer(files_of(json.dumps(described), template=TOOL_TEMPLATE))
+    prompt = Prompt(ordinal=0, tokens=tokenizer.encode("q"), text="q", answer="3", row={})
+    said = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>' + (
+        "END" if stop else "<|im_end|>"
+    )
+    tokens = tokenizer.encode(said)
+    turn = DrawnTurn(tokens=tokens, logprobs=np.zeros(len(tokens), np.float32), finish_reason="stop")
+    text_of = StopStrings(tokenizer, stop).decode if stop else tokenizer.decode
+    environment = ToolEnvironment([add], lambda text, row: text == row["answer"])
+    with Episodes(
+        environment, Rendering(tokenizer=tokenizer), text_of=text_of, seed=1, max_turns=2
+    ) as episodes:
+        episodes.start(prompt, 0).result(5)
+        answered = episodes.step(prompt, 0, turn).result(5)
+        assert episodes.standing(prompt, 0).metrics == {"tool_calls": 1.0, "tool_errors": 0.0}
+    # Mistral's templates refuse a result without an id of nine characters.
+    assert tokenizer.decode(answered.tokens).startswith("tool 000000000\n3")

@@ -212,3 +212,14 @@ def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
     with pytest.raises(ValueError, match=r"pip install -e '\.\[gguf\]'"):
         GgufFile(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize(("count", "refused"), [(0, False), (1, False), (3, True)])
+def test_one_of_several_files_of_a_model_is_refused_with_the_program_that_merges_them(
+    count, refused, written
+):
+    if not refused:
+        assert written(extra={"split.count": count}).config() == LLAMA
+        return
+    with pytest.raises(ValueError, match=r"model\.gguf: split\.count=3: .*llama-gguf-split --merge"):
+        written(extra={"split.count": count})

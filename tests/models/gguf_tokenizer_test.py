@@ -128,6 +128,32 @@ def test_a_gemma_prompt_begins_once_and_ends_with_a_turn_or_a_text(files, tmp_pa
     assert json.loads(turned["generation_config.json"])["eos_token_id"] == [4, 1]
 
 
+@pytest.mark.parametrize(("pre", "adds"), [("llama-bpe", True), ("qwen2", False), ("smollm", False)])
+def test_without_the_key_the_kind_of_the_tokenizer_decides_whether_a_text_begins_with_a_token(
+    pre, adds, files
+):
+    """The defaults of `add_bos` in llama.cpp's src/llama-vocab.cpp."""
+    made = files(pre=pre)
+    assert tokens_of(made, "a", special=True) == [*["<|im_start|>"] * adds, "a"]
+    assert json.loads(made["tokenizer_config.json"])["add_bos_token"] == adds
+
+
+@pytest.mark.parametrize(
+    "end", ["<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_text|>", "<EOT>", "<end_of_turn>", "<eos>"]
+)
+def test_a_spelled_end_token_ends_a_response_whatever_its_type(end, files):
+    """llama.cpp finds these tokens by their text and makes them control tokens. `<think>` at 267 has another type, so it is not special."""
+    made = files(extra={"tokenizer.ggml.tokens": [*TOKENS[:-1], end]})
+    assert json.loads(made["generation_config.json"])["eos_token_id"] == [2, 0, len(TOKENS) - 1]
+    tokenizer = Tokenizer.from_str(made["tokenizer.json"])
+    assert tokenizer.decode(tokenizer.encode(f"hi{end}").ids) == "hi"
+
+
+def test_the_id_that_ends_a_message_ends_a_response(files):
+    made = files(extra={"tokenizer.ggml.eot_token_id": 5, "tokenizer.ggml.eom_token_id": 4})
+    assert json.loads(made["generation_config.json"])["eos_token_id"] == [2, 5, 4, 0]
+
+
 def test_configuration_files_agree_with_the_metadata(files):
     made = files(extra={"tokenizer.ggml.unknown_token_id": 0, "tokenizer.ggml.eot_token_id": 0})
     config = json.loads(made["tokenizer_config.json"])

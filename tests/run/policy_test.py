@@ -1,9 +1,11 @@
 """Policies found by name: presets, shipped models, folders, runs."""
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -15,8 +17,10 @@ from dapo_jax.models.tensors import shapes_of
 from dapo_jax.parallel.sharding import shardings
 from dapo_jax.run.policy import find_policy, load_policy, mesh_of
 from dapo_jax.run.resume_point import model_files
+from dapo_jax.text.huggingface import HuggingFaceTokenizer
 from tests.models.hub_server import serve_hub
 from tests.run.conftest import assert_equal_weights
+from tests.text.folders import files_of
 
 
 def test_a_saved_policy_is_loaded_as_it_was(model, tmp_path):
@@ -26,6 +30,17 @@ def test_a_saved_policy_is_loaded_as_it_was(model, tmp_path):
     assert again.decoder == policy.decoder
     assert again.tokenizer == policy.tokenizer
     assert_equal_weights(again, policy)
+
+
+def test_the_files_of_a_saved_base_model_name_the_token_that_ends_a_turn(chat_model, tmp_path):
+    """A base model of Qwen has the end token <|endoftext|> (id 0), and its chat template writes <|im_end|> (id 2)."""
+    policy = load_policy(ModelConfig(source=chat_model))
+    files = files_of(eos_token="<|endoftext|>", generation={"eos_token_id": 0})
+    replace(policy, tokenizer=HuggingFaceTokenizer(files)).save(tmp_path / "saved")
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "saved" / name).read_text())["eos_token_id"] == [0, 2]
+    again = load_policy(ModelConfig(source=str(tmp_path / "saved"))).tokenizer
+    assert (again.eos_id, again.stop_ids) == (0, (0, 2))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Tokenizers of real models: special tokens, the beginning and end of a text, and their files."""
 
 import json
+import warnings
 from functools import cache
 
 import numpy as np
@@ -11,7 +12,13 @@ from tokenizers import AddedToken, decoders
 from tokenizers import Tokenizer as Library
 
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
-from dapo_jax.text.tokenizers import Tokenizer, load_tokenizer, save_tokenizer
+from dapo_jax.text.stop_strings import stop_ids
+from dapo_jax.text.tokenizers import (
+    Tokenizer,
+    check_vocabulary,
+    load_tokenizer,
+    save_tokenizer,
+)
 from tests.text import folders
 from tests.text.folders import byte_fallback_json, byte_level_json, files_of, with_beginning, write
 
@@ -191,6 +198,18 @@ def test_files_are_written_back_byte_for_byte(tmp_path):
     assert load_tokenizer(tmp_path / "written").stop_ids == found.stop_ids
 
 
+def test_a_saved_generation_config_lists_the_end_token_of_the_template(tmp_path):
+    """Other programs would otherwise not stop where supervised responses end."""
+    files = files_of(generation={"eos_token_id": 0, "temperature": 0.7}, eos_token="<|endoftext|>")
+    found = load_tokenizer(write(tmp_path / "read", files))
+    save_tokenizer(found, tmp_path / "written", stop_ids(found))
+    generation = json.loads((tmp_path / "written" / "generation_config.json").read_text())
+    assert (generation["eos_token_id"], generation["temperature"]) == ([0, 2], 0.7)
+    written = {path.name: path.read_bytes() for path in (tmp_path / "written").iterdir()}
+    assert {**files, "generation_config.json": written["generation_config.json"]} == written
+    assert load_tokenizer(tmp_path / "written").eos_id == 0
+
+
 def test_end_tokens_that_only_the_model_s_configuration_named_survive_saving(tmp_path):
     folder = write(tmp_path / "read", files_of(pad_token=None))
     (folder / "config.json").write_text(json.dumps({"eos_token_id": [2, 0], "pad_token_id": 1}))
@@ -250,3 +269,109 @@ def test_ids_and_texts_equal_those_of_transformers(name, tmp_path):
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": " 1+1?\n"}]
     expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert ours.chat_template.render(messages) == expected
+
+
+def added(*tokens, at=None):
+    """The tokenizer with further added tokens: names of special tokens. With `at`, the ids begin there."""
+    described = json.loads(byte_level_json())
+    first = 320 if at is None else at
+    for number, content in enumerate(tokens, start=first):
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        described["added_tokens"].append({"id": number, "content": content, "special": True, **flags})
+    return json.dumps(described)
+
+
+def test_marked_text_keeps_the_special_tokens_inside_a_text():
+    tokenizer = made(added("<tool_call>", "</tool_call>"))
+    ids = tokenizer.encode('a<tool_call>{"b"}</tool_call><|im_end|>')
+    assert tokenizer.decode(ids) == 'a{"b"}'
+    assert tokenizer.marked_text(ids) == 'a<tool_call>{"b"}'
+    assert (
+        tokenizer.marked_text(tokenizer.encode("<tool_call><tool_call>1<|im_end|>"))
+        == "<tool_call><tool_call>1"
+    )
+    assert tokenizer.marked_text(tokenizer.encode("<|im_end|>")) == tokenizer.marked_text(ids[:0]) == ""
+
+
+SIZE = 320
+"""The number of ids of `byte_level_json`, which are the rows of the model's table below."""
+
+
+def test_a_special_token_beyond_the_table_is_accepted_if_nothing_needs_it():
+    """Gemma 3's 1B and 270M models define <image_soft_token>, whose id is the number of rows."""
+    tokenizer = made(
+        added("<image_soft_token>"), model={"vocab_size": SIZE}, image_token="<image_soft_token>"
+    )
+    assert tokenizer.vocab_size == SIZE
+    check_vocabulary(tokenizer, SIZE)
+    assert made(added("<image_soft_token>"), model={"vocab_size": SIZE + 1}).vocab_size == SIZE + 1
+    text = "an <image_soft_token>"
+    for encode in (
+        tokenizer.encode,
+        tokenizer.encode_prompt,
+        tokenizer.encode_plain,
+        tokenizer.encode_guarded,
+    ):
+        np.testing.assert_array_equal(encode(text), PLAIN.encode(text))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"eos_token": "<x>"},
+        {"pad_token": "<x>"},
+        {"template": "<x>{{ messages[0].content }}"},
+        {"template": "{{ bos_token }}{{ messages[0].content }}", "bos_token": "<x>"},
+    ],
+)
+def test_a_special_token_beyond_the_table_is_refused_if_it_can_be_used(how):
+    tokenizer = made(added("<x>"), model={"vocab_size": SIZE}, **how)
+    with pytest.raises(
+        ValueError, match=f"has {SIZE + 1} ids and the model's vocabulary has only {SIZE} rows"
+    ):
+        check_vocabulary(tokenizer, SIZE)
+
+
+def test_an_ordinary_token_and_a_beginning_beyond_the_table_are_refused():
+    assert made(model={"vocab_size": 300}).vocab_size == SIZE
+    described = json.loads(with_beginning(added("<x>")))
+    [_, template] = described["post_processor"]["processors"]
+    template["single"][0]["SpecialToken"]["id"] = "<x>"
+    template["special_tokens"] = {"<x>": {"id": "<x>", "ids": [SIZE], "tokens": ["<x>"]}}
+    assert made(json.dumps(described), model={"vocab_size": SIZE}).vocab_size == SIZE + 1
+
+
+WRONG = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+RIGHT = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{M}]*[\p{Ll}\p{M}]+|\p{N}|\s+"
+
+
+@cache
+def large(expression):
+    """A byte-level tokenizer with more than 100,000 tokens, and an expression that splits texts."""
+    described = json.loads(byte_level_json())
+    vocabulary = described["model"]["vocab"]
+    vocabulary |= {f"<{number}>": number for number in range(len(vocabulary), 100_001)}
+    split = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+    described["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, described["pre_tokenizer"]]}
+    return json.dumps(described)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "model", "warns"),
+    [
+        (WRONG, {"model_type": "mistral"}, True),
+        (WRONG, {"model_type": "mistral3", "transformers_version": "4.50.0.dev0"}, True),
+        (WRONG, {"model_type": "mistral", "transformers_version": "5.0.0"}, False),
+        (WRONG, {"model_type": "llama"}, False),
+        (WRONG, {}, False),
+        (RIGHT, {"model_type": "mistral"}, False),
+        (None, {"model_type": "mistral"}, False),
+    ],
+)
+def test_the_wrong_expression_of_mistrals_tokenizer_is_named_as_in_transformers(tokenizer, model, warns):
+    """The conditions of transformers 5.24 for a folder; we also compare the expression. The small tokenizer has 320 tokens."""
+    content = byte_level_json() if tokenizer is None else large(tokenizer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made(content, model=model)
+    assert [("fix_mistral_regex=True" in str(one.message)) for one in caught] == [True] * warns

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
-from dapo_jax.text.stop_strings import StopStrings, stop_ids
+from dapo_jax.text.stop_strings import StopStrings, stop_ids, turn_end
 from dapo_jax.text.tokenizers import ByteTokenizer, CharTokenizer
-from tests.text.folders import byte_fallback_json, files_of
+from tests.text.folders import CHATML, SPECIALS, byte_fallback_json, byte_level_json, files_of
 
 BYTES = ByteTokenizer()
 MERGED = HuggingFaceTokenizer(files_of())
@@ -125,3 +125,46 @@ def test_extra_ids_end_a_response_after_the_tokenizer_s_own():
 def test_an_extra_id_outside_the_vocabulary_is_refused(token):
     with pytest.raises(ValueError, match=f"stop_token_ids: {token} .* 0 to 3"):
         stop_ids(CharTokenizer("ab"), [2, token])
+
+
+TURN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}END{% endfor %}<|im_start|>assistant\n"
+ROLES = "{% for m in messages %}{{ '<|im_start|>' if m.role == 'user' else '<|begin_of_text|>' }}{{ m.content }}{% endfor %}<|begin_of_text|>"
+"""Without end tokens: the token of the next role follows an answer, as in GLM 4. The user's token is id 1, and the assistant's is id 3."""
+
+
+@pytest.mark.parametrize(
+    ("template", "eos", "generation", "turn", "response"),
+    [
+        # Qwen's base models and Gemma 3: the files name one end token, and the template writes another.
+        (CHATML, "<|endoftext|>", None, 2, (0, 2)),
+        (TURN.replace("END", "<|im_end|>\n"), "<|endoftext|>", {"eos_token_id": [0, 3]}, 2, (0, 3, 2)),
+        # Llama 2 writes a space before the token.
+        (TURN.replace("END", " <|im_end|><|begin_of_text|>"), "<|endoftext|>", None, 2, (0, 2)),
+        (TURN.replace("END", "{{ eos_token }}"), "<|endoftext|>", None, 0, (0,)),
+        (CHATML, "<|im_end|>", None, 2, (2,)),
+        # The token of the user's role ends an answer only if the files say so.
+        (ROLES, "<|endoftext|>", {"eos_token_id": [0, 1]}, 1, (0, 1)),
+        (ROLES, "<|endoftext|>", None, 0, (0,)),
+        (TURN.replace("END", "\n"), "<|endoftext|>", None, 0, (0,)),
+        # Templates without such a token, and templates that cannot be rendered.
+        (TURN.replace("END", "END"), "<|endoftext|>", None, 0, (0,)),
+        ("{{ messages[0].content }}<|im_end|>", "<|endoftext|>", None, 0, (0,)),
+        ("{{ raise_exception('no') }}", "<|endoftext|>", None, 0, (0,)),
+        ("{% if", "<|endoftext|>", None, 0, (0,)),
+        ("{{ strftime_now('%Y') }}" + CHATML, "<|endoftext|>", None, 2, (0, 2)),
+        (None, "<|endoftext|>", None, 0, (0,)),
+    ],
+)  # fmt: skip
+def test_the_token_that_a_template_writes_after_an_answer_ends_a_turn(
+    template, eos, generation, turn, response
+):
+    tokenizer = HuggingFaceTokenizer(files_of(template=template, generation=generation, eos_token=eos))
+    assert (tokenizer.eos_id, turn_end(tokenizer)) == (0 if eos == SPECIALS[0] else 2, turn)
+    assert stop_ids(tokenizer) == response
+    assert stop_ids(tokenizer, [300]) == (*response, 300)
+
+
+def test_a_tokenizer_without_special_tokens_in_texts_has_one_end_token():
+    template = HuggingFaceTokenizer(files_of(byte_level_json())).chat_template
+    for tokenizer in (ByteTokenizer(chat_template=template), CharTokenizer("ab", chat_template=template)):
+        assert (turn_end(tokenizer), stop_ids(tokenizer)) == (1, (1,))

@@ -78,7 +78,8 @@ class TrlEpisode(ToolEpisode):
 
     async def step(self, turn: Turn) -> Step:
         """Returns the results of the turn's tool calls. If there are no calls, ends the episode."""
-        calls = [vars(call) for call in tool_calls(turn.text) if isinstance(call, ToolCall)]
+        found = tool_calls(turn.marked_text or turn.text, self.tools.schemas)
+        calls = [vars(call) for call in found if isinstance(call, ToolCall)]
         named = {"tool_calls": [{"type": "function", "function": call} for call in calls]} if calls else {}
         self.answers.append({"role": "assistant", "content": turn.text, **named})
         self.tokens += turn.tokens.tolist()
