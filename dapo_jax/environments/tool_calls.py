@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dapo_jax.text.plain_json import read_numbers
+from dapo_jax.text.thoughts import without_thoughts
 
 MOST_CALLS = 16
 """Maximum number of calls in a turn. The first call over this limit becomes a `BrokenCall`, and further calls are ignored."""
@@ -38,7 +39,7 @@ class BrokenCall:
 
 
 def tool_calls(text: str) -> list[ToolCall | BrokenCall]:
-    """Returns the calls in a turn's text in order, or an empty list if the turn is a final answer. Calls before `</think>` are ignored.
+    """Returns the calls in a turn's text in order, or an empty list if the turn is a final answer. Calls in thoughts are ignored.
 
     >>> tool_calls('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     [ToolCall(name='add', arguments={'a': 1})]
@@ -47,23 +48,11 @@ def tool_calls(text: str) -> list[ToolCall | BrokenCall]:
     >>> tool_calls("<tool_call>add(1)</tool_call>")
     [BrokenCall(reason='it is not JSON: Expecting value: line 1 column 1 (char 0)')]
     """
-    answer = _after_thoughts(text).strip()
+    answer = without_thoughts(text).strip()
     found = _tagged(answer) if _BEGIN in answer else _bare(answer)
     if len(found) <= MOST_CALLS:
         return found
     return [*found[:MOST_CALLS], BrokenCall(f"a turn may call at most {MOST_CALLS} times")]
-
-
-def _after_thoughts(text: str) -> str:
-    """Returns the text after the model's thinking, or an empty string if the thinking does not end.
-
-    The chat template may write `<think>` as part of the prompt. So a `</think>` without `<think>` also ends the thinking if it precedes all calls.
-    """
-    before, ended, after = text.partition("</think>")
-    opened = text.lstrip().startswith("<think>")
-    if ended and (opened or _BEGIN not in before):
-        return after
-    return "" if opened else text
 
 
 def _tagged(text: str) -> list[ToolCall | BrokenCall]:

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from dapo_jax.dapo.rollouts import FinishReason, Prompt
+from dapo_jax.text.thoughts import without_thoughts
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -26,6 +27,11 @@ class Sample:
     tokens: Int[np.ndarray, " response"]
     """The sampled token ids, including the end token if there is one. The array is read-only in reward functions, because training uses it."""
     finish_reason: FinishReason
+
+    @property
+    def after_thoughts(self) -> str:
+        """The response without its thoughts (`text.thoughts`), even if the prompt opened them. Empty if they do not end."""
+        return without_thoughts(self.response, self.prompt.text).strip()
 
     @property
     def answer(self) -> str:
