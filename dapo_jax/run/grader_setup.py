@@ -149,7 +149,7 @@ def check_graders(config: RewardConfig, *, reward: Rewards | None = None) -> lis
     def loaded(key: str, spec: str | RewardFunction, weight: float | None = None) -> ConfiguredGrader:
         try:
             is_judge = isinstance(spec, str) and spec.startswith("judge:")
-            given = Judge(spec.removeprefix("judge:"), timeout_s=config.timeout_s) if is_judge else spec
+            given = Judge(spec.removeprefix("judge:")) if is_judge else spec
             found = load_reward(given, answer_marker=config.answer_marker, on_nonfinite=config.on_nonfinite)
         except ValueError as error:
             raise ConfigError(f"{key}: {error}") from error

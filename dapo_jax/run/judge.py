@@ -23,9 +23,18 @@ from dapo_jax.dapo.rollouts import Verdict
 from dapo_jax.parallel.together import all_gather_bytes
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.run.loop import Observer, StepResult
+from dapo_jax.text.messages import content_text
+from dapo_jax.text.thoughts import without_thoughts
 
 _FIND, _KEEP = "select reply from replies where request = ?", "insert or replace into replies values (?, ?)"
 _MOST_BYTES = 1 << 20  # a longer answer is cut off, and then it is not JSON
+_LONGEST_WAIT_S = 60.0
+_MAY_PASS = re.compile(
+    r"\A(?:408|429|5\d\d)\Z|rate.?limit|overload|exhausted|unavailable|time.?out|server.?error|internal", re.I
+)
+"""Matches the statuses and codes of errors after which a request is repeated."""
+_NOT_WHOLE = ("length", "max_tokens", "content_filter", "error", "abort")
+"""Values of `finish_reason` of a reply that is not complete."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,17 +58,20 @@ class JudgeConfig:
 
 
 class Judge:
-    """An async reward function that asks a judge. `path` is a YAML file with the fields of `JudgeConfig`, and `timeout_s` is the time limit of a call in seconds.
+    """An async reward function that asks a judge. `path` is a YAML file with the fields of `JudgeConfig`.
 
     Raises:
         ConfigError: the file or a value in it is invalid, the API key is missing, or the cache cannot be opened.
     """
 
-    def __init__(self, path: str, *, timeout_s: float) -> None:
+    limits_itself = True
+    """`JudgeConfig` limits the time of a call, so `AsyncCalls` does not."""
+
+    def __init__(self, path: str) -> None:
         try:
             self.config = config = entry("judge", read_file(Path(path).expanduser()), JudgeConfig)
             self._key = os.environ.get(config.api_key_env, "").strip()
-            _check(config, self._key, timeout_s)
+            _check(config, self._key)
             if config.cache:
                 self._of_cache("create table if not exists replies (request text primary key, reply text)")
         except (ValueError, OSError, RuntimeError) as error:
@@ -109,7 +121,7 @@ class Judge:
         return reply
 
     def _score(self, reply: str) -> float:
-        config, found = self.config, re.findall(self.config.score, reply)
+        config, found = self.config, re.findall(self.config.score, without_thoughts(reply))
         with suppress(IndexError, ValueError):
             if config.lowest <= (score := float(found[-1])) <= config.highest:
                 return score
@@ -123,27 +135,26 @@ class Judge:
         config, number, repeats, reason = self.config, 0, True, ""
         while repeats and number <= config.retries:
             if number:
-                await asyncio.sleep(2.0 ** (number - 1))
+                await asyncio.sleep(min(2.0 ** (number - 1), _LONGEST_WAIT_S))
             number += 1
             self.counts["calls"] += 1
             try:
                 posted = asyncio.to_thread(self._post, body)
                 status, content = await asyncio.wait_for(posted, config.timeout_s)
-                if status == 200:
-                    answer = json.loads(content)
-                    reply = str(answer["choices"][0]["message"]["content"]).encode(errors="replace").decode()
-                    with suppress(Exception):  # some servers count no tokens
-                        self.counts["tokens"] += int(answer["usage"]["total_tokens"])
-                    return reply
-                reason, repeats = f"status {status}: {content[:300]!r}", status == 429 or status >= 500
+                if status != 200:
+                    raise _failure(status, f"status {status}: {content[:300]!r}")
+                answer = json.loads(content)
+                with suppress(Exception):  # some servers count no tokens
+                    self.counts["tokens"] += int(answer["usage"]["total_tokens"])
+                return _reply_of(answer).encode(errors="replace").decode()
             except (OSError, HTTPException) as error:
                 reason = repr(error)
             except Exception as error:  # the reply is not trusted, so it may be anything
                 reason, repeats = f"no chat completion ({type(error).__name__}: {error!s:.200})", False
         reason = reason.replace(self._key, f"${config.api_key_env}") if self._key else reason
         raise RuntimeError(
-            f"{config.url} failed {number} of {config.retries + 1} times, the last time with {reason}; check the address and the server, or raise retries: {config.retries} "
-            f"or timeout_s: {config.timeout_s:g} in the judge's file"
+            f"{config.url} failed {number} of {config.retries + 1} times, the last time with {reason}; check the address and the server, or change the prompt, options, "
+            f"retries: {config.retries} or timeout_s: {config.timeout_s:g} in the judge's file"
         )
 
     def _post(self, body: bytes) -> tuple[int, bytes]:
@@ -195,8 +206,45 @@ class JudgeCounts(Observer):
         self._before = Counter(now)
 
 
-def _check(config: JudgeConfig, key: str, timeout_s: float) -> None:
-    """Checks the values of a judge's settings. `key` is the API key, and `timeout_s` is the time limit of a call."""
+def _reply_of(answer: Any) -> str:
+    """Returns the text of a chat completion.
+
+    Raises:
+        ConnectionError: the answer is an error after which the request is repeated.
+        ValueError: the answer is another error, a refusal, cut off or without text. Answers of unknown form raise other errors.
+    """
+    choice = next(iter(answer.get("choices") or ()), {})
+    if error := answer if answer.get("object") == "error" else answer.get("error") or choice.get("error"):
+        fields = error if isinstance(error, dict) else {}
+        code = fields.get("code") or fields.get("type") or fields.get("status")
+        raise _failure(code, f"the error {error!r:.300}")
+    message, ended = choice["message"], choice.get("finish_reason")
+    content, thoughts = message.get("content"), message.get("reasoning_content") or message.get("reasoning")
+    refusal = message.get("refusal")
+    if refusal or ended in _NOT_WHOLE or content is None or (thoughts and not content):
+        found = {
+            "finish_reason": ended,
+            "refusal": refusal,
+            "content": content,
+            "reasoning_content": thoughts,
+        }
+        listed = ", ".join(
+            f"{name}={value!r:.100}" for name, value in found.items() if name in message or value
+        )
+        raise ValueError(f"{listed}{'; raise max_tokens in options' if ended in _NOT_WHOLE[:2] else ''}")
+    return (
+        content
+        if isinstance(content, str)
+        else content_text([one for one in content if one["type"] == "text"])
+    )
+
+
+def _failure(code: object, text: str) -> Exception:
+    return (ConnectionError if _MAY_PASS.search(f"{code}") else ValueError)(text)
+
+
+def _check(config: JudgeConfig, key: str) -> None:
+    """Checks the values of a judge's settings. `key` is the API key."""
     place, name = urlsplit(config.url), config.api_key_env
     if place.scheme not in ("http", "https") or not place.hostname or "@" in place.netloc or place.port == 0:
         refuse("judge.url", place.hostname, "http:// or https://, a host, and no password", "correct it")
@@ -207,11 +255,6 @@ def _check(config: JudgeConfig, key: str, timeout_s: float) -> None:
         refuse("judge.api_key_env", found, "the name of an environment variable that is set", "export it")
     if config.lowest > config.highest:
         refuse("judge.lowest", config.lowest, f"at most judge.highest={config.highest:g}", "swap them")
-    # The waits of 1, 2, 4, ... seconds add up to 2**retries - 1 seconds. With 5 s to spare, the judge's own error comes before the time limit.
-    if (longest := (config.retries + 1) * config.timeout_s + 2**config.retries + 4) > timeout_s:
-        needs = f"all {config.retries + 1} tries and the waits to end within reward.timeout_s={timeout_s:g}"
-        remedy = f"lower it, or raise reward.timeout_s to {longest:g}"
-        refuse("judge.timeout_s", config.timeout_s, needs, remedy)
     try:
         groups, reason = re.compile(config.score).groups, ""
     except re.error as error:
