@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from itertools import zip_longest
 from typing import Any
 
 from dapo_jax.dapo.rollouts import Verdict
@@ -64,9 +65,9 @@ def reasoning_gym_grader(sample: Sample) -> Verdict:
     answer = sample.response.strip()
     if not answer:
         return Verdict(correct=False, reason="the response is empty")
-    score_answer = _score_answer(row["task"], json.dumps(row["options"], sort_keys=True))
+    dataset, like = _dataset(row["task"], json.dumps(row["options"], sort_keys=True))
     try:
-        score = float(score_answer(answer, row["entry"]))
+        score = float(dataset.score_answer(answer, _restored(row["entry"], like)))
     except Exception as error:
         reason = f"{row['task']} cannot parse the answer: {type(error).__name__}: {error}"
         return Verdict(correct=False, extracted=answer, reason=reason)
@@ -74,9 +75,22 @@ def reasoning_gym_grader(sample: Sample) -> Verdict:
 
 
 @cache
-def _score_answer(task: str, options: str) -> Callable[[str, Mapping[str, Any]], float]:
+def _dataset(task: str, options: str) -> tuple[Any, Mapping[str, Any]]:
+    """Returns a dataset of the task, and one of its entries."""
     package = importlib.import_module("reasoning_gym")  # an optional dependency
-    return package.create_dataset(task, seed=0, size=1, **json.loads(options)).score_answer
+    dataset = package.create_dataset(task, seed=0, size=1, **json.loads(options))
+    return dataset, dataset[0]
+
+
+def _restored(value: Any, like: Any) -> Any:
+    """Returns a value that was stored as JSON with the tuples and the keys of `like`, another value of the same form."""
+    if isinstance(value, dict) and isinstance(like, dict):
+        key = type(next(iter(like), ""))
+        return {key(name): _restored(item, like.get(key(name))) for name, item in value.items()}
+    if isinstance(value, list) and isinstance(like, list | tuple):
+        pairs = zip_longest(value, like[: len(value)], fillvalue=like[-1] if like else None)
+        return type(like)(_restored(*pair) for pair in pairs)
+    return value
 
 
 @whole_group
