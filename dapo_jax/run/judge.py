@@ -26,11 +26,12 @@ from dapo_jax.run.loop import Observer, StepResult
 from dapo_jax.text.messages import content_text
 from dapo_jax.text.thoughts import without_thoughts
 
+_CREATE = "create table if not exists replies (request text primary key, reply text)"
 _FIND, _KEEP = "select reply from replies where request = ?", "insert or replace into replies values (?, ?)"
 _MOST_BYTES = 1 << 20  # a longer answer is cut off, and then it is not JSON
 _LONGEST_WAIT_S = 60.0
 _MAY_PASS = re.compile(
-    r"\A(?:408|429|5\d\d)\Z|rate.?limit|overload|exhausted|unavailable|time.?out|server.?error|internal", re.I
+    r"(?i)\A(?:408|429|5\d\d)\Z|rate.?limit|overload|exhausted|unavailable|time.?out|internal|server.?error"
 )
 """Matches the statuses and codes of errors after which a request is repeated."""
 _NOT_WHOLE = ("length", "max_tokens", "content_filter", "error", "abort")
@@ -73,8 +74,8 @@ class Judge:
             self._key = os.environ.get(config.api_key_env, "").strip()
             _check(config, self._key)
             if config.cache:
-                self._of_cache("create table if not exists replies (request text primary key, reply text)")
-        except (ValueError, OSError, RuntimeError) as error:
+                self._of_cache(_CREATE, warns=False)
+        except (ValueError, OSError) as error:
             raise ConfigError(f"{path}: {error}") from error
         self.__qualname__ = f"judge:{Path(path).stem}"  # the name in messages and metrics
         self.counts = Counter(calls=0, cache_hits=0, tokens=0)
@@ -112,12 +113,12 @@ class Judge:
         return await asyncio.shield(shared)  # if this call is cancelled, the others still get the reply
 
     async def _cached(self, request: str, body: bytes) -> str:
-        if found := await asyncio.to_thread(self._tried, _FIND, request):
+        if found := await asyncio.to_thread(self._of_cache, _FIND, request):
             self.counts["cache_hits"] += 1
             return found[0][0]
         reply = await self._asked(body)
         self._score(reply)
-        await asyncio.to_thread(self._tried, _KEEP, request, reply)
+        await asyncio.to_thread(self._of_cache, _KEEP, request, reply)
         return reply
 
     def _score(self, reply: str) -> float:
@@ -131,30 +132,29 @@ class Judge:
         )
 
     async def _asked(self, body: bytes) -> str:
-        """Sends a request, and repeats it if the server is overloaded, fails or cannot be reached. Surrogates in the reply are replaced, because files cannot store them."""
-        config, number, repeats, reason = self.config, 0, True, ""
-        while repeats and number <= config.retries:
-            if number:
-                await asyncio.sleep(min(2.0 ** (number - 1), _LONGEST_WAIT_S))
-            number += 1
+        """Sends a request, and repeats it after an error that may pass. Surrogates in the reply are replaced, because files cannot store them."""
+        config, number, reason = self.config, 0, ""
+        for number in range(1, config.retries + 2):
             self.counts["calls"] += 1
             try:
                 posted = asyncio.to_thread(self._post, body)
                 status, content = await asyncio.wait_for(posted, config.timeout_s)
-                if status != 200:
-                    raise _failure(status, f"status {status}: {content[:300]!r}")
-                answer = json.loads(content)
+                failed = {"error": {"code": status, "message": content[:300]}}
+                answer = json.loads(content) if status == 200 else failed
                 with suppress(Exception):  # some servers count no tokens
                     self.counts["tokens"] += int(answer["usage"]["total_tokens"])
                 return _reply_of(answer).encode(errors="replace").decode()
             except (OSError, HTTPException) as error:
                 reason = repr(error)
             except Exception as error:  # the reply is not trusted, so it may be anything
-                reason, repeats = f"no chat completion ({type(error).__name__}: {error!s:.200})", False
+                reason = f"no chat completion ({type(error).__name__}: {error!s:.400})"
+                break
+            if number <= config.retries:
+                await asyncio.sleep(min(2.0 ** (number - 1), _LONGEST_WAIT_S))
         reason = reason.replace(self._key, f"${config.api_key_env}") if self._key else reason
         raise RuntimeError(
-            f"{config.url} failed {number} of {config.retries + 1} times, the last time with {reason}; check the address and the server, or change the prompt, options, "
-            f"retries: {config.retries} or timeout_s: {config.timeout_s:g} in the judge's file"
+            f"{config.url} failed {number} of {config.retries + 1} times, the last time with {reason}; check the address and the server, or change the prompt, options "
+            f"(such as max_tokens), retries: {config.retries} or timeout_s: {config.timeout_s:g} in the judge's file"
         )
 
     def _post(self, body: bytes) -> tuple[int, bytes]:
@@ -172,21 +172,18 @@ class Judge:
                 raise IncompleteRead(content, answer.length)  # `read` does not raise it if it has a limit
             return answer.status, content
 
-    def _tried(self, query: str, *values: str) -> list[tuple[str]]:
-        """Runs a query, and warns if it fails: the disk may be full, but the reply still counts."""
-        try:
-            return self._of_cache(query, *values)
-        except RuntimeError as error:
-            warnings.warn(f"{error}. The judge continues without it", stacklevel=2)
-            return []
-
-    def _of_cache(self, query: str, *values: str) -> list[tuple[str]]:
+    def _of_cache(self, query: str, *values: str, warns: bool = True) -> list[tuple[str]]:
+        """Runs a query. If it fails, warns or raises ConfigError. A reply counts even if it cannot be stored, for example on a full disk."""
         path = Path(self.config.cache).expanduser()
         try:
             with closing(sqlite3.connect(path, timeout=2.0)) as cache, cache:
                 return cache.execute(query, values).fetchall()
         except sqlite3.Error as error:
-            raise RuntimeError(f"judge.cache={path}: {error}; remove the file, or name another") from error
+            failed = f"judge.cache={path}: {error}; remove the file, or name another"
+            if not warns:
+                raise ConfigError(failed) from error
+            warnings.warn(f"{failed}. The judge continues without it", stacklevel=2)
+            return []
 
 
 class JudgeCounts(Observer):
@@ -207,40 +204,17 @@ class JudgeCounts(Observer):
 
 
 def _reply_of(answer: Any) -> str:
-    """Returns the text of a chat completion.
-
-    Raises:
-        ConnectionError: the answer is an error after which the request is repeated.
-        ValueError: the answer is another error, a refusal, cut off or without text. Answers of unknown form raise other errors.
-    """
-    choice = next(iter(answer.get("choices") or ()), {})
+    """Returns the text of a chat completion. Raises ConnectionError for an error that may pass, and other errors if there is no complete text."""
+    choice = (answer.get("choices") or [{}])[0]
     if error := answer if answer.get("object") == "error" else answer.get("error") or choice.get("error"):
-        fields = error if isinstance(error, dict) else {}
-        code = fields.get("code") or fields.get("type") or fields.get("status")
-        raise _failure(code, f"the error {error!r:.300}")
+        code = isinstance(error, dict) and (error.get("code") or error.get("type") or error.get("status"))
+        raise (ConnectionError if _MAY_PASS.search(f"{code}") else ValueError)(f"the error {error!r:.400}")
     message, ended = choice["message"], choice.get("finish_reason")
-    content, thoughts = message.get("content"), message.get("reasoning_content") or message.get("reasoning")
-    refusal = message.get("refusal")
-    if refusal or ended in _NOT_WHOLE or content is None or (thoughts and not content):
-        found = {
-            "finish_reason": ended,
-            "refusal": refusal,
-            "content": content,
-            "reasoning_content": thoughts,
-        }
-        listed = ", ".join(
-            f"{name}={value!r:.100}" for name, value in found.items() if name in message or value
-        )
-        raise ValueError(f"{listed}{'; raise max_tokens in options' if ended in _NOT_WHOLE[:2] else ''}")
-    return (
-        content
-        if isinstance(content, str)
-        else content_text([one for one in content if one["type"] == "text"])
-    )
-
-
-def _failure(code: object, text: str) -> Exception:
-    return (ConnectionError if _MAY_PASS.search(f"{code}") else ValueError)(text)
+    content = message.get("content")
+    if message.get("refusal") or ended in _NOT_WHOLE or content is None:
+        raise ValueError(f"finish_reason={ended!r}, {message!r:.300}")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return content_text([part for part in parts if part["type"] == "text"])
 
 
 def _check(config: JudgeConfig, key: str) -> None:

@@ -211,8 +211,8 @@ def test_a_wait_is_never_longer_than_a_minute(settings, no_waits):
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        ((400, b"no such model"), "status 400: b'no such model'"),
-        ((302, b""), "status 302"),
+        ((400, b"no such model"), "400.*no such model"),
+        ((302, b""), "302"),
         ((200, b"[" * 100_000), "no chat completion"),
         ((200, b'{"choices": []}'), "no chat completion"),
         ((200, b'{"x": "' + b"a" * (1 << 20) + b'"}'), "no chat completion"),
@@ -245,7 +245,6 @@ def answer_with(**changes):
         {"content": None},
         {"content": None, "reasoning_content": "Score: 1"},
         {"content": None, "reasoning": "1"},
-        {"content": "", "reasoning_content": "1"},
         {"content": None, "finish_reason": "tool_calls", "tool_calls": [{"id": "1"}]},
         {"refusal": "I cannot rate this."},
         {"content": None, "refusal": "I cannot rate this."},
@@ -269,8 +268,8 @@ def test_an_answer_that_is_not_whole_has_no_score_and_is_not_asked_for_again(cha
 def test_the_error_of_an_answer_that_is_not_whole_names_the_field(settings):
     for changes, words in (
         ({"finish_reason": "length"}, "finish_reason='length'.*max_tokens"),
-        ({"refusal": "I cannot."}, r"refusal='I cannot\.'"),
-        ({"content": None, "reasoning_content": "so 1"}, "content=None, reasoning_content='so 1'"),
+        ({"refusal": "I cannot."}, r"'refusal': 'I cannot\.'"),
+        ({"content": None, "reasoning_content": "so 1"}, "'content': None, 'reasoning_content': 'so 1'"),
         ({"error": {"code": 404, "message": "no model"}}, "404.*no model"),
     ):
         with serving(answer_with(**changes)) as server, pytest.raises(RewardError, match=words):
@@ -319,10 +318,13 @@ def test_the_score_is_in_the_text_after_the_judges_thoughts(changes, settings):
 
 
 @pytest.mark.parametrize(
-    "content", ["<think>Score: 1", "Score: 1</think>", [{"type": "thinking", "thinking": "Score: 1"}]]
+    "content", ["", "<think>Score: 1", "Score: 1</think>", [{"type": "thinking", "thinking": "Score: 1"}]]
 )
 def test_thoughts_without_a_reply_have_no_score(content, settings):
-    with serving(answer_with(content=content)) as server, pytest.raises(RewardError, match=r"judge\.score"):
+    with (
+        serving(answer_with(content=content, reasoning_content="Score: 1")) as server,
+        pytest.raises(RewardError, match=r"judge\.score"),
+    ):
         graded(settings(server.url, score="Score: ([01])"), "a")
 
 
