@@ -164,7 +164,7 @@ class RewardConfig(Section, at="reward"):
     """Grading of responses: the graders, the reward for each verdict, and the overlong penalty."""
 
     grader: str = key("exact", not_empty=True, aliases="reward_funcs custom_reward_function")
-    """The grader: a name in `dapo_jax.rewards.GRADERS` (exact, dapo, dapo_boxed, math, gsm8k), `reasoning_gym` (the task's own scorer),
+    """The grader: a name in `dapo_jax.rewards.GRADERS` (exact, dapo, dapo_boxed, math, gsm8k, math_verify), `reasoning_gym` (the task's own scorer),
     `module:function`, `path/to/file.py:function`, or `judge:FILE.yaml` (a language model with an API). For a function written for TRL or verl, add the prefix `trl:` or `verl:`."""
     graders: list[dict[str, Any]] = key(default_factory=list, aliases="reward_weights")
     """List of graders to use instead of `grader`, for example [{grader: math}, {grader: "my.py:brief", weight: 0.5}]. The reward is the weighted sum of the graders' rewards.

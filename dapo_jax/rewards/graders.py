@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -9,6 +10,7 @@ from itertools import zip_longest
 from typing import Any
 
 from dapo_jax.dapo.rollouts import Verdict
+from dapo_jax.hints import needing
 from dapo_jax.rewards.dapo_grader import dapo_boxed_grader, dapo_grader
 from dapo_jax.rewards.gsm8k_grader import gsm8k_grader, unread_by_gsm8k
 from dapo_jax.rewards.math_grader import math_grader, unread_by_math
@@ -47,6 +49,36 @@ def exact_grader(marker: str = "=") -> Grader:
         return Verdict(correct=False, extracted=extracted, reason=f"expected {expected!r}")
 
     return grade
+
+
+def math_verify_grader(response: str, answer: str) -> Verdict:
+    r"""Grades with the package Math-Verify and its default settings, for comparisons with runs of other libraries.
+
+    As in verl, the reference is parsed as the content of `\boxed{}`. The package's own time limits need the main thread, so they are
+    switched off, and the limit of a `GradingPool` applies.
+    """
+    package = math_verify()
+    gold, found = (package.parse(text, parsing_timeout=None) for text in (rf"\boxed{{{answer}}}", response))
+    correct = package.verify(gold, found, timeout_seconds=None)
+    reason = (
+        "equal"
+        if correct
+        else f"expected {answer!r}"
+        if gold
+        else f"the reference {answer!r} cannot be parsed"
+    )
+    return Verdict(
+        correct=correct, extracted=str(found[-1]) if found else None, reason=f"Math-Verify: {reason}"
+    )
+
+
+@cache
+def math_verify() -> Any:
+    """Returns the package Math-Verify, without its warnings that it has no time limits. Raises ValueError if it is not installed."""
+    with needing("math-verify", "the grader math_verify needs the package math-verify"):
+        package = importlib.import_module("math_verify")
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    return package
 
 
 def reasoning_gym_grader(sample: Sample) -> Verdict:
@@ -110,13 +142,14 @@ GRADERS: dict[str, Grader] = {
     "dapo_boxed": dapo_boxed_grader,
     "math": math_grader,
     "gsm8k": gsm8k_grader,
+    "math_verify": math_verify_grader,
 }
 """Built-in graders by their configuration names."""
 
 UNREAD_BY: dict[str, Callable[[str], bool]] = {"math": unread_by_math, "gsm8k": unread_by_gsm8k}
 """For each grader that parses references, a function that returns True if the grader cannot parse a reference and therefore compares it as text."""
 
-TEXT_RULES = frozenset(GRADERS) - {"math"}
+TEXT_RULES = frozenset(GRADERS) - {"math", "math_verify"}
 """Graders that only compare text. They take microseconds and cannot hang, so they need no worker process."""
 
 ROW_GRADERS: dict[str, Any] = {"reasoning_gym": reasoning_gym_grader, "kimi_length": kimi_length}
