@@ -4,7 +4,7 @@ import importlib
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import zip_longest
 from typing import Any
@@ -37,11 +37,10 @@ def exact_grader(marker: str = "=") -> Grader:
         _, found, after = response.rpartition(marker) if marker else ("", "whole", response)
         if not found:
             return Verdict(correct=False, reason=f"no {marker!r} in the response")
-        extracted = after.strip()
+        extracted, expected = after.strip(), answer.strip()
         if not extracted:
             reason = f"nothing after the last {marker!r}" if marker else "the response is empty"
             return Verdict(correct=False, reason=reason)
-        expected = answer.strip()
         if extracted == expected:
             return Verdict(correct=True, extracted=extracted, reason="equal")
         if (value := _integer(extracted)) is not None and value == _integer(expected):
@@ -52,33 +51,22 @@ def exact_grader(marker: str = "=") -> Grader:
 
 
 def math_verify_grader(response: str, answer: str) -> Verdict:
-    r"""Grades with the package Math-Verify and its default settings, for comparisons with runs of other libraries.
-
-    As in verl, the reference is parsed as the content of `\boxed{}`. The package's own time limits need the main thread, so they are
-    switched off, and the limit of a `GradingPool` applies.
-    """
+    r"""Grades with Math-Verify at its default settings, with the reference in `\boxed{}` as in verl. Its own time limits need the main thread, so they are off."""
     package = math_verify()
     gold, found = (package.parse(text, parsing_timeout=None) for text in (rf"\boxed{{{answer}}}", response))
     correct = package.verify(gold, found, timeout_seconds=None)
-    reason = (
-        "equal"
-        if correct
-        else f"expected {answer!r}"
-        if gold
-        else f"the reference {answer!r} cannot be parsed"
-    )
+    extracted = str(found[-1]) if found else None
     return Verdict(
-        correct=correct, extracted=str(found[-1]) if found else None, reason=f"Math-Verify: {reason}"
+        correct=correct, extracted=extracted, reason="equal" if correct else f"expected {answer!r}"
     )
 
 
 @cache
 def math_verify() -> Any:
-    """Returns the package Math-Verify, without its warnings that it has no time limits. Raises ValueError if it is not installed."""
-    with needing("math-verify", "the grader math_verify needs the package math-verify"):
-        package = importlib.import_module("math_verify")
+    """Returns the package Math-Verify, and turns off its warnings of missing time limits. Raises ValueError if it is not installed."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    return package
+    with needing("math-verify", "the grader math_verify needs the package math-verify"):
+        return importlib.import_module("math_verify")
 
 
 def reasoning_gym_grader(sample: Sample) -> Verdict:
@@ -97,9 +85,9 @@ def reasoning_gym_grader(sample: Sample) -> Verdict:
     answer = sample.response.strip()
     if not answer:
         return Verdict(correct=False, reason="the response is empty")
-    dataset, like = _dataset(row["task"], json.dumps(row["options"], sort_keys=True))
+    score_answer, like = _scorer(row["task"], json.dumps(row["options"], sort_keys=True))
     try:
-        score = float(dataset.score_answer(answer, _restored(row["entry"], like)))
+        score = float(score_answer(answer, _restored(row["entry"], like)))
     except Exception as error:
         reason = f"{row['task']} cannot parse the answer: {type(error).__name__}: {error}"
         return Verdict(correct=False, extracted=answer, reason=reason)
@@ -107,15 +95,14 @@ def reasoning_gym_grader(sample: Sample) -> Verdict:
 
 
 @cache
-def _dataset(task: str, options: str) -> tuple[Any, Mapping[str, Any]]:
-    """Returns a dataset of the task, and one of its entries."""
+def _scorer(task: str, options: str) -> tuple[Callable[[str, Any], float], Any]:
     package = importlib.import_module("reasoning_gym")  # an optional dependency
     dataset = package.create_dataset(task, seed=0, size=1, **json.loads(options))
-    return dataset, dataset[0]
+    return dataset.score_answer, dataset[0]
 
 
 def _restored(value: Any, like: Any) -> Any:
-    """Returns a value that was stored as JSON with the tuples and the keys of `like`, another value of the same form."""
+    """Returns a value that was stored as JSON, with the tuples and the types of keys of `like`, another value of the same form."""
     if isinstance(value, dict) and isinstance(like, dict):
         key = type(next(iter(like), ""))
         return {key(name): _restored(item, like.get(key(name))) for name, item in value.items()}

@@ -181,17 +181,13 @@ def weighted(reward: object) -> list[tuple[str | RewardFunction, float]]:
         raise ConfigError(
             f"reward: found {reward!r:.80}, needs a function or a list of (function, weight) pairs, or None to use the configured grader"
         )
-    found = []
     for place, pair in enumerate(reward):
         function, weight = pair if isinstance(pair, list | tuple) and len(pair) == 2 else (None, None)
-        number = float(weight) if isinstance(weight, int | float) else 0.0
-        if not (isinstance(function, str) or callable(function)) or not number or not math.isfinite(number):
-            raise ConfigError(
-                f"reward[{place}]: found {pair!r:.80}, needs a pair of a function (or a grader's name) and its weight, a finite number other "
-                "than 0; write (function, 1.0)"
-            )
-        found.append((function, number))
-    return found
+        is_weight = isinstance(weight, int | float) and weight != 0 and math.isfinite(weight)
+        if not is_weight or not (isinstance(function, str) or callable(function)):
+            needs = "a pair of a function (or a grader's name) and its weight, a finite number other than 0"
+            raise ConfigError(f"reward[{place}]: found {pair!r:.80}, needs {needs}; write (function, 1.0)")
+    return [(function, float(weight)) for function, weight in reward]
 
 
 def environment_of(config: EnvironmentConfig, *, reward: Rewards | None = None) -> Environment | None:

@@ -26,10 +26,8 @@ from dapo_jax.run.loop import Observer, StepResult
 from dapo_jax.text.messages import content_text
 from dapo_jax.text.thoughts import without_thoughts
 
-_CREATE = "create table if not exists replies (request text primary key, reply text)"
 _FIND, _KEEP = "select reply from replies where request = ?", "insert or replace into replies values (?, ?)"
 _MOST_BYTES = 1 << 20  # a longer answer is cut off, and then it is not JSON
-_LONGEST_WAIT_S = 60.0
 _MAY_PASS = re.compile(
     r"(?i)\A(?:408|429|5\d\d)\Z|rate.?limit|overload|exhausted|unavailable|time.?out|internal|server.?error"
 )
@@ -65,8 +63,7 @@ class Judge:
         ConfigError: the file or a value in it is invalid, the API key is missing, or the cache cannot be opened.
     """
 
-    limits_itself = True
-    """`JudgeConfig` limits the time of a call, so `AsyncCalls` does not."""
+    limits_itself = True  # so `AsyncCalls` does not limit its calls
 
     def __init__(self, path: str) -> None:
         try:
@@ -74,7 +71,7 @@ class Judge:
             self._key = os.environ.get(config.api_key_env, "").strip()
             _check(config, self._key)
             if config.cache:
-                self._of_cache(_CREATE, warns=False)
+                self._of_cache("create table if not exists replies (request text primary key, reply text)")
         except (ValueError, OSError) as error:
             raise ConfigError(f"{path}: {error}") from error
         self.__qualname__ = f"judge:{Path(path).stem}"  # the name in messages and metrics
@@ -104,13 +101,14 @@ class Judge:
         if not self.config.cache:
             return await self._asked(body)
         request = hashlib.sha256(f"{self.config.url}\n".encode() + body).hexdigest()
-        if shared := self._waiting.get(request):
-            reply = await asyncio.shield(shared)
-            self.counts["cache_hits"] += 1
-            return reply
-        self._waiting[request] = shared = asyncio.ensure_future(self._cached(request, body))
-        shared.add_done_callback(lambda _: self._waiting.pop(request))
-        return await asyncio.shield(shared)  # if this call is cancelled, the others still get the reply
+        if is_new := request not in self._waiting:
+            self._waiting[request] = asyncio.ensure_future(self._cached(request, body))
+            self._waiting[request].add_done_callback(lambda _: self._waiting.pop(request))
+        reply = await asyncio.shield(
+            self._waiting[request]
+        )  # if this call is cancelled, others get the reply
+        self.counts["cache_hits"] += not is_new
+        return reply
 
     async def _cached(self, request: str, body: bytes) -> str:
         if found := await asyncio.to_thread(self._of_cache, _FIND, request):
@@ -150,7 +148,7 @@ class Judge:
                 reason = f"no chat completion ({type(error).__name__}: {error!s:.400})"
                 break
             if number <= config.retries:
-                await asyncio.sleep(min(2.0 ** (number - 1), _LONGEST_WAIT_S))
+                await asyncio.sleep(min(2.0 ** (number - 1), 60.0))
         reason = reason.replace(self._key, f"${config.api_key_env}") if self._key else reason
         raise RuntimeError(
             f"{config.url} failed {number} of {config.retries + 1} times, the last time with {reason}; check the address and the server, or change the prompt, options "
@@ -172,15 +170,15 @@ class Judge:
                 raise IncompleteRead(content, answer.length)  # `read` does not raise it if it has a limit
             return answer.status, content
 
-    def _of_cache(self, query: str, *values: str, warns: bool = True) -> list[tuple[str]]:
-        """Runs a query. If it fails, warns or raises ConfigError. A reply counts even if it cannot be stored, for example on a full disk."""
+    def _of_cache(self, query: str, *values: str) -> list[tuple[str]]:
+        """Runs a query. If it fails, warns, because a reply counts even on a full disk, or raises ConfigError if the cache cannot be created."""
         path = Path(self.config.cache).expanduser()
         try:
             with closing(sqlite3.connect(path, timeout=2.0)) as cache, cache:
                 return cache.execute(query, values).fetchall()
         except sqlite3.Error as error:
             failed = f"judge.cache={path}: {error}; remove the file, or name another"
-            if not warns:
+            if not values:
                 raise ConfigError(failed) from error
             warnings.warn(f"{failed}. The judge continues without it", stacklevel=2)
             return []
@@ -204,7 +202,7 @@ class JudgeCounts(Observer):
 
 
 def _reply_of(answer: Any) -> str:
-    """Returns the text of a chat completion. Raises ConnectionError for an error that may pass, and other errors if there is no complete text."""
+    """Returns the text of a chat completion. Raises ConnectionError after an error that may pass, and other errors without a complete text."""
     choice = (answer.get("choices") or [{}])[0]
     if error := answer if answer.get("object") == "error" else answer.get("error") or choice.get("error"):
         code = isinstance(error, dict) and (error.get("code") or error.get("type") or error.get("status"))

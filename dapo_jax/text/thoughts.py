@@ -1,4 +1,4 @@
-"""Separates a model's answer from its thoughts, which the model writes between `<think>` and `</think>`."""
+"""Separates a model's answer from its thoughts, between `<think>` and `</think>`."""
 
 import re
 
@@ -10,8 +10,7 @@ _MARKED = re.compile(rf"(?P<call>{_CALL})|(?P<pair>{_OPEN}.*?(?:{_CLOSE}|\Z))|{_
 def without_thoughts(text: str, prompt: str = "") -> str:
     """Returns a model's text without its thoughts. If `prompt`, the text before it, ends with `<think>`, the text begins with a thought.
 
-    Thoughts that do not end reach to the end of the text. An end mark without a start mark ends a thought that the chat template
-    opened, so everything before it is removed. Marks inside a tool call are ordinary text. `[THINK]` is Mistral's mark.
+    Thoughts may lack an end, and their start if the chat template wrote it. Marks inside a tool call are ordinary text. `[THINK]` is Mistral's mark.
 
     >>> without_thoughts("<think>7? No.</think>8"), without_thoughts("7? No.</think>8"), without_thoughts("<think>7?")
     (' 8', '8', ' ')
