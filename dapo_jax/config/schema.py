@@ -175,8 +175,7 @@ class RewardConfig(Section, at="reward"):
     """Number of worker processes per grader. If 0, graders run in the main process, without a time limit. Graders that only compare text (exact, dapo, dapo_boxed, gsm8k),
     reasoning_gym, kimi_length, async functions and functions passed from Python always run in the main process."""
     timeout_s: float = key(10.0, range=POSITIVE)
-    """Time limit in seconds for one grading call. A call grades one response, or a whole group if the function accepts groups. If a call takes longer, its responses count as wrong. The file
-    of a judge limits the judge's calls instead."""
+    """Time limit in seconds for one grading call. A call grades one response, or a whole group if the function accepts groups. If a call takes longer, its responses count as wrong. Judges have their own limit."""
     on_nonfinite: str = key("error", choices=["error", "lost"], may_change=True)
     """Action if a score is NaN, infinite or above 1e30 in absolute value: error, or lost (the response has no verdict and counts as wrong)."""
     correct: float = key(1.0, range=None)
