@@ -164,7 +164,7 @@ class RewardConfig(Section, at="reward"):
     """Grading of responses: the graders, the reward for each verdict, and the overlong penalty."""
 
     grader: str = key("exact", not_empty=True, aliases="reward_funcs custom_reward_function")
-    """The grader: a name in `dapo_jax.rewards.GRADERS` (exact, dapo, dapo_boxed, math, gsm8k), `reasoning_gym` (the task's own scorer),
+    """The grader: a name in `dapo_jax.rewards.GRADERS` (exact, dapo, dapo_boxed, math, gsm8k, math_verify), `reasoning_gym` (the task's own scorer),
     `module:function`, `path/to/file.py:function`, or `judge:FILE.yaml` (a language model with an API). For a function written for TRL or verl, add the prefix `trl:` or `verl:`."""
     graders: list[dict[str, Any]] = key(default_factory=list, aliases="reward_weights")
     """List of graders to use instead of `grader`, for example [{grader: math}, {grader: "my.py:brief", weight: 0.5}]. The reward is the weighted sum of the graders' rewards.
@@ -175,7 +175,7 @@ class RewardConfig(Section, at="reward"):
     """Number of worker processes per grader. If 0, graders run in the main process, without a time limit. Graders that only compare text (exact, dapo, dapo_boxed, gsm8k),
     reasoning_gym, kimi_length, async functions and functions passed from Python always run in the main process."""
     timeout_s: float = key(10.0, range=POSITIVE)
-    """Time limit in seconds for one grading call. A call grades one response, or a whole group if the function accepts groups. If a call takes longer, its responses count as wrong."""
+    """Time limit in seconds for one grading call. A call grades one response, or a whole group if the function accepts groups. If a call takes longer, its responses count as wrong. Judges have their own limit."""
     on_nonfinite: str = key("error", choices=["error", "lost"], may_change=True)
     """Action if a score is NaN, infinite or above 1e30 in absolute value: error, or lost (the response has no verdict and counts as wrong)."""
     correct: float = key(1.0, range=None)

@@ -22,7 +22,7 @@ from dapo_jax.storage import in_bucket
 PACKAGES = (
     *("dapo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain"),
     *("aiohttp", "gcsfs", "gguf", "google-jetstream"),
-    *("huggingface_hub", "reasoning_gym", "tensorboardX", "wandb"),
+    *("huggingface_hub", "math-verify", "reasoning_gym", "tensorboardX", "wandb"),
 )
 """The packages that training needs, followed by optional packages that the extras install."""
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from dapo_jax.environments.tool_schemas import misfit
 from dapo_jax.text.plain_json import read_numbers
+from dapo_jax.text.thoughts import without_thoughts
 
 MOST_CALLS = 16
 """Maximum number of calls in a turn. The first call over this limit becomes a `BrokenCall`, and further calls are ignored."""
@@ -48,7 +49,7 @@ class BrokenCall:
 
 
 def tool_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[ToolCall | BrokenCall]:
-    """Returns the calls in a turn's text in order, or an empty list if the turn is a final answer. Calls before `</think>` are ignored.
+    """Returns the calls in a turn's text in order, or an empty list if the turn is a final answer. Calls in thoughts are ignored.
 
     Args:
         text: the text, with the special tokens that mark calls.
@@ -57,7 +58,7 @@ def tool_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[ToolC
     >>> tool_calls('{"name": "add", "parameters": {"a": 1}}')
     [ToolCall(name='add', arguments={'a': 1})]
     """
-    answer, at = _after_thoughts(text).strip(), 0
+    answer, at = without_thoughts(text).strip(), 0
     known = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
     of_known = rf"\A(?=(?:{'|'.join(map(re.escape, known)) or '(?!)'})\s*\n\s*\{{)"
     marks, found = re.compile(f"{_MARKED}|{_UNMARKED}|{of_known}"), list[ToolCall | BrokenCall]()
@@ -74,18 +75,6 @@ def tool_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[ToolC
     if len(found) <= MOST_CALLS:
         return found
     return [*found[:MOST_CALLS], BrokenCall(f"a turn may call at most {MOST_CALLS} times")]
-
-
-def _after_thoughts(text: str) -> str:
-    """Returns the text after the model's thinking, or an empty string if the thinking does not end.
-
-    The chat template may write `<think>` as part of the prompt. So a `</think>` without `<think>` also ends the thinking if it precedes all calls.
-    """
-    before, ended, after = text.partition("</think>")
-    opened = text.lstrip().startswith("<think>")
-    if ended and (opened or "<tool_call>" not in before):
-        return after
-    return "" if opened else text
 
 
 def _read(text: str, at: int, mark: str, known: Mapping[str, Any]) -> tuple[list[ToolCall], int]:

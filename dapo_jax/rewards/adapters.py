@@ -2,24 +2,31 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from dapo_jax.dapo.rollouts import Verdict, as_float
 from dapo_jax.rewards.sample import Sample, is_async, whole_group
 
 _Given = TypeVar("_Given")
+_Call = tuple[Mapping[str, Any], Callable[[Any], Any]]
+"""The arguments of a function, and a function that converts its result."""
+
+NOT_APPLICABLE = "no reward function applies to this response"
+"""Reason of the verdict on a response for which a TRL function returned None. Its reward in a sum is 0."""
 
 
 def trl_reward(function: Callable[..., Any]) -> Callable[[Sequence[Sample]], Any]:
     """Adapts a TRL reward function, `(prompts, completions, **columns) -> list of numbers`, to grade a whole group.
 
-    The function is called once per prompt, with all of the prompt's responses, so it can compare them. `columns` contains the
-    row's other fields, and the responses' token ids as `completion_ids`. As in TRL, only columns that are parameters of the function
-    are passed, unless it accepts `**kwargs`. If the row's prompt is a conversation, each response is passed as a conversation
-    too: `[{"role": "assistant", "content": ...}]`.
+    The function is called once per prompt, with all of the prompt's responses, so it can compare them. `columns` contains the row's other fields, the token
+    ids `completion_ids`, `trainer_state` with the field `global_step` (`Sample.step`), `log_metric`, which logs `reward/parts/NAME`, and `log_extra`, which adds
+    to the verdicts' reasons. As in TRL, only parameters of the function are passed, unless it accepts `**kwargs`. If the row's prompt is a conversation, each
+    response is one too: `[{"role": "assistant", "content": ...}]`. The function returns None for a response to which it does not apply.
     """
 
-    def arguments(samples: Sequence[Sample]) -> dict[str, Any]:
+    def call(samples: Sequence[Sample]) -> _Call:
         prompt = samples[0].prompt
         asked = prompt.row.get("prompt", prompt.text)
         responses: list[Any] = [sample.response for sample in samples]
@@ -27,11 +34,34 @@ def trl_reward(function: Callable[..., Any]) -> Callable[[Sequence[Sample]], Any
             responses = [[{"role": "assistant", "content": text}] for text in responses]
         row = {"answer": prompt.answer, **prompt.row}
         columns = {name: [value] * len(samples) for name, value in row.items() if name != "prompt"}
-        columns["completion_ids"] = [sample.tokens.tolist() for sample in samples]
-        named = named_arguments(function, columns)
-        return {"prompts": [asked] * len(samples), "completions": responses, **named}
+        metrics: dict[str, list[float]] = {}
+        extras: dict[str, Sequence[Any]] = {}
+        columns |= {
+            "prompts": [asked] * len(samples),
+            "completions": responses,
+            "completion_ids": [sample.tokens.tolist() for sample in samples],
+            "trainer_state": SimpleNamespace(global_step=samples[0].step),
+            "log_metric": lambda name, value: metrics.setdefault(name, []).append(float(value)),
+            "log_extra": lambda name, values: extras.update({name: values}),
+        }
 
-    return whole_group(_adapted(function, arguments, lambda scores: scores))
+        def verdicts(scores: Any) -> Any:
+            scores = scores.tolist() if getattr(scores, "ndim", None) == 1 else scores
+            if not isinstance(scores, list | tuple) or len(scores) != len(samples):
+                return scores  # the caller reports it
+            parts = {name: fmean(values) for name, values in metrics.items()}
+            found = []
+            for place, score in enumerate(scores):
+                extra = ", ".join(f"{name}={values[place]!s:.500}" for name, values in extras.items())
+                reason = NOT_APPLICABLE if score is None else extra
+                found.append(
+                    Verdict(correct=as_float(score or 0.0) > 0, score=score, reason=reason, parts=parts)
+                )
+            return found
+
+        return named_arguments(function, columns), verdicts
+
+    return whole_group(_adapted(function, call))
 
 
 def verl_reward(function: Callable[..., Any]) -> Callable[[Sample], Any]:
@@ -41,14 +71,14 @@ def verl_reward(function: Callable[..., Any]) -> Callable[[Sample], Any]:
     Without `acc`, a score above 0 counts as correct. `data_source` and `extra_info` come from the row's fields of the same names.
     """
 
-    def arguments(sample: Sample) -> dict[str, Any]:
+    def call(sample: Sample) -> _Call:
         row = sample.prompt.row
         return {
             "data_source": row.get("data_source", ""),
             "solution_str": sample.response,
             "ground_truth": sample.answer,
             "extra_info": row.get("extra_info"),
-        }
+        }, verdict
 
     def verdict(given: Any) -> Verdict:
         fields = given if isinstance(given, Mapping) else {"score": given}
@@ -60,26 +90,25 @@ def verl_reward(function: Callable[..., Any]) -> Callable[[Sample], Any]:
         extracted = None if extracted is None else str(extracted)
         return Verdict(correct=fields.get("acc", score > 0), extracted=extracted, score=score)
 
-    return _adapted(function, arguments, verdict)
+    return _adapted(function, call)
 
 
 ADAPTERS = {"trl": trl_reward, "verl": verl_reward}
 """Maps the prefix of a reward function's name, for example `trl` in `trl:rewards.py:brief`, to its adapter."""
 
 
-def _adapted(
-    function: Callable[..., Any],
-    arguments: Callable[[_Given], Mapping[str, Any]],
-    read: Callable[[Any], Any],
-) -> Callable[[_Given], Any]:
-    """Returns a function that calls `function(**arguments(given))` and converts the result with `read`. It is async if `function` is async."""
-    if is_async(function):
+def _adapted(function: Callable[..., Any], call: Callable[[_Given], _Call]) -> Callable[[_Given], Any]:
+    """Returns a function that calls `function` with the arguments from `call` and converts the result. It is async if `function` is async."""
 
-        async def awaited(given: _Given) -> Any:
-            return read(await function(**arguments(given)))
+    async def awaited(given: _Given) -> Any:
+        arguments, read = call(given)
+        return read(await function(**arguments))
 
-        return awaited
-    return lambda given: read(function(**arguments(given)))
+    def called(given: _Given) -> Any:
+        arguments, read = call(given)
+        return read(function(**arguments))
+
+    return awaited if is_async(function) else called
 
 
 def named_arguments(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:

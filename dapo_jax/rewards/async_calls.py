@@ -5,6 +5,7 @@ The loop runs in a thread of this process. A function that blocks this thread de
 
 import asyncio
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -89,7 +90,8 @@ class AsyncCalls:
     async def _answer(self, reward: LoadedReward, call: Sequence[Sample]) -> list[Verdict]:
         async with self._places:
             task = asyncio.ensure_future(reward.graded(call))
-            if await ends_in_time(task, self._timeout_s):
+            limits_itself = getattr(reward.function, "limits_itself", False)
+            if await ends_in_time(task, math.inf if limits_itself else self._timeout_s):
                 if task.cancelled() and not self._loop.closing.is_set():
                     raise RewardError(
                         f"reward function {reward.name}: its own code cancelled a call; catch CancelledError inside the function, and cancel only "

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,7 +21,7 @@ from dapo_jax.dapo.rollouts import Verdict, as_float, plain_scalar
 from dapo_jax.health.stopping import StoppedError
 from dapo_jax.hints import nearest
 from dapo_jax.rewards.adapters import ADAPTERS
-from dapo_jax.rewards.graders import GRADERS, ROW_GRADERS, exact_grader
+from dapo_jax.rewards.graders import GRADERS, ROW_GRADERS, UNREAD_BY, exact_grader, math_verify
 from dapo_jax.rewards.sample import Sample, handed_over, is_async, is_whole_group, name_of
 
 Judged = Verdict | bool | float
@@ -221,8 +222,11 @@ def load_reward(
         raise ValueError(
             f"no grader is named {spec!r}; {hint} To use your own function, write module:function or path/to/file.py:function"
         )
+    if spec == "math_verify":
+        math_verify()  # raises ValueError if the package is missing
     grader = exact_grader(answer_marker) if spec == "exact" else GRADERS[spec]
-    return LoadedReward(function=lambda sample: grader(sample.response, sample.answer), name=spec)
+    said = attrgetter("after_thoughts" if spec in UNREAD_BY else "response")
+    return LoadedReward(function=lambda sample: grader(said(sample), sample.answer), name=spec)
 
 
 def as_verdict(result: Any, *, name: str) -> Verdict:

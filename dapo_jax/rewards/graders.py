@@ -2,12 +2,15 @@
 
 import importlib
 import json
+import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import zip_longest
 from typing import Any
 
 from dapo_jax.dapo.rollouts import Verdict
+from dapo_jax.hints import needing
 from dapo_jax.rewards.dapo_grader import dapo_boxed_grader, dapo_grader
 from dapo_jax.rewards.gsm8k_grader import gsm8k_grader, unread_by_gsm8k
 from dapo_jax.rewards.math_grader import math_grader, unread_by_math
@@ -34,11 +37,10 @@ def exact_grader(marker: str = "=") -> Grader:
         _, found, after = response.rpartition(marker) if marker else ("", "whole", response)
         if not found:
             return Verdict(correct=False, reason=f"no {marker!r} in the response")
-        extracted = after.strip()
+        extracted, expected = after.strip(), answer.strip()
         if not extracted:
             reason = f"nothing after the last {marker!r}" if marker else "the response is empty"
             return Verdict(correct=False, reason=reason)
-        expected = answer.strip()
         if extracted == expected:
             return Verdict(correct=True, extracted=extracted, reason="equal")
         if (value := _integer(extracted)) is not None and value == _integer(expected):
@@ -46,6 +48,25 @@ def exact_grader(marker: str = "=") -> Grader:
         return Verdict(correct=False, extracted=extracted, reason=f"expected {expected!r}")
 
     return grade
+
+
+def math_verify_grader(response: str, answer: str) -> Verdict:
+    r"""Grades with Math-Verify at its default settings, with the reference in `\boxed{}` as in verl. Its own time limits need the main thread, so they are off."""
+    package = math_verify()
+    gold, found = (package.parse(text, parsing_timeout=None) for text in (rf"\boxed{{{answer}}}", response))
+    correct = package.verify(gold, found, timeout_seconds=None)
+    extracted = str(found[-1]) if found else None
+    return Verdict(
+        correct=correct, extracted=extracted, reason="equal" if correct else f"expected {answer!r}"
+    )
+
+
+@cache
+def math_verify() -> Any:
+    """Returns the package Math-Verify, and turns off its warnings of missing time limits. Raises ValueError if it is not installed."""
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    with needing("math-verify", "the grader math_verify needs the package math-verify"):
+        return importlib.import_module("math_verify")
 
 
 def reasoning_gym_grader(sample: Sample) -> Verdict:
@@ -64,9 +85,9 @@ def reasoning_gym_grader(sample: Sample) -> Verdict:
     answer = sample.response.strip()
     if not answer:
         return Verdict(correct=False, reason="the response is empty")
-    score_answer = _score_answer(row["task"], json.dumps(row["options"], sort_keys=True))
+    score_answer, like = _scorer(row["task"], json.dumps(row["options"], sort_keys=True))
     try:
-        score = float(score_answer(answer, row["entry"]))
+        score = float(score_answer(answer, _restored(row["entry"], like)))
     except Exception as error:
         reason = f"{row['task']} cannot parse the answer: {type(error).__name__}: {error}"
         return Verdict(correct=False, extracted=answer, reason=reason)
@@ -74,9 +95,21 @@ def reasoning_gym_grader(sample: Sample) -> Verdict:
 
 
 @cache
-def _score_answer(task: str, options: str) -> Callable[[str, Mapping[str, Any]], float]:
+def _scorer(task: str, options: str) -> tuple[Callable[[str, Any], float], Any]:
     package = importlib.import_module("reasoning_gym")  # an optional dependency
-    return package.create_dataset(task, seed=0, size=1, **json.loads(options)).score_answer
+    dataset = package.create_dataset(task, seed=0, size=1, **json.loads(options))
+    return dataset.score_answer, dataset[0]
+
+
+def _restored(value: Any, like: Any) -> Any:
+    """Returns a value that was stored as JSON, with the tuples and the types of keys of `like`, another value of the same form."""
+    if isinstance(value, dict) and isinstance(like, dict):
+        key = type(next(iter(like), ""))
+        return {key(name): _restored(item, like.get(key(name))) for name, item in value.items()}
+    if isinstance(value, list) and isinstance(like, list | tuple):
+        pairs = zip_longest(value, like[: len(value)], fillvalue=like[-1] if like else None)
+        return type(like)(_restored(*pair) for pair in pairs)
+    return value
 
 
 @whole_group
@@ -96,13 +129,14 @@ GRADERS: dict[str, Grader] = {
     "dapo_boxed": dapo_boxed_grader,
     "math": math_grader,
     "gsm8k": gsm8k_grader,
+    "math_verify": math_verify_grader,
 }
 """Built-in graders by their configuration names."""
 
 UNREAD_BY: dict[str, Callable[[str], bool]] = {"math": unread_by_math, "gsm8k": unread_by_gsm8k}
 """For each grader that parses references, a function that returns True if the grader cannot parse a reference and therefore compares it as text."""
 
-TEXT_RULES = frozenset(GRADERS) - {"math"}
+TEXT_RULES = frozenset(GRADERS) - {"math", "math_verify"}
 """Graders that only compare text. They take microseconds and cannot hang, so they need no worker process."""
 
 ROW_GRADERS: dict[str, Any] = {"reasoning_gym": reasoning_gym_grader, "kimi_length": kimi_length}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Verdict
+from dapo_jax.rewards.adapters import NOT_APPLICABLE
 from dapo_jax.rewards.functions import MAX_SCORE, GradeFunction, RewardError, Submit, joined
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.rewards.shaping import Shaping, TextDecoder, samples_of, shaped_group
@@ -105,9 +106,10 @@ def summed(parts: Sequence[Part], verdicts: Sequence[Sequence[Verdict]], shaping
 
 def _sum(parts: Sequence[Part], verdicts: Sequence[Verdict], rewards: Sequence[float]) -> Verdict:
     first = verdicts[0]
+    applies = [verdict.reason != NOT_APPLICABLE for verdict in verdicts]
     rewards = [
-        min(value, 0.0) if part.only_correct and not first.correct else value
-        for part, value in zip(parts, rewards, strict=True)
+        min(value, 0.0) if part.only_correct and not first.correct else value * applied
+        for part, value, applied in zip(parts, rewards, applies, strict=True)
     ]
     terms = ", ".join(
         f"{part.name} {part.weight:g} x {value:g}{f' ({why})' if (why := verdict.reason or verdict.lost) else ''}"
@@ -122,10 +124,11 @@ def _sum(parts: Sequence[Part], verdicts: Sequence[Verdict], rewards: Sequence[f
     return Verdict(
         correct=first.correct,
         extracted=first.extracted,
-        reason=f"sum of {terms}",
-        score=score,
+        reason=f"sum of {terms}" if any(applies) else NOT_APPLICABLE,
+        score=score if any(applies) else None,
         lost=next((verdict.lost for verdict in verdicts if verdict.lost), ""),
-        parts={part.name: value for part, value in zip(parts, rewards, strict=True)},
+        parts={name: value for verdict in verdicts for name, value in verdict.parts.items()}
+        | {part.name: value for part, value in zip(parts, rewards, strict=True)},
     )
 
 

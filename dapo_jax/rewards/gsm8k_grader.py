@@ -5,6 +5,7 @@ from fractions import Fraction
 
 from dapo_jax.dapo.rollouts import Verdict
 from dapo_jax.rewards.numerals import CHANGING_AFTER, CHANGING_BEFORE, number, plain
+from dapo_jax.text.thoughts import without_thoughts
 
 _MARK = "####"
 _PIECE = r"(?:(?![^\W\d_])(?:\\[A-Za-z]+|[.,:](?=[0-9])|[^\s=<>.,;:!?#|\"'`~])|(?<=[0-9])[eE][-+]?(?=[0-9]))"
@@ -28,7 +29,7 @@ def gsm8k_grader(response: str, answer: str) -> Verdict:
     The reference is a number, or a worked solution that ends in `#### number` as in the dataset's files
     (Cobbe et al. 2021, "Training Verifiers to Solve Math Word Problems", https://arxiv.org/abs/2110.14168).
     A response's answer is the number after its last `####`. The rest of that line may contain words, but no second number. Without `####`,
-    the answer is the last number. A number is parsed together with all characters attached to it. So -5, 3e8, 1/2 and 2 2/3 are numbers, but
+    the answer is the last number. Thoughts are ignored. A number is parsed together with all characters attached to it. So -5, 3e8, 1/2 and 2 2/3 are numbers, but
     3-5, 3:30, 5^2, 2x and 5 thousand are compared as text. Units and currency, percent and degree signs are ignored.
 
     >>> [gsm8k_grader(response, "72").correct for response in ("3 * 24 = 72\\n#### 72", "That is $72.00.", "#### 7")]
@@ -40,7 +41,7 @@ def gsm8k_grader(response: str, answer: str) -> Verdict:
     expected = _stated(answer.rpartition(_MARK)[2], alone=False)
     if expected is None:
         raise ValueError(f"the gsm8k grader needs a reference with a number; got {answer!r}")
-    _, marked, after = response.rpartition(_MARK)
+    _, marked, after = without_thoughts(response).rpartition(_MARK)
     where = f"after the last {_MARK!r}" if marked else "the last number"
     # After the mark, only the rest of the line is used, or the next line that is not empty.
     found = _stated(after.strip().partition("\n")[0] if marked else after, alone=bool(marked))

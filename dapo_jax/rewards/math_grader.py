@@ -3,6 +3,7 @@
 import re
 
 from dapo_jax.dapo.rollouts import Verdict
+from dapo_jax.text.thoughts import without_thoughts
 
 TAIL_CHARACTERS = 2000
 """Number of characters at the end of a response that are searched for the answer. The rest is skipped for speed."""
@@ -24,7 +25,7 @@ def math_grader(response: str, answer: str) -> Verdict:
 
     The answer is the text after the last `Answer:`, or the content of a later `\boxed{}`. Without either, a response that is a single
     line of mathematics is itself the answer. In other responses, the answer is the text after words such as "the answer is". Other numbers
-    are ignored, because they may match by accident. If the last `\boxed{` is not closed, or the last `Answer:` has no text, the
+    are ignored, because they may match by accident, and so are thoughts. If the last `\boxed{` is not closed, or the last `Answer:` has no text, the
     response was cut off and has no answer.
 
     Equal text is correct. Otherwise, both answers are parsed as mathematics (`math_reader.py` lists the notations). For example, 6/8
@@ -39,7 +40,7 @@ def math_grader(response: str, answer: str) -> Verdict:
     from dapo_jax.rewards.math_equality import same_meaning
     from dapo_jax.rewards.math_reader import read, text_form
 
-    stated, where = _statement(response[-TAIL_CHARACTERS:])
+    stated, where = _statement(without_thoughts(response)[-TAIL_CHARACTERS:])
     stated = None if stated is None else _LEADING_EQUALS.sub(r"\1", _BOLD.sub(r"\1\2", stated))
     if stated is None:
         return Verdict(correct=False, reason=f"{where}: no answer found")

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from dapo_jax.dapo.rollouts import FinishReason, Prompt
+from dapo_jax.text.thoughts import without_thoughts
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -26,6 +27,13 @@ class Sample:
     tokens: Int[np.ndarray, " response"]
     """The sampled token ids, including the end token if there is one. The array is read-only in reward functions, because training uses it."""
     finish_reason: FinishReason
+    step: int = 0
+    """Number of completed training steps when the response began. 0 in evaluations."""
+
+    @property
+    def after_thoughts(self) -> str:
+        """The response without its thoughts (`text.thoughts`), even if the prompt opened them. Empty if they do not end."""
+        return without_thoughts(self.response, self.prompt.text).strip()
 
     @property
     def answer(self) -> str:
@@ -115,6 +123,7 @@ def call_of(samples: Sequence[Sample]) -> list[dict[str, Any]]:
             "response": sample.response,
             "response_token_ids": sample.tokens.tolist(),
             "finish_reason": sample.finish_reason,
+            "spans": [[0, sample.step]],
         }
         for sample in samples
     ]
@@ -134,6 +143,7 @@ def sample_of(part: Mapping[str, Any]) -> Sample:
         response=part["response"],
         tokens=np.array(part["response_token_ids"], np.int32),
         finish_reason=part["finish_reason"],
+        step=part.get("spans", [[0, 0]])[0][1],
     )
 
 

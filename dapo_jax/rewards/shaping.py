@@ -1,5 +1,6 @@
 """Turns the responses to one prompt into a group with verdicts and shaped rewards."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
@@ -9,6 +10,7 @@ from jaxtyping import Int
 
 from dapo_jax.dapo.overlong import overlong_penalty
 from dapo_jax.dapo.rollouts import Group, Prompt, Response, Rollout, Verdict
+from dapo_jax.rewards.adapters import NOT_APPLICABLE
 from dapo_jax.rewards.functions import GradeFunction
 from dapo_jax.rewards.sample import Sample
 
@@ -29,6 +31,7 @@ def samples_of(prompt: Prompt, responses: Sequence[Response], *, tokenizer: Text
             response=tokenizer.decode(response.tokens),
             tokens=response.tokens,
             finish_reason=response.finish_reason,
+            step=response.spans[0].version,
         )
         for response in responses
     ]
@@ -65,19 +68,26 @@ class Shaping:
         """Returns one grader's rewards for the responses to a prompt: each verdict's score, or `correct` or `incorrect` if it has no score.
 
         A response must not profit from making its grader hang. So the reward for a lost verdict is the worst of `correct`,
-        `incorrect` and this grader's other rewards in the group.
+        `incorrect` and this grader's other rewards in the group. If no reward function applies to a response, its reward is their mean.
 
         Args:
             verdicts: one grader's verdicts on all responses to a prompt.
             weight: the factor that the caller applies to the rewards. If it is negative, the highest reward is the worst.
         """
         rule = {True: self.correct, False: self.incorrect}
-        found = [rule[verdict.correct] if verdict.score is None else verdict.score for verdict in verdicts]
-        # If several graders are summed, there is a score even if one verdict is lost.
-        unknown = [bool(verdict.lost) and verdict.score is None for verdict in verdicts]
-        known = (reward for reward, is_unknown in zip(found, unknown, strict=True) if not is_unknown)
-        worst = (min if weight > 0 else max)(*known, *rule.values())
-        return [worst if is_unknown else reward for reward, is_unknown in zip(found, unknown, strict=True)]
+        found = [
+            None if _is_missing(one) else rule[one.correct] if one.score is None else one.score
+            for one in verdicts
+        ]
+        known = [reward for reward in found if reward is not None]
+        worst, mean = (min if weight > 0 else max)(*known, *rule.values()), sum(known) / max(len(known), 1)
+        missing = [worst if verdict.lost else mean for verdict in verdicts]
+        return [instead if one is None else one for one, instead in zip(found, missing, strict=True)]
+
+
+def _is_missing(verdict: Verdict) -> bool:
+    """Returns whether a verdict has no reward. If several graders are summed, there is a score even if one verdict is lost."""
+    return verdict.score is None and (verdict.lost != "" or verdict.reason == NOT_APPLICABLE)
 
 
 def shaped_group(
@@ -95,7 +105,9 @@ def shaped_group(
     scored = any(verdict.score is not None for verdict in verdicts)
     rewards, rollouts = shaping.rewards(verdicts), []
     for response, sample, verdict, reward in zip(responses, samples, verdicts, rewards, strict=True):
-        if scored and verdict.lost and verdict.score is None:
+        if verdict.reason == NOT_APPLICABLE:
+            warnings.warn(f"{NOT_APPLICABLE}; its reward is the group's mean", stacklevel=2)
+        if scored and _is_missing(verdict):
             verdict = replace(verdict, score=reward)
         penalty, text = shaping.penalty(response.sampled_tokens), sample.response
         paid = {"reward": reward + penalty, "overlong_penalty": penalty}

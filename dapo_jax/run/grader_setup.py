@@ -149,7 +149,7 @@ def check_graders(config: RewardConfig, *, reward: Rewards | None = None) -> lis
     def loaded(key: str, spec: str | RewardFunction, weight: float | None = None) -> ConfiguredGrader:
         try:
             is_judge = isinstance(spec, str) and spec.startswith("judge:")
-            given = Judge(spec.removeprefix("judge:"), timeout_s=config.timeout_s) if is_judge else spec
+            given = Judge(spec.removeprefix("judge:")) if is_judge else spec
             found = load_reward(given, answer_marker=config.answer_marker, on_nonfinite=config.on_nonfinite)
         except ValueError as error:
             raise ConfigError(f"{key}: {error}") from error
@@ -181,17 +181,13 @@ def weighted(reward: object) -> list[tuple[str | RewardFunction, float]]:
         raise ConfigError(
             f"reward: found {reward!r:.80}, needs a function or a list of (function, weight) pairs, or None to use the configured grader"
         )
-    found = []
     for place, pair in enumerate(reward):
         function, weight = pair if isinstance(pair, list | tuple) and len(pair) == 2 else (None, None)
-        number = float(weight) if isinstance(weight, int | float) else 0.0
-        if not (isinstance(function, str) or callable(function)) or not number or not math.isfinite(number):
-            raise ConfigError(
-                f"reward[{place}]: found {pair!r:.80}, needs a pair of a function (or a grader's name) and its weight, a finite number other "
-                "than 0; write (function, 1.0)"
-            )
-        found.append((function, number))
-    return found
+        is_weight = isinstance(weight, int | float) and weight != 0 and math.isfinite(weight)
+        if not is_weight or not (isinstance(function, str) or callable(function)):
+            needs = "a pair of a function (or a grader's name) and its weight, a finite number other than 0"
+            raise ConfigError(f"reward[{place}]: found {pair!r:.80}, needs {needs}; write (function, 1.0)")
+    return [(function, float(weight)) for function, weight in reward]
 
 
 def environment_of(config: EnvironmentConfig, *, reward: Rewards | None = None) -> Environment | None:

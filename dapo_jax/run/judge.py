@@ -23,9 +23,17 @@ from dapo_jax.dapo.rollouts import Verdict
 from dapo_jax.parallel.together import all_gather_bytes
 from dapo_jax.rewards.sample import Sample
 from dapo_jax.run.loop import Observer, StepResult
+from dapo_jax.text.messages import content_text
+from dapo_jax.text.thoughts import without_thoughts
 
 _FIND, _KEEP = "select reply from replies where request = ?", "insert or replace into replies values (?, ?)"
 _MOST_BYTES = 1 << 20  # a longer answer is cut off, and then it is not JSON
+_MAY_PASS = re.compile(
+    r"(?i)\A(?:408|429|5\d\d)\Z|rate.?limit|overload|exhausted|unavailable|time.?out|internal|server.?error"
+)
+"""Matches the statuses and codes of errors after which a request is repeated."""
+_NOT_WHOLE = ("length", "max_tokens", "content_filter", "error", "abort")
+"""Values of `finish_reason` of a reply that is not complete."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,20 +57,22 @@ class JudgeConfig:
 
 
 class Judge:
-    """An async reward function that asks a judge. `path` is a YAML file with the fields of `JudgeConfig`, and `timeout_s` is the time limit of a call in seconds.
+    """An async reward function that asks a judge. `path` is a YAML file with the fields of `JudgeConfig`.
 
     Raises:
         ConfigError: the file or a value in it is invalid, the API key is missing, or the cache cannot be opened.
     """
 
-    def __init__(self, path: str, *, timeout_s: float) -> None:
+    limits_itself = True  # so `AsyncCalls` does not limit its calls
+
+    def __init__(self, path: str) -> None:
         try:
             self.config = config = entry("judge", read_file(Path(path).expanduser()), JudgeConfig)
             self._key = os.environ.get(config.api_key_env, "").strip()
-            _check(config, self._key, timeout_s)
+            _check(config, self._key)
             if config.cache:
                 self._of_cache("create table if not exists replies (request text primary key, reply text)")
-        except (ValueError, OSError, RuntimeError) as error:
+        except (ValueError, OSError) as error:
             raise ConfigError(f"{path}: {error}") from error
         self.__qualname__ = f"judge:{Path(path).stem}"  # the name in messages and metrics
         self.counts = Counter(calls=0, cache_hits=0, tokens=0)
@@ -91,25 +101,26 @@ class Judge:
         if not self.config.cache:
             return await self._asked(body)
         request = hashlib.sha256(f"{self.config.url}\n".encode() + body).hexdigest()
-        if shared := self._waiting.get(request):
-            reply = await asyncio.shield(shared)
-            self.counts["cache_hits"] += 1
-            return reply
-        self._waiting[request] = shared = asyncio.ensure_future(self._cached(request, body))
-        shared.add_done_callback(lambda _: self._waiting.pop(request))
-        return await asyncio.shield(shared)  # if this call is cancelled, the others still get the reply
+        if is_new := request not in self._waiting:
+            self._waiting[request] = asyncio.ensure_future(self._cached(request, body))
+            self._waiting[request].add_done_callback(lambda _: self._waiting.pop(request))
+        reply = await asyncio.shield(
+            self._waiting[request]
+        )  # if this call is cancelled, others get the reply
+        self.counts["cache_hits"] += not is_new
+        return reply
 
     async def _cached(self, request: str, body: bytes) -> str:
-        if found := await asyncio.to_thread(self._tried, _FIND, request):
+        if found := await asyncio.to_thread(self._of_cache, _FIND, request):
             self.counts["cache_hits"] += 1
             return found[0][0]
         reply = await self._asked(body)
         self._score(reply)
-        await asyncio.to_thread(self._tried, _KEEP, request, reply)
+        await asyncio.to_thread(self._of_cache, _KEEP, request, reply)
         return reply
 
     def _score(self, reply: str) -> float:
-        config, found = self.config, re.findall(self.config.score, reply)
+        config, found = self.config, re.findall(self.config.score, without_thoughts(reply))
         with suppress(IndexError, ValueError):
             if config.lowest <= (score := float(found[-1])) <= config.highest:
                 return score
@@ -119,31 +130,29 @@ class Judge:
         )
 
     async def _asked(self, body: bytes) -> str:
-        """Sends a request, and repeats it if the server is overloaded, fails or cannot be reached. Surrogates in the reply are replaced, because files cannot store them."""
-        config, number, repeats, reason = self.config, 0, True, ""
-        while repeats and number <= config.retries:
-            if number:
-                await asyncio.sleep(2.0 ** (number - 1))
-            number += 1
+        """Sends a request, and repeats it after an error that may pass. Surrogates in the reply are replaced, because files cannot store them."""
+        config, number, reason = self.config, 0, ""
+        for number in range(1, config.retries + 2):
             self.counts["calls"] += 1
             try:
                 posted = asyncio.to_thread(self._post, body)
                 status, content = await asyncio.wait_for(posted, config.timeout_s)
-                if status == 200:
-                    answer = json.loads(content)
-                    reply = str(answer["choices"][0]["message"]["content"]).encode(errors="replace").decode()
-                    with suppress(Exception):  # some servers count no tokens
-                        self.counts["tokens"] += int(answer["usage"]["total_tokens"])
-                    return reply
-                reason, repeats = f"status {status}: {content[:300]!r}", status == 429 or status >= 500
+                failed = {"error": {"code": status, "message": content[:300]}}
+                answer = json.loads(content) if status == 200 else failed
+                with suppress(Exception):  # some servers count no tokens
+                    self.counts["tokens"] += int(answer["usage"]["total_tokens"])
+                return _reply_of(answer).encode(errors="replace").decode()
             except (OSError, HTTPException) as error:
                 reason = repr(error)
             except Exception as error:  # the reply is not trusted, so it may be anything
-                reason, repeats = f"no chat completion ({type(error).__name__}: {error!s:.200})", False
+                reason = f"no chat completion ({type(error).__name__}: {error!s:.400})"
+                break
+            if number <= config.retries:
+                await asyncio.sleep(min(2.0 ** (number - 1), 60.0))
         reason = reason.replace(self._key, f"${config.api_key_env}") if self._key else reason
         raise RuntimeError(
-            f"{config.url} failed {number} of {config.retries + 1} times, the last time with {reason}; check the address and the server, or raise retries: {config.retries} "
-            f"or timeout_s: {config.timeout_s:g} in the judge's file"
+            f"{config.url} failed {number} of {config.retries + 1} times, the last time with {reason}; check the address and the server, or change the prompt, options "
+            f"(such as max_tokens), retries: {config.retries} or timeout_s: {config.timeout_s:g} in the judge's file"
         )
 
     def _post(self, body: bytes) -> tuple[int, bytes]:
@@ -161,21 +170,18 @@ class Judge:
                 raise IncompleteRead(content, answer.length)  # `read` does not raise it if it has a limit
             return answer.status, content
 
-    def _tried(self, query: str, *values: str) -> list[tuple[str]]:
-        """Runs a query, and warns if it fails: the disk may be full, but the reply still counts."""
-        try:
-            return self._of_cache(query, *values)
-        except RuntimeError as error:
-            warnings.warn(f"{error}. The judge continues without it", stacklevel=2)
-            return []
-
     def _of_cache(self, query: str, *values: str) -> list[tuple[str]]:
+        """Runs a query. If it fails, warns, because a reply counts even on a full disk, or raises ConfigError if the cache cannot be created."""
         path = Path(self.config.cache).expanduser()
         try:
             with closing(sqlite3.connect(path, timeout=2.0)) as cache, cache:
                 return cache.execute(query, values).fetchall()
         except sqlite3.Error as error:
-            raise RuntimeError(f"judge.cache={path}: {error}; remove the file, or name another") from error
+            failed = f"judge.cache={path}: {error}; remove the file, or name another"
+            if not values:
+                raise ConfigError(failed) from error
+            warnings.warn(f"{failed}. The judge continues without it", stacklevel=2)
+            return []
 
 
 class JudgeCounts(Observer):
@@ -195,8 +201,22 @@ class JudgeCounts(Observer):
         self._before = Counter(now)
 
 
-def _check(config: JudgeConfig, key: str, timeout_s: float) -> None:
-    """Checks the values of a judge's settings. `key` is the API key, and `timeout_s` is the time limit of a call."""
+def _reply_of(answer: Any) -> str:
+    """Returns the text of a chat completion. Raises ConnectionError after an error that may pass, and other errors without a complete text."""
+    choice = (answer.get("choices") or [{}])[0]
+    if error := answer if answer.get("object") == "error" else answer.get("error") or choice.get("error"):
+        code = isinstance(error, dict) and (error.get("code") or error.get("type") or error.get("status"))
+        raise (ConnectionError if _MAY_PASS.search(f"{code}") else ValueError)(f"the error {error!r:.400}")
+    message, ended = choice["message"], choice.get("finish_reason")
+    content = message.get("content")
+    if message.get("refusal") or ended in _NOT_WHOLE or content is None:
+        raise ValueError(f"finish_reason={ended!r}, {message!r:.300}")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return content_text([part for part in parts if part["type"] == "text"])
+
+
+def _check(config: JudgeConfig, key: str) -> None:
+    """Checks the values of a judge's settings. `key` is the API key."""
     place, name = urlsplit(config.url), config.api_key_env
     if place.scheme not in ("http", "https") or not place.hostname or "@" in place.netloc or place.port == 0:
         refuse("judge.url", place.hostname, "http:// or https://, a host, and no password", "correct it")
@@ -207,11 +227,6 @@ def _check(config: JudgeConfig, key: str, timeout_s: float) -> None:
         refuse("judge.api_key_env", found, "the name of an environment variable that is set", "export it")
     if config.lowest > config.highest:
         refuse("judge.lowest", config.lowest, f"at most judge.highest={config.highest:g}", "swap them")
-    # The waits of 1, 2, 4, ... seconds add up to 2**retries - 1 seconds. With 5 s to spare, the judge's own error comes before the time limit.
-    if (longest := (config.retries + 1) * config.timeout_s + 2**config.retries + 4) > timeout_s:
-        needs = f"all {config.retries + 1} tries and the waits to end within reward.timeout_s={timeout_s:g}"
-        remedy = f"lower it, or raise reward.timeout_s to {longest:g}"
-        refuse("judge.timeout_s", config.timeout_s, needs, remedy)
     try:
         groups, reason = re.compile(config.score).groups, ""
     except re.error as error:

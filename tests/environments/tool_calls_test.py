@@ -42,6 +42,11 @@ ADD = ToolCall("add", {"a": 1})
         ('<think>\n<tool_call>{"name": "no"}</tool_call></think>\n{"name": "add", "parameters": {"a": 1}}', [ADD]),
         ("thoughts that a template opened</think><tool_call>{\"name\": \"now\"}</tool_call>", [ToolCall("now", {})]),
         ('<think>thoughts that do not end <tool_call>{"name": "add"}</tool_call>', []),
+        ('perhaps <tool_call>{"name": "no"}</tool_call>?</think><tool_call>{"name": "now"}</tool_call>', [ToolCall("now", {})]),
+        ('perhaps <tool_call>{"name": "no"}</tool_call>?</think>The answer is 4.', []),
+        ('<tool_call>{"name": "now"}</tool_call><think><tool_call>{"name": "no"}</tool_call>', [ToolCall("now", {})]),
+        ('{"name": "no", "parameters": {}}</think>The answer is 4.', []),
+        ('[THINK]<tool_call>{"name": "no"}</tool_call>[/THINK]The answer is 4.', []),
     ],
 )  # fmt: skip
 def test_calls_are_read_in_the_formats_of_qwen_and_llama_3(text, calls):

@@ -1,17 +1,22 @@
 """Reward functions of other trainers: called as there, and their results read as there."""
 
 import asyncio
+import warnings
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dapo_jax.dapo.rollouts import Prompt, Verdict
+from dapo_jax.config import RewardConfig
+from dapo_jax.dapo.rollouts import Prompt, Response, Span, Verdict
 from dapo_jax.rewards import Sample, grade_function
 from dapo_jax.rewards.adapters import trl_reward, verl_reward
 from dapo_jax.rewards.async_calls import AsyncCalls
 from dapo_jax.rewards.functions import load_reward
+from dapo_jax.rewards.shaping import Shaping, samples_of, shaped_group
+from dapo_jax.run.grader_setup import submit_of
 
 HERE = Path(__file__)
 
@@ -48,6 +53,21 @@ def against_the_group(prompts, completions, answer, completion_ids, level, **kwa
     assert completion_ids == [[3, 4]] * 3
     mean = sum(len(completion) for completion in completions) / len(completions)
     return [mean - len(completion) for completion in completions]
+
+
+def for_short_ones(completions, trainer_state, log_extra, log_metric):
+    """TRL's keyword arguments. None: the function does not apply to long responses."""
+    log_metric("characters", sum(map(len, completions)))
+    log_metric("characters", 0)  # a metric is the mean of its values
+    log_extra("length", [len(completion) for completion in completions])
+    log_extra("upper", [completion.upper() for completion in completions])
+    step = trainer_state.global_step
+    return [step + len(completion) if len(completion) < 4 else None for completion in completions]
+
+
+def for_none(completions, **kwargs):
+    assert {"trainer_state", "log_extra", "log_metric"} <= set(kwargs)
+    return [None] * len(completions)
 
 
 async def awaited_lengths(completions, **kwargs):
@@ -137,8 +157,93 @@ def test_a_verl_result_without_a_score_is_refused(given):
 
 
 @pytest.mark.parametrize(
-    ("given", "words"), [(1.0, "1.0"), ([None] * 2, "None"), ([1.0], "1 verdicts for 2")]
+    ("given", "words"),
+    [(1.0, "1.0"), (None, "None"), ([1.0], "1 verdicts for 2"), ([None], "1 verdicts for 2")],
 )
 def test_a_trl_result_is_a_list_with_a_number_for_each_completion(given, words):
     with pytest.raises(RuntimeError, match=f"returned {words}"):
         grade_function(trl_reward(lambda **_: given))([sample("42"), sample("41")])
+
+
+def rewarded(graders, *texts, workers=0):
+    """The rewards and verdicts of responses that were sampled after 5 steps, as a run computes them."""
+    responses = [
+        Response(
+            tokens=np.array([3], np.int32),
+            logprobs=np.zeros(1, np.float32),
+            finish_reason="stop",
+            spans=(Span(0, 5),),
+        )
+        for _ in texts
+    ]
+    prompt = sample("").prompt
+    samples = [
+        replace(one, response=text)
+        for one, text in zip(samples_of(prompt, responses, tokenizer=Empty()), texts, strict=True)
+    ]
+    config = (
+        RewardConfig(graders=graders, workers=workers)
+        if len(graders) > 1
+        else RewardConfig(grader=graders[0]["grader"], workers=workers)
+    )
+    submit, close = submit_of(config)
+    try:
+        verdicts = submit(samples).result()
+    finally:
+        if close:
+            close()
+    group = shaped_group(prompt, responses, samples, verdicts, Shaping())
+    return group.rewards.tolist(), verdicts, group
+
+
+class Empty:
+    def decode(self, ids):
+        return ""
+
+
+SHORT, NONE, LENGTH = (
+    {"grader": f"trl:{HERE}:{name}"} for name in ("for_short_ones", "for_none", "length_reward")
+)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_trl_function_gets_the_step_and_its_logs_reach_the_verdicts(workers):
+    """(4 + 0) / 2 characters; step 5 + lengths 1 and 3."""
+    rewards, [first, second], _ = rewarded([SHORT], "a", "abc", workers=workers)
+    assert rewards == [6.0, 8.0]
+    assert first.parts == second.parts == {"characters": 2.0}
+    assert (first.reason, second.reason) == ("length=1, upper=A", "length=3, upper=ABC")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_response_to_which_a_trl_function_does_not_apply_adds_nothing_to_a_sum(workers):
+    """As `nansum` in TRL: 0.5 x 6 + 1 and 0 + 5, where the second function is the length."""
+    rewards, verdicts, _ = rewarded([LENGTH, SHORT | {"weight": 0.5}], "a", "abcde", workers=workers)
+    assert rewards == [4.0, 5.0]
+    assert [verdict.parts["for_short_ones"] for verdict in verdicts] == [6.0, 0.0]
+    assert [verdict.parts["characters"] for verdict in verdicts] == [3.0, 3.0]
+    assert not any(verdict.lost for verdict in verdicts)
+
+
+def test_a_response_to_which_no_function_applies_has_the_mean_reward_and_is_warned_of():
+    """As in TRL 1.16, its advantage is 0: (6 + 8) / 2."""
+    for graders in ([SHORT], [SHORT | {"weight": 1.0}, NONE | {"weight": 3.0}]):
+        with pytest.warns(UserWarning, match="no reward function applies"):
+            rewards, _, group = rewarded(graders, "a", "abc", "abcd")
+        assert rewards == [6.0, 8.0, 7.0]
+        assert [one.verdict.score for one in group.rollouts] == [6.0, 8.0, 7.0]
+        assert [one.verdict.correct for one in group.rollouts] == [True, True, False]
+    with pytest.warns(UserWarning, match="no reward function applies"):
+        assert rewarded([NONE], "a", "abc")[0] == [0.0, 0.0]
+
+
+def test_a_function_that_applies_to_each_response_warns_of_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert rewarded([LENGTH, NONE | {"weight": 3.0}], "a", "abcd")[0] == [1.0, 4.0]
+
+
+def test_bools_of_a_trl_function_are_numbers():
+    """TRL makes a float tensor of them; a bool of our own kind would be worth reward.incorrect=-1."""
+    verdicts = grade_function(trl_reward(lambda **_: [True, False]))([sample("42"), sample("41")])
+    assert [(verdict.correct, verdict.score) for verdict in verdicts] == [(True, 1.0), (False, 0.0)]

@@ -277,3 +277,13 @@ def test_a_function_that_raises_what_is_no_exception_is_named_and_a_stop_of_the_
     for error in (KeyboardInterrupt(), StoppedError("SIGTERM")):
         with pytest.raises(type(error)):
             graded(raising(error))
+
+
+@pytest.mark.parametrize(("grader", "reads_thoughts"), [("math", False), ("gsm8k", False), ("dapo", True)])
+def test_a_response_that_ends_in_thoughts_of_its_prompt_has_no_answer(grader, reads_thoughts):
+    """The chat template ends the prompt with `<think>`, and the response is cut off before `</think>`."""
+    grade = grade_function(grader)
+    for text, correct in (("<think>\n", reads_thoughts), ("<think>\n\n</think>\n", True)):
+        opened = dataclasses.replace(PROMPT, text=text)
+        [verdict] = grade([dataclasses.replace(SAMPLE, prompt=opened, response="Answer: 2")])
+        assert verdict.correct is correct

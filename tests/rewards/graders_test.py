@@ -1,8 +1,16 @@
-"""The exact grader: what counts as the answer, and what counts as equal."""
+"""The exact grader: what counts as the answer, and what counts as equal. Also the grader of the package Math-Verify."""
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import numpy as np
 import pytest
 
+from dapo_jax.dapo.rollouts import Prompt
+from dapo_jax.rewards import TEXT_RULES, Sample, grade_function, graders
 from dapo_jax.rewards.graders import GRADERS, exact_grader
+from dapo_jax.rewards.pool import GradingPool
 
 
 @pytest.mark.parametrize(
@@ -62,3 +70,48 @@ def test_integers_longer_than_python_parses_are_compared():
     nines = "9" * 5000
     assert not GRADERS["exact"]("=" + nines, "132").correct
     assert GRADERS["exact"]("=0" + nines, nines).correct
+
+
+@pytest.fixture
+def math_verify():
+    pytest.importorskip("math_verify", reason="the extra math-verify")
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "correct"),
+    [
+        ("So it is $\\boxed{\\frac{2}{4}}$.", "0.5", True),
+        ("The answer is 12", "12", True),
+        ("<think>\\boxed{7}</think>\\boxed{8}", "8", False),  # it reads the list 7, 8
+        ("\\boxed{8+2}", "10", True),  # `math` does not evaluate it
+        ("\\boxed{3}", "4", False),
+        ("no idea", "4", False),
+        ("", "4", False),
+        ("\\boxed{4}", "", False),
+    ],
+)
+def test_math_verify_judges_as_the_package_does(math_verify, response, answer, correct):
+    """The verdicts of `verify(parse(reference in a box), parse(response))` of Math-Verify 0.9.0."""
+    assert GRADERS["math_verify"](response, answer).correct is correct
+
+
+def test_math_verify_runs_in_a_thread_and_its_limit_is_the_runs(math_verify):
+    """The package's own limits need the main thread. The power has 370 million digits."""
+    prompt = Prompt(ordinal=0, tokens=np.array([1], np.int32), text="", answer="9")
+    texts = ("\\boxed{9^{9^{9^9}}}", "\\boxed{9}")
+    samples = [
+        Sample(prompt=prompt, response=text, tokens=prompt.tokens, finish_reason="stop") for text in texts
+    ]
+    with ThreadPoolExecutor() as threads:
+        assert threads.submit(GRADERS["math_verify"], texts[1], "9").result().correct
+    with closing(GradingPool("math_verify", workers=1, timeout_s=3.0, memory_mb=2048)) as pool:
+        hangs, right = pool.grade(samples)
+    assert (hangs.lost, hangs.correct, right.correct) == ("timeout", False, True)
+
+
+def test_a_grader_without_its_package_is_refused_before_it_grades(monkeypatch):
+    graders.math_verify.cache_clear()
+    monkeypatch.setitem(sys.modules, "math_verify", None)  # Python then raises ImportError
+    with pytest.raises(ValueError, match=r"math-verify.*\[math-verify\]"):
+        grade_function("math_verify")
+    assert "math_verify" not in TEXT_RULES

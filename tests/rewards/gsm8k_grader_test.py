@@ -33,6 +33,11 @@ grade = GRADERS["gsm8k"]
         ("", "72", None, False),
         ("#### 72", "48 + 24 = <<48+24=72>>72\n#### 72", "72", True),  # the dataset's own reference
         ("#### " + "9" * 5000, "9" * 5000, "9" * 5000, True),  # int() would refuse them
+        ("<think>72</think>\nSo it is 73.", "72", "73", False),  # thoughts are not the answer
+        ("72</think>\nSo it is 73.", "73", "73", True),  # thoughts that a template opened
+        ("<think>#### 72</think>\nSo it is 73.", "72", "73", False),
+        ("<think>72", "72", None, False),
+        ("So it is 73. <think>72?</think>", "73", "73", True),
         ("#### ７", "7", None, False),  # noqa: RUF001 - full-width digits
     ],
 )

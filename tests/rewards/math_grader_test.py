@@ -119,3 +119,23 @@ def test_hostile_mathematics_is_refused_or_quick():
             start = time.perf_counter()
             assert not grade(response, answer).correct
             assert time.perf_counter() - start < 2, text
+
+
+@pytest.mark.parametrize(
+    ("response", "stated"),
+    [
+        ("Answer: 7? No.</think>\nSo it is \\boxed{8}.", "8"),  # the chat template opened the thoughts
+        ("So \\boxed{8}.</think>\nAnswer: 7", "7"),
+        ("<think>Answer: 7</think>8", "8"),
+        ("<think>Answer: 7</think>Answer: 8<think>Answer: 9", "8"),
+        ("[THINK]\\boxed{7}[/THINK]The answer is 8.", "8"),
+        ("<think>" + "7, " * 1000 + "</think>The answer is 8.", "8"),
+        ("<think>\\boxed{7}", None),  # cut off
+        ("\\boxed{7}</think>", None),
+        ("<think>Answer: 7</think>", None),
+    ],
+)
+def test_thoughts_are_not_the_answer(response, stated):
+    verdicts = {wanted: grade(response, wanted).correct for wanted in ("7", "8", "9")}
+    assert verdicts == {wanted: wanted == stated for wanted in verdicts}
+    assert grade(response, "8").extracted == stated

@@ -1,10 +1,14 @@
 """The grader of reasoning-gym tasks: the task's own scorer, with a near miss being a miss."""
 
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from dapo_jax.dapo.rollouts import Prompt
 from dapo_jax.rewards import Sample, grade_function
+from dapo_jax.rewards.graders import _restored
+from dapo_jax.trackers.json_lines import read_lines, write_lines
 
 GRADE = grade_function("reasoning_gym")
 ENTRY = {"question": "How many?", "answer": "2", "metadata": {}}
@@ -53,3 +57,61 @@ def test_rows_of_another_source_are_refused():
 def test_misspelt_name_is_answered_with_the_right_one():
     with pytest.raises(ValueError, match="did you mean 'reasoning_gym'"):
         grade_function("reasoning-gym")
+
+
+@pytest.fixture(params=["json", "parquet"])
+def stored(request, tmp_path):
+    """A function that writes rows to a file and reads them again. JSON and Arrow have lists, but no tuples."""
+
+    def by_json(rows):
+        write_lines(tmp_path / "rows.jsonl", rows, what="rows")
+        return read_lines(tmp_path / "rows.jsonl", what="a row", needs="entry")
+
+    def by_parquet(rows):
+        # Arrow cannot store some of the objects, nor a mapping without keys, such as `options`.
+        entries = [{"entry": row["entry"]} for row in by_json(rows)]
+        parquet.write_table(pyarrow.Table.from_pylist(entries), tmp_path / "rows.parquet")
+        found = parquet.read_table(tmp_path / "rows.parquet").to_pylist()
+        return [row | read for row, read in zip(rows, found, strict=True)]
+
+    return by_json if request.param == "json" else by_parquet
+
+
+def test_stored_rows_score_like_the_rows_of_a_run(installed, stored):
+    """Every task of the package. Each answer is graded with its own question and with the next one, where it is usually wrong."""
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    skipped, differ = [], []
+    for task in DATASETS:
+        try:
+            dataset = reasoning_gym.create_dataset(task, seed=1, size=2)
+            rows = [{"task": task, "options": {}, "entry": dataset[place]} for place in range(2)]
+            found = stored(rows)
+        except (AssertionError, pyarrow.ArrowException):  # it needs options, or Arrow has no mixed lists
+            skipped.append(task)
+            continue
+        for answer in (str(row["entry"]["answer"]) for row in rows):
+            verdicts = [[graded(answer, row).reason for row in each] for each in (rows, found)]
+            differ += [task] * (verdicts[0] != verdicts[1])
+    assert differ == []
+    assert set(skipped) <= {"composite", "codeio", "futoshiki", "knights_knaves"}
+
+
+@pytest.mark.parametrize(
+    ("value", "like", "restored"),
+    [
+        ([[1, 2], [3]], ((5,),), ((1, 2), (3,))),
+        ([[1, 2]], [(5, 6), (7, 8)], [(1, 2)]),
+        ([["a", [1]], ["b", [2, 3]]], [("c", [4])], [("a", [1]), ("b", [2, 3])]),
+        ({"1": [2], "3": [4]}, {1: (0,)}, {1: (2,), 3: [4]}),
+        ({"a": {"b": [1]}, "new": [2]}, {"a": {"b": (0,)}}, {"a": {"b": (1,)}, "new": [2]}),
+        ([], (), ()),
+        ([[1]], (), ([1],)),
+        ([1], None, [1]),
+        ("text", ("other",), "text"),
+    ],
+)
+def test_a_stored_value_gets_the_tuples_and_keys_of_another_one(value, like, restored):
+    assert _restored(value, like) == restored
+    assert _restored(restored, like) == restored

@@ -113,10 +113,10 @@ def settings(tmp_path):
     return write
 
 
-def graded(path, *responses, grader=None, timeout_s=100.0):
+def graded(path, *responses, grader=None, **limits):
     """The verdicts of a judge, through the graders of a run."""
     prompt = Prompt(ordinal=7, tokens=np.array([1], np.int32), text="1+1", answer="2")
-    config = RewardConfig(grader=f"judge:{path}", timeout_s=timeout_s) if grader is None else grader
+    config = RewardConfig(grader=f"judge:{path}", **limits) if grader is None else grader
     submit, close = submit_of(config)
     try:
         tokens = np.array([3], np.int32)
@@ -183,18 +183,36 @@ def test_an_overloaded_failing_or_dead_server_is_asked_again_after_growing_waits
     assert (lost.lost, lost.correct) == ("raised", False)
 
 
-def test_a_server_that_never_answers_is_an_error_and_not_a_lost_verdict(settings):
-    """The limit of a run's call is the shortest that is accepted: 2 x 0.1 s, a wait of 1 s and 5 s to spare."""
+@pytest.mark.parametrize("limits", [{}, {"timeout_s": 0.05}])
+def test_the_judges_own_limits_decide_however_short_a_grading_call_may_be(limits, settings):
+    """Two tries of 0.2 s take longer than `reward.timeout_s`, but the verdict of the second counts."""
+    with serving((1, b""), chat("1")) as server:
+        [verdict] = graded(settings(server.url, timeout_s=0.2, retries=1), "a", **limits)
+    assert (verdict.score, verdict.lost, len(server.seen)) == (1.0, "", 2)
     with serving((1, b"")) as server, pytest.raises(RewardError, match=r"failed 2 of 2 times.*[tT]ime"):
-        graded(settings(server.url, timeout_s=0.1, retries=1), "a", timeout_s=6.2)
+        graded(settings(server.url, timeout_s=0.1, retries=1), "a", **limits)
     assert len(server.seen) == 2
+
+
+def test_the_defaults_of_a_judge_and_of_a_run_agree(settings):
+    """The longest call of a judge with its defaults takes 3 x 30 + 1 + 2 s; the default of `reward.timeout_s` is 10."""
+    with serving((1, b""), chat("1")) as server:
+        path = settings(server.url, timeout_s=JudgeConfig.timeout_s)
+        _, close = submit_of(RewardConfig(grader=f"judge:{path}"))
+        close()
+
+
+def test_a_wait_is_never_longer_than_a_minute(settings, no_waits):
+    with serving((503, b"")) as server, pytest.raises(RewardError, match="failed 9 of 9 times"):
+        graded(settings(server.url, retries=8), "a")
+    assert no_waits == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
 
 
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        ((400, b"no such model"), "status 400: b'no such model'"),
-        ((302, b""), "status 302"),
+        ((400, b"no such model"), "400.*no such model"),
+        ((302, b""), "302"),
         ((200, b"[" * 100_000), "no chat completion"),
         ((200, b'{"choices": []}'), "no chat completion"),
         ((200, b'{"x": "' + b"a" * (1 << 20) + b'"}'), "no chat completion"),
@@ -205,6 +223,116 @@ def test_an_answer_that_a_retry_would_not_change_is_an_error_at_once(answer, rea
     with serving(answer) as server, pytest.raises(RewardError, match=f"failed 1 of 3 times.*{reason}"):
         graded(settings(server.url), "a")
     assert len(server.seen) == 1
+
+
+def answer_with(**changes):
+    """A chat that would score 1, with other fields: of the choice, of its message, or of the answer."""
+    content = json.loads(chat("1")[1])
+    [choice] = content["choices"]
+    for name, value in changes.items():
+        place = {"finish_reason": choice, "choice_error": choice, "error": content}.get(
+            name, choice["message"]
+        )
+        place[name.removeprefix("choice_")] = value
+    return 200, json.dumps(content).encode()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"finish_reason": "length"},
+        {"finish_reason": "content_filter"},
+        {"content": None},
+        {"content": None, "reasoning_content": "Score: 1"},
+        {"content": None, "reasoning": "1"},
+        {"content": None, "finish_reason": "tool_calls", "tool_calls": [{"id": "1"}]},
+        {"refusal": "I cannot rate this."},
+        {"content": None, "refusal": "I cannot rate this."},
+        {"content": {"text": "1"}},
+        {"content": 1},
+        {"error": {"message": "no such model", "code": 404}},
+        {"error": {"message": "500 is bad", "code": "invalid_api_key", "type": "authentication"}},
+        {"error": "no such model"},
+        {"choice_error": {"code": 400, "message": "bad"}},
+        {"finish_reason": "error"},
+    ],
+)
+def test_an_answer_that_is_not_whole_has_no_score_and_is_not_asked_for_again(changes, settings):
+    with serving(answer_with(**changes)) as server:
+        with pytest.raises(RewardError, match=rf"helpful.*{server.url} failed 1 of 3 times"):
+            graded(settings(server.url, score="([01])"), "a")
+        [lost] = graded(settings(server.url, score="([01])", on_failure="lost"), "a")
+    assert (lost.correct, lost.score, lost.lost, len(server.seen)) == (False, None, "raised", 2)
+
+
+def test_the_error_of_an_answer_that_is_not_whole_names_the_field(settings):
+    for changes, words in (
+        ({"finish_reason": "length"}, "finish_reason='length'.*max_tokens"),
+        ({"refusal": "I cannot."}, r"'refusal': 'I cannot\.'"),
+        ({"content": None, "reasoning_content": "so 1"}, "'content': None, 'reasoning_content': 'so 1'"),
+        ({"error": {"code": 404, "message": "no model"}}, "404.*no model"),
+    ):
+        with serving(answer_with(**changes)) as server, pytest.raises(RewardError, match=words):
+            graded(settings(server.url), "a")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(
+            {"code": code, "message": "later"}
+            for code in (429, "429", 500, 502, 529, 408, "rate_limit_exceeded")
+        ),
+        *({"code": None, "type": name} for name in ("server_error", "overloaded_error", "timeout")),
+        {"message": "busy", "status": "UNAVAILABLE"},
+    ],
+)
+@pytest.mark.parametrize("place", ["error", "choice_error"])
+def test_an_error_in_an_answer_with_status_200_is_asked_for_again_if_it_may_pass(error, place, settings):
+    """An answer with an error does not count, even if it also has a score."""
+    with serving(answer_with(**{place: error}), chat("0")) as server:
+        assert graded(settings(server.url), "a")[0].score == 0.0
+    assert len(server.seen) == 2
+
+
+def test_an_answer_that_is_an_error_object_is_an_error(settings):
+    overloaded = json.dumps({"object": "error", "message": "busy", "code": 503}).encode()
+    with serving((200, overloaded), chat("0")) as server:
+        assert graded(settings(server.url), "a")[0].score == 0.0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"finish_reason": "stop", "error": None, "refusal": None, "reasoning_content": "Score: 1"},
+        {"content": "<think>Score: 1 or 0?</think>Score: 0"},
+        {"content": "Score: 1 or 0?</think>Score: 0"},
+        {"content": "Score: 0 <think>Score: 1?</think>"},
+        {"content": [{"type": "thinking", "thinking": "Score: 1"}, {"type": "text", "text": "Score: 0"}]},
+        {"content": [{"type": "text", "text": "Score"}, {"type": "text", "text": ": 0"}]},
+    ],
+)
+def test_the_score_is_in_the_text_after_the_judges_thoughts(changes, settings):
+    with serving(answer_with(**{"content": "Score: 0", **changes})) as server:
+        assert graded(settings(server.url, score="Score: ([01])"), "a")[0].score == 0.0
+
+
+@pytest.mark.parametrize(
+    "content", ["", "<think>Score: 1", "Score: 1</think>", [{"type": "thinking", "thinking": "Score: 1"}]]
+)
+def test_thoughts_without_a_reply_have_no_score(content, settings):
+    with (
+        serving(answer_with(content=content, reasoning_content="Score: 1")) as server,
+        pytest.raises(RewardError, match=r"judge\.score"),
+    ):
+        graded(settings(server.url, score="Score: ([01])"), "a")
+
+
+def test_a_number_after_thoughts_is_the_whole_reply(settings):
+    """The default pattern needs a reply that is a number alone."""
+    with serving(chat("<think>1 or 0.5?</think>\n0.25")) as server:
+        [verdict] = graded(settings(server.url), "a")
+    assert (verdict.score, verdict.reason) == (0.25, "<think>1 or 0.5?</think>\n0.25")
 
 
 def test_an_answer_that_ends_early_is_asked_for_again(settings):
@@ -218,7 +346,7 @@ def test_an_answer_that_ends_early_is_asked_for_again(settings):
 def test_a_reply_counts_without_its_number_of_tokens(usage, settings):
     body = json.loads(chat("1")[1]) | {"usage": usage}
     with serving((200, json.dumps(body).encode())) as server:
-        judge = Judge(settings(server.url + "/?version=2"), timeout_s=100.0)
+        judge = Judge(settings(server.url + "/?version=2"))
         assert asyncio.run(judge(SAMPLE)).score == 1.0
         assert server.seen[0][0] == "/v1/chat/completions?version=2"
     assert judge.counts == {"calls": 1, "cache_hits": 0, "tokens": 0}
@@ -236,7 +364,7 @@ def test_equal_requests_without_a_score_are_sent_once(settings, tmp_path):
 def test_a_reply_counts_although_the_cache_cannot_be_written(settings, tmp_path):
     cache = tmp_path / "replies"
     with serving(chat("1")) as server:
-        judge = Judge(settings(server.url, cache=str(cache)), timeout_s=100.0)
+        judge = Judge(settings(server.url, cache=str(cache)))
         cache.write_bytes(b"no database" * 100)
         with pytest.warns(UserWarning, match=rf"judge\.cache={cache}"):
             assert asyncio.run(judge(SAMPLE)).score == 1.0
@@ -299,8 +427,7 @@ def test_the_key_comes_from_the_environment_and_is_never_shown(settings, monkeyp
         ({"retries": 2000}, r"judge\.retries: found 2000"),
         ({"lowest": 2.0}, r"judge\.lowest: found 2\.0.*judge\.highest=1"),
         ({"on_failure": "wrong"}, r"judge\.on_failure.*error or lost"),
-        # 3 tries of 40 s, waits of 1 + 2 s, and 5 s to spare
-        ({"timeout_s": 40.0}, r"judge\.timeout_s: found 40\.0.*reward\.timeout_s=100.*to 128"),
+        ({"timeout_s": 0.0}, r"judge\.timeout_s: found 0"),
     ],
 )
 def test_a_wrong_setting_is_one_error_before_anything_starts(changes, message, settings):
@@ -313,7 +440,7 @@ def test_a_wrong_setting_is_one_error_before_anything_starts(changes, message, s
 
 def test_the_counts_of_all_judges_since_the_last_step_become_metrics(settings):
     with serving(chat("1", tokens=5)) as server:
-        judges = [Judge(settings(server.url), timeout_s=100.0) for _ in range(2)]
+        judges = [Judge(settings(server.url)) for _ in range(2)]
     observer, found = JudgeCounts(judges), []
     for _ in range(2):
         judges[0].counts.update(calls=2, tokens=14)

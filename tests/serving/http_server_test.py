@@ -370,7 +370,7 @@ def test_a_judge_can_be_asked_here(address, tmp_path):
         "options": {"max_tokens": 9},
     }
     (tmp_path / "judge.yaml").write_text(json.dumps(settings))
-    judge = Judge(str(tmp_path / "judge.yaml"), timeout_s=100.0)
+    judge = Judge(str(tmp_path / "judge.yaml"))
     prompt = Prompt(ordinal=0, tokens=np.array([1], np.int32), text="", answer="")
     verdict = asyncio.run(
         judge(Sample(prompt=prompt, response="12 + 34", tokens=prompt.tokens, finish_reason="stop"))

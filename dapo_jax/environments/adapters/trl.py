@@ -49,6 +49,7 @@ class TrlEnvironment:
             "completions": [each.answers for each in episodes],
             "completion_ids": [each.tokens for each in episodes],
             "environments": [each.instance for each in episodes],
+            **dict.fromkeys(("log_metric", "log_extra"), lambda name, value: None),
         }
         columns.pop("prompt", None)
         given = await _result(self._function(**named_arguments(self._function, columns)))

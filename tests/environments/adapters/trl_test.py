@@ -60,7 +60,9 @@ class Picture(Counter):
         return [{"type": "image"}]
 
 
-def far(completions, environments, level, prompts, completion_ids, **rest):
+def far(completions, environments, level, prompts, completion_ids, log_metric, log_extra, **rest):
+    log_metric("level", level[0])
+    log_extra("goal", [environment.goal for environment in environments])
     far.rest = rest
     far.seen = completions
     assert len(prompts) == len(completion_ids) == len(environments)
