@@ -5,7 +5,6 @@ templates also rewrite earlier turns. For example, Qwen3's template removes the 
 of earlier turns stay the same. Only text that the template itself writes can become special tokens. Text inside messages never does, even in nested fields.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
@@ -17,13 +16,15 @@ from jaxtyping import Int
 from dapo_jax.environments.calls import LostError
 from dapo_jax.environments.protocol import Context
 from dapo_jax.text.chat import ChatTemplate
-from dapo_jax.text.conversations import MOST_CHARACTERS, Guarding
+from dapo_jax.text.conversations import MOST_CHARACTERS, Guarding, conversation_ids
 from dapo_jax.text.messages import canonical_messages
 from dapo_jax.text.special_tokens import FIRST_GUARD
-from dapo_jax.text.tokenizers import Tokenizer
+from dapo_jax.text.stop_strings import StopStrings
+from dapo_jax.text.tokenizers import Before, Tokenizer
 
 _ANSWER = f"{FIRST_GUARD}said{FIRST_GUARD}"
 """Placeholder for the assistant's answer. Templates do not contain this text, and messages that contain it are rejected."""
+_NO_TOKENS = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ class Rendering:
             LostError: the value cannot be appended, has ids outside the vocabulary, or needs a chat template that the model lacks.
         """
         if isinstance(appended, str):
-            return self._text(appended)
+            return self._text(appended, _NO_TOKENS if after is None else after)
         if not isinstance(appended, Sequence | np.ndarray):
             raise LostError(
                 f"{appended!r:.200} ({type(appended).__name__}) cannot be appended; append a text, a list of messages or a list of token ids"
@@ -68,14 +69,14 @@ class Rendering:
             )
         return found.astype(np.int32)
 
-    def _text(self, text: str) -> Int[np.ndarray, " new"]:
+    def _text(self, text: str, after: Before = None) -> Int[np.ndarray, " new"]:
         if len(text) > MOST_CHARACTERS:
             raise LostError(
                 f"a text of {len(text):,} characters was appended; the limit is {MOST_CHARACTERS:,}"
             )
         try:
             text.encode("utf-8")  # raises for an unpaired surrogate
-            return self.tokenizer.encode_plain(text)
+            return self.tokenizer.encode_plain(text, after)
         except ValueError as error:
             raise LostError(f"the appended text cannot be tokenized: {error}") from error
 
@@ -89,17 +90,10 @@ class Rendering:
         if isinstance(contents, str):
             found = np.concatenate([self.tokenizer.encode_prompt(""), self._text(contents)])
         elif isinstance(contents, Sequence) and contents and isinstance(contents[0], Mapping):
-            template, guard = self._template(), Guarding(self.tokenizer)
-            if context.tools and not re.search(r"\btools\b", template.source):
-                raise LostError(
-                    f"chat template {template.name} does not use the variable `tools`: describe the tools in the system message, and return a Context "
-                    "without tools"
-                )
+            variables = {**self.template_kwargs, "tools": [*context.tools] or None}
+            self._template()
             try:
-                messages = [guard.message(message) for message in canonical_messages(contents)]
-                tools = [guard.value(tool) for tool in context.tools] or None
-                kwargs = {**self.template_kwargs, "tools": tools}
-                found = guard.ids(template.render(messages, kwargs, today=self.today))
+                found = conversation_ids(contents, self.tokenizer, today=self.today, variables=variables)
             except (ValueError, TypeError) as error:
                 raise LostError(f"a context cannot be rendered: {error}") from error
         else:
@@ -116,9 +110,9 @@ class Rendering:
         template, guard = self._template(), Guarding(self.tokenizer)
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
         whole = [*before, *(guard.message(message) for message in canonical_messages(messages))]
-        rendered = template.render(whole, self.template_kwargs, today=self.today)
-        _, found, new = rendered.rpartition(_ANSWER)
-        if not found:
+        if any(message["role"] == "tool" for message in whole):
+            template = template.with_tools
+        if _ANSWER not in template.render(whole, self.template_kwargs, today=self.today):
             raise LostError(
                 f"chat template {template.name} leaves out the assistant's answer, so nothing can be appended to it"
             )
@@ -128,10 +122,26 @@ class Rendering:
                 "messages cannot follow a prompt, because it ends with the beginning of an answer: return a Context, append a text or token ids, or "
                 "add the messages to the row's prompt"
             )
-        ids = guard.ids(new)
-        # If the turn contains the end token that the template adds, that token is not appended a second time.
-        ended = len(after) > 0 and len(ids) > 0 and int(after[-1]) in self.tokenizer.stop_ids
-        return ids[1:] if ended and int(ids[0]) == int(after[-1]) else ids
+        new = template.whole(whole, self.template_kwargs, today=self.today, given=len(before)).rpartition(
+            _ANSWER
+        )[2]
+        # Find the text with which the template ends any answer. The turn may end with its beginning, for example with a stop string.
+        other = [*before, {"role": "user", "content": FIRST_GUARD}]
+        ending = template.render(other, self.template_kwargs, today=self.today).rpartition(_ANSWER)[2]
+        ending = ending.partition(FIRST_GUARD)[0]
+        marks, done = StopStrings(self.tokenizer, [f"{ending}\n"]), 0
+        text = marks.text(after) if marks.text(after[-1:]) else ""  # of another end token
+        for size in range(1, len(ending) + 1):
+            part = marks.marked(ending[:size])
+            # Some templates write a space before the end token. A part that cuts a special token does not begin the marked text.
+            last = part.lstrip() if part.lstrip() >= FIRST_GUARD else part
+            if (
+                text.endswith(last)
+                and marks.marked(ending).startswith(part)
+                and new.startswith(ending[:size])
+            ):
+                done = size
+        return guard.ids(new[done:], after)
 
     def _template(self) -> ChatTemplate:
         if self.tokenizer.chat_template is None:

@@ -6,8 +6,9 @@ A downloaded template is not trusted, so it runs in Jinja's `ImmutableSandboxedE
 import json
 import re
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from datetime import date, datetime, time
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 import jinja2
@@ -20,6 +21,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 Message = Mapping[str, Any]
 """One message: `role`, `content`, and any other fields that the template uses, such as `name`."""
 
+_ON_PURPOSE = "leaves out messages on purpose"
+"""A template that contains these words, for example in a comment, may leave out messages."""
 MOST_RENDERED = 4 << 20
 """Maximum number of characters that a template may output."""
 
@@ -42,14 +45,12 @@ class ChatTemplate:
         """
         self.source, self.name = source, name
         self._special_tokens = dict(special_tokens or {})
+        self.with_tools = self
+        """The template for conversations with tools, if the model has another one for them."""
 
     def render(
-        self,
-        messages: Sequence[Message],
-        variables: Mapping[str, Any] | None = None,
-        *,
-        today: date | None = None,
-    ) -> str:
+        self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None, *, today: date | None = None
+    ) -> str:  # fmt: skip
         """Returns the text of a conversation, including the generation prompt that begins the answer.
 
         Args:
@@ -82,12 +83,54 @@ class ChatTemplate:
             ) from error
         return "".join(pieces)
 
+    def whole(
+        self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None, *, today: date | None = None, given: int = 0
+    ) -> str:  # fmt: skip
+        """Renders canonical messages like `render`, and checks that the text contains all of them except the first `given` messages.
+
+        The role `developer` becomes `system` if the template does not know it. For the check, the messages are rendered again with a mark
+        in each text. In a message with calls, the arguments are marked instead, because some templates write only its calls.
+
+        Raises:
+            ValueError: the template leaves out a message, or does not use the tools; or see `render`.
+        """
+        has_tools = bool((variables or {}).get("tools"))
+        used = self.with_tools if has_tools else self
+        if has_tools and not re.search(r"\btools\b", used.source):
+            raise ValueError(
+                f"chat template {used.name} does not use the variable `tools`: describe the tools in the system message, and pass no tools"
+            )
+        known, needed = [dict(message) for message in messages], list[int]()
+        for message in known:
+            if message["role"] == "developer" and not re.search(r"""["']developer["']""", used.source):
+                message["role"] = "system"
+        marked = deepcopy(known)
+        for place, message in enumerate(marked):
+            calls = message.get("tool_calls", [])
+            needed.append(len(calls) or int(message["role"] != "system" or message["content"].strip() != ""))
+            for call in calls:
+                call["function"]["arguments"][f"zq{place}qz"] = 1
+            message["content"] += "" if calls else f"zq{place}qz"
+        text = used.render(known, variables, today=today)
+        try:
+            found = used.render(marked, variables, today=today).casefold()
+        except ValueError:  # the template refuses the marks, so the check is impossible
+            return text
+        for place in range(given, len(known)):
+            if found.count(f"zq{place}qz") < needed[place] and _ON_PURPOSE not in used.source:
+                raise ValueError(
+                    f"chat template {used.name} leaves out message {place - given} (role {messages[place]['role']!r}) or one of its tool calls: give it "
+                    "another role, such as 'user', or use a template that writes this message"
+                )
+        return text
+
     @cached_property
     def _compiled(self) -> jinja2.Template:
         sandbox = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )
-        sandbox.filters["tojson"] = _to_json
+        # Jinja's own `tojson` would escape characters for HTML.
+        sandbox.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         del sandbox.filters["random"]  # the same messages must always render to the same prompt
         return sandbox.from_string(self.source, globals={"raise_exception": _refuse})
 
@@ -132,16 +175,3 @@ def _date(pattern: str, today: date | None) -> str:
 
 def _refuse(message: str) -> NoReturn:
     raise _RefusedError(message)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Replaces Jinja's own `tojson` filter, which would escape characters for HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )

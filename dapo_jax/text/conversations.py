@@ -10,7 +10,7 @@ from jaxtyping import Int32
 
 from dapo_jax.text.chat import Message
 from dapo_jax.text.messages import DEEPEST, canonical_messages
-from dapo_jax.text.tokenizers import Tokenizer
+from dapo_jax.text.tokenizers import Before, Tokenizer
 
 MOST_CHARACTERS = 1 << 20
 """Maximum number of characters in a conversation. Longer conversations are refused before they are tokenized."""
@@ -63,15 +63,15 @@ class Guarding:
             return {self.value(str(name)): self.value(item, depth + 1) for name, item in value.items()}
         return [self.value(item, depth + 1) for item in value]
 
-    def ids(self, rendered: str) -> Int32[np.ndarray, " tokens"]:
-        """Returns the token ids of a text that a template has rendered from guarded messages.
+    def ids(self, rendered: str, after: Before = None) -> Int32[np.ndarray, " tokens"]:
+        """Returns the token ids of a text that a template has rendered from guarded messages. For `after`, see `Tokenizer.encode`.
 
         Raises:
             ValueError: the template has written a guard as a JSON escape sequence.
         """
         if _ESCAPED_GUARD.search(rendered):
             raise ValueError("the chat template writes characters beyond U+10EFFF as \\u escapes")
-        return self._tokenizer.encode_guarded(rendered)
+        return self._tokenizer.encode_guarded(rendered, after)
 
 
 def conversation_ids(
@@ -102,4 +102,4 @@ def conversation_ids(
         )
     guarded = [guarding.message(message) for message in canonical_messages(messages)]
     known = {name: guarding.value(value) for name, value in (variables or {}).items()}
-    return guarding.ids(template.render(guarded, known, today=today))
+    return guarding.ids(template.whole(guarded, known, today=today))

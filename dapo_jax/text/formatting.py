@@ -76,7 +76,7 @@ class PromptFormat:
                     "data.system_prompt or remove the message from the row"
                 )
             messages = [{"role": "system", "content": self.data.system_prompt}, *messages]
-        return tokenizer.chat_template.render(messages, self.data.chat_template_kwargs, today=self.today)
+        return tokenizer.chat_template.whole(messages, self.data.chat_template_kwargs, today=self.today)
 
 
 AS_IT_STANDS = PromptFormat()

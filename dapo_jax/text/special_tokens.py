@@ -23,7 +23,7 @@ class Guards:
     def __init__(self, special: Iterable[str]) -> None:
         firsts = sorted({text[0] for text in special if text})
         self._guards = {ord(first): ord(FIRST_GUARD) + 1 + place for place, first in enumerate(firsts)}
-        self._firsts = {guard: first for first, guard in self._guards.items()}
+        self.firsts = {guard: first for first, guard in self._guards.items()}
 
     def guarded(self, text: str) -> str:
         """Replaces each character that can begin a special token by its guard.
@@ -40,4 +40,4 @@ class Guards:
 
     def restored(self, text: str) -> str:
         """Replaces each guard by the character that it represents."""
-        return text.translate(self._firsts)
+        return text.translate(self.firsts)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int
 
+from dapo_jax.text.special_tokens import FIRST_GUARD
 from dapo_jax.text.tokenizers import Tokenizer
 
 _ALIGNMENTS = 4
@@ -19,8 +20,8 @@ class StopStrings:
 
     Only the most recent tokens are decoded. Every token with text has at least one byte, so a stop string of B bytes that ends in
     token n begins within the last B tokens with text. Four more tokens are decoded, because a decoder may drop the first space
-    of a text, and the first token may begin inside a character. Tokens without text, such as special tokens, are skipped.
-    The result does not depend on the number of new tokens per call to `find`.
+    of a text, and the first token may begin inside a character. Tokens without text are skipped. A special token has text only
+    if a stop string contains it. The result does not depend on the number of new tokens per call to `find`.
 
     >>> from dapo_jax.text.tokenizers import ByteTokenizer
     >>> stop = StopStrings(ByteTokenizer(), ["END"])
@@ -45,7 +46,14 @@ class StopStrings:
                     f"stop string {string!r} contains U+FFFD, which decoders write for incomplete characters; remove it"
                 )
         self._tokenizer = tokenizer
-        self._strings = tuple(strings)
+        special = getattr(tokenizer, "special_tokens", {})
+        spelled = sorted(
+            (text for text in special if any(text in each for each in strings)), key=len, reverse=True
+        )
+        self._marks = {text: chr(ord(FIRST_GUARD) + place) for place, text in enumerate(spelled)}
+        self._special = {special[text]: mark for text, mark in self._marks.items()}
+        self.strings = tuple(dict.fromkeys((*strings, *map(self.marked, strings))))
+        """The stop strings, and their `marked` forms."""
         self._window = max((len(string.encode("utf-8")) for string in strings), default=0) + _ALIGNMENTS
         self._has_text: dict[int, bool] = {}
 
@@ -56,11 +64,11 @@ class StopStrings:
             token_ids: the response so far.
             start: number of tokens that earlier calls have already searched.
         """
-        if not self._strings or start == len(token_ids):
+        if not self.strings or start == len(token_ids):
             return None
         places = self._tail(token_ids, start)
         tail = token_ids[places]
-        text = self._tokenizer.decode(tail)
+        text = self.text(tail)
         # Further tokens change decoded text only where it has U+FFFD. So if the text of all tokens has no U+FFFD, it contains
         # every stop string that the text of fewer tokens contains.
         if "\ufffd" not in text and not self._holds(text):
@@ -70,8 +78,25 @@ class StopStrings:
 
     def decode(self, ids: Int[np.ndarray, " tokens"]) -> str:
         """Returns the text of `ids` up to the earliest stop string, or all of the text if it has no stop string."""
-        text = self._tokenizer.decode(ids)
-        return text[: min((place for s in self._strings if (place := text.find(s)) >= 0), default=len(text))]
+        text = self.text(ids)
+        end = min((place for s in self.strings if (place := text.find(s)) >= 0), default=len(text))
+        return self.unmarked(text[:end])
+
+    def text(self, ids: Int[np.ndarray, " tokens"]) -> str:
+        """Returns the text of `ids`, with a mark for each special token that a stop string contains. `decode` of a tokenizer omits these tokens."""
+        first, *others = np.split(ids, np.flatnonzero(np.isin(ids, [*self._special])))
+        parts = (self._special[int(part[0])] + self._tokenizer.decode(part[1:]) for part in others)
+        return "".join([self._tokenizer.decode(first), *parts])
+
+    def marked(self, text: str) -> str:
+        """Returns the text with a mark, a private-use character, in place of each special token that a stop string contains."""
+        for special, mark in self._marks.items():
+            text = text.replace(special, mark)
+        return text
+
+    def unmarked(self, text: str) -> str:
+        """Returns the text without marks."""
+        return text.translate(dict.fromkeys(map(ord, self._marks.values())))
 
     def _tail(self, token_ids: Int[np.ndarray, " tokens"], start: int) -> list[int]:
         """Returns the positions of the new tokens with text, and of as many earlier tokens with text as a window needs."""
@@ -85,15 +110,15 @@ class StopStrings:
         """Returns whether the window that ends at `end` contains a stop string. Tries several starts, because the first token may begin inside a character."""
         begin = max(0, end - self._window)
         starts = range(begin, max(begin - _ALIGNMENTS, -1), -1)
-        return any(self._holds(self._tokenizer.decode(tail[at:end])) for at in starts)
+        return any(self._holds(self.text(tail[at:end])) for at in starts)
 
     def _holds(self, text: str) -> bool:
-        return any(string in text for string in self._strings)
+        return any(string in text for string in self.strings)
 
     def _text_in(self, token: int) -> bool:
         """Returns whether the token has text. The token is decoded twice in a row, because decoders may drop the first space of a text."""
         if token not in self._has_text:
-            self._has_text[token] = bool(self._tokenizer.decode(np.array([token, token], np.int32)))
+            self._has_text[token] = bool(self.text(np.array([token, token], np.int32)))
         return self._has_text[token]
 
 

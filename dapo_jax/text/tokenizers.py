@@ -25,6 +25,9 @@ _SPECIALS = 2
 _FILE_NAME, _TEMPLATE_NAME = "tokenizer.json", "chat_template.jinja"
 
 
+Before = Int[np.ndarray, " before"] | None
+
+
 @runtime_checkable
 class Tokenizer(Protocol):
     """The interface that the library requires of a tokenizer."""
@@ -49,16 +52,19 @@ class Tokenizer(Protocol):
     def chat_template(self) -> ChatTemplate | None:
         """The template that renders messages as text, or None if the model does not support conversations."""
 
-    def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """Returns the ids of `text` without adding special tokens."""
+    def encode(self, text: str, after: Before = None) -> Int32[np.ndarray, " tokens"]:
+        """Returns the ids of `text` without adding special tokens.
 
-    def encode_plain(self, text: str) -> Int32[np.ndarray, " tokens"]:
+        `after` are the tokens that precede the text, or no tokens for any ordinary text. None means that a prompt begins with the text.
+        """
+
+    def encode_plain(self, text: str, after: Before = None) -> Int32[np.ndarray, " tokens"]:
         """Returns the ids of untrusted text. Special tokens that are spelled out in it are encoded as ordinary characters."""
 
     def guarded(self, text: str) -> str:
         """Returns untrusted text with guards against special tokens, for use in a chat template (see `special_tokens.Guards`)."""
 
-    def encode_guarded(self, text: str) -> Int32[np.ndarray, " tokens"]:
+    def encode_guarded(self, text: str, after: Before = None) -> Int32[np.ndarray, " tokens"]:
         """Returns the ids of a text with `guarded` parts. Special tokens that these parts spell out are encoded as ordinary characters."""
 
     def encode_prompt(self, text: str) -> Int32[np.ndarray, " tokens"]:
@@ -77,8 +83,8 @@ class _Plain:
     stop_ids: tuple[int, ...] = field(default=(EOS_ID,), init=False)
     chat_template: ChatTemplate | None = field(default=None, compare=False, kw_only=True)
 
-    def encode_plain(self: "Tokenizer", text: str) -> Int32[np.ndarray, " tokens"]:
-        """Does the same as `encode`, because no text can spell out a special token."""
+    def encode_plain(self: "Tokenizer", text: str, after: Before = None) -> Int32[np.ndarray, " tokens"]:
+        """Does the same as `encode`, because no text can spell out a special token. No token depends on the token before it."""
         return self.encode(text)
 
     encode_guarded = encode_prompt = encode_plain
@@ -98,7 +104,7 @@ class ByteTokenizer(_Plain):
 
     vocab_size: int = field(default=_SPECIALS + 256, init=False)
 
-    def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
+    def encode(self, text: str, after: Before = None) -> Int32[np.ndarray, " tokens"]:
         """Returns the bytes of `text`, offset by the number of special ids."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int32) + np.int32(_SPECIALS)
 
@@ -141,7 +147,7 @@ class CharTokenizer(_Plain):
         """Number of characters in the alphabet plus the 2 special ids."""
         return _SPECIALS + len(self.alphabet)
 
-    def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
+    def encode(self, text: str, after: Before = None) -> Int32[np.ndarray, " tokens"]:
         """Returns the ids of the characters of `text`.
 
         Raises:
