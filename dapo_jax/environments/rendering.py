@@ -15,8 +15,7 @@ from jaxtyping import Int
 
 from dapo_jax.environments.calls import LostError
 from dapo_jax.environments.protocol import Context
-from dapo_jax.text.chat import ChatTemplate
-from dapo_jax.text.conversations import MOST_CHARACTERS, Guarding, conversation_ids
+from dapo_jax.text.conversations import MOST_CHARACTERS, Guarding, conversation_ids, template_of
 from dapo_jax.text.messages import canonical_messages
 from dapo_jax.text.special_tokens import FIRST_GUARD
 from dapo_jax.text.stop_strings import StopStrings
@@ -75,7 +74,6 @@ class Rendering:
                 f"a text of {len(text):,} characters was appended; the limit is {MOST_CHARACTERS:,}"
             )
         try:
-            text.encode("utf-8")  # raises for an unpaired surrogate
             return self.tokenizer.encode_plain(text, after)
         except ValueError as error:
             raise LostError(f"the appended text cannot be tokenized: {error}") from error
@@ -91,7 +89,6 @@ class Rendering:
             found = np.concatenate([self.tokenizer.encode_prompt(""), self._text(contents)])
         elif isinstance(contents, Sequence) and contents and isinstance(contents[0], Mapping):
             variables = {**self.template_kwargs, "tools": [*context.tools] or None}
-            self._template()
             try:
                 found = conversation_ids(contents, self.tokenizer, today=self.today, variables=variables)
             except (ValueError, TypeError) as error:
@@ -107,7 +104,7 @@ class Rendering:
     def _messages(
         self, messages: Sequence[Any], after: Int[np.ndarray, " turn"] | None
     ) -> Int[np.ndarray, " new"]:
-        template, guard = self._template(), Guarding(self.tokenizer)
+        template, guard = template_of(self.tokenizer), Guarding(self.tokenizer)
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
         whole = [*before, *(guard.message(message) for message in canonical_messages(messages))]
         if any(message["role"] == "tool" for message in whole):
@@ -142,11 +139,3 @@ class Rendering:
             ):
                 done = size
         return guard.ids(new[done:], after)
-
-    def _template(self) -> ChatTemplate:
-        if self.tokenizer.chat_template is None:
-            raise LostError(
-                "messages were appended, but the model has no chat template: choose a model or a model.tokenizer with a chat template, or "
-                "append text or token ids"
-            )
-        return self.tokenizer.chat_template

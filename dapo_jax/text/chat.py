@@ -35,15 +35,23 @@ class ChatTemplate:
     '<user>1+1'
     """
 
-    def __init__(self, source: str, *, name: str, special_tokens: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, source: str | bytes, *, name: str, special_tokens: Mapping[str, str] | None = None
+    ) -> None:
         """Stores the source. The template is compiled when it is first rendered, so a model with an invalid template still loads.
 
         Args:
-            source: the text of the template.
+            source: the text of the template, or the content of its file.
             name: the template's name in error messages, for example its file.
             special_tokens: `bos_token`, `eos_token` and so on, as variables for the template.
+
+        Raises:
+            ValueError: the content is not UTF-8.
         """
-        self.source, self.name = source, name
+        try:
+            self.source, self.name = source if isinstance(source, str) else source.decode("utf-8"), name
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{name} is not UTF-8: {error}") from error
         self._special_tokens = dict(special_tokens or {})
         self.with_tools = self
         """The template for conversations with tools, if the model has another one for them."""
@@ -133,18 +141,6 @@ class ChatTemplate:
         sandbox.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         del sandbox.filters["random"]  # the same messages must always render to the same prompt
         return sandbox.from_string(self.source, globals={"raise_exception": _refuse})
-
-
-def template_of(content: bytes, name: str, special_tokens: Mapping[str, str] | None = None) -> ChatTemplate:
-    """Returns the chat template from a file's content.
-
-    Raises:
-        ValueError: the content is not UTF-8.
-    """
-    try:
-        return ChatTemplate(content.decode("utf-8"), name=name, special_tokens=special_tokens)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not UTF-8: {error}") from error
 
 
 class _RefusedError(TemplateError):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from dapo_jax.text.chat import Message
+from dapo_jax.text.chat import ChatTemplate, Message
 from dapo_jax.text.messages import DEEPEST, canonical_messages
 from dapo_jax.text.tokenizers import Before, Tokenizer
 
@@ -74,6 +74,16 @@ class Guarding:
         return self._tokenizer.encode_guarded(rendered, after)
 
 
+def template_of(tokenizer: Tokenizer) -> ChatTemplate:
+    """Returns the tokenizer's chat template. Raises ValueError if it has none."""
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            "there are messages, but the model has no chat template: use an instruction-tuned model, put a chat_template.jinja into the model folder, "
+            "or use texts or token ids instead (for the data, data.chat=false)"
+        )
+    return tokenizer.chat_template
+
+
 def conversation_ids(
     messages: Sequence[Message],
     tokenizer: Tokenizer,
@@ -95,11 +105,7 @@ def conversation_ids(
     Raises:
         ValueError: there is no chat template, the template fails, or the messages are not a valid conversation.
     """
-    template, guarding = tokenizer.chat_template, Guarding(tokenizer)
-    if template is None:
-        raise ValueError(
-            "the model has no chat template, so it cannot answer messages; send token ids, or serve a model with a chat_template.jinja"
-        )
+    template, guarding = template_of(tokenizer), Guarding(tokenizer)
     guarded = [guarding.message(message) for message in canonical_messages(messages)]
     known = {name: guarding.value(value) for name, value in (variables or {}).items()}
     return guarding.ids(template.whole(guarded, known, today=today))

@@ -10,6 +10,7 @@ from jaxtyping import Int32
 
 from dapo_jax.config.data_schema import TEMPLATES, DataConfig
 from dapo_jax.text.chat import Message
+from dapo_jax.text.conversations import template_of
 from dapo_jax.text.messages import canonical_messages
 from dapo_jax.text.tokenizers import Tokenizer
 
@@ -53,11 +54,7 @@ class PromptFormat:
         return template.replace("{prompt}", question)
 
     def _conversation(self, prompt: str | Sequence[Message], tokenizer: Tokenizer) -> str:
-        if tokenizer.chat_template is None:
-            raise ValueError(
-                "the prompt is a conversation, but the tokenizer has no chat template; use an instruction-tuned model, put "
-                "a chat_template.jinja into the model folder, or use plain-text prompts with data.chat=false"
-            )
+        template = template_of(tokenizer)
         messages = (
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else checked_messages(prompt)
         )
@@ -76,7 +73,7 @@ class PromptFormat:
                     "data.system_prompt or remove the message from the row"
                 )
             messages = [{"role": "system", "content": self.data.system_prompt}, *messages]
-        return tokenizer.chat_template.whole(messages, self.data.chat_template_kwargs, today=self.today)
+        return template.whole(messages, self.data.chat_template_kwargs, today=self.today)
 
 
 AS_IT_STANDS = PromptFormat()

@@ -22,7 +22,7 @@ import tokenizers
 from jaxtyping import Int, Int32
 
 from dapo_jax.storage import files_of, path_of, write_whole
-from dapo_jax.text.chat import ChatTemplate, template_of
+from dapo_jax.text.chat import ChatTemplate
 from dapo_jax.text.plain_json import read_object
 from dapo_jax.text.special_tokens import FIRST_GUARD, Guards
 from dapo_jax.text.tokenizers import Before
@@ -155,7 +155,7 @@ class HuggingFaceTokenizer:
             for guard, first in self._guards.firsts.items()
         ]
         steps = [*restoring, *filter(None, [described.get("normalizer")])]
-        added = [{**token, "normalized": False} for token in described.get("added_tokens", [])]
+        added = [{**token, "normalized": False} for token in described.get("added_tokens") or []]
         described |= {"normalizer": {"type": "Sequence", "normalizers": steps}, "added_tokens": added}
         with self._library("with guards cannot be loaded by"):
             return tokenizers.Tokenizer.from_str(json.dumps(described))
@@ -253,17 +253,19 @@ class HuggingFaceTokenizer:
         return found
 
     def _template(self, config: Any) -> ChatTemplate | None:
-        if (content := self.files.get(_TEMPLATE)) is not None:
-            return template_of(content, f"{self._place}/{_TEMPLATE}", self._special_tokens)
+        name, content = f"{self._place}/{_CONFIG}: chat_template", self.files.get(_TEMPLATE)
+        if content is not None:
+            name, config = f"{self._place}/{_TEMPLATE}", content
         if isinstance(config, list):
             config = {one.get("name"): one.get("template") for one in config if isinstance(one, Mapping)}
         named = config if isinstance(config, Mapping) else {"default": config}
-        found = {
-            name: ChatTemplate(source, name=f"{self._place}/{_CONFIG}: chat_template", special_tokens=self._special_tokens)
-            for name, source in named.items() if isinstance(source, str)
-        }  # fmt: skip
-        if (template := found.get("default")) is not None:
-            template.with_tools = found.get("tool_use", template)
+        known = {key: source for key, source in named.items() if isinstance(source, str | bytes)}
+        made = {
+            key: ChatTemplate(source, name=name, special_tokens=self._special_tokens)
+            for key, source in known.items()
+        }
+        if (template := made.get("default")) is not None:
+            template.with_tools = made.get("tool_use", template)
         return template
 
     def _json(self, name: str) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Int, Int32
 
 from dapo_jax.storage import file_bytes, files_of, path_of, write_whole
-from dapo_jax.text.chat import ChatTemplate, template_of
+from dapo_jax.text.chat import ChatTemplate
 from dapo_jax.text.plain_json import read_object
 
 PAD_ID = 0
@@ -22,10 +22,8 @@ EOS_ID = 1
 _SPECIALS = 2
 """Number of special ids: the padding token and the end token. Ordinary tokens follow them."""
 
-_FILE_NAME, _TEMPLATE_NAME = "tokenizer.json", "chat_template.jinja"
-
-
 Before = Int[np.ndarray, " before"] | None
+_FILE_NAME, _TEMPLATE_NAME = "tokenizer.json", "chat_template.jinja"
 
 
 @runtime_checkable
@@ -53,10 +51,7 @@ class Tokenizer(Protocol):
         """The template that renders messages as text, or None if the model does not support conversations."""
 
     def encode(self, text: str, after: Before = None) -> Int32[np.ndarray, " tokens"]:
-        """Returns the ids of `text` without adding special tokens.
-
-        `after` are the tokens that precede the text, or no tokens for any ordinary text. None means that a prompt begins with the text.
-        """
+        """Returns the ids of `text`, which follows the tokens `after` (none: any text) or begins a prompt. Adds no special tokens."""
 
     def encode_plain(self, text: str, after: Before = None) -> Int32[np.ndarray, " tokens"]:
         """Returns the ids of untrusted text. Special tokens that are spelled out in it are encoded as ordinary characters."""
@@ -250,7 +245,8 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
             "format, convert it with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         ) from error
     kind = described.get("type")
-    chat_template = None if template is None else template_of(template, str(path.parent / _TEMPLATE_NAME))
+    name = str(path.parent / _TEMPLATE_NAME)
+    chat_template = None if template is None else ChatTemplate(template, name=name)
     if kind == "dapo_jax.byte":
         return ByteTokenizer(chat_template=chat_template)
     if kind != "dapo_jax.char":

@@ -73,8 +73,6 @@ PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}</turn>\n{% endfor 
 GUESS = "{% for m in messages %}{{ m.content.rstrip('?') ~ '?' if m.role == 'assistant' else m.content }}{% endfor %}"
 SPACED = "{% for m in messages %}[{{ m.role }}] {{ m.content }} <|im_end|>{% endfor %}"
 HEADED = "{% for m in messages %}{{ '\n<|im_start|>' + m.role + '\n' + m.content }}{% endfor %}{{ '\n<|im_start|>assistant\n' }}"
-    "{% for m in messages %}\n<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}\n<|im_start|>assistant\n"
-)
 
 
 @pytest.mark.parametrize(
