@@ -229,9 +229,8 @@ class PairSource:
         choices = _demonstrations(prompt.row, place)
         text = choices[int(np.random.default_rng([self._seed, i]).integers(len(choices)))]
         try:
-            response = np.append(
-                self._tokenizer.encode(text, prompt.tokens), np.int32(self._tokenizer.eos_id)
-            )
+            tokens = self._tokenizer.encode(text, prompt.tokens)
+            response = np.append(tokens, np.int32(self._tokenizer.eos_id))
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from error
         if len(response) > self._max_response_tokens:

@@ -23,7 +23,6 @@ from dapo_jax.text.tokenizers import Before, Tokenizer
 
 _ANSWER = f"{FIRST_GUARD}said{FIRST_GUARD}"
 """Placeholder for the assistant's answer. Templates do not contain this text, and messages that contain it are rejected."""
-_NO_TOKENS = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +42,7 @@ class Rendering:
             LostError: the value cannot be appended, has ids outside the vocabulary, or needs a chat template that the model lacks.
         """
         if isinstance(appended, str):
-            return self._text(appended, _NO_TOKENS if after is None else after)
+            return self._text(appended, np.zeros(0, np.int32) if after is None else after)
         if not isinstance(appended, Sequence | np.ndarray):
             raise LostError(
                 f"{appended!r:.200} ({type(appended).__name__}) cannot be appended; append a text, a list of messages or a list of token ids"
@@ -101,9 +100,7 @@ class Rendering:
             )
         return found
 
-    def _messages(
-        self, messages: Sequence[Any], after: Int[np.ndarray, " turn"] | None
-    ) -> Int[np.ndarray, " new"]:
+    def _messages(self, messages: Sequence[Any], after: Before) -> Int[np.ndarray, " new"]:
         template, guard = template_of(self.tokenizer), Guarding(self.tokenizer)
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
         whole = [*before, *(guard.message(message) for message in canonical_messages(messages))]
@@ -119,23 +116,17 @@ class Rendering:
                 "messages cannot follow a prompt, because it ends with the beginning of an answer: return a Context, append a text or token ids, or "
                 "add the messages to the row's prompt"
             )
-        new = template.whole(whole, self.template_kwargs, today=self.today, given=len(before)).rpartition(
-            _ANSWER
-        )[2]
-        # Find the text with which the template ends any answer. The turn may end with its beginning, for example with a stop string.
-        other = [*before, {"role": "user", "content": FIRST_GUARD}]
-        ending = template.render(other, self.template_kwargs, today=self.today).rpartition(_ANSWER)[2]
-        ending = ending.partition(FIRST_GUARD)[0]
-        marks, done = StopStrings(self.tokenizer, [f"{ending}\n"]), 0
-        text = marks.text(after) if marks.text(after[-1:]) else ""  # of another end token
+        new = template.whole(whole, self.template_kwargs, today=self.today, given=2).rpartition(_ANSWER)[2]
+        # The template ends any answer with this text. The turn may end with a part of it already, for example with a stop string.
+        other = template.render([*before, {"role": "user", "content": FIRST_GUARD}], self.template_kwargs, today=self.today)  # fmt: skip
+        ending = other.rpartition(_ANSWER)[2].partition(FIRST_GUARD)[0]
+        marks = StopStrings(self.tokenizer, [f"{ending}\n"])
+        marked, done = marks.marked(ending), 0
+        turn = marks.text(after) if marks.text(after[-1:]) else ""  # another end token has no text
         for size in range(1, len(ending) + 1):
             part = marks.marked(ending[:size])
             # Some templates write a space before the end token. A part that cuts a special token does not begin the marked text.
             last = part.lstrip() if part.lstrip() >= FIRST_GUARD else part
-            if (
-                text.endswith(last)
-                and marks.marked(ending).startswith(part)
-                and new.startswith(ending[:size])
-            ):
+            if turn.endswith(last) and marked.startswith(part) and new.startswith(ending[:size]):
                 done = size
         return guard.ids(new[done:], after)

@@ -21,8 +21,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 Message = Mapping[str, Any]
 """One message: `role`, `content`, and any other fields that the template uses, such as `name`."""
 
-_ON_PURPOSE = "leaves out messages on purpose"
-"""A template that contains these words, for example in a comment, may leave out messages."""
 MOST_RENDERED = 4 << 20
 """Maximum number of characters that a template may output."""
 
@@ -35,18 +33,13 @@ class ChatTemplate:
     '<user>1+1'
     """
 
-    def __init__(
-        self, source: str | bytes, *, name: str, special_tokens: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, source: str | bytes, *, name: str, special_tokens: Mapping[str, str] | None = None) -> None:  # fmt: skip
         """Stores the source. The template is compiled when it is first rendered, so a model with an invalid template still loads.
 
         Args:
-            source: the text of the template, or the content of its file.
+            source: the text of the template, or the content of its file, which must be UTF-8.
             name: the template's name in error messages, for example its file.
             special_tokens: `bos_token`, `eos_token` and so on, as variables for the template.
-
-        Raises:
-            ValueError: the content is not UTF-8.
         """
         try:
             self.source, self.name = source if isinstance(source, str) else source.decode("utf-8"), name
@@ -62,7 +55,7 @@ class ChatTemplate:
         """Returns the text of a conversation, including the generation prompt that begins the answer.
 
         Args:
-            messages: the messages, oldest first.
+            messages: the messages, oldest first. The role `developer` becomes `system` if the template does not know it.
             variables: further template variables by name, such as Qwen3's `enable_thinking`.
             today: the date that the template gets as the current date, at midnight. The system clock is never used, so the
                 same conversation always renders to the same text.
@@ -73,6 +66,9 @@ class ChatTemplate:
         """
         known = {"tools": None, "documents": None, **self._special_tokens, **(variables or {})}
         known |= {"messages": list(messages), "add_generation_prompt": True}
+        if not re.search(r"""["']developer["']""", self.source):
+            system = {"role": "system"}
+            known["messages"] = [{**m, **system} if m.get("role") == "developer" else m for m in messages]
         known.setdefault("strftime_now", lambda pattern: _date(pattern, today))
         pieces, length = [], 0
         try:
@@ -96,11 +92,8 @@ class ChatTemplate:
     ) -> str:  # fmt: skip
         """Renders canonical messages like `render`, and checks that the text contains all of them except the first `given` messages.
 
-        The role `developer` becomes `system` if the template does not know it. For the check, the messages are rendered again with a mark
-        in each text. In a message with calls, the arguments are marked instead, because some templates write only its calls.
-
-        Raises:
-            ValueError: the template leaves out a message, or does not use the tools; or see `render`.
+        With `tools`, the template `with_tools` is used. For the check, a second rendering has a mark in each text, or in each call, because some
+        templates write only the calls of a message. Raises ValueError if a message is missing or the template does not use the tools.
         """
         has_tools = bool((variables or {}).get("tools"))
         used = self.with_tools if has_tools else self
@@ -108,26 +101,23 @@ class ChatTemplate:
             raise ValueError(
                 f"chat template {used.name} does not use the variable `tools`: describe the tools in the system message, and pass no tools"
             )
-        known, needed = [dict(message) for message in messages], list[int]()
-        for message in known:
-            if message["role"] == "developer" and not re.search(r"""["']developer["']""", used.source):
-                message["role"] = "system"
-        marked = deepcopy(known)
+        marked, needed = deepcopy([dict(message) for message in messages]), list[int]()
         for place, message in enumerate(marked):
-            calls = message.get("tool_calls", [])
-            needed.append(len(calls) or int(message["role"] != "system" or message["content"].strip() != ""))
+            calls, is_system = message.get("tool_calls", []), message["role"] in ("system", "developer")
+            needed.append(len(calls) or int(not is_system or message["content"].strip() != ""))
             for call in calls:
                 call["function"]["arguments"][f"zq{place}qz"] = 1
             message["content"] += "" if calls else f"zq{place}qz"
-        text = used.render(known, variables, today=today)
+        text = used.render(messages, variables, today=today)
         try:
             found = used.render(marked, variables, today=today).casefold()
         except ValueError:  # the template refuses the marks, so the check is impossible
             return text
-        for place in range(given, len(known)):
-            if found.count(f"zq{place}qz") < needed[place] and _ON_PURPOSE not in used.source:
+        on_purpose = "leaves out messages on purpose" in used.source  # for example in a comment
+        for place, least in enumerate(needed[given:]):
+            if found.count(f"zq{place + given}qz") < least and not on_purpose:
                 raise ValueError(
-                    f"chat template {used.name} leaves out message {place - given} (role {messages[place]['role']!r}) or one of its tool calls: give it "
+                    f"chat template {used.name} leaves out message {place} (role {messages[place + given]['role']!r}) or one of its tool calls: give it "
                     "another role, such as 'user', or use a template that writes this message"
                 )
         return text

@@ -78,19 +78,14 @@ def template_of(tokenizer: Tokenizer) -> ChatTemplate:
     """Returns the tokenizer's chat template. Raises ValueError if it has none."""
     if tokenizer.chat_template is None:
         raise ValueError(
-            "there are messages, but the model has no chat template: use an instruction-tuned model, put a chat_template.jinja into the model folder, "
-            "or use texts or token ids instead (for the data, data.chat=false)"
+            "there are messages, but the model has no chat template: add a chat_template.jinja to the model folder, or use texts (data.chat=false) or ids"
         )
     return tokenizer.chat_template
 
 
 def conversation_ids(
-    messages: Sequence[Message],
-    tokenizer: Tokenizer,
-    *,
-    today: date | None = None,
-    variables: Mapping[str, Any] | None = None,
-) -> Int32[np.ndarray, " prompt"]:
+    messages: Sequence[object], tokenizer: Tokenizer, *, today: date | None = None, variables: Mapping[str, Any] | None = None
+) -> Int32[np.ndarray, " prompt"]:  # fmt: skip
     """Returns the token ids of an untrusted conversation, including the generation prompt that begins the answer.
 
     If a message spells out an added token, such as `<|im_end|>`, that text is encoded as ordinary characters. In all other cases,

@@ -94,7 +94,8 @@ class HuggingFaceTokenizer:
         mask = probe.special_tokens_mask
         self._beginning = probe.ids[: mask.index(0) if 0 in mask else 0]
         added = self._tokenizer.get_added_tokens_decoder()
-        self._added = {number: token.content for number, token in added.items()}
+        # Added tokens of white space, as in Gemma, are ordinary text.
+        self._added = {number: each.content for number, each in added.items() if each.content.strip(" \n\t▁")}
         self.special_tokens = {token.content: number for number, token in added.items() if token.special}
         """The ids that `decode` omits, by the texts of their tokens."""
         self._guards = Guards(self._added.values())
@@ -126,11 +127,7 @@ class HuggingFaceTokenizer:
             write_whole(place / name, content)
 
     def encode(self, text: str, after: Before = None) -> Int32[np.ndarray, " tokens"]:
-        """See `Tokenizer.encode`. Special tokens that are spelled out in the text are encoded as special tokens.
-
-        Raises:
-            ValueError: the text contains a lone surrogate. The other encoding methods raise this error too.
-        """
+        """See `Tokenizer.encode`. Special tokens that are spelled out in the text are encoded. A lone surrogate raises ValueError."""
         return self._ids(self._tokenizer, self._before(after), text)
 
     def encode_plain(self, text: str, after: Before = None) -> Int32[np.ndarray, " tokens"]:
@@ -150,11 +147,9 @@ class HuggingFaceTokenizer:
     def _guarding(self) -> tokenizers.Tokenizer:
         """A copy of the tokenizer that finds the added tokens first and restores guards afterwards."""
         described = {**self._json(_TOKENIZER), "post_processor": None, "truncation": None, "padding": None}
-        restoring = [
-            {"type": "Replace", "pattern": {"String": chr(guard)}, "content": chr(first)}
-            for guard, first in self._guards.firsts.items()
-        ]
-        steps = [*restoring, *filter(None, [described.get("normalizer")])]
+        steps = [described["normalizer"]] if described.get("normalizer") else []
+        for guard, first in self._guards.firsts.items():
+            steps.insert(0, {"type": "Replace", "pattern": {"String": chr(guard)}, "content": chr(first)})
         added = [{**token, "normalized": False} for token in described.get("added_tokens") or []]
         described |= {"normalizer": {"type": "Sequence", "normalizers": steps}, "added_tokens": added}
         with self._library("with guards cannot be loaded by"):
@@ -259,11 +254,10 @@ class HuggingFaceTokenizer:
         if isinstance(config, list):
             config = {one.get("name"): one.get("template") for one in config if isinstance(one, Mapping)}
         named = config if isinstance(config, Mapping) else {"default": config}
-        known = {key: source for key, source in named.items() if isinstance(source, str | bytes)}
         made = {
             key: ChatTemplate(source, name=name, special_tokens=self._special_tokens)
-            for key, source in known.items()
-        }
+            for key, source in named.items() if isinstance(source, str | bytes)
+        }  # fmt: skip
         if (template := made.get("default")) is not None:
             template.with_tools = made.get("tool_use", template)
         return template

@@ -1,6 +1,6 @@
 """Stop ids and stop strings, which end a response in addition to the model's end token."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Int
@@ -30,30 +30,25 @@ class StopStrings:
     (5, None, '7 ')
     """
 
-    def __init__(self, tokenizer: Tokenizer, strings: Sequence[str]) -> None:
-        """Stores the strings. Without strings, `find` always returns None.
+    def __init__(self, tokenizer: Tokenizer, strings: Sequence[str], ids: Sequence[int] = ()) -> None:
+        """Stores the strings, and token ids that act like stop strings. If there are none, `find` always returns None.
 
         Raises:
             ValueError: a string is empty, or contains U+FFFD, which decoders write for incomplete characters.
         """
         for string in strings:
-            if not string:
+            if not string or "\ufffd" in string:
                 raise ValueError(
-                    "a stop string is empty, so every response would end before it begins; remove it"
-                )
-            if "\ufffd" in string:
-                raise ValueError(
-                    f"stop string {string!r} contains U+FFFD, which decoders write for incomplete characters; remove it"
+                    f"stop string {string!r} is empty, or contains U+FFFD, which decoders write for incomplete characters; remove it"
                 )
         self._tokenizer = tokenizer
-        special = getattr(tokenizer, "special_tokens", {})
-        spelled = sorted(
-            (text for text in special if any(text in each for each in strings)), key=len, reverse=True
-        )
-        self._marks = {text: chr(ord(FIRST_GUARD) + place) for place, text in enumerate(spelled)}
-        self._special = {special[text]: mark for text, mark in self._marks.items()}
-        self.strings = tuple(dict.fromkeys((*strings, *map(self.marked, strings))))
-        """The stop strings, and their `marked` forms."""
+        special: Mapping[str, int] = getattr(tokenizer, "special_tokens", {})
+        spelled = sorted((text for text in special if any(text in each for each in strings)), key=len)[::-1]
+        marked = dict.fromkeys([*(special[text] for text in spelled), *ids])
+        self._marks = {token: chr(ord(FIRST_GUARD) + place) for place, token in enumerate(marked)}
+        self._special = {text: self._marks[special[text]] for text in spelled}  # the longest first
+        self.strings = (*strings, *map(self.marked, strings), *(self._marks[token] for token in ids))
+        """The stop strings, their `marked` forms, and the marks of the ids."""
         self._window = max((len(string.encode("utf-8")) for string in strings), default=0) + _ALIGNMENTS
         self._has_text: dict[int, bool] = {}
 
@@ -82,15 +77,20 @@ class StopStrings:
         end = min((place for s in self.strings if (place := text.find(s)) >= 0), default=len(text))
         return self.unmarked(text[:end])
 
-    def text(self, ids: Int[np.ndarray, " tokens"]) -> str:
-        """Returns the text of `ids`, with a mark for each special token that a stop string contains. `decode` of a tokenizer omits these tokens."""
-        first, *others = np.split(ids, np.flatnonzero(np.isin(ids, [*self._special])))
-        parts = (self._special[int(part[0])] + self._tokenizer.decode(part[1:]) for part in others)
-        return "".join([self._tokenizer.decode(first), *parts])
+    def text(self, ids: Int[np.ndarray, " tokens"] | list[int]) -> str:
+        """Returns the text of `ids`, with a mark, a private-use character, in place of each stop id and each special token in a stop string.
+
+        Tokenizers omit special tokens. Ids outside the vocabulary, which a model with padded embeddings may sample, have no text.
+        """
+        size, marks = self._tokenizer.vocab_size, self._marks
+        known = np.array([each for each in ids if 0 <= each < size or each in marks], np.int32)
+        first, *others = np.split(known, np.flatnonzero(np.isin(known, [*self._marks])))
+        parts = (self._marks[int(part[0])] + self._tokenizer.decode(part[1:]) for part in others)
+        return self._tokenizer.decode(first) + "".join(parts)
 
     def marked(self, text: str) -> str:
-        """Returns the text with a mark, a private-use character, in place of each special token that a stop string contains."""
-        for special, mark in self._marks.items():
+        """Returns the text with the mark of each special token that a stop string contains."""
+        for special, mark in self._special.items():
             text = text.replace(special, mark)
         return text
 
