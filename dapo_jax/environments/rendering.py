@@ -17,9 +17,9 @@ from dapo_jax.environments.calls import LostError
 from dapo_jax.environments.protocol import Context
 from dapo_jax.text.conversations import MOST_CHARACTERS, Guarding, conversation_ids, template_of
 from dapo_jax.text.messages import canonical_messages
-from dapo_jax.text.special_tokens import FIRST_GUARD
+from dapo_jax.text.special_tokens import FIRST_GUARD, Before
 from dapo_jax.text.stop_strings import StopStrings
-from dapo_jax.text.tokenizers import Before, Tokenizer
+from dapo_jax.text.tokenizers import Tokenizer
 
 _ANSWER = f"{FIRST_GUARD}said{FIRST_GUARD}"
 """Placeholder for the assistant's answer. Templates do not contain this text, and messages that contain it are rejected."""

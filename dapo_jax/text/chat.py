@@ -106,7 +106,7 @@ class ChatTemplate:
             calls, is_system = message.get("tool_calls", []), message["role"] in ("system", "developer")
             needed.append(len(calls) or int(not is_system or message["content"].strip() != ""))
             for call in calls:
-                call["function"]["arguments"][f"zq{place}qz"] = 1
+                call["function"]["arguments"][f"zq{place}qz"] = ""
             message["content"] += "" if calls else f"zq{place}qz"
         text = used.render(messages, variables, today=today)
         try:

@@ -10,7 +10,8 @@ from jaxtyping import Int32
 
 from dapo_jax.text.chat import ChatTemplate, Message
 from dapo_jax.text.messages import DEEPEST, canonical_messages
-from dapo_jax.text.tokenizers import Before, Tokenizer
+from dapo_jax.text.special_tokens import Before
+from dapo_jax.text.tokenizers import Tokenizer
 
 MOST_CHARACTERS = 1 << 20
 """Maximum number of characters in a conversation. Longer conversations are refused before they are tokenized."""

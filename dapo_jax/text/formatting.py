@@ -64,10 +64,10 @@ class PromptFormat:
         for each in self.data.few_shot:
             shown.append({"role": "user", "content": self._around(each["prompt"])})
             shown.append({"role": "assistant", "content": each["response"]})
-        first = int(messages[0]["role"] == "system")
+        first = int(messages[0]["role"] in ("system", "developer"))
         messages = [*messages[:first], *shown, *messages[first:last], asked, *messages[last + 1 :]]
         if self.data.system_prompt:
-            if messages[0]["role"] == "system":
+            if first:
                 raise ValueError(
                     "the row's messages begin with a system message, but data.system_prompt is set too; clear "
                     "data.system_prompt or remove the message from the row"

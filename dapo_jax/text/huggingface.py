@@ -24,8 +24,7 @@ from jaxtyping import Int, Int32
 from dapo_jax.storage import files_of, path_of, write_whole
 from dapo_jax.text.chat import ChatTemplate
 from dapo_jax.text.plain_json import read_object
-from dapo_jax.text.special_tokens import FIRST_GUARD, Guards
-from dapo_jax.text.tokenizers import Before
+from dapo_jax.text.special_tokens import FIRST_GUARD, Before, Guards
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "special_tokens_map.json"
@@ -190,7 +189,7 @@ class HuggingFaceTokenizer:
         text = self._tokenizer.id_to_token(token) if 0 <= token <= _LARGEST_ID else None
         if text is None:
             return None
-        return b"" if token in self.special_tokens.values() else bytes_of_token(text, self._decoder)
+        return b"" if self._added.get(token) in self.special_tokens else bytes_of_token(text, self._decoder)
 
     @contextmanager
     def _library(self, deed: str) -> Iterator[None]:

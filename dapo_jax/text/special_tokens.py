@@ -5,6 +5,10 @@ Only the chat template may write special tokens. If a message contains the text 
 
 from collections.abc import Iterable
 
+import numpy as np
+from jaxtyping import Int
+
+Before = Int[np.ndarray, " before"] | None
 FIRST_GUARD = "\U0010f000"
 """The first of the private-use characters that are reserved for guards. Untrusted text may not contain this character or any later character."""
 

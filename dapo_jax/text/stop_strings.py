@@ -31,7 +31,7 @@ class StopStrings:
     """
 
     def __init__(self, tokenizer: Tokenizer, strings: Sequence[str], ids: Sequence[int] = ()) -> None:
-        """Stores the strings, and token ids that act like stop strings. If there are none, `find` always returns None.
+        """Stores the strings, and token ids that act like stop strings. Without both, `find` always returns None.
 
         Raises:
             ValueError: a string is empty, or contains U+FFFD, which decoders write for incomplete characters.
@@ -42,7 +42,7 @@ class StopStrings:
                     f"stop string {string!r} is empty, or contains U+FFFD, which decoders write for incomplete characters; remove it"
                 )
         self._tokenizer = tokenizer
-        special: Mapping[str, int] = getattr(tokenizer, "special_tokens", {})
+        special: Mapping[str, int] = getattr(tokenizer, "special_tokens", {}) if strings else {}
         spelled = sorted((text for text in special if any(text in each for each in strings)), key=len)[::-1]
         marked = dict.fromkeys([*(special[text] for text in spelled), *ids])
         self._marks = {token: chr(ord(FIRST_GUARD) + place) for place, token in enumerate(marked)}
@@ -78,10 +78,7 @@ class StopStrings:
         return self.unmarked(text[:end])
 
     def text(self, ids: Int[np.ndarray, " tokens"] | list[int]) -> str:
-        """Returns the text of `ids`, with a mark, a private-use character, in place of each stop id and each special token in a stop string.
-
-        Tokenizers omit special tokens. Ids outside the vocabulary, which a model with padded embeddings may sample, have no text.
-        """
+        """Returns the text of `ids`, with a private-use character, a mark, for each stop id and each special token in a stop string. Unknown ids have no text."""
         size, marks = self._tokenizer.vocab_size, self._marks
         known = np.array([each for each in ids if 0 <= each < size or each in marks], np.int32)
         first, *others = np.split(known, np.flatnonzero(np.isin(known, [*self._marks])))

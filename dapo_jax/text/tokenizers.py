@@ -16,13 +16,13 @@ from jaxtyping import Int, Int32
 from dapo_jax.storage import file_bytes, files_of, path_of, write_whole
 from dapo_jax.text.chat import ChatTemplate
 from dapo_jax.text.plain_json import read_object
+from dapo_jax.text.special_tokens import Before
 
 PAD_ID = 0
 EOS_ID = 1
 _SPECIALS = 2
 """Number of special ids: the padding token and the end token. Ordinary tokens follow them."""
 
-Before = Int[np.ndarray, " before"] | None
 _FILE_NAME, _TEMPLATE_NAME = "tokenizer.json", "chat_template.jinja"
 
 

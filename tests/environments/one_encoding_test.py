@@ -56,7 +56,7 @@ ANSWER = "ENDx"
 CONVERSATION = [
     {"role": "user", "content": "the end of  a <text>"},
     {"role": "assistant", "content": ANSWER},
-    {"role": "user", "content": " is near\n(END) \n"},
+    {"role": "user", "content": " is near\n\n(END) \n"},
 ]
 
 
@@ -70,6 +70,7 @@ def tokenizer_of(split, flags, template):
         made.pre_tokenizer = before
     made.add_special_tokens([AddedToken(text, special=True, **FLAGS[flags]) for text in SPECIAL])
     made.add_tokens([AddedToken(text, special=False, **FLAGS[flags]) for text in ORDINARY])
+    made.add_tokens([AddedToken("\n\n", special=False, normalized=False)])  # as in Gemma
     return HuggingFaceTokenizer(files_of(made.to_str(), template=TEMPLATES[template]))
 
 

@@ -1,13 +1,16 @@
 """Texts, ids and messages become ids; nothing is tokenized twice, and a tool's text contains no special token."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+import dapo_jax
 from dapo_jax.environments import Context
 from dapo_jax.environments.calls import LostError
 from dapo_jax.environments.rendering import Rendering
 from dapo_jax.text.huggingface import HuggingFaceTokenizer
-from dapo_jax.text.tokenizers import ByteTokenizer, CharTokenizer
+from dapo_jax.text.tokenizers import ByteTokenizer, CharTokenizer, load_tokenizer
 from tests.text.folders import CHATML, byte_level_json, files_of, with_beginning
 from tests.text.stop_strings_test import ids_of
 
@@ -100,6 +103,15 @@ def test_text_that_ends_a_turn_is_not_appended_again(template, turn, appended):
     chat = HuggingFaceTokenizer(files_of(template=template, eos_token="<|endoftext|>"))
     found = Rendering(tokenizer=chat).ids([{"role": "user", "content": "no"}], after=ids_of(chat, turn))
     assert chat._tokenizer.decode(found.tolist(), skip_special_tokens=False) == appended
+
+
+def test_a_stop_string_that_the_shipped_template_puts_back_is_there_once():
+    """The model's guesses end with the stop string "?". The template writes it again, because HTTP clients do not get it."""
+    shipped = load_tokenizer(Path(dapo_jax.__file__).parent / "assets" / "turns_quickstart")
+    answered = Rendering(tokenizer=shipped).ids(
+        [{"role": "user", "content": ">"}], after=shipped.encode("39?")
+    )
+    assert shipped.decode(answered) == ">"
 
 
 def test_a_message_after_another_end_token_keeps_the_templates_end_token():
